@@ -17,7 +17,11 @@ from celery_leases.attempt.renewal import Renewer
 from celery_leases.attempt.run import Execution
 from celery_leases.concurrency import os_threads
 from celery_leases.counting import Counting
-from celery_leases.protocol.deadlines import LONGEST_WAIT, call_timeout, connection_awaited
+from celery_leases.protocol.deadlines import (
+    LONGEST_CONNECTION_TIMEOUT,
+    call_timeout,
+    connection_timeout,
+)
 from celery_leases.protocol.options import DATABASE, DEFAULT_TTL
 from celery_leases.protocol.ports import (
     Clock,
@@ -94,7 +98,7 @@ def build(
     """Make the components. Connections are opened on first use. *stopping*: whether the process is
     shutting down.
     """
-    wait = connection_awaited(shortest_ttl)
+    wait = connection_timeout(shortest_ttl)
     # The keeper, and bodies that call Redis, have a connection of their own, within the same
     # number.
     records = open_records(settings, settings.pool_size - (2 if os_threads.green() else 1), wait)
@@ -130,7 +134,7 @@ def build(
 
 
 def open_records(
-    settings: Settings, size: int | None = None, longest_wait: float = LONGEST_WAIT
+    settings: Settings, size: int | None = None, longest_wait: float = LONGEST_CONNECTION_TIMEOUT
 ) -> SqlRecordStore:
     """The record store of the settings, with at most *size* connections; the default is that of the
     settings.
@@ -164,7 +168,7 @@ def lease_store(
     settings: Settings,
     records: SqlRecordStore,
     size: int | None = None,
-    longest_wait: float = LONGEST_WAIT,
+    longest_wait: float = LONGEST_CONNECTION_TIMEOUT,
 ) -> AnyStore:
     """The lease store of the settings; *size* and *longest_wait* as in :func:`open_records`, if it
     is separate from the records.

@@ -82,12 +82,12 @@ class HeldLease:
 
         With database leases, a transaction of the body's own that has locked the row blocks every
         claim, and every renewal too. Then that lock is the lease, at most until ``lease_max_hold``.
-        It counts for :func:`~celery_leases.protocol.deadlines.lock_believed` from when it was last
-        seen.
+        It counts for :func:`~celery_leases.protocol.deadlines.lock_counts_for` from when it was
+        last seen.
         """
         if not self._locked_since:
             return self._stop
-        believed = deadlines.lock_believed(self.claim_request.ttl, still=self.work.guarded)
+        believed = deadlines.lock_counts_for(self.claim_request.ttl, still=self.work.guarded)
         return max(self._stop, min(self._hold_until, self._seen_locked + believed))
 
     @property
@@ -112,7 +112,7 @@ class HeldLease:
 
     def patience(self) -> float:
         """For how many seconds a step of this call may wait for a connection that others use."""
-        return deadlines.connection_awaited(self.claim_request.ttl, self.remaining())
+        return deadlines.connection_timeout(self.claim_request.ttl, self.remaining())
 
     def check(self) -> None:
         """Raise :class:`LeaseLost` unless the lease still counts; if it is a row lock, ask the

@@ -367,7 +367,7 @@ def _due(held_leases: Sequence[HeldLease], now: float) -> list[HeldLease]:
     return [
         held_lease
         for held_lease in held_leases
-        if held_lease.due <= now + deadlines.renewed_along(held_lease.claim_request.ttl)
+        if held_lease.due <= now + deadlines.renewal_batch_window(held_lease.claim_request.ttl)
     ]
 
 

@@ -83,15 +83,15 @@ class Claim:
     holders of other rows.
 
     ``age``: seconds since that store was emptied; ``None`` until it is read. A holder needs the ttl
-    of its row to write its lease again. ``takes_until``: until which time of the database's clock
-    the row of another attempt may be taken over after its lease has expired. A third of that row's
-    ttl is added for the transport of the statement.
+    of its row to write its lease again. ``takeover_until``: until which time of the database's
+    clock the row of another attempt may be taken over after its lease has expired. A third of that
+    row's ttl is added for the transport of the statement.
     """
 
     claim_request: ClaimRequest
     lease_store: str
     age: float | None = None
-    takes_until: int = ALWAYS
+    takeover_until: int = ALWAYS
 
     @property
     def is_lease(self) -> bool:
@@ -168,7 +168,7 @@ def _kept(row: Record, claim: Claim) -> Refusal | Question | None:
     if claim.is_lease:
         return (
             Refusal.LAPSED
-            if row.now > claim.takes_until + row.lease_ttl * MICROSECONDS / 3
+            if row.now > claim.takeover_until + row.lease_ttl * MICROSECONDS / 3
             else None
         )
     if claim.age is None:

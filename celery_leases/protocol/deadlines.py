@@ -10,13 +10,13 @@ from __future__ import annotations
 RATE_MARGIN = 0.01
 FIXED_MARGIN = 0.002
 RENEWALS_PER_TTL = 3
-BELIEVED_AT_LEAST = 1.0
+SHORTEST_LOCK_TRUST = 1.0
 """The least seconds for which a row's lock counts after it was seen, however short the ttl is."""
 
-BELIEVED_AFTERWARDS = 5.0
+LONGEST_LOCK_TRUST_AFTERWARDS = 5.0
 """The most seconds for which it counts once its transaction is over, however long the ttl is."""
 
-LONGEST_WAIT = 10.0
+LONGEST_CONNECTION_TIMEOUT = 10.0
 """The most seconds to wait for a connection that others use, however long the lease lasts."""
 
 
@@ -37,7 +37,7 @@ def renewal_due(sent: float, ttl: float) -> float:
     return sent + ttl / RENEWALS_PER_TTL
 
 
-def renewed_along(ttl: float) -> float:
+def renewal_batch_window(ttl: float) -> float:
     """How many seconds before its time a lease is renewed together with one that is due now.
 
     So leases that began at different times are soon renewed by the same calls.
@@ -55,7 +55,7 @@ def call_timeout(ttl: float) -> float:
     return min(ttl / 10, 2.0)
 
 
-def connection_awaited(ttl: float, remaining: float | None = None) -> float:
+def connection_timeout(ttl: float, remaining: float | None = None) -> float:
     """How long a call may wait for a connection that others use, in seconds.
 
     Half of the *remaining* time until the body must stop, so that time is left to use the
@@ -63,15 +63,15 @@ def connection_awaited(ttl: float, remaining: float | None = None) -> float:
     Without a lease yet, a third of its *ttl*.
     """
     allowed = ttl / RENEWALS_PER_TTL if remaining is None else max(remaining / 2, call_timeout(ttl))
-    return min(allowed, LONGEST_WAIT)
+    return min(allowed, LONGEST_CONNECTION_TIMEOUT)
 
 
-def lock_believed(ttl: float, *, still: bool = True) -> float:
+def lock_counts_for(ttl: float, *, still: bool = True) -> float:
     """For how many seconds a lock on the row by the body's own transaction counts as a renewal
     after it was seen.
 
     *still*: whether that transaction is open, as far as known. A transaction that is over has no
     lock, and the next look shows the state of the row.
     """
-    believed = max(ttl / RENEWALS_PER_TTL, BELIEVED_AT_LEAST)
-    return believed if still else min(believed, BELIEVED_AFTERWARDS)
+    believed = max(ttl / RENEWALS_PER_TTL, SHORTEST_LOCK_TRUST)
+    return believed if still else min(believed, LONGEST_LOCK_TRUST_AFTERWARDS)

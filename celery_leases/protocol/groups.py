@@ -97,7 +97,7 @@ def admits(gate: Gate | None, token: str) -> bool:
     return gate is None or (gate.half_open and gate.probe in (None, token))
 
 
-def remembered_for(gate: Gate, policy: CooldownPolicy) -> float:
+def gate_retention(gate: Gate, policy: CooldownPolicy) -> float:
     """How long a store keeps a closed gate: its time, and the quiet time after which its trips no
     longer count.
     """

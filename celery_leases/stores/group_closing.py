@@ -14,7 +14,7 @@ from typing import Final
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol import closings
 from celery_leases.protocol.closings import PastClosing
-from celery_leases.protocol.groups import Closing, Gate, closed, remembered_for
+from celery_leases.protocol.groups import Closing, Gate, closed, gate_retention
 
 CLOSE_TRIES: Final = 10
 """How often a compare-and-set is retried when other workers close the same gate concurrently."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from celery_leases.errors import LeaseStoreMismatch
-from celery_leases.protocol.groups import Closing, Gate, admits, closed, remembered_for
+from celery_leases.protocol.groups import Closing, Gate, admits, closed, gate_retention
 from celery_leases.protocol.ports import (
     Acquired,
     BlockedByGate,
@@ -218,7 +218,7 @@ class ToyLeaseStore:
         """Close the gate as the protocol requires."""
         with self._memory.lock:
             gate = closed(group, self._gate(group), closing, token)
-            return self._note(gate, remembered_for(gate, closing.policy))
+            return self._note(gate, gate_retention(gate, closing.policy))
 
     def open_gate(self, group: str, token: str | None = None) -> bool:
         """Open the gate; with *token* only that of its probe."""

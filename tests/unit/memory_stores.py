@@ -96,7 +96,7 @@ class FixedAvailability:
     def __init__(self) -> None:
         self.answering = True
 
-    def takes_until(self, sent: float) -> int:
+    def takeover_until(self, sent: float) -> int:
         """Always, or never."""
         return ALWAYS if self.answering else NEVER
 

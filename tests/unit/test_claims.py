@@ -57,10 +57,10 @@ def a_claim_request(call: Call | None = None, **changes: Any) -> ClaimRequest:
 def a_claim(
     store: str = STORE,
     age: float | None = math.inf,
-    takes_until: int = claims.ALWAYS,
+    takeover_until: int = claims.ALWAYS,
     **changes: Any,
 ) -> Claim:
-    return Claim(a_claim_request(**changes), store, age, takes_until)
+    return Claim(a_claim_request(**changes), store, age, takeover_until)
 
 
 class TestOneRule:
@@ -102,15 +102,19 @@ class TestARunningRow:
         assert decide(row, a_claim(DATABASE)) is why
 
     @pytest.mark.parametrize(
-        ("takes_until", "why"), [(NOW - 5 * SECOND, None), (NOW - 5 * SECOND - 1, Refusal.LAPSED)]
+        ("takeover_until", "why"),
+        [(NOW - 5 * SECOND, None), (NOW - 5 * SECOND - 1, Refusal.LAPSED)],
     )
     def test_a_lapsed_lease_is_taken_by_a_look_that_was_carried_out_in_time(
-        self, takes_until: int, why: Refusal | None
+        self, takeover_until: int, why: Refusal | None
     ) -> None:
         """A third of the row's ttl is allowed for the way."""
         row = a_record(State.RUNNING, lease_store=DATABASE, lease_until=NOW - SECOND)
-        assert decide(row, a_claim(DATABASE, takes_until=takes_until)) is why
-        assert decide(row, a_claim(DATABASE, takes_until=takes_until, prior=(row.owner,))) is None
+        assert decide(row, a_claim(DATABASE, takeover_until=takeover_until)) is why
+        assert (
+            decide(row, a_claim(DATABASE, takeover_until=takeover_until, prior=(row.owner,)))
+            is None
+        )
 
     @pytest.mark.parametrize(
         ("age", "why"), [(0.0, Refusal.EMPTIED), (14.9, Refusal.EMPTIED), (15.0, None)]

@@ -8,7 +8,11 @@ from typing import Any, TypeVar
 import pytest
 
 from celery_leases.concurrency.resource_pool import patience
-from celery_leases.protocol.deadlines import LONGEST_WAIT, call_timeout, connection_awaited
+from celery_leases.protocol.deadlines import (
+    LONGEST_CONNECTION_TIMEOUT,
+    call_timeout,
+    connection_timeout,
+)
 from celery_leases.protocol.verdicts import Return
 from tests.unit.memory_worker import Bench
 
@@ -111,6 +115,6 @@ def test_a_wait_ends_before_the_lease(ttl: float, share: float) -> None:
     body and that.
     """
     remaining = share * ttl
-    assert connection_awaited(ttl, remaining) < remaining + min(ttl / 6, 5.0)
-    assert connection_awaited(ttl, remaining) <= LONGEST_WAIT
-    assert connection_awaited(ttl) == pytest.approx(min(ttl / 3, LONGEST_WAIT))
+    assert connection_timeout(ttl, remaining) < remaining + min(ttl / 6, 5.0)
+    assert connection_timeout(ttl, remaining) <= LONGEST_CONNECTION_TIMEOUT
+    assert connection_timeout(ttl) == pytest.approx(min(ttl / 3, LONGEST_CONNECTION_TIMEOUT))

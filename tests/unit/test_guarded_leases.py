@@ -14,7 +14,7 @@ from celery_leases.attempt.lease_services import Steps
 from celery_leases.attempt.renewal import RELEASED, TAKEN
 from celery_leases.errors import LeaseLost, StoreUnavailable
 from celery_leases.lease import Lease
-from celery_leases.protocol.deadlines import lock_believed, renewal_retry
+from celery_leases.protocol.deadlines import lock_counts_for, renewal_retry
 from celery_leases.protocol.events import LeaseGone, LeaseRenewed
 from celery_leases.protocol.ports import Renewal, RenewalResult
 from celery_leases.protocol.records import State
@@ -93,8 +93,8 @@ def test_a_lock_is_looked_at_more_than_twice_before_it_does_not_count_any_more(
     ttl: float, believed: float
 ) -> None:
     """It counts for a third of the ttl, at least for a second."""
-    assert lock_believed(ttl) == pytest.approx(believed)
-    assert lock_believed(ttl) > 2 * renewal_retry(0.0, ttl)
+    assert lock_counts_for(ttl) == pytest.approx(believed)
+    assert lock_counts_for(ttl) > 2 * renewal_retry(0.0, ttl)
 
 
 def test_a_lock_that_is_found_extends_the_lease_beyond_its_ttl(bench: Bench) -> None:
@@ -357,8 +357,8 @@ def test_a_lock_whose_transaction_is_over_counts_for_a_few_seconds_at_most(
     ttl: float, over: float
 ) -> None:
     """For the next looks to see what it has left."""
-    assert lock_believed(ttl, still=False) == pytest.approx(over)
-    assert lock_believed(ttl, still=False) > 2 * renewal_retry(0.0, ttl)
+    assert lock_counts_for(ttl, still=False) == pytest.approx(over)
+    assert lock_counts_for(ttl, still=False) > 2 * renewal_retry(0.0, ttl)
 
 
 def test_a_lock_does_not_count_for_long_after_its_transaction(bench: Bench) -> None:

@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 
 from celery_leases.concurrency.resource_pool import ResourcePool, Turn
 from celery_leases.errors import LeaseConfigurationError, LeaseStoreMismatch, StoreUnavailable
-from celery_leases.protocol.deadlines import LONGEST_WAIT
+from celery_leases.protocol.deadlines import LONGEST_CONNECTION_TIMEOUT
 from celery_leases.protocol.ports import (
     Acquired,
     BlockedByGate,

@@ -68,7 +68,11 @@ HOW_TO_UNLOCK = "try again, or look for an idle one in pg_stat_activity (SHOW EN
 
 
 def engine_for(
-    url: str, size: int = POOL_SIZE, longest_wait: float = LONGEST_WAIT, *, migrates: bool = False
+    url: str,
+    size: int = POOL_SIZE,
+    longest_wait: float = LONGEST_CONNECTION_TIMEOUT,
+    *,
+    migrates: bool = False,
 ) -> Engine:
     """An engine for *url* in autocommit mode, with at most *size* connections.
 
