@@ -97,7 +97,7 @@ DONE_ELSEWHERE: Final = "another call has done it"
 HELD_ELSEWHERE: Final = "another call holds the key"
 OUTCOME_KNOWN: Final = "its outcome is already known"
 _BY_THE_TASK: Final = "it was {} by the task itself"
-SAVING: Final = (
+RUN_SAVED: Final = (
     *(SENT, ENDED_ALREADY, DONE_ELSEWHERE, HELD_ELSEWHERE, OUTCOME_KNOWN),
     *map(_BY_THE_TASK.format, WITHOUT_RESULT),
 )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from celery_leases.protocol import events
-from celery_leases.protocol.decisions import SAVING
+from celery_leases.protocol.decisions import RUN_SAVED
 from celery_leases.protocol.events import Event
 
 MICROSECONDS: Final = 1_000_000
@@ -117,7 +117,7 @@ class Tally:
                 self.count("refused_outcomes", event.task)
             case events.ResultReplayed():
                 self.count("saved_runs", event.task, "replayed")
-            case events.CallDropped() if event.reason in SAVING:
+            case events.CallDropped() if event.reason in RUN_SAVED:
                 self.count("saved_runs", event.task, "dropped")
             case events.CallRefused():
                 self.count("refused_calls", event.task)
