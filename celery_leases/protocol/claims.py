@@ -279,7 +279,7 @@ def _taken(row: Record, claim: Claim, now: int, lease_until: int | None) -> Reco
         fingerprint=row.fingerprint if keeps else claim_request.fingerprint,
         digests=row.digests if keeps else claim_request.digests,
         finished_calls=() if row.expired else row.finished_calls,
-        history=() if row.expired else history.grown(row, _before(row, ended)),
+        history=() if row.expired else history.with_attempt(row, _before(row, ended)),
         traceback=None if row.expired else row.traceback,
         unrun=False,
         ended=None,
@@ -296,7 +296,11 @@ def _taken(row: Record, claim: Claim, now: int, lease_until: int | None) -> Reco
 def _before(row: Record, ended: Ended | None) -> PastAttempt | None:
     """The attempt that the claim finds in *row*; a running one has *ended* as given."""
     running = row.state is State.RUNNING and ended is not None
-    return history.cut_off(row, ended) if running and ended is not None else history.own(row)
+    return (
+        history.taken_over(row, ended)
+        if running and ended is not None
+        else history.latest_ended(row)
+    )
 
 
 def _crashes(row: Record, claim_request: ClaimRequest, *, crashed: bool) -> int:

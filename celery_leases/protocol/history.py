@@ -18,7 +18,7 @@ ERROR_MAX: Final = 160
 """The most characters of an error in the history."""
 
 
-def own(row: Record) -> PastAttempt | None:
+def latest_ended(row: Record) -> PastAttempt | None:
     """The ended attempt that the columns of *row* describe; ``None`` if they describe none, or a
     running one.
     """
@@ -27,21 +27,21 @@ def own(row: Record) -> PastAttempt | None:
     return _attempt(row, row.ended, row.finished_at)
 
 
-def cut_off(row: Record, ended: Ended, at: int | None = None) -> PastAttempt:
+def taken_over(row: Record, ended: Ended, at: int | None = None) -> PastAttempt:
     """The attempt of a running *row* whose key another attempt takes, ended as given; *at*: when,
     if known.
     """
     return _attempt(row, ended, at)
 
 
-def grown(row: Record, latest: PastAttempt | None) -> tuple[PastAttempt, ...]:
+def with_attempt(row: Record, latest: PastAttempt | None) -> tuple[PastAttempt, ...]:
     """The history of *row* with its *latest* attempt."""
     return (*row.history, latest)[-KEPT:] if latest is not None else row.history
 
 
 def timeline(row: Record) -> Sequence[PastAttempt]:
     """All attempts of *row* that have ended, the oldest first."""
-    latest = own(row)
+    latest = latest_ended(row)
     return row.history if latest is None else (*row.history, latest)
 
 

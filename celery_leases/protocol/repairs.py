@@ -152,7 +152,7 @@ def reassigned(
         previous=Attempt(row.ended, row.failure, row.holder)
         if row.ended is not None
         else row.previous,
-        history=history.grown(row, history.own(row)),
+        history=history.with_attempt(row, history.latest_ended(row)),
         unrun=False,
         **values,
     )
@@ -195,10 +195,12 @@ def _taken_away(row: Record, retention: float | None) -> dict[str, Any]:
     """The changes that take a row from its owner, and how long it counts then."""
     keep = row.retention or RETENTION if retention is None else retention
     running = row.state is State.RUNNING
-    latest = history.cut_off(row, Ended.RELEASED, row.now) if running else history.own(row)
+    latest = (
+        history.taken_over(row, Ended.RELEASED, row.now) if running else history.latest_ended(row)
+    )
     return {
         "fence": max(row.fence + 1, row.now),
-        "history": history.grown(row, latest),
+        "history": history.with_attempt(row, latest),
         "unrun": True,
         "owner": "",
         "retry_at": None,

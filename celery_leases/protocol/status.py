@@ -433,7 +433,7 @@ def _closings(past: Sequence[PastClosing]) -> tuple[ClosingStatus, ...]:
 def _runtime(record: Record, *, abandoned: bool) -> float | None:
     if record.state is State.RUNNING:
         return None if abandoned else max(0.0, (record.now - record.started_at) / 1e6)
-    latest = history.own(record)
+    latest = history.latest_ended(record)
     return _took(latest) if latest is not None else None
 
 

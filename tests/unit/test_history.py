@@ -142,7 +142,7 @@ def test_a_history_that_cannot_be_read_is_left_out(damage: str) -> None:
     row = replace(
         fail(claim(None, 0), 2, "  File x"),
         unrun=True,
-        history=(history.own(fail(claim(None, 0), 2)),),  # type: ignore[arg-type]
+        history=(history.latest_ended(fail(claim(None, 0), 2)),),  # type: ignore[arg-type]
     )
     document = json.loads(record_document.dump(row) or "")
     document[damage] = [["x"]]
