@@ -405,7 +405,7 @@ class LeaseClient:
 
         app = self._app("publish")
         self._ready()
-        return outbox.publish_kept(app, self._stored(key, namespace or task))
+        return outbox.publish_stored(app, self._stored(key, namespace or task))
 
     def arguments(
         self, key: str, *, task: str | None = None, namespace: str | None = None

@@ -395,7 +395,7 @@ UNLEASED = Unleased()
 _current: ContextVar[Lease | Unleased] = ContextVar("celery_leases_current", default=UNLEASED)
 
 
-def lease_here() -> Lease | Unleased:
+def active_lease() -> Lease | Unleased:
     """The lease of the body that runs in this thread or greenlet."""
     return _current.get()
 
@@ -419,10 +419,10 @@ class CurrentLease:
     """A proxy of the lease of the running body; each thread and greenlet sees its own."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(lease_here(), name)
+        return getattr(active_lease(), name)
 
     def __repr__(self) -> str:
-        return repr(lease_here())
+        return repr(active_lease())
 
 
 current_lease = CurrentLease()

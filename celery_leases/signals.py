@@ -35,7 +35,7 @@ from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.protocol import events
 from celery_leases.protocol.events import Event
 from celery_leases.protocol.records import MAY_HAVE_BEEN_EXECUTED
-from celery_leases.tracing import SDK, recording_span, tell_span
+from celery_leases.tracing import SDK, annotate_span, recording_span
 
 
 def _signal(name: str) -> Any:
@@ -186,7 +186,7 @@ class Announcer:
         if not isinstance(event, _DURING_A_RUN):
             self._find_hub()
             if SDK in sys.modules:
-                tell_span(event)
+                annotate_span(event)
             self._tell(event)
         elif self._hub is not None:
             self._hub(partial(greenlets.spawn, partial(self._tell, event)))

@@ -154,9 +154,9 @@ class LeasedMixin:
     @property
     def lease(self) -> Lease | Unleased:
         """The lease of the running body."""
-        from celery_leases.lease import lease_here
+        from celery_leases.lease import active_lease
 
-        return lease_here()
+        return active_lease()
 
     def apply_async(self, *args: Any, **options: Any) -> Any:
         """Publish a call as Celery does. Options of the task are refused, because they would do

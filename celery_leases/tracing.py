@@ -33,7 +33,7 @@ def recording_span() -> Any:
     return None
 
 
-def tell_span(event: events.Event) -> None:
+def annotate_span(event: events.Event) -> None:
     """Put what *event* says on the current span; an error in doing so is ignored."""
     span = recording_span()
     if span is None:

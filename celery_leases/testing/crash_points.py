@@ -24,7 +24,7 @@ from weakref import WeakSet
 from sqlalchemy import event
 from sqlalchemy.orm import Session, SessionTransaction
 
-from celery_leases.lease import lease_here
+from celery_leases.lease import active_lease
 from celery_leases.protocol.effects import Begun
 
 PACKAGE: Final = str(Path(__file__).parents[1])

@@ -428,7 +428,7 @@ def rescue(app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ON
     return done
 
 
-def publish_kept(app: Celery, stored_key: str) -> bool | None:
+def publish_stored(app: Celery, stored_key: str) -> bool | None:
     """Publish the stored message of the record *stored_key*, whether or not a worker has it;
     ``None`` if there is none.
 
