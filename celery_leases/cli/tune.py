@@ -16,8 +16,8 @@ from celery_leases.common.durations import in_short, seconds
 from celery_leases.protocol.tuning import (
     FEW,
     Delivery,
+    ProcessPause,
     RunTimes,
-    Standstill,
     advised,
     safe_guard,
     shortest_ttl,
@@ -91,7 +91,7 @@ def tune(
     slowest = [RunTimes.of(asked) for asked in client.latencies()]
     in_store, in_database = (each.p99 for each in slowest if each is not None)
     measured = client.lateness(task=task)
-    standstill = Standstill.of(measured, _span(lateness))
+    standstill = ProcessPause.of(measured, _span(lateness))
     on_top = _span(guard)
     on_top = safe_guard(in_store, standstill.seconds) if on_top is None else on_top
     shortest = shortest_ttl(in_store, standstill.seconds)

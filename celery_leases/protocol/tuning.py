@@ -78,7 +78,7 @@ class Lateness:
 
 
 @dataclass(frozen=True, slots=True)
-class Standstill:
+class ProcessPause:
     """For how long a process may stand still, and where that figure is from: ``given``,
     ``measured`` or ``assumed``. ``renewals``: how many were measured.
     """
@@ -88,7 +88,7 @@ class Standstill:
     renewals: int = 0
 
     @classmethod
-    def of(cls, measured: Lateness | None, given: float | None = None) -> Standstill:
+    def of(cls, measured: Lateness | None, given: float | None = None) -> ProcessPause:
         """What is *given*, else the p99 of at least :data:`FEW` *measured* renewals, else
         :data:`ASSUMED_LATENESS`.
         """

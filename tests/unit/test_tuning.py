@@ -7,8 +7,8 @@ import pytest
 from celery_leases.protocol.tuning import (
     Delivery,
     Lateness,
+    ProcessPause,
     RunTimes,
-    Standstill,
     advised,
     safe_guard,
     shortest_ttl,
@@ -69,10 +69,10 @@ def test_lateness_is_the_upper_bound_of_the_bucket_with_the_99th_of_a_hundred(
 def test_the_standstill_is_given_or_measured_or_assumed() -> None:
     """In this order; from a hundred renewals on."""
     measured = Lateness(100, 2.5, 5.0)
-    assert Standstill.of(measured, 4.0) == Standstill(4.0, "given", 100)
-    assert Standstill.of(measured) == Standstill(2.5, "measured", 100)
-    assert Standstill.of(Lateness(99, 2.5, 5.0)) == Standstill(1.0, "assumed", 99)
-    assert Standstill.of(None) == Standstill(1.0, "assumed", 0)
+    assert ProcessPause.of(measured, 4.0) == ProcessPause(4.0, "given", 100)
+    assert ProcessPause.of(measured) == ProcessPause(2.5, "measured", 100)
+    assert ProcessPause.of(Lateness(99, 2.5, 5.0)) == ProcessPause(1.0, "assumed", 99)
+    assert ProcessPause.of(None) == ProcessPause(1.0, "assumed", 0)
 
 
 def test_the_guard_has_lateness_and_twice_the_latency() -> None:

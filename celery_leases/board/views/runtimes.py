@@ -14,8 +14,8 @@ from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.tuning import (
     FEW,
     SHORTEST_GUARD,
+    ProcessPause,
     RunTimes,
-    Standstill,
     advised,
     safe_guard,
     shortest_ttl,
@@ -59,8 +59,8 @@ def _read(client: LeaseClient) -> tuple[Mapping[str, Sequence[float]], dict[str,
         "ttl": advised(shortest_ttl(in_store, standstill.seconds)),
         "store_p99": in_store,
         "database_p99": in_database,
-        "standstill": standstill,
-        "guard": safe_guard(in_store, standstill.seconds),
+        "pause": pause,
+        "guard": safe_guard(in_store, pause.seconds),
     }
 
 
