@@ -66,7 +66,7 @@ class Ruling:
     at_least: float = 0.0
     #: The action for an ambiguous retry unless the task is ``lease_idempotent``; ``None``: a
     #: cooldown of the key.
-    otherwise: Ruling | None = None
+    if_not_idempotent: Ruling | None = None
     #: The action when a retry has no tries left; ``None``: a cooldown of the key by the task's
     #: policy.
     then: Ruling | None = None
@@ -150,7 +150,7 @@ def permanent(*, operator: bool = False) -> Ruling:
     return Ruling("permanent", operator=operator)
 
 
-def exactly(span: Duration, what: str = "a retry") -> Ruling:
+def retry_exactly(span: Duration, what: str = "a retry") -> Ruling:
     """A retry after exactly *span*: no growth, no jitter, whatever the response says.
 
     Zero is allowed. A wrong value raises :class:`LeaseConfigurationError`, which calls it *what*.
@@ -160,7 +160,7 @@ def exactly(span: Duration, what: str = "a retry") -> Ruling:
 
 
 def exact_delay(ruling: Ruling) -> float | None:
-    """The seconds of a ruling made by :func:`exactly`; ``None`` for any other."""
+    """The seconds of a ruling made by :func:`retry_exactly`; ``None`` for any other."""
     exact = ruling.kind == "retry" and ruling.server_delay == "ignore" and ruling.policy is not None
     return ruling.policy.base if exact and ruling.policy else None
 

@@ -70,7 +70,7 @@ CONFLICT: Final = retry("1s", jitter=1.0)
 INFRASTRUCTURE: Final = retry("200ms", cap="30s")
 UNREACHABLE: Final = retry("1s", then=cooldown("30s", scope="group", cap="1h"))
 OUTCOME_UNKNOWN: Final = replace(
-    retry("1s", ambiguous=True), otherwise=cooldown("60s", ambiguous=True)
+    retry("1s", ambiguous=True), if_not_idempotent=cooldown("60s", ambiguous=True)
 )
 LIMIT_HIT: Final = replace(cooldown(ambiguous=True), at_least=15.0)
 ASKED_COOLDOWN: Final = replace(cooldown(), server_delay="instead")

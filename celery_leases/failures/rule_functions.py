@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Final
 
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.failures.actions import Ruling, exactly, permanent, retry
+from celery_leases.failures.actions import Ruling, permanent, retry, retry_exactly
 from celery_leases.failures.facts import ErrorFacts
 from celery_leases.failures.rule import RuleFunction
 
@@ -33,7 +33,7 @@ def ruling_by(
         return retry() if said else permanent()
     if isinstance(said, int | float | str | timedelta):
         try:
-            return exactly(said)
+            return retry_exactly(said)
         except LeaseConfigurationError:
             pass
     kind = type(said).__name__  # its arguments may be secret

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, Final, NoReturn
 
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.failures.actions import Ruling, cooldown, exactly, permanent, retry
+from celery_leases.failures.actions import Ruling, cooldown, permanent, retry, retry_exactly
 from celery_leases.failures.conditions import (
     CodeIn,
     Condition,
@@ -63,7 +63,7 @@ def ruling(to: object) -> Ruling:
         _refuse(
             "to", to, "retry(...), cooldown(...), permanent(), or the seconds after which to retry"
         )
-    return exactly(to, "Rules.on: to")
+    return retry_exactly(to, "Rules.on: to")
 
 
 def _refuse(name: str, value: object, write: str) -> NoReturn:

@@ -166,7 +166,7 @@ def _quiet(call: Call, classification: Classification) -> float:
     may have been given.
     """
     ruling = classification.ruling
-    rulings = [one for one in (ruling, ruling.otherwise, ruling.then) if one is not None]
+    rulings = [one for one in (ruling, ruling.if_not_idempotent, ruling.then) if one is not None]
     policies = [call.options.cooldown, *(one.policy for one in rulings if one.policy is not None)]
     return max(2 * (classification.delay or 0.0), *(policy.quiet for policy in policies))
 
@@ -178,7 +178,7 @@ def _in_force(call: Call, classification: Classification, counts: Counts) -> tup
     ruling, reason = classification.ruling, classification.reason
     while ruling.kind == "retry":
         if ruling.ambiguous and not call.options.idempotent:
-            ruling = ruling.otherwise or _UNSURE
+            ruling = ruling.if_not_idempotent or _UNSURE
             continue
         tries = ruling.max if ruling.max is not None else call.options.max_retries
         if counts.quick_retries < tries:

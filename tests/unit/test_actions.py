@@ -14,9 +14,9 @@ from celery_leases.failures.actions import (
     Ruling,
     cooldown,
     exact_delay,
-    exactly,
     permanent,
     retry,
+    retry_exactly,
 )
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 
@@ -59,7 +59,7 @@ def test_an_exact_retry_neither_grows_nor_jitters_nor_uses_a_server_delay() -> N
     assert ruling.policy is not None
     assert [ruling.policy.delay(n, rand) for n, rand in ((1, 0.0), (5, 0.9))] == [7.0, 7.0]
     assert (ruling.kind, ruling.server_delay, exact_delay(ruling)) == ("retry", "ignore", 7.0)
-    assert exact_delay(exactly(0)) == 0.001
+    assert exact_delay(retry_exactly(0)) == 0.001
     assert [exact_delay(other) for other in (retry(7), cooldown(7), permanent())] == [
         None,
         None,
@@ -84,8 +84,8 @@ WRONG: list[tuple[Any, dict[str, Any]]] = [
     (cooldown, {"cap": "1h"}),
     (cooldown, {"jitter": 0.1}),
     (cooldown, {"delay": "2h", "cap": "1h"}),
-    (exactly, {"span": -1}),
-    (exactly, {"span": float("nan")}),
+    (retry_exactly, {"span": -1}),
+    (retry_exactly, {"span": float("nan")}),
 ]
 
 

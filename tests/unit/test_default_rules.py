@@ -457,14 +457,18 @@ def test_what_a_retry_becomes_is_part_of_its_row() -> None:
     unreachable, unknown = ruling_of("connect-phase"), ruling_of("outcome-unknown")
     assert unreachable.then is not None
     assert (unreachable.then.kind, unreachable.then.scope) == ("cooldown", "group")
-    assert unknown.otherwise is not None
-    assert unknown.otherwise.policy is not None
-    assert (unknown.otherwise.kind, unknown.otherwise.scope, unknown.otherwise.ambiguous) == (
+    assert unknown.if_not_idempotent is not None
+    assert unknown.if_not_idempotent.policy is not None
+    assert (
+        unknown.if_not_idempotent.kind,
+        unknown.if_not_idempotent.scope,
+        unknown.if_not_idempotent.ambiguous,
+    ) == (
         "cooldown",
         "key",
         True,
     )
-    assert unknown.otherwise.policy.longest(1) == 60.0
+    assert unknown.if_not_idempotent.policy.longest(1) == 60.0
     assert unknown.then is None
 
 

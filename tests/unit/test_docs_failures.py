@@ -53,8 +53,8 @@ def verdict_cell(rule: Any) -> str:
     if rule.name.startswith("asked-"):
         return "as requested"
     words = kind_cell(ruling)
-    if ruling.otherwise:
-        words = f"{words} if `lease_idempotent`, else {kind_cell(ruling.otherwise)}"
+    if ruling.if_not_idempotent:
+        words = f"{words} if `lease_idempotent`, else {kind_cell(ruling.if_not_idempotent)}"
     if ruling.then:
         words = f"{words}, then {kind_cell(ruling.then)}"
     return "; ".join(
@@ -74,7 +74,7 @@ def delay_cell(rule: Any) -> str:
         words = f"from the response, else {words}"
     if ruling.at_least:
         words += f", at least {span(ruling.at_least)}"
-    for word, other in (("else", ruling.otherwise), ("then", ruling.then)):
+    for word, other in (("else", ruling.if_not_idempotent), ("then", ruling.then)):
         words += f"; {word} {growth(other.policy)}" if other else ""
     return words
 

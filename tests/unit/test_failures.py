@@ -18,9 +18,9 @@ from celery_leases.failures.actions import (
     Ruling,
     Scope,
     cooldown,
-    exactly,
     permanent,
     retry,
+    retry_exactly,
 )
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.protocol.body_endings import Raised
@@ -156,8 +156,10 @@ class TestWhatTheAnswerTold:
 
     def test_a_retry_that_the_body_asked_for_is_exact(self) -> None:
         """``RetryLater(0)`` is soon."""
-        assert retried(raised(exactly(0), 0.0, Reason.ASKED)).delay == pytest.approx(0.0, abs=0.002)
-        assert retried(raised(exactly(10), 10.0, Reason.ASKED), rand=0.3).delay == 10.0
+        assert retried(raised(retry_exactly(0), 0.0, Reason.ASKED)).delay == pytest.approx(
+            0.0, abs=0.002
+        )
+        assert retried(raised(retry_exactly(10), 10.0, Reason.ASKED), rand=0.3).delay == 10.0
 
 
 class TestGrowth:
@@ -219,7 +221,7 @@ class TestGrowth:
             raised(cooldown("2d")),
             raised(replace(cooldown("1m"), server_delay="instead"), 2 * DAY, Reason.ASKED),
             raised(retry("1s", max=0, then=cooldown("2d"))),
-            raised(Ruling("retry", ambiguous=True, otherwise=cooldown("2d"))),
+            raised(Ruling("retry", ambiguous=True, if_not_idempotent=cooldown("2d"))),
         ],
         ids=["policy", "asked", "then", "otherwise"],
     )

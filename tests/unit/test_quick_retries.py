@@ -79,7 +79,7 @@ class TestUnknownOutcomes:
 
     def test_a_rule_may_define_the_result(self) -> None:
         """``otherwise``."""
-        ruling = replace(retry("1s", ambiguous=True), otherwise=permanent())
+        ruling = replace(retry("1s", ambiguous=True), if_not_idempotent=permanent())
         assert isinstance(after(raised(ruling)), Fail)
         assert isinstance(after(raised(ruling), idempotent=True), RetryAfter)
 

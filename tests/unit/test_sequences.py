@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_leases.errors import Snooze
-from celery_leases.failures.actions import Reason, cooldown, exactly, permanent, retry
+from celery_leases.failures.actions import Reason, cooldown, permanent, retry, retry_exactly
 from celery_leases.protocol.body_endings import (
     ControlFlow,
     Ending,
@@ -33,7 +33,7 @@ HARMLESS: dict[str, Ending] = {
         replace(cooldown("30s", scope="group"), server_delay="instead"), 20.0, Reason.RATE_LIMITED
     ),
     "retry": raised(retry("1s")),
-    "retry at once": raised(exactly(0)),
+    "retry at once": raised(retry_exactly(0)),
     "ambiguous": raised(retry("1s", ambiguous=True)),
     "snoozed": Snoozed(Snooze(60), 60.0),
     "lost": Lost("taken"),
