@@ -74,7 +74,7 @@ class DeadChild:
 
 
 class ChildExit:
-    """One cause, handled in a thread of its own: a task's ``lease_key`` that hangs does not delay
+    """One exit, handled in a thread of its own: a task's ``lease_key`` that hangs does not delay
     others.
     """
 

@@ -50,7 +50,7 @@ _GREEN = os_threads.green()
 all by now.
 """
 
-_DEATHS = (
+_EXIT_CAUSES = (
     (WorkerLostError, ExitCause.KILLED),
     (TimeLimitExceeded, ExitCause.TIME_LIMIT),
     (ByRevoke, ExitCause.REVOKED),
@@ -184,7 +184,7 @@ class LeaseRequest(Request):
         """Free the key of a dead child before its message is returned to the broker."""
         error = exc_info.exception
         error = error.exc if isinstance(error, ExceptionWithTraceback) else error
-        cause = next((cause for kind, cause in _DEATHS if isinstance(error, kind)), None)
+        cause = next((cause for kind, cause in _EXIT_CAUSES if isinstance(error, kind)), None)
         if cause is ExitCause.REVOKED and not self._killed_by_revoke:
             cause = ExitCause.STOPPED
         if cause is not None:
