@@ -361,7 +361,7 @@ class Entry:
         in a row.
         """
         delay = settlement.store_pause(tries, self.context.rand())
-        return Reschedule(delay, str(error), event_type="", away=True)
+        return Reschedule(delay, str(error), event_type="", unavailable=True)
 
     def _report_held(self, call: Call, holder: Holder) -> None:
         self.context.observer.observe(

@@ -366,7 +366,7 @@ class Execution:
                 started=True,
                 event_type=event_type,
                 event_reason=why,
-                away=isinstance(ending.error, RecordUnreadable),
+                unavailable=isinstance(ending.error, RecordUnreadable),
                 cause=ending.error if isinstance(ending, Raised) else None,
                 unknown=outcome.failure is not None and outcome.failure.rule == ANYTHING_ELSE.name,
             )

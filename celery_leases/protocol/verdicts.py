@@ -149,7 +149,7 @@ class Reschedule:
     #: Another call holds the key.
     held: bool = False
     #: A store did not answer.
-    away: bool = False
+    unavailable: bool = False
     #: The token of an attempt whose row may be open although it did not crash.
     prior: str | None = None
     #: The error of the body for which the call runs again, a retry for Celery.

@@ -142,7 +142,9 @@ class Delivery:
             call = self._call()
             if call.repeat:
                 self._refuse_expired(call)
-            answer = self.parts.execution.run(call, partial(self._body, call), self.pin.away)
+            answer = self.parts.execution.run(
+                call, partial(self._body, call), self.pin.store_failures
+            )
             if self.interrupt_guard.limited:
                 logger.info(
                     "%s[%s] dropped a soft time limit that fired outside the body",
@@ -340,7 +342,7 @@ class Delivery:
         """End this delivery once the broker has a copy of it; always raises."""
         delay = min(again.delay, call.longest_countdown)
         if self.request.is_eager:
-            if again.away and again.refusal is None:
+            if again.unavailable and again.refusal is None:
                 why = f"{printable(call.key.key)}: {again.reason}; an eager call cannot be rescheduled"
                 raise StoreUnavailable(why, None if again.started else False)
             held = f"{printable(call.key.key)}: {again.reason}, and an eager call cannot be rescheduled"
@@ -348,7 +350,7 @@ class Delivery:
         self._pin(
             call,
             reschedules=call.reschedules + 1,
-            away=self.pin.away + 1 if again.away else 0,
+            store_failures=self.pin.store_failures + 1 if again.unavailable else 0,
             prior=(*call.prior, again.prior)[-PRIOR_KEPT:] if again.prior else self.pin.prior,
             started=self.pin.started or again.started,
             met=self._met(call, again),
@@ -362,7 +364,7 @@ class Delivery:
             self._drop(call, "another copy of this call waits already")
         self._observe(
             CallRescheduled(
-                **call.subject, delay=delay, reason=again.reason, unavailable=again.away
+                **call.subject, delay=delay, reason=again.reason, unavailable=again.unavailable
             )
         )
         self._announce(call, again.task_event)
@@ -398,7 +400,7 @@ class Delivery:
         parts = self.parts
         before, limit = self._spent(call)
         until = self._held_until(call)
-        newest = self.ran or self.unread or (call.fresh and again.away)
+        newest = self.ran or self.unread or (call.fresh and again.unavailable)
         tries = 0
         while True:
             try:
@@ -462,7 +464,7 @@ class Delivery:
                 delay=0.0,
                 reason=again.reason,
                 confirmed=False,
-                unavailable=again.away,
+                unavailable=again.unavailable,
             )
         )
         requeue.give_back(call.task, call.call_id, "could not be rescheduled", why)
@@ -553,7 +555,7 @@ class Delivery:
         if again.met is not None or self.ran:
             return again.met
         if call.fresh:
-            return 0 if again.away else None
+            return 0 if again.unavailable else None
         return call.met
 
     def _announce(self, call: Call, task_event: TaskEvent | None) -> None:

@@ -68,8 +68,8 @@ class Header:
     """The header of a call after its first delivery. Everything in it has a bounded length.
 
     ``key`` is empty if it is too long for a header; ``stored``, its stored form, is empty
-    otherwise. ``reschedules``: how often the call was rescheduled; ``away``: how often in a row
-    because a store did not answer. ``prior``: the owners of attempts that may still be open.
+    otherwise. ``reschedules``: how often the call was rescheduled; ``store_failures``: how often in
+    a row because a store did not answer. ``prior``: the owners of attempts that may still be open.
     ``met``: see :class:`~celery_leases.protocol.verdicts.Call`. ``held``: the call waits because
     another call holds its key.
     """
@@ -82,7 +82,7 @@ class Header:
     group: str | None = None
     copy: Copy = UNCOPIED
     reschedules: int = 0
-    away: int = 0
+    store_failures: int = 0
     prior: tuple[str, ...] = ()
     started: bool = False
     met: int | None = None
@@ -164,7 +164,7 @@ class Header:
             group=found.text("group", GATE_NAME_MAX, "") or None,
             copy=found.copy("copy"),
             reschedules=found.count("tries"),
-            away=found.count("away"),
+            store_failures=found.count("away"),
             prior=found.owners("prior"),
             started=found.flag("started"),
             met=found.fence("met"),

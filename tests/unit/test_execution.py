@@ -328,7 +328,7 @@ class TestStoresAwayAfterTheRun:
         call = bench.call(settle_timeout=5.0)
         reply = bench.run(call, OF_THE_GROUP)
         assert isinstance(reply, Reschedule)
-        assert (reply.away, reply.started, reply.prior) == (True, True, call.token)
+        assert (reply.unavailable, reply.started, reply.prior) == (True, True, call.token)
         assert bench.steps("close_gate", "cool", "release") == ["close_gate"]
         assert bench.held
 
@@ -440,7 +440,7 @@ class TestAClaimWithoutAnAnswer:
         bench.journal.away("claim", times=1)
         reply = bench.run(bench.call())
         assert isinstance(reply, Reschedule)
-        assert (reply.away, reply.prior, bench.ran) == (True, None, [])
+        assert (reply.unavailable, reply.prior, bench.ran) == (True, None, [])
         assert bench.steps() == ["acquire", "claim", "release"]
 
     def test_one_that_was_executed_is_repeated_and_won(self, bench: Bench) -> None:
@@ -458,7 +458,7 @@ class TestAClaimWithoutAnAnswer:
         call = bench.call()
         reply = bench.run(call)
         assert isinstance(reply, Reschedule)
-        assert (reply.away, reply.prior, bench.ran) == (True, call.token, [])
+        assert (reply.unavailable, reply.prior, bench.ran) == (True, call.token, [])
         assert "release" not in bench.steps()
 
 
@@ -477,7 +477,7 @@ class TestAnUnexpectedError:
         bench.journal.before(step, _raise(error))
         reply = bench.run(call)
         assert isinstance(reply, Reschedule)
-        assert (reply.away, reply.prior, bench.ran) == (True, call.token, [])
+        assert (reply.unavailable, reply.prior, bench.ran) == (True, call.token, [])
         assert str(error) in reply.reason
         bench.clock.sleep(60.0)
         assert bench.run(bench.again(call, prior=(call.token,))) == Return(1)

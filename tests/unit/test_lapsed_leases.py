@@ -91,7 +91,7 @@ class TestAnEmptiedLeaseStore:
         began = bench.clock.now()
         reply = bench.run(bench.call())
         assert isinstance(reply, Reschedule)
-        assert (reply.away, reply.prior, bench.clock.now() - began) == (True, None, 0.0)
+        assert (reply.unavailable, reply.prior, bench.clock.now() - began) == (True, None, 0.0)
         assert bench.steps() == ["acquire", "claim", "age", "release"]
         assert (bench.ran, bench.row.call_id, bench.held) == ([], THEIRS, False)
 
