@@ -306,7 +306,7 @@ class Entry:
             prior=call.prior,
             retries=call.retries,
             repeat=not call.fresh,
-            met=call.met,
+            failure_fence=call.failure_fence,
             group=call.group,
             message=call.message,
             retention=options.retention,

@@ -52,10 +52,10 @@ def callbacks_mark(call_id: str) -> str:
     return bounded(f"callbacks:{call_id}")
 
 
-def waiter_mark(call_id: str, retries: int, met: int | None = None) -> str:
+def waiter_mark(call_id: str, retries: int, failure_fence: int | None = None) -> str:
     """The mark of the latest copy of a call; *retries* counts Celery's retries of the call.
 
-    A fresh message that waits for the failure *met* is not a copy of the earlier ones, and has a
-    mark of its own.
+    A fresh message that waits for the failure under *failure_fence* is not a copy of the earlier
+    ones, and has a mark of its own.
     """
-    return bounded(f"waiter:{call_id}/{retries}" + (f"/{met}" if met else ""))
+    return bounded(f"waiter:{call_id}/{retries}" + (f"/{failure_fence}" if failure_fence else ""))

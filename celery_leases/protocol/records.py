@@ -252,7 +252,7 @@ class ClaimRequest:
     repeat: bool = False
     #: The fence of the failure that a fresh message waits for; a message that is not a copy of that
     #: run may still run.
-    met: int | None = None
+    failure_fence: int | None = None
     #: The cooldown group whose gate must let the body start.
     group: str | None = None
     #: The call's message as a signature in JSON, if it must be stored.
@@ -264,7 +264,7 @@ class ClaimRequest:
         """Whether it belongs to a copy of the run under *fence*, or of an
         earlier run.
         """
-        return self.repeat and self.met != fence
+        return self.repeat and self.failure_fence != fence
 
 
 @value_class(frozen=True, slots=True)

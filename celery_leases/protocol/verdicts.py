@@ -29,7 +29,7 @@ class Call:
     #: A fresh message of a call that may have failed before: the fence of the failure that it waits
     #: for, 0 while no record has been read. A copy of a delivery whose caller has the failure has
     #: ``None``.
-    met: int | None = None
+    failure_fence: int | None = None
     #: It carries chain, chord, group or link, which a dropped delivery would leave hanging.
     canvas: bool = False
     #: How often this call was rescheduled before.
@@ -73,11 +73,11 @@ class Call:
     @property
     def fresh(self) -> bool:
         """Whether no run of this call is known of which this message would be a copy."""
-        return not self.repeat or self.met == 0
+        return not self.repeat or self.failure_fence == 0
 
     def is_copy_of(self, fence: int) -> bool:
         """Whether it is a copy of the run under *fence*, or of one before it."""
-        return not self.fresh and self.met != fence
+        return not self.fresh and self.failure_fence != fence
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Reschedule:
     #: The call has failed before and runs again for that reason: Celery knows of its retry.
     retrying: bool = False
     #: The fence of the failure of this call that its fresh message waits for.
-    met: int | None = None
+    failure_fence: int | None = None
     #: Another call holds the key.
     held: bool = False
     #: A store did not answer.

@@ -50,7 +50,9 @@ def not_due_yet(call: Call, record: Record | None, facts: Facts) -> Verdict:
     # Also if the key itself has no wait: other calls may have closed the gate since.
     started = record is not None and record.call_id == call.call_id
     retrying = record is not None and started and record.resumes and record.ended is Ended.FAILED
-    met = record.fence if record is not None and started and record.failure_delivered else None
+    failure_fence = (
+        record.fence if record is not None and started and record.failure_delivered else None
+    )
     if record is not None and not is_waiting(call.call_id, record):
         record = None
     waits = max(
@@ -71,7 +73,7 @@ def not_due_yet(call: Call, record: Record | None, facts: Facts) -> Verdict:
         refusal=refusal,
         event_type=event_type,
         retrying=retrying,
-        met=met,
+        failure_fence=failure_fence,
     )
     if started or call.started or pending:
         return reschedule

@@ -211,7 +211,9 @@ class Delivery:
             ),
             options=self.options,
             repeat=self.arrived is not None or self.redelivered or request.retries > 0,
-            met=None if pin.met == 0 and self.redelivered else pin.met,
+            failure_fence=None
+            if pin.failure_fence == 0 and self.redelivered
+            else pin.failure_fence,
             canvas=bool(request.chain or request.chord or request.group or request.callbacks),
             reschedules=pin.reschedules,
             started=pin.started or request.retries > 0,
@@ -353,7 +355,7 @@ class Delivery:
             store_failures=self.pin.store_failures + 1 if again.unavailable else 0,
             prior=(*call.prior, again.prior)[-PRIOR_KEPT:] if again.prior else self.pin.prior,
             started=self.pin.started or again.started,
-            met=self._met(call, again),
+            failure_fence=self._failure_fence(call, again),
             held=again.held,
         )
         retry, began = _retry_of(again), self.parts.clock.now()
@@ -550,13 +552,13 @@ class Delivery:
             with suppress(Exception):  # its state is STARTED then, and the broker has the copy
                 self.task.backend.mark_as_retry(request.id, again.refusal, request=request)
 
-    def _met(self, call: Call, again: Reschedule) -> int | None:
+    def _failure_fence(self, call: Call, again: Reschedule) -> int | None:
         """The failure that the copy of a fresh message waits for; the copy may run after it."""
-        if again.met is not None or self.ran:
-            return again.met
+        if again.failure_fence is not None or self.ran:
+            return again.failure_fence
         if call.fresh:
             return 0 if again.unavailable else None
-        return call.met
+        return call.failure_fence
 
     def _announce(self, call: Call, task_event: TaskEvent | None) -> None:
         """Send a task event, shown by Flower, that says why the call does not run now."""

@@ -70,8 +70,8 @@ class Header:
     ``key`` is empty if it is too long for a header; ``stored``, its stored form, is empty
     otherwise. ``reschedules``: how often the call was rescheduled; ``store_failures``: how often in
     a row because a store did not answer. ``prior``: the owners of attempts that may still be open.
-    ``met``: see :class:`~celery_leases.protocol.verdicts.Call`. ``held``: the call waits because
-    another call holds its key.
+    ``failure_fence``: see :class:`~celery_leases.protocol.verdicts.Call`. ``held``: the call waits
+    because another call holds its key.
     """
 
     task: str
@@ -85,7 +85,7 @@ class Header:
     store_failures: int = 0
     prior: tuple[str, ...] = ()
     started: bool = False
-    met: int | None = None
+    failure_fence: int | None = None
     held: bool = False
 
     def of_key(self, key: CallKey, group: str | None) -> Self:
@@ -167,7 +167,7 @@ class Header:
             store_failures=found.count("away"),
             prior=found.owners("prior"),
             started=found.flag("started"),
-            met=found.fence("met"),
+            failure_fence=found.fence("met"),
             held=found.flag("held"),
         )
 

@@ -95,7 +95,7 @@ class Copies:
         broker from confirming within 5 s; then the copy counts as not published.
         """
         # A retry is not a copy of the previous attempt: they must be distinguished.
-        mark = waiter_mark(pin.id, task.request.retries, pin.met)
+        mark = waiter_mark(pin.id, task.request.retries, pin.failure_fence)
         noted = _noted(marks, stored_key, mark)
         latest = max(pin.copy, Copy.read(noted) or pin.copy)
         if latest > pin.copy and not newest:
@@ -128,7 +128,7 @@ class Copies:
         if not pin.copy.number:
             return  # it has never waited
         with suppress(Exception):  # the mark expires by itself
-            mark = waiter_mark(pin.id, task.request.retries, pin.met)
+            mark = waiter_mark(pin.id, task.request.retries, pin.failure_fence)
             marks.swap_mark(stored_key, mark, str(pin.copy), OVER, ttl)
 
     def publish(self, call: Any) -> None:

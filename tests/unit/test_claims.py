@@ -49,7 +49,7 @@ def a_claim_request(call: Call | None = None, **changes: Any) -> ClaimRequest:
         "prior": call.prior,
         "retries": call.retries,
         "repeat": not call.fresh,
-        "met": call.met,
+        "failure_fence": call.failure_fence,
     }
     return ClaimRequest(**(given | changes))
 

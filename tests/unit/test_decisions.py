@@ -211,14 +211,15 @@ class TestABegunCall:
         told: dict[str, Any] = {"ended": Ended.FAILED, "failure": FAILURE, "fence": 17}
         verdict = decide(a_call(), waiting(state, 60, OURS, **told))
         assert isinstance(verdict, Reschedule)
-        assert verdict.met == 17
+        assert verdict.failure_fence == 17
         for met in (17, 0):
-            copy = a_call(repeat=True, met=met)
+            copy = a_call(repeat=True, failure_fence=met)
             assert isinstance(decide(copy, waiting(state, 60, OURS, **told)), Reschedule)
             assert decide(copy, waiting(state, 0, OURS, **told)) == Run()
         for met in (16, 18, None):
             assert isinstance(
-                decide(a_call(repeat=True, met=met), waiting(state, 0, OURS, **told)), Raise
+                decide(a_call(repeat=True, failure_fence=met), waiting(state, 0, OURS, **told)),
+                Raise,
             )
 
     @pytest.mark.parametrize("state", WAITING)

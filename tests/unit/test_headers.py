@@ -42,7 +42,7 @@ FULL = Header(
     store_failures=2,
     prior=(OWNER,),
     started=True,
-    met=17,
+    failure_fence=17,
 )
 PLAIN = Header("billing.send", "call")
 
@@ -68,7 +68,9 @@ class TestAHeader:
     """What a message of a call carries."""
 
     @pytest.mark.parametrize(
-        "header", [FULL, PLAIN, Header("billing.send", "call", met=0)], ids=["all", "none", "0"]
+        "header",
+        [FULL, PLAIN, Header("billing.send", "call", failure_fence=0)],
+        ids=["all", "none", "0"],
     )
     def test_is_read_as_it_was_written(self, header: Header) -> None:
         """Through JSON, as brokers carry it."""

@@ -121,11 +121,11 @@ class TestAFreshMessage:
         bench.run(call, OF_THE_KEY)
         reply = bench.run(bench.call())
         assert isinstance(reply, Reschedule)
-        assert reply.met == bench.row.fence
-        copy = bench.again(call, met=reply.met)
+        assert reply.failure_fence == bench.row.fence
+        copy = bench.again(call, failure_fence=reply.failure_fence)
         hop = bench.run(copy)
         assert isinstance(hop, Reschedule)
-        assert hop.met == reply.met
+        assert hop.failure_fence == reply.failure_fence
         bench.clock.sleep(60.0)
         assert str(error(bench.run(bench.redelivered(call)))) == "ValueError: boom"
         bench.run(bench.again(copy), OF_THE_KEY)
@@ -138,7 +138,7 @@ class TestAFreshMessage:
         call = bench.call(resume="never")
         bench.run(call, OF_THE_KEY)
         bench.clock.sleep(60.0)
-        assert bench.run(bench.again(call, met=0)) == Return(1)
+        assert bench.run(bench.again(call, failure_fence=0)) == Return(1)
 
 
 class TestAnOperator:

@@ -178,14 +178,16 @@ class FailureContract(RecordCase):
         ended: dict[str, Any] = {"ended": Ended.FAILED, "failure": FAILURE, "failed": True}
         first = won(records, claim_request)
         closed(records, first, state, **ended)
-        second = won(records, again(claim_request, repeat=True, met=first.fence))
+        second = won(records, again(claim_request, repeat=True, failure_fence=first.fence))
         closed(records, second, state, **ended)
         assert second.attempt == 2
         assert (
-            refused(records, again(claim_request, repeat=True, met=first.fence)).fence
+            refused(records, again(claim_request, repeat=True, failure_fence=first.fence)).fence
             == second.fence
         )
-        assert won(records, again(claim_request, repeat=True, met=second.fence)).attempt == 3
+        assert (
+            won(records, again(claim_request, repeat=True, failure_fence=second.fence)).attempt == 3
+        )
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     def test_a_copy_of_a_call_that_resumes_runs_at_its_time(
