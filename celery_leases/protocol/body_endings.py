@@ -1,4 +1,4 @@
-"""How the body of one attempt ended, independent of any framework."""
+"""How the body of one attempt ended, in terms that do not depend on Celery."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from celery_leases.protocol.records import Ended, Failure
 
 @value_class(frozen=True, slots=True)
 class Returned:
-    """A value. ``result`` is its JSON text; ``missing`` says why there is none."""
+    """The body returned ``value``. ``result`` is its JSON text, or ``missing`` says why there is
+    none.
+    """
 
     value: Any
     result: str | None
@@ -21,7 +23,9 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception, its classification by the rules, and its traceback as the record stores it."""
+    """The body raised ``error``; ``failure`` and ``traceback`` are the forms that the record
+    stores.
+    """
 
     error: BaseException
     failure: Failure
@@ -31,7 +35,7 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Snoozed:
-    """The body asked to run again after ``delay`` seconds, and does not count as an attempt."""
+    """The body raised ``Snooze``: run again after ``delay`` seconds, and count no attempt."""
 
     error: BaseException
     delay: float
@@ -40,21 +44,21 @@ class Snoozed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The attempt no longer held its lease."""
+    """The attempt lost its lease, or had to stop for another ``reason`` outside the task."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """A shutdown or a revoke ended the body."""
+    """A shutdown or a revoke interrupted the body."""
 
     error: BaseException
 
 
 @dataclass(frozen=True, slots=True)
 class Terminated:
-    """The hard time limit was reached, or the body asked the process to exit."""
+    """The hard time limit was reached, or the body raised ``SystemExit``."""
 
     error: BaseException
     reason: str
@@ -62,7 +66,9 @@ class Terminated:
 
 @dataclass(frozen=True, slots=True)
 class ControlFlow:
-    """The framework's own control flow: the task runs ``again`` after ``delay`` seconds, or ends
+    """The body raised one of Celery's control-flow exceptions, such as ``Retry`` or ``Ignore``.
+
+    Celery gets the exception. The call runs again after ``delay`` seconds (``runs_again``), or ends
     without a result.
     """
 

@@ -1,9 +1,8 @@
-"""The rule of the claim: may this key be claimed, and what is its row afterwards? Pure functions of
-a row and a claim request.
+"""The rule of the claim: whether a key may be claimed, and its row afterwards. Pure functions of a
+row and a claim request.
 
-This is the only copy of the rule. The decisions before the run apply it to a row that was read. A
-record store reads the row, applies the rule, and writes the row that :func:`claimed` returns by
-compare-and-set.
+The decisions before the run apply the rule to a row that was read. A record store reads the row,
+applies the rule, and writes the row that :func:`claimed` returns by compare-and-set.
 """
 
 from __future__ import annotations
@@ -32,24 +31,25 @@ MICROSECONDS: Final = 1_000_000
 ALWAYS: Final = 2**62
 """A time after every other time."""
 HOLDER_MAX: Final = 255
-"""The longest name of a host and process that is stored."""
+"""Characters of a stored ``hostname/pid``."""
 
 
 class Question(Enum):
-    """Values that a claim needs before it can be decided."""
+    """A value that must be read before a claim can be decided."""
 
-    #: Since when the lease store has its leases.
+    #: Seconds since the lease store was emptied.
     AGE = "age"
 
 
 class Claimant(Protocol):
-    """The values of a call that the rule needs; a :class:`~celery_leases.protocol.verdicts.Call`
-    and its claim request both have them.
+    """The values of a call that the rule needs.
+
+    Both a :class:`~celery_leases.protocol.verdicts.Call` and its claim request have them.
     """
 
     @property
     def call_id(self) -> str:
-        """The call."""
+        """Celery's task id."""
         ...
 
     @property
@@ -59,33 +59,32 @@ class Claimant(Protocol):
 
     @property
     def rerun(self) -> bool:
-        """Whether each call of the key is work of its own."""
+        """Whether the task has ``lease_on_done="rerun"``: each call of the key runs."""
         ...
 
     @property
     def retries(self) -> int:
-        """How often Celery has retried it."""
+        """How often Celery has retried the call."""
         ...
 
     @property
     def prior(self) -> tuple[str, ...]:
-        """The tokens of ended attempts of the call, which may have left the row open."""
+        """The owner tokens of ended attempts of the call that may have left the row running."""
         ...
 
     def is_copy_of(self, fence: int) -> bool:
-        """Whether it is a copy of the run under *fence*, or of one before it."""
+        """Whether the delivery is a copy of the run under *fence*, or of an earlier run."""
         ...
 
 
 @value_class(frozen=True, slots=True)
 class Claim:
-    """A request for a record, under the lease store of that name, and the known facts about the
-    holders of other rows.
+    """A claim request under the lease store with the name ``lease_store``.
 
-    ``age``: seconds since that store was emptied; ``None`` until it is read. A holder needs the ttl
-    of its row to write its lease again. ``takeover_until``: until which time of the database's
-    clock the row of another attempt may be taken over after its lease has expired. A third of that
-    row's ttl is added for the transport of the statement.
+    ``age``: seconds since that store was emptied, ``None`` until it is read. A holder writes its
+    lease again within the ttl of its row. ``takeover_until``, by the database's clock: until then
+    another attempt's row may be taken over once its lease has expired. A third of that row's ttl is
+    added, for the time in which the statement reaches the database.
     """
 
     claim_request: ClaimRequest
@@ -100,10 +99,9 @@ class Claim:
 
 
 def refusal(row: Record | None, call: Claimant) -> Refusal | None:
-    """Why *row* refuses *call*, as the row was at ``row.now``; ``None`` if it does not.
+    """Why *row*, as it was at ``row.now``, refuses *call*; ``None`` if it does not.
 
-    It does not cover a running row whose lease is in another store, or has expired: see
-    :func:`decide`.
+    For a running row whose lease is in another store, or has expired, see :func:`decide`.
     """
     if row is None or row.expired:
         return None
@@ -123,7 +121,7 @@ def refusal(row: Record | None, call: Claimant) -> Refusal | None:
     if row.state is State.UNCERTAIN or (row.state is State.FAILED and not call.rerun):
         return Refusal.FAILED
     if not (
-        ours or row.failure_delivered or call.rerun or _agree(row.fingerprint, call.fingerprint)
+        ours or row.failure_delivered or call.rerun or _same_work(row.fingerprint, call.fingerprint)
     ):
         return Refusal.REUSED
     if row.state is State.DONE and not call.rerun:
@@ -139,12 +137,12 @@ def finished_by(call_id: str, row: Record) -> bool:
 
 
 def decide(row: Record | None, claim: Claim) -> Refusal | Question | None:
-    """Why *claim* may not have *row*, as the row was at ``row.now``; ``None`` if it may. Not for
-    the claim's own row.
+    """Why *claim* may not take *row*, as it was at ``row.now``; ``None`` if it may. The claim does
+    not have the row yet.
 
-    A ``Question`` means that a value must be read first, because the claim would take over the
-    running row of another attempt. Raises :class:`LeaseStoreMismatch` if another lease store
-    decides about the holder of a running row.
+    A :class:`Question` names a value to read first, because the claim would take over the running
+    row of another attempt. Raises :class:`LeaseStoreMismatch` if the row is running under another
+    lease store.
     """
     if row is None or row.expired or row.state is not State.RUNNING:
         return refusal(row, claim.claim_request)
@@ -156,12 +154,12 @@ def decide(row: Record | None, claim: Claim) -> Refusal | Question | None:
             claim.lease_store,
             row.lease_store,
         )
-    return refusal(row, claim.claim_request) or _kept(row, claim)
+    return refusal(row, claim.claim_request) or _refused_takeover(row, claim)
 
 
-def _kept(row: Record, claim: Claim) -> Refusal | Question | None:
-    """Why a running *row*, whose lease has expired or is missing in the store, is still left to its
-    holder.
+def _refused_takeover(row: Record, claim: Claim) -> Refusal | Question | None:
+    """Why *claim* may not take over a running *row* whose lease has expired or is missing in its
+    store.
     """
     if row.owner in claim.claim_request.prior:
         return None
@@ -177,15 +175,13 @@ def _kept(row: Record, claim: Claim) -> Refusal | Question | None:
 
 
 def is_ours(row: Record, claim_request: ClaimRequest) -> bool:
-    """Whether the request has the row already: an earlier try was executed, and its reply
-    was lost.
-    """
+    """Whether the request has the row already: its claim was executed, and the reply was lost."""
     return row.is_attempt(State.RUNNING, claim_request.token)
 
 
 def claimed(row: Record | None, claim: Claim, now: int) -> Record:
-    """The row after *claim* has taken it at *now*, by the database's clock in microseconds; *row*
-    is the row before.
+    """The row after *claim*; *row* is the row before, *now* microseconds by the database's
+    clock.
     """
     claim_request = claim.claim_request
     lease_until = now + round(claim_request.ttl * MICROSECONDS) if claim.is_lease else None
@@ -258,28 +254,28 @@ def _taken(row: Record, claim: Claim, now: int, lease_until: int | None) -> Reco
         else Ended.LOST
         if row.state is State.RUNNING
         else None
-        if anew
+        if new_generation
         else row.ended
     )
-    # A call keeps its first content, whatever arguments a retry of it has.
-    keeps = row.call_id == claim_request.call_id and row.fingerprint is not None
-    if anew:
+    # The fingerprint of a call is that of its first message, even if a retry has other arguments.
+    has_fingerprint = row.call_id == claim_request.call_id and row.fingerprint is not None
+    if new_generation:
         taken |= {"failures": 0, "quick_retries": 0, "cooldowns": 0, "failed_at": None}
     if row.publish_at is None and claim_request.message is not None:
         taken["message"] = claim_request.message
     return replace(
         row,
         fence=max(row.fence + 1, now),
-        attempt=1 if anew else row.attempt + 1,
-        generation=row.generation + anew,
+        attempt=1 if new_generation else row.attempt + 1,
+        generation=row.generation + new_generation,
         crashes=_crashes(row, claim_request, crashed=crashed),
         crashed_call=row.call_id if crashed else row.crashed_call,
         crashed_at=now if crashed else None,
         previous=Attempt(ended, row.failure, row.holder) if ended is not None else None,
-        fingerprint=row.fingerprint if keeps else claim_request.fingerprint,
-        digests=row.digests if keeps else claim_request.digests,
+        fingerprint=row.fingerprint if has_fingerprint else claim_request.fingerprint,
+        digests=row.digests if has_fingerprint else claim_request.digests,
         finished_calls=() if row.expired else row.finished_calls,
-        history=() if row.expired else history.with_attempt(row, _before(row, ended)),
+        history=() if row.expired else history.with_attempt(row, _previous_attempt(row, ended)),
         traceback=None if row.expired else row.traceback,
         unrun=False,
         ended=None,
@@ -293,8 +289,8 @@ def _taken(row: Record, claim: Claim, now: int, lease_until: int | None) -> Reco
     )
 
 
-def _before(row: Record, ended: Ended | None) -> PastAttempt | None:
-    """The attempt that the claim finds in *row*; a running one has *ended* as given."""
+def _previous_attempt(row: Record, ended: Ended | None) -> PastAttempt | None:
+    """The attempt that *row* describes before the claim; *ended*: how a running one ended."""
     running = row.state is State.RUNNING and ended is not None
     return (
         history.taken_over(row, ended)
@@ -314,5 +310,5 @@ def _crashes(row: Record, claim_request: ClaimRequest, *, crashed: bool) -> int:
     )
 
 
-def _agree(ours: str | None, theirs: str | None) -> bool:
-    return ours is None or theirs is None or ours == theirs
+def _same_work(one: str | None, other: str | None) -> bool:
+    return one is None or other is None or one == other

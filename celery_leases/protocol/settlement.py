@@ -1,5 +1,5 @@
-"""How an attempt is closed, and how long to wait when a store fails: the tables of ``decisions``
-after the run.
+"""How an attempt is closed, and how long to wait when a store fails: the second table of
+``decisions``.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ from celery_leases.protocol.verdicts import Call
 
 CRASH_LOOP = Reason.CRASH_LOOP.value
 NO_RESULT = ""
+"""Stands for the result of a finished call that has none."""
 WITHOUT_RESULT = (Ended.IGNORED, Ended.REJECTED, Ended.REPLACED)
 LONGEST_SETTLE_PAUSE = 2.0
-"""The most seconds between two tries to write an outcome."""
-
-REMEMBERED_CALLS = 16
-REMEMBERED_RESULT_MAX = 4096
+"""Seconds between two tries to write an outcome, at most."""
+FINISHED_CALLS_MAX = 16
+"""How many finished calls a record of a ``rerun`` task lists."""
+FINISHED_RESULT_MAX = 4096
+"""Characters of the longest result that is stored in that list."""
 
 
 class ExitCause(Enum):
-    """Why a pool child is gone; the value is the reason in logs and records."""
+    """Why a process of the pool ended; the value is the reason in logs and records."""
 
     KILLED = "its process died"
     TIME_LIMIT = "hard time limit"
@@ -51,138 +53,136 @@ class ExitCause(Enum):
     STOPPED = "cold shutdown"
 
 
-ENDS_CALL: Final = (ExitCause.TIME_LIMIT.value, ExitCause.REVOKED.value)
-"""The reasons of ended processes whose call Celery has ended too."""
+CALL_ENDING_CAUSES: Final = (ExitCause.TIME_LIMIT.value, ExitCause.REVOKED.value)
+"""After these, Celery gives the call a final state too."""
 
 
 def call_has_ended(record: Record) -> bool:
-    """Whether Celery has been told the end of the record's last call, which does not run again by
-    itself, though its key may.
+    """Whether Celery has a final state for the record's last call, although its key is ``pending``
+    or ``cooling``: that call does not run again by itself.
     """
     if record.resumes or record.state not in (State.PENDING, State.COOLING):
         return False
-    stopped = record.ended is Ended.TERMINATED and record.reason in ENDS_CALL
+    stopped = record.ended is Ended.TERMINATED and record.reason in CALL_ENDING_CAUSES
     return stopped or record.ended is Ended.FAILED
 
 
 def after_run(
     call: Call, record: Record, ending: Ending, verdict: AfterFailure | None = None
 ) -> Outcome:
-    """How the attempt on *record* is closed; *verdict* is that of ``after_failure`` if the body
-    raised.
+    """The outcome of the attempt on *record*; *verdict* is what ``after_failure`` has decided, if
+    the body raised.
     """
-    return _lasting(call, _closed(call, record, ending, verdict))
+    return _with_retention(call, _closed(call, record, ending, verdict))
 
 
 def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | None) -> Outcome:
-    # With on_done="rerun", crash counts belong to one call; another call's success does not reset
-    # them.
-    other = call.options.rerun and record.crashed_call not in (None, call.call_id)
-    crashes = record.crashes if other else 0
-    if isinstance(ending, Returned):
-        return Outcome(
-            State.DONE,
-            Ended.RETURNED,
-            record.attempt,
-            failures=0,
-            crashes=crashes,
-            retention=call.options.retention,
-            retries=record.retries,
-            result=ending.result,
-            reason=ending.missing,
-            finished=_finished(call, record, ending.result),
-            crashed_call=record.crashed_call,
-        )
-    closed = _kept(call, record)
-    unspent = replace(closed, attempt=record.attempt - 1)
+    crashes = record.crashes if _crashes_of_another_call(call, record) else 0
+    closed = _unchanged(call, record)
+    not_counted = replace(closed, attempt=record.attempt - 1)
     match ending:
-        case Raised():
-            assert verdict is not None
-            closed = replace(
-                closed, ended=Ended.FAILED, crashes=crashes, traceback=ending.traceback
+        case Returned(_, result, missing):
+            return replace(
+                _without_failures(closed),
+                state=State.DONE,
+                ended=Ended.RETURNED,
+                crashes=crashes,
+                result=result,
+                reason=missing,
+                finished=_finished(call, record, result),
             )
+        case Raised(traceback=traceback):
+            assert verdict is not None
+            closed = replace(closed, ended=Ended.FAILED, crashes=crashes, traceback=traceback)
             return _failed(call, record, closed, verdict)
         case Snoozed(_, delay, reason):
-            resumes = call.reschedulable
             return replace(
-                unspent,
+                not_counted,
                 ended=Ended.SNOOZED,
                 reason=reason,
                 retry_after=delay or None,
-                resumes=resumes,
+                resumes=call.reschedulable,
             )
         case Lost(reason):
-            return replace(unspent, ended=Ended.LOST, reason=reason, resumes=call.reschedulable)
+            return replace(not_counted, ended=Ended.LOST, reason=reason, resumes=call.reschedulable)
         case Interrupted():
-            return replace(unspent, ended=Ended.INTERRUPTED, resumes=call.reschedulable)
+            return replace(not_counted, ended=Ended.INTERRUPTED, resumes=call.reschedulable)
         case Terminated(_, reason):
-            died = (0 if other else record.crashes) + 1
-            exited = replace(
-                closed,
-                ended=Ended.TERMINATED,
-                reason=reason,
-                crashes=died,
-                crashed_call=call.call_id,
-            )
-            return _crashed(call, exited)
+            exited = replace(closed, ended=Ended.TERMINATED, reason=reason)
+            return _after_crash(call, _with_crash(call, record, exited))
         case ControlFlow(_, runs_again, delay, ended):
-            passed = replace(closed, ended=ended, crashes=crashes)
+            closed = replace(closed, ended=ended, crashes=crashes)
             if runs_again:
                 retries = record.retries + 1 if ended is Ended.RETRIED else record.retries
                 return replace(
-                    passed, retry_after=delay, retries=retries, resumes=call.reschedulable
+                    closed, retry_after=delay, retries=retries, resumes=call.reschedulable
                 )
             finished = _finished(call, record, NO_RESULT)
             return replace(
-                _cleared(passed), state=State.DONE, reason=ended.value, finished=finished
+                _without_failures(closed), state=State.DONE, reason=ended.value, finished=finished
             )
         case _ as never:
             assert_never(never)
 
 
 def child_exited(call: Call, record: Record, cause: ExitCause) -> Outcome:
-    """How the attempt of a process that died without reporting an outcome is closed, by another
-    process.
+    """The outcome of an attempt whose process ended without reporting one; another process writes
+    it.
 
-    After the hard time limit Celery has already failed the call, and a revoked call has ended:
-    neither runs again by itself. After a cold shutdown the message comes back.
+    After the hard time limit or a revoke, Celery has a final state for the call, which does not run
+    again by itself. After a cold shutdown the broker delivers the message again.
     """
-    kept = replace(_kept(call, record), reason=cause.value)
-    if cause is ExitCause.STOPPED:
-        stopped = replace(kept, ended=Ended.INTERRUPTED, attempt=record.attempt - 1)
-        return _lasting(call, replace(stopped, resumes=call.reschedulable))
-    if cause is ExitCause.REVOKED:
-        return _lasting(call, replace(kept, ended=Ended.TERMINATED, attempt=record.attempt - 1))
-    other = call.options.rerun and record.crashed_call not in (None, call.call_id)
-    crashes = (0 if other else record.crashes) + 1
-    ended = Ended.CRASHED if cause is ExitCause.KILLED else Ended.TERMINATED
-    resumes = cause is ExitCause.KILLED
-    crashed = replace(
-        kept, ended=ended, crashes=crashes, crashed_call=call.call_id, resumes=resumes
-    )
-    return _lasting(call, _crashed(call, crashed))
+    closed = replace(_unchanged(call, record), reason=cause.value)
+    match cause:
+        case ExitCause.STOPPED:
+            closed = replace(closed, ended=Ended.INTERRUPTED, resumes=call.reschedulable)
+            return _with_retention(call, replace(closed, attempt=record.attempt - 1))
+        case ExitCause.REVOKED:
+            closed = replace(closed, ended=Ended.TERMINATED)
+            return _with_retention(call, replace(closed, attempt=record.attempt - 1))
+        case ExitCause.TIME_LIMIT:
+            crashed = replace(closed, ended=Ended.TERMINATED)
+        case ExitCause.KILLED:
+            crashed = replace(closed, ended=Ended.CRASHED, resumes=True)
+        case _ as never:
+            assert_never(never)
+    return _with_retention(call, _after_crash(call, _with_crash(call, record, crashed)))
 
 
 def stopped_by_crash_loop(call: Call, record: Record) -> Outcome:
-    """How a claimed attempt that must not run any more is closed."""
-    unrun = replace(
-        _kept(call, record), ended=Ended.CRASHED, attempt=record.attempt - 1, unrun=True
+    """The outcome of a claimed attempt that does not run, because its key has crashed too often."""
+    closed = replace(
+        _unchanged(call, record), ended=Ended.CRASHED, attempt=record.attempt - 1, unrun=True
     )
-    return replace(_crashed(call, unrun), finished=_finished(call, record, NO_RESULT))
+    return replace(_after_crash(call, closed), finished=_finished(call, record, NO_RESULT))
 
 
 def unrun(call: Call, record: Record, delay: float) -> Outcome:
-    """How a claimed attempt is given back unrun; how the one before it ended is kept."""
-    before = record.previous or Attempt(Ended.WAITING)
-    unrun = replace(_kept(call, record), ended=before.ended, attempt=record.attempt - 1, unrun=True)
-    return _lasting(
-        call,
-        replace(unrun, retry_after=delay or None, failure=before.error, resumes=call.reschedulable),
+    """The outcome of a claimed attempt that does not run now. The row shows again how the previous
+    attempt ended.
+    """
+    previous = record.previous or Attempt(Ended.WAITING)
+    closed = replace(
+        _unchanged(call, record),
+        ended=previous.ended,
+        failure=previous.error,
+        attempt=record.attempt - 1,
+        unrun=True,
+        retry_after=delay or None,
+        resumes=call.reschedulable,
     )
+    return _with_retention(call, closed)
 
 
-def _kept(call: Call, record: Record) -> Outcome:
-    """An outcome that leaves all counts as they are."""
+def _crashes_of_another_call(call: Call, record: Record) -> bool:
+    """With on_done="rerun", crash counts belong to one call: another call's success does not reset
+    them.
+    """
+    return call.options.rerun and record.crashed_call not in (None, call.call_id)
+
+
+def _unchanged(call: Call, record: Record) -> Outcome:
+    """A ``pending`` outcome with all counts of *record*."""
     return Outcome(
         State.PENDING,
         Ended.RETURNED,
@@ -197,17 +197,15 @@ def _kept(call: Call, record: Record) -> Outcome:
     )
 
 
-def _lasting(call: Call, outcome: Outcome) -> Outcome:
-    """*outcome*, kept at least until it may run again and for as long as its counts mean
-    something.
-    """
+def _with_retention(call: Call, outcome: Outcome) -> Outcome:
+    """*outcome* with a retention that ends after its wait, and not before its counts are reset."""
     if outcome.state not in (State.PENDING, State.COOLING):
         return outcome
-    lasts = max(call.options.retention, call.options.cooldown.quiet)
-    return replace(outcome, retention=(outcome.retry_after or 0.0) + lasts)
+    retention = max(call.options.retention, call.options.cooldown.quiet)
+    return replace(outcome, retention=(outcome.retry_after or 0.0) + retention)
 
 
-def _cleared(outcome: Outcome) -> Outcome:
+def _without_failures(outcome: Outcome) -> Outcome:
     return replace(outcome, failures=0, quick_retries=0, cooldowns=0)
 
 
@@ -236,12 +234,19 @@ def _failed(call: Call, record: Record, closed: Outcome, verdict: AfterFailure) 
 
 
 def crash_loop(record: Record) -> PermanentFailure:
-    """The error for the callers of a key that keeps killing its process."""
+    """The error for callers of a key whose processes have died too often in a row."""
     died = f"{printable(record.key)}: its process died {record.crashes} times in a row"
     return PermanentFailure(f"{died}; not retried until `leases retry`", CRASH_LOOP)
 
 
-def _crashed(call: Call, outcome: Outcome) -> Outcome:
+def _with_crash(call: Call, record: Record, outcome: Outcome) -> Outcome:
+    """*outcome* with one crash more."""
+    before = 0 if _crashes_of_another_call(call, record) else record.crashes
+    return replace(outcome, crashes=before + 1, crashed_call=call.call_id)
+
+
+def _after_crash(call: Call, outcome: Outcome) -> Outcome:
+    """*outcome*, which counts the crash: a pause before the next attempt, or ``failed``."""
     if outcome.crashes < call.options.max_crashes:
         return replace(outcome, retry_after=crash_pause(outcome.crashes) or None)
     message = f"{printable(call.key.key)}: its process died {outcome.crashes} times in a row"
@@ -253,33 +258,33 @@ def _finished(call: Call, record: Record, result: str | None) -> Mapping[str, st
     if not call.options.rerun:
         return None
     results = record.finished_results or {}
-    kept = [(name, results.get(name)) for name in record.finished_calls if name != call.call_id]
-    small = result if result is not None and len(result) <= REMEMBERED_RESULT_MAX else None
-    return dict([*kept, (call.call_id, small)][-REMEMBERED_CALLS:])
+    others = [(name, results.get(name)) for name in record.finished_calls if name != call.call_id]
+    stored = result if result is not None and len(result) <= FINISHED_RESULT_MAX else None
+    return dict([*others, (call.call_id, stored)][-FINISHED_CALLS_MAX:])
 
 
 def crash_pause(crashes: int) -> float:
-    """Seconds to wait before the next attempt after so many crashes in a row."""
+    """Seconds to wait before the next attempt after *crashes* in a row."""
     return 0.0 if crashes < 2 else 5.0 if crashes == 2 else 30.0
 
 
 def store_pause(tries: int, rand: float) -> float:
-    """How long a delivery stays away while a store does not answer: 5 s doubling to 60 s, with
-    jitter below it.
+    """Seconds by which a delivery is rescheduled because a store did not answer: 5 s, doubling with
+    *tries* up to 60 s, with jitter that only shortens.
     """
     return float(min(60.0, 5.0 * 2.0 ** min(tries, 10)) * (0.8 + 0.2 * rand))
 
 
 def settle_pause(tries: int) -> float:
-    """How long to wait before the outcome is written again."""
+    """Seconds to wait before the next try to write an outcome."""
     return float(min(LONGEST_SETTLE_PAUSE, 0.05 * 2.0 ** min(tries, 10)))
 
 
 def settle_until(call: Call, now: float, taken: float) -> float:
-    """Until when to keep trying to write an outcome: ``leases_settle_timeout``, cut to what the
-    hard limit leaves.
+    """Until when to try to write an outcome: for ``leases_settle_timeout``, but not beyond the hard
+    time limit.
 
-    *taken* is when the delivery was taken up, which is about when Celery began to count the limit.
+    *taken* is when the delivery began, which is about when Celery began to count the limit.
     """
     until = now + call.options.settle_timeout
     return min(until, taken + call.time_limit - 1.0) if call.time_limit else until

@@ -1,4 +1,4 @@
-"""The input and output of decisions: a call, the facts about it, and how its delivery ends."""
+"""The input and output of decisions: a call, the facts about it, and the verdict."""
 
 from __future__ import annotations
 
@@ -17,42 +17,41 @@ from celery_leases.protocol.records import Record
 
 @value_class(frozen=True, slots=True)
 class Call:
-    """One delivery of one call, as far as decisions need it."""
+    """One delivery of one call: what decisions need to know."""
 
     task: str
     call_id: str
     key: CallKey
     options: LeaseOptions
-    #: It was delivered before: redelivered by the broker, rescheduled, or retried. Reading the
-    #: record first is cheaper.
+    #: The call was delivered before: the message was redelivered, rescheduled, or retried. Then the
+    #: record is read before the lease is acquired, which is cheaper.
     repeat: bool = False
-    #: A fresh message of a call that may have failed before: the fence of the failure that it waits
-    #: for, 0 while no record has been read. A copy of a delivery whose caller has the failure has
-    #: ``None``.
+    #: Set in a message that was published after an earlier failure of the call: the fence of that
+    #: failure, 0 if the record could not be read. ``None`` in a copy of an older message.
     failure_fence: int | None = None
-    #: It carries chain, chord, group or link, which a dropped delivery would leave hanging.
+    #: The message carries chain, chord, group or link, which would hang if it was dropped.
     canvas: bool = False
-    #: How often this call was rescheduled before.
+    #: How often the call was rescheduled.
     reschedules: int = 0
-    #: It has begun to run before.
+    #: The call has begun to run in an earlier delivery.
     started: bool = False
-    #: How often Celery has retried it.
+    #: How often Celery has retried the call.
     retries: int = 0
-    #: The tokens of earlier attempts of this call that may still be open.
+    #: The owner tokens of earlier attempts of the call whose rows may still be running.
     prior: tuple[str, ...] = ()
-    #: The owner token made for this delivery.
+    #: The owner token of this delivery.
     token: str = ""
-    #: The longest countdown before the broker might redeliver the message, in seconds.
+    #: The longest countdown after which the broker does not redeliver the message, in seconds.
     longest_countdown: float = LONGEST_COUNTDOWN
-    #: The hard time limit of this call in seconds, if it has one.
+    #: The hard time limit of the call in seconds, if it has one.
     time_limit: float | None = None
-    #: The cooldown group it belongs to.
+    #: The cooldown group of the call.
     group: str | None = None
-    #: Its message as a signature in JSON, if the record must store it.
+    #: The message as a signature in JSON, if the record must store it.
     message: str | None = None
-    #: It can be rescheduled; an eager call cannot.
+    #: Whether a fresh message can be published; not for an eager call.
     reschedulable: bool = True
-    #: If it waits for a held key, it begins as soon as the key is free.
+    #: While it waits for a held key: this worker begins the call as soon as the key is free.
     starts_when_free: bool = False
 
     @property
@@ -67,22 +66,22 @@ class Call:
 
     @property
     def rerun(self) -> bool:
-        """Whether each call of the key is work of its own."""
+        """Whether the task has ``lease_on_done="rerun"``: each call of the key runs."""
         return self.options.rerun
 
     @property
     def fresh(self) -> bool:
-        """Whether no run of this call is known of which this message would be a copy."""
+        """Whether the message is not known to be a copy of an earlier run of the call."""
         return not self.repeat or self.failure_fence == 0
 
     def is_copy_of(self, fence: int) -> bool:
-        """Whether it is a copy of the run under *fence*, or of one before it."""
+        """Whether the message is a copy of the run under *fence*, or of an earlier run."""
         return not self.fresh and self.failure_fence != fence
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Continue: acquire, claim, or run the body, whichever is next."""
+    """Go on to the next step: acquire the lease, claim the record, or run the body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class TaskEvent:
 class Return:
     """Celery gets this value as the task's result.
 
-    ``first_call_id``: the call that returned it first; empty: the body of this delivery did.
+    ``first_call_id``: the call whose saved result it is; empty if the body has just returned it.
     """
 
     value: Any
@@ -119,8 +118,8 @@ class Return:
 class Raise:
     """Celery gets this exception.
 
-    ``own``: it is the stored failure of this call, and is omitted if Celery already has the call's
-    outcome.
+    ``own``: it is the saved failure of this call. The delivery is dropped instead if Celery already
+    has an outcome of the call.
     """
 
     error: BaseException
@@ -136,25 +135,25 @@ class Reschedule:
     reason: str
     #: The call has begun, so its message no longer expires.
     started: bool = False
-    #: The error to raise where a call cannot be rescheduled.
+    #: The error to raise if the call cannot be rescheduled.
     refusal: LeasesError | None = None
     #: The type of the task event to send, without ``task-``; empty: send none.
     event_type: str = "rescheduled"
     #: The reason in that event; ``None``: ``reason``.
     event_reason: str | None = None
-    #: The call has failed before and runs again for that reason: Celery knows of its retry.
+    #: The call has failed before, and Celery shows it in the state RETRY.
     retrying: bool = False
-    #: The fence of the failure of this call that its fresh message waits for.
+    #: The fence of the failure after which the fresh message is published.
     failure_fence: int | None = None
     #: Another call holds the key.
     held: bool = False
     #: A store did not answer.
     unavailable: bool = False
-    #: The token of an attempt whose row may be open although it did not crash.
+    #: The owner token of an attempt that did not crash, but may have left its row running.
     prior: str | None = None
-    #: The error of the body for which the call runs again, a retry for Celery.
+    #: The exception of the body, because of which Celery gets a ``Retry``.
     cause: BaseException | None = None
-    #: No rule knows that error.
+    #: No rule matched that exception.
     unknown: bool = False
 
     @property
@@ -173,10 +172,10 @@ class Reschedule:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Celery has, or will have, the result of ``call_id``, which continued as another task ``age``
-    seconds ago.
+    """Return the result of ``call_id``, which was replaced by another task ``age`` seconds ago.
+    Only Celery's result backend has it.
 
-    While Celery has no result, ``again`` applies; ``missing`` is raised if it never will have one.
+    ``again`` applies while the backend has no result; ``missing`` is raised if it cannot have one.
     """
 
     call_id: str
@@ -187,7 +186,9 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """End this delivery without a result; another message or an earlier answer replaces it."""
+    """End this delivery without a result: another message, or an earlier answer, makes it
+    superfluous.
+    """
 
     reason: str
 
@@ -200,17 +201,17 @@ Verdict = Run | Wait | Answer
 
 @value_class(frozen=True, slots=True)
 class Facts:
-    """The facts before the run: of the lease, of the record, and of this delivery's past."""
+    """What is known before the run: about the record, the lease, the gate, and this delivery."""
 
     record: Record | None = None
     holder: Holder | None = None
-    #: The callbacks of this call are known to have been sent, whichever call finished the work.
+    #: The callbacks of this call have been sent.
     callbacks_sent: bool = False
-    #: Seconds this delivery has been waiting in this process (``lease_wait``).
+    #: Seconds for which this delivery has waited in this process (``lease_wait``).
     waited: float = 0.0
     #: A random number in [0, 1) for jitter.
     rand: float = 0.0
-    #: The gate of the call's cooldown group, if it lets no body start now.
+    #: The gate of the call's cooldown group, if it blocks.
     gate: Gate | None = None
     #: The wall clock, in seconds since the epoch: for display only.
     wall_time: float = 0.0

@@ -173,7 +173,7 @@ class TestAfterAnOutageOfTheRecords:
         reply = bench.run(bench.call(on_held=on_held))
         assert isinstance(reply, Reschedule)
         assert "may be about to write" in reply.reason
-        assert LONGEST_LOOK <= bench.clock.now() - began < LONGEST_LOOK + 1
+        assert LAPSED_LEASE_WAIT <= bench.clock.now() - began < LAPSED_LEASE_WAIT + 1
         assert bench.state is State.RUNNING
 
     def test_a_worker_that_stops_does_not_wait(self, bench: Bench) -> None:

@@ -16,8 +16,8 @@ from celery_leases.protocol.decisions import after_claim
 from celery_leases.protocol.failure_decisions import after_failure
 from celery_leases.protocol.records import Record, State
 from celery_leases.protocol.settlement import (
-    REMEMBERED_CALLS,
-    REMEMBERED_RESULT_MAX,
+    FINISHED_CALLS_MAX,
+    FINISHED_RESULT_MAX,
     after_run,
     stopped_by_crash_loop,
 )
@@ -153,14 +153,14 @@ class TestRememberedCalls:
     def test_the_last_sixteen_are_stored(self) -> None:
         names = [f"call-{number}" for number in range(REMEMBERED_CALLS)]
         kept = self.finished("1", *names)
-        assert REMEMBERED_CALLS == 16
+        assert FINISHED_CALLS_MAX == 16
         assert [name for name, _ in kept] == [*names[1:], OURS]
 
     def test_a_call_is_listed_once(self) -> None:
         assert self.finished("1", OURS, "b") == [("b", '"b"'), (OURS, "1")]
 
     def test_a_long_result_is_not_copied_into_the_list(self) -> None:
-        longest = "1" * REMEMBERED_RESULT_MAX
+        longest = "1" * FINISHED_RESULT_MAX
         assert self.finished(longest)[-1] == (OURS, longest)
         assert self.finished(longest + "1")[-1] == (OURS, None)
 

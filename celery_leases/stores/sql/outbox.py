@@ -12,7 +12,7 @@ from sqlalchemy.sql.dml import ReturningUpdate
 from celery_leases.protocol import repairs
 from celery_leases.protocol.keys import CallKey
 from celery_leases.protocol.records import Ended, Record, State
-from celery_leases.protocol.settlement import ENDS_CALL
+from celery_leases.protocol.settlement import CALL_ENDING_CAUSES
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.record_statements import RecordStatements
@@ -227,7 +227,7 @@ class Outbox:
         stopped = and_(
             table.c.ended.is_not_distinct_from(Ended.TERMINATED),
             table.c.reason.is_not(None),
-            table.c.reason.in_(ENDS_CALL),
+            table.c.reason.in_(CALL_ENDING_CAUSES),
         )
         failed = table.c.ended.is_not_distinct_from(Ended.FAILED)
         has_ended = and_(table.c.resumes == 0, or_(failed, stopped))
