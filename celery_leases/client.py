@@ -333,7 +333,7 @@ class LeaseClient:
         self._ready()
         return (
             self._records.how_many(wanted)
-            if wanted.in_the_row
+            if wanted.decided_by_columns
             else sum(1 for _ in self.matching(wanted))
         )
 
@@ -581,7 +581,7 @@ class LeaseClient:
         now = self._records.now()
         if older is None:
             return RecordFilter(expired_at=now)
-        if not wanted.in_the_row:
+        if not wanted.decided_by_columns:
             raise LeaseConfigurationError(
                 f"purge: {', '.join(wanted.states) or wanted.reason} cannot be purged; take states that have ended"
             )

@@ -14,7 +14,7 @@ from celery_leases.cli.parameters import DURATION
 from celery_leases.cli.root import app_of, check_task, client_of, leases
 from celery_leases.common.durations import in_short, seconds
 from celery_leases.protocol.tuning import (
-    FEW,
+    ENOUGH_MEASUREMENTS,
     Delivery,
     ProcessPause,
     RunTimes,
@@ -159,9 +159,11 @@ def _echo_advice(tasks: list[dict[str, Any]], advice: Mapping[str, Any], missed:
         "TTL UNRENEWED is what a lock without renewal would need: p99 + jitter + guard; guard is "
         f"{_precise(advice['guard'])}."
     )
-    few = [task["task"] for task in tasks if task["runs"] < FEW]
+    few = [task["task"] for task in tasks if task["runs"] < ENOUGH_MEASUREMENTS]
     if few:
-        echo_line(f"Fewer than {FEW} finished runs, so p99 is a guess: {', '.join(few)}.")
+        echo_line(
+            f"Fewer than {ENOUGH_MEASUREMENTS} finished runs, so p99 is a guess: {', '.join(few)}."
+        )
     for line in missed:
         echo_line(line)
 
@@ -178,7 +180,7 @@ def _lateness(advice: Mapping[str, Any]) -> str:
         case "given":
             return "The standstill is that of --lateness."
         case _ if count:
-            return f"The standstill is assumed: {count} renewals were counted, {FEW} are needed."
+            return f"The standstill is assumed: {count} renewals were counted, {ENOUGH_MEASUREMENTS} are needed."
         case _:
             return "The standstill is assumed: leases_metrics = True counts how late renewals are."
 

@@ -1,7 +1,7 @@
-"""The last closings of a gate: when, for how long, by which rule, and when it opened again. Pure.
+"""The last closings of a gate: when, for how long, by which rule, and when it was opened. Pure.
 
-They are for operators: no decision reads them. A store keeps them as one text beside the gate,
-written where a gate is closed or opened, and nowhere else.
+They are shown to operators; no decision reads them. A store writes them as one text beside the gate
+whenever it closes or opens the gate.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any, Final
 
 from celery_leases.protocol.groups import Gate
 
-KEPT: Final = 20
-"""So many closings of a group are remembered."""
-LATEST: Final = 253_000_000_000.0
-"""No time is later than this, in the year 9987."""
-REMEMBERED: Final = 30 * 86_400.0
-"""Seconds after the last closing for which they are."""
+CLOSINGS_MAX: Final = 20
+"""How many closings of a group are stored."""
+LATEST_TIME: Final = 253_000_000_000.0
+"""Seconds since the epoch, in the year 9987: a later time cannot be read."""
+RETENTION: Final = 30 * 86_400.0
+"""Seconds after the last closing for which the closings are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class PastClosing:
-    """A gate was closed at ``closed_at`` until ``until``, for the ``trips``-th time in a row.
+    """The gate was closed at ``closed_at`` until ``until``, the ``trips``-th time in a row.
 
-    ``opened_at``: when a probe or an operator opened it again, ``None`` if that did not happen or
-    is not known. Times are seconds since the epoch, by the clock of the process that closed it.
+    ``opened_at``: when a probe or an operator opened it; ``None`` if neither did, or if that is not
+    known. Times are seconds since the epoch, by the clock of the process that closed it.
     """
 
     closed_at: float
@@ -37,34 +37,33 @@ class PastClosing:
     opened_at: float | None = None
 
 
-def with_closing(past: Sequence[PastClosing], shut: Gate, now: float) -> list[PastClosing]:
-    """*past*, the latest first, once the gate was closed at *now* and is as *shut*.
+def with_closing(past: Sequence[PastClosing], gate: Gate, now: float) -> list[PastClosing]:
+    """*past*, the latest first, with a closing at *now*, after which the gate is *gate*.
 
-    A closing of the same trip as the standing one is part of it. Bodies that fail together are
-    noted in any order, and are one closing then.
+    Closings of one trip are one entry: bodies that fail together may note theirs in any order.
     """
-    closing = PastClosing(now, now + shut.closed_for, shut.trips, shut.reason, shut.rule)
-    if not past or not _stands(past[0], closing):
-        return [closing, *past][:KEPT]
+    closing = PastClosing(now, now + gate.closed_for, gate.trips, gate.reason, gate.rule)
+    if not past or not _is_same_trip(past[0], closing):
+        return [closing, *past][:CLOSINGS_MAX]
     longest = max(past[0], closing, key=lambda each: each.until)
     return [replace(longest, closed_at=min(past[0].closed_at, now)), *past[1:]]
 
 
-def _stands(latest: PastClosing, closing: PastClosing) -> bool:
-    """Whether the gate was still shut by *latest* when it was closed once more."""
+def _is_same_trip(latest: PastClosing, closing: PastClosing) -> bool:
+    """Whether *closing* extends *latest*: the gate was still closed, and counted no trip."""
     over = latest.opened_at is not None or latest.until <= closing.closed_at
     return not over and latest.trips == closing.trips
 
 
 def with_opening(past: Sequence[PastClosing], now: float) -> list[PastClosing]:
-    """*past* once the gate was opened at *now*."""
+    """*past* with the gate opened at *now*."""
     if not past or past[0].opened_at is not None:
         return [*past]
     return [replace(past[0], opened_at=now), *past[1:]]
 
 
 def dump(past: Sequence[PastClosing]) -> str:
-    """As JSON, on one line."""
+    """The closings as JSON, on one line."""
     return json.dumps(
         [
             [
@@ -82,7 +81,7 @@ def dump(past: Sequence[PastClosing]) -> str:
 
 
 def load(text: str | None) -> list[PastClosing]:
-    """What :func:`dump` has given; nothing where it cannot be read."""
+    """The closings that :func:`dump` has written; none if the text cannot be read."""
     try:
         return [_closing(*each) for each in json.loads(text or "[]")]
     except (ValueError, TypeError, OverflowError, RecursionError):
@@ -92,7 +91,7 @@ def load(text: str | None) -> list[PastClosing]:
 def _closing(
     closed_at: Any, until: Any, trips: Any, reason: Any, rule: Any, opened_at: Any, *_: Any
 ) -> PastClosing:
-    """One of them; what a later release writes behind it is left out."""
+    """One closing; fields that a later release has added at the end are ignored."""
     return PastClosing(
         _time(closed_at),
         _time(until),
@@ -103,7 +102,7 @@ def _closing(
     )
 
 
-def _time(said: Any) -> float:
-    if not 0 <= float(said) < LATEST:
-        raise ValueError(f"{said!r} is no time")
-    return float(said)
+def _time(value: Any) -> float:
+    if not 0 <= float(value) < LATEST_TIME:
+        raise ValueError(f"{value!r} is no time")
+    return float(value)

@@ -1,9 +1,9 @@
-"""Effects: one external action inside an attempt; its intent is written before the call, its reply
-after. Pure rules.
+"""Effects: external actions inside an attempt, whose intent is committed before the call and whose
+reply after it. Pure.
 
 An effect is identified by its name within its scope, not by its position in the body. It is *sent*
-once its intent is committed and *done* once its reply is. The outcome of a ``sent`` effect without
-a reply is unknown: the process may have died before, during or after the call.
+once its intent is committed, and *done* once its reply is committed. The outcome of an effect that
+is only *sent* is unknown: the process may have died before, during or after the call.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ OnUncertain = Literal["stop", "rerun"]
 
 NAME_MAX: Final = 255
 VERIFY_AFTER: Final = 60.0
-"""Seconds after the intent before an effect with unknown outcome is looked up: its request may
-still be in progress.
+"""Seconds after the intent before ``verify`` is called: until then the request may still be in
+progress.
 """
 
 _NOT_EXECUTED: Final = frozenset(
@@ -50,9 +50,9 @@ class EffectState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The work an effect belongs to: within it the effect happens once.
+    """The work within which an effect happens once.
 
-    ``keep``: the effect is stored for that many seconds from its intent, and as long as the record
+    ``keep``: the effect is stored for that many seconds after its intent, and as long as the record
     belongs to its call. ``None``: as long as the record is stored.
     """
 
@@ -61,19 +61,16 @@ class Scope:
 
 
 def scope_of(record: Record, *, rerun: bool, retention: float) -> Scope:
-    """The scope of an attempt on *record*: under *rerun* its call, even if other calls use the
-    record meanwhile.
+    """The scope of the effects of an attempt on *record*.
 
-    Otherwise it is the record's generation, which all calls share. *retention* is the task's, in
-    seconds.
+    It is the generation of the record, which all calls share; under *rerun* it is the call, even if
+    another call takes the record meanwhile. *retention* is that of the task, in seconds.
     """
     return Scope(record.call_id, retention) if rerun else Scope(_generation(record))
 
 
 def scopes_of(record: Record) -> tuple[str, str]:
-    """The names of both scopes that the attempts on *record* can have: that of its generation, and
-    that of its call.
-    """
+    """The names of both scopes that effects of *record* can have: its generation, and its call."""
     return _generation(record), record.call_id
 
 
@@ -86,9 +83,9 @@ class Effect:
     """One row of ``celery_leases_effects``, as it was at ``now``; times are microseconds by the
     database's clock.
 
-    ``fence``: that of the attempt that wrote the intent; only the reply of that attempt is
-    accepted. ``result``: the reply's JSON text. ``reference``: the other system's own name for the
-    effect. ``unreadable``: why the row cannot be read, for operators.
+    ``fence`` is that of the attempt that wrote the intent; only that attempt can write the reply.
+    ``result`` is the reply as JSON text, ``reference`` the other system's own name for the effect.
+    ``unreadable`` says why the row cannot be read; only operators get such an effect.
     """
 
     stored_key: str
@@ -111,21 +108,21 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The intent is committed under this attempt's fence: make the call."""
+    """The intent was committed with the fence of this attempt: make the call."""
 
     effect: Effect
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An earlier attempt has begun the effect."""
+    """An earlier attempt has committed the intent."""
 
     effect: Effect
 
 
 @dataclass(frozen=True, slots=True)
 class UseSaved:
-    """The effect is done: return the saved reply, make no call."""
+    """The effect is done: return the saved reply without a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,25 +132,27 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class VerifyLater:
-    """Too early to call ``verify``: reschedule by ``delay`` seconds, which spends no attempt."""
+    """Reschedule the task by ``delay`` seconds, which counts no attempt: it is too early for
+    ``verify``.
+    """
 
     delay: float
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatCall:
-    """Make the call again with the same idempotency key: the other system deduplicates by it."""
+    """Make the call again with the same idempotency key, by which the other system deduplicates."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskOperator:
-    """The outcome cannot be found out: an operator must look."""
+    """Raise ``Uncertain``: an operator must look in the other system."""
 
 
 def on_found(
     effect: Effect, *, verifies: bool, verify_after: float, uncertain: OnUncertain
 ) -> UseSaved | Verify | VerifyLater | RepeatCall | AskOperator:
-    """What to do about an effect that an earlier attempt has begun."""
+    """Decide about an effect whose intent an earlier attempt has committed."""
     if effect.state is EffectState.DONE:
         return UseSaved()
     if verifies:
@@ -162,33 +161,31 @@ def on_found(
     return RepeatCall() if uncertain == "rerun" else AskOperator()
 
 
-def was_executed(known: Classification, said: Classification) -> bool | None:
-    """Whether a call that raised was executed: ``False`` when it certainly was not, ``None`` when
-    that is unknown.
+def was_executed(by_default: Classification, by_task: Classification) -> bool | None:
+    """Whether a call that raised was executed: ``False`` if it certainly was not, ``None`` if that
+    is unknown.
 
-    *known* is the classification of the error by the default rules, *said* that by the task's own
-    rules. The default rules take precedence: a task may classify a timeout as permanent, or retry a
-    refusal, but that does not show what the other system did.
+    The error is classified by the default rules and by the task's own rules. The default rules take
+    precedence: a task may call a timeout permanent, or retry a refusal, but that does not show what
+    the other system did.
     """
-    if (
-        known.rule == REFUSED_HERE
-    ):  # a database or a file system raised it, but the request was for neither
+    # A database or a file system on this side raised the error, not the system that was called.
+    if by_default.rule == REFUSED_HERE:
         return None
-    if known.reason is Reason.ERROR:  # the default rules do not know the error
-        return _is_known_unexecuted(said)
-    return _is_known_unexecuted(known)
+    if by_default.reason is Reason.ERROR:  # no default rule knows the error
+        return _was_executed(by_task)
+    return _was_executed(by_default)
 
 
-def _is_known_unexecuted(classification: Classification) -> bool | None:
-    return (
-        False
-        if classification.reason in _NOT_EXECUTED and not classification.ruling.ambiguous
-        else None
-    )
+def _was_executed(classification: Classification) -> bool | None:
+    refused = classification.reason in _NOT_EXECUTED and not classification.ruling.ambiguous
+    return False if refused else None
 
 
 def idempotency_key(prefix: str, stored_key: str, name: str, scope: str) -> str:
-    """The idempotency key of an effect: the same on every attempt, without personal data."""
+    """The idempotency key of an effect: the same on every attempt, and a hash, because the key of
+    the task may contain personal data.
+    """
     text = f"{prefix}\x1f{stored_key}\x1f{name}\x1f{scope}"
     return hashlib.sha256(text.encode()).hexdigest()[:48]
 
@@ -214,7 +211,7 @@ def reply_not_stored(key: str, effect: Effect, why: str) -> Uncertain:
 
 
 def unreadable(stored_key: str, name: str, column: str, value: object, error: Exception) -> str:
-    """The message about a column of an effect that cannot be read."""
+    """The message about a column of an effect with a value that cannot be read."""
     return (
         f"{stored_key}: effect {name!r} cannot be read: its column {column} has {shown(value)} "
         f"({type(error).__name__}); repair it in celery_leases_effects, or find out in the other system whether it has "
@@ -223,8 +220,8 @@ def unreadable(stored_key: str, name: str, column: str, value: object, error: Ex
 
 
 def is_valid_name(name: object) -> bool:
-    """Whether *name* is valid for an effect: a text of at most ``NAME_MAX`` characters that every
-    database accepts.
+    """Whether *name* can be the name of an effect: a str that is not blank, of at most
+    :data:`NAME_MAX` characters, without NUL and lone surrogates.
     """
     if not isinstance(name, str) or not name.strip() or len(name) > NAME_MAX:
         return False
@@ -232,7 +229,7 @@ def is_valid_name(name: object) -> bool:
 
 
 def reference_of(find: Callable[[Any], Any], reply: Any) -> str | None:
-    """The other system's own name for an effect, as *find* gets it from the reply; raises the
+    """The other system's own name for an effect, which *find* returns for the reply; raises the
     errors of *find*.
     """
     found = find(reply)

@@ -18,7 +18,7 @@ class Subject(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something happened to a key; ``call_id`` is Celery's task id."""
+    """Something that happened to a key; ``call_id`` is Celery's task id."""
 
     task: str
     key: str
@@ -35,7 +35,7 @@ class LeaseAcquired(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseHeldElsewhere(Event):
-    """The key is held, by another copy of the same call or by another call."""
+    """The key is held by another attempt: of the same call (``same_call``) or of another."""
 
     holder: str
     holder_call_id: str
@@ -45,14 +45,14 @@ class LeaseHeldElsewhere(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRescheduled(Event):
-    """A fresh message of the call was published, or (``confirmed=False``) the old one was returned
-    to the broker.
+    """A fresh message of the call was published, which is due in ``delay`` seconds; or
+    (``confirmed=False``) the delivery was returned to the broker.
     """
 
     delay: float
     reason: str
     confirmed: bool = True
-    #: A store did not answer, or refused.
+    #: A store did not answer, or cannot be used.
     unavailable: bool = False
 
 
@@ -79,8 +79,10 @@ class CallRefused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRenewed(Event):
-    """A renewal succeeded; ``reasserted``: the store had lost the lease, and the renewal wrote it
-    again. ``late``: how many seconds after its time the renewal was sent, if one was due.
+    """A renewal succeeded, for ``remaining`` seconds.
+
+    ``reasserted``: the store had lost the lease, and the renewal wrote it again. ``late``: how many
+    seconds after it was due the renewal was sent; ``None`` if it was not due.
     """
 
     remaining: float
@@ -90,7 +92,7 @@ class LeaseRenewed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenewalFailed(Event):
-    """A renewal failed and will be retried; the lease still counts for ``remaining`` seconds."""
+    """A renewal failed and will be retried; the lease expires in ``remaining`` seconds."""
 
     error: str
     remaining: float
@@ -107,8 +109,8 @@ class LeaseGone(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeRefused(Event):
-    """The outcome of an attempt was refused: a later attempt owns the key, or the row was
-    deleted.
+    """The outcome of an attempt was refused: a later attempt owns the key (now in ``state``), or
+    the row was deleted (``None``).
     """
 
     fence: int
@@ -117,11 +119,11 @@ class OutcomeRefused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptSettled(Event):
-    """An attempt was closed; ``state`` is the state of the key afterwards, ``runtime`` the run time
-    of the body.
+    """An attempt was closed: ``ended`` says how, ``state`` is the state of the key afterwards.
 
-    ``retry_after``: how long the key must wait now; ``failure`` names the rule. ``held``: how long
-    the attempt had the key. ``repeated``: it has done what was done already in this generation.
+    ``runtime`` is the run time of the body, ``held`` the time for which the attempt held the key.
+    ``retry_after``: how long the key must wait now. ``repeated``: the key was done before in the
+    same generation, and its body has run again.
     """
 
     state: str
@@ -139,10 +141,8 @@ class AttemptSettled(Event):
     def by(
         cls, subject: Subject, record: Record, outcome: Outcome, runtime: float, held: float
     ) -> Self:
-        """The event for *outcome*, written for the attempt on *record* after a body of *runtime*
-        seconds; *held*: for how many seconds it had the key.
-        """
-        before = record.previous
+        """The event for *outcome* of the attempt on *record*; *runtime* and *held* are seconds."""
+        previous = record.previous
         return cls(
             **subject,
             state=outcome.state.value,
@@ -155,15 +155,15 @@ class AttemptSettled(Event):
             fence=record.fence,
             held=held,
             repeated=outcome.state is State.DONE
-            and before is not None
-            and before.ended is Ended.RETURNED,
+            and previous is not None
+            and previous.ended is Ended.RETURNED,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateClosed(Event):
-    """A failure closed the gate of a cooldown group, or extended its closing by ``closed_for``
-    seconds.
+    """A failure closed the gate of a cooldown group, which is closed for ``closed_for`` seconds
+    now.
     """
 
     group: str
@@ -175,14 +175,16 @@ class GateClosed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateOpened(Event):
-    """A probe succeeded: the gate of its cooldown group is open."""
+    """A probe opened the gate of its cooldown group."""
 
     group: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrashSeen(Event):
-    """The previous attempt has no recorded end: its process died."""
+    """The previous attempt died without reporting an outcome: the crash number ``crashes`` in a
+    row.
+    """
 
     crashes: int
     host: str | None
@@ -190,7 +192,7 @@ class CrashSeen(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionStands(Event):
-    """The body committed its done record by ``complete()``, but did not end by returning."""
+    """The body committed its done record by ``complete()``, and then ended with ``error``."""
 
     fence: int
     error: str

@@ -1,5 +1,5 @@
-"""After a failure: cool down, retry soon, or fail for good. Pure functions of the rules'
-classification and of the counts.
+"""What a failure means for its key: a cooldown, a quick retry, or failed for good. Pure functions
+of the classification and of the counts in the record.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from celery_leases.protocol.options import LeaseOptions
 from celery_leases.protocol.records import Failure, Record
 from celery_leases.protocol.verdicts import Call
 
-SPREAD: Final = 0.1
-LONGEST_SPREAD: Final = 5.0
-"""A wait from a response is only ever made longer, by up to a tenth of it and 5 s: in simulation,
-600 keys that ran again exactly at the given time, behind a limit that counts rejected calls, never
-finished.
+JITTER: Final = 0.1
+LONGEST_JITTER: Final = 5.0
+"""A delay from a server is made longer by up to a tenth, at most 5 s. In a simulation with a limit
+that counts rejected calls too, 600 keys that ran again exactly at the given time never finished.
 """
 SHORTEST_SERVER_DELAY: Final = 1.0
-"""Some limits give waits of milliseconds, and such a wait does not grow: below a second it would
-have no effect.
-"""
+"""Seconds of a cooldown at least. Some servers send delays of milliseconds, which do not grow."""
 
-_UNSURE: Final = cooldown("60s", ambiguous=True)
-_USED_UP: Final = cooldown()
+_AMBIGUOUS: Final = cooldown("60s", ambiguous=True)
+"""The action for an ambiguous failure whose rule has none, if the task is not idempotent."""
+_RETRIES_USED_UP: Final = cooldown()
+"""The action after the last quick retry, if the rule has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The counts of a row: failures and cooldowns in a row, and quick retries since the last
+    """Counts in a record: consecutive failures and cooldowns, and quick retries since the last
     cooldown.
     """
 
@@ -44,10 +43,10 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class EnterCooldown:
-    """The key does not run for ``delay`` seconds; ``closing``: the gate of its group is closed too,
-    possibly for longer.
+    """The key cools down for ``delay`` seconds. With ``closing``, the gate of its group is closed
+    too, possibly for longer.
 
-    ``resume``: the call runs again by itself; otherwise its caller gets the error now.
+    ``resume``: the call runs again by itself; otherwise its caller gets the exception now.
     """
 
     delay: float
@@ -76,7 +75,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class AwaitOperator:
-    """The outcome or the reply of an effect is unknown: an operator must look."""
+    """The outcome or the reply of an effect is unknown: an operator decides what happens next."""
 
     failure: Failure
     counts: Counts
@@ -86,16 +85,15 @@ AfterFailure = EnterCooldown | RetryAfter | Fail | AwaitOperator
 
 
 def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> AfterFailure:
-    """Decide what a failed attempt means for its key; *rand* is a random number in [0, 1) for
-    jitter.
-    """
-    classification, counts = raised.classification, _counted(call, record, raised.classification)
+    """Decide what a failure means for its key; *rand* is a random number in [0, 1) for jitter."""
+    classification = raised.classification
+    counts = _current_counts(call, record, classification)
     if isinstance(raised.error, Uncertain):
         known = {"rule": Reason.UNCERTAIN.value, "reason": Reason.UNCERTAIN.value}
         return AwaitOperator(
             replace(raised.failure, **known, ambiguous=True, operator=True), counts
         )
-    ruling, reason = _in_force(call, classification, counts)
+    ruling, reason = _effective(call, classification, counts)
     in_group = ruling.scope == "group" and call.group is not None
     failure = replace(
         raised.failure,
@@ -128,12 +126,11 @@ def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> Af
 def resumes_after_cooldown(
     options: LeaseOptions, classification: Classification, ruling: Ruling
 ) -> bool:
-    """Whether a call runs again by itself after the cooldown that *ruling* has made of
-    *classification*.
+    """Whether a call runs again by itself after a cooldown; *ruling* is the action that applies.
 
-    With ``lease_resume="transient"``: if the rules know the failure to be transient. They say
-    retry, or that the group failed, or the server or the body has named a time. A call that may
-    have been executed is repeated only if its task is ``lease_idempotent``.
+    With ``lease_resume="transient"`` it does if the failure is transient: its rule says retry, or
+    the group failed, or the server or the body has given a delay. A call that may have been
+    executed runs again only if its task is ``lease_idempotent``.
     """
     if options.resume != "transient":
         return options.resume == "always"
@@ -145,15 +142,15 @@ def resumes_after_cooldown(
 
 
 def leaves_gate_half_open(verdict: AfterFailure) -> bool:
-    """Whether a probe with this failure leaves its gate half-open: the failure is neither the
-    group's nor clearly another one.
+    """Whether a probe that failed so leaves its gate half-open: the failure does not show whether
+    the group works.
     """
-    beside_it = verdict.failure.reason in (Reason.INFRASTRUCTURE, Reason.RETRIES_USED_UP)
-    return isinstance(verdict, RetryAfter) or verdict.failure.ambiguous or beside_it
+    unrelated = verdict.failure.reason in (Reason.INFRASTRUCTURE, Reason.RETRIES_USED_UP)
+    return isinstance(verdict, RetryAfter) or verdict.failure.ambiguous or unrelated
 
 
-def _counted(call: Call, record: Record, classification: Classification) -> Counts:
-    """The counts of the row; zero after a quiet time."""
+def _current_counts(call: Call, record: Record, classification: Classification) -> Counts:
+    """The counts in the record; zero if the last failure was long ago."""
     if record.failed_at is not None and (record.started_at - record.failed_at) / 1e6 > _quiet(
         call, classification
     ):
@@ -162,8 +159,8 @@ def _counted(call: Call, record: Record, classification: Classification) -> Coun
 
 
 def _quiet(call: Call, classification: Classification) -> float:
-    """Seconds without a failure after which a key's counts no longer apply: longer than any wait it
-    may have been given.
+    """Seconds without a failure after which the counts start again at zero: longer than any wait
+    that the key may have had.
     """
     ruling = classification.ruling
     rulings = [one for one in (ruling, ruling.if_not_idempotent, ruling.then) if one is not None]
@@ -171,25 +168,25 @@ def _quiet(call: Call, classification: Classification) -> float:
     return max(2 * (classification.delay or 0.0), *(policy.quiet for policy in policies))
 
 
-def _in_force(call: Call, classification: Classification, counts: Counts) -> tuple[Ruling, Reason]:
-    """The action that applies to this task now: ambiguous failures and used-up retries get another
-    one.
+def _effective(call: Call, classification: Classification, counts: Counts) -> tuple[Ruling, Reason]:
+    """The action that applies to this task now, and its reason: an ambiguous failure, a failure
+    after the last retry and the last failure that is allowed get another action than their rule's.
     """
     ruling, reason = classification.ruling, classification.reason
     while ruling.kind == "retry":
         if ruling.ambiguous and not call.options.idempotent:
-            ruling = ruling.if_not_idempotent or _UNSURE
+            ruling = ruling.if_not_idempotent or _AMBIGUOUS
             continue
-        tries = ruling.max if ruling.max is not None else call.options.max_retries
-        if counts.quick_retries < tries:
+        retries = ruling.max if ruling.max is not None else call.options.max_retries
+        if counts.quick_retries < retries:
             break
-        unsure = ruling.ambiguous
+        ambiguous = ruling.ambiguous
         reason = reason if ruling.then else Reason.RETRIES_USED_UP
-        ruling = ruling.then or _USED_UP
-        ruling = replace(ruling, ambiguous=ruling.ambiguous or unsure)
-    # A limit or a quota is not caused by this input, however often it is hit.
-    last_straw = ruling.scope == "key" and counts.failures + 1 >= call.options.max_failures
-    if ruling.kind == "cooldown" and last_straw:
+        ruling = ruling.then or _RETRIES_USED_UP
+        ruling = replace(ruling, ambiguous=ruling.ambiguous or ambiguous)
+    # Failures of the group do not count: the key does not cause a rate limit or an empty quota.
+    too_many = ruling.scope == "key" and counts.failures + 1 >= call.options.max_failures
+    if ruling.kind == "cooldown" and too_many:
         return Ruling(
             "permanent", ambiguous=ruling.ambiguous, operator=ruling.operator
         ), Reason.TOO_MANY_FAILURES
@@ -220,8 +217,8 @@ def _cool_down(
             closing.wait(1), failure, replace(counts, quick_retries=0), resume, closing
         )
     delay = _delay(ruling, policy, classification, counts.cooldowns + 1, rand)
-    own = counts.failures + (ruling.scope == "key")
-    return EnterCooldown(delay, failure, Counts(own, 0, counts.cooldowns + 1), resume)
+    failures = counts.failures + (ruling.scope == "key")
+    return EnterCooldown(delay, failure, Counts(failures, 0, counts.cooldowns + 1), resume)
 
 
 def _delay(
@@ -234,7 +231,7 @@ def _delay(
 
 
 def _server_delay(ruling: Ruling, classification: Classification, rand: float) -> float | None:
-    """The wait from the response or the body; a wait from a response is made a little longer."""
+    """The delay that the server or the body has given; that of a server with jitter added."""
     if classification.delay is None or ruling.server_delay == "ignore":
         return None
     if classification.reason is Reason.ASKED:
@@ -244,4 +241,4 @@ def _server_delay(ruling: Ruling, classification: Classification, rand: float) -
         if ruling.kind == "cooldown"
         else classification.delay
     )
-    return given + min(LONGEST_SPREAD, SPREAD * given) * rand
+    return given + min(LONGEST_JITTER, JITTER * given) * rand

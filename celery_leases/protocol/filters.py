@@ -1,4 +1,4 @@
-"""Filters for records, orders of records, and positions for paging. Pure."""
+"""Filters and orders of records, and positions for paging. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from celery_leases.protocol.records import Record, State
 from celery_leases.protocol.status import ABANDONED, RECORD_UNREADABLE, UNREADABLE, WORKER_LOST
 
 KNOWN_STATES: Final = (*(state.value for state in State), ABANDONED, UNREADABLE)
-"""The states a filter may name; the last two are not in the row."""
+"""The states that a filter may name; the last two are not in a row."""
 
 
 class Order(StrEnum):
-    """Orders of records: the latest start first, the longest run first, or by key."""
+    """Orders of records: the latest start first, the longest run time first, or by key."""
 
     LATEST = "latest"
     SLOWEST = "slowest"
@@ -29,7 +29,7 @@ class Order(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The position of a record in an order: the value it is ordered by, and its stored key."""
+    """The position of a record in an order: the value to order by, and the stored key."""
 
     value: int
     stored_key: str
@@ -47,8 +47,8 @@ class Position:
 
     @classmethod
     def read(cls, token: str) -> Self:
-        """The position that :meth:`token` wrote; raises :class:`LeaseConfigurationError` for any
-        other text.
+        """The position that :meth:`token` has written; raises :class:`LeaseConfigurationError` for
+        another text.
         """
         try:
             value, _, key = urlsafe_b64decode(token.encode("ascii") + b"==").decode().partition(":")
@@ -59,7 +59,7 @@ class Position:
             ) from None
 
     def token(self) -> str:
-        """The position as a word for a command line or a URL."""
+        """The position as text for a command line or a URL."""
         return urlsafe_b64encode(f"{self.value}:{self.stored_key}".encode()).decode().rstrip("=")
 
 
@@ -68,9 +68,9 @@ class RecordFilter:
     """Conditions on a record, all of which must hold. Created by :meth:`of`.
 
     ``since`` and ``until`` apply to the start of the latest attempt, ``unmoved_since`` to the last
-    change of any kind; ``expired_at`` is a time at which the retention was over. All are in
-    microseconds since the epoch. ``group`` is the cooldown group of the last failure, ``reason`` a
-    code as in ``LeaseStatus.reason``.
+    change of the row, and ``expired_at`` to the end of its retention; all are microseconds since
+    the epoch. ``group`` is the cooldown group of the last failure, ``reason`` a code as in
+    ``LeaseStatus.reason``.
     """
 
     states: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class RecordFilter:
         until: Duration | datetime | None = None,
         crashed: bool = False,
     ) -> Self:
-        """A filter; a time is a moment, or a span before *now* (seconds since the epoch).
+        """A filter. A time is a datetime, or a duration before *now* (seconds since the epoch).
 
         Raises :class:`LeaseMisuse` for an unknown state, and :class:`LeaseConfigurationError` for a
         time that cannot be read.
@@ -112,28 +112,30 @@ class RecordFilter:
 
     @property
     def row_states(self) -> tuple[str, ...]:
-        """The states that a row may have; empty: all."""
+        """The states of rows to read; empty: all."""
         if UNREADABLE in self.states or self.reason == RECORD_UNREADABLE:
             return ()
-        asked = {State.RUNNING.value if state == ABANDONED else state for state in self.states}
+        found = {State.RUNNING.value if state == ABANDONED else state for state in self.states}
         if self.reason == WORKER_LOST:
-            asked = asked & {State.RUNNING.value} if asked else {State.RUNNING.value}
-        return tuple(sorted(asked))
+            found = found & {State.RUNNING.value} if found else {State.RUNNING.value}
+        return tuple(sorted(found))
 
     @property
     def stored_reason(self) -> str | None:
-        """The reason, where rows have it."""
+        """The reason, if it is one that rows have; otherwise ``None``."""
         return None if self.reason in (WORKER_LOST, RECORD_UNREADABLE) else self.reason
 
     @property
-    def in_the_row(self) -> bool:
-        """Whether the columns that SQL compares decide alone whether a record matches."""
+    def decided_by_columns(self) -> bool:
+        """Whether the columns that SQL compares decide whether a record matches, without a look at
+        the lease store or the document.
+        """
         looked_up = {ABANDONED, UNREADABLE, State.RUNNING}.intersection(self.states)
         return not looked_up and self.reason is None and self.group is None
 
     def admits(self, record: Record, state: str) -> bool:
-        """Whether *record*, which is shown in *state*, matches; SQL has already compared the times
-        and the task.
+        """Whether *record*, whose status is *state*, matches. SQL has already compared times and
+        task.
         """
         if self.states and state not in self.states:
             return False

@@ -1,4 +1,4 @@
-"""What an examination of a set-up finds: what is wrong with it, what happens, and what to write.
+"""The findings of ``leases doctor``: what is wrong with a set-up, and what to write instead.
 Pure.
 """
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 class Severity(StrEnum):
-    """How bad a finding is.
+    """How serious a finding is.
 
-    ``error``: a worker does not start, or promises are broken. ``warning``: a worker says it each
-    time it starts. ``note``: only the examination says it.
+    ``error``: a worker does not start, or the guarantees do not hold. ``warning``: a worker logs it
+    each time it starts. ``note``: only ``leases doctor`` shows it.
     """
 
     ERROR = "error"
@@ -24,8 +24,8 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong: ``code`` is its stable name, ``problem`` what happens, ``advice``
-    what to write.
+    """One thing that is wrong: ``code`` is its stable name, ``problem`` says what happens, and
+    ``advice`` what to write.
     """
 
     code: str
@@ -35,7 +35,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """All of it in one line, as a worker logs it."""
+        """Problem and advice in one line, as a worker logs them."""
         return f"{self.problem}; {self.advice}" if self.advice else self.problem
 
     def as_json(self) -> dict[str, Any]:
@@ -45,10 +45,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What is known of one server: which ``part`` it plays, its address without a password, its
-    version, the median of some round trips and how far its clock is ahead, both in seconds.
+    """One server: its ``part`` in the set-up, its address without a password, and its version.
 
-    ``trouble``: why it did not answer.
+    ``latency`` is the median of some round trips, ``clock_ahead`` how far its clock is ahead of the
+    local one, both in seconds. ``trouble``: why the server did not answer.
     """
 
     part: str
@@ -65,14 +65,14 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What was looked at, and what was found; nothing, where all is well."""
+    """The servers that were examined, and the findings; none if nothing is wrong."""
 
     servers: Sequence[ServerFacts]
     findings: Sequence[Finding]
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing was found but notes."""
+        """Whether all findings are notes."""
         return all(finding.severity is Severity.NOTE for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:

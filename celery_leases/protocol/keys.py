@@ -1,9 +1,9 @@
 """Computes the stable key and the fingerprint of a call from its arguments.
 
-The canonical form is published with test vectors (``docs/keys.md``) and named ``v1``, because a
-change would give running systems new keys: arguments are bound to the body's signature, defaults
-applied, and written as compact JSON with sorted keys the way kombu's JSON serializer would put them
-on the wire, so that ``(1, 2)`` and ``[1, 2]`` agree.
+Arguments are bound to the signature of the body, and defaults are applied. They are written as
+compact JSON with sorted keys, in the form that kombu's JSON serializer gives them, so that ``(1,
+2)`` and ``[1, 2]`` are equal. This canonical form is named ``v1`` and published with test vectors
+(``docs/keys.md``), because a change of it would give running systems new keys.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ KEY_MAX = 1_000_000
 
 @value_class(frozen=True, slots=True)
 class CallKey:
-    """The key of one call. ``fingerprint`` is ``None`` and ``digests`` empty where nothing is
-    compared.
+    """The key of one call. ``fingerprint`` and ``digests`` (of each argument) are ``None`` if the
+    arguments are not compared.
     """
 
     key: str
@@ -53,7 +53,7 @@ class CallKey:
 
     @property
     def shown(self) -> str:
-        """The key for logs, events and messages: of bounded length."""
+        """The key for logs, events and messages, in at most 255 characters."""
         return bounded(self.key)
 
     @property
@@ -65,12 +65,12 @@ class CallKey:
 
 
 class Parameters(inspect.Signature):
-    """The signature of a task's body; what binding a plain call needs is computed once."""
+    """The signature of a task's body, which computes once what binding a plain call needs."""
 
     @cached_property
     def plain(self) -> tuple[tuple[str, ...], Mapping[str, Any]] | None:
-        """Names and defaults, if all parameters may be given by position or by name; else
-        ``None``.
+        """Names and defaults of the parameters if each of them can be given by position and by
+        name; otherwise ``None``.
         """
         parameters = self.parameters.values()
         if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
@@ -82,9 +82,7 @@ class Parameters(inspect.Signature):
 
 
 def canonical(value: Any) -> str:
-    """Write *value* in the canonical form ``v1``; raises :class:`KeyUnusable` when it has no JSON
-    form.
-    """
+    """*value* in the canonical form ``v1``; raises :class:`KeyUnusable` if it has no JSON form."""
     kind = type(value)
     if kind is str:
         return _quoted(value)
@@ -103,29 +101,29 @@ def canonical(value: Any) -> str:
 
 
 def stored_key(namespace: str, key: str) -> str:
-    """The stored key: ``t:<namespace>|<key>``, its tail hashed above 255 characters.
+    """The stored key: ``t:<namespace>|<key>``, in at most 255 characters (see :func:`bounded`).
 
-    The namespace of a task is its ``lease_namespace``, by default its name. Two keys never share a
+    The namespace of a task is its ``lease_namespace``, by default its name. Two keys never have one
     stored key: ``%`` and ``|`` in a namespace are escaped.
     """
     return bounded(_prefix(namespace) + key)
 
 
 def is_shortened(stored: str, namespace: str) -> bool:
-    """Whether *stored* has the form of a key in that namespace with a hashed tail."""
+    """Whether *stored* has the form of a stored key in *namespace* with a hashed tail."""
     return stored.startswith(_prefix(namespace)) and is_short_form(stored)
 
 
 def is_short_form(text: str) -> bool:
-    """Whether *text* looks like a key with a hashed tail."""
+    """Whether *text* has the form of a text with a hashed tail."""
     return len(text) == STORED_KEY_MAX and bool(_HASHED.fullmatch(text))
 
 
 def bounded(text: str) -> str:
-    """*text* in at most 255 characters; the tail of a longer text is hashed.
+    """*text* in at most 255 characters; the tail of a longer text is replaced by its hash.
 
-    A text of 255 characters that looks hashed is hashed too, so no text is the short form of
-    another.
+    A text of 255 characters that already has the hashed form is hashed too, so no text is the short
+    form of another.
     """
     if len(text) < STORED_KEY_MAX or (len(text) == STORED_KEY_MAX and not is_short_form(text)):
         return text
@@ -134,7 +132,7 @@ def bounded(text: str) -> str:
 
 
 def unfit(text: str) -> str | None:
-    """Why no store can save *text*; ``None`` if all can."""
+    """Why stores cannot save *text*; ``None`` if they can."""
     found = _unfit(text)
     if found is None:
         return None
@@ -156,9 +154,9 @@ def call_key(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> CallKey:
-    """The key of one call of *task*; without ``lease_key`` it is the call's own id.
+    """The key of one call of *task*; without ``lease_key`` it is the id of the call.
 
-    Raises :class:`KeyUnusable` when the arguments do not fit the signature, or the key is empty.
+    Raises :class:`KeyUnusable` if the arguments do not fit the signature, or make no usable key.
     """
     if options.key is None:
         return CallKey(call_id, stored_key(task, call_id))
@@ -213,18 +211,18 @@ def _too_deep(task: str) -> KeyUnusable:
 
 
 class _Given:
-    """The arguments of one call, defaults applied, as they are after transport."""
+    """The arguments of one call with defaults applied, as a worker receives them."""
 
     def __init__(
         self, signature: inspect.Signature, by_name: dict[str, Any], bound: Any = None
     ) -> None:
         self.signature = signature
-        #: By the names of the parameters.
+        #: The arguments by the names of the parameters.
         self.by_name = by_name
         self._bound = bound
 
     def differing_from_defaults(self) -> dict[str, Any]:
-        """Those that are not the defaults of their parameters."""
+        """The arguments that are not equal to the defaults of their parameters."""
         signature, by_name = self.signature, self.by_name
         if type(signature) is Parameters and signature.plain is not None and not signature.plain[1]:
             return by_name
@@ -243,7 +241,7 @@ class _Given:
 def _given(
     task: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> _Given:
-    """Bind the arguments of one call; raises :class:`KeyUnusable` where they do not fit."""
+    """Bind the arguments of one call; raises :class:`KeyUnusable` if they do not fit."""
     if (
         type(signature) is Parameters
         and (plain := _plainly_bound(signature, args, kwargs)) is not None
@@ -256,8 +254,8 @@ def _given(
 def _plainly_bound(
     signature: Parameters, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The result of ``_by_name`` for such a call; ``None`` where only ``signature.bind`` can bind
-    it or explain the error.
+    """The arguments by the names of the parameters; ``None`` if only ``signature.bind`` can bind
+    them, or can explain why they do not fit.
     """
     if signature.plain is None:
         return None
@@ -312,8 +310,8 @@ def _by_name(signature: inspect.Signature, bound: inspect.BoundArguments) -> dic
             case inspect.Parameter.VAR_POSITIONAL:
                 arguments[name] = list(value)
             case inspect.Parameter.VAR_KEYWORD:
-                # A keyword may have the name of a positional-only parameter; neither may hide the
-                # other.
+                # A keyword may have the name of a positional-only parameter, and must not replace
+                # it.
                 arguments |= {
                     f"**{keyword}"
                     if keyword in arguments or keyword.startswith("**")
@@ -326,8 +324,8 @@ def _by_name(signature: inspect.Signature, bound: inspect.BoundArguments) -> dic
 
 
 def _filled(task: str, option: str, maker: str | Callable[..., str], given: _Given) -> str:
-    """The text that a template or a callable makes of the arguments; refused if no store could save
-    it.
+    """The text that a template or a callable makes of the arguments; raises :class:`KeyUnusable` if
+    it cannot be a key.
     """
     name = f"task {task}: lease_{option}"
     if isinstance(maker, str):
@@ -375,8 +373,7 @@ def _fingerprint(options: LeaseOptions, given: _Given) -> tuple[str | None, dict
         written = canonical(compared[name])
         whole += f"{',' if whole else ''}{_quoted(name)}:{written}"
         digests[name] = _digest(written)[:12]
-    # As canonical() writes the whole mapping; but two adjacent halves of a surrogate pair become
-    # one character there.
+    # This equals canonical(compared), except that canonical() joins two adjacent surrogates.
     return (
         f"{VERSION}:{_digest(canonical(compared) if _surrogate(whole) else f'{{{whole}}}')}",
         digests,
@@ -406,8 +403,8 @@ def _digest(text: str) -> str:
 
 
 def _delivered(value: Any) -> Any:
-    """The value as a worker gets it from kombu's JSON serializer, so that client and worker compute
-    the same keys.
+    """*value* as a worker receives it from kombu's JSON serializer, so that client and worker
+    compute the same key.
     """
     if type(value) in _UNCHANGED or (type(value) is float and math.isfinite(value)):
         return value
@@ -442,8 +439,8 @@ def _formatted(template: str, arguments: Mapping[str, Any]) -> str:
 
 @lru_cache
 def _parts(template: str) -> list[tuple[str, str | None]] | None:
-    """Each text of a template with the name that follows it; ``None`` if a field is more than a
-    name.
+    """The texts of a template, each with the name that follows it; ``None`` if a field is more than
+    a name.
     """
     parts: list[tuple[str, str | None]] = []
     for text, name, specification, conversion in string.Formatter().parse(template):
@@ -454,7 +451,7 @@ def _parts(template: str) -> list[tuple[str, str | None]] | None:
 
 
 def _shown(value: Any) -> str:
-    """Text and numbers unchanged, everything else in canonical form."""
+    """*value* in a key: text and numbers unchanged, other values in canonical form."""
     if isinstance(value, str):
         return format(value)
     if isinstance(value, bool | list | dict) or value is None:
@@ -463,13 +460,13 @@ def _shown(value: Any) -> str:
 
 
 class _CanonicalFormatter(string.Formatter):
-    """Fills a key template: text and numbers unchanged, everything else in canonical form."""
+    """Fills a key template as :func:`_shown` writes values."""
 
     def get_field(
         self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, str]:
-        """As in Python, but the attributes of a mapping are its items, because a model is delivered
-        as a mapping.
+        """As ``str.format`` does, but ``{model.field}`` also reads an item of a mapping, because a
+        worker receives a pydantic model as a mapping.
         """
         first, rest = formatter_field_name_split(field_name)
         found = self.get_value(first, args, kwargs)

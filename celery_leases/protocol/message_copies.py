@@ -1,4 +1,4 @@
-"""Which copy of a call a message is, and the marks about its copies that stand beside its key."""
+"""Numbers the messages of a call, and names the marks that are stored about them beside its key."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _WRITTEN: Final = re.compile(r"([1-9][0-9]{0,17}) ([0-9a-f]{32})", re.ASCII)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Copy:
-    """One message of a call. Copies are ordered: the copy that a delivery publishes is later than
-    the delivery's own.
+    """One message of a call. Copies are ordered: a copy is later than the delivery that has
+    published it.
 
-    Number 0 is a message that no leased delivery has published. Two deliveries of one message
-    publish two copies with one number; the nonce distinguishes and orders them.
+    Number 0 is a message that no leased delivery has published. If one message is delivered twice,
+    two copies with one number are published; the nonce distinguishes and orders them.
 
-    A delivery is superfluous only if a later copy than its own is known to be published. So the
-    last copy of a call is never superfluous, even if a store of marks lost a mark, did not execute
-    a command, or returns an old value.
+    A delivery is superfluous only if a later copy is known to be published. So the last copy of a
+    call is never superfluous, even if the mark store has lost a mark, has not executed a command,
+    or returns an old value.
     """
 
     number: int = 0
@@ -31,14 +31,12 @@ class Copy:
         return f"{self.number} {self.nonce}"
 
     def after(self, nonce: str) -> Self:
-        """The next copy, under a *nonce* of 32 hexadecimal digits."""
+        """The next copy, with a *nonce* of 32 hexadecimal digits."""
         return type(self)(self.number + 1, nonce)
 
     @classmethod
     def read(cls, text: object) -> Self | None:
-        """The copy that ``str()`` has written; ``None`` for any other text, which does not prove
-        that a copy exists.
-        """
+        """The copy that ``str()`` has written; ``None`` for another text, which proves no copy."""
         found = _WRITTEN.fullmatch(text) if isinstance(text, str) else None
         return cls(int(found[1]), found[2]) if found is not None else None
 
@@ -48,14 +46,14 @@ UNCOPIED: Final = Copy()
 
 
 def callbacks_mark(call_id: str) -> str:
-    """The mark that the callbacks of a call have been sent."""
+    """The name of the mark that says: the callbacks of this call are sent."""
     return bounded(f"callbacks:{call_id}")
 
 
 def waiter_mark(call_id: str, retries: int, failure_fence: int | None = None) -> str:
-    """The mark of the latest copy of a call; *retries* counts Celery's retries of the call.
+    """The name of the mark that has the latest copy of a call, after so many of Celery's *retries*.
 
-    A fresh message that waits for the failure under *failure_fence* is not a copy of the earlier
-    ones, and has a mark of its own.
+    A message that was published after the failure under *failure_fence* is not a copy of the
+    earlier messages, and has a mark of its own.
     """
     return bounded(f"waiter:{call_id}/{retries}" + (f"/{failure_fence}" if failure_fence else ""))

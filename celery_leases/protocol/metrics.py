@@ -1,9 +1,7 @@
-"""What processes count of their calls: the metrics, and sums of counts that can be added and taken
-apart again. Pure.
+"""The metrics that processes count of their calls, and sums that can be added and subtracted. Pure.
 
-A time is summed in whole microseconds. Sums of such numbers do not depend on their order, so a sum
-over processes never falls when they are added up in another way. A sum of floats does, and
-Prometheus would take that for a restart.
+Times are summed in whole microseconds. A sum of floats depends on the order of its terms, so it
+could fall when the processes are added up in another order, which Prometheus takes for a restart.
 """
 
 from __future__ import annotations
@@ -22,14 +20,12 @@ MICROSECONDS: Final = 1_000_000
 PREFIX: Final = "celery_leases_"
 
 Series = tuple[str, ...]
-"""The short name of a metric, and the values of its labels in their order."""
+"""The name of a metric without prefix and suffix, and the values of its labels in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: what its name ends with, its labels, and the upper bounds of its buckets if it is
-    a histogram of seconds.
-    """
+    """One metric: a counter, or with ``buckets`` (upper bounds in seconds) a histogram."""
 
     name: str
     help: str
@@ -38,8 +34,8 @@ class Metric:
 
     @property
     def full_name(self) -> str:
-        """The name as Prometheus shows it; that of a histogram has ``_bucket`` and the like behind
-        it.
+        """The name in Prometheus; the series of a histogram add ``_bucket``, ``_count`` and
+        ``_sum``.
         """
         return f"{PREFIX}{self.name}{'_seconds' if self.buckets else '_total'}"
 
@@ -82,13 +78,15 @@ METRICS: Final[Mapping[str, Metric]] = {
     )
 }
 RECOVERED: Final = ("attempts", "run", "hold", "cooldown")
-"""The metrics that are computed from the records for a process that was killed."""
+"""The metrics that can be computed from the records if a process was killed before it wrote
+them.
+"""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts by series, and spans by series: the count in each bucket, then the sum in
-    microseconds.
+    """The values of counters and histograms by series. ``spans``: the count in each bucket, and
+    last the sum in microseconds.
     """
 
     counts: dict[Series, int] = field(default_factory=dict)
@@ -100,7 +98,7 @@ class Tally:
         self.counts[series] = self.counts.get(series, 0) + by
 
     def span(self, name: str, task: str, seconds: float) -> None:
-        """Add a time of so many *seconds* to a histogram."""
+        """Add *seconds* to a histogram."""
         buckets = METRICS[name].buckets
         found = self.spans.setdefault((name, task), [0] * (len(buckets) + 2))
         found[bisect_left(buckets, seconds)] += 1
@@ -145,15 +143,15 @@ class Tally:
             self.count("duplicate_terminal_states", event.task)
 
     def closed(self, task: str, ended: str, rule: str | None, runtime: float, held: float) -> None:
-        """Count how an attempt ended and how long it took, in seconds."""
+        """Count how an attempt *ended*; *runtime* and *held* are seconds."""
         self.count("attempts", task, ended, rule or "")
         self.span("run", task, runtime)
         self.span("hold", task, held)
 
     def merge(self, other: Self, sign: int = 1) -> None:
-        """Add what *other* has counted; *sign* -1 takes it away.
+        """Add the counts of *other*, or with *sign* -1 subtract them.
 
-        Spans of a histogram whose buckets have changed since are left out.
+        Histograms whose buckets differ between releases are left out.
         """
         for series, count in other.counts.items():
             self.counts[series] = self.counts.get(series, 0) + sign * count
@@ -163,7 +161,7 @@ class Tally:
                 self.spans[series] = [a + sign * b for a, b in zip(mine, span, strict=True)]
 
     def since(self, written: Self) -> Self:
-        """What was counted after *written*, without what is computed from the records."""
+        """The counts after *written*, without the :data:`RECOVERED` metrics."""
         rest = type(self)(dict(self.counts), dict(self.spans))
         rest.merge(written, -1)
         counts = {
@@ -179,29 +177,29 @@ class Tally:
         return type(self)(counts, spans)
 
     def copy(self) -> Self:
-        """The same counts, which change no more."""
+        """A copy, which does not change when this tally does."""
         return type(self)(
             dict(self.counts), {series: [*span] for series, span in self.spans.items()}
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for :meth:`of_json`."""
+        """Plain values, which :meth:`of_json` reads."""
         return {
             "counts": [[*series, count] for series, count in self.counts.items()],
             "spans": [[*series, span] for series, span in self.spans.items()],
         }
 
     @classmethod
-    def of_json(cls, said: Mapping[str, Any]) -> Self:
-        """What :meth:`as_json` has given. Metrics of a later release are left out."""
+    def of_json(cls, document: Mapping[str, Any]) -> Self:
+        """The tally that :meth:`as_json` has written. Metrics of a later release are left out."""
         counts = {
             tuple(series): int(count)
-            for *series, count in said.get("counts", ())
+            for *series, count in document.get("counts", ())
             if _is_known(series, spans=False)
         }
         spans = {
             tuple(series): [int(each) for each in span]
-            for *series, span in said.get("spans", ())
+            for *series, span in document.get("spans", ())
             if _is_known(series, spans=True) and len(span) == len(METRICS[series[0]].buckets) + 2
         }
         return cls(counts, spans)
@@ -209,9 +207,10 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one process has written of its counts.
+    """The counts that one process has written.
 
-    ``last``: the number of its last outcome that may be among them; those in ``missing`` are not.
+    Outcomes are numbered. The counts include the outcomes up to the number ``last``, except those
+    in ``missing``.
     """
 
     tally: Tally
@@ -219,42 +218,45 @@ class Written:
     missing: tuple[int, ...] = ()
 
     def dump(self) -> str:
-        """As JSON."""
+        """The counts as JSON."""
         more = {"last": self.last, "missing": list(self.missing)}
         return json.dumps(self.tally.as_json() | more, separators=(",", ":"))
 
     @classmethod
     def load(cls, text: str) -> Self:
-        """What :meth:`dump` has given."""
-        said = json.loads(text)
-        return cls(Tally.of_json(said), said.get("last", 0), tuple(said.get("missing", ())))
+        """The counts that :meth:`dump` has written."""
+        document = json.loads(text)
+        last, missing = document.get("last", 0), document.get("missing", ())
+        return cls(Tally.of_json(document), last, tuple(missing))
 
     def has(self, number: int) -> bool:
-        """Whether the outcome of that *number* is among the counts."""
+        """Whether the counts include the outcome with that *number*."""
         return number <= self.last and number not in self.missing
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """The counts of processes that have ended, and the ids of those whose rows are still there."""
+    """The counts of processes that have ended. ``folded``: the ids of included processes whose own
+    rows still exist.
+    """
 
     tally: Tally = field(default_factory=Tally)
     folded: frozenset[str] = frozenset()
 
     def dump(self) -> str:
-        """As JSON."""
+        """The counts as JSON."""
         more = {"folded": sorted(self.folded)}
         return json.dumps(self.tally.as_json() | more, separators=(",", ":"))
 
     @classmethod
     def load(cls, text: str) -> Self:
-        """What :meth:`dump` has given."""
-        said = json.loads(text)
-        return cls(Tally.of_json(said), frozenset(said.get("folded", ())))
+        """The total that :meth:`dump` has written."""
+        document = json.loads(text)
+        return cls(Tally.of_json(document), frozenset(document.get("folded", ())))
 
 
 def summed(tallies: Iterable[Tally]) -> Tally:
-    """All of them together."""
+    """The sum of *tallies*."""
     total = Tally()
     for tally in tallies:
         total.merge(tally)

@@ -1,4 +1,4 @@
-"""What an operator gets who looks at many records or changes them: pages, counts, what became of
+"""What operators get when they list, count or change many records: pages, counts, and the change of
 each key. Pure.
 """
 
@@ -15,11 +15,10 @@ from celery_leases.protocol.status import ABANDONED, GroupStatus, LeaseStatus
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Some records in their order; ``next`` is where the next page begins, ``None`` after the last
-    one.
+    """Some records in an order; ``next`` is the position of the next page, ``None`` on the last.
 
-    A page may have fewer records than were asked for, and a next one all the same: where most are
-    of another kind, only so many are looked through for one page.
+    A page may have fewer records than its limit and still have a next one: for one page only a
+    limited number of records is read.
     """
 
     statuses: Sequence[LeaseStatus]
@@ -28,8 +27,8 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class StateCount:
-    """How many records of a task are in a state, and since when the oldest of them is (aware,
-    UTC).
+    """How many records of a task are in a state; ``oldest``: when the oldest of them entered it
+    (aware, UTC).
     """
 
     task: str
@@ -49,7 +48,7 @@ class StateCount:
 
 @dataclass(frozen=True, slots=True)
 class RuleCount:
-    """How many records are not done and have a last failure on which this rule decided."""
+    """How many records are not done and failed last by this rule."""
 
     rule: str
     reason: str
@@ -62,10 +61,9 @@ class RuleCount:
 
 @dataclass(frozen=True, slots=True)
 class SavedRuns:
-    """Runs of a task that were saved since its processes count.
+    """Deliveries and calls of a task that did not run the body again, since processes count them.
 
-    ``replayed`` calls and deliveries got the saved result. ``dropped`` ones ended because the work
-    was done or running.
+    ``replayed``: they got the saved result. ``dropped``: the work was done, or was running.
     """
 
     task: str
@@ -74,7 +72,7 @@ class SavedRuns:
 
     @property
     def count(self) -> int:
-        """Both together: paid calls not made twice."""
+        """The sum of both."""
         return self.replayed + self.dropped
 
     def as_json(self) -> dict[str, Any]:
@@ -88,7 +86,8 @@ class Stats:
     """Counts by task and state, failures by rule, and the groups whose gate is not open.
 
     ``trouble``: why the lease store did not answer; then abandoned records count as running, and
-    groups are missing. ``saved``: the runs saved, the most first; ``None``: nothing counts them.
+    ``groups`` is empty. ``saved``: the saved runs by task, the most first; ``None`` if no process
+    counts them.
     """
 
     states: Sequence[StateCount]
@@ -109,7 +108,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What became of one key: ``done``, or *why* it was left as it is.
+    """What was done to one key: ``done``, or ``why`` it was not changed.
 
     ``published``: its stored message was published; ``None`` where none was kept or none was to be
     published.

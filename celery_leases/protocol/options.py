@@ -1,4 +1,4 @@
-"""The options of one leased task: collected once, validated, and frozen."""
+"""The options of one leased task: gathered and validated once, and frozen."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:  # a process that only publishes needs no rules
 DATABASE: Final = "database"
 """The value of ``leases_url`` for leases in the records' own database."""
 LONGEST_COUNTDOWN: Final = 600.0
-"""Seconds of the longest countdown that a call is rescheduled with."""
+"""Seconds of the longest countdown with which a call is rescheduled."""
 DEFAULT_TTL: Final = 15.0
-"""Seconds of ``lease_ttl`` where nothing else is set."""
+"""Seconds of ``lease_ttl`` by default."""
 DAY: Final = 86_400.0
 MINIMUM_TTL: Final = 1.0
 ADVISED_TTL: Final = 10.0
@@ -47,18 +47,18 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "on_queued": get_args(OnQueued),
 }
 _RENAMED_VALUES: Final[Mapping[str, str]] = {"put_back": "reschedule", "fail": "raise"}
-"""Earlier names of the values of ``on_held``, ``on_done`` and ``on_cooling``."""
+"""Values of ``on_held``, ``on_done`` and ``on_cooling`` that have another name now."""
 _RENAMED: Final[Mapping[str, tuple[str, Mapping[Any, str]]]] = {
     "on_cooldown": ("on_cooling", _RENAMED_VALUES),
     "after_cooldown": ("resume", {"resume": "always", "stop": "never"}),
 }
-"""Earlier names of options: their present names, and the present names of their values."""
+"""Options that have another name now: that name, and the names of their values."""
 _REPLACED: Final[Mapping[str, str]] = {
     "scope": 'lease_namespace: tasks with the same lease_namespace="..." share their keys',
 }
-"""Removed options, and what replaces them."""
-OF_THE_APP: Final = frozenset({"result_max", "settle_timeout"})
-"""Settings of the whole app that are not task options."""
+"""Removed options, and what to write instead."""
+APP_ONLY: Final = frozenset({"result_max", "settle_timeout"})
+"""Settings of the whole app that a task cannot set."""
 _SECONDS: Final = ("ttl", "max_hold", "wait", "retention", "settle_timeout")
 _FLAGS: Final = ("renew", "allow_loss", "idempotent", "store_arguments", "queue_once")
 _COUNTS: Final[Mapping[str, int]] = {
@@ -71,8 +71,8 @@ _COUNTS: Final[Mapping[str, int]] = {
 
 @dataclass(frozen=True)
 class LeaseOptions:
-    """The ``lease_*`` attributes and ``leases_*`` settings of one task. Times are seconds, sizes
-    bytes.
+    """The ``lease_*`` options of one task, with the app's ``leases_*`` settings as defaults. Times
+    are seconds, sizes bytes.
     """
 
     key: KeyMaker = None
@@ -84,16 +84,16 @@ class LeaseOptions:
     max_hold: float = DAY
     on_lost: OnLost = "interrupt"
     on_held: OnHeld = "reschedule"
-    #: For how long a call waits in its process for a held key before ``on_held`` applies.
+    #: How long a call waits in its process for a held key before ``on_held`` applies.
     wait: float = 0.0
     on_done: OnDone = "replay"
-    #: ``None``: ``"reschedule"`` at the closed gate of the group and for a delivery that carries
-    #: chain, chord, group or link; ``"raise"`` for any other call of a key that cools down.
+    #: ``None``: ``"raise"`` for a key that cools down itself, unless the delivery carries chain,
+    #: chord, group or link; otherwise ``"reschedule"``.
     on_cooling: OnCooling = None
     resume: Resume = "transient"
     cooldown: CooldownPolicy = field(default_factory=CooldownPolicy)
     cooldown_group: KeyMaker = None
-    #: Classifies failures; ``None``: the default rules. Ask :attr:`classifier`.
+    #: The rules that classify failures; ``None``: the default rules. Read :attr:`classifier`.
     rules: Rules | None = None
     idempotent: bool = False
     max_retries: int = 5
@@ -103,8 +103,8 @@ class LeaseOptions:
     result_max: int = 256 * 1024
     settle_timeout: float = 60.0
     store_arguments: bool = False
-    #: Publishing a call writes its record; a call of a key that is queued, runs, cools down or has
-    #: ended is not published. Ask :attr:`queues_once`.
+    #: Publishing a call also writes its record; a call of a key that is queued, runs, cools down or
+    #: has ended is not published. Read :attr:`queues_once`.
     queue_once: bool = False
     on_queued: OnQueued = "return"
     allow_loss: bool = False
@@ -118,21 +118,19 @@ class LeaseOptions:
 
     @cached_property
     def compares(self) -> bool:
-        """Whether a key belongs to the content of one call, so that the fingerprint of another call
-        must agree.
-        """
+        """Whether all calls of a key must have the same fingerprint."""
         return self.key is not None and self.fingerprint is not False and not self.rerun
 
     @cached_property
     def queues_once(self) -> bool:
-        """Whether publishing a call first reads the record of its key; never without
+        """Whether publishing a call writes its record, as ``queue_once`` says; never without
         ``lease_key``.
         """
         return self.queue_once and self.key is not None
 
     @cached_property
     def rerun(self) -> bool:
-        """Whether each call runs again once the previous call has ended."""
+        """Whether each call of a key runs, one after the other (``lease_on_done="rerun"``)."""
         return self.on_done == "rerun"
 
 
@@ -146,15 +144,16 @@ def gather(
     defaults: Mapping[str, Any],
     parameters: Sequence[str] | None,
 ) -> LeaseOptions:
-    """Make the options of *task* from its attributes and the app's defaults.
+    """The options of *task* from its attributes (*given*) and the app's *defaults*.
 
-    *parameters* are the names of the body's parameters (``None``: it takes any keyword). Raises
-    :class:`LeaseConfigurationError` for a wrong value, an unknown name, or contradicting options.
+    *parameters* are the names of the body's parameters; ``None``: it accepts any keyword. Raises
+    :class:`LeaseConfigurationError` for a wrong value, an unknown name, or options that contradict
+    each other.
     """
     for name in given:
         if name not in OPTION_NAMES:
             raise LeaseConfigurationError(_unknown(task, name, given[name]))
-        if name in OF_THE_APP:
+        if name in APP_ONLY:
             raise LeaseConfigurationError(
                 f"task {task}: lease_{name} is no option of a task; write app.conf.leases_{name}={given[name]!r}"
             )
@@ -166,24 +165,23 @@ def gather(
 
 
 def renamed(prefix: str, name: str, value: object) -> str | None:
-    """What to write instead of a removed option, whose names begin with *prefix*; ``None``: the
-    option never existed.
-    """
+    """What to write instead of the removed option *prefix*_*name*; ``None``: it never existed."""
     if name in _REPLACED:
         return f"{prefix}_{name} is replaced by {_REPLACED[name]}"
     if name not in _RENAMED:
         return None
-    now, values = _RENAMED[name]
-    write = values.get(value, value) if isinstance(value, str) else value
+    new_name, values = _RENAMED[name]
+    new_value = values.get(value, value) if isinstance(value, str) else value
+    new_option = f"{prefix}_{new_name}"
     return (
-        f"the option {prefix}_{name} is called {prefix}_{now} now; write {prefix}_{now}={write!r}"
+        f"the option {prefix}_{name} is called {new_option} now; write {new_option}={new_value!r}"
     )
 
 
 def _unknown(task: str, name: str, value: object) -> str:
-    if (now := renamed("lease", name, value)) is not None:
-        return f"task {task}: {now}"
-    known = [option for option in OPTION_NAMES if option not in OF_THE_APP]
+    if (instead := renamed("lease", name, value)) is not None:
+        return f"task {task}: {instead}"
+    known = [option for option in OPTION_NAMES if option not in APP_ONLY]
     near = difflib.get_close_matches(name, known, n=1)
     hint = (
         f"did you mean lease_{near[0]}?"
@@ -212,7 +210,7 @@ def _wrong(option: str, value: object, write: str) -> LeaseConfigurationError:
 def _checked(option: str, name: str, value: Any) -> Any:
     if name in _CHOICES:
         if value not in _CHOICES[name]:
-            raise _wrong(option, value, _called_now(name, value))
+            raise _wrong(option, value, _choices(name, value))
         return value
     if name in _SECONDS:
         return _seconds(option, name, value)
@@ -224,11 +222,11 @@ def _checked(option: str, name: str, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int) or value < _COUNTS[name]:
             raise _wrong(option, value, f"a whole number of at least {_COUNTS[name]}")
         return value
-    return _OWN_WAYS[name](option, value)
+    return _CHECKS[name](option, value)
 
 
-def _called_now(name: str, value: Any) -> str:
-    """What to write instead of a value that the option does not accept."""
+def _choices(name: str, value: Any) -> str:
+    """What to write instead of *value*, which the option does not accept."""
     choices = _CHOICES[name]
     if isinstance(value, str) and _RENAMED_VALUES.get(value) in choices:
         return f"{_RENAMED_VALUES[value]!r}, as it is called now"
@@ -286,7 +284,7 @@ def _policy(option: str, value: Any) -> CooldownPolicy:
     return CooldownPolicy.of(value, option)
 
 
-_OWN_WAYS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
+_CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "key": _maker,
     "namespace": _namespace,
     "fingerprint": _fingerprint,

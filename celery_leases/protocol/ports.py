@@ -1,4 +1,4 @@
-"""The interfaces between the protocol and the outside: lease stores, record stores, clocks,
+"""The interfaces that the protocol needs from outside: lease stores, record stores, clocks,
 observers.
 """
 
@@ -21,11 +21,10 @@ from celery_leases.protocol.records import ClaimRequest, Outcome, Record, Refuse
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The holder of a lease: ``remaining`` seconds by the store's clock; ``host`` is
-    ``hostname/pid``.
+    """The holder of a lease, which expires in ``remaining`` seconds; ``host`` is ``hostname/pid``.
 
     ``database`` is the identity of the holder's records database; empty if the lease store does not
-    have it.
+    store it.
     """
 
     token: str
@@ -38,8 +37,9 @@ class Holder:
 
 @value_class(frozen=True, slots=True)
 class Acquired:
-    """The attempt has the lease; the record must still be claimed. ``probe``: it also has the
-    probe's slot of the group's gate.
+    """The attempt has the lease; the record must still be claimed.
+
+    ``probe``: the attempt also has the probe's slot of the group's gate.
     """
 
     probe: bool = False
@@ -54,18 +54,16 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Cooling:
-    """No attempt holds the lease: an attempt failed, and the key cools down for another
-    ``remaining`` seconds.
-    """
+    """An attempt failed, and the key cools down for another ``remaining`` seconds."""
 
     remaining: float
 
 
 @dataclass(frozen=True, slots=True)
 class BlockedByGate:
-    """The gate of the claim request's group lets no body start now; nothing was taken.
+    """The gate of the claim request's group blocks; neither lease nor slot was taken.
 
-    ``record_read``: the store has also read the record of the key, which is ``record``.
+    ``record_read``: the store has also read the record of the key: ``record``, or ``None``.
     """
 
     gate: Gate
@@ -75,9 +73,9 @@ class BlockedByGate:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """Lease and claim in one: the answer of a store whose claimed row is the lease.
+    """The answer of a lease store whose claimed row is the lease: lease and claim in one.
 
-    ``probe``: the claim also took the probe's slot of the group's gate.
+    ``probe``: the attempt also has the probe's slot of the group's gate.
     """
 
     claim: Won | Refused
@@ -85,8 +83,11 @@ class Claimed:
 
 
 class RenewalResult(Enum):
-    """The result of a renewal for one lease. ``LOCKED``: not renewed, but the body's own
-    transaction holds the row, so no other attempt can take it meanwhile.
+    """The result of a renewal for one lease.
+
+    ``OURS``: renewed. ``LOCKED``: not renewed, but the body's own transaction has locked the row,
+    so no other attempt can take it meanwhile. ``OTHER``: another attempt holds the key.
+    ``MISSING``: there is no lease.
     """
 
     OURS = "ours"
@@ -97,12 +98,12 @@ class RenewalResult(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """One lease to renew, for *ttl* seconds from now; a longer remaining time is never cut.
+    """One lease to renew, for ``ttl`` seconds from now; a longer remaining time is not cut.
 
-    ``probe``: the cooldown group whose probe's slot the same token holds, to be renewed along with
-    it; what becomes of the slot does not change the result for the lease. ``guarded``: a
-    transaction of the body's own may have the record's row locked; where the row is the lease it is
-    not waited for, and the answer may be :attr:`RenewalResult.LOCKED`.
+    ``probe``: the cooldown group whose probe's slot the same token holds. The slot is renewed too,
+    and does not affect the result. ``guarded``: a transaction of the body may have locked the row.
+    A store whose row is the lease does not wait for that lock, and may answer
+    :attr:`RenewalResult.LOCKED`.
     """
 
     stored_key: str
@@ -118,45 +119,45 @@ def never_emptied() -> float:
 
 
 class LeaseStore(Protocol):
-    """Decides who may run a key now. Every call raises ``StoreUnavailable`` when the store
+    """Decides which attempt may run a key now. Every call raises ``StoreUnavailable`` if the store
     fails.
     """
 
-    #: Written into the rows claimed under it, so that two stores over one records database are
-    #: detected.
+    #: Written into each row that is claimed under this store, so that two lease stores with one
+    #: records database are detected.
     name: str
-    #: Whether the claimed row is the lease, so that acquiring claims and settling releases.
+    #: Whether the claimed row is the lease: acquiring also claims, and settling also releases.
     in_records: bool
 
     def acquire(
         self, claim_request: ClaimRequest
     ) -> Acquired | Held | Cooling | BlockedByGate | Claimed:
-        """Take the lease in one round trip; a lease with the request's own token counts as taken.
+        """Take the lease in one round trip. A lease that the token of the request already holds
+        counts as taken.
 
-        The same round trip reads the gate of ``claim_request.group`` once the lease is known to be
-        free. If the gate is half-open and no attempt probes, the request takes the probe's slot for
-        its ttl together with the lease. Raises ``LeaseStoreMismatch`` if the holder has its records
-        in another database than the request.
+        If the lease is free, the same round trip reads the gate of ``claim_request.group``. If the
+        gate is half-open and no attempt probes, the request takes the probe's slot for its ttl
+        together with the lease. Raises ``LeaseStoreMismatch`` if the holder has its records in
+        another database than the request.
         """
         ...
 
     def age(self, stored_key: str) -> float:
-        """Seconds since the store started without its earlier leases, as far as the lease of this
-        key is concerned.
+        """Seconds since the store lost its leases, or the part of them that includes this key.
 
-        An earlier holder may not have written its lease again yet, so the claim calls this before
-        it takes a running row.
+        The claim calls this before it takes over a running row: a live holder may not have written
+        its lease again yet.
         """
         ...
 
     def renew(self, renewals: Sequence[Renewal]) -> Sequence[RenewalResult | StoreUnavailable]:
-        """Renew many leases in one call, with a result for each; a result may be an error of that
-        lease alone.
+        """Renew many leases in one call. There is a result for each lease, which may be the error
+        of that lease alone.
         """
         ...
 
     def reassert(self, claim_request: ClaimRequest) -> bool:
-        """Write a lease again that the store lost, unless another attempt holds the key now."""
+        """Write again a lease that the store has lost, unless another attempt holds the key."""
         ...
 
     def release(self, stored_key: str, token: str) -> bool:
@@ -164,13 +165,15 @@ class LeaseStore(Protocol):
         ...
 
     def cool(self, stored_key: str, token: str, seconds: float) -> bool:
-        """Replace the lease that *token* still holds by a cooldown of that many seconds, which no
-        renewal matches.
+        """Replace the lease, if *token* still holds it, by a cooldown of *seconds*, which cannot be
+        renewed.
         """
         ...
 
     def end_cooldown(self, stored_key: str) -> bool:
-        """Free the key if it is cooling down; the record decides whether it really is."""
+        """Remove the cooldown of the key, if there is one. The record says whether the key must
+        still wait.
+        """
         ...
 
     def holder(self, stored_key: str) -> Holder | None:
@@ -178,7 +181,7 @@ class LeaseStore(Protocol):
         ...
 
     def held(self, stored_keys: Sequence[str]) -> set[str]:
-        """The keys that are held now; a hint, which may be out of date when it is read."""
+        """Those of the keys that are held now. Only a hint: leases may change meanwhile."""
         ...
 
     def close(self) -> None:
@@ -187,12 +190,12 @@ class LeaseStore(Protocol):
 
 
 class MarkStore(Protocol):
-    """Short notes beside a key that expire by themselves: waiting copies, and callbacks already
-    sent.
+    """Marks: short values beside a key that expire. They note the latest copy of a call, and that
+    callbacks are sent.
     """
 
     def mark(self, stored_key: str, name: str) -> str | None:
-        """Read a mark."""
+        """The value of a mark; ``None`` if it is absent."""
         ...
 
     def swap_mark(
@@ -203,10 +206,10 @@ class MarkStore(Protocol):
 
 
 class GateStore(Protocol):
-    """The gates of cooldown groups. Every call raises ``StoreUnavailable`` when the store fails."""
+    """The gates of cooldown groups. Every call raises ``StoreUnavailable`` if the store fails."""
 
     def gate(self, group: str) -> Gate | None:
-        """The gate of *group*; ``None`` when it is open."""
+        """The gate of *group*; ``None`` if it is open."""
         ...
 
     def gates(self, limit: int = 1000) -> Iterator[Gate]:
@@ -214,35 +217,35 @@ class GateStore(Protocol):
         ...
 
     def close_gate(self, group: str, closing: Closing, token: str) -> Gate:
-        """Close the gate as :func:`celery_leases.protocol.groups.closed` says, by compare-and-set;
-        returns the gate afterwards.
+        """Close the gate as :func:`celery_leases.protocol.groups.closed` computes, by
+        compare-and-set; returns the gate afterwards.
 
-        A probe's slot held by *token* is given back.
+        If *token* holds the probe's slot, the slot is released.
         """
         ...
 
     def open_gate(self, group: str, token: str | None = None) -> bool:
-        """Open a gate and forget its trips. With *token*: only a half-open one whose probe's slot
-        *token* holds.
+        """Open a gate and delete its trips; returns whether that was done. With *token*: only if
+        the gate is half-open and *token* holds the probe's slot.
         """
         ...
 
     def release_probe(self, group: str, token: str) -> bool:
-        """Free the probe's slot if *token* holds it; the gate stays half-open."""
+        """Release the probe's slot if *token* holds it; the gate stays half-open."""
         ...
 
 
 @runtime_checkable
 class ClosingStore(Protocol):
-    """A gate store that remembers when gates were closed. No worker needs that."""
+    """A gate store that also stores when gates were closed. Workers do not read that."""
 
     def past_closings(
         self, groups: Sequence[str] | None = None, limit: int = 1000
     ) -> Mapping[str, Sequence[PastClosing]]:
-        """The last closings of *groups*, or of at most *limit* groups that have any; the latest
-        first. Groups without any are left out. Raises ``StoreUnavailable``.
+        """The last closings by group, the latest first: of *groups*, or of at most *limit* groups.
 
-        A long name may be shortened where the groups are not given.
+        Groups without closings are left out. If no groups are given, a long name may be shortened.
+        Raises ``StoreUnavailable``.
         """
         ...
 
@@ -252,9 +255,9 @@ class LeaseStoreSettings:
     """How to open a lease store.
 
     ``url`` is ``leases_url`` and ``options`` is ``leases_transport_options``; both may contain
-    passwords. ``prefix`` keeps the keys of several applications apart. ``timeout`` is the number of
-    seconds that a call may take to connect, and again to be answered. The store opens at most
-    ``connections`` connections; a call waits for a free one for ``longest_wait`` seconds.
+    passwords. ``prefix`` separates the keys of several applications. ``timeout``: seconds that a
+    call may take to connect, and again to get its reply. The store opens at most ``connections``
+    connections; a call waits for a free one for at most ``longest_wait`` seconds.
     """
 
     url: str = field(repr=False)
@@ -266,31 +269,31 @@ class LeaseStoreSettings:
 
 
 class SeparateLeaseStore(LeaseStore, MarkStore, GateStore, Protocol):
-    """All that a separate lease store does for an application.
+    """A lease store outside the records database; it also stores marks and gates.
 
     ``in_records`` is ``False``. Threads and greenlets share one store.
     """
 
     def bounded(self, timeout: float, longest_wait: float) -> SeparateLeaseStore:
-        """The same store over one connection of its own, each call of which ends within *timeout*
-        seconds to connect and *timeout* seconds to be answered.
+        """The same store over a single connection of its own, for the thread that renews leases.
 
-        A call waits for that connection for *longest_wait* seconds. The thread that renews leases
-        uses it. A store without connections returns itself.
+        A call may take *timeout* seconds to connect, and again *timeout* seconds to get its reply.
+        It waits for the connection for at most *longest_wait* seconds. A store without connections
+        returns itself.
         """
         ...
 
     def check(self) -> str | None:
-        """Call the store once before a worker starts; returns warnings, if any.
+        """Check the store before a worker starts; returns warnings, if there are any.
 
-        Raises ``LeaseConfigurationError`` for an error that will not pass, which stops the worker,
-        and ``StoreUnavailable`` when the store does not answer, which is logged.
+        Raises ``LeaseConfigurationError``, which stops the worker, for an error that does not go
+        away by itself, and ``StoreUnavailable``, which is logged, if the store does not answer.
         """
         ...
 
 
 class RecordStore(Protocol):
-    """One durable row per key. Every call raises ``StoreUnavailable`` when the database fails."""
+    """One durable row per key. Every call raises ``StoreUnavailable`` if the database fails."""
 
     def claim(
         self,
@@ -299,14 +302,13 @@ class RecordStore(Protocol):
         *,
         age: Callable[[], float] = never_emptied,
     ) -> Won | Refused:
-        """Claim the row, if :mod:`celery_leases.protocol.claims` allows it. Repeating it does no
-        harm.
+        """Claim the row, if :mod:`celery_leases.protocol.claims` allows it. Idempotent.
 
-        A refused claim writes nothing. *age* returns the seconds since the lease store was emptied.
-        It is called only before the running row of another attempt is taken over, and its errors
-        are raised. Raises :class:`LeaseStoreMismatch` when the key runs under another lease store,
-        :class:`KeyUnusable` when the database refuses a value of the request, and
-        :class:`RecordUnreadable` for a row that cannot be read, which is left unchanged.
+        A refused claim writes nothing. *age* returns the seconds since the lease store was emptied;
+        it is called only before the running row of another attempt is taken over, and its errors
+        are raised. Raises :class:`LeaseStoreMismatch` if the key runs under another lease store,
+        :class:`KeyUnusable` if the database refuses a value of the request, and
+        :class:`RecordUnreadable` for a row that cannot be read, which is not changed.
         """
         ...
 
@@ -315,11 +317,13 @@ class RecordStore(Protocol):
         ...
 
     def identity(self) -> str:
-        """A short random word that identifies this database, whatever its URL; it never changes."""
+        """A short random text that identifies this database under any URL; it never changes."""
         ...
 
     def settle(self, record: Record, outcome: Outcome) -> bool:
-        """Write the outcome if the row is still running under the record's fence and owner."""
+        """Write the outcome, if the row is still running under the record's fence and owner;
+        returns whether it was written.
+        """
         ...
 
     def search(
@@ -337,13 +341,13 @@ class RecordStore(Protocol):
         retention: float | None = None,
         seen: Record | None = None,
     ) -> Record | None:
-        """Take the row from its holder: a new fence, ``pending``, no wait.
+        """Take the row from its holder: it gets a new fence, is ``pending``, and does not wait.
 
-        *keep* keeps its counts and history, *forgive* sets failures, crashes, quick retries and
-        cooldowns to 0; without *keep* it becomes an empty row of the next generation. Either way it
-        counts as absent after *retention* seconds, by default its own, or 7 days if it has none.
-        With *seen* the row is taken only if its fence and state are still those. Returns the row
-        afterwards, ``None`` if none was taken.
+        With *keep* it keeps its counts and history, and *forgive* sets failures, crashes, quick
+        retries and cooldowns to 0. Without *keep* it becomes an empty row of the next generation.
+        It counts as absent after *retention* seconds; the default is its own retention, or 7 days.
+        With *seen*, the row is only changed if it still has that fence and state. Returns the row
+        afterwards, or ``None`` if no row was changed.
         """
         ...
 
@@ -352,16 +356,14 @@ class RecordStore(Protocol):
         ...
 
     def purge_in_turn(self, limit: int, every: float) -> bool:
-        """Purge a batch, unless a process of this database has finished purging within *every*
-        seconds.
-
-        Returns whether there may be more.
+        """Purge a batch, unless another process has purged this database within the last *every*
+        seconds; returns whether there may be more rows to purge.
         """
         ...
 
 
 class EffectStore(Protocol):
-    """Effects and progress of running attempts. Every call raises ``StoreUnavailable`` when the
+    """Effects and progress of running attempts. Every call raises ``StoreUnavailable`` if the
     database fails.
     """
 
@@ -373,12 +375,12 @@ class EffectStore(Protocol):
         scope: Scope,
         taken: int | None = None,
     ) -> Begun | Found | None:
-        """Commit the intent of an effect under the record's fence, in one statement that locks and
+        """Commit the intent of an effect with the record's fence, in one statement that locks and
         checks the record.
 
-        An effect that was begun before in its *scope* is ``Found`` and unchanged, unless it is
-        still *sent* under the fence *taken*: then its intent is taken over. ``None``: the attempt
-        no longer owns the record.
+        An effect that was begun before in its *scope* is ``Found`` and not changed, unless it is
+        still *sent* with the fence *taken*: then this attempt takes over its intent. ``None``: the
+        attempt no longer owns the record.
         """
         ...
 
@@ -387,8 +389,8 @@ class EffectStore(Protocol):
         ...
 
     def finish(self, effect: Effect, result: str | None, reference: str | None) -> bool:
-        """Write the reply, if the intent still has the effect's fence, whoever holds the lease by
-        now.
+        """Write the reply, if the intent still has the effect's fence, even if another attempt
+        holds the lease now.
         """
         ...
 
@@ -397,30 +399,31 @@ class EffectStore(Protocol):
         ...
 
     def forget_sent(self, record: Record) -> int:
-        """Delete the intents without a reply of all attempts up to that of *record*, because an
-        operator says that the effects have not happened; returns their number. Intents of later
-        attempts, and of other calls with a scope of their own, stay.
+        """Delete the intents without a reply of all attempts up to that of *record*: an operator
+        has found that these effects have not happened. Returns how many were deleted.
+
+        Intents of later attempts, and those in the scope of another call, stay.
         """
         ...
 
     def of_key(self, record: Record) -> Sequence[Effect]:
-        """All effects of the record's generation and of its call, in the order of their intents."""
+        """All effects of the record's generation and call, in the order of their intents."""
         ...
 
     def save_progress(self, record: Record, progress: str) -> bool:
-        """Save the progress if the attempt still owns the row; earlier crashes no longer count as
-        in a row.
+        """Save the progress and reset the count of crashes, if the attempt still owns the row;
+        returns whether it does.
         """
         ...
 
     def clear_crashes(self, record: Record) -> None:
-        """Earlier crashes no longer count as in a row, if the attempt still owns the row."""
+        """Reset the count of crashes, if the attempt still owns the row."""
         ...
 
 
 class Clock(Protocol):
-    """The local clock for all deadlines: it never steps, and includes the time when the machine is
-    suspended.
+    """The local clock for all deadlines: it never steps, and also counts time in which the machine
+    is suspended.
     """
 
     def now(self) -> float:
@@ -440,9 +443,8 @@ class Observer(Protocol):
         ...
 
     def wants(self, kind: type[Event]) -> bool:
-        """Whether an event of that type would be logged at its usual level, or sent; otherwise the
-        event is not made.
+        """Whether the observer uses events of that type; otherwise they are not created.
 
-        Called in the process and thread that would observe such an event.
+        Called in the process and thread in which such an event would be observed.
         """
         ...

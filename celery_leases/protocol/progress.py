@@ -1,6 +1,4 @@
-"""Saved progress: one JSON value of the body's own, and how far each of its loops has come.
-Pure.
-"""
+"""Saved progress: one JSON value of the body, and the position of each of its loops. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from celery_leases.protocol.results import NO_LIMIT, encode
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """``value`` as JSON text, and how many items each loop has finished, by the loop's name."""
+    """``value`` as JSON text, and the number of finished items of each loop by the loop's name."""
 
     value: str | None = None
     positions: Mapping[str, int] = field(default_factory=dict)
@@ -25,7 +23,7 @@ NONE: Final = Progress()
 
 
 def load(text: str | None, generation: int) -> Progress:
-    """The progress saved in *generation*; that of an earlier one does not count."""
+    """The progress in *text*, if it was saved in *generation*; otherwise :data:`NONE`."""
     saved = json.loads(text) if text is not None else {}
     if saved.get("generation") != generation:
         return NONE
@@ -33,14 +31,14 @@ def load(text: str | None, generation: int) -> Progress:
 
 
 def dump(progress: Progress, generation: int) -> str:
-    """As it is stored."""
+    """*progress* as it is stored, with the *generation* of the record."""
     return json.dumps(
         {"generation": generation, "value": progress.value, "positions": dict(progress.positions)}
     )
 
 
 def checked(value: Any, key: str, what: str = "save_progress()") -> str:
-    """The JSON text of a value to be saved; raises :class:`EffectMisused` for one that has none."""
+    """The JSON text of *value*; raises :class:`EffectMisused` for a value that is not JSON."""
     text, missing = encode(value, NO_LIMIT)
     if text is None:
         raise EffectMisused(

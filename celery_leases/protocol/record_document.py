@@ -1,8 +1,8 @@
-"""The details of a record: what only decisions read, as one JSON document in one column. Pure.
+"""The JSON document of a record: the fields that SQL neither compares nor sorts, in one column.
+Pure.
 
-Fields that have their defaults are left out; where all have, the column is NULL. A new field of
-:class:`~celery_leases.protocol.records.Record` that SQL neither compares nor sorts belongs here:
-one line in ``_FIELDS``.
+Fields with their default are left out; if all have it, the column is NULL. A new field of
+:class:`~celery_leases.protocol.records.Record` needs one line in ``_FIELDS``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, Final
 from celery_leases.protocol import history
 from celery_leases.protocol.records import Attempt, Ended, Failure, Record
 
-AT_THE_END: Final = True
-"""Stands for ``failed_at`` in the document of an attempt whose own end it is, by the clock of the
-database.
+SAME_AS_FINISHED_AT: Final = True
+"""Stands for ``failed_at`` if the failure is the end of this attempt: only the database knows that
+time when it writes ``finished_at``.
 """
 TTL: Final = 15.0
 RETENTION: Final = 7 * 86_400.0
-"""The values of most tasks. They are part of the form of the documents: a document that leaves them
-out means these. They do not change with ``DEFAULT_TTL``.
+"""A document without these fields has these values. They are part of the stored form, and do not
+change when the defaults of the options do.
 """
 VERSION: Final = "v1:"
 _DIGEST: Final = 43
@@ -33,24 +33,22 @@ _DIGEST: Final = 43
 _FAILURE: Final = frozenset(field.name for field in fields(Failure))
 
 
-def failure_from(said: Any) -> Failure:
-    """The failure that *said* describes, the mapping in a JSON document; an unknown field is left
-    out.
-    """
-    known = {name: value for name, value in _mapping(said).items() if name in _FAILURE}
+def failure_from(value: Any) -> Failure:
+    """The failure that :func:`failure_to` has written; unknown fields are ignored."""
+    known = {name: value for name, value in _mapping(value).items() if name in _FAILURE}
     return Failure(**{"type": "", "message": "", **known})
 
 
 def failure_to(failure: Failure) -> dict[str, Any]:
-    """What describes *failure* in a JSON document."""
+    """*failure* for a JSON document; empty fields are left out."""
     return {name: value for name, value in asdict(failure).items() if value}
 
 
 def dump(record: Record, *, failed: bool = False) -> str | None:
-    """The details of *record* as text; ``None`` where all of them have their defaults.
+    """The document of *record*; ``None`` if all fields have their defaults.
 
-    *failed*: the moment of the last failure is that of the write, which the database adds as
-    ``finished_at``.
+    *failed*: the last failure is the outcome that is being written, so ``failed_at`` is
+    :data:`SAME_AS_FINISHED_AT`.
     """
     values = _values(record)
     if values == _DEFAULTS and record.fingerprint is not None and _is_first(record, failed=failed):
@@ -61,14 +59,14 @@ def dump(record: Record, *, failed: bool = False) -> str | None:
     if record.fingerprint is not None:
         found["print"] = _packed(record.fingerprint)
     if record.previous is not None:
-        found["before"] = _before(record.previous)
-    # What stays as it is from write to write comes last: PostgreSQL logs of an update what differs.
+        found["before"] = _previous_to(record.previous)
+    # Fields that rarely change come last: PostgreSQL logs the part of an updated row that differs.
     if record.history:
         found["past"] = history.dump(record.history)
     if record.traceback is not None:
         found["trace"] = record.traceback
     if failed:
-        found["failed_at"] = AT_THE_END
+        found["failed_at"] = SAME_AS_FINISHED_AT
     return _encode(found) if found else None
 
 
@@ -77,33 +75,33 @@ def _is_first(record: Record, *, failed: bool) -> bool:
 
 
 def load(text: str | None, finished_at: int | None) -> tuple[dict[str, Any], str | None]:
-    """The fields of a record by their names, as :func:`dump` was given them, and what of them
-    cannot be read.
+    """The fields of a record by their names, and the name in the document of a field that cannot be
+    read.
 
-    Raises an error of any kind for a document that cannot be read. What decides nothing (digests,
-    the attempts before, the traceback) is left out instead, and named.
+    Raises any exception for a document that cannot be read. A field that no decision needs (such as
+    the digests, the history or the traceback) is left out and named instead.
     """
     document = _mapping(json.loads(text)) if text else {}
-    spared, found = None, dict(zip(_NAMES, _DEFAULTS, strict=True))
+    unreadable, found = None, dict(zip(_NAMES, _DEFAULTS, strict=True))
     found |= {"fingerprint": None, "previous": None, "history": (), "traceback": None}
     for short, value in document.items():
         name, read = _READ.get(short, (None, None))
         if name is None or read is None:
-            continue  # of a later release
+            continue  # a field of a later release
         try:
             found[name] = read(value)
         except Exception:
-            if name not in _SPARED:
+            if name not in _NOT_NEEDED:
                 raise
-            spared = short
-    if document.get("failed_at") is AT_THE_END:
+            unreadable = short
+    if document.get("failed_at") is SAME_AS_FINISHED_AT:
         found["failed_at"] = finished_at
-    return found, spared
+    return found, unreadable
 
 
 def generation_in(text: str) -> int | None:
-    """The generation in a document that :func:`load` does not take for another field; ``None``
-    where it is lost too.
+    """The generation in a document that :func:`load` cannot read; ``None`` if it cannot be read
+    either.
     """
     try:
         return _integer(_mapping(json.loads(text)).get("generation", 0))
@@ -112,25 +110,25 @@ def generation_in(text: str) -> int | None:
 
 
 def is_readable(short: str, value: Any) -> bool:
-    """Whether :func:`load` takes *value* for the field of that name in a document."""
+    """Whether :func:`load` accepts *value* for the field with that name in a document."""
     try:
         _READ[short][1](value)
-    except Exception:  # noqa: BLE001 - a name that is unknown, or whatever a reader raises
+    except Exception:  # noqa: BLE001 - an unknown name, or what a reader raises for a wrong value
         return False
     return True
 
 
-def _before(previous: Attempt) -> dict[str, Any]:
-    said: dict[str, Any] = {"ended": previous.ended}
+def _previous_to(previous: Attempt) -> dict[str, Any]:
+    written: dict[str, Any] = {"ended": previous.ended}
     if previous.error is not None:
-        said["error"] = failure_to(previous.error)
+        written["error"] = failure_to(previous.error)
     if previous.host is not None:
-        said["host"] = previous.host
-    return said
+        written["host"] = previous.host
+    return written
 
 
-def _previous(said: Any) -> Attempt:
-    found = _mapping(said)
+def _previous_from(value: Any) -> Attempt:
+    found = _mapping(value)
     error = found.get("error")
     return Attempt(
         Ended(found["ended"]), failure_from(error) if error is not None else None, found.get("host")
@@ -138,7 +136,7 @@ def _previous(said: Any) -> Attempt:
 
 
 def _packed(fingerprint: str) -> str:
-    """*fingerprint* in fewer characters; one of a form that is not known as it is."""
+    """*fingerprint* with its digest in base64; a fingerprint of another form unchanged."""
     if fingerprint[:3] != VERSION or len(fingerprint) != 67:
         return fingerprint
     try:
@@ -149,12 +147,12 @@ def _packed(fingerprint: str) -> str:
     return packed if digest.hex() == fingerprint[3:] else fingerprint
 
 
-def _unpacked(said: Any) -> str:
-    if not isinstance(said, str):
-        raise TypeError(f"{type(said).__name__}, not a text")
-    if len(said) != _DIGEST or ":" in said:
-        return said
-    return VERSION + binascii.a2b_base64(f"{said}=").hex()
+def _unpacked(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__}, not a text")
+    if len(value) != _DIGEST or ":" in value:
+        return value
+    return VERSION + binascii.a2b_base64(f"{value}=").hex()
 
 
 def _mapping(found: Any) -> Mapping[str, Any]:
@@ -170,7 +168,7 @@ def _integer(found: Any) -> int:
 
 
 def _moment(found: Any) -> int | None:
-    return None if found is AT_THE_END else _integer(found)
+    return None if found is SAME_AS_FINISHED_AT else _integer(found)
 
 
 def _seconds(found: Any) -> float:
@@ -217,7 +215,7 @@ _FIELDS: Final[Mapping[str, tuple[str, Any, Callable[[Any], Any]]]] = {
     "results": ("finished_results", None, _mapping),
     "unrun": ("unrun", False, _truth),
 }
-"""By its name in the document: the field of a record, its default, and how its value is read."""
+"""By the name in the document: the field of a record, its default, and the reader of its value."""
 _SHORT: Final = tuple(_FIELDS)
 _NAMES: Final = tuple(name for name, _, _ in _FIELDS.values())
 _DEFAULTS: Final = tuple(default for _, default, _ in _FIELDS.values())
@@ -225,7 +223,7 @@ _values: Final = attrgetter(*_NAMES)
 _READ: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     **{short: (name, read) for short, (name, _, read) in _FIELDS.items()},
     "print": ("fingerprint", _unpacked),
-    "before": ("previous", _previous),
+    "before": ("previous", _previous_from),
     "past": ("history", history.load),
     "trace": ("traceback", _text),
 }

@@ -1,6 +1,6 @@
-"""The durable record of one key: its states, its row, and what one attempt may write into it.
+"""The durable record of one key: its states, its row, and the outcome of an attempt.
 
-Times inside a record are whole microseconds since the epoch by the *database's* clock; spans are
+Times in a record are whole microseconds since the epoch by the *database's* clock; durations are
 seconds.
 """
 
@@ -14,7 +14,7 @@ from typing import Final
 from celery_leases.common.values import value_class
 
 MAY_HAVE_BEEN_EXECUTED: Final = "the call may have been executed"
-"""The text about an ambiguous failure."""
+"""What messages say about an ambiguous failure."""
 
 
 class State(StrEnum):
@@ -49,12 +49,11 @@ class Ended(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A stored error: the class's dotted name and the redacted, truncated message, never the
-    object.
+    """A stored exception: the dotted name of its class, and its message, cut and without secrets.
 
-    ``rule`` is the rule that decided, ``reason`` its stable code. ``group``: the cooldown group
-    that failed. ``ambiguous``: the request may have been executed. ``operator``: waiting alone does
-    not help.
+    ``rule`` is the rule that decided, ``reason`` a stable code. ``group``: the cooldown group that
+    failed. ``ambiguous``: the call may have been executed. ``operator``: waiting does not help, a
+    person must act.
     """
 
     type: str
@@ -67,17 +66,15 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """The error as other callers get it: its class, its message, and whether it is
-        ambiguous.
-        """
+        """The failure as other callers get it: class, message, and whether it is ambiguous."""
         kind = "" if self.type.rpartition(".")[2] == "PermanentFailure" else self.type
-        said = ": ".join(part for part in (kind, self.message) if part)
-        return f"{said} ({MAY_HAVE_BEEN_EXECUTED})" if self.ambiguous else said
+        text = ": ".join(part for part in (kind, self.message) if part)
+        return f"{text} ({MAY_HAVE_BEEN_EXECUTED})" if self.ambiguous else text
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """How an earlier attempt ended, with its error, host and process."""
+    """How the previous attempt ended, with its error, and its ``hostname/pid`` as ``host``."""
 
     ended: Ended
     error: Failure | None = None
@@ -86,12 +83,11 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class PastAttempt:
-    """An ended attempt, as the history of its record stores it; see
-    :mod:`celery_leases.protocol.history`.
+    """An ended attempt in the history of its record; see :mod:`celery_leases.protocol.history`.
 
-    Times are as in a record. ``finished_at`` is ``None`` if the process died, or lost its row,
-    without reporting an outcome. ``error`` is the class and the beginning of the message, ``rule``
-    the rule that decided.
+    ``finished_at`` is ``None`` if the attempt reported no outcome: its process died, or another
+    attempt took its row. ``error`` is the class and the beginning of the message, ``rule`` the rule
+    that decided.
     """
 
     started_at: int
@@ -116,10 +112,11 @@ class Record:
     holder: str
     attempt: int
     generation: int
-    #: Counted failures in a row, compared with ``lease_max_failures``.
+    #: Consecutive failures, compared with ``lease_max_failures``.
     failures: int
+    #: Consecutive crashes, compared with ``lease_max_crashes``.
     crashes: int
-    #: How often Celery had retried the call that claimed it last.
+    #: How often Celery had retried the call of the last claim.
     retries: int
     lease_store: str
     lease_ttl: float
@@ -139,52 +136,54 @@ class Record:
     crashed_call: str | None = None
     finished_at: int | None = None
     expires_at: int | None = None
-    #: The retention, in seconds, of the task that claimed it last; ``None`` if unknown.
+    #: The retention, in seconds, of the task of the last claim; ``None`` if unknown.
     retention: float | None = None
-    #: Quick retries since the last cooldown, and cooldowns in a row, which make the next one
-    #: longer.
+    #: Quick retries since the last cooldown.
     quick_retries: int = 0
+    #: Consecutive cooldowns, which make the next one longer.
     cooldowns: int = 0
-    #: When the last of these failures was.
+    #: The time of the last failure.
     failed_at: int | None = None
-    #: The call that ended last runs again by itself once ``retry_at`` is over.
+    #: The call of the last attempt runs again by itself after ``retry_at``.
     resumes: bool = False
-    #: The call's message as a signature in JSON, if it is stored; and when it may be published, if
-    #: it is still due.
+    #: The message of the call as a signature in JSON, if it is stored.
     message: str | None = None
+    #: From when on the stored message must be published; ``None`` if it need not be.
     publish_at: int | None = None
     #: When a stored message was last published.
     published_at: int | None = None
-    #: JSON text of the last saved progress, see :mod:`celery_leases.protocol.progress`.
+    #: JSON text of the saved progress, see :mod:`celery_leases.protocol.progress`.
     progress: str | None = None
+    #: With ``lease_on_done="rerun"``: the last finished calls, the latest last.
     finished_calls: tuple[str, ...] = ()
+    #: The results of finished calls as JSON text, by call.
     finished_results: Mapping[str, str | None] | None = None
     #: The attempts before the one in the columns, the latest last.
     history: tuple[PastAttempt, ...] = ()
-    #: The columns describe no attempt that is not in the history: the last claim was given back
-    #: before the body began, or an operator has changed the row since.
+    #: The columns describe no attempt of their own: the body of the last claim did not begin, or an
+    #: operator has changed the row since.
     unrun: bool = False
-    #: The traceback of the last failure, without secrets and shortened.
+    #: The traceback of the last failure, shortened and without secrets.
     traceback: str | None = None
-    #: Which part of the row cannot be read, and what to do. Only where operators read rows;
-    #: elsewhere it is an error.
+    #: Which column cannot be read, and what to do. Set only if an operator reads the row; otherwise
+    #: such a row raises an error.
     unreadable: str | None = None
 
     def is_attempt(self, state: State, owner: str, fence: int | None = None) -> bool:
-        """Whether the row is in *state* under the attempt with the token *owner*, and with *fence*
-        if given.
+        """Whether the row is in *state* and belongs to the attempt with the token *owner*, and with
+        *fence* if it is given.
         """
         return self.state == state and self.owner == owner and fence in (None, self.fence)
 
     @property
     def waits(self) -> float:
-        """Seconds until ``retry_at``; 0 when there is nothing to wait for."""
+        """Seconds until ``retry_at``; 0 if it is over, or not set."""
         return max(0.0, (self.retry_at - self.now) / 1e6) if self.retry_at is not None else 0.0
 
     @property
     def lease_remaining(self) -> float:
-        """The rest of the lease in this row, in seconds; 0 if the lease is in another store or has
-        expired.
+        """Seconds until the lease in this row expires; 0 if it has expired, or is in another
+        store.
         """
         return (
             max(0.0, (self.lease_until - self.now) / 1e6) if self.lease_until is not None else 0.0
@@ -192,7 +191,7 @@ class Record:
 
     @property
     def forgotten(self) -> bool:
-        """Whether an operator has reset it, and no call has been made since."""
+        """Whether an operator has reset the row, and no call has been made since."""
         return (
             self.state is State.PENDING
             and self.ended is None
@@ -202,17 +201,19 @@ class Record:
 
     @property
     def queued(self) -> bool:
-        """Whether it was written for a call that is or will be published, and has not begun."""
+        """Whether the row was written for a call that is or will be published, and has not
+        begun.
+        """
         return self.state is State.PENDING and self.ended is None and bool(self.call_id)
 
     @property
     def expired(self) -> bool:
-        """Whether its retention is over, so that it counts as absent."""
+        """Whether its retention is over: the row counts as absent."""
         return self.expires_at is not None and self.expires_at <= self.now
 
     @property
     def failure_delivered(self) -> bool:
-        """Whether the call that ended last has failed and does not run again, so that its caller
+        """Whether the call of the last attempt failed and does not run again by itself: its caller
         has the failure.
         """
         return (
@@ -229,7 +230,7 @@ class Record:
 
 @value_class(frozen=True, slots=True)
 class ClaimRequest:
-    """The request of one attempt: the lease and the claim of a key under its own token."""
+    """The request of one attempt for a key: its lease and its record, with the attempt's token."""
 
     stored_key: str
     task: str
@@ -243,17 +244,16 @@ class ClaimRequest:
     rerun: bool = False
     #: The identity of the records database, if the lease is in another store.
     database: str = ""
-    #: The tokens of earlier attempts of this call whose row may be open although they did not
-    #: crash.
+    #: The owner tokens of earlier attempts of the call that did not crash, but may have left the
+    #: row running.
     prior: tuple[str, ...] = ()
     #: How often Celery has retried the call.
     retries: int = 0
-    #: The delivery is a copy of an earlier one, not a fresh message that happens to have its id.
+    #: The delivery may be a copy of an earlier one of the same call.
     repeat: bool = False
-    #: The fence of the failure that a fresh message waits for; a message that is not a copy of that
-    #: run may still run.
+    #: The fence of the failure after which the message was published: it is no copy of that run.
     failure_fence: int | None = None
-    #: The cooldown group whose gate must let the body start.
+    #: The cooldown group whose gate must not block.
     group: str | None = None
     #: The call's message as a signature in JSON, if it must be stored.
     message: str | None = None
@@ -261,9 +261,7 @@ class ClaimRequest:
     retention: float | None = None
 
     def is_copy_of(self, fence: int) -> bool:
-        """Whether it belongs to a copy of the run under *fence*, or of an
-        earlier run.
-        """
+        """Whether it belongs to a copy of the run under *fence*, or of an earlier run."""
         return self.repeat and self.failure_fence != fence
 
 
@@ -287,24 +285,24 @@ class Refusal(StrEnum):
     SUPERSEDED = "superseded"
     #: The key belongs to a call with other arguments.
     REUSED = "reused"
-    #: Another call has done it.
+    #: Another call has finished the key.
     DONE = "done"
-    #: Another attempt holds the key under a lease that lasts.
+    #: Another attempt holds the key, and its lease has not expired.
     HELD = "held"
     #: ``retry_at`` is in the future.
     NOT_DUE = "not_due"
-    #: The lease store has lost its leases, and the holder may be about to write its own again.
+    #: The lease store has lost its leases, and the holder may still write its own again.
     EMPTIED = "emptied"
-    #: The lease has expired, but its holder may have had no chance to renew it or to write its
-    #: outcome.
+    #: The lease has expired, but the database may not have answered its holder, which may still
+    #: renew it or write its outcome.
     LAPSED = "lapsed"
-    #: The row changed between each read and the write after it.
+    #: The row was changed by another process between each read and the write after it.
     CHANGED = "changed"
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The row was not changed, for the reason *why*; ``None``: there was no row.
+    """The claim was refused because of ``why``, and ``record`` (``None``: no row) was not changed.
 
     ``age``: seconds since the lease store was emptied, if that was read.
     """
@@ -316,13 +314,12 @@ class Refused:
 
 @value_class(frozen=True, slots=True)
 class Outcome:
-    """What closes an attempt. Written only while the row is running under the attempt's fence and
-    token.
+    """The outcome of an attempt, written only while the row is running under its fence and token.
 
-    ``attempt``, ``failures``, ``crashes``, ``quick_retries`` and ``cooldowns`` are the counts the
-    row has afterwards; ``failed`` notes the moment as that of the last failure. ``retry_after`` and
-    ``retention`` are seconds from the moment of writing: until the row may run again, and until it
-    counts as absent.
+    ``attempt``, ``failures``, ``crashes``, ``quick_retries`` and ``cooldowns`` are the counts of
+    the row afterwards. ``failed``: the time of writing is that of the last failure. ``retry_after``
+    and ``retention`` are seconds from the time of writing: until the key may run again, and until
+    the row counts as absent.
     """
 
     state: State
@@ -330,7 +327,7 @@ class Outcome:
     attempt: int
     failures: int
     crashes: int
-    #: ``None``: until an operator has decided.
+    #: ``None``: the row counts until an operator has decided.
     retention: float | None
     retries: int = 0
     retry_after: float | None = None
@@ -342,14 +339,14 @@ class Outcome:
     failed: bool = False
     #: The call runs again by itself.
     resumes: bool = False
-    #: Progress to be saved with it; ``None`` leaves the saved progress unchanged.
+    #: Progress to save with the outcome; ``None`` leaves the saved progress unchanged.
     progress: str | None = None
-    #: The calls finished under this key with their results (``""``: none), newest last; ``None``:
-    #: none are stored.
+    #: The finished calls of the key with their results as JSON text, the latest last. ``""``: the
+    #: call has no result, ``None``: its result is not stored. ``None`` without ``rerun``.
     finished: Mapping[str, str | None] | None = None
     #: The call of the last counted crash.
     crashed_call: str | None = None
     #: The traceback of the failure.
     traceback: str | None = None
-    #: The body has not begun.
+    #: The body did not begin.
     unrun: bool = False

@@ -1,7 +1,7 @@
-"""Changes of a record by an operator, a caller and an outcome. Pure functions of the row that was
-read.
+"""The row after an operator, a caller or an outcome has changed it. Pure functions of the row that
+was read.
 
-A store reads the row, calls one of them, and writes the returned row by compare-and-set.
+A store reads the row, calls one of these functions, and writes the returned row by compare-and-set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from celery_leases.protocol.records import Attempt, Ended, Outcome, Record, Stat
 
 MICROSECONDS: Final = 1_000_000
 RETENTION: Final = 7 * 86_400.0
-"""Seconds for which a row counts if its task has set no retention."""
+"""Seconds for which a row counts if it has no retention of its own."""
 
 
 def reset(
@@ -24,7 +24,7 @@ def reset(
     """The row after it is taken from its holder; see
     :class:`~celery_leases.protocol.ports.RecordStore`.
     """
-    values = _taken_away(row, retention) | {"state": State.PENDING, "ended": Ended.RELEASED}
+    values = _released(row, retention) | {"state": State.PENDING, "ended": Ended.RELEASED}
     if forgive or not keep:
         values |= {
             "failures": 0,
@@ -59,8 +59,8 @@ def reset(
 
 
 def resolved(row: Record, result: str | None, retention: float | None = None) -> Record:
-    """The row after an operator marks its work as done, with the JSON text *result*."""
-    values = _taken_away(row, retention) | {"reason": None, "failure": None, "finished_at": row.now}
+    """The row after an operator has marked its work as done, with *result* as JSON text."""
+    values = _released(row, retention) | {"reason": None, "failure": None, "finished_at": row.now}
     return replace(row, state=State.DONE, ended=Ended.RESOLVED, result=result, **values)
 
 
@@ -74,18 +74,18 @@ def enqueued(
     ttl: float,
     retention: float,
 ) -> Record:
-    """A ``pending`` record with the message of a call; *row* is the expired one in its place, or
-    ``None``.
+    """A ``pending`` row with the message of a call, which replaces the expired *row*, if there is
+    one.
 
-    Without a *row* its times are 0: the store counts them from the insert.
+    Without a *row* its times are 0, and the database adds the time of the insert.
     """
-    now, before = (row.now, row.fence) if row is not None else (0, -1)
+    now, fence_before = (row.now, row.fence) if row is not None else (0, -1)
     return Record(
         stored_key=key.stored,
         task=task,
         key=key.key,
         state=State.PENDING,
-        fence=max(before + 1, now),
+        fence=max(fence_before + 1, now),
         owner="",
         call_id=call_id,
         holder="",
@@ -113,13 +113,13 @@ def reassigned(
     call_id: str,
     message: str,
     *,
-    anew: bool,
+    new_generation: bool,
     ttl: float,
     retention: float,
 ) -> Record:
-    """*row*, which no call has, as that of a call that is being published.
+    """*row*, which no outstanding call has, as the row of a call that is being published.
 
-    Its counts stay, unless that call begins *anew* after one that has ended.
+    Its counts stay, except for a *new_generation*, which follows a call that has ended.
     """
     emptied = (
         "ended",
@@ -131,7 +131,7 @@ def reassigned(
         "finished_at",
     )
     values: dict[str, Any] = dict.fromkeys(emptied)
-    if anew:
+    if new_generation:
         values |= {"generation": row.generation + 1, "attempt": 0, "failures": 0, "failed_at": None}
         values |= {"quick_retries": 0, "cooldowns": 0, "result": None, "reason": None}
     return replace(
@@ -159,7 +159,7 @@ def reassigned(
 
 
 def settled(row: Record, outcome: Outcome, now: int) -> Record:
-    """The row of a running attempt after *outcome* was written at *now*, in microseconds."""
+    """The row of a running attempt after *outcome*; *now*: when it is written, in microseconds."""
     finished, wait = outcome.finished, outcome.retry_after or 0.0
     return replace(
         row,
@@ -191,9 +191,9 @@ def settled(row: Record, outcome: Outcome, now: int) -> Record:
     )
 
 
-def _taken_away(row: Record, retention: float | None) -> dict[str, Any]:
-    """The changes that take a row from its owner, and how long it counts then."""
-    keep = row.retention or RETENTION if retention is None else retention
+def _released(row: Record, retention: float | None) -> dict[str, Any]:
+    """The changes that take *row* from its owner; it counts for *retention* seconds then."""
+    lasts = row.retention or RETENTION if retention is None else retention
     running = row.state is State.RUNNING
     latest = (
         history.taken_over(row, Ended.RELEASED, row.now) if running else history.latest_ended(row)
@@ -205,5 +205,5 @@ def _taken_away(row: Record, retention: float | None) -> dict[str, Any]:
         "owner": "",
         "retry_at": None,
         "lease_until": None,
-        "expires_at": row.now + round(keep * MICROSECONDS),
+        "expires_at": row.now + round(lasts * MICROSECONDS),
     }

@@ -1,4 +1,4 @@
-"""Results as they are stored: JSON text through kombu's serializer registry, never pickle."""
+"""Results in their stored form: JSON text by kombu's serializer registry, never pickle."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _quoted: Final = json.encoder.encode_basestring_ascii
 _CONSTANTS: Final = {None: "null", True: "true", False: "false"}
 _VALUES: Final = {text: value for value, text in _CONSTANTS.items()} | {None: None}
 MESSAGE_MAX = 2000
+"""Characters of the message of a stored exception, at most."""
 NO_LIMIT: Final = 2**62
 """More bytes than any value has."""
 
 
 def encode(value: Any, limit: int) -> tuple[str | None, str | None]:
-    """The JSON text of *value* and ``None``; or ``None`` and why it is not stored. *limit* is in
-    bytes. Never raises.
+    """The JSON text of *value* and ``None``; or ``None`` and why it is not stored. *limit* is the
+    number of bytes allowed. Never raises.
     """
     kind = type(value)
     if value is None or kind is bool:
@@ -41,7 +42,7 @@ def encode(value: Any, limit: int) -> tuple[str | None, str | None]:
             text = dumps(value, serializer="json")[2]
             text = text if isinstance(text, str) else text.decode()
             if '"__type__"' in text:
-                decode(text)  # it may look like one of kombu's typed values without being one
+                decode(text)  # raises for a value that only looks like one of kombu's typed values
         size = len(text) if text.isascii() else len(text.encode())
     except (
         EncodeError,
@@ -57,12 +58,12 @@ def encode(value: Any, limit: int) -> tuple[str | None, str | None]:
 
 
 def decode(text: str | None) -> Any:
-    """The value of a stored text; no text means ``None``."""
+    """The value of a stored JSON text; no text stands for ``None``."""
     if text in _VALUES:
         return _VALUES[text]
     if text is None or not text:
         return text
-    # Only an object can be one of kombu's typed values.
+    # kombu's typed values are objects: other JSON needs no hook.
     return (
         loads(text, CONTENT_TYPE, "utf-8", accept={CONTENT_TYPE})
         if text[0] in "{["
@@ -71,28 +72,28 @@ def decode(text: str | None) -> Any:
 
 
 def as_decoded(value: Any, text: str) -> Any:
-    """The value that *text* stands for, the JSON text of *value*."""
+    """*value* after a round trip through *text*, its JSON text."""
     return value if type(value) is int or (type(value) is str and value.isascii()) else decode(text)
 
 
 def decode_stored(text: str | None, key: str, column: str, task: str) -> Any:
-    """The value of a stored text; raises :class:`RecordUnreadable` for one that was changed by
-    hand.
+    """The value of a stored JSON text; raises :class:`RecordUnreadable` if it is no JSON, as after
+    a change by hand.
     """
     try:
         return decode(text)
-    except Exception as error:  # noqa: BLE001 - whatever a decoder raises
+    except Exception as error:  # noqa: BLE001 - a decoder may raise anything
         message = unreadable(key, task, column, text, error)
         raise RecordUnreadable(message, False, key, column) from None
 
 
 def result_of(record: Record) -> Any:
-    """The stored result of a record; raises :class:`RecordUnreadable`."""
+    """The result in a record; raises :class:`RecordUnreadable` as :func:`decode_stored` does."""
     return decode_stored(record.result, record.key, "result", record.task)
 
 
 def unreadable(key: str, task: str, column: str, value: object, error: Exception) -> str:
-    """The message about a column of a record that cannot be read."""
+    """The message about a column of a record with a value that cannot be read."""
     return (
         f"{key}: the record cannot be read: its column {column} has {shown(value)} ({type(error).__name__}); "
         f"repair it, or write: leases forget {key} --task {task}"
@@ -100,10 +101,8 @@ def unreadable(key: str, task: str, column: str, value: object, error: Exception
 
 
 def failure_of(error: BaseException, rule: str | None = None) -> Failure:
-    """The stored form of an exception: dotted class name and message, without secrets, cut at 2000
-    characters.
-
-    Never raises.
+    """The stored form of an exception: the dotted name of its class, and its message, cut and
+    without secrets. Never raises.
     """
     kind = type(error)
     name = (

@@ -1,4 +1,4 @@
-"""The status of a key or a cooldown group, for programs and for users who wait."""
+"""The status of a key or a cooldown group, for programs and for waiting users."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ UNREADABLE: Final = "unreadable"
 RECORD_UNREADABLE: Final = "record_unreadable"
 WORKER_LOST: Final = "worker_lost"
 LEASE_STORE_UNAVAILABLE: Final = "lease_store_unavailable"
-_ASKING: Final = frozenset(
+_WITH_REASON: Final = frozenset(
     f"{kind.__module__}.{kind.__qualname__}" for kind in (Cooldown, RetryLater)
 )
 
 
 class MessageCode(StrEnum):
-    """The message of a status for the user who waits: stable codes, for translation."""
+    """The message of a status for the waiting user, as a stable code for translation."""
 
     NOT_STARTED = "not_started"
     QUEUED = "queued"
@@ -82,7 +82,7 @@ MESSAGES: Final = {
     MessageCode.FAILED: "Failed for good",
     MessageCode.FAILED_UNSURE: "Failed for good; it may have been executed",
 }
-"""The text of each code; ``{wait}`` is ``retry_after`` in words."""
+"""The text of each code; ``{wait}`` is ``retry_after`` in words, ``{attempt}`` the attempt."""
 
 
 _CODE_OF_STATE: Final[Mapping[str, MessageCode]] = {
@@ -93,7 +93,7 @@ _CODE_OF_STATE: Final[Mapping[str, MessageCode]] = {
 }
 
 
-_COMES_BACK: Final = "The call runs again by itself."
+_RESUMES: Final = "The call runs again by itself."
 _NEXT: Final[Mapping[str, str]] = {
     ABSENT: "The next call of the task runs the body.",
     ABANDONED: (
@@ -110,9 +110,8 @@ _NEXT: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class EffectStatus:
-    """One effect of a key: ``state`` is ``sent`` or ``done``; the times are aware datetimes in UTC.
-
-    ``unreadable``: one of its columns cannot be read; ``detail`` says which, and what to do.
+    """One effect of a key. ``state`` is ``sent``, ``done`` or ``unreadable`` (a column cannot be
+    read; ``detail`` says which, and what to do). The times are aware datetimes in UTC.
     """
 
     name: str
@@ -126,12 +125,12 @@ class EffectStatus:
 
 @dataclass(frozen=True, slots=True)
 class AttemptStatus:
-    """One attempt of a key: ``ended`` says how it ended, ``running`` that it has not.
+    """One attempt of a key: ``ended`` says how it ended, or is ``running``.
 
-    The times are aware datetimes in UTC. ``finished_at`` and ``runtime`` (seconds, from the claim
-    to the outcome) are ``None`` if the process died without reporting an outcome; ``runtime`` of a
-    running attempt is the time so far. ``error`` is the class and the beginning of the message,
-    ``rule`` the rule that decided.
+    The times are aware datetimes in UTC. ``runtime`` is the seconds from the claim to the outcome,
+    or until now. It and ``finished_at`` are ``None`` if the process died without reporting an
+    outcome. ``error`` is the class and the beginning of the message, ``rule`` the rule that
+    decided.
     """
 
     started_at: datetime
@@ -147,24 +146,25 @@ class AttemptStatus:
 class LeaseStatus:
     """The status of a key.
 
-    ``state`` is a record's state, or ``absent`` (no record), or ``abandoned`` (running, but the
-    lease has no holder), or ``unreadable`` (a column of the record cannot be read; ``detail`` says
-    which, and what to do). ``retry_after`` and ``lease_remaining`` are seconds, the ``*_at`` are
-    aware datetimes in UTC. ``reason`` is a stable code: one of
-    :class:`~celery_leases.failures.actions.Reason` for failures, else how the last attempt ended
-    (:class:`~celery_leases.protocol.records.Ended`), why a result is missing, ``worker_lost``,
-    ``record_unreadable`` or ``lease_store_unavailable``; ``detail`` explains it in free words.
-    ``rule`` is the name of the rule that decided. ``scope`` says what causes the wait: ``"key"``,
-    or ``"group"`` with the name of the ``group``. ``resumes``: the call runs again by itself.
-    ``holder`` is ``hostname/pid``. ``progress`` is the value that the body saved; if it saved none,
-    how many items its loops have finished, by the names of the loops: ``{"items": 120}``.
-    ``effects`` (of ``status()``, not of ``list()``) are in the order of their intents;
-    ``reference`` is that of the last one with a reference. ``attempts`` are the last ten, the
-    oldest first; ``runtime`` is that of the latest, ``age`` the seconds since the key entered its
-    state, both by the database's clock. ``traceback`` is that of the last failure, shortened and
-    without secrets. ``stored_key`` names the record where several tasks have the key.
-    ``queued_at``: since when a call is queued that was published together with its record, until a
-    worker begins it.
+    ``state`` is the state of the record, or ``absent`` (there is no record), ``abandoned`` (running
+    without a live lease) or ``unreadable`` (a column of the record cannot be read). The ``*_at``
+    are aware datetimes in UTC; ``retry_after``, ``lease_remaining``, ``age`` (since the key entered
+    its state) and ``runtime`` (of the latest attempt) are seconds.
+
+    ``reason`` is a stable code: :class:`~celery_leases.failures.actions.Reason` for a failure, how
+    the last attempt ended (:class:`~celery_leases.protocol.records.Ended`), why a result is
+    missing, ``worker_lost``, ``record_unreadable`` or ``lease_store_unavailable``. ``detail``
+    explains it, and ``rule`` is the name of the rule that decided. ``scope`` says what the key
+    waits for: ``"key"``, or ``"group"`` with the name of the ``group``. ``resumes``: the call runs
+    again by itself.
+
+    ``holder`` is ``hostname/pid``. ``progress`` is the value that the body saved, or how many items
+    its loops have finished, such as ``{"items": 120}``. ``effects`` are in the order of their
+    intents, and only ``status()`` reads them; ``reference`` is the last reference among them.
+    ``attempts`` are the last ten, the oldest first. ``traceback`` is that of the last failure,
+    shortened and without secrets. ``stored_key`` identifies the record if several tasks have the
+    key. ``queued_at``: when the call was published together with its record; ``None`` once a worker
+    has begun it.
     """
 
     key: str
@@ -203,9 +203,7 @@ class LeaseStatus:
 
     @property
     def message_code(self) -> MessageCode:
-        """The code of :meth:`message`, for programs with texts of their own, or in another
-        language.
-        """
+        """The code of :meth:`message`, for programs that have texts of their own."""
         if self.state in _CODE_OF_STATE:
             return _CODE_OF_STATE[self.state]
         unsure = self.error is not None and self.error.ambiguous
@@ -239,16 +237,16 @@ class LeaseStatus:
         return MessageCode.LAST_FAILED if self.error is not None else MessageCode.WAITING
 
     def message(self) -> str:
-        """One line for the user who waits, without the text of any exception; times are
-        rounded up.
+        """One line for the waiting user, without the text of any exception. Times are rounded
+        up.
         """
         return MESSAGES[self.message_code].format(
             wait=in_words(self.retry_after or 0.0), attempt=self.attempt
         )
 
     def what_next(self) -> str:
-        """What happens to the key next, and what an operator can do about it: one or two
-        sentences.
+        """One or two sentences for operators: what happens to the key next, and what they can
+        do.
         """
         wait = in_words(self.retry_after) if self.retry_after else None
         match self.state:
@@ -259,9 +257,9 @@ class LeaseStatus:
         if self.scope == "group":
             opens = f"in {wait}" if wait else "when the next probe gets no rate limit"
             shut = f"Its group {self.group} opens {opens}; `leases group open` opens it now."
-            return f"{shut} {_COMES_BACK}" if self.resumes else shut
+            return f"{shut} {_RESUMES}" if self.resumes else shut
         if self.resumes:
-            return f"{_COMES_BACK} {f'It runs in {wait}' if wait else 'It is due'}; `leases retry` lets it run now."
+            return f"{_RESUMES} {f'It runs in {wait}' if wait else 'It is due'}; `leases retry` lets it run now."
         if wait:
             return f"It does not run by itself: call the task again in {wait}, or now after `leases retry`."
         return (
@@ -281,11 +279,11 @@ class LeaseStatus:
 
 @dataclass(frozen=True, slots=True)
 class ClosingStatus:
-    """A cooldown group's gate was closed at ``closed_at``, for ``seconds``, the ``trips``-th time
-    in a row.
+    """The gate of a cooldown group was closed at ``closed_at`` for ``seconds``, the ``trips``-th
+    time in a row.
 
-    ``opened_at``: when a probe or an operator opened it again; ``None`` if that did not happen or
-    is not known. Datetimes are aware, UTC.
+    ``opened_at``: when a probe or an operator opened it; ``None`` if neither did, or if that is not
+    known. Datetimes are aware, UTC.
     """
 
     closed_at: datetime
@@ -300,10 +298,10 @@ class ClosingStatus:
 class GroupStatus:
     """The status of a cooldown group's gate.
 
-    ``state``: ``closed`` for ``retry_after`` seconds, until ``retry_at`` (aware, UTC);
-    ``half_open``: the next call probes; ``probing``: a probe runs; ``open``. ``trips``: how often
-    it closed in a row. ``reason``, ``rule`` and ``error`` describe what closed it. ``closings``:
-    the last twenty times it closed, the latest first, as far as its store remembers them.
+    ``state`` is ``closed`` (for ``retry_after`` seconds, until ``retry_at``, aware, UTC),
+    ``half_open`` (the next call probes), ``probing`` (a probe runs) or ``open``. ``trips``: how
+    often it closed in a row. ``reason``, ``rule`` and ``error`` describe the failure that closed
+    it. ``closings``: the last twenty closings, the latest first, if its store has them.
     """
 
     group: str
@@ -322,7 +320,7 @@ class GroupStatus:
 
 
 def next_try(status: LeaseStatus) -> str:
-    """When the call of a key comes back, in few words."""
+    """When the call of a key runs again, in few words for a table."""
     if status.state == ABANDONED:
         return "redelivery"
     if status.state not in (State.PENDING, State.COOLING):
@@ -342,22 +340,23 @@ def status_of(
     trouble: str | None = None,
     wall_time: float,
 ) -> LeaseStatus:
-    """Combine the known facts; *trouble*: why the lease store did not answer, *wall_time*: seconds
-    since the epoch.
+    """The status of *key*, from its record, holder, gate and effects.
+
+    *trouble*: why the lease store did not answer. *wall_time*: seconds since the epoch.
     """
     if record is not None and record.forgotten:
         key, task, record = record.key, record.task, None
     record, result = _result(record)
-    waits, scope = _waits(record, holder, gate)
-    reason, detail = _why(record, holder, gate if scope == "group" else None, trouble)
+    wait, scope = _wait(record, holder, gate)
+    reason, detail = _reason(record, holder, gate if scope == "group" else None, trouble)
     shared: dict[str, Any] = {
-        "retry_at": _time((wall_time + waits) * 1e6) if waits else None,
-        "retry_after": waits or None,
+        "retry_at": _time((wall_time + wait) * 1e6) if wait else None,
+        "retry_after": wait or None,
         "scope": scope,
         "group": gate.group if gate is not None and scope == "group" else None,
         "reason": reason,
         "detail": detail,
-        **_held(holder),
+        **_holder_fields(holder),
     }
     if record is None:
         rule = gate.rule if gate is not None else None
@@ -404,7 +403,7 @@ def status_of(
 
 
 def status_of_group(gate: Gate, wall_time: float, past: Sequence[PastClosing] = ()) -> GroupStatus:
-    """Combine the facts about a gate that is not open; *wall_time*: seconds since the epoch."""
+    """The status of a gate that is not open; *wall_time*: seconds since the epoch."""
     state = "closed" if not gate.half_open else "probing" if gate.probe_for > 0 else "half_open"
     until = (wall_time + gate.closed_for) * 1e6 if gate.closed_for else None
     known = (gate.group, state, gate.trips, gate.reason, gate.rule, gate.message)
@@ -434,10 +433,10 @@ def _runtime(record: Record, *, abandoned: bool) -> float | None:
     if record.state is State.RUNNING:
         return None if abandoned else max(0.0, (record.now - record.started_at) / 1e6)
     latest = history.latest_ended(record)
-    return _took(latest) if latest is not None else None
+    return _runtime_of(latest) if latest is not None else None
 
 
-def _took(attempt: PastAttempt) -> float | None:
+def _runtime_of(attempt: PastAttempt) -> float | None:
     return (
         (attempt.finished_at - attempt.started_at) / 1e6
         if attempt.finished_at is not None
@@ -448,16 +447,16 @@ def _took(attempt: PastAttempt) -> float | None:
 def _attempts(record: Record, *, abandoned: bool) -> tuple[AttemptStatus, ...]:
     found = [_attempt(each) for each in history.timeline(record)]
     if record.state is State.RUNNING:
-        taken = _runtime(record, abandoned=abandoned)
+        runtime = _runtime(record, abandoned=abandoned)
         ended = Ended.CRASHED.value if abandoned else State.RUNNING.value
-        found.append(AttemptStatus(_moment(record.started_at), None, taken, ended, record.holder))
+        found.append(AttemptStatus(_moment(record.started_at), None, runtime, ended, record.holder))
     return tuple(found)
 
 
 def _attempt(attempt: PastAttempt) -> AttemptStatus:
     finished = _time(attempt.finished_at)
     known = (attempt.ended.value, attempt.host, attempt.error, attempt.rule)
-    return AttemptStatus(_moment(attempt.started_at), finished, _took(attempt), *known)
+    return AttemptStatus(_moment(attempt.started_at), finished, _runtime_of(attempt), *known)
 
 
 def _progress(record: Record) -> Any:
@@ -485,28 +484,29 @@ def _effect(effect: Effect) -> EffectStatus:
     return EffectStatus(*known, _time(effect.sent_at), _time(effect.done_at), effect.unreadable)
 
 
-def _waits(
+def _wait(
     record: Record | None, holder: Holder | None, gate: Gate | None
 ) -> tuple[float, str | None]:
-    """How long no body may begin, and whether the key or its group causes that."""
+    """Seconds until the key may run, and whether it waits for itself or for its group."""
     waiting = (
         record.state in (State.PENDING, State.COOLING) if record is not None else holder is None
     )
     if not waiting:
         return 0.0, None
     own = record.waits if record is not None else 0.0
-    shut = gate.blocked_for if gate is not None else 0.0
-    if gate is not None and shut >= own:
-        return shut, "group"
+    blocked_for = gate.blocked_for if gate is not None else 0.0
+    if gate is not None and blocked_for >= own:
+        return blocked_for, "group"
     of_group = (
         record is not None and record.failure is not None and record.failure.group is not None
     )
     return own, ("group" if of_group else "key") if own else None
 
 
-def _why(
+def _reason(
     record: Record | None, holder: Holder | None, gate: Gate | None, trouble: str | None
 ) -> tuple[str | None, str | None]:
+    """The ``reason`` and the ``detail`` of a status."""
     if record is not None and record.unreadable is not None:
         return RECORD_UNREADABLE, record.unreadable
     if trouble is not None:
@@ -519,20 +519,20 @@ def _why(
         return (None if holder else WORKER_LOST), None
     terminated = record.ended is Ended.TERMINATED and record.state in (State.PENDING, State.COOLING)
     if record.failure is not None and record.failure.reason is not None and not terminated:
-        return record.failure.reason, _asked_for(record.failure)
+        return record.failure.reason, _reason_in_body(record.failure)
     if record.state is State.DONE:
         return record.reason, None
     return (record.ended.value if record.ended else record.reason), record.reason
 
 
-def _asked_for(failure: Failure) -> str | None:
-    """The reason that the body has given for its ``Cooldown`` or ``RetryLater``, which is the end
-    of its text.
+def _reason_in_body(failure: Failure) -> str | None:
+    """The ``reason`` with which the body raised ``Cooldown`` or ``RetryLater``: the end of its
+    message.
     """
-    return failure.message.partition(": ")[2] or None if failure.type in _ASKING else None
+    return failure.message.partition(": ")[2] or None if failure.type in _WITH_REASON else None
 
 
-def _held(holder: Holder | None) -> Mapping[str, Any]:
+def _holder_fields(holder: Holder | None) -> Mapping[str, Any]:
     if holder is None:
         return {}
     return {"holder": holder.host, "call_id": holder.call_id, "lease_remaining": holder.remaining}

@@ -1,7 +1,7 @@
-"""Advice on ``lease_ttl``: from measured run times and latencies to seconds. Pure functions.
+"""Advice on ``lease_ttl`` from measured run times and latencies. Pure.
 
-Times are seconds. The arithmetic of the lease itself is that of
-:mod:`celery_leases.protocol.deadlines`; the bounds of a takeover are those of docs/guarantees.md.
+Times are seconds. The parts of a ttl are those of :mod:`celery_leases.protocol.deadlines`; the
+bounds of a takeover are those of docs/guarantees.md.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from celery_leases.protocol.deadlines import RATE_MARGIN, RENEWALS_PER_TTL
 from celery_leases.protocol.options import ADVISED_TTL, LONGEST_COUNTDOWN
 
 CALL_PART = 10
-"""A renewal may take a tenth of the ttl: ``call_timeout`` of the deadlines."""
+"""A renewal may take a tenth of the ttl: ``deadlines.call_timeout``."""
 LATENCY_MARGIN = 2.0
-"""A renewal that takes twice as long as the slowest one of a hundred must still be in time."""
+"""A renewal must be in time even if it takes twice the p99 latency."""
 STOP_PART = 1 / 6
-"""The part of the ttl that a body is given to stop."""
+"""The part of the ttl that a body has to stop: ``deadlines.stop_deadline``."""
 DATABASE_PROOF = 3.0
-"""How long a database is watched before the lease in one of its rows counts as lapsed."""
-ASSUMED_LATENESS = 1.0
-"""For how long a process stands still, where this was not measured."""
+"""Seconds for which the database must have answered before an expired lease in a row may be taken
+over.
+"""
+ASSUMED_PAUSE = 1.0
+"""Seconds of a process pause if none was measured."""
 SHORTEST_GUARD = 2.0
-FEW = 100
-"""With fewer measurements than these the slowest of a hundred is not known."""
+ENOUGH_MEASUREMENTS = 100
+"""With fewer measured runs or renewals their p99 is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunTimes:
-    """What the finished runs of a task took."""
+    """The run times of the finished runs of a task."""
 
     count: int
     p50: float
@@ -41,7 +43,7 @@ class RunTimes:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> RunTimes | None:
-        """From the time of each run, by the nearest rank; ``None`` without a run."""
+        """From the time of each run, with nearest-rank percentiles; ``None`` without runs."""
         if not seconds:
             return None
         ordered = sorted(seconds)
@@ -51,10 +53,10 @@ class RunTimes:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """How late renewals were sent, from the counts in the buckets of a histogram.
+    """How late renewals were sent, from the buckets of a histogram.
 
-    ``p99`` and ``latest`` are upper bounds of buckets. ``beyond``: p99 is later than the last of
-    these bounds, which stands for it then.
+    ``p99`` and ``latest`` are upper bounds of buckets. ``beyond``: p99 is above the last bound, and
+    ``p99`` is that bound.
     """
 
     count: int
@@ -64,8 +66,8 @@ class Lateness:
 
     @classmethod
     def of(cls, bounds: Sequence[float], counts: Sequence[int]) -> Lateness | None:
-        """From the *counts* up to each of the *bounds*, and beyond the last one; by the nearest
-        rank, and ``None`` without a renewal.
+        """From the *counts* in the buckets below each of the *bounds*, and in the bucket above the
+        last; ``None`` without renewals.
         """
         total = sum(counts)
         if not total:
@@ -79,8 +81,9 @@ class Lateness:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPause:
-    """For how long a process may stand still, and where that figure is from: ``given``,
-    ``measured`` or ``assumed``. ``renewals``: how many were measured.
+    """How long a process may pause (no code runs, for example in a long garbage collection).
+
+    ``source``: ``given``, ``measured`` or ``assumed``. ``renewals``: how many were measured.
     """
 
     seconds: float
@@ -89,23 +92,23 @@ class ProcessPause:
 
     @classmethod
     def of(cls, measured: Lateness | None, given: float | None = None) -> ProcessPause:
-        """What is *given*, else the p99 of at least :data:`FEW` *measured* renewals, else
-        :data:`ASSUMED_LATENESS`.
+        """*given*, or the p99 of *measured* renewals if they are :data:`ENOUGH_MEASUREMENTS`, or
+        :data:`ASSUMED_PAUSE`.
         """
         count = measured.count if measured is not None else 0
         if given is not None:
             return cls(given, "given", count)
-        if measured is not None and count >= FEW:
+        if measured is not None and count >= ENOUGH_MEASUREMENTS:
             return cls(measured.p99, "measured", count)
-        return cls(ASSUMED_LATENESS, "assumed", count)
+        return cls(ASSUMED_PAUSE, "assumed", count)
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How messages of a dead worker come back.
+    """When the broker delivers the messages of a dead worker again.
 
-    ``redelivery`` is the time until the broker delivers again, counted from the delivery of the
-    message: visibility timeout plus sweep on Redis, 0 where it notices the lost connection.
+    ``redelivery`` counts from the first delivery of the message: visibility timeout plus restore
+    interval on Redis, 0 for a broker that notices the lost connection.
     """
 
     redelivery: float
@@ -113,22 +116,22 @@ class Delivery:
     visibility_timeout: float | None = None
 
     def delay(self, ttl: float) -> float:
-        """For how long a call that met the key of the dead worker is rescheduled at most."""
+        """The longest countdown of a call that finds the lease of the dead worker."""
         countdown = LONGEST_COUNTDOWN
         if self.visibility_timeout is not None:
             countdown = min(countdown, self.visibility_timeout / 2)
         return min(ttl + 1.0, countdown)
 
     def key_free(self, ttl: float) -> float:
-        """How long after a worker was killed another call of its key runs, at most."""
+        """How long after a kill another call of the key runs, at most."""
         return ttl + self.delay(ttl) + self._proof()
 
     def work_resumed(self, ttl: float) -> float:
-        """How long after a worker was killed its own work begins again, at most."""
+        """How long after a kill the killed call itself runs again, at most."""
         return max(ttl, self.redelivery) + self.delay(ttl) + self._proof()
 
     def longest_ttl(self, slo: float) -> float | None:
-        """The longest ttl whose key is free within *slo*; ``None``: there is none."""
+        """The longest ttl with which the key is free within *slo*; ``None`` if there is none."""
         left = slo - self._proof()
         found = max((left - 1.0) / 2, left - self.delay(math.inf))
         return found if found >= ADVISED_TTL else None
@@ -138,12 +141,11 @@ class Delivery:
 
 
 def shortest_ttl(latency: float, lateness: float) -> float:
-    """The shortest ttl that renewals keep alive, when one of them fails.
+    """The shortest ttl with which a lease survives one failed renewal.
 
-    *latency*: the slowest of a hundred round trips to the lease store. *lateness*: for how long a
-    process may stand still. A renewal must fit into its call timeout, a tenth of the ttl. And a
-    renewal that is due after a third of the ttl, starts late, times out and is repeated must end
-    before the body has to stop.
+    *latency* is the p99 of round trips to the lease store, *lateness* the longest process pause. A
+    renewal must fit into its call timeout, a tenth of the ttl. A renewal that is due after a third
+    of the ttl, starts late, times out and is repeated must end before the body has to stop.
     """
     slow = LATENCY_MARGIN * latency
     left = 1 - RATE_MARGIN - STOP_PART - 1 / RENEWALS_PER_TTL - 1 / CALL_PART - 1 / 12
@@ -151,20 +153,21 @@ def shortest_ttl(latency: float, lateness: float) -> float:
 
 
 def unrenewed_ttl(times: RunTimes, guard: float, jitter: float | None = None) -> float:
-    """The ttl that a lock without renewal would need: ``p99 + jitter + guard``.
+    """The ttl that a lock without renewal would need: p99 + *jitter* + *guard*.
 
-    *jitter* is how much longer than that a run may take, by default the longest run seen less p99.
+    *jitter* is how much longer than p99 a run may take; the default is the longest measured run
+    less p99.
     """
     return times.p99 + (times.longest - times.p99 if jitter is None else jitter) + guard
 
 
 def safe_guard(latency: float, lateness: float) -> float:
-    """What a ttl without renewal needs on top of the run: its process may stand still after the
-    body has ended, and the store may be slow to take the outcome. At least 2 s.
+    """What a ttl without renewal must have in addition to the run time, at least 2 s: the process
+    may pause after the body has ended, and the store may be slow to write the outcome.
     """
     return max(SHORTEST_GUARD, lateness + LATENCY_MARGIN * latency)
 
 
 def advised(shortest: float) -> float:
-    """*shortest* rounded up to a whole second: what to write for ``lease_ttl``."""
+    """*shortest* rounded up to a whole second, as a value for ``lease_ttl``."""
     return float(math.ceil(round(shortest, 6)))

@@ -322,7 +322,7 @@ def _queue(outbox: Outbox, records: SqlRecordStore, call: _NewCall) -> Record | 
     if place.write(outbox.enqueue_writes(*named, ttl=ttl, retention=retention), key.key):
         return None
     record = _found(place, key)
-    anew = options.rerun and record.state in (State.DONE, State.FAILED)
+    new_generation = options.rerun and record.state in (State.DONE, State.FAILED)
     if record.expired:
         writes = outbox.replace_writes(record, *named, ttl=ttl, retention=retention)
     elif anew or (_is_with_nobody(record) and not record.waits):
@@ -576,8 +576,8 @@ def _has_begun(record: Record, options: Mapping[str, Any]) -> bool:
 
 
 def _queued_call(record: Record) -> str:
-    """The call a record belongs to; where another one's message is to be published or was since
-    the last attempt, that one.
+    """The call a record belongs to; where another one's message is to be published or was since the
+    last attempt, that one.
     """
     queued = record.publish_at is not None or _has_message_of_another(record)
     kept = _message_of(record) if queued else {}
@@ -616,8 +616,8 @@ def _publish_own(app: Celery, stored_key: str, place: _Place | None = None) -> N
     """After the transaction: publish what it committed; the next relay or rescue does what goes
     wrong here.
 
-    The row is read and written in *place*, by default over a connection of the records.
-    An eager call is run: what its body raises is raised here where Celery propagates it.
+    The row is read and written in *place*, by default over a connection of the records. An eager
+    call is run: what its body raises is raised here where Celery propagates it.
     """
     parts = app_components.parts_of(app)
     outbox = _outbox(parts)

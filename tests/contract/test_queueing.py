@@ -95,8 +95,8 @@ def test_a_key_without_a_call_is_taken_if_it_is_unchanged(
         failures=2,
         finished={"call-1": '"saved"'},
     )
-    assert reassign(outbox, done, "call-2", anew=True)
-    assert not reassign(outbox, done, "call-3", anew=True)
+    assert reassign(outbox, done, "call-2", new_generation=True)
+    assert not reassign(outbox, done, "call-3", new_generation=True)
     found = row(sql_records, key)
     assert (found.state, found.call_id, found.attempt) == (State.PENDING, "call-2", 0)
     assert (found.failures, found.result, found.ended) == (0, None, None)

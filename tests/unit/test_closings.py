@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 
 from celery_leases.protocol.closings import (
-    KEPT,
+    CLOSINGS_MAX,
     PastClosing,
     dump,
     load,
@@ -64,7 +64,9 @@ def test_only_the_latest_are_stored() -> None:
     past: list[PastClosing] = []
     for number in range(30):
         past = with_closing(past, SHUT, NOW + 100 * number)
-    assert [each.closed_at - NOW for each in past] == [2900.0 - 100 * n for n in range(KEPT)]
+    assert [each.closed_at - NOW for each in past] == [
+        2900.0 - 100 * n for n in range(CLOSINGS_MAX)
+    ]
 
 
 def test_an_opening_belongs_to_the_latest_closing_and_is_recorded_once() -> None:

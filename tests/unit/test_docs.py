@@ -24,7 +24,7 @@ from celery_leases.protocol import decisions
 from celery_leases.protocol.events import AttemptSettled, CrashSeen
 from celery_leases.protocol.failure_decisions import AfterFailure
 from celery_leases.protocol.groups import Gate
-from celery_leases.protocol.options import OF_THE_APP, OPTION_NAMES, LeaseOptions
+from celery_leases.protocol.options import APP_ONLY, OPTION_NAMES, LeaseOptions
 from celery_leases.protocol.records import Ended, Failure, State
 from celery_leases.protocol.status import MESSAGES, status_of_group
 from celery_leases.protocol.verdicts import Verdict
@@ -74,7 +74,7 @@ def test_the_decision_tables_are_those_of_the_code() -> None:
 def test_the_option_table_names_every_option_with_its_default() -> None:
     """The README has all options, no other ones, and their defaults."""
     rows = {row[0].strip("`"): row[1] for row in markdown_rows(section(README, "Task options"))[1:]}
-    assert rows.keys() == {f"lease_{name}" for name in OPTION_NAMES if name not in OF_THE_APP}
+    assert rows.keys() == {f"lease_{name}" for name in OPTION_NAMES if name not in APP_ONLY}
     worded = {
         "key": "none",
         "namespace": "the task's name",
@@ -85,7 +85,7 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
         "rules": "`Rules.default()`",
     }
     for name in OPTION_NAMES:
-        if name not in OF_THE_APP:
+        if name not in APP_ONLY:
             assert rows[f"lease_{name}"] == worded.get(
                 name, spelled(name, getattr(LeaseOptions(), name))
             )
@@ -105,8 +105,8 @@ def test_the_rights_are_those_of_every_table() -> None:
 def test_the_settings_table_names_every_setting() -> None:
     """The README has all settings that are not defaults of options."""
     rows = {row[0].strip("`"): row[1] for row in markdown_rows(section(README, "Settings"))[1:]}
-    assert rows.keys() == {f"leases_{name}" for name in {*_SETTINGS, *OF_THE_APP}}
-    for name in OF_THE_APP:
+    assert rows.keys() == {f"leases_{name}" for name in {*_SETTINGS, *APP_ONLY}}
+    for name in APP_ONLY:
         assert rows[f"leases_{name}"] == spelled(name, getattr(LeaseOptions(), name))
     local = read_settings({}, "redis://localhost//")
     assert local.database_url in rows["leases_database_url"]

@@ -25,7 +25,7 @@ from celery_leases.failures.actions import (
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.protocol.body_endings import Raised
 from celery_leases.protocol.failure_decisions import (
-    LONGEST_SPREAD,
+    LONGEST_JITTER,
     SHORTEST_SERVER_DELAY,
     AwaitOperator,
     Counts,
@@ -125,7 +125,7 @@ class TestWhatTheAnswerTold:
         """At most a tenth is added, and 5 s."""
         ruling = replace(cooldown("1s", scope="group"), server_delay=told)
         wait = cooled(raised(ruling, delay), rand=rand, group=group).delay
-        assert delay <= wait <= delay + min(LONGEST_SPREAD, 0.1 * delay)
+        assert delay <= wait <= delay + min(LONGEST_JITTER, 0.1 * delay)
 
     @given(CHANCES)
     def test_a_server_delay_may_shorten_the_wait_of_the_policy(self, rand: float) -> None:

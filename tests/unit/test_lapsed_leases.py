@@ -172,7 +172,7 @@ class TestAfterAnOutageOfTheRecords:
         began = bench.clock.now()
         reply = bench.run(bench.call(on_held=on_held))
         assert isinstance(reply, Reschedule)
-        assert "may be about to write" in reply.reason
+        assert "may still write" in reply.reason
         assert LAPSED_LEASE_WAIT <= bench.clock.now() - began < LAPSED_LEASE_WAIT + 1
         assert bench.state is State.RUNNING
 

@@ -13,7 +13,7 @@ import pytest
 from celery_leases.failures.classifier import Rules
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.protocol.options import (
-    OF_THE_APP,
+    APP_ONLY,
     OPTION_NAMES,
     LeaseOptions,
     OnCooling,
@@ -89,7 +89,7 @@ class TestWrongValues:
         self, name: str, value: Any
     ) -> None:
         message = refused(**{name: value})
-        if name in OF_THE_APP:
+        if name in APP_ONLY:
             assert message == (
                 f"task billing.send: lease_{name} is no option of a task; write app.conf.leases_{name}={value!r}"
             )
@@ -252,8 +252,8 @@ class TestUnknownNames:
 
     def test_the_error_for_an_unknown_name_without_a_similar_one_lists_all(self) -> None:
         message = refused(zzz=1)
-        assert all(f"lease_{name}" in message for name in OPTION_NAMES if name not in OF_THE_APP)
-        assert not any(f"lease_{name}" in message for name in OF_THE_APP)
+        assert all(f"lease_{name}" in message for name in OPTION_NAMES if name not in APP_ONLY)
+        assert not any(f"lease_{name}" in message for name in APP_ONLY)
 
     @pytest.mark.parametrize("name", ["zzz", "key"])
     def test_a_setting_that_is_no_default_is_refused(self, name: str) -> None:

@@ -12,7 +12,7 @@ from celery_leases.board.views.overview import READ_TIMEOUT, trouble_of
 from celery_leases.client import LeaseClient
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.tuning import (
-    FEW,
+    ENOUGH_MEASUREMENTS,
     SHORTEST_GUARD,
     ProcessPause,
     RunTimes,

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Update, and_, case, delete, not_, select, update
 
-from celery_leases.protocol.closings import REMEMBERED
+from celery_leases.protocol.closings import RETENTION
 from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.ports import Renewal
 from celery_leases.stores.group_closing import GateClosing

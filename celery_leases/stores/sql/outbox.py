@@ -102,7 +102,7 @@ class Outbox:
         call_id: str,
         message: str,
         *,
-        anew: bool,
+        new_generation: bool,
         ttl: float,
         retention: float,
     ) -> Writes:
@@ -110,7 +110,14 @@ class Outbox:
         row if *old* has changed.
         """
         new = repairs.reassigned(
-            old, task, key, call_id, message, anew=anew, ttl=ttl, retention=retention
+            old,
+            task,
+            key,
+            call_id,
+            message,
+            new_generation=new_generation,
+            ttl=ttl,
+            retention=retention,
         )
         values = self.records.statements.layout.column_values(
             replace(new, publish_at=new.now + _PUBLISH_GRACE_US)

@@ -8,7 +8,7 @@ from threading import Barrier
 from typing import Protocol
 from uuid import uuid4
 
-from celery_leases.protocol.closings import KEPT, PastClosing
+from celery_leases.protocol.closings import CLOSINGS_MAX, PastClosing
 from celery_leases.protocol.ports import ClosingStore
 from celery_leases.testing.contracts.group_case import (
     PATIENCE,
@@ -121,7 +121,7 @@ class GateHistoryContract(GateCase):
             assert store.open_gate(group)
         found = past(store, group)
         assert [each.reason for each in found] == [
-            str(number) for number in reversed(range(2, KEPT + 2))
+            str(number) for number in reversed(range(2, CLOSINGS_MAX + 2))
         ]
 
     def test_groups_are_listed_that_are_open_again(
