@@ -1,3 +1,1 @@
-"""Durations, texts from outside, and the redaction of secrets: pure functions that every room
-uses.
-"""
+"""Durations, texts from outside, and the redaction of secrets: pure functions for all packages."""

@@ -1,5 +1,5 @@
-"""The base of all errors, and the error for wrong settings; :mod:`celery_leases.errors` has the
-others and publishes these.
+"""The base of all errors, and the error for wrong settings. :mod:`celery_leases.errors` exports
+them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from celery_leases.common.texts import printable
 
 
 class DescribedError(BaseException):
-    """Message first, then the named details, all of them in ``args``.
+    """An exception whose ``args`` are its message and its named ``details``.
 
-    Pickle and Celery's JSON result backends rebuild the error from ``args`` alone.
+    Pickle and Celery's JSON result backends rebuild an exception from ``args`` alone.
     """
 
     details: ClassVar[tuple[str, ...]] = ()

@@ -1,4 +1,4 @@
-"""Spans of time: read as people write them, and said as people say them."""
+"""Durations: read from numbers, text and timedeltas, and written in words."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Final
 from celery_leases.common.base_errors import LeaseConfigurationError
 
 Duration = float | str | timedelta
-"""What may be written where a span of time is asked for: seconds, ``"5m"``, or a timedelta."""
+"""A duration in options and arguments: a number of seconds, text such as ``"5m"``, or a
+timedelta.
+"""
 
 LONGEST: Final = 10 * 365 * 86_400.0
-"""Seconds; a longer span is a slip, and would overflow a timestamp somewhere."""
+"""Ten years in seconds. A longer duration is a mistake, and may overflow a timestamp."""
 
 UNITS: Final = {
     "d": 86_400.0,
@@ -25,20 +27,21 @@ UNITS: Final = {
     "µs": 1e-6,
     "ns": 1e-9,
 }
-"""Seconds per unit; those of Go's durations, which HTTP headers use too, and days."""
+"""Seconds per unit: the units of Go's durations, which HTTP headers use too, and days."""
 
-LET_PASS: Final = 5.0
+ROUNDED_OFF: Final = 5.0
+"""Seconds that :func:`in_words` leaves out above a minute, such as jitter."""
 
 _NUMBER: Final = re.compile(r"\d{1,18}(?:\.\d{0,18})?|\.\d{1,18}", re.ASCII)
 _PART: Final = re.compile(rf"({_NUMBER.pattern})(ms|us|µs|ns|d|h|m|s)", re.ASCII)
 
 
 def seconds(value: object, what: str = "a duration", *, zero: bool = False) -> float:
-    """The seconds *value* stands for: a number, a timedelta, or text such as ``"1h30m"``,
-    ``"250ms"``, ``"300"``.
+    """The seconds of a duration: a number, a timedelta, or text such as ``"1h30m"``, ``"250ms"``,
+    ``"300"``.
 
-    Above 0 and below ten years; ``zero=True`` allows 0 too. Anything else raises
-    :class:`LeaseConfigurationError`, which calls the value *what*.
+    It must be above 0 (or 0, with *zero*) and below ten years. Another value raises
+    :class:`LeaseConfigurationError`, in which the value is called *what*.
     """
     span = _span(value)
     if span is None or not (0 < span < LONGEST or (zero and span == 0)):
@@ -51,8 +54,8 @@ def seconds(value: object, what: str = "a duration", *, zero: bool = False) -> f
 
 
 def parsed(text: str) -> float | None:
-    """The seconds a text such as ``"6m0s"`` or ``"12ms"`` or ``"300"`` stands for; ``None`` for any
-    other text.
+    """The seconds of a text such as ``"6m0s"``, ``"12ms"`` or ``"300"``; ``None`` for another
+    text.
     """
     text = text.strip()
     if _NUMBER.fullmatch(text):
@@ -91,19 +94,18 @@ def moment(text: str, zone: tzinfo | None = None) -> datetime:
 
 
 def in_words(span: float) -> str:
-    """*span* seconds for a person, rounded up: ``"45 seconds"``, ``"5 minutes"``, ``"2 hours"``.
+    """*span* seconds in words, rounded up: ``"45 seconds"``, ``"5 minutes"``, ``"2 hours"``.
 
-    Above a minute five seconds are let pass: a wait of five minutes with a little jitter is one of
-    five minutes.
+    A wait of five minutes and a little jitter is ``"5 minutes"``: see :data:`ROUNDED_OFF`.
     """
     for unit, size in (("hour", 3600), ("minute", 60)):
-        if span - LET_PASS > size:
-            return _counted(math.ceil((span - LET_PASS) / size), unit)
+        if span - ROUNDED_OFF > size:
+            return _counted(math.ceil((span - ROUNDED_OFF) / size), unit)
     return _counted(max(1, math.ceil(span)), "second")
 
 
 def in_short(span: float) -> str:
-    """*span* seconds in few characters, as in a table: ``"0.3s"``, ``"45s"``, ``"12m"``, ``"3h"``,
+    """*span* seconds in few characters, for a table: ``"0.3s"``, ``"45s"``, ``"12m"``, ``"3h"``,
     ``"2d"``.
     """
     for unit, size in (("d", 86_400), ("h", 3600), ("m", 60)):

@@ -1,5 +1,5 @@
-"""Taking secrets out of texts that are stored, logged and shown: keys, tokens, passwords,
-signatures.
+"""Removes secrets (keys, tokens, passwords, signatures) from texts that are stored, logged and
+shown.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from celery_leases.common.texts import text_of
 
 REDACTED: Final = "[redacted]"
 MARGIN: Final = 2_000
-"""More characters than any pattern looks at behind the place where a secret begins."""
+"""More characters than any pattern reads after the place where a secret begins."""
 
-# Every pattern starts at something fixed and repeats only what cannot be read in two ways: linear
-# in any text.
+# No pattern can match one text in two ways, so the time is linear in the length of the text.
 _PRIVATE_KEY: Final = re.compile(r"-----BEGIN ([A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?)-----")
 _URL_ENDS: Final = re.compile(r"[\s\"'<>]")
 _URL_MAX: Final = 1_000
@@ -22,7 +21,7 @@ _SCHEME_OF_URL: Final = re.compile(r"[a-z0-9+.-]{1,30}\Z", re.IGNORECASE)
 _WITH_PATHS: Final = frozenset(
     {"http", "https", "ws", "wss", "ftp", "sftp", "git", "ssh", "s3", "gs", "file"}
 )
-"""URLs with paths in which an at sign may stand; in those of databases and brokers it ends a
+"""Schemes of URLs whose path may contain ``@``. In URLs of databases and brokers, ``@`` ends the
 password.
 """
 
@@ -45,8 +44,7 @@ _KEY_SHAPES: Final = re.compile(
     re.ASCII,
 )
 _SCHEME: Final = re.compile(r"\b(bearer|basic)(\s{1,5})([a-z0-9._~+/=-]{8,})", re.IGNORECASE)
-# What follows the name of this header is a scheme and parameters of any form; cookies come as
-# lists.
+# An Authorization header has a scheme and parameters of any form; cookies may be written as lists.
 _HEADER: Final = re.compile(
     r"\b((?:proxy-)?authorization\s{0,3}[:=]\s{0,3})(?!bearer\b|basic\b|token\b|[bru]?[\"'\s\\[{(])[^\n\r]{1,2000}"
     r"|((?:set-)?cookie2?[\"']?\s{0,3}:\s{0,3}\[)(?!\[?redacted\])[^\]\n]{1,2000}"
@@ -83,8 +81,7 @@ _NAME: Final = re.compile(
     r"(?:(?:api|access|auth|account|encryption|function|master|private|secret|service|shared|signing|subscription)"
     r"[_-]?key|token|secret|passw(?:or)?d|passphrase|passcode|pwd|authorization|credentials?|signature|cookies?)"
     r"(?![a-z])"
-    # Names that are words of other meaning too: as a key of a query or a call, after an underscore,
-    # in quotes.
+    # Words with another meaning too: only before "=", after an underscore, or in quotes.
     r"|(?<![a-z])(?:key|sig)(?=\s{0,3}=)"
     r"|(?<![a-z])pass(?=\s{0,3}=)|(?<=_)pass(?=[\\\"']{0,3}\s{0,3}[=:])",
     re.IGNORECASE,
@@ -103,13 +100,11 @@ _VALUE: Final = re.compile(
     re.IGNORECASE,
 )
 _BRACED: Final = re.compile(r"\{(?:[^}\n]|\}\})*\}?")
-_NOTHING: Final = frozenset({"none", "null", "nil", "true", "false", "undefined", ""})
+_NO_SECRET: Final = frozenset({"none", "null", "nil", "true", "false", "undefined", ""})
 
 
 def redact(text: str) -> str:
-    """*text* with ``[redacted]`` where a secret stood; the rest stays readable. Linear in the
-    length of *text*.
-    """
+    """*text* with each secret replaced by ``[redacted]``. The time is linear in its length."""
     if "-----BEGIN " in text:
         text = _without_private_keys(text)
     if "://" in text:
@@ -132,25 +127,24 @@ def redact(text: str) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """*text* without secrets, cut to *limit* characters; takes no longer for a longer text.
+    """*text* without secrets, cut to *limit* characters; a longer text takes no more time.
 
-    It is cut before secrets are looked for, so that only what is kept costs time. What is kept is
-    what reads the same with :data:`MARGIN` more characters and without them: the cut shows no part
-    of a secret.
+    The text is cut first, and redacted with and without :data:`MARGIN` more characters. The result
+    is the beginning that both have in common, so the cut shows no part of a secret.
     """
     if len(text) <= limit:
-        whole = redact(text)
-        return whole if len(whole) <= limit else f"{whole[: limit - 1]}…"
-    kept, surely = redact(text[:limit]), redact(text[: limit + MARGIN])
-    if not surely.startswith(kept):
-        kept = kept[
+        redacted = redact(text)
+        return redacted if len(redacted) <= limit else f"{redacted[: limit - 1]}…"
+    cut, longer = redact(text[:limit]), redact(text[: limit + MARGIN])
+    if not longer.startswith(cut):
+        cut = cut[
             : next(
                 place
-                for place, (one, other) in enumerate(zip(kept, surely, strict=False))
+                for place, (one, other) in enumerate(zip(cut, longer, strict=False))
                 if one != other
             )
         ]
-    return f"{kept[: limit - 1]}…"
+    return f"{cut[: limit - 1]}…"
 
 
 def message_of(error: BaseException, limit: int) -> str:
@@ -190,8 +184,8 @@ def _without_userinfo(text: str) -> str:
 
 
 def _userinfo(address: str, *, paths: bool) -> int:
-    """How many characters of what follows ``://`` are user and password; they may hold ``/``, ``?``
-    and ``#``.
+    """How many characters after ``://`` are user and password, which may contain ``/``, ``?`` and
+    ``#``.
     """
     authority = re.split(r"[/?#]", address, maxsplit=1)[0]
     if "@" in authority:
@@ -229,8 +223,8 @@ def _without_named_values(text: str) -> str:
 
 
 def _member(text: str, name: re.Match[str]) -> re.Match[str] | None:
-    """What parts a name and its value in ``("Authorization", "…")``; lists of names are no such
-    pairs.
+    """The separator between name and value in a pair such as ``("Authorization", "…")``; ``None``
+    in a list of names.
     """
     joint = _COMMA.match(text, name.end())
     before = (
@@ -241,12 +235,12 @@ def _member(text: str, name: re.Match[str]) -> re.Match[str] | None:
 
 
 def _shown(text: str, value: re.Match[str]) -> str:
-    """What stands for the value of a secret name: its quotes stay, and so does what says that there
-    is none.
+    """The replacement for the value of a secret name. Quotes stay, and so do values that are no
+    secret, such as ``None``.
     """
     found = value[0]
     if value["plain"] is not None:
-        no_secret = found.lower() in _NOTHING or not found.strip("*.…-")
+        no_secret = found.lower() in _NO_SECRET or not found.strip("*.…-")
         scheme = found.lower() in ("bearer", "basic") and text.startswith(REDACTED, value.end() + 1)
         return found if no_secret or scheme else REDACTED
     opening = found[: found.index('"') + 1] if '"' in found[:4] and "'" not in found[:3] else ""
@@ -255,7 +249,7 @@ def _shown(text: str, value: re.Match[str]) -> str:
     quote = opening[-1]
     closing = quote if content.endswith(quote) and not opening.endswith('\\"') else ""
     inner = content[: len(content) - len(closing)]
-    if inner.lower() in _NOTHING or inner == REDACTED:
+    if inner.lower() in _NO_SECRET or inner == REDACTED:
         return found
     return f"{opening}{REDACTED}{closing}"
 
@@ -265,7 +259,7 @@ def _after_prefix(found: re.Match[str]) -> str:
 
 
 def _after_scheme(found: re.Match[str]) -> str:
-    # "Basic authentication" is a word, no credential.
+    # In "Basic authentication" no credential follows the scheme.
     if found[3].isalpha() and len(found[3]) < 20:
         return found[0]
     return f"{found[1]}{found[2]}{REDACTED}"

@@ -1,5 +1,5 @@
-"""Texts from outside: read within bounds, made storable for a database, and printable for a log or
-a terminal.
+"""Texts from outside: cut to a length, made storable for databases, and printable for logs and
+terminals.
 """
 
 from __future__ import annotations
@@ -8,18 +8,16 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 LONGEST: Final = 4_000
-"""As many characters of an error's text are looked at, which is more than is shown of it."""
+"""Characters that are read of the text of an exception, which is more than is shown."""
 SHOWN: Final = 300
-"""As many characters of a key, a name or another word are shown in a line."""
+"""Characters of a key or a name that are shown in a line."""
 _DEPTH: Final = 5
 
 
 def printable(text: str, limit: int | None = SHOWN, *, keep: str = "") -> str:
-    """*text* in one line, cut to *limit* characters: what a log or a terminal would obey is
-    escaped.
+    """*text* in one line, cut to *limit* characters, with control characters escaped.
 
-    Characters in *keep* stay as they are. A text that is printable and short enough comes back
-    unchanged.
+    Characters in *keep* are not escaped.
     """
     cut = text if limit is None or len(text) <= limit else f"{text[: limit - 1]}…"
     if cut.isprintable():
@@ -28,24 +26,25 @@ def printable(text: str, limit: int | None = SHOWN, *, keep: str = "") -> str:
 
 
 def shown(value: object) -> str:
-    """The beginning of ``repr(value)``, for the text of an error."""
+    """The beginning of ``repr(value)``, for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def storable(text: str, most: int | None = None) -> str:
-    """*text* without NUL and lone surrogates, cut after *most* characters."""
+    """*text* without NUL and lone surrogates, which databases cannot store, cut to *most*
+    characters.
+    """
     if not text.isascii() or "\x00" in text:
         text = text.replace("\x00", "").encode("utf-8", "replace").decode()
     return text if most is None else text[:most]
 
 
 def text_of(error: BaseException) -> str:
-    """``str(error)``, at most :data:`LONGEST` characters that every store can hold; ``""`` if it
-    raises.
+    """``str(error)`` in storable form, cut to :data:`LONGEST` characters; ``""`` if it raises.
 
-    What an exception without a ``__str__`` of its own was raised with is cut first, so that it
-    costs no more when it is large. A ``__str__`` of its own takes as long as it takes.
+    The ``args`` of an exception without a ``__str__`` of its own are cut first, so that large
+    arguments take no more time. The time of a ``__str__`` of its own is not limited.
     """
     try:
         text = _text(error)
@@ -73,7 +72,9 @@ def _whole(text: str) -> str:
 
 
 def _cut(value: Any, depth: int = _DEPTH, left: Iterator[int] | None = None) -> Any:
-    """*value*, or where it is large what its text begins with; *left* counts members to look at."""
+    """*value*, or the part of a large one with which its text begins; *left*: an iterator with one
+    item for each further member that may be read.
+    """
     kind, left = type(value), left or iter(range(LONGEST))
     if kind is str or kind is bytes:
         return value[:LONGEST]

@@ -1,3 +1,3 @@
-"""The failure classifier: from an exception to an action. Pure; it knows client libraries by name
-only, and no leases.
+"""The failure classifier: from an exception to an action. Pure; it imports no client library, and
+does not depend on leases.
 """

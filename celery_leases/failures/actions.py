@@ -1,6 +1,4 @@
-"""Actions for failures, in the terms that rules are written in, and the classification of one
-failure.
-"""
+"""The actions that failure rules can choose, and the classification of one failure."""
 
 from __future__ import annotations
 
@@ -17,12 +15,11 @@ Scope = Literal["key", "group"]
 DelayUse = Literal["instead", "at_least", "ignore"]
 
 RETRY_CAP = 300.0
+"""Seconds of the longest delay of :func:`retry` by default."""
 
 
 class Reason(StrEnum):
-    """Why a key cools down, is retried or has failed: stable codes for programs, stored with the
-    record.
-    """
+    """Why a key cools down, is retried or has failed: stable codes, stored in the record."""
 
     ASKED = "asked"
     REFUSED = "refused"
@@ -49,26 +46,25 @@ class Ruling:
     """
 
     kind: Kind
-    #: How the wait grows; ``None``: the task's ``lease_cooldown``.
+    #: The delays; ``None``: those of the task's ``lease_cooldown``.
     policy: CooldownPolicy | None = None
     #: How many quick retries; ``None``: the task's ``lease_max_retries``.
     max: int | None = None
-    #: What a cooldown applies to. Without a ``lease_cooldown_group``, *group* falls back to the
-    #: key.
+    #: What cools down. For a task without ``lease_cooldown_group``, *group* means the key.
     scope: Scope = "key"
     #: The call may have been executed.
     ambiguous: bool = False
-    #: Waiting alone does not help: notify a person.
+    #: Waiting does not help: a person must act.
     operator: bool = False
-    #: How a delay from the response is combined with the policy's.
+    #: How a delay from the response is combined with that of the policy: it replaces the delay
+    #: (``instead``), or is a minimum (``at_least``), or is ignored.
     server_delay: DelayUse = "at_least"
-    #: The least seconds of the policy's delay.
+    #: The minimum of the policy's delay, in seconds.
     at_least: float = 0.0
-    #: The action for an ambiguous retry unless the task is ``lease_idempotent``; ``None``: a
-    #: cooldown of the key.
+    #: The action instead of an ambiguous retry, unless the task is ``lease_idempotent``; ``None``:
+    #: a cooldown of the key.
     if_not_idempotent: Ruling | None = None
-    #: The action when a retry has no tries left; ``None``: a cooldown of the key by the task's
-    #: policy.
+    #: The action after the last quick retry; ``None``: a cooldown of the key by the task's policy.
     then: Ruling | None = None
 
 
@@ -80,30 +76,30 @@ class Classification:
     rule: str
     ruling: Ruling
     reason: Reason
-    #: Seconds from the response or the exception, at most 6 h; ``None``: the policy decides alone.
+    #: Seconds from the response or the exception, at most 6 h; ``None``: it gives no delay.
     delay: float | None = None
-    #: Where the delay comes from, such as ``"retry-after"``.
+    #: The source of that delay, such as ``"retry-after"``.
     source: str | None = None
-    #: The response asked for more than 6 h.
+    #: The delay was longer, and was cut to 6 h.
     clamped: bool = False
-    #: One short sentence for people: what matched.
+    #: What matched, in a few words.
     why: str = ""
 
 
 def retry(
     delay: Duration = 1.0,
     *,
-    max: int | None = None,  # noqa: A002 - the word for it, as in lease_max_retries
+    max: int | None = None,  # noqa: A002 - named like lease_max_retries
     factor: float = 2.0,
     cap: Duration | None = None,
     jitter: float = 0.5,
     ambiguous: bool = False,
     then: Ruling | None = None,
 ) -> Ruling:
-    """Try again soon: *delay*, times *factor* at each try, up to *cap* (5 minutes, or *delay* if
-    that is longer).
+    """Retry soon: after *delay*, times *factor* at each retry, up to *cap* (5 minutes, or *delay*
+    if that is longer).
 
-    At most *max* times, then as *then* says. *ambiguous*: the call may have been executed, so that
+    After *max* retries the action *then* applies. *ambiguous*: the call may have been executed, so
     only a ``lease_idempotent`` task is retried. A wrong value raises
     :class:`LeaseConfigurationError`.
     """
@@ -122,11 +118,11 @@ def cooldown(
     ambiguous: bool = False,
     operator: bool = False,
 ) -> Ruling:
-    """Do not run the key, or with ``scope="group"`` its whole cooldown group, for a while.
+    """Do not run the key for a while, or with ``scope="group"`` no key of its cooldown group.
 
-    *delay*, times *factor* (2) at each failure, up to *cap* (6 hours, or *delay* if that is
-    longer), and *jitter* (0.5); without a delay, the task's ``lease_cooldown``. A wrong value
-    raises :class:`LeaseConfigurationError`.
+    For *delay*, times *factor* (2) at each failure, up to *cap* (6 hours, or *delay* if that is
+    longer), with *jitter* (0.5). Without a *delay* as the task's ``lease_cooldown`` says. A wrong
+    value raises :class:`LeaseConfigurationError`.
     """
     if scope not in ("key", "group"):
         raise LeaseConfigurationError(
@@ -146,34 +142,35 @@ def cooldown(
 
 
 def permanent(*, operator: bool = False) -> Ruling:
-    """Never try again, until an operator says so."""
+    """Do not run the key again until an operator allows it."""
     return Ruling("permanent", operator=operator)
 
 
 def retry_exactly(span: Duration, what: str = "a retry") -> Ruling:
-    """A retry after exactly *span*: no growth, no jitter, whatever the response says.
+    """A retry after exactly *span*: without growth, jitter and the delay of a response.
 
-    Zero is allowed. A wrong value raises :class:`LeaseConfigurationError`, which calls it *what*.
+    Zero is allowed. A wrong value raises :class:`LeaseConfigurationError`, in which it is called
+    *what*.
     """
     delay = max(seconds(span, what, zero=True), 1e-3)
     return Ruling("retry", CooldownPolicy(delay, 1.0, delay, 0.0), server_delay="ignore")
 
 
 def exact_delay(ruling: Ruling) -> float | None:
-    """The seconds of a ruling made by :func:`retry_exactly`; ``None`` for any other."""
+    """The seconds of a ruling made by :func:`retry_exactly`; ``None`` for another ruling."""
     exact = ruling.kind == "retry" and ruling.server_delay == "ignore" and ruling.policy is not None
     return ruling.policy.base if exact and ruling.policy else None
 
 
 def reason_of(ruling: Ruling) -> Reason:
-    """The reason given for a ruling that a user's rule has made."""
+    """The reason of a failure to which a rule of the user gives *ruling*."""
     return Reason.REFUSED if ruling.kind == "permanent" else Reason.ERROR
 
 
-def _check_retry(tries: object, then: object) -> None:
-    if tries is not None and (isinstance(tries, bool) or not isinstance(tries, int) or tries < 0):
+def _check_retry(most: object, then: object) -> None:
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
         raise LeaseConfigurationError(
-            f"retry: max={tries!r} is not usable; write a whole number of at least 0"
+            f"retry: max={most!r} is not usable; write a whole number of at least 0"
         )
     if then is not None and not isinstance(then, Ruling):
         raise LeaseConfigurationError(

@@ -1,4 +1,4 @@
-"""The classifier: an ordered, immutable list of rules, and the classification of an error."""
+"""``Rules``: an ordered, immutable list of rules, which classifies errors."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _log: Final = logging.getLogger("celery_leases")
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What to do about failures; the first rule that matches decides. Immutable: ``on`` and ``use``
+    """What to do after failures; the first rule that matches decides. Immutable: ``on`` and ``use``
     return new objects.
 
-    The order: the requests of the body itself (``Cooldown``, ``RetryLater``, ``PermanentFailure``),
-    the rules of the user as written, the default rules (of ``Rules.default()``), and last the rule
-    that cools the key down.
+    The order: exceptions of celery_leases that the body has raised (``Cooldown``, ``RetryLater``,
+    ``PermanentFailure``), the user's rules as they are written, the default rules (with
+    ``Rules.default()``), and last a rule that cools the key down.
     """
 
-    #: The user's, in the order written.
+    #: The rules of the user, in the order in which they are written.
     written: tuple[Rule | RuleFunction, ...] = ()
     #: Whether the default rules follow.
     defaults: bool = False
 
     @classmethod
     def default(cls) -> Rules:
-        """The default rules, before which you can add your own."""
+        """The default rules. Rules that are added apply before them."""
         return cls(defaults=True)
 
     def on(
@@ -66,12 +66,12 @@ class Rules:
         name: str | None = None,
         to: rule_syntax.To,
     ) -> Rules:
-        """These rules and one more: if all conditions hold for the error or for one that it wraps,
-        *to* applies.
+        """These rules and one more: if all conditions hold for the error or an error that it wraps,
+        the action is *to*.
 
-        *to* is :func:`~celery_leases.failures.actions.retry`, ``cooldown`` or ``permanent`` (or one
-        of these words), or a duration after which exactly it is retried. *header* must be present,
-        *message* is a regular expression, *exc* also finds subclasses. A wrong value raises
+        *to* is :func:`~celery_leases.failures.actions.retry`, ``cooldown`` or ``permanent``, or one
+        of these words, or a duration: retry after exactly that. *header* must be present, *message*
+        is a regular expression, *exc* also matches subclasses. A wrong value raises
         :class:`LeaseConfigurationError`.
         """
         case = rule_syntax.conditions(
@@ -92,9 +92,9 @@ class Rules:
     def use(self, hook: Hook, *, name: str | None = None) -> Rules:
         """These rules and one more, which calls ``hook(exception, facts)``.
 
-        The hook returns an action, a number of seconds (retry after exactly that), ``True``
-        (retry), ``False`` (permanent), or ``None`` (apply the next rule). Any other value, or an
-        exception, is logged and counts as ``None``.
+        The hook returns an action, a duration (retry after exactly that), ``True`` (retry),
+        ``False`` (permanent), or ``None`` (apply the next rule). Another value, or an exception, is
+        logged and counts as ``None``.
         """
         if not callable(hook):
             raise LeaseConfigurationError(
@@ -105,7 +105,7 @@ class Rules:
         return replace(self, written=(*self.written, rule_function))
 
     def rows(self) -> tuple[Rule | RuleFunction, ...]:
-        """Every rule in the order of application; for rules about wrappers, see :class:`Phase`."""
+        """All rules in the order in which they apply; see :class:`Phase`."""
         defaults = (
             [rule for phase in Phase for rule in DEFAULTS if rule.phase is phase]
             if self.defaults
@@ -116,12 +116,12 @@ class Rules:
     def classify(
         self, error: BaseException, now: float, clock: Callable[[], float] | None = None
     ) -> Classification:
-        """The classification of *error*; *now* is the wall clock in seconds since the epoch. Never
-        raises, except for the KeyboardInterrupt of a hook. *clock* gives seconds, for the time
-        limit of :class:`~celery_leases.failures.safe_attributes.Reader`.
+        """The classification of *error*; *now* is the wall clock in seconds since the epoch.
 
-        Celery's own control flow and ``LeaseLost`` are not failures and must not be passed;
-        ``Snooze`` is not a failure either, and gives a retry after its delay.
+        Never raises, except for a KeyboardInterrupt in a hook. *clock* returns seconds, for the
+        time limit of :class:`~celery_leases.failures.safe_attributes.Reader`. Celery's own control
+        flow and ``LeaseLost`` are not failures and must not be passed. ``Snooze``, which is no
+        failure either, gives a retry after its delay.
         """
         try:
             read = Reader(clock)
@@ -130,19 +130,19 @@ class Rules:
                 if isinstance(one, Cooldown | RetryLater | Snooze):
                     return _asked(one, now)
             return self._classified(facts_from(errors, read, _headers(self.written)), now, error)
-        except Exception:  # noqa: BLE001 - a failure must not grow into another one
+        except Exception:  # noqa: BLE001 - an error here must not hide the failure
             _log.exception("could not classify %s; it is handled as an unknown error", type(error))
-            return _of_anything_else("it could not be classified")
+            return _unknown("it could not be classified")
 
     def classify_facts(self, facts: ErrorFacts, now: float) -> Classification:
-        """The classification of an error of which only the facts are known; hooks are not called.
-        Never raises.
+        """The classification of an error from its facts alone; hooks are not called. Never
+        raises.
         """
         try:
             return self._classified(facts, now, None)
         except Exception:  # noqa: BLE001 - as above
             _log.exception("could not classify %r; it is handled as an unknown error", facts)
-            return _of_anything_else("it could not be classified")
+            return _unknown("it could not be classified")
 
     def _classified(
         self, facts: ErrorFacts, now: float, error: BaseException | None
@@ -170,11 +170,13 @@ class Rules:
             rule, why = matched
             return Classification(rule.name, rule.ruling, rule.reason, why=why)
         name = f" {facts.names[0]}" if facts.names else ""
-        return _of_anything_else(f"no rule knows{name}")
+        return _unknown(f"no rule knows{name}")
 
 
 def _asked(error: Cooldown | RetryLater | Snooze, now: float) -> Classification:
-    """The request of the body, exactly: it may be longer than the limit for responses."""
+    """The classification of an exception by which the body asks for a delay, which may be longer
+    than that of a response.
+    """
     name, ruling, delay = "asked-snooze", ASKED_SNOOZE, error.delay
     if isinstance(error, RetryLater):
         name, ruling = "asked-retry", ASKED_RETRY
@@ -188,12 +190,12 @@ def _asked(error: Cooldown | RetryLater | Snooze, now: float) -> Classification:
     )
 
 
-def _of_anything_else(why: str) -> Classification:
+def _unknown(why: str) -> Classification:
     return Classification(ANYTHING_ELSE.name, ANYTHING_ELSE.ruling, ANYTHING_ELSE.reason, why=why)
 
 
 def _headers(rules: Sequence[Rule | RuleFunction]) -> frozenset[str]:
-    """The headers that the user's rules look at."""
+    """The headers that conditions of the user's rules read."""
     cases = (case for rule in rules if isinstance(rule, Rule) for case in rule.cases)
     return frozenset(part.name for case in cases for part in case if isinstance(part, HasHeader))
 

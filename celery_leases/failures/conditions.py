@@ -1,5 +1,5 @@
-"""Conditions of rules on an error's facts, as data; each says in words what it compares and what it
-found.
+"""Conditions of rules: they compare facts of an error, and say in words what they compare and what
+they found.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from celery_leases.failures.facts import ErrorFacts
 
 
 class Condition(Protocol):
-    """One thing to ask. Its text says what, as ``status=429``."""
+    """One condition. ``str()`` of it is for people, such as ``status=429``."""
 
     def match(self, facts: ErrorFacts) -> str | None:
-        """What was found in the facts of one error, in words; ``None``: not that."""
+        """What matched in the facts of one error, in words; ``None``: nothing."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StatusIn:
-    """The HTTP status is one of these."""
+    """The HTTP status is one of ``statuses``."""
 
     statuses: frozenset[int]
 
@@ -37,7 +37,7 @@ class StatusIn:
 
 @dataclass(frozen=True, slots=True)
 class CodeIn:
-    """One of the error codes is one of these; a star at the end stands for any ending."""
+    """An error code is one of ``codes``, in which a star at the end matches any ending."""
 
     codes: frozenset[str]
 
@@ -54,11 +54,11 @@ class CodeIn:
 
 @dataclass(frozen=True, slots=True)
 class NamedAs:
-    """Its class, or one of its superclasses, has one of these names.
+    """The class of the error, or a superclass, has one of ``names``.
 
-    A bare name is that of any class; a dotted one may leave out modules in between, so that
-    ``stripe.CardError`` finds ``stripe._error.CardError``; ``builtins.TimeoutError`` is Python's
-    own only. ``itself``: no superclass counts.
+    A bare name matches a class of any module. A dotted name may leave out inner modules:
+    ``stripe.CardError`` matches ``stripe._error.CardError``. ``builtins.TimeoutError`` matches
+    Python's own class only. ``itself``: superclasses do not count.
     """
 
     names: frozenset[str]
@@ -75,7 +75,7 @@ class NamedAs:
 
 @dataclass(frozen=True, slots=True)
 class SqlStateStarts:
-    """The SQLSTATE begins with one of these."""
+    """The SQLSTATE begins with one of ``prefixes``."""
 
     prefixes: tuple[str, ...]
 
@@ -93,7 +93,7 @@ class SqlStateStarts:
 
 @dataclass(frozen=True, slots=True)
 class ErrnoIn:
-    """The number of an OSError or of MySQL is one of these."""
+    """The number of an OSError or of a MySQL error is one of ``numbers``."""
 
     numbers: frozenset[int]
 
@@ -107,7 +107,7 @@ class ErrnoIn:
 
 @dataclass(frozen=True, slots=True)
 class GrpcIn:
-    """The gRPC status code has one of these names."""
+    """The gRPC status code is one of ``names``."""
 
     names: frozenset[str]
 
@@ -121,7 +121,7 @@ class GrpcIn:
 
 @dataclass(frozen=True, slots=True)
 class SmtpIn:
-    """The mail server's reply code is one of these."""
+    """The reply code of the mail server is one of ``replies``."""
 
     replies: frozenset[int]
 
@@ -135,7 +135,7 @@ class SmtpIn:
 
 @dataclass(frozen=True, slots=True)
 class HasHeader:
-    """The answer has this header, with this value if one is given."""
+    """The response has the header ``name``, with ``value`` if that is given."""
 
     name: str
     value: str | None = None
@@ -152,7 +152,7 @@ class HasHeader:
 
 @dataclass(frozen=True, slots=True)
 class MessageHas:
-    """The text of the error, cut and without secrets, contains this pattern."""
+    """The message of the error, cut and without secrets, contains ``pattern``."""
 
     pattern: re.Pattern[str]
 
@@ -167,7 +167,7 @@ class MessageHas:
 
 @dataclass(frozen=True, slots=True)
 class FactIs:
-    """One of the plain facts is so: ``retryable``, ``invalidated`` or ``arguments``."""
+    """A boolean fact (``retryable``, ``invalidated`` or ``arguments``) has this ``value``."""
 
     fact: str
     value: bool
@@ -182,7 +182,7 @@ class FactIs:
 
 @lru_cache(maxsize=512)
 def _spellings(names: tuple[str, ...]) -> frozenset[str]:
-    """Every way in which :class:`NamedAs` may write one of *names*."""
+    """All spellings of *names* that :class:`NamedAs` accepts."""
     found: set[str] = set()
     for name in names:
         modules, _, bare = name.rpartition(".")
@@ -204,7 +204,7 @@ def _joined(words: Iterable[str]) -> str:
 
 
 def _runs(numbers: Iterable[int]) -> str:
-    """The numbers in order, runs of three and more as ``500-504``."""
+    """The numbers in order, three and more consecutive ones as ``500-504``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

@@ -1,7 +1,7 @@
-"""The default rules, as data: the errors of common client libraries, and the action for each.
+"""The default rules, as data: errors of common client libraries, and the action for each.
 
-The comments give the row of the table in the documentation. Within one phase the first match wins;
-a code comes before a status where the two disagree.
+The comments give the row of the table in docs/failures.md. Within a phase the first match wins. A
+rule on a code comes before a rule on a status that contradicts it.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def _any(*conditions: Condition | Case) -> tuple[Case, ...]:
 
 
 REFUSED_HERE: Final = "refused-here"
-"""The rule for errors of your own database or file system that refuse a value."""
+"""The name of the rule for errors of one's own database or file system that refuse a value."""
 
-# -- what is done ----------------------------------------------------------------------------------
+# -- actions ---------------------------------------------------------------------------------------
 
 OUT_OF_QUOTA: Final = replace(cooldown("1h", scope="group", operator=True), server_delay="ignore")
 UNAUTHORIZED: Final = replace(cooldown("15m", scope="group", operator=True), server_delay="ignore")
@@ -111,12 +111,14 @@ CONTROL_FLOW: Final = (
         Phase.FIRST,
     ),
 )
-"""The requests of a body, as far as facts show them; the exception itself has the time."""
+"""The exceptions of celery_leases that a body raises. Their delay is an attribute of the
+exception.
+"""
 
 # -- rows 3 to 13 ----------------------------------------------------------------------------------
 
 DEFAULTS: Final = (
-    # 13. Every library wraps it as an error of its connection, which a retry would mend.
+    # 13. Every library wraps it in a connection error, which would be retried.
     Rule(
         "certificate-rejected",
         _any(library_errors.INVALID_CERTIFICATE),
@@ -124,7 +126,7 @@ DEFAULTS: Final = (
         Reason.REFUSED,
         Phase.FIRST,
     ),
-    # 12. aiohttp reports an answer that is not HTTP with a status of 400 which no server sent.
+    # 12. aiohttp gives a response that is not HTTP the status 400, which no server has sent.
     Rule(
         "broken-answer",
         _any(_named("aiohttp.http_exceptions.HttpProcessingError")),
@@ -158,7 +160,7 @@ DEFAULTS: Final = (
                 "billing_error",
             ),
             (_named("google.genai.errors.APIError", "google.GoogleAPICallError"), _status(402)),
-            # Anthropic's answer of 400 to an account without credit has no code of its own.
+            # Anthropic's 400 for an account without credit has no code.
             (_named("anthropic.APIStatusError"), _text("credit balance is too low")),
         ),
         OUT_OF_QUOTA,
@@ -166,7 +168,7 @@ DEFAULTS: Final = (
     ),
     # 9, before 8: Stripe sends it with 429.
     Rule("lock-timeout", _any(_code("lock_timeout")), CONFLICT, Reason.CONFLICT),
-    # 13, before 9: Google sends it with 409, but it will still exist.
+    # 13, before 9: Google sends it with 409, but a retry would find the same.
     Rule("already-exists", _any(_grpc("ALREADY_EXISTS")), permanent(), Reason.REFUSED),
     # 6
     Rule("declined", _any(_named("stripe.CardError"), _status(402)), permanent(), Reason.DECLINED),
@@ -210,7 +212,7 @@ DEFAULTS: Final = (
     Rule(
         "infrastructure",
         _any(
-            # 25006: a replica; 53: no resources left; 55P03: another session has the lock.
+            # 25006: read-only replica; 53: no resources left; 55P03: another session has the lock.
             SqlStateStarts(("08", "25006", "40", "53", "55P03", "57P01", "57P02", "57P03")),
             ErrnoIn(library_codes.MYSQL_LOCK_CONFLICTS | library_codes.MYSQL_CONNECTION_ERRORS),
             _code("SQLITE_BUSY*", "SQLITE_LOCKED*"),
@@ -218,7 +220,7 @@ DEFAULTS: Final = (
             FactIs("invalidated", value=True),
             library_errors.DATABASE_AND_REDIS_ERRORS,
             library_errors.LIBPQ,
-            # Its cause is a refused connection, but to our own broker: no gate may close for it.
+            # The broker refused a connection. It is one's own, so this must not close the gate.
             _named("kombu.OperationalError"),
         ),
         INFRASTRUCTURE,
@@ -246,7 +248,7 @@ DEFAULTS: Final = (
             _grpc(
                 "CANCELLED", "DATA_LOSS", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "UNKNOWN"
             ),
-            # botocore/retries/standard.py: TransientRetryableChecker; S3 sends the first with 400.
+            # botocore/retries/standard.py: TransientRetryableChecker. S3 sends the first with 400.
             _code("RequestTimeout", "RequestTimeoutException", *library_codes.FAULTS_IN_STREAMS),
             library_errors.INCOMPLETE_RESPONSES,
         ),
@@ -274,7 +276,7 @@ DEFAULTS: Final = (
         permanent(),
         Reason.REFUSED,
     ),
-    # 13, by our own side: what was asked of another one before is not known.
+    # 13, from one's own side: it does not show what another system did before.
     Rule(
         REFUSED_HERE,
         _any(
@@ -285,7 +287,7 @@ DEFAULTS: Final = (
         permanent(),
         Reason.REFUSED,
     ),
-    # 11. urllib wraps so what fails before it begins to read an answer.
+    # 11. urllib wraps errors that occur before it reads a response.
     Rule(
         "connect-phase",
         _any(

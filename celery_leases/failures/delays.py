@@ -1,9 +1,9 @@
-"""Delays from the response or the exception, in a fixed order, at most six hours.
+"""Delays that a response or an exception gives, at most six hours.
 
-In this order: an attribute of the exception, ``retry-after-ms``, ``retry-after``,
-``x-amz-retry-after``, ``google.rpc.RetryInfo``, ``x-ratelimit-reset-requests`` and ``-tokens`` of
-an empty window, ``anthropic-ratelimit-…-reset``, ``x-ratelimit-reset``, ``ratelimit``. A value that
-is malformed, past, or not above 0 counts as missing.
+The first of these that is present counts: an attribute of the exception, ``retry-after-ms``,
+``retry-after``, ``x-amz-retry-after``, ``google.rpc.RetryInfo``, ``x-ratelimit-reset-requests`` and
+``-tokens`` of an empty window, ``anthropic-ratelimit-…-reset``, ``x-ratelimit-reset``,
+``ratelimit``. A value that is malformed, in the past, or not above 0 counts as absent.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from celery_leases.failures.cooldown_policies import SIX_HOURS
 from celery_leases.failures.facts import ErrorFacts
 
 LIMITING: Final = frozenset({None, 403, 413, 429, 503, 509, 529})
-"""The statuses under which the state of a limit's window speaks of this failure: some send it with
-every answer.
+"""The statuses with which the headers about a rate limit's window explain the failure. Some servers
+send them with every response.
 """
 
 _NUMBER: Final = re.compile(r"\d{1,15}(?:\.\d{1,15})?", re.ASCII)
@@ -38,8 +38,8 @@ Found = tuple[float | None, str]
 
 @dataclass(frozen=True, slots=True)
 class ServerDelay:
-    """A delay in seconds from a response or an exception, its source, and whether it was cut to six
-    hours.
+    """A delay in seconds that a response or an exception gives, its source, and whether it was cut
+    to six hours.
     """
 
     seconds: float
@@ -48,10 +48,10 @@ class ServerDelay:
 
 
 def server_delay(facts: ErrorFacts, now: float) -> ServerDelay | None:
-    """The delay in the response or the exception; ``None``: there is none.
+    """The delay that the response or the exception gives; ``None`` if it gives none.
 
-    *now* is the wall clock in seconds since the epoch. Points in time are compared with the
-    response's own ``date`` if it has one, so the two clocks need not agree.
+    *now* is the wall clock in seconds since the epoch. A date is compared with the ``date`` header
+    of the response, if there is one, so the clocks of server and client need not agree.
     """
     for seconds, source in _candidates(facts, _date(facts.headers.get("date")) or now):
         if seconds is not None and 0 < seconds < math.inf:
@@ -74,7 +74,7 @@ def _candidates(facts: ErrorFacts, base: float) -> Iterator[Found]:
 
 
 def _number(text: str | None) -> float | None:
-    # What str takes for white space, float may not.
+    # str.strip() and float() do not agree on what white space is.
     found = _NUMBER.fullmatch(text.strip()) if text else None
     return float(found[0]) if found else None
 
@@ -109,13 +109,13 @@ def _retry_after(text: str | None, base: float) -> float | None:
 
 
 def _latest(found: Iterable[Found]) -> Found:
-    """The longest of several waits: the request needs all of them to be over."""
+    """The longest of several delays: a request is only accepted once all of them are over."""
     return max(((seconds, source) for seconds, source in found if seconds), default=(None, ""))
 
 
 def _empty_windows(headers: Headers) -> Found:
-    """OpenAI's windows, in Go's durations; one that is not empty is not what the request failed
-    for.
+    """The delay by OpenAI's windows, which have Go's durations. Only empty windows count: the
+    others did not cause the failure.
     """
     return _latest(
         (parsed(headers.get(f"x-ratelimit-reset-{window}", "")), f"x-ratelimit-reset-{window}")
@@ -125,7 +125,9 @@ def _empty_windows(headers: Headers) -> Found:
 
 
 def _anthropic_windows(headers: Headers, base: float) -> Found:
-    """Anthropic's windows, in RFC 3339: the empty ones, or all when none says that it is empty."""
+    """The delay by Anthropic's windows, which have RFC 3339 times: by the empty windows, or by all
+    if none is known to be empty.
+    """
     windows = {match[1]: headers[name] for name in headers if (match := _ANTHROPIC.fullmatch(name))}
     empty = {window for window in windows if _number(headers.get(f"{window}-remaining")) == 0}
     return _latest(
@@ -150,8 +152,8 @@ def _reset(headers: Headers, base: float) -> float | None:
 
 
 def _ratelimit(text: str) -> float | None:
-    """The header of the IETF's draft: ``"default";r=0;t=40``, earlier ``limit=100, remaining=0,
-    reset=40``.
+    """The delay by the header of the IETF draft: ``"default";r=0;t=40``, in earlier versions
+    ``limit=100, remaining=0, reset=40``.
     """
     waits = []
     for policy in text.split(",") if ";" in text else [text]:

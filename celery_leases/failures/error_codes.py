@@ -1,4 +1,4 @@
-"""The codes that errors carry besides those of HTTP: SQLSTATE, errno, gRPC, SMTP."""
+"""Reads codes of errors other than those of HTTP: SQLSTATE, errno, gRPC, SMTP."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MYSQL: Final = frozenset({"pymysql", "MySQLdb", "mysql", "mariadb", "asyncmy", 
 
 
 def sqlstate_of(read: Reader, error: BaseException) -> str | None:
-    """The SQLSTATE of a database driver's error."""
+    """The SQLSTATE of an error of a database driver."""
     for name in ("sqlstate", "pgcode"):
         if (state := as_text(read.attribute(error, name))) and _SQLSTATE.fullmatch(state):
             return state
@@ -50,8 +50,8 @@ def sqlstate_of(read: Reader, error: BaseException) -> str | None:
 
 
 def errno_of(read: Reader, error: BaseException, names: Sequence[str]) -> int | None:
-    """The number of an OSError, of name resolution, or of MySQL, whose drivers put it first among
-    the arguments.
+    """The number of an OSError (also of name resolution), or of a MySQL error, whose drivers put it
+    first in ``args``.
     """
     number = as_int(read.attribute(error, "errno"))
     if number is None and any(name.partition(".")[0] in _MYSQL for name in names):
@@ -77,7 +77,7 @@ def grpc_of(read: Reader, error: BaseException) -> str | None:
 
 
 def smtp_of(read: Reader, error: BaseException, names: Sequence[str]) -> int | None:
-    """The reply code of a mail server; the mildest one where every recipient has its own."""
+    """The reply code of a mail server; the lowest one if each recipient has its own."""
     if not any(name.rpartition(".")[2].startswith("SMTP") for name in names):
         return None
     refused = read.attribute(error, "recipients")

@@ -1,7 +1,7 @@
-"""The answer an error carries, from whichever client library: its status, its headers, and the
-codes in its body.
+"""Reads the HTTP response that an error of any client library has: its status, its headers, and the
+error codes in its body.
 
-Nothing is fetched: of a response only the attributes that are set and a body that was read already.
+Nothing is fetched: only attributes that are set, and a body that has been read, are used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HEADERS: Final = frozenset(
         "x-should-retry",
     }
 )
-"""What the rules and the delays look at, besides Anthropic's windows."""
+"""The headers that default rules and delays read, in addition to Anthropic's windows."""
 
 _ANTHROPIC_WINDOW: Final = re.compile(r"anthropic-ratelimit-[a-z-]+-(?:remaining|reset)")
 _CODE: Final = re.compile(r"[\w.:/#*-]{1,100}", re.ASCII)
@@ -54,7 +54,7 @@ _BODY_PLACES: Final = ("body", "json_body", "http_body", "details", "content", "
 
 
 def status_of(read: Reader, error: BaseException) -> int | None:
-    """The HTTP status of the answer behind *error*."""
+    """The HTTP status of the response of *error*."""
     response = read.attribute(error, "response")
     for thing, names in (
         (error, ("status_code", "status", "http_status")),
@@ -72,17 +72,18 @@ def status_of(read: Reader, error: BaseException) -> int | None:
 
 
 def code_of(read: Reader, error: BaseException) -> Any:
-    """The attribute ``code``; not asked of classes whose ``status`` says it, since aiohttp's
-    property warns.
+    """The attribute ``code``. It is not read from a class that has a ``status``, because aiohttp's
+    property emits a warning.
     """
-    held = read.instance_attribute(error, "code")
-    said = held is not None or as_int(read.attribute(error, "status")) is not None
-    return held if said else read.attribute(error, "code")
+    own = read.instance_attribute(error, "code")
+    if own is not None or as_int(read.attribute(error, "status")) is not None:
+        return own
+    return read.attribute(error, "code")
 
 
 def headers_of(read: Reader, error: BaseException, wanted: Container[str]) -> dict[str, str]:
-    """The answer's headers in *wanted* or looked at by the rules, by lower-case name, values cut to
-    200 characters.
+    """The headers of the response that are in *wanted* or in :data:`HEADERS`, by lower-case name;
+    values are cut to 200 characters.
     """
     response = read.attribute(error, "response")
     places = [
@@ -102,19 +103,21 @@ def headers_of(read: Reader, error: BaseException, wanted: Container[str]) -> di
 
 
 def grpc_metadata(read: Reader, error: BaseException) -> Any:
-    """The trailing metadata of a failed gRPC call, which has ended and so does not block."""
+    """The trailing metadata of a failed gRPC call. Reading it does not block: the call has
+    ended.
+    """
     return read.method_result(error, "trailing_metadata") if is_grpc(error) else None
 
 
 def is_grpc(error: BaseException) -> bool:
-    """Whether it is an error of grpcio, whose facts are methods."""
+    """Whether *error* is one of grpcio, which has its facts in methods."""
     return any(
         kind.__module__ == "grpc" and kind.__name__ == "RpcError" for kind in type(error).__mro__
     )
 
 
 def bodies_of(read: Reader, error: BaseException) -> list[Any]:
-    """What the answer's body says, as parsed JSON: every place that has any."""
+    """The parsed JSON of each attribute that has the body of the response."""
     response = read.attribute(error, "response")
     places = [read.attribute(error, name) for name in _BODY_PLACES]
     places += [
@@ -127,7 +130,9 @@ def bodies_of(read: Reader, error: BaseException) -> list[Any]:
 
 
 def codes_in(body: Any) -> Iterator[str]:
-    """The error codes and types in a parsed body, as written, the shallow ones first."""
+    """The error codes and types in a parsed body, as they are written, those of outer levels
+    first.
+    """
     level, depth = [body], 0
     while level and depth < BODY_DEPTH:
         deeper: list[Any] = []
@@ -142,7 +147,7 @@ def codes_in(body: Any) -> Iterator[str]:
 
 
 def as_code(value: object) -> str | None:
-    """*value* as an error code: one word, or a number that is no HTTP status."""
+    """*value* as an error code, if it is one word, or a number that is no HTTP status."""
     number = as_int(value)
     if number is not None:
         return str(number) if _status(number) is None and number else None

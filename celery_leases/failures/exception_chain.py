@@ -1,4 +1,4 @@
-"""An error and those it wraps, wherever client libraries put the real one."""
+"""An error and the errors that it wraps, in the attributes where client libraries put them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _WRAPPING_ATTRIBUTES: Final = (
 
 
 def error_chain(error: BaseException, read: Reader | None = None) -> list[BaseException]:
-    """*error* first, then what it wraps, depth first; at most 16, at most 8 deep, each once. Never
-    raises.
+    """*error* and the errors that it wraps, depth first, each once: at most 16, and at most 8 deep.
+    Never raises.
     """
     read = read or Reader()
     found: list[BaseException] = []
@@ -42,7 +42,7 @@ def error_chain(error: BaseException, read: Reader | None = None) -> list[BaseEx
 def _wrapped(read: Reader, error: BaseException) -> list[BaseException]:
     try:
         return list(_searched(read, error))
-    except BaseException:  # noqa: BLE001 - what it holds may even lie about its class
+    except BaseException:  # noqa: BLE001 - its attributes may be objects that raise anything
         return []
 
 

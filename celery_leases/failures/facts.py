@@ -1,6 +1,4 @@
-"""The facts of an error, as plain data: read by duck typing, without importing any client
-library.
-"""
+"""The facts of an error as plain data, read by duck typing without importing a client library."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ NAMES_MAX: Final = 24
 _VALIDATION: Final = frozenset(
     {"pydantic_core._pydantic_core.ValidationError", "pydantic.error_wrappers.ValidationError"}
 )
-_FALSE_BY_DEFAULT: Final = frozenset(
+_FALSE_IS_DEFAULT: Final = frozenset(
     {
         "stripe._error.APIConnectionError",
         "stripe.error.APIConnectionError",
@@ -27,23 +25,23 @@ _FALSE_BY_DEFAULT: Final = frozenset(
         "google.auth.exceptions.DefaultCredentialsError",
     }
 )
-"""Not retryable unless somebody said otherwise, which nobody does: it says nothing of an answer
-that broke off.
+"""Classes whose ``retryable`` or ``should_retry`` is ``False`` by default, and which their
+libraries also raise for interrupted responses: that ``False`` is ignored.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorFacts:
-    """The facts of one error; those of the outermost one also have the errors it wraps, in
-    ``chain``.
+    """The facts of one error. Those of the outermost error also have the facts of the errors that
+    it wraps, in ``chain``.
     """
 
     #: Dotted names of the class and its superclasses, most specific first; builtins without their
     #: module.
     names: tuple[str, ...] = ()
-    #: HTTP status of the answer.
+    #: HTTP status of the response.
     status: int | None = None
-    #: Error codes and types, of attributes and in the body, as written.
+    #: Error codes and types from attributes and the body, as they are written there.
     codes: tuple[str, ...] = ()
     #: SQLSTATE, five characters.
     sqlstate: str | None = None
@@ -51,23 +49,23 @@ class ErrorFacts:
     errno: int | None = None
     #: Name of a gRPC status code, such as ``"UNAVAILABLE"``.
     grpc: str | None = None
-    #: Reply code of a mail server; not an HTTP status, though it looks like one.
+    #: Reply code of a mail server, which is no HTTP status.
     smtp: int | None = None
-    #: The headers that rules and delays look at, by lower-case name; values cut to 200 characters.
+    #: The headers that rules and delays read, by lower-case name; values cut to 200 characters.
     headers: Mapping[str, str] = field(default_factory=dict)
-    #: What the error says about itself; ``None``: nothing.
+    #: Whether the error says that a retry may help; ``None``: it does not say.
     retryable: bool | None = None
     #: Seconds to wait, from an attribute of the error.
     retry_after: float | None = None
     #: Seconds to wait, from a ``google.rpc.RetryInfo`` in its details.
     retry_info: float | None = None
-    #: SQLAlchemy found the connection broken.
+    #: SQLAlchemy has invalidated the connection.
     invalidated: bool = False
-    #: Celery could not make the task's arguments into what its signature asks for.
+    #: Celery could not convert the arguments to the pydantic models in the task's signature.
     arguments: bool = False
-    #: Its text, without secrets, cut to 500 characters.
+    #: The message without secrets, cut to 500 characters.
     message: str = ""
-    #: One per error: this one, then those it wraps; empty in its members.
+    #: The facts of each error: this one, then those that it wraps. Empty in its members.
     chain: tuple[ErrorFacts, ...] = ()
 
     @property
@@ -77,10 +75,10 @@ class ErrorFacts:
 
 
 def facts_of(error: BaseException, headers: Container[str] = ()) -> ErrorFacts:
-    """The facts of *error* and of what it wraps: each the first there is, from the outermost error
-    inwards.
+    """The facts of *error*. A fact that it does not have is that of the first error it wraps that
+    has it.
 
-    *headers* are the lower-case names of further headers to keep. Never raises, fetches nothing.
+    *headers* are lower-case names of additional headers to read. Never raises, and fetches nothing.
     """
     read = Reader()
     return facts_from(error_chain(error, read), read, headers)
@@ -89,8 +87,8 @@ def facts_of(error: BaseException, headers: Container[str] = ()) -> ErrorFacts:
 def facts_from(
     errors: Sequence[BaseException], read: Reader, headers: Container[str] = ()
 ) -> ErrorFacts:
-    """The same of errors that are known to belong together, the outermost first; there is at least
-    one.
+    """The facts of an error and the errors that it wraps, the outermost first: see
+    :func:`facts_of`.
     """
     chain = tuple(_facts(read, error, headers) for error in errors)
     first: dict[str, Any] = {}
@@ -100,7 +98,7 @@ def facts_from(
             for facts in chain
             if (value := getattr(facts, one)) not in (None, (), "", {}, False)
         )
-        # False is an answer of its own only where None is another one.
+        # False is a fact of its own only if None is another value.
         first[one] = next(found, getattr(chain[0], one))
     if first["retryable"] is None:
         first["retryable"] = next(
@@ -113,11 +111,13 @@ _FIELDS: Final = tuple(one.name for one in fields(ErrorFacts) if one.name != "ch
 
 
 def names_of(kind: type) -> tuple[str, ...]:
-    """The dotted names of a class and its superclasses, without those that every exception has."""
+    """The dotted names of a class and its superclasses, without the base classes of all
+    exceptions.
+    """
     return tuple(
         one.__qualname__ if one.__module__ == "builtins" else f"{one.__module__}.{one.__qualname__}"
         for one in kind.__mro__[:NAMES_MAX]
-        if not any(one is every for every in (object, BaseException, Exception))
+        if not any(one is base for base in (object, BaseException, Exception))
     )
 
 
@@ -127,7 +127,7 @@ def _facts(read: Reader, error: BaseException, headers: Container[str]) -> Error
     )
     try:
         return _read(read, error, facts, headers)
-    except BaseException:  # noqa: BLE001 - nothing an error carries may hide the error
+    except BaseException:  # noqa: BLE001 - an attribute that raises must not hide the error
         return facts
 
 
@@ -156,7 +156,7 @@ def _read(
 def _codes(
     read: Reader, error: BaseException, names: Sequence[str], bodies: list[Any]
 ) -> tuple[str, ...]:
-    # SQLAlchemy's code is a link into its documentation.
+    # The code of a SQLAlchemy error is an anchor in its documentation.
     first = (
         []
         if names and names[0].startswith("sqlalchemy.")
@@ -174,9 +174,9 @@ def _retryable(read: Reader, error: BaseException, names: Sequence[str]) -> bool
     if read.attribute(error, "non_retryable") is True:
         return False
     for name in ("retryable", "should_retry"):
-        said = read.attribute(error, name)
-        if said is True or (said is False and _FALSE_BY_DEFAULT.isdisjoint(names)):
-            return said
+        value = read.attribute(error, name)
+        if value is True or (value is False and _FALSE_IS_DEFAULT.isdisjoint(names)):
+            return value
     return None
 
 
@@ -188,16 +188,16 @@ def _retry_info(read: Reader, error: BaseException, bodies: list[Any]) -> float 
             and isinstance(pair[-1], bytes)
         ):
             return retry_info.in_status(pair[-1])
-    told = retry_info.in_details(read, members(read.attribute(error, "details")))
+    delay = retry_info.in_details(read, members(read.attribute(error, "details")))
     for body in bodies:
         inner = body.get("error", body) if isinstance(body, dict) else None
-        if told is None and isinstance(inner, dict):
-            told = retry_info.in_details(read, members(inner.get("details")))
-    return told
+        if delay is None and isinstance(inner, dict):
+            delay = retry_info.in_details(read, members(inner.get("details")))
+    return delay
 
 
 def _of_the_arguments(error: BaseException) -> bool:
-    """Whether pydantic was called by Celery itself, which does that before it runs the body."""
+    """Whether Celery itself has called pydantic, as it does before it runs the body."""
     caller, traceback = "", error.__traceback__
     while traceback is not None:
         module = str(traceback.tb_frame.f_globals.get("__name__"))

@@ -1,6 +1,4 @@
-"""The codes by which servers and client libraries call what has happened, where a status does not
-tell.
-"""
+"""Error codes of servers and client libraries, for errors that a status does not identify."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ THROTTLING: Final = (  # botocore/retries/standard.py: ThrottledRetryableChecker
     "PriorRequestNotComplete",
     "EC2ThrottledException",
 )
-# Errors inside a stream come after a status of 200: only their code says what they are.
+# An error within a stream follows a status of 200, so only its code identifies it.
 GOOGLE_LIMITS: Final = ("rateLimitExceeded", "userRateLimitExceeded")  # with 403
 LIMITS_IN_STREAMS: Final = (
     "rate_limit_exceeded",

@@ -1,6 +1,4 @@
-"""What client libraries call their errors, sorted by what has happened: names for :class:`NamedAs`,
-no imports.
-"""
+"""Names of the errors of client libraries, grouped by what they mean; nothing is imported."""
 
 from __future__ import annotations
 
@@ -34,10 +32,10 @@ DATABASE_AND_REDIS_ERRORS: Final = NamedAs(
     | {"sqlalchemy.exc.TimeoutError", "psycopg_pool.PoolTimeout", "pymysql.InterfaceError"}
     | {"celery_leases.StoreUnavailable"}
 )
-"""Databases and Redis: away for a moment, or asking for patience."""
+"""Databases and Redis: not available for a moment, or overloaded."""
 
 LIBPQ: Final = NamedAs(_in_each("psycopg psycopg2", "OperationalError"), itself=True)
-"""Without a SQLSTATE, which subclasses have: the connection could not be made, or is gone."""
+"""Only the class itself: subclasses have a SQLSTATE. The connection failed or was lost."""
 
 DATABASE_WRAPPERS: Final = NamedAs(
     _in_each("pymysql MySQLdb mysql mariadb oracledb pyodbc kombu", "OperationalError")
@@ -53,7 +51,7 @@ CONNECT_PHASE: Final = NamedAs(
     | _in_each("botocore", "EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError")
     | {"builtins.ConnectionRefusedError", "socket.gaierror", "smtplib.SMTPConnectError"}
 )
-"""No connection, so nothing was executed."""
+"""There was no connection, so nothing was executed."""
 
 INCOMPLETE_RESPONSES: Final = NamedAs(
     _in_each(
@@ -79,7 +77,7 @@ INCOMPLETE_RESPONSES: Final = NamedAs(
     | _in_each("builtins", "BrokenPipeError", "ConnectionAbortedError", "ConnectionResetError")
     | {"smtplib.SMTPServerDisconnected", "asyncio.IncompleteReadError"}
 )
-"""The request was sent, at least in part, and no whole answer came."""
+"""At least a part of the request was sent, and no complete response was received."""
 
 NETWORK_WRAPPERS: Final = NamedAs(
     _in_each("openai anthropic stripe", "APIConnectionError")
@@ -91,7 +89,7 @@ NETWORK_WRAPPERS: Final = NamedAs(
     | {"aiohttp.ClientConnectionError", "botocore.HTTPClientError", "http.client.HTTPException"}
     | {"ssl.SSLError", "grpc.RpcError"}
 )
-"""Something with a connection; what it was, the error it wraps knows better."""
+"""Network errors that wrap another error, which is more precise."""
 
 INVALID_REQUEST: Final = NamedAs(
     _in_each(
@@ -102,12 +100,12 @@ INVALID_REQUEST: Final = NamedAs(
     | _in_each("aiohttp", "InvalidURL", "NonHttpUrlClientError")
     | {"urllib3.LocationValueError", "http.client.InvalidURL", "botocore.ParamValidationError"}
 )
-"""It never left: the URL, a header or a parameter is none."""
+"""The request was not sent: its URL, a header or a parameter is invalid."""
 
 INVALID_DATA: Final = NamedAs(
     _in_each("sqlalchemy sqlite3 pymysql MySQLdb", "IntegrityError", "DataError")
 )
-"""What SQLSTATE 22 and 23 say, from drivers that give none."""
+"""The errors of SQLSTATE 22 and 23, from drivers without SQLSTATE."""
 
 INVALID_CERTIFICATE: Final = NamedAs(
     frozenset({"ssl.SSLCertVerificationError", "aiohttp.ServerFingerprintMismatch"})

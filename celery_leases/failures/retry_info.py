@@ -1,5 +1,5 @@
-"""``google.rpc.RetryInfo``: how long to wait, as Google's libraries hand it on, as JSON, or as
-bytes of gRPC.
+"""Reads ``google.rpc.RetryInfo``: from Google's libraries, from JSON, and from the bytes of gRPC
+metadata.
 
 Source: google/rpc/error_details.proto, status.proto and google/protobuf/duration.proto.
 """
@@ -16,9 +16,7 @@ _LENGTHS: Final = {1: 8, 5: 4}
 
 
 def in_details(read: Reader, details: list[Any]) -> float | None:
-    """Seconds told by a RetryInfo among parsed error details: protobuf messages, or JSON as
-    dicts.
-    """
+    """The seconds of the RetryInfo in parsed error details: protobuf messages, or JSON as dicts."""
     for detail in details:
         if isinstance(detail, dict):
             if str(detail.get("@type", "")).endswith("google.rpc.RetryInfo"):
@@ -33,7 +31,7 @@ def in_details(read: Reader, details: list[Any]) -> float | None:
 
 
 def in_status(data: bytes) -> float | None:
-    """Seconds told by a RetryInfo within a serialized ``google.rpc.Status``
+    """The seconds of the RetryInfo in a serialized ``google.rpc.Status``
     (``grpc-status-details-bin``).
     """
     try:
@@ -58,8 +56,8 @@ def _parts(data: bytes, wanted: int) -> Iterator[bytes]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The numbered fields of a protobuf message. Raises IndexError or ValueError on anything
-    else.
+    """The numbered fields of a protobuf message. Raises IndexError or ValueError for other
+    bytes.
     """
     at = 0
     while at < len(data):

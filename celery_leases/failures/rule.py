@@ -12,24 +12,23 @@ from celery_leases.failures.conditions import Condition
 from celery_leases.failures.facts import ErrorFacts
 
 Hook = Callable[[BaseException, ErrorFacts], Ruling | Duration | bool | None]
-"""What users may pass to ``Rules.use``."""
+"""The functions that ``Rules.use`` accepts."""
 
 
 class Phase(StrEnum):
-    """When a rule is applied to an error and those it wraps."""
+    """When a rule is applied to an error and the errors that it wraps."""
 
-    #: Of all of them, before any other rule.
+    #: Before the other rules, to all errors at once.
     FIRST = "first"
-    #: Of one after the other, the outermost first, each time all these rules in order.
+    #: To one error after the other, the outermost first: all these rules in order for each.
     EACH = "each"
-    #: Of all of them, after any other rule: what it knows is a mere wrapper, whose cause may say
-    #: more.
+    #: After the other rules, to all errors at once: for wrappers, whose cause is more precise.
     LAST = "last"
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row of a rule table. It matches when all conditions of one of its ``cases`` are met."""
+    """One rule: it matches if all conditions of one of its ``cases`` match."""
 
     name: str
     cases: tuple[tuple[Condition, ...], ...]
@@ -38,9 +37,9 @@ class Rule:
     phase: Phase = Phase.EACH
 
     def match(self, errors: Sequence[ErrorFacts]) -> str | None:
-        """What matched, as a short sentence; ``None``: the rule does not match.
+        """What matched, in a few words; ``None``: the rule does not match.
 
-        Each condition of a case may hold for another of *errors*.
+        The conditions of a case may match different errors.
         """
         for case in self.cases:
             found = []
@@ -62,19 +61,17 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class RuleFunction:
-    """A rule that is a function of the user. Applied only to live exceptions, never to
-    facts alone.
-    """
+    """A rule that calls a function of the user. It applies to exceptions, not to facts alone."""
 
     name: str
     hook: Hook
 
     def __str__(self) -> str:
-        return "asks the function"
+        return "calls the function"
 
 
 def _sentence(found: Sequence[tuple[str, ErrorFacts]]) -> str:
-    """Such as ``status 503 and header retry-after: 7 of openai.InternalServerError``."""
+    """For example ``status 503 and header retry-after: 7 of openai.InternalServerError``."""
     parts = []
     for facts in {id(facts): facts for _, facts in found}.values():
         words = " and ".join(word for word, its in found if word and its is facts)
@@ -97,8 +94,8 @@ def matching(rules: Sequence[Rule], chain: Sequence[ErrorFacts]) -> tuple[Rule, 
 
 
 def _completed(chain: Sequence[ErrorFacts]) -> Iterator[ErrorFacts]:
-    """Each of *chain*; one that repeats the status of what it wraps speaks of the same answer,
-    codes and all.
+    """The errors of *chain*. An error with the status of an error that it wraps has the same
+    response, so it gets the codes, headers and gRPC code of that error if it has none.
     """
     for place, facts in enumerate(chain):
         same = [

@@ -1,4 +1,4 @@
-"""Calls a rule function of the user; classification continues whatever the function does."""
+"""Calls a rule function of the user; its errors do not stop the classification."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _log: Final = logging.getLogger("celery_leases")
 def ruling_by(
     rule_function: RuleFunction, error: BaseException, facts: ErrorFacts
 ) -> Ruling | None:
-    """The action that the hook returns for *error*; ``None``: nothing, an unusable value, or an
-    exception (logged).
+    """The action that the hook returns for *error*; ``None`` if it returns ``None``, or returns
+    another value or raises, which is logged.
     """
     try:
-        said = rule_function.hook(error, facts)
+        returned = rule_function.hook(error, facts)
     except KeyboardInterrupt:
         raise
-    except BaseException:  # noqa: BLE001 - it is the user's, and there is a failure to deal with already
+    except BaseException:  # noqa: BLE001 - the function may raise anything, and must not hide the failure
         _log.exception("the failure rule %r raised; the next rule decides", rule_function.name)
         return None
-    if said is None or isinstance(said, Ruling):
-        return said
-    if isinstance(said, bool):
-        return retry() if said else permanent()
-    if isinstance(said, int | float | str | timedelta):
+    if returned is None or isinstance(returned, Ruling):
+        return returned
+    if isinstance(returned, bool):
+        return retry() if returned else permanent()
+    if isinstance(returned, int | float | str | timedelta):
         try:
-            return retry_exactly(said)
+            return retry_exactly(returned)
         except LeaseConfigurationError:
             pass
-    kind = type(said).__name__  # its arguments may be secret
+    kind = type(returned).__name__  # the value itself may be secret
     _log.error(
         "the failure rule %r returned a %s, which is no action; the next rule decides",
         rule_function.name,

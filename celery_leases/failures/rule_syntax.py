@@ -1,6 +1,4 @@
-"""The arguments of ``Rules.on``: checked where they are written, and converted to conditions and an
-action.
-"""
+"""Checks the arguments of ``Rules.on``, and converts them to conditions and an action."""
 
 from __future__ import annotations
 
@@ -51,9 +49,9 @@ def conditions(**given: Any) -> tuple[Condition, ...]:
 
 
 def ruling(to: object) -> Ruling:
-    """The action for ``to=``: itself, a kind, or a duration after which the call is retried.
+    """The action that *to* gives: itself, a kind, or a retry after a duration.
 
-    Raises :class:`LeaseConfigurationError` for anything else.
+    Raises :class:`LeaseConfigurationError` for another value.
     """
     if isinstance(to, Ruling):
         return to
@@ -122,7 +120,7 @@ def _exc(value: Any) -> Condition:
         else:
             _refuse("exc", value, write)
     if not names.isdisjoint(_EVERYTHING):
-        _refuse("exc", value, f"{write}; this one would be every failure")
+        _refuse("exc", value, f"{write}; this one would match every failure")
     return NamedAs(frozenset(names))
 
 

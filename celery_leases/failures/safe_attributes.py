@@ -1,5 +1,5 @@
-"""Read attributes of unknown objects: once each, without raising, and only values of the expected
-types.
+"""Reads attributes of unknown objects: each once, without raising, and with conversion to the
+expected types.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 from celery_leases.common.durations import parsed
 
 MEMBERS = 300
-"""As many members of a foreign collection are looked at."""
+"""Members of an unknown collection that are read, at most."""
 
 
 READING_TIME: Final = 1.0
@@ -21,41 +21,39 @@ READING_TIME: Final = 1.0
 
 
 class Reader:
-    """Reads what one error holds: each attribute once, and none any more when :data:`READING_TIME`
-    is over.
+    """Reads the attributes of one error: each once, and none after :data:`READING_TIME`.
 
-    Whatever an attribute raises stands for ``None``, ``SystemExit`` and ``KeyboardInterrupt`` too.
-    None of it is an interrupt of the task: an error is read after its body has ended, and until the
-    outcome is written ``LeaseLost``, the soft time limit and SIGTERM are held back. One attribute
-    may still take as long as it takes. *clock* gives seconds; without it there is no limit.
+    An attribute that raises counts as ``None``, even if it raises ``SystemExit`` or
+    ``KeyboardInterrupt``. These cannot be an interrupt of the task: an error is read after its body
+    has ended, and ``LeaseLost``, the soft time limit and SIGTERM are deferred until the outcome is
+    written. The time of a single attribute is not limited. *clock* returns seconds; without it
+    there is no limit.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock
         self._until = clock() + READING_TIME if clock is not None else math.inf
-        # With the object itself: an id may be given again once its object is gone.
+        # The object is stored too, so that its id cannot be used for another object.
         self._seen: dict[tuple[int, str], tuple[object, Any]] = {}
 
     @property
     def timed_out(self) -> bool:
-        """Whether nothing more is to be read."""
+        """Whether :data:`READING_TIME` is over: no further attribute is read."""
         return self._clock is not None and self._clock() >= self._until
 
     def attribute(self, thing: object, name: str) -> Any:
-        """The attribute, or ``None`` when it is missing or raises."""
+        """The attribute; ``None`` if it is missing or raises."""
         return self._once(thing, name, lambda: getattr(thing, name, None))
 
     def instance_attribute(self, thing: object, name: str) -> Any:
-        """What the instance itself holds under *name*, so that no property is run; else
+        """The value of *name* in the instance's ``__dict__``, so that no property runs; otherwise
         ``None``.
         """
         held = self.attribute(thing, "__dict__")
         return held.get(name) if type(held) is dict else None
 
     def method_result(self, thing: object, name: str) -> Any:
-        """What the method returns without arguments; ``None`` if the method is missing or
-        raises.
-        """
+        """The result of the method without arguments; ``None`` if it is missing or raises."""
         method = self.attribute(thing, name)
         return self._once(thing, f"{name}()", lambda: method() if callable(method) else None)
 
@@ -74,29 +72,31 @@ class Reader:
 
 
 def members(thing: object) -> list[Any]:
-    """The first members of a collection; none when it cannot be iterated."""
+    """The first members of a collection; none if it cannot be iterated."""
     try:
         return (
             list(islice(thing, MEMBERS))
             if isinstance(thing, Iterable) and not isinstance(thing, str | bytes)
             else []
         )
-    except BaseException:  # noqa: BLE001 - it is not ours
+    except BaseException:  # noqa: BLE001 - an unknown collection may raise anything
         return []
 
 
 def as_int(value: object) -> int | None:
-    """*value* as a plain int, if it is one (an enum of ints is) and not a bool."""
+    """*value* as a plain int, if it is an int (or an IntEnum) and no bool; otherwise ``None``."""
     return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def as_text(value: object) -> str | None:
-    """*value* as a plain str, if it is one with something in it."""
+    """*value* as a plain str, if it is a str and not empty; otherwise ``None``."""
     return str.__str__(value) or None if isinstance(value, str) else None
 
 
 def as_seconds(value: object) -> float | None:
-    """Seconds above 0: a number, a timedelta, or text such as ``"20"`` or ``"1.5s"``."""
+    """*value* in seconds, if it is above 0: a number, a timedelta, or text such as ``"20"`` or
+    ``"1.5s"``; otherwise ``None``.
+    """
     if isinstance(value, timedelta):
         found: float | None = value.total_seconds()
     elif isinstance(value, str):
