@@ -82,8 +82,8 @@ def explain(ctx: click.Context, task: str | None, as_json: bool, **given: Any) -
         click.echo(f"  {f'failure {number}':16} {line}")
 
 
-def explained(judgement: Classification, options: LeaseOptions) -> dict[str, Any]:
-    """What *judgement* means for a task with *options*, as plain values.
+def explained(classification: Classification, options: LeaseOptions) -> dict[str, Any]:
+    """What *classification* means for a task with *options*, as plain values.
 
     ``failures`` has the outcome of the first, second and third failure in a row.
     """
@@ -107,14 +107,14 @@ def explained(judgement: Classification, options: LeaseOptions) -> dict[str, Any
         "clamped": "to 6 hours" if classification.clamped else None,
         "ambiguous": "the call may have been executed" if ruling.ambiguous else None,
         "operator": "a person must act: waiting does not help" if ruling.operator else None,
-        "after_a_cooldown": _after_a_cooldown(judgement, options),
-        "failures": _consecutive(judgement, options, "a group" if in_group else None),
+        "after_a_cooldown": _after_a_cooldown(classification, options),
+        "failures": _consecutive(classification, options, "a group" if in_group else None),
     }
 
 
-def _after_a_cooldown(judgement: Classification, options: LeaseOptions) -> str | None:
+def _after_a_cooldown(classification: Classification, options: LeaseOptions) -> str | None:
     """What happens to the call after its last quick retry; ``None``: it fails for good."""
-    raised = Raised(Exception(), Failure("", ""), judgement)
+    raised = Raised(Exception(), Failure("", ""), classification)
     verdict = after_failure(_a_call(options), replace(_A_RECORD, quick_retries=MANY), raised, 0.0)
     if not isinstance(verdict, EnterCooldown):
         return None
@@ -125,7 +125,9 @@ def _a_call(options: LeaseOptions, group: str | None = None) -> Call:
     return Call("", "", CallKey("", ""), options, group=group)
 
 
-def _consecutive(judgement: Classification, options: LeaseOptions, group: str | None) -> list[str]:
+def _consecutive(
+    classification: Classification, options: LeaseOptions, group: str | None
+) -> list[str]:
     call, record = _a_call(options, group), _A_RECORD
     lines: list[str] = []
     for trips in range(1, SHOWN + 1):
