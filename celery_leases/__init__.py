@@ -1,11 +1,11 @@
 """Celery tasks that are safe to run twice: leases with owner tokens, and a durable record per key.
 
-Here is what a project with leased tasks writes every day. All exceptions are in
-:mod:`celery_leases.errors`, what rules are written with in :mod:`celery_leases.rules`, and the
-signals in :mod:`celery_leases.signals`.
+This module has the names that a project with leased tasks uses every day. All exceptions are in
+:mod:`celery_leases.errors`, failure rules in :mod:`celery_leases.rules`, and signals in
+:mod:`celery_leases.signals`.
 
-Celery is imported when the first name that needs it is used, so that a process which only asks for
-a status does not pay for it.
+Celery is imported when the first name that needs it is used: a process that only reads a status
+does not import it.
 """
 
 from importlib import import_module
@@ -59,8 +59,8 @@ _ELSEWHERE = ("errors", "rules", "client")
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is used for the first time; raises ``ImportError`` for what is in another module
-    of the package.
+    """Import a public name on its first use; raises ``ImportError`` for a name of another module of
+    the package.
     """
     if name not in _LAZY:
         if name in ("relay", "rescue"):
@@ -77,5 +77,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """All public names, whether they have been used or not."""
+    """All public names, even those that are not imported yet."""
     return __all__

@@ -1,7 +1,5 @@
-"""Alembic and Flask-Migrate: keep autogenerate off our tables, and make and convert them in
-revisions of one's own.
-
-Nothing here imports Alembic: it gives what is called here. ``docs/alembic.md`` shows both.
+"""Alembic and Flask-Migrate: exclude the tables of celery_leases from autogenerate, and create or
+migrate them in a revision of the project. See ``docs/alembic.md``.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ def include_object(
     object: SchemaItem,  # noqa: A002 - Alembic's name for it
     name: str | None,
     type_: str,
-    reflected: bool,  # noqa: ARG001 - Alembic gives it
+    reflected: bool,  # noqa: ARG001 - Alembic passes it
     compare_to: SchemaItem | None,  # noqa: ARG001 - as above
 ) -> bool:
-    """Whether autogenerate is to look at *object*: not at our tables, nor their columns, indexes
-    and constraints.
+    """Whether autogenerate compares *object*: not the tables of celery_leases, nor their columns,
+    indexes and constraints.
 
-    Give it to ``context.configure(include_object=…)``, or to Flask-Migrate's ``Migrate(app, db,
-    include_object=…)``.
+    Pass this function to ``context.configure(include_object=…)``, or to Flask-Migrate's
+    ``Migrate(app, db, include_object=…)``.
     """
     if type_ == "table":
         return name not in _TABLES
@@ -43,15 +41,16 @@ def include_object(
 
 
 def upgrade(op: Any, to: int = NEWEST, *, schema: str | None = None) -> None:
-    """Bring our tables to version *to*, in a revision of your own; make them where there are none.
+    """Create the tables of celery_leases, or migrate them to version *to*, in a revision of your
+    project.
 
-    *op* is Alembic's ``op``, *schema* what ``leases_database_schema`` says; it is made too. Tables
-    of a later version stay as they are. Rows are converted while workers run. What the migration
-    has done before is committed first, as some of this cannot be part of a transaction; running it
-    again is harmless. With ``--sql`` it prints what makes new tables.
+    *op* is Alembic's ``op``. *schema* is that of ``leases_database_schema``; it is created too.
+    Tables of a later version are not changed. Rows are converted while workers run. Earlier
+    operations of the revision are committed first, because some steps cannot run in a transaction.
+    Running it again is harmless. With ``--sql`` it prints the statements that create new tables.
 
     Raises :class:`~celery_leases.errors.LeaseConfigurationError` for a version that this release
-    does not know, and inside a transaction that Alembic has not begun;
+    does not know, and in a transaction that Alembic has not begun;
     :class:`~celery_leases.errors.SchemaOutdated` and
     :class:`~celery_leases.errors.StoreUnavailable` as ``leases migrate`` does.
     """
@@ -60,8 +59,8 @@ def upgrade(op: Any, to: int = NEWEST, *, schema: str | None = None) -> None:
     if _prints(op):
         if to != NEWEST:
             raise LeaseConfigurationError(
-                f"upgrade(op, to={to}) with --sql: only version {NEWEST}, for new tables, can be printed, as rows are "
-                "read to be converted; run it on the database"
+                f"upgrade(op, to={to}) with --sql: only the statements for new tables of version {NEWEST} can be "
+                "printed, because rows are read and converted; run the revision on the database"
             )
         for statement in tables.ddl_statements(op.get_context().dialect):
             op.execute(text(statement.replace(":", "\\:")))
@@ -71,17 +70,18 @@ def upgrade(op: Any, to: int = NEWEST, *, schema: str | None = None) -> None:
 
 
 def downgrade(op: Any, to: int, *, schema: str | None = None) -> None:
-    """Bring our tables back to version *to*, or with ``to=0`` drop them, with all records.
+    """Migrate the tables of celery_leases back to version *to*, or with ``to=0`` drop them with all
+    records.
 
-    Tables of an earlier version stay as they are. Otherwise as :func:`upgrade`.
+    Tables of an earlier version are not changed. Everything else is as in :func:`upgrade`.
     """
     _check_version("downgrade", to, 0)
     tables = Tables(schema)
     if _prints(op):
         if to != 0:
             raise LeaseConfigurationError(
-                f"downgrade(op, to={to}) with --sql: rows are read to be converted, which cannot be printed; run it on "
-                "the database"
+                f"downgrade(op, to={to}) with --sql: only to=0 can be printed, because rows are read and converted; "
+                "run the revision on the database"
             )
         for statement in tables.drop_statements():
             op.execute(statement)
@@ -103,11 +103,13 @@ def _prints(op: Any) -> bool:
 
 
 def _block(op: Any, what: str) -> Any:
-    """Alembic's block without a transaction; it must be Alembic that has begun the one before."""
+    """Alembic's block without a transaction; refuses a connection on which the caller has begun
+    one.
+    """
     context = op.get_context()
-    if getattr(context, "_in_external_transaction", False):  # it tells in no other way
+    if getattr(context, "_in_external_transaction", False):  # there is no public attribute for it
         raise LeaseConfigurationError(
-            f"{what}(op): the connection was in a transaction before Alembic began its own, and some of this cannot be "
-            "part of one; give context.configure() a connection without"
+            f"{what}(op): the connection was in a transaction before Alembic began its own, but some steps cannot run "
+            "in a transaction; pass context.configure() a connection without one"
         )
     return context.autocommit_block()

@@ -1,5 +1,5 @@
-"""Status from an event loop: reads that never block it, waiting for a state, and changes as they
-come.
+"""A lease client for an event loop: reads that do not block it, waiting for a state, and a stream
+of changes.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ __all__ = ["ENDED", "AsyncLeaseClient", "version_of"]
 
 T = TypeVar("T")
 ENDED: Final = (State.DONE.value, State.FAILED.value, State.UNCERTAIN.value, UNREADABLE)
-"""States that no worker changes: the work is done, or a person must look."""
+"""States in which no worker changes a key: the work is done, or a person must act."""
 THREADS: Final = 4
-"""How many reads of one client go on at once by default."""
-FIRST_LOOK: Final = 0.1
-"""Seconds between two looks at a key that has just changed; it doubles while nothing changes."""
-SLOWEST: Final = 2.0
-"""Seconds between two looks at a key that has not changed for long."""
+"""How many reads of one client run at the same time by default."""
+SHORTEST_POLL: Final = 0.1
+"""Seconds between two reads of a key that has just changed; doubles while it does not change."""
+LONGEST_POLL: Final = 2.0
+"""Seconds between two reads of a key that has not changed for long."""
 
 
 class AsyncLeaseClient:
-    """A :class:`~celery_leases.LeaseClient` for an event loop: each read is done in a thread of its
-    own few.
+    """A :class:`~celery_leases.LeaseClient` for an event loop: it reads in threads of its own.
 
-    *client*, or what gives it, stays its owner's to close, unless *owned*. *threads* read at once;
-    more reads wait their turn. While a store does not answer, reads wait for it and the loop goes
-    on. Use it as an ``async with``, or call :meth:`close`.
+    *client* is a client, or a function that returns one. The caller closes that client, unless
+    *owned*. At most *threads* reads run at the same time, further ones wait. While a store does not
+    answer, the event loop continues. Use this as an ``async with``, or call :meth:`close`.
     """
 
     def __init__(
@@ -61,28 +60,28 @@ class AsyncLeaseClient:
     def from_urls(
         cls, leases_url: str, database_url: str, *, threads: int = THREADS, **options: Any
     ) -> Self:
-        """A client of its own on the two URLs, with the *options* of
+        """A client of the stores at the two URLs; *options* are those of
         :class:`~celery_leases.LeaseClient`.
         """
         return cls(LeaseClient(leases_url, database_url, **options), threads=threads, owned=True)
 
     @classmethod
     def from_app(cls, app: Celery, *, threads: int = THREADS) -> Self:
-        """On the stores that the settings of a Celery *app* name when it is asked, over its
-        connections.
+        """A client of the stores of a Celery *app*, over the connections of the app. Its settings
+        are read on the first use.
         """
         return cls(lambda: LeaseClient.from_app(app), threads=threads)
 
     async def close(self) -> None:
-        """Wait for the reads that go on, and let the connections go that are its own."""
+        """Wait for running reads, and close the client if it is owned."""
         await asyncio.get_running_loop().run_in_executor(None, self._close)
 
     async def __aenter__(self) -> Self:
-        """Itself."""
+        """Return the client."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the client."""
         await self.close()
 
     async def status(
@@ -93,7 +92,7 @@ class AsyncLeaseClient:
         namespace: str | None = None,
         group: str | None = None,
     ) -> LeaseStatus:
-        """Where *key* stands; as :meth:`celery_leases.LeaseClient.status`, with what it raises."""
+        """The status of *key*; see :meth:`celery_leases.LeaseClient.status`."""
         return await self.run(
             lambda: self._client().status(key, task=task, namespace=namespace, group=group)
         )
@@ -104,14 +103,13 @@ class AsyncLeaseClient:
         *states: str,
         task: str | None = None,
         namespace: str | None = None,
-        timeout: Duration | None = None,  # noqa: ASYNC109 - durations as everywhere, and said in the error
+        timeout: Duration | None = None,  # noqa: ASYNC109 - any form of a duration, and named in the error
     ) -> LeaseStatus:
-        """Wait until *key* is in one of *states*, by default one that no worker changes
-        (:data:`ENDED`).
+        """Wait until *key* is in one of *states*; the default is :data:`ENDED`.
 
         Raises ``TimeoutError`` after *timeout* (seconds, ``"5m"``, a timedelta),
         :class:`~celery_leases.errors.LeaseMisuse` for a state that does not exist, and
-        :class:`~celery_leases.errors.StoreUnavailable` when the records do not answer.
+        :class:`~celery_leases.errors.StoreUnavailable` if the records database does not answer.
         """
         known = {*State, ABSENT, ABANDONED, UNREADABLE}
         if unknown := set(states) - known:
@@ -127,13 +125,13 @@ class AsyncLeaseClient:
                     if last.state in wanted:
                         return last
         except TimeoutError:
-            if limit is None:  # somebody else's
+            if limit is None:  # a timeout of the caller
                 raise
             state = last.state if last is not None else "not known"
             raise TimeoutError(
                 f"{key} is {state} after {limit:g} s, and not {' or '.join(wanted)}"
             ) from None
-        raise AssertionError(f"{key}: changes() has ended without {wanted}")
+        raise AssertionError(f"{key}: changes() ended before the key was in one of {wanted}")
 
     async def changes(
         self,
@@ -142,20 +140,19 @@ class AsyncLeaseClient:
         task: str | None = None,
         namespace: str | None = None,
         until: Sequence[str] = ENDED,
-        slowest: float = SLOWEST,
+        slowest: float = LONGEST_POLL,
     ) -> AsyncGenerator[LeaseStatus]:
-        """The status of *key* now, and again each time something of it has changed that a client
-        may see.
+        """The status of *key* now, and again after each change that a client can see.
 
-        Ends after a status in one of the states *until*; ``until=()`` never ends. The stores are
-        looked at soon after a change, then more and more rarely, at least every *slowest* seconds;
-        what comes and goes in between is not seen. Raises what :meth:`status` does.
+        Ends after a status in one of the states *until*; with ``until=()`` it does not end. The
+        stores are read soon after a change, then less often, but at least every *slowest* seconds;
+        states that last less than that may be missed. Raises the errors of :meth:`status`.
         """
-        seen, pause = None, FIRST_LOOK
+        seen, pause = None, SHORTEST_POLL
         while True:
             status = await self.status(key, task=task, namespace=namespace)
             if (version := version_of(status)) != seen:
-                seen, pause = version, FIRST_LOOK
+                seen, pause = version, SHORTEST_POLL
                 yield status
             if status.state in until:
                 return
@@ -163,8 +160,8 @@ class AsyncLeaseClient:
             pause *= 2
 
     async def run(self, read: Callable[[], T]) -> T:
-        """What *read* gives, called in one of the threads."""
-        # A forked process has none of its parent's threads.
+        """The result of *read*, which runs in one of the threads."""
+        # A forked process does not have the threads of its parent.
         if self._threads is None or self._pid != os.getpid():
             self._threads = ThreadPoolExecutor(
                 self._number, thread_name_prefix="celery_leases_status"
@@ -180,13 +177,10 @@ class AsyncLeaseClient:
 
 
 def version_of(status: LeaseStatus) -> str:
-    """A short text that is another one for each status that a client can tell apart; time that
-    passes is no change.
-    """
+    """A short hash of what a client can see of a status, without values that change with time."""
     body = public(status)
     del body["retry_after"], body["message"]
-    # The end of a wait is known by its code, and its time is read anew each time, a few
-    # microseconds off.
+    # message_code changes when a wait ends; retry_at differs by microseconds at each read.
     body["retry_at"] = status.retry_at is not None and round(status.retry_at.timestamp())
     text = json.dumps([status.fence, body], sort_keys=True, allow_nan=False, default=str)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]

@@ -1,4 +1,6 @@
-"""Status and repair from outside: for operators, and for web processes that import no task."""
+"""``LeaseClient``: reads and repairs keys, for operators and for web processes that import no
+task.
+"""
 
 from __future__ import annotations
 
@@ -96,20 +98,25 @@ if TYPE_CHECKING:
     from celery_leases.worker.outbox import Round
 
 LOOK_THROUGH = 10_000
+"""Records that are read for one page, at most."""
 OPERATOR = "operator"
-AT_ONCE: Final = 500
-PURGED_AT_ONCE: Final = 1000
+"""The rule, and the owner token, of a gate that an operator has closed."""
+BATCH: Final = 500
+"""Records that are read by one statement."""
+PURGE_BATCH: Final = 1000
+"""Records that are deleted by one transaction."""
 PURGED: Final = (State.PENDING.value, State.DONE.value, State.COOLING.value, State.FAILED.value)
-"""What :meth:`LeaseClient.purge` deletes with ``older``, unless it is told which states."""
+"""The states that :meth:`LeaseClient.purge` deletes with ``older`` by default."""
 EVERY_RECORD: Final = RecordFilter()
 
 
 class LeaseClient:
-    """Looks at keys and repairs them, given the two URLs a worker has in ``leases_url`` and
-    ``leases_database_url``.
+    """Reads and repairs keys. The two URLs are ``leases_url`` and ``leases_database_url`` of the
+    workers.
 
-    *prefix*, *schema* and *transport_options* are those of the workers, if they have any. A process
-    that has the Celery app takes :meth:`from_app`. Close it, or use it as a context manager.
+    *prefix*, *schema* and *transport_options* are those of the workers too, if they have any. A
+    process that has the Celery app uses :meth:`from_app`. Close the client, or use it as a context
+    manager.
     """
 
     _parts: AppParts | None = None
@@ -136,12 +143,11 @@ class LeaseClient:
 
     @classmethod
     def from_app(cls, app: Celery, *, eager: bool | None = None) -> LeaseClient:
-        """The client of a Celery *app*, on the stores that its calls use, over the connections of
-        the app itself.
+        """The client of a Celery *app*: it uses the stores and the connections of the app.
 
-        They are the stores that its settings name, and under ``task_always_eager`` those of its
-        eager calls, in memory unless ``leases_eager_stores`` is set. *eager* says which ones,
-        whatever that setting says.
+        These are the stores of the settings; under ``task_always_eager`` they are the stores of
+        eager calls, which are in memory unless ``leases_eager_stores`` is set. *eager* chooses one
+        of them explicitly.
         """
         from celery_leases.worker import app_components
 
@@ -155,47 +161,45 @@ class LeaseClient:
 
     @classmethod
     def on(cls, leases: AnyStore, records: SqlRecordStore) -> LeaseClient:
-        """A client on stores that are open already."""
+        """A client of stores that are already open."""
         client = cls.__new__(cls)
         client._leases, client._records, client._checked = leases, records, False  # noqa: SLF001 - its own constructor
         client._effects = open_effects(records)  # noqa: SLF001
         return client
 
     def close(self) -> None:
-        """Let the connections go, unless they are those of an app; the next call would open new
-        ones.
-        """
+        """Close the connections, unless they are those of an app. A later call opens new ones."""
         if self._parts is None:
             self._records.database.close()
             self._leases.close()
 
     def __enter__(self) -> Self:
-        """Itself."""
+        """Return the client."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the client."""
         self.close()
 
     def relay(self, limit: int = 100) -> Round:
-        """Publish enqueued messages that are due: those whose own process died after the commit. At
-        most *limit*.
+        """Publish at most *limit* enqueued messages that are due, because their own process died
+        after the commit.
 
-        What it returns has the records ``published`` and ``refused`` by the broker, and is true if
-        any was published. Only a client :meth:`from_app` can publish; any other raises
+        The result has the records that were ``published``, and those that the broker has
+        ``refused``; it is true if any was published. A message that the broker does not confirm is
+        due again later. Needs a client made by :meth:`from_app`; another one raises
         :class:`~celery_leases.errors.LeaseConfigurationError`. Raises
-        :class:`~celery_leases.errors.StoreUnavailable`. A message the broker does not confirm is
-        due again later.
+        :class:`~celery_leases.errors.StoreUnavailable`.
         """
         from celery_leases.worker import outbox
 
         return outbox.relay(self._app("relay"), limit)
 
     def rescue(self, *, older: Duration = "15m", limit: int = 100) -> Round:
-        """Publish again the messages of records that no worker has, and that have not changed for
-        *older*.
+        """Publish again the stored messages of records that no worker runs, and that have not
+        changed for *older*.
 
-        See ``leases rescue``. Raises as :meth:`relay` does.
+        See ``leases rescue``. Raises the errors of :meth:`relay`.
         """
         from celery_leases.worker import outbox
 
@@ -204,7 +208,7 @@ class LeaseClient:
     def _app(self, what: str) -> Celery:
         if self._parts is None:
             raise LeaseConfigurationError(
-                f"{what}() needs the Celery app: take LeaseClient.from_app(app)"
+                f"{what}() needs the Celery app: use LeaseClient.from_app(app)"
             )
         return self._parts.app
 
@@ -216,14 +220,14 @@ class LeaseClient:
         namespace: str | None = None,
         group: str | None = None,
     ) -> LeaseStatus:
-        """Where *key* stands. *namespace* is the task's ``lease_namespace``, by default its name,
-        *task*.
+        """The status of *key*. *namespace* is the ``lease_namespace`` of its *task*, by default the
+        name of the task.
 
-        Neither is needed for a key that has one record, or that is given as it is stored
-        (``t:namespace|key``). *group* is its cooldown group, for a key that has not failed of it
-        itself. A key without a record is ``absent``. Raises
-        :class:`~celery_leases.errors.StoreUnavailable` when the records do not answer; when only
-        the lease store does not, ``reason`` says so.
+        Neither is needed if only one record has the key, or if *key* is a stored key
+        (``t:namespace|key``). *group* is the cooldown group of the key; a key that has failed
+        because of its group does not need it. A key without a record is ``absent``. Raises
+        :class:`~celery_leases.errors.StoreUnavailable` if the records database does not answer; if
+        only the lease store does not answer, ``reason`` says so.
         """
         self._ready()
         stored = self._stored(key, namespace or task)
@@ -235,10 +239,9 @@ class LeaseClient:
     def list(
         self, *, states: Sequence[str] = (), task: str | None = None, limit: int = 100
     ) -> list[LeaseStatus]:
-        """The keys with a record, the latest started first.
+        """The status of at most *limit* records, the latest start first.
 
-        ``abandoned`` and ``unreadable`` may be asked for like any other state. See :meth:`page` for
-        more.
+        *states* may include ``abandoned`` and ``unreadable``. See :meth:`page` for more records.
         """
         return [*self.page(self.where(states=states, task=task), limit=limit).statuses]
 
@@ -256,13 +259,13 @@ class LeaseClient:
         until: Duration | datetime | None = None,
         crashed: bool = False,
     ) -> RecordFilter:
-        """A filter for :meth:`page`, :meth:`matching`, :meth:`how_many` and :meth:`purge`: all that
-        is given holds.
+        """A filter for :meth:`page`, :meth:`matching`, :meth:`how_many` and :meth:`purge`. All
+        given conditions must hold.
 
-        *group* is the cooldown group of the last failure, *prefix* what the key begins with,
-        *reason* a code as in ``LeaseStatus.reason``. *since* and *until* are about the start of the
-        latest attempt: a datetime, or a span before now. *crashed*: its process died in the latest
-        attempts. Raises :class:`~celery_leases.errors.LeaseMisuse` for an unknown state.
+        *group* is the cooldown group of the last failure, *prefix* the beginning of the key,
+        *reason* a code as in ``LeaseStatus.reason``. *since* and *until* apply to the start of the
+        latest attempt; they are a datetime, or a duration before now. *crashed*: the latest attempt
+        crashed. Raises :class:`~celery_leases.errors.LeaseMisuse` for an unknown state.
         """
         return RecordFilter.of(
             now=self._wall_time(),
@@ -284,17 +287,17 @@ class LeaseClient:
         limit: int = 100,
         after: str | None = None,
     ) -> Page:
-        """At most *limit* records, the latest started or the longest run first; *after* is ``next``
-        of another page.
+        """At most *limit* records, the latest start or the longest run time first; *after* is
+        ``next`` of the previous page.
 
-        Looks through 10,000 records at most, where the row does not say of itself whether it is
-        wanted. Raises :class:`~celery_leases.errors.LeaseConfigurationError` for an *after* that is
-        none.
+        If the columns do not decide whether a record is wanted, at most 10,000 records are read for
+        one page. Raises :class:`~celery_leases.errors.LeaseConfigurationError` for an *after* that
+        is no ``next``.
         """
         self._ready()
         ordered, place = Order(order), Position.read(after) if after is not None else None
         found: list[LeaseStatus] = []
-        looked, size = 0, min(limit, AT_ONCE)
+        read, size = 0, min(limit, BATCH)
         while True:
             records = self._records.find(wanted, order=ordered, limit=size, after=place)
             for number, (record, status) in enumerate(self._statuses(records), 1):
@@ -304,31 +307,31 @@ class LeaseClient:
                 if len(found) == limit:
                     more = number < len(records) or len(records) == size
                     return Page(found, place.token() if more else None)
-            looked += len(records)
+            read += len(records)
             if len(records) < size or place is None:
                 return Page(found, None)
-            if looked >= LOOK_THROUGH:
+            if read >= LOOK_THROUGH:
                 return Page(found, place.token())
-            size = LOOK_THROUGH - looked
+            size = LOOK_THROUGH - read
 
     def matching(self, wanted: RecordFilter = EVERY_RECORD) -> Iterator[LeaseStatus]:
-        """All records that are wanted, by their keys; read in pages, so that any number of them
-        takes little memory.
+        """The status of all records that are wanted, in the order of their keys. They are read in
+        batches, so memory is bounded.
         """
         self._ready()
         place: Position | None = None
         while True:
-            records = self._records.find(wanted, order=Order.KEY, limit=AT_ONCE, after=place)
+            records = self._records.find(wanted, order=Order.KEY, limit=BATCH, after=place)
             for record, status in self._statuses(records):
                 if wanted.admits(record, status.state):
                     yield status
-            if len(records) < AT_ONCE:
+            if len(records) < BATCH:
                 return
             place = Position.of(records[-1], Order.KEY)
 
     def how_many(self, wanted: RecordFilter = EVERY_RECORD) -> int:
-        """How many records are wanted; one statement, or a look at each where the row does not
-        say.
+        """How many records are wanted. One statement; if the columns do not decide that, each
+        record is read.
         """
         self._ready()
         return (
@@ -338,7 +341,7 @@ class LeaseClient:
         )
 
     def as_of_now(self, wanted: RecordFilter) -> RecordFilter:
-        """*wanted* without what changes from now on, by the database's clock."""
+        """*wanted* without records that change after now, by the database's clock."""
         self._ready()
         return replace(wanted, unmoved_since=self._records.now())
 
@@ -351,13 +354,13 @@ class LeaseClient:
         retention: Duration | None = None,
         publish: bool = False,
     ) -> Iterator[Change]:
-        """Do *what* to each key that was *found*, if it is still as it was found; what became of
-        each, as it happens.
+        """Do *what* to each *found* key that has not changed since; yields the :class:`Change` of
+        each.
 
-        A key that has changed, is held by a live lease (unless *force*), or is done already is left
-        as it is, and its :class:`Change` says why. *publish* publishes the message that a retried
-        record keeps, see :meth:`publish`. Raises :class:`~celery_leases.errors.StoreUnavailable`;
-        the keys before are changed then.
+        A key that has changed, is held by a live lease (unless *force*), or is already done is not
+        changed, and its :class:`Change` says why. *publish* publishes the stored message of a
+        retried record, see :meth:`publish`. Raises :class:`~celery_leases.errors.StoreUnavailable`;
+        the keys before it are changed then.
         """
         span = _span(retention)
         for seen in found:
@@ -376,7 +379,7 @@ class LeaseClient:
         if what == "release" and (why := why_unchanged(what, seen)) is not None:
             return Change(seen, False, why)
         try:
-            after = self._take(
+            after = self._reset(
                 stored,
                 None,
                 keep=what != "forget",
@@ -394,12 +397,13 @@ class LeaseClient:
     def publish(
         self, key: str, *, task: str | None = None, namespace: str | None = None
     ) -> bool | None:
-        """Publish the message that the record of *key* keeps, so that the call runs now; ``None``:
-        it keeps none.
+        """Publish the stored message of the record of *key*, so that the call runs now; ``None`` if
+        there is none.
 
-        Tasks with ``lease_store_arguments``, and enqueued calls, keep it. ``False``: the broker did
-        not confirm it, and the next relay tries again. A copy that waits at the broker meanwhile
-        does no harm. Only a client :meth:`from_app` can publish. Raises as :meth:`relay` does.
+        Records of enqueued calls, and of tasks with ``lease_store_arguments``, have a stored
+        message. ``False``: the broker did not confirm it, and the next relay tries again. A copy of
+        the call that waits at the broker is harmless. Needs a client made by :meth:`from_app`.
+        Raises the errors of :meth:`relay`.
         """
         from celery_leases.worker import outbox
 
@@ -410,27 +414,27 @@ class LeaseClient:
     def arguments(
         self, key: str, *, task: str | None = None, namespace: str | None = None
     ) -> Mapping[str, Any] | None:
-        """The ``args`` and ``kwargs`` in the message that the record of *key* keeps, as JSON has
-        them; ``None``: it keeps none. Nothing is redacted.
+        """The ``args`` and ``kwargs`` in the stored message of the record of *key*, as JSON values;
+        ``None`` if there is none. They are not redacted.
 
-        Raises :class:`~celery_leases.errors.StoreUnavailable`, also for a message that cannot be
-        read.
+        Raises :class:`~celery_leases.errors.StoreUnavailable`, and
+        :class:`~celery_leases.errors.RecordUnreadable` for a message that cannot be read.
         """
         self._ready()
         record = self._records.read(self._stored(key, namespace or task), lenient=True)
         if record is None or record.message is None:
             return None
         try:
-            kept = json.loads(record.message)
-            return {"args": kept["args"], "kwargs": kept["kwargs"]}
+            message = json.loads(record.message)
+            return {"args": message["args"], "kwargs": message["kwargs"]}
         except (ValueError, TypeError, KeyError):
             raise RecordUnreadable(
                 f"{key}: its message cannot be read", False, key, "message"
             ) from None
 
     def stats(self, *, rules: bool = True) -> Stats:
-        """Counts by task and state, failures by rule unless *rules* is ``False``, the groups that
-        are not open, and the runs saved if processes count them. Looks at every record.
+        """Counts by task and state, failures by rule (unless *rules* is ``False``), groups that are
+        not open, and saved runs if processes count them. Reads every record.
         """
         self._ready()
         rows = self._records.counts()
@@ -442,7 +446,7 @@ class LeaseClient:
         try:
             gates = self.groups()
             if any(state == State.RUNNING for _, state in counts):
-                self._tell_abandoned(counts)
+                self._separate_abandoned(counts)
         except StoreUnavailable as error:
             trouble = f"the lease store does not answer: {error}"
         failures = self._records.errors() if rules else ()
@@ -459,8 +463,8 @@ class LeaseClient:
         )
 
     def _saved_runs(self) -> Sequence[SavedRuns] | None:
-        """The runs that all processes have counted as saved, by task, the most first; ``None``:
-        nothing has ever counted, and the app does not say that it is to.
+        """The saved runs that all processes have counted, by task, the most first; ``None`` if none
+        was ever counted, and ``leases_metrics`` is not set.
         """
         counts = open_metrics(self._records).read()
         if not counts.begun and not (self._parts is not None and self._parts.settings.metrics):
@@ -480,29 +484,29 @@ class LeaseClient:
     def run_times(
         self, *, task: str | None = None, limit: int = 5_000
     ) -> Mapping[str, Sequence[float]]:
-        """What the latest *limit* finished runs of each task took, in seconds, by task.
+        """The run times of the latest *limit* finished runs of each task, in seconds, by task.
 
-        Of a key with several runs the last one counts. Looks at every record.
+        Only the last run of a key is included. Reads every record.
         """
         self._ready()
         return self._records.run_times(task, limit)
 
     def latencies(self, rounds: int = 100) -> tuple[Sequence[float], Sequence[float]]:
-        """How long *rounds* small questions to the lease store, and to the database, have taken
-        from here, in seconds. Raises :class:`~celery_leases.errors.StoreUnavailable`.
+        """The times of *rounds* round trips from here to the lease store, and to the database, in
+        seconds. Raises :class:`~celery_leases.errors.StoreUnavailable`.
         """
         self._ready()
         key = stored_key("celery_leases.latency", uuid4().hex)
-        questions: tuple[Callable[[], object], ...] = (
+        calls: tuple[Callable[[], object], ...] = (
             partial(self._leases.holder, key),
             self._records.now,
         )
-        store, database = (_taken(question, rounds) for question in questions)
+        store, database = (_round_trips(call, rounds) for call in calls)
         return store, database
 
     def lateness(self, *, task: str | None = None) -> Lateness | None:
-        """How late the renewals of all tasks, or of *task*, were sent, as all processes have
-        counted; ``None`` without a count, as where ``leases_metrics`` is off.
+        """How late the renewals of all tasks, or of *task*, were sent, as counted by all processes;
+        ``None`` if none was counted, for example because ``leases_metrics`` is not set.
         """
         self._ready()
         metric = METRICS["renewal_lateness"]
@@ -515,18 +519,19 @@ class LeaseClient:
         return Lateness.of(metric.buckets, [sum(counts) for counts in zip(*found, strict=True)])
 
     def examine(self) -> Examination:
-        """Look at the app's settings, tasks, broker and stores: what is wrong, and what to write.
+        """Examine the settings, tasks, broker and stores of the app: what is wrong, and what to
+        write instead.
 
-        See ``leases doctor``. Only a client :meth:`from_app` can. A server that is away is a
-        finding, and no error.
+        See ``leases doctor``. Needs a client made by :meth:`from_app`. A server that does not
+        answer is a finding, and raises no error.
         """
         app = self._app("examine")
         from celery_leases.worker import doctor
 
         return doctor.examine(app)
 
-    def _tell_abandoned(self, counts: dict[tuple[str, str], tuple[int, int]]) -> None:
-        """Count running rows without a live lease apart."""
+    def _separate_abandoned(self, counts: dict[tuple[str, str], tuple[int, int]]) -> None:
+        """Count running rows without a live lease as abandoned."""
         for task, state in [*counts]:
             if state != State.RUNNING:
                 continue
@@ -535,11 +540,11 @@ class LeaseClient:
                 status.started_at
                 for status in self.matching(RecordFilter(states=(ABANDONED,), task=task))
             ]
-            gone = [round(start.timestamp() * 1e6) for start in starts if start is not None]
-            if gone:
-                counts[task, ABANDONED] = len(gone), min(gone)
-            if running > len(gone):
-                counts[task, state] = running - len(gone), oldest
+            abandoned = [round(start.timestamp() * 1e6) for start in starts if start is not None]
+            if abandoned:
+                counts[task, ABANDONED] = len(abandoned), min(abandoned)
+            if running > len(abandoned):
+                counts[task, state] = running - len(abandoned), oldest
 
     def purge(
         self,
@@ -548,7 +553,7 @@ class LeaseClient:
         older: Duration | datetime | None = None,
         batch: int = PURGED_AT_ONCE,
     ) -> Iterator[int]:
-        """Delete records in batches; how many each batch has deleted, as it happens.
+        """Delete records in batches; yields how many records each batch has deleted.
 
         Without *older* those whose retention is over, whatever is *wanted*. With it those that are
         wanted and have not changed for that long, or since that moment, however long they would
@@ -598,9 +603,7 @@ class LeaseClient:
         return datetime.fromtimestamp(self._records.now() / 1e6 - seconds(span, "older"), UTC)
 
     def _statuses(self, records: Sequence[Record]) -> Iterator[tuple[Record, LeaseStatus]]:
-        """The records with their statuses; the lease store is asked for the holders of those that
-        run.
-        """
+        """The records with their statuses, for which the lease store is read if needed."""
         gates: dict[str, Gate | None] = {}
         trouble: str | None = None
         for record in records:
@@ -609,7 +612,7 @@ class LeaseClient:
             try:
                 if trouble is None and record.state is State.RUNNING:
                     holder = self._leases.holder(record.stored_key)
-                    if holder is None:  # it may have ended between the two looks
+                    if holder is None:  # it may have ended between the two reads
                         now = self._records.read(record.stored_key, lenient=True) or record
                 elif (
                     trouble is None
@@ -621,9 +624,7 @@ class LeaseClient:
                     gate = gates[group]
             except StoreUnavailable as error:
                 trouble = f"the lease store does not answer: {error}"
-            asked = (
-                trouble if record.state in (State.RUNNING, State.PENDING, State.COOLING) else None
-            )
+            needed = record.state in (State.RUNNING, State.PENDING, State.COOLING)
             yield (
                 record,
                 status_of(
@@ -632,7 +633,7 @@ class LeaseClient:
                     now,
                     holder,
                     gate=gate,
-                    trouble=asked,
+                    trouble=trouble if needed else None,
                     wall_time=self._wall_time(),
                 ),
             )
@@ -646,17 +647,19 @@ class LeaseClient:
         force: bool = False,
         retention: Duration | None = None,
     ) -> LeaseStatus:
-        """End a cooldown or a countdown, or revive a ``failed`` key; failures, crashes and growth
-        start anew.
+        """End the wait of a key, or let a ``failed`` key run again. Its counts of failures, crashes
+        and cooldowns are reset.
 
         This publishes nothing. If ``resumes`` is true, a copy of the call waits at the broker and
         is delivered when its countdown ends; otherwise call the task again. The gate of a cooldown
-        group stays as it is, see :meth:`open_group`. The record counts for *retention* from now, by
-        default the task's ``lease_retention``. Raises :class:`~celery_leases.errors.LeaseIsLive`
-        while somebody runs it, or if somebody has come meanwhile, unless *force*,
-        :class:`~celery_leases.errors.AlreadyDone` and :class:`~celery_leases.errors.UnknownKey`.
+        group is not opened, see :meth:`open_group`. The record counts for *retention* from now, by
+        default the task's ``lease_retention``.
+
+        Raises :class:`~celery_leases.errors.LeaseIsLive` if an attempt holds the key, or if the key
+        has changed meanwhile, unless *force*; :class:`~celery_leases.errors.AlreadyDone` and
+        :class:`~celery_leases.errors.UnknownKey`.
         """
-        return self._take(
+        return self._reset(
             key, namespace or task, keep=True, forgive=True, force=force, retention=retention
         )
 
@@ -668,13 +671,12 @@ class LeaseClient:
         namespace: str | None = None,
         retention: Duration | None = None,
     ) -> LeaseStatus:
-        """Take the key away from whoever holds it: what a holder still says about the outcome is
-        refused from now on.
+        """Take the key from the attempt that holds it, whose outcome is refused from now on.
 
-        Counts and history stay, and the record counts for *retention* from now, by default the
-        task's. Raises :class:`~celery_leases.errors.UnknownKey`.
+        Counts and history stay. The record counts for *retention* from now, by default the task's
+        ``lease_retention``. Raises :class:`~celery_leases.errors.UnknownKey`.
         """
-        return self._take(key, namespace or task, keep=True, force=True, retention=retention)
+        return self._reset(key, namespace or task, keep=True, force=True, retention=retention)
 
     def forget(
         self,
@@ -685,14 +687,15 @@ class LeaseClient:
         force: bool = False,
         retention: Duration | None = None,
     ) -> LeaseStatus:
-        """Make the key as good as new: its result, its failures and its counts are gone.
+        """Make the record of the key empty: without result, failures, counts and history.
 
-        Under ``rerun`` a call that is forgotten so may run again, but finds the effects it has
-        made. The empty record counts for *retention*, by default the task's. Raises
-        :class:`~celery_leases.errors.LeaseIsLive` while somebody runs it, or if somebody has come
-        meanwhile, unless *force*, and :class:`~celery_leases.errors.UnknownKey`.
+        With ``lease_on_done="rerun"``, effects that the call has done stay done. The empty record
+        counts for *retention*, by default the task's ``lease_retention``.
+
+        Raises :class:`~celery_leases.errors.LeaseIsLive` if an attempt holds the key, or if the key
+        has changed meanwhile, unless *force*; and :class:`~celery_leases.errors.UnknownKey`.
         """
-        return self._take(key, namespace or task, keep=False, force=force, retention=retention)
+        return self._reset(key, namespace or task, keep=False, force=force, retention=retention)
 
     def resolve(
         self,
@@ -706,16 +709,17 @@ class LeaseClient:
         retention: Duration | None = None,
         found: LeaseStatus | None = None,
     ) -> LeaseStatus:
-        """Say of a key what an operator has found out, above all of an ``uncertain`` one.
+        """Write what an operator has found out about a key, which is usually ``uncertain``.
 
         ``"done"``: the work is done; later callers get *result* (JSON) for *retention*, by default
-        the task's ``lease_retention``. ``"retry"``: the effects in doubt have not happened; it may
-        run again, and nothing is queued by this. *found* is the status that the operator has seen:
-        a key that another attempt has had since, or that is in another state, is not changed.
-        Raises :class:`~celery_leases.errors.LeaseIsLive` for such a key, and while somebody runs
-        it, unless *force*, :class:`~celery_leases.errors.AlreadyDone`,
+        the task's ``lease_retention``. ``"retry"``: its effects without a reply have not happened,
+        and the key may run again; nothing is published. With *found*, the status that the operator
+        has seen, a key whose fence or state is another one now is not changed.
+
+        Raises :class:`~celery_leases.errors.LeaseIsLive` for such a key, and if an attempt holds
+        the key, unless *force*; :class:`~celery_leases.errors.AlreadyDone`,
         :class:`~celery_leases.errors.UnknownKey`, and :class:`~celery_leases.errors.LeaseMisuse`
-        for a result that is no JSON.
+        for a result that is not JSON.
         """
         if outcome not in ("done", "retry"):
             raise LeaseMisuse(f"resolve({outcome!r}): write 'done' or 'retry'")
@@ -723,7 +727,7 @@ class LeaseClient:
         if missing is not None:
             raise LeaseMisuse(f"resolve(result={result!r}): {missing}")
         if outcome == "retry":
-            return self._take(
+            return self._reset(
                 key,
                 namespace or task,
                 keep=True,
@@ -733,16 +737,16 @@ class LeaseClient:
                 undone=True,
                 found=found,
             )
-        stored, record, holder = self._look(key, namespace or task, force=force)
-        if found is not None and not _is_as_found(record, found):
-            raise self._moved_on(key, stored)
+        stored, record, holder = self._read(key, namespace or task, force=force)
+        if found is not None and not _is_unchanged(record, found):
+            raise self._has_changed(key, stored)
         if record is None:
             raise UnknownKey(f"there is no record for {key}", key)
         if record.state is State.DONE:
-            raise AlreadyDone(f"{key} is done already", key, record.call_id)
+            raise AlreadyDone(f"{key} is already done", key, record.call_id)
         seen = None if force and found is None else record
         if not self._records.resolve(stored, text, _span(retention), seen):
-            raise self._moved_on(key, stored)
+            raise self._has_changed(key, stored)
         self._leases.end_cooldown(stored)
         if holder is not None:
             self._leases.release(stored, holder.token)
@@ -751,8 +755,8 @@ class LeaseClient:
     # -- cooldown groups ---------------------------------------------------------------------------
 
     def groups(self, *, opened: bool = False) -> Sequence[GroupStatus]:
-        """The cooldown groups whose gate is not open; with *opened* also those that are open and
-        have been closed in the last 30 days.
+        """The cooldown groups whose gate is not open; with *opened* also groups with an open gate
+        that was closed in the last 30 days.
         """
         self._ready()
         gates = [*self._leases.gates()]
@@ -760,11 +764,11 @@ class LeaseClient:
         found = [
             status_of_group(gate, self._wall_time(), past.get(gate.group, ())) for gate in gates
         ]
-        shut = {gate.group for gate in gates}
+        not_open = {gate.group for gate in gates}
         return found + [
             status_of_open_group(group, each)
             for group, each in sorted(past.items())
-            if group not in shut
+            if group not in not_open
         ]
 
     def group(self, group: str) -> GroupStatus:
@@ -782,18 +786,18 @@ class LeaseClient:
         return status_of_group(gate, self._wall_time(), past)
 
     def _past_closings(self, groups: Sequence[str] | None) -> Mapping[str, Sequence[PastClosing]]:
-        """What the lease store remembers, if it does."""
+        """The closings that the lease store has stored, if it stores them."""
         store: object = self._leases
         if not isinstance(store, ClosingStore) or (groups is not None and not groups):
             return {}
         return store.past_closings(groups)
 
     def open_group(self, group: str) -> bool:
-        """Open the gate of *group*, forget its trips, and end the waits of the keys that failed of
-        it.
+        """Open the gate of *group*, delete its trips, and end the waits of the keys that failed
+        because of the group; returns whether the gate was not open.
 
-        Whether it was closed. Copies that wait at the broker are delivered when their countdowns
-        end. Raises :class:`~celery_leases.errors.KeyUnusable` for a blank name.
+        Copies that wait at the broker are delivered when their countdowns end. Raises
+        :class:`~celery_leases.errors.KeyUnusable` for a blank name.
         """
         _check_group(group)
         self._ready()
@@ -802,10 +806,10 @@ class LeaseClient:
         return opened
 
     def close_group(self, group: str, span: Duration, why: str = "") -> GroupStatus:
-        """Let no body of *group* start for *span* (seconds, ``"5m"``, a timedelta); a longer
-        standing time is not cut.
+        """Close the gate of *group* for *span* (seconds, ``"5m"``, a timedelta); a gate that is
+        closed for longer stays so.
 
-        The first body after that is a probe, as after any failure of the group. Raises
+        The first attempt after that is a probe, as after a failure of the group. Raises
         :class:`~celery_leases.errors.KeyUnusable` for a blank name.
         """
         _check_group(group)
@@ -837,7 +841,7 @@ class LeaseClient:
             if record is not None and record.state is State.RUNNING and holder is None:
                 record = self._records.read(
                     stored, lenient=True
-                )  # it may have ended between the two looks
+                )  # it may have ended between the two reads
             gate = (
                 self._leases.gate(group)
                 if group is not None and waiting and holder is None
@@ -857,7 +861,7 @@ class LeaseClient:
             wall_time=wall_time,
         )
 
-    def _take(
+    def _reset(
         self,
         key: str,
         namespace: str | None,
@@ -870,23 +874,23 @@ class LeaseClient:
         found: LeaseStatus | None = None,
     ) -> LeaseStatus:
         span = _span(retention)
-        stored, record, holder = self._look(key, namespace, force=force, lenient=not keep)
-        if found is not None and not _is_as_found(record, found):
-            raise self._moved_on(found.key, stored)
+        stored, record, holder = self._read(key, namespace, force=force, lenient=not keep)
+        if found is not None and not _is_unchanged(record, found):
+            raise self._has_changed(found.key, stored)
         if record is None and holder is None:
             raise UnknownKey(f"there is neither a lease nor a record for {key}", key)
         if forgive and record is not None and record.state is State.DONE and not record.expired:
             message = f"{key} is done, there is nothing to retry; `leases forget` lets it run again"
             raise AlreadyDone(message, key, record.call_id)
-        # First the fence, then the lease: the other way round a holder could still write its
+        # The row is changed first: a holder that loses only its lease could still write its
         # outcome.
         if record is not None and (not keep or forgive or record.state is State.RUNNING):
             seen = None if (force and found is None) or record.unreadable is not None else record
-            taken = self._records.reset(
+            changed = self._records.reset(
                 stored, keep=keep, forgive=forgive, retention=span, seen=seen
             )
-            if taken is None and (found is not None or not force):
-                raise self._moved_on(key, stored)
+            if changed is None and (found is not None or not force):
+                raise self._has_changed(key, stored)
         if undone and record is not None:
             self._effects.forget_sent(record)
         if holder is not None:
@@ -895,14 +899,14 @@ class LeaseClient:
             self._leases.end_cooldown(stored)
         return self.status(stored)
 
-    def _look(
+    def _read(
         self, key: str, namespace: str | None, *, force: bool, lenient: bool = False
     ) -> tuple[str, Record | None, Holder | None]:
-        """The stored key, its record and then its holder; raises :class:`LeaseIsLive` for one,
-        unless *force*.
+        """The stored key, its record, and its holder; raises :class:`LeaseIsLive` for a holder,
+        unless *force*, and :class:`RecordUnreadable` unless *lenient*.
 
-        Raises :class:`RecordUnreadable` too, unless *lenient*. In this order a claim in between is
-        seen: by its lease, or else by the fence, once the record is written to.
+        The record is read first. So a claim between the two reads is noticed: by its lease, or by
+        its fence when the record is written.
         """
         self._ready()
         stored = self._stored(key, namespace)
@@ -917,10 +921,10 @@ class LeaseClient:
             )
         return stored, record, holder
 
-    def _moved_on(self, key: str, stored: str) -> LeaseIsLive:
+    def _has_changed(self, key: str, stored: str) -> LeaseIsLive:
         now, holder = self._records.read(stored, lenient=True), self._leases.holder(stored)
-        state = now.state.value if now is not None else "gone"
-        message = f"{key} has moved on meanwhile, and is {state} now; nothing was changed: look again, or use force"
+        state = now.state.value if now is not None else "deleted"
+        message = f"{key} has changed meanwhile, and is {state} now; nothing was done: read its status, or use force"
         return LeaseIsLive(message, key, holder.remaining if holder is not None else 0.0)
 
     def _stored(self, key: str, namespace: str | None) -> str:
@@ -935,17 +939,18 @@ class LeaseClient:
         return named[0].stored_key if named else stored_key("", key)
 
 
-def _taken(ask: Callable[[], object], rounds: int) -> tuple[float, ...]:
-    """How long each of *rounds* calls of *ask* took, in seconds."""
-    ask()  # the first one may open a connection
-    moments = [perf_counter()]
+def _round_trips(call: Callable[[], object], rounds: int) -> tuple[float, ...]:
+    """The times of *rounds* calls, in seconds."""
+    call()  # the first call may open a connection
+    times = [perf_counter()]
     for _ in range(rounds):
-        ask()
-        moments.append(perf_counter())
-    return tuple(after - before for before, after in pairwise(moments))
+        call()
+        times.append(perf_counter())
+    return tuple(after - before for before, after in pairwise(times))
 
 
-def _is_as_found(record: Record | None, found: LeaseStatus) -> bool:
+def _is_unchanged(record: Record | None, found: LeaseStatus) -> bool:
+    """Whether *record* still has the fence and the state of *found*."""
     if record is None or record.fence != found.fence:
         return False
     if found.state == UNREADABLE:
@@ -954,7 +959,7 @@ def _is_as_found(record: Record | None, found: LeaseStatus) -> bool:
 
 
 def _check_group(group: str) -> None:
-    """Refuse a name that no task's lease_cooldown_group can make."""
+    """Refuse a name that ``lease_cooldown_group`` cannot make."""
     if not group.strip():
         raise KeyUnusable(
             f"group={group!r} is blank; write the name of a cooldown group, such as 'openai:gpt-5'"

@@ -1,5 +1,5 @@
-"""Makes the components that run an app's leased tasks from its settings: stores, renewer,
-runner.
+"""Creates the components that run the leased tasks of an app from its settings: stores, renewer,
+execution.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # SQLAlchemy and redis-py are imported when the first store i
 AnyStore: TypeAlias = "SeparateLeaseStore | DatabaseLeaseStore"
 """A lease store that also stores marks and gates."""
 STORE_TIMEOUT = 2.0
+"""Seconds that a call to a separate lease store may take to connect, and again to get its reply."""
 
 
 class BootClock:
@@ -56,8 +57,8 @@ class BootClock:
 
 @dataclass(eq=False)
 class Parts:
-    """The components of one app in one process: *renewer* renews its leases, *execution* runs its
-    calls, and *marks* are those of waiting copies and callbacks.
+    """The components of one app in one process: ``renewer`` renews its leases, ``execution`` runs
+    its calls, ``marks`` notes the copies of calls and whether callbacks are sent.
     """
 
     settings: Settings
@@ -68,15 +69,15 @@ class Parts:
     renewer: Renewer
     context: Context
     execution: Execution
-    #: Counts what the calls do, with ``leases_metrics``.
+    #: Counts the events of calls, with ``leases_metrics``.
     counting: Counting | None = None
     _opened: list[tuple[AnyStore, SqlRecordStore]] = field(default_factory=list)
 
     def close(self, *, inherited: bool = False) -> None:
-        """Close all connections. *inherited*: they belong to the parent process, which continues to
-        use them.
+        """Close all connections. *inherited*: they are those of the parent process, which continues
+        to use them.
         """
-        if not inherited:  # its threads are not in this process
+        if not inherited:  # the threads of the parent are not in this process
             self.renewer.close()
             if self.counting is not None:
                 self.counting.end()
@@ -95,38 +96,45 @@ def build(
     clock: Clock | None = None,
     renewed_by: type[Renewer] = Renewer,
 ) -> Parts:
-    """Make the components. Connections are opened on first use. *stopping*: whether the process is
-    shutting down.
+    """Create the components; connections are opened on first use.
+
+    *shortest_ttl* is that of the app's tasks. *stopping* returns whether the process is shutting
+    down.
     """
     wait = connection_timeout(shortest_ttl)
-    # The keeper, and bodies that call Redis, have a connection of their own, within the same
-    # number.
+    # The thread that renews has connections of its own, and so have bodies that call Redis. Both
+    # count towards leases_pool_size.
     records = open_records(settings, settings.pool_size - (2 if os_threads.green() else 1), wait)
     leases = lease_store(settings, records, settings.pool_size - 2, wait)
     clock = clock or BootClock()
     within = call_timeout(shortest_ttl)
     in_memory = settings.database_url == IN_MEMORY
-    # The keeper must not wait for tasks that use all connections. It is a system thread, and must
-    # not use the locks of greenlets. Records in memory have one connection for all threads, and
-    # keep only the latest keys.
-    kept_records = records if in_memory else open_records(settings, 1)
-    kept = _bounded(leases, kept_records, within, wait), kept_records
-    asked = _bounded(leases, records, within, wait), records
+    # The thread that renews must not wait for tasks that use all connections. It is a system
+    # thread, and must not use the locks of greenlets. Records in memory have one connection for all
+    # threads.
+    renewal_records = records if in_memory else open_records(settings, 1)
+    renewal_leases = _bounded(leases, renewal_records, within, wait)
+    body_leases = _bounded(leases, records, within, wait)
     # The thread that purges is a system thread too.
-    purged = open_records(settings, 1) if os_threads.green() and not in_memory else records
+    purge_records = open_records(settings, 1) if os_threads.green() and not in_memory else records
     counting: Counting | None = None
     if settings.metrics and not in_memory:
-        observer = counting = _counting(observer, purged)
+        observer = counting = _counting(observer, purge_records)
         records.tag = counting.tag
     host = f"{socket.gethostname()}/{os.getpid()}"
     context = Context(
         leases, records, leases, leases, observer, clock, random.random, host, time.time, stopping
     )
-    keeping = replace(context, leases=kept[0], records=kept[1])
-    asking = replace(context, leases=asked[0])
-    renewer = renewed_by(keeping, asking, None if in_memory else purged)
+    renewal_context = replace(context, leases=renewal_leases, records=renewal_records)
+    body_context = replace(context, leases=body_leases)
+    renewer = renewed_by(renewal_context, body_context, None if in_memory else purge_records)
     effects = open_effects(records)
-    opened = [(leases, records), kept, asked, (leases, purged)]
+    opened = [
+        (leases, records),
+        (renewal_leases, renewal_records),
+        (body_leases, records),
+        (leases, purge_records),
+    ]
     execution = Execution(context, renewer)
     return Parts(
         settings, leases, records, effects, leases, renewer, context, execution, counting, opened
@@ -136,11 +144,11 @@ def build(
 def open_records(
     settings: Settings, size: int | None = None, longest_wait: float = LONGEST_CONNECTION_TIMEOUT
 ) -> SqlRecordStore:
-    """The record store of the settings, with at most *size* connections; the default is that of the
-    settings.
+    """The record store of the settings, with at most *size* connections (by default the pool size
+    of the settings).
 
-    If all connections are in use, a call waits for one for *longest_wait* seconds, unless its lease
-    allows less.
+    If all connections are in use, a call waits for one for at most *longest_wait* seconds, or less
+    if its lease ends sooner.
     """
     from celery_leases.stores.sql.database import engine_for
     from celery_leases.stores.sql.records import SqlRecordStore
@@ -151,7 +159,7 @@ def open_records(
 
 
 def open_effects(records: SqlRecordStore) -> SqlEffectStore:
-    """The effects in the database of *records*."""
+    """The effect store in the database of *records*."""
     from celery_leases.stores.sql.effects import SqlEffectStore
 
     return SqlEffectStore(records.database, records.tables)
@@ -170,8 +178,8 @@ def lease_store(
     size: int | None = None,
     longest_wait: float = LONGEST_CONNECTION_TIMEOUT,
 ) -> AnyStore:
-    """The lease store of the settings; *size* and *longest_wait* as in :func:`open_records`, if it
-    is separate from the records.
+    """The lease store of the settings. *size* and *longest_wait*, as in :func:`open_records`, are
+    for a store that is separate from the records.
     """
     if settings.leases_url == DATABASE:
         from celery_leases.stores.sql.leases import DatabaseLeaseStore
@@ -190,7 +198,9 @@ def lease_store(
 
 
 def _counting(observer: Observer, records: SqlRecordStore) -> Counting:
-    """Counts what *observer* observes, over the connections of *records*, from a system thread."""
+    """An observer that counts the events for *observer*, and writes the counts over the connections
+    of *records*.
+    """
     from celery_leases.stores.sql.metrics import tag
 
     return Counting(observer, open_metrics(records), tag)
@@ -199,8 +209,8 @@ def _counting(observer: Observer, records: SqlRecordStore) -> Counting:
 def _bounded(
     leases: AnyStore, records: SqlRecordStore, timeout: float, longest_wait: float
 ) -> AnyStore:
-    """The same lease store with other connections: those of *records*, or connections with
-    *timeout* per call.
+    """The same lease store with other connections: those of *records* if it is in the database,
+    otherwise one connection with *timeout* per call.
     """
     from celery_leases.stores.sql.leases import DatabaseLeaseStore
 

@@ -1,8 +1,8 @@
-"""Counts what the calls of this process do, and writes the counts to the records database.
+"""Counts the events of the calls of this process, and writes the counts to the records database.
 
-A call only appends its event to a queue. A thread of the operating system counts the events and
-writes the sums of this process, at most every 5 seconds and at least every 30. So no call makes a
-trip of its own, and under gevent and eventlet no greenlet waits.
+A call only appends its event to a queue. A system thread counts the events and writes the sums of
+this process, at most every 5 seconds and at least every 30. So no call makes a round trip for the
+counts, and under gevent and eventlet no greenlet waits.
 """
 
 from __future__ import annotations
@@ -26,40 +26,41 @@ from celery_leases.protocol.records import Record
 
 logger = logging.getLogger("celery_leases")
 
-EVERY: Final = 5.0
-"""Seconds between two writes while there is something new."""
-SIGN_OF_LIFE: Final = 30.0
-"""Seconds between two writes while there is nothing new."""
-FOLDED_EVERY: Final = 60.0
-"""Seconds between two looks for processes that have ended."""
-PATIENCE: Final = 5.0
-"""Seconds for which the end of a process waits for the last write."""
-PROMPT: Final = 2_000
-"""So many events are counted before their time, so that the queue stays short."""
-MISSING_KEPT: Final = 500
-"""The most outcomes that are remembered as begun and not counted."""
+WRITE_EVERY: Final = 5.0
+"""Seconds between two writes while counts change."""
+HEARTBEAT_EVERY: Final = 30.0
+"""Seconds between two writes while no count changes."""
+FOLD_EVERY: Final = 60.0
+"""Seconds between two searches for processes that have ended."""
+EXIT_TIMEOUT: Final = 5.0
+"""Seconds for which an ending process waits for the last write."""
+QUEUE_MAX: Final = 2_000
+"""Events in the queue above which they are counted at once."""
+MISSING_MAX: Final = 500
+"""Outcomes that are stored as numbered and not counted, at most."""
 _COUNTED: Final = (events.AttemptSettled, events.LeaseRenewed)
-_ASKED: Final = (*_COUNTED, events.LeaseAcquired)
-"""Events that are made only if an observer wants them, and those of them that are counted."""
+"""Events that are counted, of those that are created only if an observer wants them."""
+_ON_DEMAND: Final = (*_COUNTED, events.LeaseAcquired)
+"""Events that are created only if an observer wants them."""
 
 
 class MetricsStore(Protocol):
-    """Where the counts of all processes are kept."""
+    """Stores the counts of all processes."""
 
     def write(self, process: str, written: Written, *, first: bool, closed: bool) -> bool:
-        """Write the sums of *process*; whether its row is still its own."""
+        """Write the sums of *process*; returns whether its row still exists."""
         ...
 
     def fold(self) -> int:
-        """Add the counts of processes that have ended to the total; how many."""
+        """Add the counts of ended processes to the total; returns how many processes ended."""
         ...
 
 
 class Counting:
-    """An observer that counts the events that it passes on to *inner*.
+    """An observer that counts events, and passes them on to *inner*.
 
-    *tag* makes a word from this process and a number. The records keep that word beside an outcome.
-    If this process is killed, what it has not written yet is computed from there.
+    *tag* makes a text of the id of this process and a number. Records store it with each outcome,
+    so the counts that a killed process has not written can be computed from the records.
     """
 
     def __init__(
@@ -71,37 +72,37 @@ class Counting:
     ) -> None:
         self._inner = inner
         self._store = store
-        self._word = tag
+        self._tag = tag
         self._clock = clock
         self._events: deque[Event] = deque()
-        self._bell = os_threads.Wakeup()
+        self._wakeup = os_threads.Wakeup()
         self._ended = os_threads.Wakeup()
-        self._numbering = os_threads.allocate_lock()
-        self._starting = os_threads.allocate_lock()
+        self._numbers_lock = os_threads.allocate_lock()
+        self._thread_lock = os_threads.allocate_lock()
         self._started = False
-        self._over = False
-        # Processes that start together look at different times.
-        self._fold_at = clock() + FOLDED_EVERY * (0.5 + secrets.randbelow(1000) / 1000)
+        self._closing = False
+        # Processes that start together fold at different times.
+        self._fold_at = clock() + FOLD_EVERY * (0.5 + secrets.randbelow(1000) / 1000)
         self._last = 0
         self._numbers: dict[tuple[str, int], int] = {}
         self._written: Written | None = None
         self._changed = False
-        self._alive_by = 0.0
+        self._heartbeat_at = 0.0
         self._begin(Tally())
         _counting.add(self)
 
-    # -- on the way of a call ----------------------------------------------------------------------
+    # -- in the thread of a call -------------------------------------------------------------------
 
     def observe(self, event: Event) -> None:
         """Count *event* later, and pass it on."""
         self._events.append(event)
         if not self._started:
             self._start()
-        elif len(self._events) > PROMPT:
-            self._bell.ring()
+        elif len(self._events) > QUEUE_MAX:
+            self._wakeup.ring()
         kind = type(event)
         failed = getattr(event, "failure", None) is not None
-        if failed or kind not in _ASKED or self._inner.wants(kind):
+        if failed or kind not in _ON_DEMAND or self._inner.wants(kind):
             self._inner.observe(event)
 
     def wants(self, kind: type[Event]) -> bool:
@@ -113,26 +114,26 @@ class Counting:
         return kind in _COUNTED or self._inner.wants(kind)
 
     def tag(self, record: Record) -> str:
-        """The word for the outcome that is about to be written for the attempt on *record*."""
+        """The text to store with the outcome of the attempt on *record*."""
         attempt = (record.call_id, record.fence)
-        with self._numbering:
+        with self._numbers_lock:
             number = self._numbers.get(attempt)
             if number is None:
                 self._last += 1
                 number = self._numbers[attempt] = self._last
-            return self._word(self._process, number)
+            return self._tag(self._process, number)
 
-    # -- in the thread -----------------------------------------------------------------------------
+    # -- in the system thread ----------------------------------------------------------------------
 
     def flush(self, *, closing: bool = False) -> None:
-        """Write what is new, if anything is, or a sign of life is due.
+        """Write the counts, if they have changed or a heartbeat is due.
 
-        *closing*: what comes later is counted as that of another process. One thread at a time may
-        call this. Raises :class:`~celery_leases.errors.StoreUnavailable`; then the next call writes
-        what this one did not.
+        *closing*: later events are counted as those of another process. Only one thread at a time
+        may call this. Raises :class:`~celery_leases.errors.StoreUnavailable`; the next call then
+        writes the counts.
         """
         self._drain()
-        if not (self._changed or closing or self._clock() >= self._alive_by):
+        if not (self._changed or closing or self._clock() >= self._heartbeat_at):
             return
         written = self._snapshot()
         first = self._written is None
@@ -140,35 +141,35 @@ class Counting:
         before = self._written.tally if self._written is not None else Tally()
         self._changed = False
         if not ours:
-            # The process was silent for long, and its row was folded. The outcomes that followed
+            # The process did not write for long, and its row was added to the total. Later outcomes
             # were computed from the records.
             self._begin(self._tally.since(before))
         elif closing:
             self._begin(Tally())
         else:
-            self._written, self._alive_by = written, self._clock() + SIGN_OF_LIFE
+            self._written, self._heartbeat_at = written, self._clock() + HEARTBEAT_EVERY
 
     def end(self) -> None:
         """Write the last counts and end the thread; waits for that at most 5 seconds.
 
-        What is observed later is counted all the same, by a new thread.
+        Later events start a new thread, which counts them.
         """
-        with self._starting:
+        with self._thread_lock:
             if not self._started:
                 return
-            self._over = True
-        self._bell.ring()
-        self._ended.wait(PATIENCE)
+            self._closing = True
+        self._wakeup.ring()
+        self._ended.wait(EXIT_TIMEOUT)
 
     def _begin(self, tally: Tally) -> None:
-        """Count as a process of its own from now on, beginning with *tally*."""
-        with self._numbering:
+        """Count under a new process id from now on, beginning with *tally*."""
+        with self._numbers_lock:
             self._process = secrets.token_hex(6)
             self._numbers = {}
         self._tally = tally
         self._written = None
         self._changed = bool(tally.counts or tally.spans)
-        self._alive_by = self._clock() + SIGN_OF_LIFE
+        self._heartbeat_at = self._clock() + HEARTBEAT_EVERY
 
     def _drain(self) -> None:
         while self._events:
@@ -179,35 +180,36 @@ class Counting:
                 self._numbers.pop((event.call_id, event.fence), None)
 
     def _snapshot(self) -> Written:
-        """What was counted. An outcome that has its number by now is among it, or is missing."""
-        with self._numbering:
-            for attempt in list(self._numbers)[:-MISSING_KEPT]:
-                del self._numbers[attempt]  # it was never written
+        """The counts now. Each outcome that has a number is included, or listed as missing."""
+        with self._numbers_lock:
+            for attempt in list(self._numbers)[:-MISSING_MAX]:
+                del self._numbers[attempt]  # its outcome was not written
             return Written(self._tally.copy(), self._last, tuple(self._numbers.values()))
 
     def _start(self) -> None:
-        with self._starting, suppress(RuntimeError):  # no thread: the next event tries again
+        # Without memory for a thread, the next event starts it.
+        with self._thread_lock, suppress(RuntimeError):
             if not self._started:
-                os_threads.start_thread(self._keep)
+                os_threads.start_thread(self._run)
                 self._started = True
 
-    def _keep(self) -> None:
-        self._alive_by = 0.0  # writes a row at once
+    def _run(self) -> None:
+        self._heartbeat_at = 0.0  # write a row at once
         while True:
-            closing = self._over
+            closing = self._closing
             try:
                 self.flush(closing=closing)
                 if not closing and self._clock() >= self._fold_at:
-                    self._fold_at = self._clock() + FOLDED_EVERY
+                    self._fold_at = self._clock() + FOLD_EVERY
                     self._store.fold()
-            except Exception as error:  # noqa: BLE001 - the next round writes what this one did not
+            except Exception as error:  # noqa: BLE001 - the next round writes the counts
                 logger.debug("the counts of this process could not be written: %s", error)
             if closing:
-                with self._starting:
-                    self._over = self._started = False
+                with self._thread_lock:
+                    self._closing = self._started = False
                 self._ended.ring()
                 return
-            self._bell.wait(EVERY)
+            self._wakeup.wait(WRITE_EVERY)
 
 
 _counting: WeakSet[Counting] = WeakSet()
@@ -220,5 +222,5 @@ def end_all() -> None:
 
 
 atexit.register(end_all)
-# The counts of the parent are the parent's, and its thread is not in the child.
+# A child process does not have the thread of its parent, and must not write its counts.
 os.register_at_fork(after_in_child=_counting.clear)

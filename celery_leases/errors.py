@@ -41,35 +41,37 @@ __all__ = [
 ]
 
 YEAR_10000: Final = 253_402_300_800.0
-"""Seconds since the epoch; datetime has no later year."""
+"""Seconds since the epoch; a datetime cannot be later."""
 
 
-class _Asked(DescribedError):
-    """A request of a task body. ``args`` has the named details and nothing else, in their order."""
+class _RaisedByBody(DescribedError):
+    """An exception by which a task body asks for a delay. ``args`` are the ``details`` in their
+    order, without a message.
+    """
 
     reason: str | None
 
-    def _ask(self, *values: Any) -> None:
+    def _set(self, *values: Any) -> None:
         self.__dict__.update(zip(self.details, values, strict=True))
         BaseException.__init__(self, *values)
 
     def __str__(self) -> str:
-        return f"{self._asked()}: {self.reason}" if self.reason else self._asked()
+        return f"{self._request()}: {self.reason}" if self.reason else self._request()
 
-    def _asked(self) -> str:
+    def _request(self) -> str:
         raise NotImplementedError
 
 
 class LeaseMisuse(LeasesError, ValueError):
-    """The code of the task or its caller uses celery_leases in a way that cannot work: a bug to
-    correct, not a failure to retry.
+    """The task or its caller uses celery_leases in a way that cannot work. A retry does not help:
+    correct the code.
 
-    Base of the errors for one kind of misuse each, and raised itself for a wrong argument.
+    The base of more specific errors; raised itself for a wrong argument.
     """
 
 
 class KeyUnusable(LeasesError):
-    """The arguments of this call do not give a usable key."""
+    """The arguments of this call do not make a usable key."""
 
 
 class KeyReused(LeasesError):
@@ -81,7 +83,7 @@ class KeyReused(LeasesError):
 
 
 class LeaseHeld(LeasesError):
-    """Another call holds the key. ``remaining`` is the rest of the holder's lease, in seconds."""
+    """Another call holds the key; its lease expires in ``remaining`` seconds."""
 
     details = ("key", "remaining", "holder")
     key: str
@@ -98,11 +100,11 @@ class AlreadyDone(LeasesError):
 
 
 class AlreadyQueued(LeasesError):
-    """A call of this key is queued, runs, cools down or has ended, and ``lease_on_queued="raise"``
-    asks for an error.
+    """A call of this key is queued, runs, cools down or has ended, and the task has
+    ``lease_on_queued="raise"``.
 
-    Nothing was published. ``call_id`` is the call that the key belongs to, ``state`` where its
-    record stands.
+    Nothing was published. ``call_id`` is the call of the key's record, ``state`` the state of that
+    record.
     """
 
     details = ("key", "call_id", "state")
@@ -112,8 +114,8 @@ class AlreadyQueued(LeasesError):
 
 
 class BrokerUnavailable(LeasesError):
-    """``submit()`` could not publish the call: the broker does not answer, or did not confirm the
-    message, which it may have all the same.
+    """``submit()`` could not publish the call: the broker did not answer, or did not confirm the
+    message. It may have the message nevertheless.
     """
 
     details = ("key",)
@@ -141,10 +143,10 @@ class ResultMissing(LeasesError):
 
 
 class PermanentFailure(LeasesError):
-    """The work has failed for good, and does not run again until an operator decides so.
+    """The work has failed for good, and does not run again until an operator allows it.
 
-    ``rule`` names the rule that decided, ``error`` the class of the original error, if there was
-    one.
+    ``rule`` is the name of the rule that decided, ``error`` the class of the original error, if
+    there was one.
     """
 
     details = ("rule", "error")
@@ -152,14 +154,14 @@ class PermanentFailure(LeasesError):
     error: str | None
 
 
-class Cooldown(_Asked, LeasesError):
+class Cooldown(_RaisedByBody, LeasesError):
     """Raise it in a task body: the work failed, and the key (or its group) must not run for a
     while.
 
     ``delay`` is a number of seconds, text such as ``"5m"``, a timedelta, or ``None`` for the task's
-    own policy; ``until``, instead of it, is an aware datetime or seconds since the epoch. Both are
-    stored as seconds. ``scope="group"`` closes the gate of the task's cooldown group. A wrong value
-    raises :class:`LeaseConfigurationError` at once.
+    ``lease_cooldown``. ``until``, instead of a delay, is an aware datetime or seconds since the
+    epoch. Both are converted to seconds. ``scope="group"`` closes the gate of the task's cooldown
+    group. A wrong value raises :class:`LeaseConfigurationError`.
     """
 
     details = ("delay", "reason", "until", "scope")
@@ -183,24 +185,24 @@ class Cooldown(_Asked, LeasesError):
             raise LeaseConfigurationError(
                 f"Cooldown: delay={delay!r} and until={until!r} clash; write one of them"
             )
-        self._ask(
+        self._set(
             None if delay is None else seconds(delay, "Cooldown: delay"),
             None if reason is None else str(reason),
             None if until is None else _epoch(until, "Cooldown: until"),
             scope,
         )
 
-    def _asked(self) -> str:
+    def _request(self) -> str:
         span = "" if self.delay is None else f" of {self.delay:g} s"
         span = span if self.until is None else f" until {self.until:.0f} (epoch seconds)"
         return f"the task asked for a cooldown{span} of its {self.scope}"
 
 
-class RetryLater(_Asked, LeasesError):
-    """Raise it in a task body: try again after ``delay`` (any duration, stored as seconds). It
+class RetryLater(_RaisedByBody, LeasesError):
+    """Raise it in a task body: run again after ``delay`` (a duration, converted to seconds). It
     counts as a quick retry.
 
-    A wrong delay raises :class:`LeaseConfigurationError` at once.
+    A wrong delay raises :class:`LeaseConfigurationError`.
     """
 
     details = ("delay", "reason")
@@ -208,19 +210,19 @@ class RetryLater(_Asked, LeasesError):
     reason: str | None
 
     def __init__(self, delay: float | str | timedelta = 1.0, reason: object = None) -> None:
-        self._ask(
+        self._set(
             seconds(delay, "RetryLater: delay", zero=True), None if reason is None else str(reason)
         )
 
-    def _asked(self) -> str:
+    def _request(self) -> str:
         return f"the task asked to be retried after {self.delay:g} s"
 
 
 class CoolingDown(LeasesError):
-    """The key or its cooldown group is cooling down after a failure; nothing was run.
+    """The key or its cooldown group cools down after a failure; the body did not run.
 
-    ``retry_at`` is in seconds since the epoch, ``retry_after`` in seconds from the moment of
-    raising. ``rule`` names the rule that decided the cooldown, ``reason`` is a code of
+    ``retry_at`` is in seconds since the epoch, ``retry_after`` in seconds from when it was raised.
+    ``rule`` is the name of the rule that decided, ``reason`` a code of
     :class:`~celery_leases.failures.actions.Reason`. ``scope`` is ``"key"`` if the key itself cools
     down, ``"group"`` if its group does.
     """
@@ -238,7 +240,7 @@ class Uncertain(LeasesError):
     """It is not known whether an effect was executed, or what its reply was. An operator must look
     in the other system: ``leases resolve``.
 
-    Raised by ``lease.effect()``, and by a ``verify`` callable that finds no answer.
+    Raised by ``lease.effect()``, and by a ``verify`` callable that cannot find it out.
     """
 
     details = ("key", "effect", "idempotency_key")
@@ -258,8 +260,8 @@ class EffectMisused(LeaseMisuse):
 
 
 class ForkedLease(LeaseMisuse):
-    """A process that the body has forked used its lease. Only the process of the body may
-    use it.
+    """A process that the body has forked used its lease. Only the process of the body may use
+    it.
     """
 
     details = ("key",)
@@ -276,8 +278,8 @@ class GuardOpen(LeaseMisuse):
 
 
 class AlreadyCompleted(LeaseMisuse):
-    """``complete()`` was called before in this attempt. Its transaction was committed, or, for a
-    second ``complete()``, may be committed.
+    """``complete()`` was called before in this attempt, and its transaction was committed, or (for
+    a second ``complete()``) may be committed.
     """
 
     details = ("key",)
@@ -309,7 +311,7 @@ class StoreUnavailable(LeasesError):
 
 
 class ValueRefused(StoreUnavailable):
-    """The database refuses a value: it is too long for its column, or not in its encoding. Nothing
+    """The database refuses a value that is too long for its column, or not in its encoding. Nothing
     was written.
     """
 
@@ -318,7 +320,7 @@ class ValueRefused(StoreUnavailable):
 
 
 class ColumnMissing(StoreUnavailable):
-    """The table does not have the columns of the statement, because it was migrated or changed by
+    """The table does not have a column of the statement, because it was migrated, or changed by
     hand. Nothing was written.
     """
 
@@ -340,8 +342,8 @@ class RecordUnreadable(StoreUnavailable):
 
 
 class LeaseStoreMismatch(LeasesError):
-    """The stores of two workers do not match: the key runs under another lease store than this
-    worker uses, or its lease belongs to a worker with another records database.
+    """Two workers use different stores: the key runs under another lease store than that of this
+    worker, or its lease belongs to a worker with another records database.
     """
 
     details = ("key", "ours", "theirs")
@@ -351,11 +353,11 @@ class LeaseStoreMismatch(LeasesError):
 
 
 class SchemaOutdated(LeasesError):
-    """The tables are missing or of another version; the message names the command to run."""
+    """The tables are missing, or have another version; the message names the command to run."""
 
 
 class LeaseIsLive(LeasesError):
-    """A live lease holds the key; repeat with force to take the key from its holder."""
+    """An attempt holds the key under a live lease; use force to take the key from it."""
 
     details = ("key", "remaining")
     key: str
@@ -370,10 +372,10 @@ class UnknownKey(LeasesError):
 
 
 class LeaseLost(DescribedError):
-    """This attempt no longer holds its lease: stop. The outcome of this attempt is refused.
+    """This attempt no longer holds its lease, and its outcome will be refused: stop.
 
-    A ``BaseException``, so ``except Exception`` in a task body does not catch it. It never reaches
-    Celery.
+    A ``BaseException``, so that ``except Exception`` in a task body does not catch it. Celery does
+    not see it.
     """
 
     details = ("key", "reason")
@@ -381,13 +383,12 @@ class LeaseLost(DescribedError):
     reason: str
 
 
-class Snooze(_Asked):
-    """Raise it in a task body: not now, try again after ``delay`` (any duration, stored as
-    seconds).
+class Snooze(_RaisedByBody):
+    """Raise it in a task body: run again after ``delay`` (a duration, converted to seconds).
 
-    It counts neither as an attempt nor as a failure. A ``BaseException``, so ``except Exception``
-    in a task body does not catch it; it never reaches Celery. A wrong delay raises
-    :class:`LeaseConfigurationError` at once.
+    It counts neither as an attempt nor as a failure. A ``BaseException``, so that ``except
+    Exception`` in a task body does not catch it; Celery does not see it. A wrong delay raises
+    :class:`LeaseConfigurationError`.
     """
 
     details = ("delay", "reason")
@@ -395,9 +396,9 @@ class Snooze(_Asked):
     reason: str | None
 
     def __init__(self, delay: float | str | timedelta, reason: object = None) -> None:
-        self._ask(seconds(delay, "Snooze: delay"), None if reason is None else str(reason))
+        self._set(seconds(delay, "Snooze: delay"), None if reason is None else str(reason))
 
-    def _asked(self) -> str:
+    def _request(self) -> str:
         return f"the task asked to be rescheduled in {self.delay:g} s"
 
 

@@ -1,10 +1,9 @@
-"""One mapping from a status, or an error, to an HTTP answer: code, headers and a JSON body, for
-every web framework.
+"""Maps a status or an error to an HTTP response: status code, headers and JSON body, for every web
+framework. Without I/O.
 
-Nothing here does I/O or knows a framework. ``docs/http.md`` has the table. Problems are described
-as RFC 9457 (``application/problem+json``) has it. What a person reads is
-:meth:`~celery_leases.LeaseStatus.message`, never the text of an exception; what was raised, where
-it ran and how effects are named stay inside.
+``docs/http.md`` has the table. Errors have the form of RFC 9457 (``application/problem+json``). The
+text for people is :meth:`~celery_leases.LeaseStatus.message`: a response contains no text of an
+exception, no host and no name of an effect.
 """
 
 from __future__ import annotations
@@ -62,14 +61,14 @@ __all__ = [
 ]
 
 Asked = Literal["status", "work"]
-"""What a request asks for: where a key stands, or that its work be done."""
+"""What a request asks for: the status of a key, or its work."""
 
 POLL_AFTER: Final = 2.0
-"""Seconds after which a client may look again at a key that is queued or running."""
-AWAY_AFTER: Final = 5.0
-"""Seconds after which a client may try again when a store does not answer."""
+"""Seconds after which a client may read the status again while a key is queued or running."""
+UNAVAILABLE_AFTER: Final = 5.0
+"""Seconds after which a client may retry if a store does not answer."""
 LONGEST_HEADER: Final = 255
-"""Characters of an ``Idempotency-Key``."""
+"""Characters of an ``Idempotency-Key``, at most."""
 
 JSON: Final = "application/json"
 PROBLEM: Final = "application/problem+json"
@@ -102,8 +101,8 @@ _STRING: Final = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"', re
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """What to send: the *status* code, the *headers* (``Content-Type`` among them), and the *body*
-    as plain values.
+    """An HTTP response: the ``status`` code, the ``headers`` (with ``Content-Type``), and the
+    ``body`` as plain values.
     """
 
     status: int
@@ -116,13 +115,13 @@ class HttpAnswer:
 
     @property
     def accepted(self) -> bool:
-        """Whether the work is to be done, and its call may be published: 202."""
+        """Whether the status code is 202: the call may be published."""
         return self.status == HTTPStatus.ACCEPTED
 
 
 class IdempotencyKeyRefused(KeyUnusable):
-    """The ``Idempotency-Key`` of a request is missing, or is none; the message is fit for the
-    client, as it is.
+    """The ``Idempotency-Key`` of a request is missing or malformed. The message may be sent to the
+    client.
     """
 
 
@@ -135,14 +134,14 @@ def answer(
     poll_after: float = POLL_AFTER,
     now: float | None = None,
 ) -> HttpAnswer:
-    """What to answer where a key stands as *subject* says, or where that error was raised.
+    """The response for a status or an error.
 
-    *asked*: ``"status"`` for a request that only looks, which gets 200 for every status; ``"work"``
-    for one that asks for the work, with the status as it was before anything was published: 202
-    says that it may be. *idempotent*: that request bears an ``Idempotency-Key``, so one that is not
-    finished is a conflict. *location*: the URL of the status. *poll_after*: seconds until a client
-    should look again. *now*, in seconds since the epoch, is for an error that has come from
-    elsewhere: what is left of its wait is counted from then.
+    *asked*: ``"status"`` for a request that reads the status, which gets 200 for every status;
+    ``"work"`` for a request that asks for the work, with the status before its call is published:
+    202 says that it may be published. *idempotent*: the request has an ``Idempotency-Key``, so
+    unfinished work of the same key is a conflict. *location*: the URL of the status. *poll_after*:
+    seconds after which the client should read the status again. *now*, in seconds since the epoch,
+    is for an error that was raised earlier: its remaining wait is computed from it.
     """
     if location is not None:
         location = quote(location, safe=_OF_URIS, errors="replace")
@@ -152,18 +151,16 @@ def answer(
 
 
 def forbidden() -> HttpAnswer:
-    """What to answer where the authoriser of a status view says no, whether there is such a key or
-    not.
-    """
+    """The response if the user may not see the status; the same whether the key exists or not."""
     return _problem(HTTPStatus.FORBIDDEN, "forbidden", "You may not see this", None, None)
 
 
 def public(status: LeaseStatus) -> dict[str, Any]:
-    """What a client may see of *status*, as plain values; ``retry_after`` in whole seconds, rounded
-    up.
+    """The part of *status* that a client may see, as plain values; ``retry_after`` is in whole
+    seconds, rounded up.
 
-    Without ``error``, ``detail``, ``rule``, ``group``, ``holder``, ``effects`` and what else is for
-    operators. ``reason`` is a stable code, or ``None``.
+    It has no ``error``, ``detail``, ``rule``, ``group``, ``holder``, ``effects`` and other values
+    for operators. ``reason`` is a stable code, or ``None``.
     """
     values = status.as_json()
     body = {name: values[name] for name in _PUBLIC}
@@ -173,18 +170,18 @@ def public(status: LeaseStatus) -> dict[str, Any]:
 
 
 def idempotency_key(header: str | None, caller: object) -> str:
-    """The value of a request's ``Idempotency-Key`` *header*, made the key of a call.
+    """The key of a call from the ``Idempotency-Key`` *header* of a request.
 
-    *caller* is who asks (a user's or an account's id): the same header of two callers is two keys.
-    A quoted string is read as structured field values are (RFC 8941), other text as it is, as most
-    clients send it. Raises :class:`IdempotencyKeyRefused` for a header that is missing, empty,
-    longer than 255 characters or malformed, and
-    :class:`~celery_leases.errors.LeaseMisuse` for a blank *caller*.
+    *caller* is the id of the user or account that sends the request: the same header of two callers
+    makes two keys. A quoted header is read as a structured field value (RFC 8941), another one as
+    it is. Raises :class:`IdempotencyKeyRefused` for a header that is missing, empty, longer than
+    255 characters or malformed, and :class:`~celery_leases.errors.LeaseMisuse` for a blank
+    *caller*.
     """
     who = str(caller) if caller is not None else ""
     if not who.strip():
         raise LeaseMisuse(
-            f"caller={caller!r}: write the id of who asks, or everybody's keys would be the same"
+            f"caller={caller!r}: write the id of the user or account, or all callers would share their keys"
         )
     text = (header or "").strip()
     if not text:
@@ -198,7 +195,7 @@ def idempotency_key(header: str | None, caller: object) -> str:
         raise IdempotencyKeyRefused(
             f"The Idempotency-Key header must be one string of 1 to {LONGEST_HEADER} visible ASCII characters."
         )
-    # What stands before the first colon is the caller, whatever either of them contains.
+    # The caller is quoted, so the first colon always ends it.
     return f"{quote(who, safe='')}:{text}"
 
 
@@ -212,17 +209,17 @@ def _of_status(
     if refused is None:
         return _plain(HTTPStatus.ACCEPTED, public(status), wait, location)
     code, name = refused
-    told = {
+    details = {
         name: value
         for name, value in public(status).items()
         if name in ("state", "retry_at", "scope", "reason")
     }
-    return _problem(code, name, status.message(), wait, location, **told)
+    return _problem(code, name, status.message(), wait, location, **details)
 
 
 def _refusal(status: LeaseStatus, idempotent: bool) -> tuple[HTTPStatus, str] | None:
-    """Why the work of a key is not to be done now, if it is not: the status code, and the code of
-    the problem.
+    """The status code and the problem code if the work of a key must not be done now; otherwise
+    ``None``.
     """
     if status.state == UNREADABLE:
         return HTTPStatus.INTERNAL_SERVER_ERROR, "unreadable"
@@ -233,14 +230,14 @@ def _refusal(status: LeaseStatus, idempotent: bool) -> tuple[HTTPStatus, str] | 
     if status.retry_after and status.state == State.COOLING:
         return HTTPStatus.TOO_MANY_REQUESTS, "cooling_down"
     queued = status.state in _OUTSTANDING or (status.state == State.COOLING and status.resumes)
-    if idempotent and queued and not _is_with_nobody(status):
+    if idempotent and queued and not _may_be_called_again(status):
         return HTTPStatus.CONFLICT, "outstanding"
     return None
 
 
-def _is_with_nobody(status: LeaseStatus) -> bool:
-    """Whether the last attempt has failed, and its call does not come back: to ask again is what
-    its caller should.
+def _may_be_called_again(status: LeaseStatus) -> bool:
+    """Whether the last attempt failed, and its call does not run again by itself: its caller may
+    send the request again.
     """
     return status.state == State.PENDING and status.error is not None and not status.resumes
 
@@ -270,7 +267,7 @@ def _of_error(
 
 
 def _of_queued(error: AlreadyQueued, location: str | None, poll_after: float) -> HttpAnswer:
-    """By where the record stood that kept a call from being published."""
+    """The response for a call that was not published, by the state of the key's record."""
     status = LeaseStatus(error.key, None, error.state or State.PENDING.value, attempt=1)
     if status.state == State.DONE:
         return _plain(HTTPStatus.OK, public(status), None)
@@ -282,7 +279,7 @@ def _of_queued(error: AlreadyQueued, location: str | None, poll_after: float) ->
 
 
 def _of_cooldown(error: CoolingDown, location: str | None, now: float | None) -> HttpAnswer:
-    at: float | None = error.retry_at  # an error that was made without details has none
+    at: float | None = error.retry_at  # None in an error that was created without details
     left = error.retry_after if now is None or at is None else at - now
     wait = max(1.0, left or 0.0)
     scope = error.scope or "key"
@@ -326,24 +323,24 @@ _ERRORS: Final[Mapping[type[LeasesError], tuple[HTTPStatus, str, str, float | No
         HTTPStatus.SERVICE_UNAVAILABLE,
         "unavailable",
         "The service does not answer now",
-        AWAY_AFTER,
+        UNAVAILABLE_AFTER,
     ),
     BrokerUnavailable: (
         HTTPStatus.SERVICE_UNAVAILABLE,
         "unavailable",
         "The service does not answer now",
-        AWAY_AFTER,
+        UNAVAILABLE_AFTER,
     ),
     RescheduleFailed: (
         HTTPStatus.SERVICE_UNAVAILABLE,
         "unavailable",
         "The service does not answer now",
-        AWAY_AFTER,
+        UNAVAILABLE_AFTER,
     ),
     LeasesError: (HTTPStatus.INTERNAL_SERVER_ERROR, "error", "The server met an error", None),
 }
-"""By class, in the order in which they are asked: status code, code of the problem, what a person
-reads, and a wait.
+"""By class, of which the first that matches counts: status code, problem code, text for people, and
+seconds to wait.
 """
 
 
@@ -356,8 +353,8 @@ def _plain(
 def _problem(
     code: HTTPStatus, name: str, text: str, wait: float | None, instance: str | None, **known: Any
 ) -> HttpAnswer:
-    """An answer as RFC 9457 has it; the type ``about:blank`` wants the title to be that of the
-    status code.
+    """A response in the form of RFC 9457. With the type ``about:blank``, the title must be that of
+    the status code.
     """
     body: dict[str, Any] = {
         "type": "about:blank",
@@ -380,5 +377,5 @@ def _headers(content_type: str, wait: float | None, location: str | None) -> dic
 
 
 def _whole(wait: float | None) -> int | None:
-    """Seconds as HTTP writes them: whole ones, rounded up."""
+    """Whole seconds, as HTTP writes them; rounded up."""
     return max(1, math.ceil(wait)) if wait is not None else None

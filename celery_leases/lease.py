@@ -1,6 +1,4 @@
-"""``self.lease`` and ``current_lease``: the lease of the running attempt, as a task body
-uses it.
-"""
+"""``self.lease`` and ``current_lease``: the lease of the running attempt, for the task body."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ from celery_leases.protocol.results import decode
 
 T = TypeVar("T")
 FORKED: Final = (
-    "this process was forked by the body, and the lease belongs to the process of the body"
+    "this process was forked by the body, but only the process of the body holds the lease"
 )
 SAVE_EVERY: Final = 1.0
 """Seconds between two saves of a loop's position."""
@@ -43,13 +41,13 @@ SAVE_EVERY: Final = 1.0
 class Lease:
     """The lease of the running attempt. All times are seconds by the local clock.
 
-    ``key``: the stable key of the business action. ``token``: random, made for this attempt alone.
-    ``fence``: an integer per key that only grows; pass it to any store that can compare it.
-    ``attempt``: 1 for the first run of the key. ``previous``: how the last attempt ended, with
-    error and host.
+    ``key`` is the stable key of the business action. ``token`` is random, and identifies this
+    attempt. ``fence`` is an integer that grows with each attempt of the key; pass it to stores that
+    can compare it. ``attempt`` is 1 for the first run of the key. ``previous`` says how the
+    previous attempt ended, with error and host.
 
-    A process that the body has forked (``os.fork``, ``multiprocessing``) does not hold the lease:
-    only the process of the body renews it. Methods that write raise
+    A process that the body has forked (``os.fork``, ``multiprocessing``) does not hold the lease,
+    because only the process of the body renews it. Methods that write raise
     :class:`~celery_leases.errors.ForkedLease` there.
     """
 
@@ -76,7 +74,9 @@ class Lease:
 
     @property
     def _steps(self) -> Steps:
-        """Created by the first step of the body; threads of a body share it."""
+        """What the methods of this lease use; created on first use, and shared by the threads of a
+        body.
+        """
         made: Steps | None = self.__dict__.get("_made_steps")
         return (
             made
@@ -86,7 +86,7 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether the lease counts, computed from the clock without a round trip."""
+        """Whether the lease is held, computed from the clock without a round trip."""
         return not self._forked and self._held_lease.held
 
     @property
@@ -95,18 +95,18 @@ class Lease:
         return not self.held
 
     def remaining(self) -> float:
-        """Seconds until the body must stop if no renewal succeeds before; 0 when the lease
-        is lost.
+        """Seconds until the body must stop if no renewal succeeds before; 0 if the lease is
+        lost.
         """
         return 0.0 if self._forked else self._held_lease.remaining()
 
     def check(self) -> None:
-        """Raise :class:`~celery_leases.LeaseLost` unless the lease counts. Call it right before an
+        """Raise :class:`~celery_leases.LeaseLost` if the lease is not held. Call it right before an
         action that cannot be undone.
 
-        It needs no round trip, with one exception. When a database lease has expired while a
-        transaction of :meth:`guard` or :meth:`complete` holds the row, the database is asked. Then
-        it raises :class:`~celery_leases.errors.StoreUnavailable` if the database does not answer.
+        It needs no round trip, with one exception: if a database lease has expired while a
+        transaction of :meth:`guard` or :meth:`complete` locks the row, it reads the row. Then it
+        raises :class:`~celery_leases.errors.StoreUnavailable` if the database does not answer.
         """
         if self._forked:
             raise LeaseLost(
@@ -119,12 +119,12 @@ class Lease:
         return os.getpid() != self._process
 
     def extend(self, seconds: durations.Duration) -> None:
-        """Make the lease last at least *seconds* (or ``"5m"``) from now, in one round trip. It
-        never becomes shorter.
+        """Renew the lease for at least *seconds* (or ``"5m"``) from now, in one round trip. It is
+        never shortened.
 
-        Raises :class:`~celery_leases.errors.LeaseConfigurationError` for a wrong time,
+        Raises :class:`~celery_leases.errors.LeaseConfigurationError` for a wrong duration,
         :class:`~celery_leases.LeaseLost`, and :class:`~celery_leases.errors.StoreUnavailable` if
-        the store did not answer.
+        the store does not answer.
         """
         self._refuse_forked("extend()")
         span = durations.seconds(seconds, "extend(): seconds")
@@ -144,14 +144,14 @@ class Lease:
         verify_after: float = VERIFY_AFTER,
         uncertain: OnUncertain = "stop",
     ) -> EffectReply:
-        """Make one external action happen once for this key, however many attempts it takes.
+        """Perform one external action once for this key, even if it takes several attempts.
 
         *call* gets an idempotency key, which is the same on every attempt. Pass it to the other
         system in one request, and switch off the retries of the client library (``max_retries=0``),
         because celery_leases does not see them. The reply must be JSON. ``reference(reply)``
-        returns the other system's own name for it. The intent is committed before the call, the
-        reply after it. If an earlier attempt has done the effect, its reply is returned and no call
-        is made.
+        returns the other system's own name for the action. The intent is committed before the call,
+        the reply after it. If an earlier attempt has committed the reply, that reply is returned
+        without a call.
 
         If an attempt died between intent and reply, the outcome of the effect is unknown. Then
         ``verify(idempotency_key)`` is called, at least *verify_after* seconds after the intent;
@@ -176,8 +176,8 @@ class Lease:
 
     @property
     def progress(self) -> Any:
-        """The value that :meth:`save_progress` saved last, in this attempt or an earlier one;
-        ``None`` if there is none.
+        """The last value of :meth:`save_progress`, from this attempt or an earlier one; ``None`` if
+        there is none.
         """
         return decode(self._progress.value)
 
@@ -197,15 +197,15 @@ class Lease:
     def each(
         self, items: Iterable[T], *, name: str = "items", every: int | None = None
     ) -> Iterator[T]:
-        """Iterate over *items*, without those that an earlier attempt has finished. The order of
-        the items must be the same on every attempt.
+        """Iterate over *items* without those that an earlier attempt has finished. The order of the
+        items must be the same on every attempt.
 
-        An item is finished once the loop asks for the next one. The position is saved once a
+        An item is finished once the loop requests the next one. The position is saved once a
         second, or after every *n* items with ``every=n``. It is also saved at the end of the loop,
-        and with the outcome of an attempt that fails or is interrupted. So only a killed process
-        repeats items: the item it died in, and up to a second's items, or *every* - 1. Only the
-        position is saved: values that the body collects in local variables are lost with their
-        attempt.
+        and with the outcome of an attempt that fails or is interrupted. So items are only repeated
+        after a process was killed: the item in progress, and those of up to a second, or *every* -
+        1. Only the position is saved: the next attempt does not have the local variables of the
+        body.
 
         *name* identifies the loop if a task has several. Each loop may be entered once in an
         attempt, and by one thread: items of one loop in several threads may run again.
@@ -223,7 +223,7 @@ class Lease:
         given: object = name
         if not isinstance(given, str):
             raise EffectMisused(
-                f"{self.key}: each(name={name!r}): the name of a loop is a text", self.key
+                f"{self.key}: each(name={name!r}): write a str as the name of the loop", self.key
             )
         if name in self._loops:
             message = f"{self.key}: each() named {name!r} twice in one attempt; give each loop its own name="
@@ -257,9 +257,8 @@ class Lease:
     def _save_loop(self) -> None:
         self._refuse_guarded("each()")
         self._save(self._progress)
-        if not self._held_lease.renewable(
-            self._held_lease.now()
-        ):  # then only saved progress extends the lease
+        # With lease_renew=False, or after lease_max_hold, only saved progress extends the lease.
+        if not self._held_lease.renewable(self._held_lease.now()):
             self._steps.renewer.extend(self._held_lease, self._held_lease.claim_request.ttl)
 
     def _advance(self, name: str, finished: int) -> None:
@@ -280,38 +279,29 @@ class Lease:
             self._held_lease.work.leave_unsaved(None)
             self._held_lease.work.progressed = True
 
-    # Write the done record in the caller's own transaction, and return the result as it is after a
-    # round trip through JSON. The record commits with the caller's rows, or neither does.
-    # *session_or_connection* is a SQLAlchemy ``Session`` or ``Connection``, or a DB-API connection,
-    # in a transaction on the records' database. After the commit the call has succeeded with this
-    # result, whatever the body does afterwards; return the result, and commit before the body ends.
-    # It may be called again after a rollback. While the transaction is open, no other method of the
-    # lease writes. Raises :class:`~celery_leases.LeaseLost` when a later attempt owns the key (let
-    # it roll your work back), :class:`~celery_leases.errors.AlreadyCompleted`,
-    # :class:`~celery_leases.errors.WrongDatabase`, :class:`~celery_leases.errors.GuardOpen` while
-    # another transaction is guarded, and :class:`~celery_leases.errors.EffectMisused` for a result
-    # that is not JSON.
+    # -- the caller's own transaction --------------------------------------------------------------
 
     def complete(self, result: Any, session_or_connection: Any) -> Any:
-        """Write the done record in the caller's own transaction, and return the result as JSON
-        gives it back.
+        """Write the done record in the caller's own transaction, and return the result as it is
+        after a round trip through JSON.
 
-        It commits with the caller's rows, or neither does. *session_or_connection*: a SQLAlchemy
-        ``Session`` or ``Connection``, or a DB-API connection, in a transaction on the records'
-        database. Once committed the call has succeeded with this result, whatever the body does
-        afterwards; return it, and commit before the body ends. Legal again after a rollback. While
-        the transaction is open, nothing else of this handle writes.
+        The record commits together with the caller's rows, or neither does. *session_or_connection*
+        is a SQLAlchemy ``Session`` or ``Connection``, or a DB-API connection, in a transaction on
+        the records' database. Commit before the body ends, and return the result. After the commit
+        the call has succeeded with this result, even if the body then raises. After a rollback
+        ``complete()`` may be called again. While the transaction is open, no other method of the
+        lease writes.
 
-        Raises :class:`~celery_leases.LeaseLost` when a later attempt owns the key (let it roll your
-        work back), :class:`~celery_leases.errors.AlreadyCompleted`,
+        Raises :class:`~celery_leases.LeaseLost` if a later attempt owns the key (let the exception
+        roll your work back), :class:`~celery_leases.errors.AlreadyCompleted`,
         :class:`~celery_leases.errors.WrongDatabase`, :class:`~celery_leases.errors.GuardOpen` while
         another transaction is guarded, and :class:`~celery_leases.errors.EffectMisused` for a
-        result that is no JSON.
+        result that is not JSON.
         """
         self._refuse_forked("complete()")
         text = saved.checked(result, self.key, "complete()")
         made = self._steps.transaction(session_or_connection)
-        if made is None:  # an eager call, whose records are in memory: the wrapper completes it
+        if made is None:  # an eager call with records in memory is completed when the body returns
             self.check()
             return decode(text)
         transaction = self._joined("complete()", made, session_or_connection)
@@ -327,8 +317,8 @@ class Lease:
         return decode(text)
 
     def guard(self, session_or_connection: Any) -> None:
-        """Lock the record's row in the caller's own transaction, so that its rows commit only while
-        this attempt has the current fence.
+        """Lock the record's row in the caller's own transaction, so that this transaction commits
+        only if no later attempt owns the key.
 
         Above READ COMMITTED call it first in the transaction. While the transaction is open, no
         other method of the lease writes. Raises :class:`~celery_leases.LeaseLost`,
@@ -343,7 +333,7 @@ class Lease:
         transaction = self._joined("guard()", made, session_or_connection)
         with self._steps.closed():
             if self._held_lease.work.completing and transaction.has_completed(self._record):
-                return  # its own transaction locks a done record, and no attempt runs after that
+                return  # this transaction has written the done record, so it has locked the row
             self._lock(transaction, lambda: transaction.guard(self._record))
 
     def _lock(self, transaction: UserTransaction, lock: Callable[[], None]) -> None:
@@ -396,18 +386,19 @@ _current: ContextVar[Lease | Unleased] = ContextVar("celery_leases_current", def
 
 
 def active_lease() -> Lease | Unleased:
-    """The lease of the body that runs in this thread or greenlet."""
+    """The lease of the body that runs in this thread or greenlet; :data:`UNLEASED` outside one."""
     return _current.get()
 
 
 enter_body: Final = _current.set
-"""Make a lease that of the body which begins here; :data:`leave_body` takes what it returns."""
+"""Set the lease of the body that begins; returns a token for :data:`leave_body`."""
 leave_body: Final = _current.reset
+"""Restore the lease before the body that ends."""
 
 
 @contextmanager
 def leased(lease: Lease | Unleased) -> Iterator[None]:
-    """Enclose a body that runs under *lease*."""
+    """A context in which *lease* is the active lease."""
     before = enter_body(lease)
     try:
         yield
@@ -416,7 +407,7 @@ def leased(lease: Lease | Unleased) -> Iterator[None]:
 
 
 class CurrentLease:
-    """A proxy of the lease of the running body; each thread and greenlet sees its own."""
+    """A proxy for the lease of the running body, in each thread and greenlet."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(active_lease(), name)

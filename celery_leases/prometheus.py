@@ -6,8 +6,8 @@ To export them beside your own::
 
     REGISTRY.register(LeaseCollector(app))
 
-``celery -A proj leases exporter`` serves them alone. The counters are those of all processes, so
-one process per app exports them. It needs the extra ``[metrics]``.
+``celery -A proj leases exporter`` serves these metrics alone. The counters include all processes,
+so only one process per app exports them. Needs the extra ``[metrics]``.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from celery_leases.worker import app_components
 logger = logging.getLogger("celery_leases")
 
 COUNT_EVERY: Final = 60.0
-"""Seconds between two counts of the records."""
+"""Seconds between two counts of the records, at least."""
 SHARE: Final = 20
-"""A count of the records may take at most one part in so many of the time."""
+"""Counting the records may take at most a twentieth of the time."""
 FOLD_EVERY: Final = 30.0
+"""Seconds between two searches for processes that have ended."""
 GAUGES: Final = {
     "up": "Whether the records database answered: 1 or 0.",
     "lease_store_up": "Whether the lease store answered when the records were counted: 1 or 0.",
@@ -55,15 +56,16 @@ GAUGES: Final = {
     "records_counted_timestamp_seconds": "When the records were counted.",
     "records_count_duration_seconds": "How long that took.",
 }
-"""The gauges and what they say."""
+"""The gauges and their help texts."""
 GROUP_STATES: Final = ("closed", "half_open", "probing")
 
 
 class LeaseCollector(Collector):
-    """Reads the counters at each scrape, and counts the records once in a while.
+    """Reads the counters at each scrape, and counts the records at most every *count_every*
+    seconds.
 
-    *count_every*: so many seconds at least are between two counts. A count that took long is
-    repeated less often, so that counting takes at most a twentieth of the time.
+    A count that took long is repeated less often, so that counting takes at most a twentieth of the
+    time.
     """
 
     def __init__(
@@ -85,14 +87,15 @@ class LeaseCollector(Collector):
         self._count_at = self._fold_at = clock()
 
     def describe(self) -> list[Metric]:
-        """Nothing: registering asks no store."""
+        """No metrics, so that registering the collector does not read the stores."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics. Without an answer of the database only ``up``, which is 0 then: counters
-        that are absent are no restart for Prometheus.
+        """All metrics; only ``up``, with the value 0, if the database does not answer.
+
+        Prometheus takes absent counters for a gap, but counters of 0 for a restart.
         """
-        with self._lock:  # scrapes at once would count the records at once
+        with self._lock:  # two scrapes must not count the records at the same time
             try:
                 families = self._families()
             except LeasesError as error:
@@ -149,7 +152,7 @@ def _counted(tally: Tally) -> Iterator[Metric]:
         found = {
             series[1:]: count for series, count in tally.counts.items() if series[0] == metric.name
         }
-        if metric.labels == ("task",):  # an alert needs a value to rise from
+        if metric.labels == ("task",):  # an alert on an increase needs a value before the first one
             found = {(task,): 0 for task in tasks} | found
         for labels, count in sorted(found.items()):
             family.add_metric(list(labels), count)
@@ -173,6 +176,6 @@ def _gauge(name: str, value: float | None = None, labels: tuple[str, ...] = ()) 
 
 
 def _age(stats: Stats, state: str) -> float:
-    """Seconds since the oldest record of that *state* came into it; 0 if there is none."""
+    """Seconds since the oldest record in *state* entered it; 0 if there is none."""
     oldest = min((each.oldest for each in stats.states if each.state == state), default=None)
     return max(0.0, (datetime.now(UTC) - oldest).total_seconds()) if oldest is not None else 0.0

@@ -1,4 +1,6 @@
-"""What failure rules are written with, and what they say of a failure: docs/failures.md."""
+"""Failure rules: ``Rules``, the actions that rules choose, and what a classification contains. See
+docs/failures.md.
+"""
 
 from celery_leases.failures.actions import (
     Classification,

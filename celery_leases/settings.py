@@ -1,4 +1,4 @@
-"""The ``leases_*`` settings of an app: read, checked, and completed with defaults."""
+"""The ``leases_*`` settings of an app: read, validated, and completed with defaults."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ IN_MEMORY = "sqlite://"
 REDIS_SCHEMES = url.SCHEMES
 RABBIT_SCHEMES = ("amqp", "amqps", "pyamqp")
 POOL_SIZE: Final = 10
-"""The most connections of a process to each store, unless ``leases_pool_size`` sets another number.
-"""
+"""Connections of a process to each store, at most; the default of ``leases_pool_size``."""
 SMALLEST_POOL: Final = 3
-"""One for the thread that renews, one for a thread that purges or for bodies that call the store,
-one for everything else.
+"""One connection for the thread that renews, one for the thread that purges or for calls of bodies,
+and one for everything else.
 """
 CONSUMER_TIMEOUT = 1800.0
-"""RabbitMQ's default for the time between a delivery and its acknowledgement, in seconds."""
+"""RabbitMQ's default of ``consumer_timeout``: seconds from a delivery to its acknowledgement."""
 
 _SETTINGS = (
     "url",
@@ -44,24 +43,25 @@ _VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The ``leases_*`` settings of a whole app, completed with defaults."""
+    """The ``leases_*`` settings of an app, with defaults. Times are seconds."""
 
     leases_url: str = field(repr=False)
     database_url: str = field(repr=False)
     database_schema: str | None = None
-    #: The most connections of one process to the database, and as many to a lease store in Redis.
+    #: Connections of one process to the database, at most; and as many to a lease store in Redis.
     pool_size: int = POOL_SIZE
     prefix: str = "celery_leases"
+    #: Whether eager calls use the stores of the settings instead of stores in memory.
     eager_stores: bool = False
-    #: Whether processes count what their calls do, for ``leases exporter``.
+    #: Whether processes count the events of their calls, for ``leases exporter``.
     metrics: bool = False
-    #: kombu's transport options for the lease store: its own, or the broker's where that is the
-    #: lease store.
+    #: kombu's transport options for the lease store: its own, or those of the broker if the broker
+    #: is the lease store.
     transport_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    #: The longest countdown of a reschedule, in seconds: half the visibility timeout, on RabbitMQ a
-    #: third of the consumer timeout, at most 10 minutes.
+    #: The longest countdown of a reschedule: half the visibility timeout, on RabbitMQ a third of
+    #: the consumer timeout, at most 10 minutes.
     longest_countdown: float = LONGEST_COUNTDOWN
-    #: RabbitMQ's ``consumer_timeout`` in seconds.
+    #: RabbitMQ's ``consumer_timeout``.
     consumer_timeout: float = CONSUMER_TIMEOUT
     #: App-wide defaults of task options.
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -84,8 +84,8 @@ def read_settings(
         if name.startswith("leases_")
     }
     for name in given.keys() - {*_SETTINGS, *OPTION_NAMES}:
-        if (now := renamed("leases", name, given[name])) is not None:
-            raise LeaseConfigurationError(now)
+        if (instead := renamed("leases", name, given[name])) is not None:
+            raise LeaseConfigurationError(instead)
         known = [known for known in (*_SETTINGS, *OPTION_NAMES) if known not in _NOT_APP_WIDE]
         near = difflib.get_close_matches(name, known, n=1)
         hint = (
@@ -141,9 +141,7 @@ def read_settings(
 
 
 def is_setting(name: str) -> bool:
-    """Whether *name* (``leases_url``) is a setting of celery_leases; unknown ones with the right
-    prefix are refused.
-    """
+    """Whether *name*, such as ``leases_url``, is a setting of celery_leases."""
     return name.removeprefix("leases_") in (*_SETTINGS, *OPTION_NAMES)
 
 
@@ -161,7 +159,7 @@ def is_local(broker: str) -> bool:
 
 
 def is_rabbit(broker: str) -> bool:
-    """Whether a broker URL is of RabbitMQ."""
+    """Whether a broker URL has a scheme of RabbitMQ."""
     return scheme_of(broker) in RABBIT_SCHEMES
 
 
@@ -181,7 +179,7 @@ def _default_database(broker: str) -> str:
 
 def _is_broker(leases_url: str, broker: str) -> bool:
     """Whether the broker's transport options apply to the lease store: it is the broker, or both
-    are behind Sentinels.
+    use Sentinel.
     """
     return scheme_of(broker) in REDIS_SCHEMES and (
         leases_url == broker or scheme_of(leases_url) == scheme_of(broker) == "sentinel"
@@ -190,7 +188,8 @@ def _is_broker(leases_url: str, broker: str) -> bool:
 
 def _longest_countdown(broker: str, options: Mapping[str, Any], consumer_timeout: float) -> float:
     if is_rabbit(broker):
-        # A message with a countdown waits in a worker, and its body runs before it is acknowledged.
+        # The consumer timeout includes the countdown, during which a worker holds the message, and
+        # the run of the body.
         return min(consumer_timeout / 3, LONGEST_COUNTDOWN)
     default = _VISIBILITY_TIMEOUTS.get(scheme_of(broker))
     timeout = options.get("visibility_timeout", default)

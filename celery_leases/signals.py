@@ -6,9 +6,9 @@ values of :mod:`celery_leases.protocol.events`::
     @lease_lost.connect
     def alert(sender, event, **kwargs): ...
 
-An exception of a receiver is logged and does not affect the task. Receivers of events during a run
-are called in a thread of their own, or in a greenlet under gevent and eventlet; all others in the
-process and thread of the task.
+An exception of a receiver is logged and does not affect the task. Receivers of ``lease_renewed``,
+``renewal_failed`` and ``lease_lost`` are called in a thread of their own, or in a greenlet under
+gevent and eventlet; all others in the thread of the task.
 """
 
 from __future__ import annotations
@@ -60,23 +60,24 @@ completion_stands = _signal("completion_stands")
 
 
 LINE_MAX: Final = 5_000
+"""Characters of a log line, at most."""
 TRACEBACK_MAX: Final = 30_000
-"""Characters of a line, and of a traceback, in the log."""
+"""Characters of a traceback in the log, at most."""
 
 
-class _Clean(logging.Filter):
-    """Makes each line of ``celery_leases`` one printable line of bounded length, and removes
-    secrets from it and from its traceback.
+class _Redaction(logging.Filter):
+    """Removes secrets from log lines and tracebacks of ``celery_leases``, cuts them, and escapes
+    control characters.
 
-    Handlers still get the exception itself. The line of an event is clean already.
+    Handlers still get the exception itself. Lines of events are redacted before.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
         if hasattr(record, "lease_event"):
             return True
-        with suppress(Exception):  # a handler cannot format it either
-            said = record.getMessage()
-            if (line := printable(shortened(said, LINE_MAX), LINE_MAX)) != said:
+        with suppress(Exception):  # the handlers cannot format the record either
+            message = record.getMessage()
+            if (line := printable(shortened(message, LINE_MAX), LINE_MAX)) != message:
                 record.msg, record.args = "%s", (line,)
             if record.exc_info and not record.exc_text:
                 traceback_ = shortened(
@@ -87,7 +88,7 @@ class _Clean(logging.Filter):
 
 
 logger = logging.getLogger("celery_leases")
-logger.addFilter(_Clean())
+logger.addFilter(_Redaction())
 
 _SIGNALS: Final[dict[type[Event], tuple[Any, int, str]]] = {
     events.LeaseAcquired: (
@@ -163,37 +164,37 @@ _DURING_A_RUN: Final = (events.LeaseRenewed, events.RenewalFailed, events.LeaseG
 class Announcer:
     """An :class:`~celery_leases.protocol.ports.Observer` that logs each event and sends its signal.
 
-    The renewing threads are system threads in every pool. Under gevent and eventlet a greenlet
-    handles their events, because the locks of logging, and of receivers, are made for greenlets
-    there. A system thread that waits for such a lock may wait for ever, and block the whole worker.
+    Renewals run in system threads in every pool. Under gevent and eventlet their events are handled
+    in a greenlet, because the locks of logging and of receivers are made for greenlets: a system
+    thread that waits for such a lock may wait for ever, and block the whole worker.
 
-    *tasks* are those of the app by name: the senders of the signals. For a task that is not among
-    them the sender is its name.
+    *tasks* are the tasks of the app by name, which are the senders of the signals. For another task
+    the sender is its name.
     """
 
     def __init__(self, tasks: Mapping[str, Any] | None = None) -> None:
         self._tasks: Mapping[str, Any] = {} if tasks is None else tasks
-        self._waiting: deque[Event] = deque(maxlen=10_000)
-        self._bell = os_threads.Wakeup()
+        self._queued: deque[Event] = deque(maxlen=10_000)
+        self._wakeup = os_threads.Wakeup()
         self._started = False
         self._green = os_threads.green()
         self._hub: Callable[[greenlets.Call], None] | None = None
 
     def observe(self, event: Event) -> None:
-        """Log *event* and send its signal. Events of the renewing threads are queued, so that no
-        receiver delays a renewal.
+        """Log *event* and send its signal. Events of renewals are queued, so that no receiver
+        delays a renewal.
         """
         if not isinstance(event, _DURING_A_RUN):
             self._find_hub()
             if SDK in sys.modules:
                 annotate_span(event)
-            self._tell(event)
+            self._log_and_send(event)
         elif self._hub is not None:
-            self._hub(partial(greenlets.spawn, partial(self._tell, event)))
+            self._hub(partial(greenlets.spawn, partial(self._log_and_send, event)))
         else:
             _log(event)
             if _SIGNALS[type(event)][0].receivers:
-                self._hand_on(event)
+                self._queue(event)
 
     def wants(self, kind: type[Event]) -> bool:
         """Whether an event of that type has a receiver, its log line is enabled, or a span
@@ -208,24 +209,24 @@ class Announcer:
         return may_record and recording_span() is not None
 
     def _find_hub(self) -> None:
-        """Remember the hub of the calling task. A key is acquired before it is renewed."""
+        """Store the hub of the calling task, for the events of renewals, which come later."""
         if self._green and self._hub is None:
             self._hub = greenlets.hub_caller()
 
-    def _hand_on(self, event: Event) -> None:
-        self._waiting.append(event)
+    def _queue(self, event: Event) -> None:
+        self._queued.append(event)
         if not self._started:
             self._started = True
-            os_threads.start_thread(self._announce)
-        self._bell.ring()
+            os_threads.start_thread(self._send_queued)
+        self._wakeup.ring()
 
-    def _announce(self) -> None:
+    def _send_queued(self) -> None:
         while True:
-            while self._waiting:
-                self._send(self._waiting.popleft())
-            self._bell.wait(None)
+            while self._queued:
+                self._send(self._queued.popleft())
+            self._wakeup.wait(None)
 
-    def _tell(self, event: Event) -> None:
+    def _log_and_send(self, event: Event) -> None:
         _log(event)
         if _SIGNALS[type(event)][0].receivers:
             self._send(event)
@@ -234,13 +235,13 @@ class Announcer:
         signal = _SIGNALS[type(event)][0]
         try:
             signal.send(sender=self._tasks.get(event.task, event.task), event=event)
-        except BaseException:  # a receiver may raise SystemExit, and must not end the task
+        except BaseException:  # a receiver may even raise SystemExit, and must not end the task
             with _harmless():
                 logger.exception("a receiver of %s raised", signal.name)
 
 
 class _Outages:
-    """When reschedules of one cause were last logged as a warning, and how many followed since."""
+    """Limits warnings about reschedules: one per cause and *pause* seconds."""
 
     def __init__(self, pause: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._pause = pause
@@ -248,8 +249,11 @@ class _Outages:
         self._seen: dict[str, tuple[float, int]] = {}
 
     def due(self, reason: str) -> int | None:
-        """The number since the last warning, if the next warning is due; else ``None``."""
-        cause = _NUMBERS.sub("#", reason)  # ports, process ids and times do not make another cause
+        """How many reschedules there were since the last warning, if a warning is due; otherwise
+        ``None``.
+        """
+        # Ports, process ids and times make no other cause.
+        cause = _NUMBERS.sub("#", reason)
         now = self._clock()
         last, count = self._seen.get(cause, (None, 0))
         if last is not None and now - last < self._pause:
@@ -265,7 +269,7 @@ _outages = _Outages()
 
 
 def _log(event: Event) -> None:
-    """One line, with the event as plain values for handlers that write structured logs."""
+    """Log one line, with the event as plain values for structured logs."""
     signal, level, text = _SIGNALS[type(event)]
     if (
         isinstance(event, events.CallRescheduled)
@@ -289,14 +293,14 @@ def _log(event: Event) -> None:
         line = _line(f"{_SUBJECT}{text}", {**fields, "more": _more(event)})
         logger.log(level, "%s", line, extra={"lease_event": signal.name, "data": fields})
     except Exception:  # noqa: BLE001 - as in _harmless
-        _told_of_log()
+        _report_logging_error()
 
 
 def _line(template: str, fields: Mapping[str, Any]) -> str:
     if "{error}" not in template and "{reason}" not in template:
         line = template.format_map(fields)
         if len(line) <= SHOWN and line.isprintable():
-            return line  # so is each of its parts
+            return line  # then each field is short and printable too
     shown = {
         name: _shown(name, value) if isinstance(value, str) else value
         for name, value in fields.items()
@@ -320,8 +324,8 @@ def _shown(name: str, value: str) -> str:
 
 
 def _more(event: Event) -> str:
-    """Text that the fields alone do not give: how long the key waits and by which rule, or what
-    happened to the record.
+    """The end of a log line that is computed from several fields: how long the key waits and by
+    which rule, or what happened to the record.
     """
     if isinstance(event, events.OutcomeRefused):
         if event.state is None:
@@ -339,15 +343,15 @@ def _more(event: Event) -> str:
 
 @contextmanager
 def _harmless() -> Iterator[None]:
-    """An error of a log handler or filter must not change a settled outcome; it is reported as
-    logging reports it.
+    """Report an error of a log handler or filter as logging does, so that it does not affect the
+    task.
     """
     try:
         yield
-    except Exception:  # noqa: BLE001 - whatever a user's handler raises
-        _told_of_log()
+    except Exception:  # noqa: BLE001 - a handler of the user may raise anything
+        _report_logging_error()
 
 
-def _told_of_log() -> None:
+def _report_logging_error() -> None:
     if logging.raiseExceptions:
         traceback.print_exc()

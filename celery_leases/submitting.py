@@ -1,5 +1,5 @@
-"""A web request that asks for the work of a key: look, publish if that is needed, and say what to
-answer.
+"""``submit()``: publishes a call for a web request if that is needed, and returns the HTTP
+response.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def submit(
     poll_after: float = POLL_AFTER,
     **options: Any,
 ) -> HttpAnswer:
-    """Ask for the work of a leased *task* with a ``lease_key``, and say what to answer; see
-    ``docs/http.md``.
+    """Publish a call of a leased *task* with a ``lease_key`` if its work is not done or
+    outstanding, and return the HTTP response; see ``docs/http.md``.
 
-    The call is published only where the answer is 202 and neither a message nor a worker has the
-    work already. *location* is the URL of the status, or makes it. *idempotent*: the key is that of
-    an ``Idempotency-Key``. *session*, a SQLAlchemy session or a connection on the records'
-    database: the call is published by ``apply_async_in`` once the caller has committed. *options*
-    are those of ``apply_async``. Two requests at the same moment may both publish; one of the calls
-    then replays the other's result. With a *session* one of them waits.
+    The call is published only if the status code is 202 and no message and no worker has the work
+    already. *location* is the URL of the status, or a function of the status that returns it.
+    *idempotent*: the key is made of an ``Idempotency-Key``. With *session*, a SQLAlchemy session or
+    a connection on the records' database, the call is published by ``apply_async_in`` after the
+    caller's commit. *options* are those of ``apply_async``. Two requests at the same time may both
+    publish; then one call gets the saved result of the other. With a *session* one of them waits.
 
-    Raises :class:`~celery_leases.errors.KeyReused` for a key that stands for other content,
-    :class:`~celery_leases.errors.BrokerUnavailable` where the broker does not answer, and
-    what else ``lease_status`` and publishing raise; :func:`celery_leases.http.answer` knows those
-    too.
+    Raises :class:`~celery_leases.errors.KeyReused` if the key belongs to a call with other
+    arguments, :class:`~celery_leases.errors.BrokerUnavailable` if the broker does not answer, and
+    the other errors of ``lease_status`` and of publishing. :func:`celery_leases.http.answer` also
+    makes responses for these.
     """
     given, named = tuple(args), dict(kwargs or {})
     if getattr(task, "lease_options", None) is None:
@@ -55,7 +55,7 @@ def submit(
     def look() -> tuple[LeaseStatus, HttpAnswer]:
         status: LeaseStatus = task.lease_status(*given, **named)
         if status.state == State.DONE and task.lease_options.rerun:
-            status = replace(status, state=ABSENT, result=None)  # each call is work of its own
+            status = replace(status, state=ABSENT, result=None)  # each call runs
         where = location(status) if callable(location) else location
         asked: Any = {"asked": "work", "idempotent": idempotent, "poll_after": poll_after}
         return status, answer(status, location=where, **asked)
@@ -69,10 +69,11 @@ def submit(
                 task.apply_async_in(session, given, named, **options)
             else:
                 task.apply_async(given, named, **options)
-        except AlreadyQueued:  # by another request, since the look
+        except AlreadyQueued:  # by another request, since the status was read
             return look()[1]
         except OperationalError as error:
             raise BrokerUnavailable(
-                f"{status.key}: the broker does not take the call: {redact(str(error))}", status.key
+                f"{status.key}: the broker does not accept the call: {redact(str(error))}",
+                status.key,
             ) from error
     return sent

@@ -1,4 +1,4 @@
-"""``LeasedTask``: the task base class, its options, and its methods for the tasks of users."""
+"""``LeasedTask``: the base class of leased tasks, its options and methods."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from celery_leases.protocol.options import LeaseOptions, gather
 from celery_leases.worker import process_hooks  # noqa: F401 - connects them
 from celery_leases.worker.app_settings import settings_of
 
-# The modules that run tasks and open stores are imported on use: a process that only publishes does
-# not need them.
+# Modules that run tasks or open stores are imported on first use: a process that only publishes
+# does not need them.
 if TYPE_CHECKING:
     from celery_leases.attempt.unleased import Unleased
     from celery_leases.lease import Lease
@@ -57,7 +57,7 @@ _NOT_OPTIONS = frozenset({"lease_options", "lease_status", "lease_signature"})
 
 
 def _check_order(cls: Any) -> None:
-    """Refuse a class in which another class before the lease would run the body without it."""
+    """Refuse a class whose method resolution order would run the body without its lease."""
     name = f"task {cls.name}" if getattr(cls, "name", None) else f"class {cls.__qualname__}"
     bases = cls.__mro__
     if Task in bases and bases.index(Task) < bases.index(LeasedMixin):
@@ -91,8 +91,7 @@ class LeasedMixin:
     reject_on_worker_lost: bool | None = True
     # Celery 5.7 would send a new message instead, and count the crash as one of the user's retries.
     retry_on_worker_lost = False
-    # The rules handle Cooldown and the like; an ``autoretry_for`` of all exceptions would catch
-    # them first.
+    # These are for the rules; ``autoretry_for = (Exception,)`` would catch them first.
     dont_autoretry_for = (PermanentFailure, Cooldown, RetryLater)
     Request: Any = "celery_leases.worker.request:LeaseRequest"
 
@@ -109,16 +108,16 @@ class LeasedMixin:
 
     @classmethod
     def on_bound(cls, app: Celery) -> None:
-        """Collect and check the options once the task is registered."""
+        """Read and validate the options when the task is registered."""
         super().on_bound(app)  # type: ignore[misc]
         if cls.name:  # type: ignore[attr-defined]
             _set_options(cls, app)
-            # Log Cooldown and the like in one line, without a traceback.
+            # Celery logs these errors in one line, without a traceback.
             cls.throws = (*cls.throws, AlreadyDone, CoolingDown, LeaseHeld)  # type: ignore[attr-defined]
-            _take_over_from(app, cls)
+            _add_django_methods(app, cls)
 
     def start_strategy(self, app: Celery, consumer: Any, **options: Any) -> Any:
-        """Called by the worker whenever it connects to the broker."""
+        """Called by the worker each time it connects to the broker."""
         from celery_leases.worker import child_exit, green_shutdown
         from celery_leases.worker.request import request_class
 
@@ -141,13 +140,13 @@ class LeasedMixin:
         return delivery(self, request, args, kwargs, self._run_body).take()
 
     def _run_body(self, request: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the body as Celery would: through the ``__call__`` of the next class, if it has its
-        own.
+        """Run the body as Celery does: by the ``__call__`` of the next class, if that is not
+        ``Task``.
         """
-        behind = super().__call__  # type: ignore[misc]
-        if behind.__func__ is not Task.__call__:
-            return behind(*args, **kwargs)
-        # What Celery's stack protection sets when Task.__call__ is entered first.
+        next_call = super().__call__  # type: ignore[misc]
+        if next_call.__func__ is not Task.__call__:
+            return next_call(*args, **kwargs)
+        # Task.__call__ sets this for Celery's stack protection.
         request._protected = 1  # noqa: SLF001
         return self.run(*args, **kwargs)  # type: ignore[attr-defined]
 
@@ -159,12 +158,12 @@ class LeasedMixin:
         return active_lease()
 
     def apply_async(self, *args: Any, **options: Any) -> Any:
-        """Publish a call as Celery does. Options of the task are refused, because they would do
-        nothing in a message.
+        """Publish a call as Celery does. A ``lease_*`` option is refused: it is an option of the
+        task, and has no effect in a message.
 
-        With ``lease_queue_once`` the call is published if no other call of the key is queued or
-        runs. Otherwise this returns the ``AsyncResult`` of the key's call, or raises
-        :class:`~celery_leases.errors.AlreadyQueued`. With this option it also raises
+        With ``lease_queue_once`` the call is only published if no other call of the key is queued,
+        runs, cools down or has ended. Otherwise this returns the ``AsyncResult`` of the key's call,
+        or raises :class:`~celery_leases.errors.AlreadyQueued`. With this option it also raises
         :class:`~celery_leases.errors.KeyUnusable`, :class:`~celery_leases.errors.KeyReused`,
         :class:`~celery_leases.errors.LeaseConfigurationError` and
         :class:`~celery_leases.errors.StoreUnavailable`.
@@ -179,7 +178,7 @@ class LeasedMixin:
         return super().apply_async(*args, **options)  # type: ignore[misc]
 
     def apply(self, *args: Any, **options: Any) -> Any:
-        """Run a call in this process as Celery does. Options of the task are refused, as in
+        """Run a call in this process as Celery does. A ``lease_*`` option is refused, as in
         :meth:`apply_async`.
         """
         if options:
@@ -187,8 +186,8 @@ class LeasedMixin:
         return super().apply(*args, **options)  # type: ignore[misc]
 
     def replace(self, sig: Any) -> Any:
-        """Replace this task as Celery does. Its key ends, or continues with a replacement that has
-        the same key.
+        """Replace this task as Celery does. The key is done, unless the replacement has the same
+        key.
         """
         from celery_leases.worker.headers import state_of
 
@@ -210,15 +209,15 @@ class LeasedMixin:
         **options: Any,
     ) -> AsyncResult:
         """Call this task in the caller's own transaction: the call is published after the commit,
-        or never.
+        and not at all after a rollback.
 
         *session_or_connection* is on the records' database and in a transaction: a SQLAlchemy
-        ``Session`` or ``Connection``, Django's connection, or another DB-API connection. A
-        ``Session`` and Django's connection publish by themselves after the commit. For the others,
-        and after a crash, the relay publishes (``leases relay``). If the key already has a record
-        that counts, nothing is enqueued; the returned handle is that of the record's call, unless
-        the call has expired. The arguments must be JSON, and unchanged after a round trip through
-        JSON and the task's serializer.
+        ``Session`` or ``Connection``, Django's connection, or another DB-API connection. With a
+        ``Session`` or Django's connection, this process publishes the call after the commit. With
+        another connection, and after a crash, ``leases relay`` publishes it. If the key already has
+        a record that has not expired, nothing is enqueued, and the result is that of the record's
+        call, unless that call has expired. The arguments must be JSON, and unchanged after a round
+        trip through JSON and the task's serializer.
 
         *options* are those of ``apply_async`` that a record can store: ``countdown``, ``eta``,
         ``expires``, ``queue``, ``exchange``, ``routing_key``, ``priority``, ``headers``, ``link``,
@@ -239,18 +238,18 @@ class LeasedMixin:
         return outbox.enqueue(self, session_or_connection, given, named, options)
 
     def enqueue(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: an earlier name of :meth:`delay_in`."""
+        """Raise an error that names :meth:`delay_in`, as this method is called now."""
         name: str = self.name  # type: ignore[attr-defined]
         raise LeaseConfigurationError(
             f"task {name}: enqueue() is called delay_in() now; the arguments are the same"
         )
 
     def lease_status(self, *args: Any, **kwargs: Any) -> LeaseStatus:
-        """The status of the key that a call with these arguments would have.
+        """The status of the key that a call with these arguments has.
 
-        Raises :class:`~celery_leases.errors.KeyUnusable` when the arguments make no key, and
-        :class:`~celery_leases.errors.LeaseConfigurationError` for a task without ``lease_key``: its
-        keys are Celery's ids.
+        Raises :class:`~celery_leases.errors.KeyUnusable` if the arguments make no key, and
+        :class:`~celery_leases.errors.LeaseConfigurationError` for a task without ``lease_key``,
+        whose keys are the ids of its calls.
         """
         from celery_leases.client import LeaseClient
 
@@ -286,11 +285,9 @@ class LeasedTask(LeasedMixin, Task):
     """
 
 
-def _take_over_from(app: Celery, cls: Any) -> None:
-    """Give a task the methods that Celery gives all tasks of a Django project, whatever their
-    class.
-    """
-    for name in _OF_DJANGO:
+def _add_django_methods(app: Celery, cls: Any) -> None:
+    """Add the methods that Celery's task class for Django has, if *cls* does not have them."""
+    for name in _DJANGO_METHODS:
         if not hasattr(cls, name) and (method := getattr(app.Task, name, None)) is not None:
             setattr(cls, name, method)
 
@@ -321,7 +318,9 @@ def _set_options(cls: Any, app: Celery) -> None:
 
 
 def _check_class(cls: Any) -> None:
-    """Refuse a class that would run without its lease, or that hides methods the lease needs."""
+    """Refuse a class that would run without its lease, or that replaces attributes that the lease
+    needs.
+    """
     _check_order(cls)
     for attribute in ("Strategy", "start_strategy"):
         others = (

@@ -1,7 +1,6 @@
-"""Attributes of a leased call on OpenTelemetry's current span; no spans of its own.
+"""Sets attributes of a leased call on OpenTelemetry's current span; it creates no spans.
 
-Nothing is imported for it. A process in which nobody has imported OpenTelemetry has no span that
-records.
+OpenTelemetry is not imported here: a process that has not imported it has no recording span.
 """
 
 from __future__ import annotations
@@ -16,9 +15,11 @@ from celery_leases.protocol import events
 
 TRACING: Final = "opentelemetry.trace"
 SDK: Final = "opentelemetry.sdk.trace"
-"""No span records in a process that has not imported this; redis-py imports the API alone."""
+"""A process has a recording span only if it has imported this. The API alone is not enough:
+redis-py imports it.
+"""
 PREFIX: Final = "celery_leases."
-"""Begins the name of each attribute."""
+"""The prefix of each attribute name."""
 
 
 def recording_span() -> Any:
@@ -34,7 +35,7 @@ def recording_span() -> Any:
 
 
 def annotate_span(event: events.Event) -> None:
-    """Put what *event* says on the current span; an error in doing so is ignored."""
+    """Set the attributes of *event* on the current span; errors are ignored."""
     span = recording_span()
     if span is None:
         return
@@ -44,14 +45,15 @@ def annotate_span(event: events.Event) -> None:
 
 
 def attributes_of(event: events.Event) -> dict[str, Any]:
-    """The attributes that an event stands for; those without a value are left out. None has an
-    exception's text.
+    """The attributes for an event, without those that are ``None``. They contain no text of an
+    exception.
     """
-    attributes = {PREFIX + name: value for name, value in _told(event).items() if value is not None}
+    values = _values(event)
+    attributes = {PREFIX + name: value for name, value in values.items() if value is not None}
     return {f"{PREFIX}key": printable(event.key), **attributes} if attributes else {}
 
 
-def _told(event: events.Event) -> Mapping[str, Any]:
+def _values(event: events.Event) -> Mapping[str, Any]:
     match event:
         case events.LeaseAcquired():
             return {"attempt": event.attempt, "fence": event.fence}
@@ -81,10 +83,9 @@ def _failure(event: events.AttemptSettled) -> Mapping[str, Any]:
     failure = event.failure
     if failure is None:
         return {}
-    doubt = True if failure.ambiguous else None
     return {
         "rule": failure.rule,
         "reason": failure.reason,
         "group": failure.group,
-        "may_have_been_executed": doubt,
+        "may_have_been_executed": True if failure.ambiguous else None,
     }

@@ -22,7 +22,7 @@ from fastapi.routing import APIRoute
 from celery_leases.async_client import ENDED, AsyncLeaseClient, version_of
 from celery_leases.common.durations import Duration, seconds
 from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnavailable, UnknownKey
-from celery_leases.http import AWAY_AFTER, POLL_AFTER, HttpAnswer, answer, forbidden, public
+from celery_leases.http import POLL_AFTER, UNAVAILABLE_AFTER, HttpAnswer, answer, forbidden, public
 from celery_leases.protocol.status import LeaseStatus
 from celery_leases.submitting import submit as submitted
 
@@ -222,7 +222,7 @@ async def _events(
             return
         except StoreUnavailable as error:
             yield _event("problem", answer(error).body)
-            await asyncio.sleep(min(AWAY_AFTER, max(0.0, end - loop.time())))
+            await asyncio.sleep(min(UNAVAILABLE_AFTER, max(0.0, end - loop.time())))
         except LeasesError as error:
             yield _event("problem", answer(error).body)
             return

@@ -572,7 +572,7 @@ def test_a_key_that_changes_just_before_it_is_resolved_stays_unchanged(
     """A later attempt became uncertain; it is not resolved by the older answer."""
     shop.put("order:1", State.UNCERTAIN)
     given, _ = ann.confirms("/keys/confirm", [("action", action), ("seen", box(shop, "order:1"))])
-    look, came = LeaseClient._look, []
+    look, came = LeaseClient._read, []
 
     def looked(client: LeaseClient, *asked: Any, **more: Any) -> Any:
         if not came:
@@ -581,7 +581,7 @@ def test_a_key_that_changes_just_before_it_is_resolved_stays_unchanged(
             shop.put("order:1", State.UNCERTAIN)
         return look(client, *asked, **more)
 
-    monkeypatch.setattr(LeaseClient, "_look", looked)
+    monkeypatch.setattr(LeaseClient, "_read", looked)
     assert "0 changed , 1 unchanged" in words(ann.sends("/keys/act", given).text)
     assert (came, shop.state("order:1")) == ([True], "uncertain")
 

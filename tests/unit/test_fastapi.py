@@ -280,7 +280,7 @@ def test_an_outage_of_a_store_is_an_event(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And the stream goes on when it is back."""
-    monkeypatch.setattr(ours, "AWAY_AFTER", 0.001)
+    monkeypatch.setattr(ours, "UNAVAILABLE_AFTER", 0.001)
     away = StoreUnavailable(SECRET, False)
     app = scripted(a_status("running"), a_status("running"), away, away, a_status("done"))
     told = events(ask(app, "GET", f"/leases/{KEY}", STREAM).text)[1:]
