@@ -287,7 +287,7 @@ def test_an_invalid_header_is_refused_with_a_line_for_the_client(header: str | N
 @pytest.mark.parametrize("caller", [None, "", " "])
 def test_a_caller_must_be_named(caller: object) -> None:
     """Else one client would get the result of another."""
-    with pytest.raises(LeaseMisuse, match="who asks"):
+    with pytest.raises(LeaseMisuse, match="the id of the user"):
         idempotency_key("k", caller)
 
 
