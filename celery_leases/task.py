@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from celery_leases.lease import Lease
     from celery_leases.protocol.status import LeaseStatus
 
-_OF_DJANGO = ("delay_on_commit", "apply_async_on_commit")
+_DJANGO_METHODS = ("delay_on_commit", "apply_async_on_commit")
 
 
-class _MadeAtBinding:
-    """An attribute that a task gets when it is bound.
+class _SetWhenBound:
+    """An attribute that is set when a task is bound.
 
-    Celery lists a task before it binds it, so another thread may use it in between, for example the
-    second request of a web process. Then this descriptor binds it: a ``__getattr__`` would make
-    every attribute of every task slower.
+    Celery registers a task before it binds it, so another thread can use it in between, for example
+    the second request of a web process. Then this descriptor sets the options. A ``__getattr__``
+    would make every attribute of every task slower.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -49,7 +49,7 @@ class _MadeAtBinding:
     def __get__(self, task: Any, cls: Any) -> Any:
         if task is None or not cls.name:
             raise AttributeError(f"{cls.__name__!r} object has no attribute {self._name!r}")
-        _set_options(cls, cls.app)  # the same as the other thread sets
+        _set_options(cls, cls.app)  # the other thread sets the same
         return getattr(cls, self._name)
 
 
@@ -99,8 +99,8 @@ class LeasedMixin:
         lease_options: ClassVar[LeaseOptions]
         lease_signature: ClassVar[Parameters]
     else:
-        lease_options = _MadeAtBinding()
-        lease_signature = _MadeAtBinding()
+        lease_options = _SetWhenBound()
+        lease_signature = _SetWhenBound()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -127,7 +127,7 @@ class LeasedMixin:
         return super().start_strategy(app, consumer, **options)  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the body under a lease if this is a delivery; a direct call runs the body alone."""
+        """Run the body under a lease if this is a delivery; a direct call runs it without one."""
         delivery, state_of = _worker_side()
         request = self.request  # type: ignore[attr-defined]
         state = state_of(request)

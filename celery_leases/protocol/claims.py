@@ -215,11 +215,11 @@ def claimed(row: Record | None, claim: Claim, now: int) -> Record:
 
 
 def dated(new: Record, now: int) -> Record:
-    """The row *new* of a fresh key, which :func:`claimed` made for the time 0, after its insert at
-    *now*.
+    """The row *new*, which :func:`claimed` has made for a new key and the time 0, after its insert
+    at *now*.
 
-    It changes *new* itself, because to make it again would take a tenth of a claim's time; nothing
-    else may have *new*.
+    It changes *new* itself, because a copy would take a tenth of the time of a claim: no other code
+    may have a reference to *new*.
     """
     for name in ("fence", "created_at", "started_at", "now"):
         object.__setattr__(new, name, now)
@@ -244,9 +244,9 @@ def _taken(row: Record, claim: Claim, now: int, lease_until: int | None) -> Reco
         "retention": claim_request.retention or None,
         "now": now,
     }
-    # Its retention is over, or this call begins a generation of its own.
-    anew = row.expired or (claim_request.rerun and row.call_id != claim_request.call_id)
-    # Its owner never closed it, and is not known to have left it open.
+    # Its retention is over, or each call has a generation of its own (rerun).
+    new_generation = row.expired or (claim_request.rerun and row.call_id != claim_request.call_id)
+    # A running row was not closed by its owner: a crash, unless the call knows that attempt.
     crashed = row.state is State.RUNNING and row.owner not in claim_request.prior
     ended = (
         Ended.CRASHED

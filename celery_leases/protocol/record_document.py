@@ -52,7 +52,7 @@ def dump(record: Record, *, failed: bool = False) -> str | None:
     """
     values = _values(record)
     if values == _DEFAULTS and record.fingerprint is not None and _is_first(record, failed=failed):
-        # The document of most new rows, in a fraction of the time.
+        # The document of most new rows, written in a fraction of the time.
         return f'{{"print":{_quoted(_packed(record.fingerprint))}}}'
     named = zip(_SHORT, _DEFAULTS, values, strict=True)
     found: dict[str, Any] = {short: value for short, default, value in named if value != default}
@@ -227,6 +227,7 @@ _READ: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     "past": ("history", history.load),
     "trace": ("traceback", _text),
 }
-_SPARED: Final = {"digests", "previous", "unrun", "history", "traceback"}
+_NOT_NEEDED: Final = {"digests", "previous", "unrun", "history", "traceback"}
+"""Fields without which every decision can still be made."""
 _quoted: Final = json.encoder.encode_basestring_ascii
 _encode: Final = json.JSONEncoder(separators=(",", ":"), default=dict).encode

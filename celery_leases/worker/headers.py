@@ -129,18 +129,18 @@ class Header:
             written["group"] = self.group
         if self.copy.number:
             written["copy"] = str(self.copy)
-        if self.tries:
-            written["tries"] = self.tries
-        if self.away:
-            written["away"] = self.away
+        if self.reschedules:
+            written["tries"] = self.reschedules
+        if self.store_failures:
+            written["away"] = self.store_failures
         if self.prior:
             written["prior"] = list(self.prior)
         if self.started:
             written["started"] = True
         if self.held:
             written["held"] = True
-        if self.met is not None:
-            written["met"] = self.met
+        if self.failure_fence is not None:
+            written["met"] = self.failure_fence
         return written
 
     @classmethod

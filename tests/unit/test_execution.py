@@ -25,7 +25,7 @@ from celery_leases.protocol.records import Ended, State
 from celery_leases.protocol.results import failure_of
 from celery_leases.protocol.verdicts import Drop, Raise, Reschedule, Return, TaskEvent
 from celery_leases.protocol.waiting import RETRY_GRACE
-from tests.unit.decision_inputs import FAILURE, GROUP, KEY, OURS, THEIRS, TODAY, judged, raised
+from tests.unit.decision_inputs import FAILURE, GROUP, KEY, OURS, THEIRS, TODAY, classified, raised
 from tests.unit.memory_worker import FOR_GOOD, OF_THE_GROUP, OF_THE_KEY, RATE_LIMITED, SOON, Bench
 
 

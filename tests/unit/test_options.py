@@ -158,7 +158,7 @@ class TestRightValues:
         "span", [120, 120.0, timedelta(minutes=2), "2m", "120", "1m60s", "120s"]
     )
     def test_spans_are_seconds_text_or_timedeltas(self, name: str, span: Any) -> None:
-        given: dict[str, Any] = {"defaults": {name: span}} if name in OF_THE_APP else {name: span}
+        given: dict[str, Any] = {"defaults": {name: span}} if name in APP_ONLY else {name: span}
         assert getattr(gathered_options(**given), name) == 120
 
     def test_a_ttl_of_one_second_is_allowed(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from celery_leases.protocol.decisions import before_run
 from celery_leases.protocol.records import State
 from celery_leases.protocol.verdicts import Facts, Reschedule
-from celery_leases.protocol.waiting import SHORTEST_DELAY, store_came_up_empty
+from celery_leases.protocol.waiting import SHORTEST_DELAY, after_store_was_emptied
 from tests.unit.decision_inputs import (
     OURS,
     THEIRS,

@@ -67,7 +67,7 @@ def test_a_hook_sees_the_error_and_the_merged_facts() -> None:
     """Once per failure, however many errors there are."""
     seen = []
     error = caused(fake_error("shop.Failed"), http_error(404))
-    Rules().use(lambda exc, facts: seen.append((exc, facts))).judge(error, NOW)  # type: ignore[arg-type]
+    Rules().use(lambda exc, facts: seen.append((exc, facts))).classify(error, NOW)  # type: ignore[arg-type]
     assert seen == [(error, facts_of(error))]
 
 

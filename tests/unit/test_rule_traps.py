@@ -43,12 +43,12 @@ def test_codes_beat_status() -> None:
 def test_an_error_that_repeats_the_status_of_its_cause_is_not_poorer_than_it() -> None:
     """An application's own error often copies the status, and nothing else."""
     failed = fake_error("shop.errors.UpstreamFailed", status_code=400)
-    assert judged(caused(failed, aws("ThrottlingException", 400))).rule == "rate-limited"
+    assert classified(caused(failed, aws("ThrottlingException", 400))).rule == "rate-limited"
     failed = fake_error("shop.errors.UpstreamFailed", status_code=503)
-    judgement = judged(caused(failed, http_error(503, retry_after="7")))
-    assert (judgement.rule, judgement.delay) == ("rate-limited", 7.0)
+    classification = classified(caused(failed, http_error(503, retry_after="7")))
+    assert (classification.rule, classification.delay) == ("rate-limited", 7.0)
     other = fake_error("shop.errors.UpstreamFailed", status_code=404)
-    assert judged(caused(other, http_error(429))).rule == "request-refused"
+    assert classified(caused(other, http_error(429))).rule == "request-refused"
 
 
 def test_a_request_not_to_retry_counts_for_faults_of_the_server_only() -> None:
@@ -70,12 +70,14 @@ def test_families_of_classes_lie() -> None:
     """An OSError may be a wrong URL, and an authentication error one of the connection."""
     wrong_url = fake_error("requests.exceptions.InvalidURL", RequestsError, ValueError)
     assert isinstance(wrong_url, OSError)
-    assert judged(wrong_url).rule == "request-refused"
+    assert classified(wrong_url).rule == "request-refused"
     wrong_password = fake_error("redis.exceptions.AuthenticationError", RedisConnection)
-    assert judged(wrong_password).rule == "bad-credentials"
-    assert judged(fake_error("stripe._error.PermissionError", http_status=409)).rule == "conflict"
-    assert judged(fake_error("shop.TimeoutError")).rule == "anything-else"
-    assert judged(fake_error("shop.PermissionError")).rule == "anything-else"
+    assert classified(wrong_password).rule == "bad-credentials"
+    assert (
+        classified(fake_error("stripe._error.PermissionError", http_status=409)).rule == "conflict"
+    )
+    assert classified(fake_error("shop.TimeoutError")).rule == "anything-else"
+    assert classified(fake_error("shop.PermissionError")).rule == "anything-else"
 
 
 WRAPPERS = [
@@ -107,7 +109,7 @@ def test_the_connection_error_of_requests_lets_what_it_hides_decide() -> None:
     """It can be found only in its arguments."""
     refused = fake_error("urllib3.exceptions.NewConnectionError")
     exceeded = fake_error("urllib3.exceptions.MaxRetryError", reason=refused)
-    assert judged(RequestsConnection(exceeded)).rule == "connect-phase"
+    assert classified(RequestsConnection(exceeded)).rule == "connect-phase"
     aborted = fake_error(
         "urllib3.exceptions.ProtocolError", said=("aborted", ConnectionResetError(104, "reset"))
     )
@@ -120,23 +122,23 @@ def test_the_status_of_an_answer_is_no_failure_of_the_connection() -> None:
     answered = fake_error(
         "urllib.error.HTTPError", UrllibError, said="HTTP Error 500: no", code=500
     )
-    assert judged(answered).rule == "outcome-unknown"
+    assert classified(answered).rule == "outcome-unknown"
     answered = fake_error(
         "urllib.error.HTTPError", UrllibError, said="HTTP Error 507: no", code=507
     )
-    assert judged(answered).rule == "anything-else"
+    assert classified(answered).rule == "anything-else"
 
 
 def test_a_wrapped_error_of_the_database_is_one_of_the_database() -> None:
     """``orig`` knows."""
     unique = fake_error("psycopg.errors.UniqueViolation", sqlstate="23505")
-    assert judged(fake_error("sqlalchemy.exc.DBAPIError", orig=unique)).rule == "refused-here"
+    assert classified(fake_error("sqlalchemy.exc.DBAPIError", orig=unique)).rule == "refused-here"
     away = fake_error(
         "sqlalchemy.exc.OperationalError", orig=PsycopgOperational("connection failed")
     )
-    assert judged(away).rule == "infrastructure"
+    assert classified(away).rule == "infrastructure"
     broker = caused(fake_error("kombu.exceptions.OperationalError"), RedisConnection())
-    assert judged(broker).rule == "infrastructure"
+    assert classified(broker).rule == "infrastructure"
 
 
 def test_an_error_of_the_application_lets_its_cause_decide() -> None:

@@ -105,7 +105,7 @@ def test_a_rule_about_a_cause_comes_before_a_later_one_about_the_error_itself() 
         .on(status=404, to="permanent", name="inner")
         .on(exc="shop.Failed", to="retry", name="outer")
     )
-    assert judged(rules, caused(fake_error("shop.Failed"), http_error(404))).rule == "inner"
+    assert classified(rules, caused(fake_error("shop.Failed"), http_error(404))).rule == "inner"
 
 
 def test_rules_are_immutable() -> None:
@@ -153,7 +153,7 @@ def test_why_names_what_matched_and_where() -> None:
     """One short sentence for people."""
     rules = Rules.default().on(exc="shop.Failed", status=404, to=5).use(a_hook)
     failed = caused(fake_error("shop.Failed"), http_error(404, dotted="openai.NotFoundError"))
-    assert judged(rules, failed).why == "status 404 of openai.NotFoundError and shop.Failed"
+    assert classified(rules, failed).why == "status 404 of openai.NotFoundError and shop.Failed"
     assert (
         classified(rules, http_error(429, dotted="openai.RateLimitError")).why
         == "status 429 of openai.RateLimitError"

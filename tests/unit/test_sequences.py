@@ -22,7 +22,7 @@ from celery_leases.protocol.body_endings import (
 from celery_leases.protocol.options import OnDone
 from celery_leases.protocol.records import Ended, Record, State
 from celery_leases.protocol.verdicts import Call, Drop
-from celery_leases.protocol.waiting import grace_of
+from celery_leases.protocol.waiting import early_grace
 from tests.unit.decision_inputs import GROUP, KEY, OURS, THEIRS, raised
 from tests.unit.memory_worker import Bench
 

@@ -26,7 +26,7 @@ from celery_leases.worker.ttl_advice import advice_of, delivery_of
 
 LATENCY_SAMPLES: Final = 30
 NO_ADVICE: Final[dict[str, Any]] = {
-    **dict.fromkeys(("ttl", "store_p99", "database_p99", "standstill", "trouble")),
+    **dict.fromkeys(("ttl", "store_p99", "database_p99", "pause", "trouble")),
     "guard": SHORTEST_GUARD,
 }
 
@@ -38,11 +38,23 @@ def runtimes(request: ViewRequest) -> HtmlPage:
     if read is None:
         return HtmlPage(
             "runtimes.html",
-            {"tasks": [], "advice": NO_ADVICE, "reading": True, "at": None, "few": FEW},
+            {
+                "tasks": [],
+                "advice": NO_ADVICE,
+                "reading": True,
+                "at": None,
+                "few": ENOUGH_MEASUREMENTS,
+            },
         )
     times, advice = value_of(read)
     tasks = [*_tasks(request.board.app, times, advice)]
-    context = {"tasks": tasks, "advice": advice, "reading": False, "at": read.at, "few": FEW}
+    context = {
+        "tasks": tasks,
+        "advice": advice,
+        "reading": False,
+        "at": read.at,
+        "few": ENOUGH_MEASUREMENTS,
+    }
     return HtmlPage("runtimes.html", context)
 
 
@@ -54,9 +66,9 @@ def _read(client: LeaseClient) -> tuple[Mapping[str, Sequence[float]], dict[str,
     except StoreUnavailable as error:
         return times, NO_ADVICE | {"trouble": trouble_of(error)}
     in_store, in_database = (each.p99 for each in latencies if each is not None)
-    standstill = Standstill.of(client.lateness())
+    pause = ProcessPause.of(client.lateness())
     return times, NO_ADVICE | {
-        "ttl": advised(shortest_ttl(in_store, standstill.seconds)),
+        "ttl": advised(shortest_ttl(in_store, pause.seconds)),
         "store_p99": in_store,
         "database_p99": in_database,
         "pause": pause,
