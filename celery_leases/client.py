@@ -551,14 +551,15 @@ class LeaseClient:
         wanted: RecordFilter = EVERY_RECORD,
         *,
         older: Duration | datetime | None = None,
-        batch: int = PURGED_AT_ONCE,
+        batch: int = PURGE_BATCH,
     ) -> Iterator[int]:
         """Delete records in batches; yields how many records each batch has deleted.
 
-        Without *older* those whose retention is over, whatever is *wanted*. With it those that are
-        wanted and have not changed for that long, or since that moment, however long they would
-        still count: a later copy of such a call runs its body again. Never one that runs, or whose
-        message is still to be published. Those that are ``uncertain`` only if they are asked for.
+        Without *older*: all records whose retention is over. With *older*: the wanted records that
+        have not changed for that long, or since that datetime, even if their retention is not over.
+        A later copy of a deleted call runs its body again. Records that run, or whose message must
+        still be published, are never deleted; ``uncertain`` records only if *wanted* names that
+        state.
         """
         self._ready()
         if older is None:
@@ -577,10 +578,11 @@ class LeaseClient:
     def purgeable(
         self, wanted: RecordFilter = EVERY_RECORD, older: Duration | datetime | None = None
     ) -> RecordFilter:
-        """What :meth:`purge` would delete; raises LeaseConfigurationError for what it cannot.
+        """A filter for the records that :meth:`purge` deletes.
 
-        To delete later what is counted now, give both the same moment as *older*:
-        :meth:`so_long_ago`.
+        To delete later what is counted now, pass both the same datetime as *older*, see
+        :meth:`so_long_ago`. Raises :class:`~celery_leases.errors.LeaseConfigurationError` for a
+        filter that purge does not support.
         """
         self._ready()
         now = self._records.now()
@@ -598,7 +600,7 @@ class LeaseClient:
         return replace(wanted, states=wanted.states or PURGED, unmoved_since=round(before))
 
     def so_long_ago(self, span: Duration) -> datetime:
-        """The moment *span* before now, by the database's clock."""
+        """The time *span* before now, by the database's clock."""
         self._ready()
         return datetime.fromtimestamp(self._records.now() / 1e6 - seconds(span, "older"), UTC)
 

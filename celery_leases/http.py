@@ -94,7 +94,9 @@ _CODES: Final = frozenset(
 _OUTSTANDING: Final = frozenset({State.PENDING, State.RUNNING, ABANDONED})
 _ENDED: Final = frozenset({State.DONE, State.FAILED, State.UNCERTAIN, UNREADABLE})
 _OF_URIS: Final = "!#$%&'()*+,/:;=?@[]~"
-"""What :rfc:`3986` allows in a URL beside letters and digits; a header may have nothing else."""
+"""Characters other than letters and digits that :rfc:`3986` allows in a URL, and so in the
+``Location`` header.
+"""
 _VISIBLE: Final = re.compile(r"[\x21-\x7e]+", re.ASCII)
 _STRING: Final = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"', re.ASCII)
 

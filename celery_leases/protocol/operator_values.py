@@ -126,8 +126,8 @@ class Change:
 
 
 def why_unchanged(what: str, seen: LeaseStatus, *, force: bool = False) -> str | None:
-    """Why ``retry``, ``release`` or ``forget`` does not change a key that was *seen* so;
-    ``None`` if it does.
+    """Why the operation *what* (``retry``, ``release`` or ``forget``) does not change a key with
+    the status *seen*; ``None`` if it does.
     """
     if what == "release":
         held = seen.state in (State.RUNNING, ABANDONED)

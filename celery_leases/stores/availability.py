@@ -56,7 +56,7 @@ class Availability:
         """A claim failed without an answer."""
         self._failed = at
 
-    def takes_until(self, sent: float) -> int:
+    def takeover_until(self, sent: float) -> int:
         """The time by the database's clock until which a claim sent at *sent* may take over a
         running row.
 

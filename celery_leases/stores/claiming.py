@@ -184,8 +184,10 @@ class Claiming(ABC):
         self, claim_request: ClaimRequest, lease_store: str, group: str | None
     ) -> tuple[Claim, Record, InsertOrReadResult]:
         sent = os_threads.boot_clock()
-        takes_until = self.availability.takes_until(sent) if lease_store == DATABASE else ALWAYS
-        claim = Claim(claim_request, lease_store, takes_until=takes_until)
+        takeover_until = (
+            self.availability.takeover_until(sent) if lease_store == DATABASE else ALWAYS
+        )
+        claim = Claim(claim_request, lease_store, takeover_until=takeover_until)
         new = claims.claimed(None, claim, 0)
         found = self.insert_or_read(new, group)
         self.availability.answered(sent, os_threads.boot_clock(), found.now)

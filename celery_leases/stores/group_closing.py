@@ -39,8 +39,8 @@ class GateClosing(ABC):
                     self.release_probe(group, token)
                 return after
             now = time.time()
-            if self._swap_gate(before, after, remembered_for(after, closing.policy), token):
-                self._remember(group, partial(closings.with_closing, shut=after, now=now))
+            if self._swap_gate(before, after, gate_retention(after, closing.policy), token):
+                self._remember(group, partial(closings.with_closing, gate=after, now=now))
                 return after
         raise StoreUnavailable(
             f"the gate of {group} changed {CLOSE_TRIES} times while it was being closed", False
@@ -86,7 +86,7 @@ class GateClosing(ABC):
 
     @abstractmethod
     def _swap_history(self, group: str, before: str | None, after: str) -> bool:
-        """Write *after* for :data:`~celery_leases.protocol.closings.REMEMBERED` seconds, if the
+        """Write *after* for :data:`~celery_leases.protocol.closings.RETENTION` seconds, if the
         stored text is *before* or there is none.
         """
 
@@ -99,7 +99,7 @@ class GateClosing(ABC):
         """The gate of *group*; ``None`` when it is open."""
 
     @abstractmethod
-    def give_back_probe(self, group: str, token: str) -> bool:
+    def release_probe(self, group: str, token: str) -> bool:
         """Free the probe slot if *token* holds it; the gate stays half-open."""
 
     @abstractmethod

@@ -98,7 +98,7 @@ class CrashPlan:
 
     def called(self, what: str, identity: str | None, arguments: str) -> None:
         """Record an external call that is being made."""
-        attempt: int = getattr(lease_here(), "attempt", 0) or self.attempt
+        attempt: int = getattr(active_lease(), "attempt", 0) or self.attempt
         line = _line(self.file, self.thread)
         self.calls.append(ExternalCall(what, identity, arguments, attempt, line))
 

@@ -325,9 +325,11 @@ def _queue(outbox: Outbox, records: SqlRecordStore, call: _NewCall) -> Record | 
     new_generation = options.rerun and record.state in (State.DONE, State.FAILED)
     if record.expired:
         writes = outbox.replace_writes(record, *named, ttl=ttl, retention=retention)
-    elif anew or (_is_with_nobody(record) and not record.waits):
-        anew = options.rerun
-        writes = outbox.reassign_writes(record, *named, anew=anew, ttl=ttl, retention=retention)
+    elif new_generation or (_is_with_nobody(record) and not record.waits):
+        new_generation = options.rerun
+        writes = outbox.reassign_writes(
+            record, *named, new_generation=new_generation, ttl=ttl, retention=retention
+        )
     else:
         if not record.failure_delivered and record.state not in (State.FAILED, State.UNCERTAIN):
             _check_same(record.fingerprint, record.digests, key)
@@ -496,7 +498,7 @@ def _waits(parts: app_components.AppParts, record: Record, shut: dict[str, bool]
         return False
     if group not in shut:
         gate = parts.leases.gate(group)
-        shut[group] = gate is not None and gate.shut_for > 0
+        shut[group] = gate is not None and gate.blocked_for > 0
     return shut[group]
 
 

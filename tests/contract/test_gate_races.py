@@ -83,7 +83,7 @@ def all_of(*steps: Step) -> Step:
 
 def given_back(store: GatedLeaseStore) -> None:
     """The probe slot of this attempt is given back."""
-    assert store.give_back_probe(GROUP, OURS)
+    assert store.release_probe(GROUP, OURS)
 
 
 def over(store: GatedLeaseStore) -> None:

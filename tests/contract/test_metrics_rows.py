@@ -32,7 +32,7 @@ class Deaf:
     def observe(self, event: Event) -> None:
         """Do nothing."""
 
-    def hears(self, kind: type[Event]) -> bool:
+    def wants(self, kind: type[Event]) -> bool:
         """Return ``False``."""
         return False
 

@@ -33,10 +33,12 @@ def queue(outbox: Outbox, key: str, call_id: str) -> bool:
     return outbox.database.touch(outbox.enqueue_writes(*named, **SPANS), {})
 
 
-def reassign(outbox: Outbox, old: Record, call_id: str, *, anew: bool = False) -> bool:
+def reassign(outbox: Outbox, old: Record, call_id: str, *, new_generation: bool = False) -> bool:
     """Assign *old* to a call; returns whether it was unchanged."""
     named = ("task", CallKey(old.key, old.stored_key), call_id, '{"task": "task"}')
-    return outbox.database.touch(outbox.reassign_writes(old, *named, anew=anew, **SPANS), {})
+    return outbox.database.touch(
+        outbox.reassign_writes(old, *named, new_generation=new_generation, **SPANS), {}
+    )
 
 
 def test_a_queued_record_is_one_statement_and_counts_once(

@@ -98,7 +98,7 @@ def test_the_last_ten_attempts_are_stored() -> None:
 def test_a_claim_that_is_given_back_unrun_is_no_attempt() -> None:
     failed = fail(claim(None, 0), 2)
     row = claim(failed, 10, "vm/2")
-    outcome = settlement.stood_back(a_call(call_id=OURS), row, 5.0)
+    outcome = settlement.unrun(a_call(call_id=OURS), row, 5.0)
     assert "new_details" in NARROW.settle_parameters(row, outcome)
     back = settled(row, outcome, NOW + 11 * SECOND)
     assert told(back) == [("failed", 2.0, "vm/1")]

@@ -13,7 +13,7 @@ from celery_leases.protocol.events import CrashSeen
 from celery_leases.protocol.records import State
 from celery_leases.protocol.settlement import after_run
 from celery_leases.protocol.verdicts import Call, Reschedule, Return
-from celery_leases.protocol.waiting import LONGEST_LOOK
+from celery_leases.protocol.waiting import LAPSED_LEASE_WAIT
 from celery_leases.stores.availability import GRACE, NEVER, SILENCE, Availability
 from tests.unit.decision_inputs import THEIRS
 from tests.unit.memory_worker import DONE, Bench
@@ -209,27 +209,27 @@ class TestAvailability:
     def test_a_process_that_has_asked_nothing_knows_nothing(
         self, availability: Availability
     ) -> None:
-        assert availability.takes_until(100.0) == NEVER
+        assert availability.takeover_until(100.0) == NEVER
 
     def test_it_knows_after_the_time_of_grace(self, availability: Availability) -> None:
         self.asks(availability, *self.every(100.0, 100.0 + GRACE - 0.25))
-        assert availability.takes_until(100.0 + GRACE - 0.1) == NEVER
+        assert availability.takeover_until(100.0 + GRACE - 0.1) == NEVER
         self.asks(availability, 100.0 + GRACE)
-        assert availability.takes_until(100.5 + GRACE) == pytest.approx(
+        assert availability.takeover_until(100.5 + GRACE) == pytest.approx(
             (100.5 + GRACE) * 1e6, abs=2
         )
 
     def test_a_failure_ends_what_was_known(self, availability: Availability) -> None:
         self.asks(availability, *self.every(100.0, 105.0))
         availability.failed(105.1)
-        assert availability.takes_until(105.2) == NEVER
+        assert availability.takeover_until(105.2) == NEVER
         self.asks(availability, *self.every(105.2, 105.2 + GRACE - 0.3))
-        assert availability.takes_until(105.2 + GRACE - 0.1) == NEVER
+        assert availability.takeover_until(105.2 + GRACE - 0.1) == NEVER
 
     def test_so_does_silence(self, availability: Availability) -> None:
         self.asks(availability, *self.every(100.0, 105.0))
-        assert availability.takes_until(105.0 + SILENCE) != NEVER
-        assert availability.takes_until(105.1 + SILENCE) == NEVER
+        assert availability.takeover_until(105.0 + SILENCE) != NEVER
+        assert availability.takeover_until(105.1 + SILENCE) == NEVER
 
     def test_an_answer_that_took_long_counts_for_no_more_than_silence(
         self, availability: Availability
@@ -237,13 +237,13 @@ class TestAvailability:
         """A database that was frozen meanwhile was available to no holder."""
         self.asks(availability, 100.0)
         self.asks(availability, 100.1, takes=60.0)
-        assert availability.takes_until(160.2) == NEVER
+        assert availability.takeover_until(160.2) == NEVER
 
     def test_a_database_that_is_always_slow_counts_too(self, availability: Availability) -> None:
         """Or what has died would never be taken over."""
         for number in range(5):
             self.asks(availability, 100.0 + 4 * number, takes=3.5)
-        assert availability.takes_until(120.0) != NEVER
+        assert availability.takeover_until(120.0) != NEVER
 
     def test_without_grace_there_is_nothing_to_know(self) -> None:
-        assert Availability(0.0).takes_until(1.0) == ALWAYS
+        assert Availability(0.0).takeover_until(1.0) == ALWAYS

@@ -48,7 +48,7 @@ class RedisGates(GateClosing):
             return bool(self._commands.run(group_scripts.OPEN, *keys, token_prefix(token)))
         return bool(self._commands.execute("DEL", *keys))
 
-    def give_back_probe(self, group: str, token: str) -> bool:
+    def release_probe(self, group: str, token: str) -> bool:
         """Free the probe slot if *token* holds it; the gate stays half-open."""
         return bool(
             self._commands.run(
@@ -95,7 +95,7 @@ class RedisGates(GateClosing):
                 yield group, as_text(found)
 
     def _swap_history(self, group: str, before: str | None, after: str) -> bool:
-        given = int(before is not None), before or "", after, milliseconds(closings.REMEMBERED)
+        given = int(before is not None), before or "", after, milliseconds(closings.RETENTION)
         return bool(self._commands.run(lease_scripts.SWAP_MARK, self._keys.past(group), *given))
 
     def _not_open(self) -> Iterator[Gate]:

@@ -75,7 +75,9 @@ class RedisLeaseStore(RedisGates):
             if isinstance(client, DirectClient)
             else RedisCommands
         )
-        commands = kind(client, name, prefix, turns or ResourcePool(TURNS, Turn, LONGEST_WAIT))
+        commands = kind(
+            client, name, prefix, turns or ResourcePool(TURNS, Turn, LONGEST_CONNECTION_TIMEOUT)
+        )
         super().__init__(commands, Keys(prefix, clustered=clustered))
         self.name = name
         self.prefix = prefix
@@ -115,7 +117,7 @@ class RedisLeaseStore(RedisGates):
             turns=turns,
         )
 
-    def bounded(self, timeout: float, longest_wait: float = LONGEST_WAIT) -> Self:
+    def bounded(self, timeout: float, longest_wait: float = LONGEST_CONNECTION_TIMEOUT) -> Self:
         """The same store over a separate connection, on which connecting and reading take at most
         *timeout* seconds each.
 

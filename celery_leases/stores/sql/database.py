@@ -30,7 +30,7 @@ from celery_leases.errors import (
     StoreUnavailable,
     ValueRefused,
 )
-from celery_leases.protocol.deadlines import LONGEST_WAIT
+from celery_leases.protocol.deadlines import LONGEST_CONNECTION_TIMEOUT
 from celery_leases.stores.python_errors import PYTHON_ERRORS
 from celery_leases.stores.sql.compiled_statements import CompiledStatement, Row, Statements
 from celery_leases.stores.sql.connections import BoundedPool, ConnectionLender, SingleConnectionPool

@@ -54,7 +54,7 @@ class SqlGates(GateClosing):
             opened = opened.where(not_(self._closed), self._probes(token))
         return self.database.count(opened, {}) > 0
 
-    def give_back_probe(self, group: str, token: str) -> bool:
+    def release_probe(self, group: str, token: str) -> bool:
         """Free the probe slot if *token* holds it; the gate stays half-open."""
         freed = update(self._gates).where(self._named(group), self._probes(token))
         return self.database.count(freed.values(probe="", probe_until=0), {}) > 0
@@ -96,7 +96,7 @@ class SqlGates(GateClosing):
     def _swap_history(self, group: str, before: str | None, after: str) -> bool:
         effects, now = self._effects, self.database.now
         key = {"stored_key": "", "name": PAST, "scope": gate_name(group)}
-        written = {"result": after, "sent_at": now, "expires_at": now + microseconds(REMEMBERED)}
+        written = {"result": after, "sent_at": now, "expires_at": now + microseconds(RETENTION)}
         if before is None:
             fresh = {**key, **written, "state": PAST_STATE, "fence": 0, "idempotency_key": ""}
             made = insert_absent(effects, self.database.engine.dialect, [*key], fresh)

@@ -56,7 +56,7 @@ class DatabaseLeaseStore(SqlGates):
     def check(self) -> None:
         """Do nothing: the record store checks its tables, which contain the leases."""
 
-    def acquire(self, claim_request: ClaimRequest) -> Claimed | Shut:
+    def acquire(self, claim_request: ClaimRequest) -> Claimed | BlockedByGate:
         """Claim the row, which is the lease. The same statement reads the group's gate."""
         answer, gate = self.records.claim_at_gate(claim_request, self.name, self)
         if (

@@ -380,7 +380,7 @@ class SqlRecordStore(SqlClaims):
         """
         records = self.tables.records
         row = update(records).where(records.c.stored_key == seen.stored_key, *self._unchanged(seen))
-        values = {"resumes": 0, "ended": Ended.TERMINATED, "reason": Death.REVOKED.value}
+        values = {"resumes": 0, "ended": Ended.TERMINATED, "reason": ExitCause.REVOKED.value}
         gone = row.where(records.c.call_id == seen.call_id).values(
             values | {"message": None, "publish_at": None}
         )

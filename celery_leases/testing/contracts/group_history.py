@@ -116,7 +116,7 @@ class GateHistoryContract(GateCase):
         self, store: RememberingStore, group: str
     ) -> None:
         """So the history of a group that closes often stays small."""
-        for number in range(KEPT + 2):
+        for number in range(CLOSINGS_MAX + 2):
             closed(store, group, 60.0, reason=str(number))
             assert store.open_gate(group)
         found = past(store, group)
