@@ -77,7 +77,7 @@ class ToyLeaseStore:
 
     # -- leases ------------------------------------------------------------------------------------
 
-    def acquire(self, claim_request: ClaimRequest) -> Acquired | Held | Cooling | Shut:
+    def acquire(self, claim_request: ClaimRequest) -> Acquired | Held | Cooling | BlockedByGate:
         """Take the lease unless it is held, the key is cooling, or its gate is closed."""
         key, token = claim_request.stored_key, claim_request.token
         with self._memory.lock:

@@ -77,7 +77,7 @@ class Journal(list[str]):
 class Seen(list[Event]):
     """An observer that stores all events."""
 
-    def hears(self, kind: type[Event]) -> bool:
+    def wants(self, kind: type[Event]) -> bool:
         """Observe every kind of event."""
         return True
 

@@ -55,7 +55,7 @@ def test_a_permanent_failure_may_call_an_operator() -> None:
 
 def test_an_exact_retry_neither_grows_nor_jitters_nor_uses_a_server_delay() -> None:
     """``exactly`` seven seconds are seven seconds."""
-    ruling = exactly("7s")
+    ruling = retry_exactly("7s")
     assert ruling.policy is not None
     assert [ruling.policy.delay(n, rand) for n, rand in ((1, 0.0), (5, 0.9))] == [7.0, 7.0]
     assert (ruling.kind, ruling.server_delay, exact_delay(ruling)) == ("retry", "ignore", 7.0)

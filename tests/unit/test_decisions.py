@@ -360,7 +360,7 @@ class TestHeldByThisCall:
         assert 9.1 <= verdict.delay <= 9.5
 
     def test_the_number_of_its_reschedules_does_not_matter(self) -> None:
-        assert decide(a_call(tries=9), holder=held_by(OURS)) == decide(
+        assert decide(a_call(reschedules=9), holder=held_by(OURS)) == decide(
             a_call(), holder=held_by(OURS)
         )
 
@@ -371,7 +371,7 @@ class TestHeldByAnotherCall:
         [(0, 1.0), (1, 2.0), (2, 4.0), (3, 8.0), (4, 9.0), (5, 9.0), (10_000, 9.0)],
     )
     def test_a_reschedule_waits_a_second_doubling_up_to_the_remaining_ttl(
-        self, tries: int, delay: float
+        self, reschedules: int, delay: float
     ) -> None:
         verdict = decide(a_call(reschedules=reschedules), holder=held_by(THEIRS, 9.0), rand=0.0)
         assert isinstance(verdict, Reschedule)

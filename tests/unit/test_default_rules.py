@@ -21,9 +21,9 @@ from tests.unit.fake_errors import RpcError, aws, caused, fake_class, fake_error
 NOW = 1_800_000_000.0
 
 
-def judged(error: BaseException) -> Classification:
+def classified(error: BaseException) -> Classification:
     """How the default rules classify *error* now."""
-    return Rules.default().judge(error, NOW)
+    return Rules.default().classify(error, NOW)
 
 
 def code(*codes: str, status: int = 400, **headers: str) -> Any:

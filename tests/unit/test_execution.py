@@ -48,7 +48,7 @@ class TestAFailure:
         self, bench: Bench, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A failure that may have been executed is logged at a higher level than other ends."""
-        monkeypatch.setattr(bench.seen, "hears", lambda _: False, raising=False)
+        monkeypatch.setattr(bench.seen, "wants", lambda _: False, raising=False)
         bench.run(bench.call())
         assert not bench.seen
         bench.run(
@@ -185,7 +185,7 @@ class TestWhatTheBodyAskedFor:
     @pytest.mark.parametrize("reschedulable", [True, False])
     @pytest.mark.parametrize("error", [Cooldown(60), RetryLater(60)], ids=["cooldown", "retry"])
     def test_the_last_allowed_failure_raises_a_permanent_failure(
-        self, bench: Bench, error: Any, comes_back: bool
+        self, bench: Bench, error: Any, reschedulable: bool
     ) -> None:
         """The key has failed for good: there is nothing to wait for."""
         ending = Raised(error, FAILURE, classified(cooldown("60s"), reason=Reason.ASKED))

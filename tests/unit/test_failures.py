@@ -254,7 +254,7 @@ class TestComingBack:
     @pytest.mark.parametrize("resume", ["transient", "always", "never"])
     @pytest.mark.parametrize("group", [None, GROUP])
     def test_a_groups_failure_resumes_if_the_option_allows_it(
-        self, comes_back: bool, resume: Resume, group: str | None
+        self, reschedulable: bool, resume: Resume, group: str | None
     ) -> None:
         """Also without a group; an eager call cannot."""
         ruling = cooldown("60s", scope="group")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.protocol.groups import Closing, Gate, closed, remembered_for
+from celery_leases.protocol.groups import Closing, Gate, closed, gate_retention
 from tests.unit.decision_inputs import GROUP, closed_gate, probed
 
 POLICY = CooldownPolicy(30.0, cap=3600.0)
@@ -158,7 +158,7 @@ class TestWhatItSays:
     """As its store saw it a moment ago."""
 
     @pytest.mark.parametrize(
-        ("gate", "half_open", "shut_for"),
+        ("gate", "half_open", "blocked_for"),
         [
             (closed_gate(20.0), False, 20.0),
             (closed_gate(0.0), True, 0.0),
@@ -173,12 +173,12 @@ class TestWhatItSays:
 
     def test_a_closed_gate_counts_for_its_time_with_any_probe(self) -> None:
         """If the gate is closed while a probe runs, its slot blocks no other call."""
-        assert closed_gate(20.0, probe=OURS, probe_for=90.0).shut_for == 20.0
+        assert closed_gate(20.0, probe=OURS, probe_for=90.0).blocked_for == 20.0
 
     def test_it_is_remembered_until_its_trips_are_forgotten(self) -> None:
         """Its time, and the quiet time of the policy: twice the cap, at least a day."""
-        assert remembered_for(closed_gate(20.0), POLICY) == 20.0 + 86_400.0
+        assert gate_retention(closed_gate(20.0), POLICY) == 20.0 + 86_400.0
         assert (
-            remembered_for(closed_gate(20.0), CooldownPolicy(30.0, cap=86_400.0))
+            gate_retention(closed_gate(20.0), CooldownPolicy(30.0, cap=86_400.0))
             == 20.0 + 2 * 86_400.0
         )

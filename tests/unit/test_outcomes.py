@@ -188,7 +188,9 @@ class TestADeadChild:
     """Closed by the main process, which outlives it."""
 
     def test_a_killed_one_is_a_crash_and_its_call_resumes(self) -> None:
-        outcome = died(a_call(), replace(RUNNING, crashes=0, quick_retries=3), Death.KILLED)
+        outcome = child_exited(
+            a_call(), replace(RUNNING, crashes=0, quick_retries=3), ExitCause.KILLED
+        )
         assert (outcome.state, outcome.ended, outcome.reason) == (
             State.PENDING,
             Ended.CRASHED,
@@ -216,7 +218,7 @@ class TestADeadChild:
         assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (3, 1, None)
 
     def test_one_killed_by_a_cold_shutdown_is_given_back_and_resumes(self) -> None:
-        outcome = died(a_call(), RUNNING, Death.STOPPED)
+        outcome = child_exited(a_call(), RUNNING, ExitCause.STOPPED)
         assert (outcome.state, outcome.ended, outcome.resumes) == (
             State.PENDING,
             Ended.INTERRUPTED,
@@ -321,9 +323,14 @@ class TestAfterAFailure:
     @pytest.mark.parametrize(
         "ruling", [cooldown("60s"), retry("1s")], ids=lambda ruling: ruling.kind
     )
-    @pytest.mark.parametrize("comes_back", [True, False])
-    def test_the_row_has_whether_the_call_resumes(self, ruling: Ruling, comes_back: bool) -> None:
-        assert closed(raised(ruling), comes_back=comes_back, resume="always").resumes is comes_back
+    @pytest.mark.parametrize("reschedulable", [True, False])
+    def test_the_row_has_whether_the_call_resumes(
+        self, ruling: Ruling, reschedulable: bool
+    ) -> None:
+        assert (
+            closed(raised(ruling), reschedulable=reschedulable, resume="always").resumes
+            is reschedulable
+        )
 
     def test_a_call_with_resume_never_does_not_resume(self) -> None:
         assert not closed(raised(cooldown("60s")), resume="never").resumes
@@ -341,9 +348,9 @@ class TestResumes:
     """Operators can see whether a message will be delivered."""
 
     @pytest.mark.parametrize("name", ["snoozed", "lost", "interrupted", "retried"])
-    @pytest.mark.parametrize("comes_back", [True, False])
-    def test_a_rescheduled_call_resumes(self, name: str, comes_back: bool) -> None:
-        assert closed(ENDINGS[name], comes_back=comes_back).resumes is comes_back
+    @pytest.mark.parametrize("reschedulable", [True, False])
+    def test_a_rescheduled_call_resumes(self, name: str, reschedulable: bool) -> None:
+        assert closed(ENDINGS[name], reschedulable=reschedulable).resumes is reschedulable
 
     @pytest.mark.parametrize("name", ["returned", "raised, permanent", "terminated", "ignored"])
     def test_what_is_over_does_not(self, name: str) -> None:
@@ -369,7 +376,7 @@ class TestRetention:
         assert outcome.retention == (outcome.retry_after or 0.0) + max(retention, DAY)
 
     def test_the_record_of_an_attempt_given_back_unrun_stays_as_long(self) -> None:
-        assert stood_back(a_call(retention=60.0), RUNNING, 30.0).retention == 30.0 + DAY
+        assert unrun(a_call(retention=60.0), RUNNING, 30.0).retention == 30.0 + DAY
 
 
 class TestUnrunAttempts:

@@ -151,7 +151,7 @@ class TestRememberedCalls:
         assert self.finished("1", "a", "b") == [("a", '"a"'), ("b", '"b"'), (OURS, "1")]
 
     def test_the_last_sixteen_are_stored(self) -> None:
-        names = [f"call-{number}" for number in range(REMEMBERED_CALLS)]
+        names = [f"call-{number}" for number in range(FINISHED_CALLS_MAX)]
         kept = self.finished("1", *names)
         assert FINISHED_CALLS_MAX == 16
         assert [name for name, _ in kept] == [*names[1:], OURS]

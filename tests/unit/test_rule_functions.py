@@ -26,9 +26,9 @@ NOW = 1_800_000_000.0
 STOP = permanent(operator=True)
 
 
-def judged(rules: Rules, error: BaseException) -> Classification:
+def classified(rules: Rules, error: BaseException) -> Classification:
     """How *rules* classify *error* now."""
-    return rules.judge(error, NOW)
+    return rules.classify(error, NOW)
 
 
 # -- hooks -----------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ RedisConnection = fake_class("redis.exceptions.ConnectionError")
 PsycopgOperational = fake_class("psycopg.OperationalError")
 
 
-def judged(error: BaseException) -> Classification:
+def classified(error: BaseException) -> Classification:
     """How the default rules classify *error* now."""
-    return Rules.default().judge(error, NOW)
+    return Rules.default().classify(error, NOW)
 
 
 def code(value: str, status: int) -> Any:
@@ -53,17 +53,17 @@ def test_an_error_that_repeats_the_status_of_its_cause_is_not_poorer_than_it() -
 
 def test_a_request_not_to_retry_counts_for_faults_of_the_server_only() -> None:
     """A limit in the same response is still a limit; and the header may say the opposite."""
-    assert judged(http_error(500, x_should_retry="false")).rule == "told-not-to-retry"
-    assert judged(http_error(429, x_should_retry="false")).rule == "rate-limited"
-    assert judged(http_error(404, stripe_should_retry="false")).rule == "request-refused"
-    assert judged(http_error(500, x_should_retry="true")).rule == "outcome-unknown"
+    assert classified(http_error(500, x_should_retry="false")).rule == "told-not-to-retry"
+    assert classified(http_error(429, x_should_retry="false")).rule == "rate-limited"
+    assert classified(http_error(404, stripe_should_retry="false")).rule == "request-refused"
+    assert classified(http_error(500, x_should_retry="true")).rule == "outcome-unknown"
 
 
 def test_a_window_that_is_not_empty_is_no_limit() -> None:
     """GitHub sends the remaining number with every 403."""
-    assert judged(http_error(403, x_ratelimit_remaining="12")).rule == "request-refused"
-    assert judged(http_error(503)).rule == "outcome-unknown"
-    assert judged(http_error(413)).rule == "request-refused"
+    assert classified(http_error(403, x_ratelimit_remaining="12")).rule == "request-refused"
+    assert classified(http_error(503)).rule == "outcome-unknown"
+    assert classified(http_error(413)).rule == "request-refused"
 
 
 def test_families_of_classes_lie() -> None:
@@ -102,7 +102,7 @@ WRAPPERS = [
 )
 def test_an_sdks_connection_error_lets_its_cause_decide(wrapper: Any, cause: Any, row: str) -> None:
     """The outcome is unknown only if no rule matches the cause."""
-    assert judged(caused(wrapper, cause)).rule == row
+    assert classified(caused(wrapper, cause)).rule == row
 
 
 def test_the_connection_error_of_requests_lets_what_it_hides_decide() -> None:
@@ -156,7 +156,7 @@ def test_an_error_of_the_application_lets_its_cause_decide() -> None:
 
 def test_the_outermost_error_that_is_known_decides() -> None:
     """A missing file is missing, with any error behind it."""
-    assert judged(caused(FileNotFoundError(), http_error(429))).rule == "refused-here"
+    assert classified(caused(FileNotFoundError(), http_error(429))).rule == "refused-here"
 
 
 def test_facts_alone_are_judged_like_errors() -> None:

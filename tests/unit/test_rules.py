@@ -27,9 +27,9 @@ NOW = 1_800_000_000.0
 STOP = permanent(operator=True)
 
 
-def judged(rules: Rules, error: BaseException) -> Classification:
+def classified(rules: Rules, error: BaseException) -> Classification:
     """How *rules* classify *error* now."""
-    return rules.judge(error, NOW)
+    return rules.classify(error, NOW)
 
 
 def a_hook(exc: BaseException, facts: ErrorFacts) -> bool | None:
@@ -58,8 +58,12 @@ def test_a_rule_does_what_it_says(to: Any, ruling: Ruling) -> None:
 @pytest.mark.parametrize("to", [7, 7.0, "7s", timedelta(seconds=7)], ids=repr)
 def test_a_duration_means_a_retry_after_exactly_that(to: Any) -> None:
     """With any server delay."""
-    judgement = judged(Rules().on(status=429, to=to), http_error(429, retry_after="60"))
-    assert (judgement.ruling.kind, judgement.delay, judgement.source) == ("retry", 7.0, "rule")
+    classification = classified(Rules().on(status=429, to=to), http_error(429, retry_after="60"))
+    assert (classification.ruling.kind, classification.delay, classification.source) == (
+        "retry",
+        7.0,
+        "rule",
+    )
 
 
 def test_a_delay_in_the_answer_reaches_the_ruling_of_a_user() -> None:

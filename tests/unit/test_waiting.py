@@ -238,7 +238,7 @@ class TestAShutGateStopsBodiesOnly:
 
     def test_a_call_whose_callbacks_are_out_is_dropped(self) -> None:
         assert isinstance(
-            decide(a_call(canvas=True), None, gate=closed_gate(60), callbacks_out=True), Drop
+            decide(a_call(canvas=True), None, gate=closed_gate(60), callbacks_sent=True), Drop
         )
 
     def test_a_running_key_is_held_by_its_holder(self) -> None:
