@@ -243,7 +243,7 @@ class TestAShutGateStopsBodiesOnly:
 
     def test_a_running_key_is_held_by_its_holder(self) -> None:
         running = a_record(State.RUNNING, lease_until=NOW + 9 * SECOND)
-        assert reschedule(decide(a_call(), running, gate=closed_gate(60))).what == "held"
+        assert reschedule(decide(a_call(), running, gate=closed_gate(60))).event_type == "held"
 
 
 class TestHowLong:
