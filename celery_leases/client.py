@@ -363,6 +363,7 @@ class LeaseClient:
         the keys before it are changed then.
         """
         span = _span(retention)
+        self._ready()
         for seen in found:
             yield self._changed(what, seen, force=force, retention=span, publish=publish)
 
@@ -379,9 +380,9 @@ class LeaseClient:
         if what == "release" and (why := why_unchanged(what, seen)) is not None:
             return Change(seen, False, why)
         try:
-            after = self._reset(
+            record = self._reset_record(
                 stored,
-                None,
+                seen.key,
                 keep=what != "forget",
                 forgive=what == "retry",
                 force=force or (what == "release" and seen.state != ABANDONED),
@@ -390,9 +391,15 @@ class LeaseClient:
             )
         except (LeaseIsLive, AlreadyDone, UnknownKey, RecordUnreadable) as error:
             return Change(seen, False, str(error))
-        return Change(
-            after, True, published=self.publish(stored) if publish and what == "retry" else None
+        # What was written is known: asking for it again would take as long as the change.
+        after = (
+            status_of(record.key, record.task, record, None, wall_time=self._wall_time())
+            if record is not None
+            else self.status(stored)
         )
+        keeps_message = record is None or record.message is not None
+        publishes = publish and what == "retry" and keeps_message
+        return Change(after, True, published=self.publish(stored) if publishes else None)
 
     def publish(
         self, key: str, *, task: str | None = None, namespace: str | None = None
@@ -739,7 +746,8 @@ class LeaseClient:
                 undone=True,
                 found=found,
             )
-        stored, record, holder = self._read(key, namespace or task, force=force)
+        stored = self._stored(key, namespace or task)
+        record, holder = self._read(stored, key, force=force)
         if found is not None and not _is_unchanged(record, found):
             raise self._has_changed(key, stored)
         if record is None:
@@ -875,10 +883,37 @@ class LeaseClient:
         undone: bool = False,
         found: LeaseStatus | None = None,
     ) -> LeaseStatus:
-        span = _span(retention)
-        stored, record, holder = self._read(key, namespace, force=force, lenient=not keep)
+        stored = self._stored(key, namespace)
+        self._reset_record(
+            stored,
+            key,
+            keep=keep,
+            forgive=forgive,
+            force=force,
+            retention=_span(retention),
+            undone=undone,
+            found=found,
+        )
+        return self.status(stored)
+
+    def _reset_record(
+        self,
+        stored: str,
+        key: str,
+        *,
+        keep: bool,
+        forgive: bool = False,
+        force: bool = False,
+        retention: float | None = None,
+        undone: bool = False,
+        found: LeaseStatus | None = None,
+    ) -> Record | None:
+        """Reset the record of the *stored* key, which errors call *key*. Returns the record after
+        that, or ``None`` if there is only a lease.
+        """
+        record, holder = self._read(stored, key, force=force, lenient=not keep)
         if found is not None and not _is_unchanged(record, found):
-            raise self._has_changed(found.key, stored)
+            raise self._has_changed(key, stored)
         if record is None and holder is None:
             raise UnknownKey(f"there is neither a lease nor a record for {key}", key)
         if forgive and record is not None and record.state is State.DONE and not record.expired:
@@ -889,29 +924,29 @@ class LeaseClient:
         if record is not None and (not keep or forgive or record.state is State.RUNNING):
             seen = None if (force and found is None) or record.unreadable is not None else record
             changed = self._records.reset(
-                stored, keep=keep, forgive=forgive, retention=span, seen=seen
+                stored, keep=keep, forgive=forgive, retention=retention, seen=seen
             )
             if changed is None and (found is not None or not force):
                 raise self._has_changed(key, stored)
+        else:
+            changed = record
         if undone and record is not None:
             self._effects.forget_sent(record)
         if holder is not None:
             self._leases.release(stored, holder.token)
         elif forgive or not keep:
             self._leases.end_cooldown(stored)
-        return self.status(stored)
+        return changed
 
     def _read(
-        self, key: str, namespace: str | None, *, force: bool, lenient: bool = False
-    ) -> tuple[str, Record | None, Holder | None]:
-        """The stored key, its record, and its holder; raises :class:`LeaseIsLive` for a holder,
+        self, stored: str, key: str, *, force: bool, lenient: bool = False
+    ) -> tuple[Record | None, Holder | None]:
+        """The record of the *stored* key, and its holder; raises :class:`LeaseIsLive` for a holder,
         unless *force*, and :class:`RecordUnreadable` unless *lenient*.
 
         The record is read first. So a claim between the two reads is noticed: by its lease, or by
         its fence when the record is written.
         """
-        self._ready()
-        stored = self._stored(key, namespace)
         record = self._records.read(stored, lenient=lenient)
         holder = self._leases.holder(stored)
         if holder is not None and not force:
@@ -921,7 +956,7 @@ class LeaseClient:
                 key,
                 holder.remaining,
             )
-        return stored, record, holder
+        return record, holder
 
     def _has_changed(self, key: str, stored: str) -> LeaseIsLive:
         now, holder = self._records.read(stored, lenient=True), self._leases.holder(stored)
@@ -930,6 +965,7 @@ class LeaseClient:
         return LeaseIsLive(message, key, holder.remaining if holder is not None else 0.0)
 
     def _stored(self, key: str, namespace: str | None) -> str:
+        self._ready()
         if namespace is not None:
             return stored_key(namespace, key)
         if key.startswith("t:") and "|" in key:

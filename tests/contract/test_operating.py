@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from sqlalchemy import insert, text
@@ -217,6 +217,32 @@ def test_many_keys_are_changed_if_they_are_as_they_were_found(
     assert [change.done for change in forced] == [False], (
         "force takes a live lease, and not what was not seen"
     )
+
+
+@pytest.mark.parametrize("what", ["retry", "forget"])
+def test_what_became_of_a_key_is_known_without_another_look(
+    client: LeaseClient,
+    put: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    what: Literal["retry", "forget"],
+) -> None:
+    """With many keys, and no message to publish, it would cost as much as the change."""
+    put("a", State.FAILED)
+    (found,) = client.matching()
+    publishing = client.publish
+
+    def looks(*_: object, **__: object) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(client, "status", looks)
+    monkeypatch.setattr(client, "publish", looks)
+    (change,) = client.change(what, [found], publish=True)
+    monkeypatch.undo()
+    assert client.publish == publishing
+    after = client.status("a", task="t")
+    assert (change.done, change.published) == (True, None)
+    for name in ("key", "task", "state", "attempt", "failures", "crashes", "fence", "retry_at"):
+        assert getattr(change.status, name) == getattr(after, name), name
 
 
 def test_a_key_that_changes_between_the_look_and_the_write_is_left_alone(
