@@ -208,7 +208,7 @@ def test_many_keys_are_changed_if_they_are_as_they_were_found(
     changes = [*client.change("retry", found)]
     assert [change.done for change in changes] == [True, False, False, True]
     assert all(
-        "moved on" in (change.why or "") or "held by" in (change.why or "")
+        "has changed" in (change.why or "") or "held by" in (change.why or "")
         for change in changes[1:3]
     )
     states = {status.key: status.state for status in client.page().statuses}

@@ -125,7 +125,7 @@ def test_what_an_operator_found_is_resolved_and_nothing_that_came_later(
     client.resolve(old.stored_key, "retry")
     later = won(sql_records, make_claim_request(old.stored_key), DATABASE)
     closed(sql_records, later, State.UNCERTAIN, ended=Ended.FAILED, retention=None)
-    with pytest.raises(LeaseIsLive, match="has moved on meanwhile, and is uncertain now"):
+    with pytest.raises(LeaseIsLive, match="has changed meanwhile, and is uncertain now"):
         COMMANDS[command](client, old.stored_key, found=found, force=force)
     assert row(sql_records, old.stored_key).state is State.UNCERTAIN
     now = client.status(old.stored_key)
@@ -149,7 +149,7 @@ def test_a_key_that_ends_while_an_operator_reads_must_be_read_again(
         closed(sql_records, won(sql_records, make_claim_request(old.stored_key), DATABASE))
 
     call_after_first(monkeypatch, client._leases, "holder", run)
-    with pytest.raises(LeaseIsLive, match="has moved on meanwhile, and is done now"):
+    with pytest.raises(LeaseIsLive, match="has changed meanwhile, and is done now"):
         COMMANDS[command](client, old.stored_key)
     assert row(sql_records, old.stored_key).state is State.DONE
 

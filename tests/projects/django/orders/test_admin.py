@@ -270,7 +270,7 @@ class AdminTests(TransactionTestCase):
             came.clear()
             with mock.patch.object(LeaseClient, "_read", looked):
                 text = self.confirmed(what, self.failed)
-            self.assertIn("refund:2 has moved on meanwhile", text)
+            self.assertIn("refund:2 has changed meanwhile", text)
             self.failed.refresh_from_db()
             self.assertEqual((came, self.failed.state), ([True], "pending"))
             self.assertFalse(LogEntry.objects.exists())
