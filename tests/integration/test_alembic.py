@@ -297,7 +297,7 @@ def test_the_sql_of_new_tables_can_be_printed_and_run_twice(
             connection.execute(text(statement.replace(":", "\\:")))
     engine.dispose()
     assert version_of(server_url) == 2
-    with pytest.raises(LeaseConfigurationError, match="cannot be printed"):
+    with pytest.raises(LeaseConfigurationError, match="only to=0 can be printed"):
         command.downgrade(config, "b:a", sql=True)
     with pytest.raises(LeaseConfigurationError, match="can be printed"):
         command.upgrade(project(tmp_path / "old", server_url, PLAIN), "a", sql=True)
