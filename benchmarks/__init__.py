@@ -1,1 +1,1 @@
-"""Comparisons with other software, run by hand; nothing here is part of the package."""
+"""Comparisons with other software, started by hand; they are not part of the package."""

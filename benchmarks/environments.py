@@ -1,6 +1,4 @@
-"""One pinned virtual environment for each package, made once and again when its requirements
-change.
-"""
+"""A pinned virtual environment for each package, created again when its requirements change."""
 
 import hashlib
 import subprocess
@@ -13,7 +11,7 @@ HOME = ROOT / "build" / "environments"
 
 
 def pins(name: str) -> str:
-    """The requirements of *name*, after those they include."""
+    """The requirements of *name*, including those of included files."""
     lines = (REQUIREMENTS / f"{name}.txt").read_text().splitlines()
     included = [
         line.removeprefix("-r ").removesuffix(".txt") for line in lines if line.startswith("-r ")
@@ -23,16 +21,15 @@ def pins(name: str) -> str:
 
 
 def version(name: str, distribution: str) -> str:
-    """The version of *distribution* that *name* pins; empty for what is installed from the working
-    tree.
-    """
+    """The version of *distribution* that *name* pins; empty for the working tree."""
     found = [line for line in pins(name).splitlines() if line.startswith(f"{distribution}==")]
     return found[0].partition("==")[2] if found else ""
 
 
 def interpreter(name: str, home: Path = HOME) -> Path:
-    """The interpreter of the environment, installed if need be; raises CalledProcessError when pip
-    fails.
+    """The interpreter of the environment, which is created if needed.
+
+    Raises CalledProcessError when pip fails.
     """
     place = home / name
     python, stamp = place / "bin" / "python", place / "installed"

@@ -1,17 +1,17 @@
-"""Parts of pages that a benchmark writes: what stands between two marks."""
+"""The parts of pages that a benchmark writes, each between two marks."""
 
 from pathlib import Path
 
 
 def part(page: Path, begin: str, end: str) -> str:
-    """What the page shows between the two marks; raises ValueError without them."""
+    """The text between the two marks; raises ValueError without them."""
     _, rest = page.read_text().split(begin)
     shown, _ = rest.split(end)
     return shown.strip("\n")
 
 
 def put(page: Path, begin: str, end: str, text: str) -> None:
-    """Replace what the page shows between the two marks; raises ValueError without them."""
+    """Replace the text between the two marks; raises ValueError without them."""
     before, rest = page.read_text().split(begin)
     _, after = rest.split(end)
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}")

@@ -1,11 +1,9 @@
-"""How late renewals come while a body holds up its process: ``python -m benchmarks.renewal [ttl]``;
-takes minutes.
+"""How late renewals are while a body blocks its process: ``python -m benchmarks.renewal [ttl]``.
 
-A renewal is due a third of the ttl after the one before was sent. Each line is one process with one
-body and leases in SQLite; what is printed is by how many milliseconds the store was asked later
-than that. *main* is the main thread, as in a prefork child or solo. *python* computes, *held* keeps
-the interpreter's lock in calls of 2 s, and *blocked* keeps gevent's hub in calls of 3 s that let
-threads run.
+It takes minutes. A renewal is due a third of the ttl after the previous one was sent. Each line is
+one process with one body and leases in SQLite; it shows by how many milliseconds renewals were
+late. *main* is the main thread, as in a prefork child or solo. *python* computes, *held* holds the
+GIL in calls of 2 s, and *blocked* blocks gevent's hub in calls of 3 s that let threads run.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ BLOCKED = 3.0
 
 
 def main(ttl: float) -> None:
-    """Run each situation in a process of its own, and print a table."""
+    """Run each situation in its own process, and print a table."""
     print(f"ttl {ttl:g} s, renewed every {ttl / 3:.2f} s; late by, in ms:")
     for pool, what in SITUATIONS:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.renewal", str(ttl), pool, what]
@@ -47,7 +45,7 @@ def main(ttl: float) -> None:
 
 
 def measure(ttl: float, pool: str, what: str) -> list[float]:
-    """By how many milliseconds each renewal came late."""
+    """By how many milliseconds each renewal was late."""
     if pool == "gevent":
         from gevent import monkey
 
@@ -95,7 +93,7 @@ def measure(ttl: float, pool: str, what: str) -> list[float]:
 
 
 def _busy(what: str, lock: Any) -> Callable[[], object]:
-    """What the body does again and again."""
+    """What the body does in its loop."""
     lock.acquire()
     if what == "held":
         return _hold

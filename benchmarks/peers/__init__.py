@@ -1,6 +1,6 @@
-"""The same difficult cases on plain Celery, on packages with the same purpose, and here.
+"""The same difficult cases with plain Celery, with similar packages, and with celery_leases.
 
-``python -m benchmarks.peers`` makes a pinned environment for each package, plays every case with
+``python -m benchmarks.peers`` creates a pinned environment for each package, runs every case with
 real workers on private Redis servers, and prints the table of ``docs/comparison.md``; ``--check``
-compares the two.
+compares it with the page.
 """

@@ -1,6 +1,4 @@
-"""Play the cases and print the table: ``python -m benchmarks.peers [--only M4,C6] [--check |
---write]``.
-"""
+"""Run the cases: ``python -m benchmarks.peers [--only M4,C6] [--check | --write]``."""
 
 import argparse
 import sys
@@ -47,9 +45,7 @@ def _chosen(names: str, known: Sequence[str]) -> list[str]:
 
 
 def _played(case: Case, package: Package) -> Observed | None:
-    """What was observed, told on the way; None, and the log, when the case did not come to its
-    end.
-    """
+    """Run one case and print its observation; None, and the log, if the case did not end."""
     start = time.monotonic()
     try:
         observed = play(case, package.name, interpreter(package.name))
@@ -66,7 +62,7 @@ def _played(case: Case, package: Package) -> Observed | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when every case was played, and the page shows what was observed if that was asked for."""
+    """0 if every case was run and, with ``--check``, the page shows the observations."""
     options = _arguments(argv)
     rows = _chosen(options.only, [case.row for case in ALL])
     names = _chosen(options.package, [package.name for package in PACKAGES])

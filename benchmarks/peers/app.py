@@ -1,9 +1,9 @@
-"""The tasks of all cases, unique by the package that ``PEERS_PACKAGE`` names; bodies write into a
-journal what they do.
+"""The tasks of all cases, made unique by the package in ``PEERS_PACKAGE``.
 
-All of them are acknowledged late and come back when their process dies, whatever the package: else
-a killed worker would simply lose them. The rest comes from the environment: PEERS_BROKER and
-PEERS_LOCKS (URLs), PEERS_DIRECTORY, PEERS_LOCK_SECONDS, PEERS_VISIBILITY.
+Bodies write their steps to a journal. With every package, tasks are acknowledged late and delivered
+again when their process dies; otherwise a killed worker would lose them. Further settings are the
+environment variables PEERS_BROKER and PEERS_LOCKS (URLs), PEERS_DIRECTORY, PEERS_LOCK_SECONDS and
+PEERS_VISIBILITY.
 """
 
 import importlib
@@ -41,7 +41,7 @@ package.configure(app, os.environ["PEERS_LOCKS"], float(seconds) if seconds else
 
 
 def events() -> list[dict[str, Any]]:
-    """What the bodies have written, oldest first."""
+    """The lines of the journal, the oldest first."""
     return (
         [json.loads(line) for line in JOURNAL.read_text().splitlines()] if JOURNAL.exists() else []
     )
@@ -58,13 +58,13 @@ def note(what: str, **more: object) -> None:
 
 
 def begin(task: Any, name: object) -> int:
-    """Write down that a body begins; how many of this name have begun, this one included."""
+    """Write that a body begins; returns how many of this name have begun, including this one."""
     note("begin", name=name, id=task.request.id)
     return sum(event["what"] == "begin" and event["name"] == name for event in events())
 
 
 def pass_gate(gate: str | None, turn: int) -> None:
-    """Wait until the gate is open, for everybody or for the body of this turn."""
+    """Wait until the gate is open for all bodies, or for the body of this turn."""
     until = time.monotonic() + PATIENCE
     while (
         gate
@@ -85,7 +85,7 @@ def worked(task: Any, name: object, gate: str | None, lasting: float) -> dict[st
 
 @app.task(bind=True, **package.UNIQUE)
 def work(self: Any, name: object, gate: str | None = None, lasting: float = 0.0) -> dict[str, Any]:
-    """Work until *gate* is open, and so many seconds more."""
+    """Work until *gate* is open, and then for *lasting* seconds."""
     return worked(self, name, gate, lasting)
 
 
@@ -97,9 +97,7 @@ def refuses(self: Any, name: object, gate: str | None = None) -> dict[str, Any]:
 
 @app.task(bind=True, **package.SKIPPING)
 def skips(self: Any, name: object, gate: str | None = None) -> dict[str, Any]:
-    """As :func:`work`; a duplicate ends without a result. Celery alone does that with a check by
-    hand.
-    """
+    """As :func:`work`; a duplicate ends without a result (plain Celery: a check in the body)."""
     if os.environ["PEERS_PACKAGE"] != "plain":
         return worked(self, name, gate, 0.0)
     with redis.Redis.from_url(os.environ["PEERS_LOCKS"]) as locks:
@@ -115,7 +113,7 @@ def skips(self: Any, name: object, gate: str | None = None) -> dict[str, Any]:
 
 @app.task(bind=True, max_retries=5, **package.UNIQUE)
 def retries(self: Any, name: object, times: int) -> dict[str, Any]:
-    """Fail so many times, each time asking Celery for a retry."""
+    """Fail *times* times, each time with a retry of Celery."""
     begin(self, name)
     if self.request.retries < times:
         raise self.retry(countdown=0.5)
@@ -124,7 +122,7 @@ def retries(self: Any, name: object, times: int) -> dict[str, Any]:
 
 @app.task(bind=True, time_limit=2, **package.UNIQUE)
 def limited(self: Any, name: object) -> dict[str, Any]:
-    """Run into the hard time limit in its first run."""
+    """Exceed the hard time limit in its first run."""
     if begin(self, name) == 1:
         time.sleep(60)
     return {"name": name}
@@ -139,7 +137,7 @@ def dies(self: Any, name: object) -> None:
 
 @app.task
 def asks(name: object, gate: str) -> str | None:
-    """Ask for a duplicate in its body; the id of the call, if there is one."""
+    """Call a duplicate in its body; returns the id of that call, if there is one."""
     result = refuses.delay(name, gate)
     return result.id if result is not None else None
 

@@ -1,4 +1,4 @@
-"""The packages that the cases are played on: the columns of the table."""
+"""The packages that the cases are run with: the columns of the table."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from benchmarks import environments
 
 @dataclass(frozen=True)
 class Package:
-    """A column; ``name`` is that of its adapter and of its requirements."""
+    """A column; ``name`` is the name of its adapter and of its requirements file."""
 
     name: str
     title: str
 
     @property
     def version(self) -> str:
-        """The version that is pinned; empty for what is installed from the working tree."""
+        """The pinned version; empty for the working tree."""
         return environments.version(self.name, "celery" if self.name == "plain" else self.title)
 
 

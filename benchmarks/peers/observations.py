@@ -1,4 +1,4 @@
-"""What a case is, and what can be seen in it: a word for the table, right or wrong."""
+"""Cases and their observations: a text for the table, and whether it is right or wrong."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Observed:
-    """What happened, in a few words, and whether it is what somebody who runs such tasks wants."""
+    """What happened, in a few words, and whether a user of such tasks wants that."""
 
     right: bool
     text: str
@@ -25,14 +25,14 @@ def right(text: str) -> Observed:
 
 
 def wrong(text: str) -> Observed:
-    """A body ran too often, or never, or somebody waits for ever."""
+    """A body ran too often or never, or a caller waits for ever."""
     return Observed(False, text)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One story; *unfit* says why it makes no sense for a package; times in seconds, None for the
-    default.
+    """One case; *unfit* has the reasons why it does not apply to a package. Times are seconds, None
+    is the default.
 
     ``visibility`` is how long the broker waits for an acknowledgement, ``locks`` how long locks and
     leases last.
@@ -58,7 +58,7 @@ def case(
     visibility: float | None = None,
     locks: float | None = None,
 ) -> Callable[[Callable[["Stage"], Observed]], Callable[["Stage"], Observed]]:
-    """Make a function the story of a row."""
+    """Register a function as the case of a row."""
 
     def register(play: Callable[["Stage"], Observed]) -> Callable[["Stage"], Observed]:
         CASES[row] = Case(row, title, play, unfit or {}, visibility, locks)

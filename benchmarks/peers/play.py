@@ -1,4 +1,4 @@
-"""Play one case inside the environment of one package, and write down as JSON what was observed."""
+"""Run one case in the environment of one package, and write its observation as JSON."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from benchmarks.peers.stage import Stage
 
 
 def main(row: str) -> None:
-    """Leave the workers to whoever started us."""
+    """Run the case; the parent process stops the workers."""
     (case,) = (one for one in ALL if one.row == row)
     stage = Stage()
     observed = case.play(stage)

@@ -1,6 +1,4 @@
-"""One case on one package: two private Redis servers, a process that plays it, and an end whatever
-happens.
-"""
+"""Runs one case with one package, in its own process and with two private Redis servers."""
 
 import json
 import os
@@ -18,11 +16,11 @@ LIMIT = 180.0
 
 
 class NotPlayed(RuntimeError):
-    """A case ended without an observation; the message ends with what its process has written."""
+    """A case ended without an observation; the message ends with the output of its process."""
 
 
 def play(case: Case, package: str, python: Path) -> Observed:
-    """What was observed; raises NotPlayed."""
+    """The observation; raises NotPlayed."""
     with (
         tempfile.TemporaryDirectory(prefix="peers-") as place,
         RedisServer() as broker,
@@ -56,9 +54,7 @@ def play(case: Case, package: str, python: Path) -> Observed:
 
 
 def _attend(process: GuardedProcess, locks: RedisServer, away: Path) -> None:
-    """Return when the case is over; meanwhile take the lock store away as long as the case wants
-    that.
-    """
+    """Wait for the end of the case; stop and start the lock store when the case wants it."""
     deadline = time.monotonic() + LIMIT
     while process.alive and time.monotonic() < deadline:
         if away.exists() and locks.alive:

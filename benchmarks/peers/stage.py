@@ -1,6 +1,4 @@
-"""What a case has to work with, inside the environment of one package: its tasks, workers, and the
-journal.
-"""
+"""The tasks, workers and journal of a case, in the environment of one package."""
 
 import os
 import signal
@@ -14,13 +12,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 BRIEF = 4.0
-"""How long something is watched that should not happen, in seconds."""
+"""How long to wait for something that should not happen, in seconds."""
 PATIENCE = 30.0
-"""How long something is waited for that should, in seconds."""
+"""How long to wait for something that should happen, in seconds."""
 
 
 class Worker:
-    """A real prefork worker in a session of its own, with its log."""
+    """A real prefork worker in its own session, with its log."""
 
     def __init__(self, directory: Path, number: int, concurrency: int) -> None:
         self.log = directory / f"worker-{number}.log"
@@ -50,13 +48,13 @@ class Worker:
         return self.log.read_text(errors="replace")
 
     def kill(self) -> None:
-        """SIGKILL to the main process and its children at once, as when the machine goes."""
+        """SIGKILL the main process and its children at once, as when the machine dies."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 def until(seen: Callable[[], object], patience: float) -> bool:
-    """Whether it was seen in time; seconds."""
+    """Whether *seen* became true within *patience* seconds."""
     deadline = time.monotonic() + patience
     while not seen():
         if time.monotonic() > deadline:
@@ -66,7 +64,7 @@ def until(seen: Callable[[], object], patience: float) -> bool:
 
 
 class Stage:
-    """The caller's side of one package, and its workers; made once, in a process of its own."""
+    """The caller of one package, and its workers; there is one for each process."""
 
     def __init__(self) -> None:
         from benchmarks.peers import app
@@ -89,9 +87,7 @@ class Stage:
     # -- calling -----------------------------------------------------------------------------------
 
     def call(self, task: Any, *args: Any, **options: Any) -> tuple[Any, str]:
-        """The result handle of a call, or the name of the error that its caller got; ("None"
-        without either).
-        """
+        """The result of a call, or the name of the error that its caller got, or "None"."""
         try:
             result = task.apply_async(args, **options)
         except Exception as error:  # noqa: BLE001 - whatever the package raises is what we want to know
@@ -99,19 +95,19 @@ class Stage:
         return result, "" if result is not None else "None"
 
     def begin(self, name: object = "a", task: str = "work") -> Any:
-        """The result handle of the first call, once its body runs and waits at the gate."""
+        """The result of the first call, once its body runs and waits at the gate."""
         result = getattr(self.tasks, task).delay(name, self.gate)
         if not self.seen(1, name):
             raise RuntimeError(f"the first call did not begin:\n{self.logs()}")
         return result
 
     def open(self, turn: int | None = None) -> None:
-        """Let the body of this turn go on, or all of them."""
+        """Let the body of this turn continue, or all bodies."""
         Path(self.gate if turn is None else f"{self.gate}.{turn}").touch()
 
     def forward(self, side: str, copies: int) -> None:
-        """Deliver the message that waits in *side* so many times, as a broker does that is not sure
-        of an answer.
+        """Deliver the message that waits in *side* *copies* times, as a broker does after a lost
+        acknowledgement.
         """
         with self.app.connection_for_write() as connection:
             channel = connection.default_channel
@@ -136,7 +132,7 @@ class Stage:
             channel.basic_ack(message.delivery_tag)
 
     def locks_away(self) -> None:
-        """Kill the Redis that keeps the locks; whoever plays this case does that for us."""
+        """Kill the Redis with the locks; the parent process does that."""
         (self.directory / "locks-away").touch()
         until(lambda: not self._locks_answer(), PATIENCE)
 
@@ -154,10 +150,10 @@ class Stage:
         except OSError:
             return False
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- observing ---------------------------------------------------------------------------------
 
     def begun(self, name: object = "a") -> list[dict[str, Any]]:
-        """The bodies that have begun, oldest first."""
+        """The bodies that have begun, the oldest first."""
         return [
             event
             for event in self.tasks.events()
@@ -165,7 +161,7 @@ class Stage:
         ]
 
     def seen(self, runs: int, name: object = "a", patience: float = PATIENCE) -> bool:
-        """Whether so many bodies begin in time."""
+        """Whether *runs* bodies begin in time."""
         return until(lambda: len(self.begun(name)) >= runs, patience)
 
     def ended(self, name: object = "a") -> int:
@@ -186,6 +182,6 @@ class Stage:
         return result.result if result.state == "SUCCESS" else None
 
     def serves_next(self, task: Any, *args: Any, patience: float = PATIENCE) -> bool:
-        """Whether a further call succeeds with a result, by a run of its own or from memory."""
+        """Whether another call succeeds with a result, either by a run or from a saved result."""
         result, _ = self.call(task, *args)
         return result is not None and self.value(result, patience) is not None

@@ -1,4 +1,4 @@
-"""The table of ``docs/comparison.md``: drawn, found between its two marks, and compared."""
+"""The table of ``docs/comparison.md``: formatting it, reading it from the page, comparing both."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ END = "<!-- end of the table -->"
 NUMBERS = "¹²³⁴⁵⁶⁷⁸⁹"
 
 Cells = Mapping[tuple[str, str], Observed]
-"""What was observed, by row and name of the package."""
+"""The observations, by row and name of the package."""
 
 
 def drawn(cases: Sequence[Case], packages: Sequence[Package], cells: Cells) -> str:
@@ -50,7 +50,7 @@ def put_on_page(table: str, page: Path = PAGE) -> None:
 
 
 def differences(shown: str, observed: str) -> list[str]:
-    """One line for each line that the page shows otherwise than was observed."""
+    """One line for each line of the page that differs from the observations."""
     ours, theirs = observed.splitlines(), shown.splitlines()
     return [f"- {line}" for line in theirs if line not in ours] + [
         f"+ {line}" for line in ours if line not in theirs

@@ -1,7 +1,6 @@
-"""What a leased task costs, beside plain Celery, packages with the same purpose, and code written
-by hand.
+"""The cost of a leased task, compared with plain Celery, similar packages, and handwritten code.
 
-``python -m benchmarks.performance`` makes a pinned environment for each contender, lets them take
-turns on a private Redis and a private PostgreSQL, prints the tables of ``docs/performance.md``, and
-writes them there. It needs Linux.
+``python -m benchmarks.performance`` creates a pinned environment for each contender, runs them in
+turns on a private Redis and a private PostgreSQL, and prints the tables and writes them to
+``docs/performance.md``. It needs Linux.
 """

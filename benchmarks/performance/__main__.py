@@ -1,6 +1,4 @@
-"""Measure, print the tables, and write them: ``python -m benchmarks.performance [--quick] [--only
-ring,wal]``.
-"""
+"""Measure, print and write: ``python -m benchmarks.performance [--quick] [--only ring,wal]``."""
 
 import argparse
 import importlib
@@ -61,9 +59,7 @@ def _measured(bench: Bench, name: str, quick: bool) -> Finding:
 
 
 def _known(finding: Finding, quick: bool) -> Facts:
-    """The figures of this run, with those that earlier runs of the same size have left for what is
-    measured apart.
-    """
+    """The figures of this run, and those of earlier runs of the same size for the others."""
     place = KEPT / ("quick" if quick else "full")
     place.mkdir(parents=True, exist_ok=True)
     kept = {fact: asdict(figure) for fact, figure in finding.facts.items()}
@@ -74,7 +70,7 @@ def _known(finding: Finding, quick: bool) -> Facts:
 
 
 def _machine(bench: Bench, quick: bool) -> str:
-    """What the figures were measured on."""
+    """The machine and the versions of the measurement."""
     ((postgres,),) = bench.stage(roster.PLAIN).sql("SHOW server_version")
     with bench.client() as client:
         redis = client.info("server")["redis_version"]
@@ -87,9 +83,7 @@ def _machine(bench: Bench, quick: bool) -> str:
 
 @dataclass
 class Run:
-    """What was measured, on which machine, with the figures of earlier runs, and what could not be
-    measured.
-    """
+    """The measurements, the machine, the figures of earlier runs, and what failed."""
 
     quick: bool
     machine: str = ""
@@ -114,7 +108,7 @@ class Run:
         return drawn(goals.table(self.facts, self.quick))
 
     def write(self) -> None:
-        """Put tables and plots into docs, and the sentence into the README."""
+        """Write tables and plots to docs, and the sentence to the README."""
         from benchmarks.performance import plots
 
         for finding in self.findings:
@@ -128,7 +122,7 @@ class Run:
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when everything was measured, and no bound is missed if that was asked for."""
+    """0 if everything was measured and, if requested, no bound is missed."""
     options = _arguments(argv)
     for environment in sorted({contender.environment for contender in roster.ALL}):
         interpreter(environment)

@@ -1,6 +1,4 @@
-"""The Celery app of the contender that ``BENCH_CONTENDER`` names; all of them acknowledge late and
-keep no results.
-"""
+"""The Celery app of the contender in ``BENCH_CONTENDER``, with late acks and without results."""
 
 import importlib
 from typing import Any

@@ -27,7 +27,7 @@ from tests.support.servers import PostgresServer, RedisServer
 APP = "benchmarks.performance.app"
 QUIET = "--without-gossip --without-mingle --without-heartbeat"
 PATIENCE = 120.0
-"""How long is waited for what should come, in seconds."""
+"""How long to wait for something that should happen, in seconds."""
 POSTGRES = {
     **dict.fromkeys(("fsync", "synchronous_commit", "full_page_writes"), "on"),
     "shared_buffers": "256MB",
@@ -41,7 +41,7 @@ WORKERS = 2
 
 
 class NotDone(RuntimeError):
-    """A contender did not do in time what it was asked for; the message ends with its log."""
+    """A contender did not finish in time; the message ends with its log."""
 
 
 class Caller:
@@ -65,7 +65,7 @@ class Caller:
         self._heard()
 
     def send(self, action: str, **arguments: Any) -> Any:
-        """What it answers; raises NotDone when it has ended."""
+        """Send an action and return the answer; raises NotDone if the process has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": action, **arguments}) + "\n")
         self._process.stdin.flush()
@@ -74,7 +74,7 @@ class Caller:
     def publish(
         self, keys: Sequence[str], task: str = "job", seconds: float = 0.0
     ) -> dict[str, float]:
-        """When the first was published, since the epoch, and the CPU of all, in seconds."""
+        """Publish; returns the time of the first message (epoch) and the CPU seconds of all."""
         published: dict[str, float] = self.send(
             "publish", keys=list(keys), task=task, seconds=seconds
         )
@@ -86,7 +86,7 @@ class Caller:
         return traced
 
     def close(self) -> None:
-        """End it."""
+        """Stop the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -112,19 +112,19 @@ class Worker:
 
     @property
     def mains(self) -> list[int]:
-        """The process ids of those that were started directly."""
+        """The process ids of the processes that were started directly."""
         return [process.pid for process in self._processes]
 
     def pids(self) -> list[int]:
-        """All process ids, those of pool children too."""
+        """All process ids, including pool children."""
         return [pid for main in self.mains for pid in machine.tree(main)]
 
     def ended(self, number: int, patience: float = PATIENCE) -> None:
-        """Return when the journal has so many records; raises NotDone."""
+        """Return when the journal has *number* records; raises NotDone."""
         self.until(lambda: len(self.journal) >= number, f"{number} records", patience)
 
     def until(self, seen: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
-        """Return when it is seen; raises NotDone."""
+        """Return when *seen* is true; raises NotDone."""
         deadline = time.monotonic() + patience
         while not seen():
             if time.monotonic() > deadline or not all(process.alive for process in self._processes):
@@ -134,17 +134,17 @@ class Worker:
             time.sleep(0.005)
 
     def pause(self) -> None:
-        """Stop all processes, so that whose turn it is not uses no CPU."""
+        """SIGSTOP all processes, so that only the contender whose turn it is uses CPU."""
         for process in self._processes:
             process.pause()
 
     def resume(self) -> None:
-        """Let them go on."""
+        """Continue all processes."""
         for process in self._processes:
             process.resume()
 
     def logs(self) -> str:
-        """The end of what they have written."""
+        """The end of their logs."""
         return "\n".join(process.logs()[-2000:] for process in self._processes)
 
     def __enter__(self) -> Self:
@@ -161,8 +161,8 @@ class Worker:
 
 
 class Stage:
-    """One contender on the servers: two Redis databases and a PostgreSQL database of its own, made
-    once for a run.
+    """One contender with two Redis databases and a PostgreSQL database of its own, which are
+    created once for a run.
     """
 
     def __init__(self, contender: Contender, bench: "Bench", directory: Path) -> None:
@@ -177,7 +177,7 @@ class Stage:
         self._settled = contender is not roster.LEASES
 
     def env(self, *, notes: str = "", database: str = "") -> dict[str, str]:
-        """The environment of a process; each gets a journal of its own, with these notes."""
+        """The environment of a process; each has its own journal with these kinds of records."""
         broker, locks = self._redis
         theirs = {
             name: value
@@ -198,7 +198,7 @@ class Stage:
         }
 
     def prepare(self, database: str = "") -> None:
-        """Make its tables, once for each database; raises NotDone."""
+        """Create its tables, once for each database; raises NotDone."""
         env = self.env(database=database)
         if env[settings.DATABASE] in self._prepared:
             return
@@ -217,8 +217,8 @@ class Stage:
         self._prepared.add(env[settings.DATABASE])
 
     def settle(self, run: Callable[[], object]) -> None:
-        """Have a lease store that came up empty settled: the first second after its first task
-        costs more.
+        """Wait until an empty lease store is settled: the first second after its first task costs
+        more.
         """
         if not self._settled:
             run()
@@ -246,8 +246,8 @@ class Stage:
     def worker(
         self, *, pool: str = "prefork", concurrency: int = WORKERS, notes: str = ENDED
     ) -> Worker:
-        """Start its worker, or both processes of one that is not on Celery; its journal has these
-        notes.
+        """Start its worker, or both processes of a contender without Celery; the journal has these
+        kinds of records.
         """
         self.prepare()
         python: list[str | Path] = [self.python, "-W", "ignore", "-m"]
@@ -264,13 +264,13 @@ class Stage:
         )
 
     def forget_messages(self) -> None:
-        """Empty its queue: what a worker that was ended has left would come back."""
+        """Empty its queue: messages of a stopped worker would be delivered again."""
         broker, _ = self._redis
         with redis.Redis.from_url(broker) as client:
             client.flushdb()
 
     def sql(self, statement: str, database: str = "") -> list[tuple[Any, ...]]:
-        """Ask its database."""
+        """Execute a statement in its database."""
         url = (database or self.database).replace("+psycopg", "", 1)
         with psycopg.connect(url, autocommit=True) as connection:
             cursor = connection.execute(statement.encode())
@@ -287,20 +287,18 @@ class Running:
         self.journal = worker.journal
 
     def warm_up(self, tasks: int = 20) -> None:
-        """Run some tasks, so that connections are made and statements known."""
+        """Run some tasks, so that connections are open and statements prepared."""
         self.stage.settle(lambda: self.run(1))
         self.run(tasks)
 
     def run(self, tasks: int) -> None:
-        """Run so many tasks to their end."""
+        """Run *tasks* tasks to their end."""
         self.caller.publish(keys(tasks))
         self.caller.send("settle")
 
 
 class Bench:
-    """A private Redis and a private PostgreSQL that writes through to its disk; a context
-    manager.
-    """
+    """A private Redis and a private PostgreSQL with fsync; a context manager."""
 
     def __init__(self) -> None:
         self.redis = RedisServer()
@@ -324,7 +322,7 @@ class Bench:
         self._exit.close()
 
     def stage(self, contender: Contender) -> Stage:
-        """The stage of a contender, made when it is needed first."""
+        """The stage of a contender, created when it is first used."""
         if contender not in self._stages:
             directory = self._directory / contender.name
             directory.mkdir()
@@ -333,7 +331,7 @@ class Bench:
 
     @contextmanager
     def running(self, contenders: Sequence[Contender], **options: Any) -> Iterator[list[Running]]:
-        """Workers and callers of all these, warmed up; with several of them, all workers are
+        """Warmed-up workers and callers of the contenders; if there are several, the workers are
         paused.
         """
         with ExitStack() as stack:
@@ -355,7 +353,7 @@ class Bench:
 
     @contextmanager
     def without_autovacuum(self) -> Iterator[None]:
-        """Meanwhile PostgreSQL writes nothing but what it is asked for."""
+        """Disable autovacuum in the block, so that PostgreSQL writes nothing by itself."""
         with psycopg.connect(
             self.postgres.url.replace("+psycopg", "", 1), autocommit=True
         ) as connection:
@@ -374,12 +372,12 @@ class Bench:
                 connection.execute("SELECT pg_reload_conf()")
 
     def redis_trips(self) -> int:
-        """How often the server has read from a client so far."""
+        """How often the server has read from clients so far."""
         with self.client() as client:
             return int(client.info("stats")["total_reads_processed"])
 
     def messages(self) -> int:
-        """How many messages were put into a queue so far."""
+        """How many messages were published so far."""
         with self.client() as client:
             pushed: Any = client.info("commandstats").get("cmdstat_lpush", {"calls": 0})
             return int(pushed["calls"])
@@ -389,18 +387,18 @@ class Bench:
         return machine.cpu([self.redis.pid])
 
     def postgres_pids(self) -> list[int]:
-        """The processes of the PostgreSQL server, one for each connection among them."""
+        """The processes of the PostgreSQL server, including one for each connection."""
         return machine.tree(self.postgres.pid)
 
 
 def keys(number: int, prefix: str = "") -> list[str]:
-    """So many keys that nobody else has; they begin with *prefix*."""
+    """*number* unique keys that start with *prefix*."""
     unique = uuid4().hex[:12]
     return [f"{prefix}{unique}-{each}" for each in range(number)]
 
 
 def turns(running: Sequence[Running], rounds: int) -> Iterator[Running]:
-    """Each of them once in every round; each round begins with another one."""
+    """Each contender once in every round; each round starts with another one."""
     for number in range(rounds):
         first = number % len(running)
         yield from [*running[first:], *running[:first]]

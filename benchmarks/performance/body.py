@@ -10,9 +10,7 @@ writer = Writer(settings.given(settings.JOURNAL), settings.given(settings.NOTES)
 
 
 def work(key: str, seconds: float) -> int:
-    """Wait between a note that the body has begun and one that it has ended: for so many seconds,
-    or for ever.
-    """
+    """Record the begin, wait for *seconds* or for ever, and record the end."""
     writer.note(BEGUN, key)
     if seconds == settings.FOR_EVER:
         threading.Event().wait()

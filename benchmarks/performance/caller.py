@@ -1,8 +1,7 @@
-"""The caller of one contender, and a tracer of its tasks: a process that does what its standard
-input asks for.
+"""The caller of one contender, and a tracer of its tasks: a process that runs actions from stdin.
 
-Each line is a JSON object with ``do``, the name of an action, and its arguments; each is answered
-by one line of JSON.
+Each line is a JSON object with ``do``, the name of an action, and its arguments. The answer is one
+line of JSON.
 """
 
 import cProfile
@@ -19,26 +18,26 @@ from benchmarks.performance import settings
 
 SETTLED_WITHIN = 60.0
 LOOKS = 2
-"""A message is nowhere for a moment, after a worker has taken it and before it is noted as
-unacknowledged.
+"""How often the queue must be found empty: for a moment, a message that a worker has taken is
+neither in the queue nor recorded as unacknowledged.
 """
 
 
 class Publisher(Protocol):
-    """How a contender gets its jobs."""
+    """Publishes the jobs of a contender."""
 
     def publish(self, task: str, key: str, seconds: float) -> None:
-        """Hand in one job."""
+        """Publish one job."""
 
     def settle(self) -> None:
         """Return when no job is left."""
 
     def answered(self, keys: list[str]) -> dict[str, float]:
-        """When each job was done, where the contender itself writes that down; else nothing."""
+        """When each job was done, if the contender itself records that."""
 
 
 class CeleryPublisher:
-    """The caller's side of a contender on Celery."""
+    """The publisher of a contender that uses Celery."""
 
     def __init__(self) -> None:
         from benchmarks.performance.app import app
@@ -61,7 +60,7 @@ class CeleryPublisher:
             time.sleep(0.01)
 
     def answered(self, keys: list[str]) -> dict[str, float]:
-        """The journal says it."""
+        """Nothing: the journal has these times."""
         return {}
 
 
@@ -124,7 +123,7 @@ class Caller:
 
     @property
     def publisher(self) -> Publisher:
-        """Made when it is needed first."""
+        """Created when it is first used."""
         if self._publisher is None:
             if settings.given(settings.CONTENDER) == "dbos":
                 self._publisher = importlib.import_module(
@@ -136,15 +135,13 @@ class Caller:
 
     @property
     def tracer(self) -> Tracer:
-        """Made when it is needed first."""
+        """Created when it is first used."""
         if self._tracer is None:
             self._tracer = Tracer()
         return self._tracer
 
     def publish(self, keys: list[str], task: str = "job", seconds: float = 0.0) -> dict[str, float]:
-        """Publish one job for each key: when it began (since the epoch), and the CPU used, in
-        seconds.
-        """
+        """Publish one job for each key; returns the start (epoch) and the CPU used, in seconds."""
         publisher = self.publisher
         cpu, began = time.process_time(), time.time()
         for key in keys:
@@ -156,12 +153,12 @@ class Caller:
         self.publisher.settle()
 
     def answered(self, keys: list[str]) -> dict[str, float]:
-        """When each job was done, where the contender itself writes that down."""
+        """When each job was done, if the contender itself records that."""
         return self.publisher.answered(keys)
 
     def trace(self, keys: list[str]) -> dict[str, float]:
-        """Run one task for each key in this process: CPU of all its threads, and time, in seconds
-        per task.
+        """Run one task for each key in this process; returns CPU of all threads and time, both in
+        seconds per task.
         """
         tracer = self.tracer
         cpu, wall = time.process_time(), time.perf_counter()
@@ -173,9 +170,7 @@ class Caller:
         }
 
     def calls(self, keys: list[str]) -> float:
-        """Run one task for each key: Python and built-in calls per task, as cProfile counts
-        them.
-        """
+        """Run one task for each key; returns Python and built-in calls per task, by cProfile."""
         profile = cProfile.Profile()
         for key in keys:
             profile.runcall(self.tracer.run, key)
@@ -184,13 +179,13 @@ class Caller:
 
 
 def main() -> None:
-    """Serve until the standard input ends."""
+    """Run actions until stdin ends."""
     caller = Caller()
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         action = json.loads(line)
         print(json.dumps(getattr(caller, action.pop("do"))(**action)), flush=True)
-    os._exit(0)  # renewing threads would be waited for
+    os._exit(0)  # without waiting for the renewing threads
 
 
 if __name__ == "__main__":

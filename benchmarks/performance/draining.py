@@ -1,4 +1,4 @@
-"""What a worker does with messages that wait: tasks per second, and CPU per task."""
+"""How a worker processes waiting messages: tasks per second, and CPU per task."""
 
 from dataclasses import dataclass
 
@@ -6,14 +6,14 @@ from benchmarks.performance import machine
 from benchmarks.performance.bench import WORKERS, Running
 
 UNMEASURED = 0.1
-"""The share of the tasks that get the worker going."""
+"""The share of the tasks that warm the worker up."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Tasks per second; all else is CPU per task, in microseconds: of the worker, its main process,
-    the servers, and the publisher. *others* is the share of the machine that somebody else used
-    meanwhile.
+    """Tasks per second; the other fields are CPU per task, in microseconds: of the worker, its main
+    process, the servers, and the publisher. *others* is the share of the machine that other
+    processes used meanwhile.
     """
 
     rate: float
@@ -31,10 +31,10 @@ class Turn:
 
 
 def drained(one: Running, tasks: int, publishing: float) -> Turn:
-    """Let the paused worker run *tasks* messages; *publishing* is the CPU that they took their
-    caller, in seconds.
+    """Let the paused worker run *tasks* messages; *publishing* is the CPU of their caller, in
+    seconds.
 
-    Its journal has one note for each task.
+    The journal gets one record for each task.
     """
     bench, worker, journal = one.stage.bench, one.worker, one.journal
     start = len(journal)

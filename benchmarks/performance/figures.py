@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Figure:
-    """The median of *size* samples, and their quartiles."""
+    """The median and the quartiles of *size* samples."""
 
     median: float
     low: float
@@ -15,7 +15,7 @@ class Figure:
     size: int
 
     def shown(self, digits: int = 2) -> str:
-        """The median with so many decimals, and the quartiles where samples differ."""
+        """The median with *digits* decimals, and the quartiles if the samples differ."""
         median = f"{self.median:,.{digits}f}"
         if self.low == self.high:
             return median
@@ -23,7 +23,7 @@ class Figure:
 
 
 def figure(samples: Iterable[float]) -> Figure:
-    """The figure of *samples*, of which there is at least one."""
+    """The figure of *samples*, which must not be empty."""
     values = sorted(samples)
     if len(values) == 1:
         return Figure(values[0], values[0], values[0], 1)
@@ -32,11 +32,11 @@ def figure(samples: Iterable[float]) -> Figure:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Figure:
-    """The ratio of two contenders, taken in each round: both have one sample in each."""
+    """The ratio of two contenders in each round; both have one sample for each."""
     return figure(mine / other for mine, other in zip(ours, theirs, strict=True))
 
 
 def quantile(samples: Iterable[float], share: float) -> float:
-    """The sample below which that share of all lies."""
+    """The sample below which *share* of all samples are."""
     values = sorted(samples)
     return values[min(len(values) - 1, int(len(values) * share))]

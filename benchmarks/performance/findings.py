@@ -1,4 +1,4 @@
-"""What a measurement gives: tables for the page, and the figures by which it is judged."""
+"""The result of a measurement: tables for the page, and figures for the goals."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from benchmarks.performance.figures import Figure
 
 Table = Sequence[Sequence[str]]
-"""Rows of cells; the first row is the head."""
+"""Rows of cells; the first row has the heads."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """*name* is that of the measurement; *text*, below its tables, says how it was made."""
+    """*name* is that of the measurement; *text*, below its tables, explains how it was done."""
 
     name: str
     tables: Sequence[Table]
@@ -19,7 +19,7 @@ class Finding:
     facts: Mapping[str, Figure] = field(default_factory=dict)
 
     def markdown(self) -> str:
-        """As it stands on the page."""
+        """The Markdown for the page."""
         return "\n\n".join([*(drawn(table) for table in self.tables), self.text])
 
 

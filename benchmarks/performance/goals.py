@@ -1,4 +1,4 @@
-"""What the figures should be: a bound that a release keeps, and an aim."""
+"""Goals for the figures: a bound that a release must meet, and an aim."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ Facts = Mapping[str, Figure]
 
 @dataclass(frozen=True)
 class Goal:
-    """*fact* is judged by its median; without a *bound* there is only an aim. *more*: more of it is
-    better. *sized*: the title names a size, which a quick run does not have.
+    """The median of *fact* is compared with the goal; without a *bound* there is only an aim.
+
+    *more*: more of it is better. *sized*: the title has a size, which a quick run does not reach.
     """
 
     title: str
@@ -25,12 +26,12 @@ class Goal:
     sized: bool = False
 
     def keeps(self, measured: Figure, limit: float) -> bool:
-        """Whether the figure, as it is shown, is as good as *limit*."""
+        """Whether the rounded figure is as good as *limit*."""
         shown = round(measured.median, self.digits)
         return shown >= limit if self.more else shown <= limit
 
     def kept(self, facts: Facts) -> bool:
-        """Whether the bound is kept, or was not measured."""
+        """Whether the bound is met, or was not measured."""
         return (
             self.bound is None or self.fact not in facts or self.keeps(facts[self.fact], self.bound)
         )
@@ -131,7 +132,7 @@ GOALS: Final = (
 
 
 def judged(quick: bool) -> list[Goal]:
-    """The goals that a run can judge."""
+    """The goals that a run can check."""
     return [goal for goal in GOALS if not (quick and goal.sized)]
 
 
@@ -149,5 +150,5 @@ def table(facts: Facts, quick: bool) -> Table:
 
 
 def missed(facts: Facts, quick: bool) -> list[str]:
-    """The titles of those whose bound is not kept."""
+    """The titles of the goals whose bound is missed."""
     return [goal.title for goal in judged(quick) if not goal.kept(facts)]

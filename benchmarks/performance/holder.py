@@ -1,7 +1,7 @@
 """A process that holds many leases: ``python -m benchmarks.performance.holder LEASES SECONDS
 SPREAD``.
 
-Prints on one line of JSON the share of a core that it used, and what it asked its lease store.
+Prints on one line of JSON the share of a core that it used, and its calls to the lease store.
 """
 
 import json
@@ -19,7 +19,7 @@ TTL = 15.0
 
 
 class Calls:
-    """The calls of a lease store's ``renew``, and when each lease was renewed last."""
+    """The calls of a lease store's ``renew``, and the last renewal of each lease."""
 
     def __init__(self, store: Any) -> None:
         self._renew = store.renew
@@ -39,7 +39,7 @@ class Calls:
 
 
 def main(leases: int, seconds: float, spread: float) -> None:
-    """Hold so many leases, begun one after the other within *spread* seconds, and watch them."""
+    """Hold *leases* leases, acquired within *spread* seconds, and observe their renewals."""
     app.conf.leases_eager_stores = True
     threading.stack_size(256 * 1024)
     over, begun = threading.Event(), threading.Semaphore(0)
@@ -67,7 +67,7 @@ def main(leases: int, seconds: float, spread: float) -> None:
         )
     )
     sys.stdout.flush()
-    os._exit(0)  # the bodies would be waited for
+    os._exit(0)  # without waiting for the bodies
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""What bodies and workers write down while they run: records of one size, each appended in one
-write.
-"""
+"""The journal of bodies and workers: records of one size, each appended in one write."""
 
 import os
 import struct
@@ -15,13 +13,13 @@ BEGUN: Final = "B"
 ENDED: Final = "E"
 ANSWERED: Final = "A"
 PUT_BACK: Final = "P"
-"""What can be written down: a body begins, a body ends, a task has succeeded, a call is put
-back.
+"""The kinds of records: a body begins, a body ends, a task has succeeded, a call is
+rescheduled.
 """
 
 
 class Entry(NamedTuple):
-    """One record: what happened to which key, and when, in seconds since the epoch."""
+    """One record: the kind, the key, and the time in seconds since the epoch."""
 
     what: str
     time: float
@@ -29,26 +27,26 @@ class Entry(NamedTuple):
 
 
 class Writer:
-    """Appends to one file what is wanted of it; every process opens it by itself."""
+    """Appends the wanted kinds of records to a file, which every process opens itself."""
 
     def __init__(self, path: str, wanted: str) -> None:
         self.wanted = wanted
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def note(self, what: str, key: str) -> None:
-        """Append one record, if it is wanted; a key counts up to its 48th character."""
+        """Append one record, if its kind is wanted; keys are cut at 48 characters."""
         if what in self.wanted:
             os.write(self._file, RECORD.pack(what.encode(), time.time(), key.encode()[:48]))
 
 
 class Journal:
-    """The reader's side."""
+    """Reads the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __len__(self) -> int:
-        """How many whole records there are."""
+        """The number of whole records."""
         return self.path.stat().st_size // RECORD.size if self.path.exists() else 0
 
     def entries(self, start: int = 0) -> list[Entry]:

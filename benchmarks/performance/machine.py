@@ -1,4 +1,4 @@
-"""What processes use, as Linux says it in /proc."""
+"""CPU and memory of processes, from /proc."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -10,17 +10,17 @@ from tests.support import guard
 TICKS = os.sysconf("SC_CLK_TCK")
 
 CpuByPid = Mapping[int, float]
-"""The CPU that processes have used so far, in seconds."""
+"""The CPU seconds that each process has used so far."""
 
 
 def tree(root: int) -> list[int]:
-    """A process and all below it."""
+    """A process and all its descendants."""
     return [root, *guard.descendants(root)]
 
 
 def cpu(pids: Iterable[int]) -> CpuByPid:
-    """The CPU of all living threads of each process, to the nanosecond; a process that is gone is
-    left out.
+    """The CPU of all living threads of each process, to the nanosecond; ended processes are left
+    out.
     """
     found = {}
     for pid in pids:
@@ -33,20 +33,18 @@ def cpu(pids: Iterable[int]) -> CpuByPid:
 
 
 def used(before: CpuByPid, after: CpuByPid) -> float:
-    """Seconds of CPU between two looks."""
+    """Seconds of CPU between two readings."""
     return sum(seconds - before.get(pid, 0.0) for pid, seconds in after.items())
 
 
 def busy() -> float:
-    """Seconds for which the cores of this machine have not been idle, those that a hypervisor took
-    included.
-    """
+    """Seconds for which the cores of this machine were not idle, including stolen time."""
     fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     idle, waiting = fields[3:5]
     return (sum(fields) - idle - waiting) / TICKS
 
 
 def pss(pid: int) -> float:
-    """MiB of memory, where what *n* processes share counts as one *n*-th in each."""
+    """MiB of memory; a page that *n* processes share counts as one *n*-th in each."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024

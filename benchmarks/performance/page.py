@@ -1,6 +1,4 @@
-"""``docs/performance.md`` and the README: what the measurements write there, each between marks of
-its own.
-"""
+"""The parts of ``docs/performance.md`` and the README that measurements write, between marks."""
 
 from pathlib import Path
 from typing import Final
@@ -15,10 +13,10 @@ END: Final = "<!-- end of {} -->"
 
 
 def shown(name: str, page: Path = PAGE) -> str:
-    """What the page shows of a measurement; raises ValueError without its marks."""
+    """The part of a measurement on the page; raises ValueError without its marks."""
     return pages.part(page, BEGIN.format(name), END.format(name))
 
 
 def show(name: str, text: str, page: Path = PAGE) -> None:
-    """Replace what the page shows of a measurement; raises ValueError without its marks."""
+    """Replace the part of a measurement on the page; raises ValueError without its marks."""
     pages.put(page, BEGIN.format(name), END.format(name), text)

@@ -1,4 +1,4 @@
-"""The plots of the page: drawn with matplotlib, which only this module needs."""
+"""The plots of the page; only this module needs matplotlib."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -20,12 +20,12 @@ PARTS: Final = {
     "postgres": ("PostgreSQL", "#7d3c98"),
 }
 
-# The same figures give the same file; letters stay letters.
+# The same figures give the same file; text is written as text.
 mpl.rcParams.update({"svg.hashsalt": "celery_leases", "svg.fonttype": "none", "font.size": 9})
 
 
 def draw(facts: Facts, directory: Path = DOCS) -> list[Path]:
-    """Draw what was measured; the files that were written."""
+    """Draw the measurements; returns the files that were written."""
     written = []
     if all(f"{body} rate leases / plain" in facts for body in BODIES):
         written += [_throughput(facts, directory), _costs(facts, directory)]

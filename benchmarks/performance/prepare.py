@@ -1,6 +1,4 @@
-"""Make the tables of the contender that ``BENCH_CONTENDER`` names: ``python -m
-benchmarks.performance.prepare``.
-"""
+"""Create the tables of the contender in ``BENCH_CONTENDER``."""
 
 import importlib
 

@@ -7,9 +7,7 @@ from benchmarks import environments
 
 @dataclass(frozen=True)
 class Contender:
-    """One row; *name* is that of its module, *environment* that of its requirements, *records* its
-    table.
-    """
+    """One row: *name* of its module, *environment* with its requirements, *records* table."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""What the processes of a contender are given by their environment."""
+"""The environment variables of a contender's processes."""
 
 import os
 
@@ -8,10 +8,10 @@ LOCKS = "BENCH_LOCKS"
 DATABASE = "BENCH_DATABASE"
 JOURNAL = "BENCH_JOURNAL"
 NOTES = "BENCH_NOTES"
-"""What the journal is to say: letters of :mod:`benchmarks.performance.journal`."""
+"""The kinds of records in the journal: letters of :mod:`benchmarks.performance.journal`."""
 
 LOCK_SECONDS = 15
-"""How long every lock and lease lasts: the default of ``lease_ttl``."""
+"""The duration of every lock and lease: the default of ``lease_ttl``."""
 
 FOR_EVER = -1.0
 """Seconds of a body that ends with its worker."""
@@ -23,5 +23,5 @@ def given(name: str) -> str:
 
 
 def postgres_url() -> str:
-    """The database as libpq writes it."""
+    """The URL of the database for libpq."""
     return given(DATABASE).replace("+psycopg", "", 1)

@@ -1,4 +1,4 @@
-"""The figures in short: a table for the page, and one sentence for the README."""
+"""A summary of the figures: a table for the page, and one sentence for the README."""
 
 import textwrap
 from typing import Final
@@ -21,7 +21,7 @@ SENTENCE: Final = (
 
 
 def table(facts: Facts) -> Table | None:
-    """Both modes beside plain Celery; None unless everything in it was measured."""
+    """Both modes and plain Celery; None unless everything in it was measured."""
     rows = [HEAD]
     for ours in roster.OURS:
         wanted = {
@@ -41,7 +41,7 @@ def table(facts: Facts) -> Table | None:
 
 
 def sentence(shown: Table) -> str:
-    """What the README says, by the table as it is shown."""
+    """The sentence for the README, from the table on the page."""
     (
         _,
         (_, cpu, noop, short, long, *_),

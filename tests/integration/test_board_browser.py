@@ -140,7 +140,7 @@ def test_an_operator_filters_selects_confirms_and_sees_the_result(
     shop.client.forget(f"t:{TASK}|order:1900")
     browser.click("button[value=retry]:not([id])")
     browser.reads("Retry: 4 keys?")
-    browser.reads("These have changed since you looked")
+    browser.reads("These have changed since the page was shown")
     browser.picture(where / "board-confirm.png", 1000, 680)
     shop.client.forget(f"t:{TASK}|order:1901")
     browser.click("button.main")

@@ -1,4 +1,4 @@
-"""The cases by what goes wrong; importing this package fills the list."""
+"""The cases, by the kind of fault; importing this package registers them."""
 
 from benchmarks.peers.cases import callers, canvas, copies, ends
 from benchmarks.peers.observations import CASES, Case

@@ -1,4 +1,4 @@
-"""Who calls, by which way, with which argument, and while which server is away."""
+"""Cases about the caller: how it calls, with which argument, and during which outage."""
 
 import pickle
 from typing import Any
@@ -9,9 +9,7 @@ from benchmarks.peers.stage import BRIEF, PATIENCE, Stage, until
 
 @case("M3", "a duplicate is called by name, as `send_task` and other programs do")
 def a_call_by_name(stage: Stage) -> Observed:
-    """The first was called by ``delay()``; afterwards, while it still runs, somebody calls
-    ``delay()`` once more.
-    """
+    """The first call is made by ``delay()``; while it runs, ``delay()`` is called again."""
     stage.another()
     first = stage.begin()
     named = stage.app.send_task(stage.tasks.work.name, args=["a", stage.gate])
@@ -35,7 +33,7 @@ def a_call_by_name(stage: Stage) -> Observed:
 
 @case("M5", "publishing fails: the broker is down", unfit=KEYLESS)
 def a_broker_that_is_down(stage: Stage) -> Observed:
-    """The caller gets an error, and tries again when the broker is back."""
+    """The caller gets an error, and calls again after the outage."""
     stage.another()
     nowhere = stage.app.connection_for_write(
         "redis://127.0.0.1:1/0", transport_options={"max_retries": 1, "socket_connect_timeout": 1}
@@ -49,7 +47,7 @@ def a_broker_that_is_down(stage: Stage) -> Observed:
 
 @case("M12", "the argument is `(1, 2)`, which JSON turns into a list", unfit=KEYLESS)
 def an_argument_that_changes(stage: Stage) -> Observed:
-    """Spelled as a tuple and as a list while it runs, and once more when both have ended."""
+    """A tuple and a list while it runs, and again after both have ended."""
     stage.another()
     first, _ = stage.call(stage.tasks.work, (1, 2), stage.gate)
     stage.seen(1, [1, 2])
@@ -65,7 +63,7 @@ def an_argument_that_changes(stage: Stage) -> Observed:
 
 @case("M13", "the store of locks is away when the task is called", unfit=KEYLESS)
 def a_lock_store_that_is_away(stage: Stage) -> Observed:
-    """Either the caller is told, or the call runs when the store is back."""
+    """Either the caller gets an error, or the call runs after the outage."""
     stage.another()
     stage.locks_away()
     _, error = stage.call(stage.tasks.work, "a")
@@ -87,7 +85,7 @@ def a_lock_store_that_is_away(stage: Stage) -> Observed:
     unfit={**KEYLESS, "once_task": SILENT},
 )
 def an_error_on_its_way(stage: Stage) -> Observed:
-    """The error leaves a body, or is made in the worker; it must arrive as what it was, and no
+    """The error is raised in a body or in the worker; the caller must get the same class, and no
     worker may die of it.
     """
     stage.another()

@@ -1,4 +1,4 @@
-"""Duplicates inside chains and chords: somebody waits for their result."""
+"""Duplicates inside chains and chords, where other tasks wait for their result."""
 
 from celery import chain, chord
 
@@ -8,9 +8,7 @@ from benchmarks.peers.stage import BRIEF, Stage, until
 
 @case("M10", "the next step of a chain is held by another call")
 def a_held_step(stage: Stage) -> Observed:
-    """A step that is done, a step that somebody else is at, and a step that waits for its
-    result.
-    """
+    """A step that is done, a step that another call runs, and a step that waits for its result."""
     stage.another()
     stage.begin()
     tasks = stage.tasks

@@ -1,6 +1,4 @@
-"""One message arrives twice: what brokers do after a visibility timeout, a lost connection, a
-failover.
-"""
+"""One message is delivered twice: after a visibility timeout, a lost connection or a failover."""
 
 import time
 
@@ -32,8 +30,8 @@ def a_second_copy(stage: Stage) -> Observed:
 
 @case("C2", "the message of a chord member arrives twice while its first copy runs")
 def a_second_copy_of_a_member(stage: Stage) -> Observed:
-    """As before, and others wait for the member; a copy that is refused by ``Reject`` may be stored
-    as a failure.
+    """As before, and other tasks wait for the member; a copy that is refused by ``Reject`` may be
+    stored as a failure.
     """
     stage.another()
     member = stage.tasks.skips.s("a", stage.gate).set(queue="side")
@@ -60,7 +58,7 @@ def a_second_copy_of_a_member(stage: Stage) -> Observed:
 
 @case("C3", "8 s of work, Redis delivers again after a `visibility_timeout` of 2 s", visibility=2)
 def longer_than_the_visibility_timeout(stage: Stage) -> Observed:
-    """Nobody is dead; the broker only waits less long than the body takes."""
+    """No process has died; the body takes longer than the visibility timeout."""
     stage.another()
     result, _ = stage.call(stage.tasks.work, "a", None, 8.0)
     stage.seen(1)
@@ -82,9 +80,7 @@ def longer_than_the_visibility_timeout(stage: Stage) -> Observed:
     visibility=2,
 )
 def the_last_copy(stage: Stage) -> Observed:
-    """The copy is not the holder's to keep: if it was thrown away, nobody will run the call
-    again.
-    """
+    """The holder dies later: if the copy was dropped, the call is never run again."""
     first = stage.another(1)
     result, _ = stage.call(stage.tasks.work, "a", stage.gate)
     stage.seen(1)

@@ -1,4 +1,4 @@
-"""How a run can end: by a retry, a kill, a revoke, a limit, or after its lock has run out."""
+"""How a run can end: by a retry, a kill, a revoke, a limit, or after its lock has expired."""
 
 import os
 import signal
@@ -9,9 +9,7 @@ from benchmarks.peers.observations import KEYLESS, Observed, case, right, wrong
 from benchmarks.peers.stage import PATIENCE, Stage, until
 
 GRACE = 2.0
-"""How long after the end of a call the next one comes, in seconds: whoever has to clean up may do
-so first.
-"""
+"""Seconds between the end of a call and the next one, so that a clean-up can finish first."""
 
 
 def next_call(stage: Stage, task: Any, *args: object) -> Observed:
@@ -36,7 +34,7 @@ def a_retry_is_due(stage: Stage) -> Observed:
 
 @case("M4", "the pool child is killed, the message delivered again")
 def a_killed_child(stage: Stage) -> Observed:
-    """Celery publishes the message again by itself; somebody has to run it."""
+    """Celery publishes the message again by itself; a worker must run it."""
     stage.another()
     result = stage.begin()
     os.kill(stage.begun()[0]["pid"], signal.SIGKILL)
@@ -77,9 +75,7 @@ def a_hard_time_limit(stage: Stage) -> Observed:
 
 @case("M9", "the lock ran out, a second run took over, the first ends", unfit=KEYLESS, locks=6)
 def an_end_that_comes_too_late(stage: Stage) -> Observed:
-    """The first run is frozen for longer than its lock lasts; when it ends, the second is still at
-    work.
-    """
+    """The first run is frozen for longer than its lock lasts; it ends while the second one runs."""
     stage.another()
     stage.begin()
     frozen = stage.begun()[0]["pid"]
@@ -103,7 +99,7 @@ def an_end_that_comes_too_late(stage: Stage) -> Observed:
 
 @case("C4", "a task that kills its own process, with `reject_on_worker_lost`")
 def a_crash_loop(stage: Stage) -> Observed:
-    """Somebody must tell its caller that it will never succeed."""
+    """Its caller must get an error, because it will never succeed."""
     stage.another()
     result = stage.tasks.dies.delay("a")
     last, runs = time.monotonic(), 0

@@ -1,5 +1,4 @@
-"""One adapter a package: how a task is declared unique by that package's own documentation, and
-nothing more.
+"""One adapter for each package: a task is unique as the package's own documentation shows.
 
 Each module has ``configure(app, locks, seconds)``, where *locks* is the URL of the Redis for locks
 and *seconds* how long they last (``None``: the package's default), and three sets of options for

@@ -1,6 +1,4 @@
-"""celery-heimdall, as in its README: ``HeimdallTask`` with ``unique``, and ``setup_redis`` to name
-a Redis.
-"""
+"""celery-heimdall, as in its README: ``HeimdallTask`` with ``unique``, and ``setup_redis``."""
 
 from typing import Any
 
@@ -10,12 +8,12 @@ from celery_heimdall import AlreadyQueuedError, HeimdallTask
 
 
 class Task(HeimdallTask):
-    """Locks are kept in the Redis for locks."""
+    """Its locks are in the Redis for locks."""
 
     abstract = True
 
     def setup_redis(self) -> redis.Redis:
-        """As its documentation says for a Redis that is not Celery's own."""
+        """As its documentation shows for a Redis that is not Celery's."""
         return redis.Redis.from_url(self.app.conf.redis_of_locks)
 
 

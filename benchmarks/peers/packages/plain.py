@@ -1,4 +1,4 @@
-"""Celery alone: it has no keys, so nothing keeps two calls apart."""
+"""Plain Celery: it has no keys, so duplicates always run."""
 
 from typing import Any
 
@@ -10,4 +10,4 @@ SKIPPING = UNIQUE
 
 
 def configure(app: Celery, locks: str, seconds: float | None) -> None:
-    """Nothing to be configured."""
+    """Nothing to configure."""

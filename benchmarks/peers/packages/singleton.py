@@ -1,5 +1,5 @@
-"""celery-singleton, as in its README: ``Singleton`` with ``unique_on``; its locks do not expire
-unless told to.
+"""celery-singleton, as in its README: ``Singleton`` with ``unique_on``; its locks never expire by
+default.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
-"""One module for each contender, imported in its environment only.
+"""One module for each contender, imported only in its environment.
 
-Those on Celery have ``OPTIONS`` for the task, ``configure(app)``, ``prepare()``, which makes
-tables, and ``run(task, key, seconds)``, which is the body of the task.
+Modules of contenders with Celery have ``OPTIONS`` for the task, ``configure(app)``, ``prepare()``,
+which creates tables, and ``run(task, key, seconds)``, the body of the task.
 """

@@ -1,6 +1,4 @@
-"""DBOS: a queue in PostgreSQL, where each job is a workflow of one step. Run as a program, this is
-one executor.
-"""
+"""DBOS: a queue in PostgreSQL; each job is a workflow of one step. As a program: one executor."""
 
 import sys
 import threading
@@ -16,9 +14,9 @@ from benchmarks.performance.body import work
 QUEUE = "jobs"
 VERSION = "1"
 POLL = 0.02
-"""Seconds between two looks of an executor at its queue; the default is 1."""
+"""The seconds between two polls of an executor; the default is 1."""
 AT_ONCE = 32
-"""Workflows that an executor runs at once."""
+"""How many workflows an executor runs at the same time."""
 
 
 def launch(executor: str) -> None:
@@ -48,13 +46,13 @@ def launch(executor: str) -> None:
 
 
 def prepare() -> None:
-    """Make the tables."""
+    """Create the tables."""
     launch("prepare")
     DBOS.destroy()
 
 
 class Publisher:
-    """The caller's side."""
+    """The publisher."""
 
     def __init__(self) -> None:
         self._client = DBOSClient(

@@ -1,6 +1,4 @@
-"""What the two contenders that are written by hand have in common: one table, and one connection
-for each process.
-"""
+"""Shared code of the two handwritten contenders: a table, and a connection for each process."""
 
 import psycopg
 
@@ -24,13 +22,13 @@ WHERE key = %s AND owner = %s AND state = 'running'"""
 
 
 def connected() -> psycopg.Connection:
-    """A connection that commits each statement by itself, and prepares it."""
+    """A connection with autocommit and prepared statements."""
     connection = psycopg.connect(settings.postgres_url(), autocommit=True)
     connection.prepare_threshold = 0
     return connection
 
 
 def prepare() -> None:
-    """Make the table."""
+    """Create the table."""
     with connected() as connection:
         connection.execute(TABLE)

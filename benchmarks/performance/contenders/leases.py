@@ -19,7 +19,7 @@ OPTIONS: dict[str, Any] = {"base": LeasedTask, "lease_key": "{key}"}
 
 
 def prepare() -> None:
-    """Make the tables, as an operator does."""
+    """Create the tables, as an operator does."""
     from benchmarks.performance.app import app
 
     app.start(["leases", "migrate"])

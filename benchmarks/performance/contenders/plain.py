@@ -1,4 +1,4 @@
-"""Celery alone."""
+"""Plain Celery."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ OPTIONS: dict[str, Any] = {}
 
 
 def prepare() -> None:
-    """There is nothing to be made."""
+    """Nothing to prepare."""
 
 
 def configure(app: Celery) -> None:
-    """There is nothing to be configured."""
+    """Nothing to configure."""
 
 
 def run(task: Any, key: str, seconds: float) -> object:

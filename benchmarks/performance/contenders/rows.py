@@ -1,6 +1,4 @@
-"""A lease in the row of its PostgreSQL record, written by hand and as tight as Python allows; it is
-never renewed.
-"""
+"""A handwritten lease in the row of its PostgreSQL record, as fast as possible; never renewed."""
 
 import os
 from typing import Any
@@ -32,14 +30,14 @@ class Process:
 
     @classmethod
     def of_this(cls) -> "Process":
-        """That of this process, made at its first task."""
+        """The connection of this process, opened at its first task."""
         if cls.current is None or cls.current.pid != os.getpid():
             cls.current = cls()
         return cls.current
 
 
 def configure(app: Celery) -> None:
-    """There is nothing to be configured."""
+    """Nothing to configure."""
 
 
 def run(task: Any, key: str, seconds: float) -> object:

@@ -1,8 +1,7 @@
-"""A Redis lease with an owner token and a PostgreSQL record, written by hand and as tight as Python
-allows.
+"""A handwritten Redis lease with an owner token and a PostgreSQL record, as fast as possible.
 
-One thread renews all leases of a process. Nothing is classified, counted, logged, or rescheduled: a
-key that is held is a retry of Celery's a second later.
+One thread renews all leases of a process. Nothing is classified, counted, logged or rescheduled. If
+a key is held, Celery retries the task after a second.
 """
 
 import os
@@ -64,7 +63,7 @@ class Process:
 
 
 def configure(app: Celery) -> None:
-    """There is nothing to be configured."""
+    """Nothing to configure."""
 
 
 def run(task: Any, key: str, seconds: float) -> object:

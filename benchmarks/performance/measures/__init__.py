@@ -1,3 +1,1 @@
-"""One module for each kind of measurement; each has ``measure(bench, quick)``, which gives a
-finding.
-"""
+"""One module for each measurement, with ``measure(bench, quick)``, which returns a finding."""

@@ -1,4 +1,4 @@
-"""How many connections one worker keeps to each server, by pool."""
+"""How many connections one worker has to each server, by pool."""
 
 from benchmarks.performance import roster
 from benchmarks.performance.bench import Bench, Running, Stage, keys
@@ -8,8 +8,8 @@ from benchmarks.performance.journal import ENDED
 
 POOLS = (("prefork", 2), ("threads", 20), ("gevent", 100))
 ENOUGH = 0.98
-"""A share of the tasks: with gevent, Celery itself loses a message now and then as its first
-connection breaks.
+"""The share of the tasks that must run: with gevent, Celery sometimes loses a message when its
+first connection breaks.
 """
 FULL = (POOLS, 1500)
 QUICK = (POOLS[-1:], 300)
@@ -17,9 +17,7 @@ QUICK = (POOLS[-1:], 300)
 
 
 def measure(bench: Bench, quick: bool) -> Finding:
-    """The most connections that were seen while the tasks ran, and as many bodies at once as the
-    pool allows.
-    """
+    """The maximal number of connections while the tasks ran, with all slots of the pool in use."""
     pools, tasks = QUICK if quick else FULL
     rows = [
         [

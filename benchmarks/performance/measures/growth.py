@@ -23,9 +23,7 @@ UNIQUE = {
 
 
 def measure(bench: Bench, quick: bool) -> Finding:
-    """First runs and replays in turns, in an empty database and in one that holds copies of a
-    finished row.
-    """
+    """First runs and replays in turns, in an empty database and in one with many finished rows."""
     number, rounds, tasks = QUICK if quick else FULL
     stage = bench.stage(CONTENDER)
     databases = {rows: bench.postgres.new_database() for rows in (0, number)}
@@ -78,7 +76,7 @@ def measure(bench: Bench, quick: bool) -> Finding:
 
 
 def _fill(stage: Stage, database: str, rows: int) -> None:
-    """Copy a finished row so many times, each under a key of its own."""
+    """Copy a finished row *rows* times, each with its own key."""
     table = CONTENDER.records
     finished = f"SELECT stored_key FROM {table} WHERE state = 'done' LIMIT 1"  # noqa: S608
     ((template,),) = stage.sql(finished, database)

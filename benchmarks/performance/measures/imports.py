@@ -1,6 +1,4 @@
-"""What ``import celery_leases`` costs, beside what a process that uses Celery on Redis imports
-anyway.
-"""
+"""The cost of ``import celery_leases`` in a process that already uses Celery with Redis."""
 
 import subprocess
 from collections import defaultdict
@@ -25,7 +23,7 @@ QUICK = 3
 
 
 def measure(bench: Bench, quick: bool) -> Finding:
-    """Each statement in a process of its own, in turns."""
+    """Each statement in its own process, in turns."""
     rounds = QUICK if quick else FULL
     python = interpreter(roster.LEASES.environment)
     made: dict[str, list[float]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""How long an idle worker takes from publishing until a task is done: body, records, and locks."""
+"""The time from publishing until an idle worker has done a task: body, records and locks."""
 
 import random
 import time
@@ -47,7 +47,7 @@ def measure(bench: Bench, quick: bool) -> Finding:
 def _turn(one: Running, tasks: int) -> list[float]:
     """Milliseconds of each task."""
     one.worker.resume()
-    names = keys(tasks + 1)  # the first one wakes everything up
+    names = keys(tasks + 1)  # the first one is a warm-up
     began = {}
     for number, name in enumerate(names, len(one.journal) + 1):
         began[name] = one.caller.publish([name])["began"]

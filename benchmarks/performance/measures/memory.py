@@ -1,4 +1,4 @@
-"""How much memory the processes of a worker take once they have run some tasks."""
+"""The memory of a worker's processes after they have run some tasks."""
 
 from collections import defaultdict
 
@@ -14,7 +14,7 @@ QUICK = ((roster.PLAIN, roster.LEASES_DATABASE, roster.LEASES), 1, 100)
 
 
 def measure(bench: Bench, quick: bool) -> Finding:
-    """One worker at a time: what two of them share would count as a half in each."""
+    """One worker at a time, because pages that two of them share would count half in each."""
     contenders, workers, tasks = QUICK if quick else FULL
     mains: dict[Contender, list[float]] = defaultdict(list)
     children: dict[Contender, list[float]] = defaultdict(list)

@@ -1,6 +1,4 @@
-"""Calls that run one after the other: how long all of them take, and how long the key is free while
-others wait.
-"""
+"""Calls that run one after the other: the time of all, and how long the key is free in between."""
 
 from benchmarks.performance import roster
 from benchmarks.performance.bench import Bench, NotDone, Running

@@ -1,4 +1,4 @@
-"""What it costs to hold many leases in one process, and how late they are renewed."""
+"""The cost of many leases in one process, and how late they are renewed."""
 
 import json
 import subprocess
@@ -12,9 +12,7 @@ from benchmarks.performance.findings import Finding
 
 FULL = (1000, 5.0, 30.0)
 QUICK = (200, 2.0, 6.0)
-"""Leases, the seconds within which all of them begin, and the seconds for which they are
-watched.
-"""
+"""Leases, the seconds within which all are acquired, and the seconds of the measurement."""
 
 
 def measure(bench: Bench, quick: bool) -> Finding:

@@ -1,4 +1,4 @@
-"""What a duplicate of finished work costs a worker, beside a plain task that runs again."""
+"""The cost of a duplicate of finished work, compared with a plain task that runs again."""
 
 from collections import defaultdict
 
@@ -17,7 +17,7 @@ QUICK = (2, 100)
 
 
 def measure(bench: Bench, quick: bool) -> Finding:
-    """Each turn runs its keys once, and is measured when they are called again."""
+    """Each turn first runs its keys, and then measures their duplicates."""
     rounds, tasks = QUICK if quick else FULL
     made: dict[Contender, list[Turn]] = defaultdict(list)
     with bench.running(CONTENDERS, notes=ANSWERED) as running:

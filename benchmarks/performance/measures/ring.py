@@ -1,6 +1,4 @@
-"""What a task costs a pool child: processes that take turns every few tasks, without workers and a
-broker.
-"""
+"""The cost of a task in a pool child: processes in turns of a few tasks, without a broker."""
 
 from collections import defaultdict
 from contextlib import ExitStack
@@ -20,7 +18,7 @@ WARM_UP = 64
 
 @dataclass(frozen=True)
 class Runner:
-    """One of the ring: first runs of a contender, or replays of one key."""
+    """One process of the ring: first runs of a contender, or replays of one key."""
 
     contender: Contender
     caller: Caller
@@ -28,12 +26,12 @@ class Runner:
 
     @property
     def name(self) -> str:
-        """Its name among the facts."""
+        """Its name in the facts."""
         return f"{self.contender.name} replay" if self.replayed else self.contender.name
 
     @property
     def title(self) -> str:
-        """Its row."""
+        """The title of its row."""
         return f"{self.contender.heading}: a replay" if self.replayed else self.contender.heading
 
     def keys(self, number: int) -> list[str]:
@@ -42,7 +40,7 @@ class Runner:
 
 
 def measure(bench: Bench, quick: bool) -> Finding:
-    """Everything on Celery, and replays where there are some."""
+    """All contenders that use Celery, and the replays of those that have them."""
     rounds, tasks = QUICK if quick else FULL
     cpu: dict[str, list[float]] = defaultdict(list)
     wall: dict[str, list[float]] = defaultdict(list)

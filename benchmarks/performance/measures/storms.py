@@ -1,6 +1,4 @@
-"""Many calls of one key that is held: when they are answered, and whether other tasks of the queue
-run meanwhile.
-"""
+"""Many calls of one held key: when they get their answer, and whether other tasks run meanwhile."""
 
 import time
 
@@ -15,8 +13,8 @@ from celery_leases.testing.waits import wait_until
 COPIES = 50
 FULL = (12.0, 5000, 20)
 QUICK = (2.0, 300, 3)
-"""Seconds of the body that many copies wait for; calls of a held key, and calls of another task
-meanwhile.
+"""The seconds of the body that many calls wait for; the number of calls of a held key, and of calls
+of another task meanwhile.
 """
 PATIENCE = 90.0
 EVERY = 1.0
@@ -58,9 +56,7 @@ def measure(bench: Bench, quick: bool) -> Finding:
 
 
 def _storm(one: Running, body: float) -> tuple[float, int, int, float]:
-    """Seconds from the end of the body to the last answer, what was rescheduled, messages, and CPU
-    in seconds.
-    """
+    """Seconds from the end of the body to the last answer; reschedules, messages, CPU seconds."""
     (key,) = keys(1)
     start, pids = len(one.journal), one.worker.pids()
     cpu, published = machine.cpu(pids), one.stage.bench.messages()
@@ -78,8 +74,8 @@ def _storm(one: Running, body: float) -> tuple[float, int, int, float]:
 
 
 def _crowd(one: Running, calls: int, others: int) -> list[float]:
-    """For how many seconds each call of another task waited, while a key was held that *calls*
-    others want.
+    """How many seconds each call of another task waited while *calls* calls waited for a held
+    key.
     """
     (key,) = keys(1)
     start = len(one.journal)

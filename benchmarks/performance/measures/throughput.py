@@ -1,6 +1,4 @@
-"""How many tasks a worker runs in a second while messages wait, and what they cost, for bodies of
-three lengths.
-"""
+"""Tasks per second of a worker with waiting messages, and their cost, for three body lengths."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,7 +14,7 @@ from benchmarks.performance.roster import Contender
 
 @dataclass(frozen=True)
 class Load:
-    """Bodies of so many seconds; *tasks* of them in each turn."""
+    """The length of the bodies in seconds, and how many *tasks* each turn has."""
 
     title: str
     seconds: float
@@ -32,7 +30,7 @@ Turns = Mapping[Contender, Sequence[Turn]]
 
 
 def measure(bench: Bench, quick: bool) -> Finding:
-    """All contenders, with all their workers there and one of them running at a time."""
+    """All contenders: all workers are started, and one of them runs at a time."""
     loads = QUICK if quick else FULL
     with bench.running(roster.ALL) as running:
         measured = [(load, _measured(running, load)) for load in loads]

@@ -1,6 +1,4 @@
-"""What a first run and a replay write and ask: WAL, transaction ids, row locks, and round trips to
-Redis.
-"""
+"""The WAL, transaction ids, row locks and round trips to Redis of a first run and of a replay."""
 
 from dataclasses import dataclass, fields
 
@@ -19,7 +17,7 @@ WARM_UP = 64
 
 @dataclass(frozen=True)
 class Writes:
-    """What the servers did for one task: bytes, transaction ids, rows, and round trips."""
+    """The work of the servers for one task: bytes, transaction ids, rows and round trips."""
 
     wal: float
     xids: float
@@ -28,7 +26,7 @@ class Writes:
 
 
 def measure(bench: Bench, quick: bool) -> Finding:
-    """Tasks one after the other in one process, then the same keys by other calls."""
+    """Tasks one after the other in one process, then other calls of the same keys."""
     tasks = QUICK if quick else FULL
     rows = [["per task", "WAL, bytes", "transaction ids", "rows locked", "Redis round trips"]]
     facts: dict[str, Figure] = {}
@@ -84,6 +82,6 @@ def _counters(stage: Stage) -> tuple[int, int]:
 
 
 def _lockers(stage: Stage) -> dict[str, str]:
-    """The transaction that locked each version of a row last."""
+    """The transaction that last locked each version of a row."""
     versions = f"SELECT ctid::text || ' ' || xmin::text, xmax::text FROM {stage.contender.records}"  # noqa: S608
     return dict(stage.sql(versions))
