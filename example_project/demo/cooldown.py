@@ -152,7 +152,7 @@ class Demo(Story[PaidStage]):
     def _a_button_pressed_again_and_again(self) -> None:
         self._begin(
             BUTTON,
-            "A document is submitted, its model is rate limited, and its reader presses the button again",
+            "A document is submitted, its model is rate limited, and pressed again and again",
         )
         self.narrator.say(
             "demo", f"{WEBS[LEASES]} has a button with leases, {WEBS[PLAIN]} one with plain Celery"

@@ -171,7 +171,7 @@ def is_taken_over(page: Page) -> None:
 
 
 def is_decided_by_a_person(page: Page) -> None:
-    """Who sees what the provider's books have."""
+    """The person sees what the provider has charged."""
     page.browser.click("#tells")
     page.trouble("timeout")
     number = page.submit()
@@ -180,7 +180,7 @@ def is_decided_by_a_person(page: Page) -> None:
     page.press(number, "charged")
     page.says(number, "Done")
     page.says(number, "paid once")
-    page.shows("#log", f"Document {number}: a person has looked, it was charged")
+    page.shows("#log", f"Document {number}: a person decided that it was charged")
 
 
 def can_be_read_by_all(browser: Browser) -> None:

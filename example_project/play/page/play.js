@@ -125,7 +125,7 @@ function why(leases) {
 
 function ran(plain) {
   const parts = [];
-  if (plain.open) parts.push(`${plain.open} waiting or running`);
+  if (plain.open) parts.push(`${plain.open} pending`);
   if (plain.finished) parts.push(`${plain.finished} with a result`);
   if (plain.failed) parts.push(`${plain.failed} failed`);
   return parts.join(", ");
