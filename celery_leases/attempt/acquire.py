@@ -301,7 +301,7 @@ class Entry:
             ttl=options.ttl,
             holder=self.context.host,
             fingerprint=key.fingerprint,
-            digests=key.stored_digests,
+            digests=key.digests,
             rerun=options.rerun,
             prior=call.prior,
             retries=call.retries,

@@ -56,13 +56,6 @@ class CallKey:
         """The key for logs, events and messages, in at most 255 characters."""
         return bounded(self.key)
 
-    @property
-    def stored_digests(self) -> Mapping[str, str] | None:
-        """The digests as a record stores them: none for a single argument, because that one
-        differs whenever the fingerprints do.
-        """
-        return self.digests if self.digests is not None and len(self.digests) > 1 else None
-
 
 class Parameters(inspect.Signature):
     """The signature of a task's body, which computes once what binding a plain call needs."""

@@ -51,9 +51,6 @@ def dump(record: Record, *, failed: bool = False) -> str | None:
     :data:`SAME_AS_FINISHED_AT`.
     """
     values = _values(record)
-    if values == _DEFAULTS and record.fingerprint is not None and _is_first(record, failed=failed):
-        # The document of most new rows, written in a fraction of the time.
-        return f'{{"print":{_quoted(_packed(record.fingerprint))}}}'
     named = zip(_SHORT, _DEFAULTS, values, strict=True)
     found: dict[str, Any] = {short: value for short, default, value in named if value != default}
     if record.fingerprint is not None:
@@ -68,10 +65,6 @@ def dump(record: Record, *, failed: bool = False) -> str | None:
     if failed:
         found["failed_at"] = SAME_AS_FINISHED_AT
     return _encode(found) if found else None
-
-
-def _is_first(record: Record, *, failed: bool) -> bool:
-    return not (failed or record.previous or record.history or record.traceback is not None)
 
 
 def load(text: str | None, finished_at: int | None) -> tuple[dict[str, Any], str | None]:
@@ -229,5 +222,4 @@ _READ: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
 }
 _NOT_NEEDED: Final = {"digests", "previous", "unrun", "history", "traceback"}
 """Fields without which every decision can still be made."""
-_quoted: Final = json.encoder.encode_basestring_ascii
 _encode: Final = json.JSONEncoder(separators=(",", ":"), default=dict).encode

@@ -100,7 +100,7 @@ def enqueued(
         started_at=now,
         now=now,
         fingerprint=key.fingerprint,
-        digests=key.stored_digests,
+        digests=key.digests,
         retention=retention,
         message=message,
     )
@@ -144,7 +144,7 @@ def reassigned(
         retries=0,
         resumes=False,
         fingerprint=key.fingerprint,
-        digests=key.stored_digests,
+        digests=key.digests,
         message=message,
         started_at=row.now,
         lease_ttl=ttl,

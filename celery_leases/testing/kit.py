@@ -386,7 +386,7 @@ class LeaseKit:
             span,
             "another-host/1",
             fingerprint=key.fingerprint,
-            digests=key.stored_digests,
+            digests=key.digests,
             rerun=options.rerun,
             database="" if parts.leases.in_records else parts.records.identity(),
         )
