@@ -56,7 +56,7 @@ def measure(ttl: float, pool: str, what: str) -> list[float]:
 
     from celery_leases import LeasedTask
     from celery_leases.concurrency import os_threads
-    from celery_leases.worker.app_components import parts_of
+    from celery_leases.worker.app_components import components_of
 
     app = Celery("renewal", broker="memory://", backend="cache+memory://")
     app.conf.update(leases_url="database", leases_eager_stores=True)
@@ -69,8 +69,8 @@ def measure(ttl: float, pool: str, what: str) -> list[float]:
         while time.monotonic() < over:
             busy()
 
-    parts = parts_of(app, eager=True)
-    leases = parts.renewer._keeping.leases  # noqa: SLF001
+    components = components_of(app, eager=True)
+    leases = components.renewer._renewal_context.leases  # noqa: SLF001
     renew = leases.renew
     late: list[float] = []
 
@@ -78,7 +78,7 @@ def measure(ttl: float, pool: str, what: str) -> list[float]:
         now = os_threads.boot_clock()
         late.extend(
             1000 * (now - held_lease.due)
-            for held_lease in list(parts.renewer._held_leases.values())  # noqa: SLF001
+            for held_lease in list(components.renewer._held_leases.values())  # noqa: SLF001
         )
         return renew(renewals)
 

@@ -94,8 +94,8 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from celery_leases.stores.sql.records import SqlRecordStore
-    from celery_leases.worker.app_components import AppParts
-    from celery_leases.worker.outbox import Round
+    from celery_leases.worker.app_components import AppComponents
+    from celery_leases.worker.outbox import RelayResult
 
 LOOK_THROUGH = 10_000
 """Records that are read for one page, at most."""
@@ -119,7 +119,7 @@ class LeaseClient:
     manager.
     """
 
-    _parts: AppParts | None = None
+    _components: AppComponents | None = None
     _wall_time: Callable[[], float] = staticmethod(time.time)
 
     def __init__(
@@ -151,12 +151,12 @@ class LeaseClient:
         """
         from celery_leases.worker import app_components
 
-        parts = app_components.parts_of(app, eager=eager)
-        if parts.client is None:
-            client = cls.on(parts.leases, parts.records)
-            client._parts, client._wall_time = parts, parts.context.wall_time  # noqa: SLF001 - as in a constructor
-            parts.client = client
-        found: LeaseClient = parts.client
+        components = app_components.components_of(app, eager=eager)
+        if components.client is None:
+            client = cls.on(components.leases, components.records)
+            client._components, client._wall_time = components, components.context.wall_time  # noqa: SLF001 - as in a constructor
+            components.client = client
+        found: LeaseClient = components.client
         return found
 
     @classmethod
@@ -169,7 +169,7 @@ class LeaseClient:
 
     def close(self) -> None:
         """Close the connections, unless they are those of an app. A later call opens new ones."""
-        if self._parts is None:
+        if self._components is None:
             self._records.database.close()
             self._leases.close()
 
@@ -181,7 +181,7 @@ class LeaseClient:
         """Close the client."""
         self.close()
 
-    def relay(self, limit: int = 100) -> Round:
+    def relay(self, limit: int = 100) -> RelayResult:
         """Publish at most *limit* enqueued messages that are due, because their own process died
         after the commit.
 
@@ -195,7 +195,7 @@ class LeaseClient:
 
         return outbox.relay(self._app("relay"), limit)
 
-    def rescue(self, *, older: Duration = "15m", limit: int = 100) -> Round:
+    def rescue(self, *, older: Duration = "15m", limit: int = 100) -> RelayResult:
         """Publish again the stored messages of records that no worker runs, and that have not
         changed for *older*.
 
@@ -206,11 +206,11 @@ class LeaseClient:
         return outbox.rescue(self._app("rescue"), older=seconds(older, "older"), limit=limit)
 
     def _app(self, what: str) -> Celery:
-        if self._parts is None:
+        if self._components is None:
             raise LeaseConfigurationError(
                 f"{what}() needs the Celery app: use LeaseClient.from_app(app)"
             )
-        return self._parts.app
+        return self._components.app
 
     def status(
         self,
@@ -474,7 +474,9 @@ class LeaseClient:
         was ever counted, and ``leases_metrics`` is not set.
         """
         counts = open_metrics(self._records).read()
-        if not counts.begun and not (self._parts is not None and self._parts.settings.metrics):
+        if not counts.begun and not (
+            self._components is not None and self._components.settings.metrics
+        ):
             return None
         found: Counter[str] = Counter()
         dropped: Counter[str] = Counter()

@@ -56,7 +56,7 @@ class BootClock:
 
 
 @dataclass(eq=False)
-class Parts:
+class Components:
     """The components of one app in one process: ``renewer`` renews its leases, ``execution`` runs
     its calls, ``marks`` notes the copies of calls and whether callbacks are sent.
     """
@@ -95,7 +95,7 @@ def build(
     *,
     clock: Clock | None = None,
     renewed_by: type[Renewer] = Renewer,
-) -> Parts:
+) -> Components:
     """Create the components; connections are opened on first use.
 
     *shortest_ttl* is that of the app's tasks. *stopping* returns whether the process is shutting
@@ -104,7 +104,9 @@ def build(
     wait = connection_timeout(shortest_ttl)
     # The thread that renews has connections of its own, and so have bodies that call Redis. Both
     # count towards leases_pool_size.
-    records = open_records(settings, settings.pool_size - (2 if os_threads.green() else 1), wait)
+    records = open_records(
+        settings, settings.pool_size - (2 if os_threads.uses_greenlets() else 1), wait
+    )
     leases = lease_store(settings, records, settings.pool_size - 2, wait)
     clock = clock or BootClock()
     within = call_timeout(shortest_ttl)
@@ -116,7 +118,9 @@ def build(
     renewal_leases = _bounded(leases, renewal_records, within, wait)
     body_leases = _bounded(leases, records, within, wait)
     # The thread that purges is a system thread too.
-    purge_records = open_records(settings, 1) if os_threads.green() and not in_memory else records
+    purge_records = (
+        open_records(settings, 1) if os_threads.uses_greenlets() and not in_memory else records
+    )
     counting: Counting | None = None
     if settings.metrics and not in_memory:
         observer = counting = _counting(observer, purge_records)
@@ -136,7 +140,7 @@ def build(
         (leases, purge_records),
     ]
     execution = Execution(context, renewer)
-    return Parts(
+    return Components(
         settings, leases, records, effects, leases, renewer, context, execution, counting, opened
     )
 

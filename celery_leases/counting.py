@@ -99,7 +99,7 @@ class Counting:
         if not self._started:
             self._start()
         elif len(self._events) > QUEUE_MAX:
-            self._wakeup.ring()
+            self._wakeup.notify()
         kind = type(event)
         failed = getattr(event, "failure", None) is not None
         if failed or kind not in _ON_DEMAND or self._inner.wants(kind):
@@ -158,7 +158,7 @@ class Counting:
             if not self._started:
                 return
             self._closing = True
-        self._wakeup.ring()
+        self._wakeup.notify()
         self._ended.wait(EXIT_TIMEOUT)
 
     def _begin(self, tally: Tally) -> None:
@@ -207,7 +207,7 @@ class Counting:
             if closing:
                 with self._thread_lock:
                     self._closing = self._started = False
-                self._ended.ring()
+                self._ended.notify()
                 return
             self._wakeup.wait(WRITE_EVERY)
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from celery_leases.attempt.effect_arguments import EffectReply, calls_of
-from celery_leases.attempt.effects import MOVED_ON
+from celery_leases.attempt.effect_arguments import EffectReply, checked_arguments
+from celery_leases.attempt.effects import RECORD_CHANGED
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.lease_services import Steps, UserTransaction
+from celery_leases.attempt.lease_services import LeaseServices, UserTransaction
 from celery_leases.attempt.unleased import Unleased
 from celery_leases.common import durations
 from celery_leases.errors import (
@@ -52,11 +52,15 @@ class Lease:
     """
 
     def __init__(
-        self, held_lease: HeldLease, record: Record, steps: Callable[[], Steps], process: int
+        self,
+        held_lease: HeldLease,
+        record: Record,
+        services: Callable[[], LeaseServices],
+        process: int,
     ) -> None:
         self._held_lease = held_lease
         self._record = record
-        self._make_steps = steps
+        self._make_services = services
         self._progress = (
             saved.load(record.progress, record.generation)
             if record.progress is not None
@@ -73,15 +77,15 @@ class Lease:
         held_lease.confirm = self._confirm
 
     @property
-    def _steps(self) -> Steps:
+    def _services(self) -> LeaseServices:
         """What the methods of this lease use; created on first use, and shared by the threads of a
         body.
         """
-        made: Steps | None = self.__dict__.get("_made_steps")
+        made: LeaseServices | None = self.__dict__.get("_made_services")
         return (
             made
             if made is not None
-            else self.__dict__.setdefault("_made_steps", self._make_steps())
+            else self.__dict__.setdefault("_made_services", self._make_services())
         )
 
     @property
@@ -129,8 +133,8 @@ class Lease:
         self._refuse_forked("extend()")
         span = durations.seconds(seconds, "extend(): seconds")
         self._refuse_guarded("extend()")
-        with self._steps.closed():
-            self._steps.renewer.extend(self._held_lease, span)
+        with self._services.interrupts_deferred():
+            self._services.renewer.extend(self._held_lease, span)
 
     # -- effects -----------------------------------------------------------------------------------
 
@@ -168,8 +172,8 @@ class Lease:
         """
         self._refuse_forked("effect()")
         self._refuse_guarded("effect()")
-        return self._steps.effects.perform(
-            name, calls_of(call, reference, verify, verify_after, uncertain)
+        return self._services.effects.perform(
+            name, checked_arguments(call, reference, verify, verify_after, uncertain)
         )
 
     # -- progress ----------------------------------------------------------------------------------
@@ -192,7 +196,7 @@ class Lease:
         self._refuse_forked("save_progress()")
         self._refuse_guarded("save_progress()")
         self._save(replace(self._progress, value=saved.checked(value, self.key)))
-        self._steps.renewer.extend(self._held_lease, self._held_lease.claim_request.ttl)
+        self._services.renewer.extend(self._held_lease, self._held_lease.claim_request.ttl)
 
     def each(
         self, items: Iterable[T], *, name: str = "items", every: int | None = None
@@ -251,7 +255,7 @@ class Lease:
             if due:
                 self._save_loop()
                 last = number + 1
-        if self._held_lease.work.has_unsaved:
+        if self._held_lease.body_state.has_unsaved_progress:
             self._save_loop()
 
     def _save_loop(self) -> None:
@@ -259,25 +263,27 @@ class Lease:
         self._save(self._progress)
         # With lease_renew=False, or after lease_max_hold, only saved progress extends the lease.
         if not self._held_lease.renewable(self._held_lease.now()):
-            self._steps.renewer.extend(self._held_lease, self._held_lease.claim_request.ttl)
+            self._services.renewer.extend(self._held_lease, self._held_lease.claim_request.ttl)
 
     def _advance(self, name: str, finished: int) -> None:
         self._progress = replace(
             self._progress, positions={**self._progress.positions, name: finished}
         )
-        self._held_lease.work.leave_unsaved(
+        self._held_lease.body_state.set_unsaved_progress(
             partial(saved.dump, self._progress, self._record.generation)
         )
 
     def _save(self, now: saved.Progress) -> None:
         self.check()
         text = saved.dump(now, self._record.generation)
-        with self._steps.closed():
-            if not self._steps.store.save_progress(self._record, text):
-                raise LeaseLost(f"{self.key}: the lease is lost: {MOVED_ON}", self.key, MOVED_ON)
+        with self._services.interrupts_deferred():
+            if not self._services.store.save_progress(self._record, text):
+                raise LeaseLost(
+                    f"{self.key}: the lease is lost: {RECORD_CHANGED}", self.key, RECORD_CHANGED
+                )
             self._progress, self._saved_at = now, self._held_lease.now()
-            self._held_lease.work.leave_unsaved(None)
-            self._held_lease.work.progressed = True
+            self._held_lease.body_state.set_unsaved_progress(None)
+            self._held_lease.body_state.progressed = True
 
     # -- the caller's own transaction --------------------------------------------------------------
 
@@ -300,20 +306,20 @@ class Lease:
         """
         self._refuse_forked("complete()")
         text = saved.checked(result, self.key, "complete()")
-        made = self._steps.transaction(session_or_connection)
+        made = self._services.transaction(session_or_connection)
         if made is None:  # an eager call with records in memory is completed when the body returns
             self.check()
             return decode(text)
         transaction = self._joined("complete()", made, session_or_connection)
-        with self._steps.closed():
-            if self._held_lease.work.completing and transaction.has_completed(self._record):
+        with self._services.interrupts_deferred():
+            if self._held_lease.body_state.completing and transaction.has_completed(self._record):
                 raise AlreadyCompleted(
                     f"{self.key}: complete() was called before in this attempt", self.key
                 )
             self.check()
-            outcome = self._steps.outcome(result)
+            outcome = self._services.outcome(result)
             self._lock(transaction, lambda: transaction.complete(self._record, outcome))
-            self._held_lease.work.completing = True
+            self._held_lease.body_state.completing = True
         return decode(text)
 
     def guard(self, session_or_connection: Any) -> None:
@@ -327,35 +333,35 @@ class Lease:
         """
         self._refuse_forked("guard()")
         self.check()
-        made = self._steps.transaction(session_or_connection)
+        made = self._services.transaction(session_or_connection)
         if made is None:
             return
         transaction = self._joined("guard()", made, session_or_connection)
-        with self._steps.closed():
-            if self._held_lease.work.completing and transaction.has_completed(self._record):
+        with self._services.interrupts_deferred():
+            if self._held_lease.body_state.completing and transaction.has_completed(self._record):
                 return  # this transaction has written the done record, so it has locked the row
             self._lock(transaction, lambda: transaction.guard(self._record))
 
     def _lock(self, transaction: UserTransaction, lock: Callable[[], None]) -> None:
-        with self._held_lease.work.locking(transaction):
-            self._steps.renewer.make_way(self._held_lease)
+        with self._held_lease.body_state.locking(transaction):
+            self._services.renewer.wait_for_renewal(self._held_lease)
             sent = self._held_lease.now()
             lock()
         if self._record.lease_until is not None:  # the row is the lease
-            self._steps.renewer.locked(self._held_lease, sent)
+            self._services.renewer.row_locked(self._held_lease, sent)
 
     def _confirm(self) -> None:
-        with self._steps.closed():
-            self._steps.renewer.confirm(self._held_lease)
+        with self._services.interrupts_deferred():
+            self._services.renewer.confirm(self._held_lease)
 
     def _joined(self, what: str, transaction: UserTransaction, given: Any) -> UserTransaction:
-        if self._held_lease.work.guarded_elsewhere(given):
+        if self._held_lease.body_state.locked_by_another(given):
             other = "another transaction of complete() or guard()"
             raise GuardOpen(
                 f"{self.key}: {what} while {other} is open; end that transaction first", self.key
             )
         transaction.join(self.key)
-        self._held_lease.work.join(transaction)
+        self._held_lease.body_state.join(transaction)
         return transaction
 
     def _refuse_forked(self, what: str) -> None:
@@ -365,13 +371,15 @@ class Lease:
             )
 
     def _refuse_guarded(self, what: str) -> None:
-        if self._held_lease.work.is_locked():
+        if self._held_lease.body_state.holds_row_lock():
             message = (
                 f"{self.key}: {what} while the transaction of complete() or guard() is open; "
                 "end that transaction first"
             )
             raise GuardOpen(message, self.key)
-        if self._held_lease.work.completing and self._steps.renewer.has_completed(self._held_lease):
+        if self._held_lease.body_state.completing and self._services.renewer.has_completed(
+            self._held_lease
+        ):
             raise AlreadyCompleted(
                 f"{self.key}: {what} after complete() was committed; call {what} before complete()",
                 self.key,

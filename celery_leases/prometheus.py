@@ -75,9 +75,9 @@ class LeaseCollector(Collector):
         count_every: float = COUNT_EVERY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        parts = app_components.parts_of(app, eager=False)
+        components = app_components.components_of(app, eager=False)
         self._client = LeaseClient.from_app(app, eager=False)
-        self._metrics = open_metrics(parts.records)
+        self._metrics = open_metrics(components.records)
         self._count_every = count_every
         self._clock = clock
         self._lock = threading.Lock()

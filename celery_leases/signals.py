@@ -177,7 +177,7 @@ class Announcer:
         self._queued: deque[Event] = deque(maxlen=10_000)
         self._wakeup = os_threads.Wakeup()
         self._started = False
-        self._green = os_threads.green()
+        self._green = os_threads.uses_greenlets()
         self._hub: Callable[[greenlets.Call], None] | None = None
 
     def observe(self, event: Event) -> None:
@@ -211,14 +211,14 @@ class Announcer:
     def _find_hub(self) -> None:
         """Store the hub of the calling task, for the events of renewals, which come later."""
         if self._green and self._hub is None:
-            self._hub = greenlets.hub_caller()
+            self._hub = greenlets.hub_scheduler()
 
     def _queue(self, event: Event) -> None:
         self._queued.append(event)
         if not self._started:
             self._started = True
             os_threads.start_thread(self._send_queued)
-        self._wakeup.ring()
+        self._wakeup.notify()
 
     def _send_queued(self) -> None:
         while True:

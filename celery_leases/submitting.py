@@ -63,7 +63,7 @@ def submit(
     status, sent = look()
     if status.state in (State.FAILED, State.UNCERTAIN):
         return sent
-    if outbox.is_wanted(task, given, named) and sent.accepted:
+    if outbox.must_be_published(task, given, named) and sent.accepted:
         try:
             if session is not None:
                 task.apply_async_in(session, given, named, **options)

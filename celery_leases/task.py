@@ -137,7 +137,7 @@ class LeasedMixin:
             with leased(UNLEASED):
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
         state.running = True
-        return delivery(self, request, args, kwargs, self._run_body).take()
+        return delivery(self, request, args, kwargs, self._run_body).handle()
 
     def _run_body(self, request: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run the body as Celery does: by the ``__call__`` of the next class, if that is not

@@ -31,7 +31,7 @@ def _patience() -> None:
     """A test that acquires a lease itself must not leave the patience of its call to the tests
     after it.
     """
-    resource_pool.patience.set(None)
+    resource_pool.max_wait.set(None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,6 +1,6 @@
-"""From a delivery to a claimed record: look, acquire, claim.
+"""Acquires the lease of a key, then claims its record.
 
-The result is a claimed attempt, or the reason why the call does not run now.
+The result is a claimed attempt, or a verdict: the reason why the call does not run now.
 """
 
 from __future__ import annotations
@@ -47,37 +47,40 @@ from celery_leases.protocol.verdicts import (
 )
 
 SHORT_PAUSE = 1.0
-PEEK = 0.05
-PEEKS = 20
+READ_PAUSE = 0.05
+"""Seconds between two tries while another call reads the record."""
+READ_PAUSES = 20
 
 
-class Away(Exception):
-    """A store did not answer and a row may be open; ``again`` is the answer to the delivery."""
+class RowMayBeOpen(Exception):
+    """A store did not answer, so the record may still say ``running`` under this attempt's token;
+    ``answer`` is how the delivery ends.
+    """
 
-    def __init__(self, again: Reschedule) -> None:
-        super().__init__(again.reason)
-        self.again = again
+    def __init__(self, answer: Reschedule) -> None:
+        super().__init__(answer.reason)
+        self.answer = answer
 
 
 @value_class(frozen=True, slots=True)
 class ClaimedAttempt:
-    """The attempt has the key: its lease, and its claimed record."""
+    """An attempt that may run its body: its lease, and its claimed record."""
 
     held_lease: HeldLease
     record: Record
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Acquires keys on the stores of *context*."""
+class Acquirer:
+    """Acquires keys in the stores of *context*."""
 
     context: Context
 
-    def enter(self, call: Call) -> ClaimedAttempt | Verdict:
-        """Claim the key of *call*, or return how its delivery ends.
+    def acquire(self, call: Call) -> ClaimedAttempt | Verdict:
+        """Acquire the lease and claim the record of *call*, or return how its delivery ends.
 
-        Raises :class:`Away`, :class:`StoreUnavailable` and :class:`LeaseStoreMismatch`: the
-        delivery must be rescheduled.
+        Raises :class:`RowMayBeOpen`, :class:`StoreUnavailable` and :class:`LeaseStoreMismatch`:
+        after each of these the delivery must be rescheduled.
         """
         if call.repeat:
             verdict = self.decide(call, self.context.records.read(call.key.stored))
@@ -85,14 +88,14 @@ class Entry:
                 return verdict
         began = self.context.clock.now()
         while True:
-            entered = self._try_to_enter(call, self.context.clock.now() - began)
-            if not isinstance(entered, Wait):
-                return entered
+            result = self._acquire_once(call, self.context.clock.now() - began)
+            if not isinstance(result, Wait):
+                return result
             if self.context.stopping():
                 return Reschedule(waiting.SHORTEST_DELAY, "the worker is stopping")
-            self.context.clock.sleep(entered.delay)
+            self.context.clock.sleep(result.delay)
 
-    def _try_to_enter(self, call: Call, waited: float) -> ClaimedAttempt | Verdict:
+    def _acquire_once(self, call: Call, waited: float) -> ClaimedAttempt | Verdict:
         claim_request = self._claim_request(call)
         sent = self.context.clock.now()
         answer = self._acquire(claim_request)
@@ -100,20 +103,20 @@ class Entry:
             verdict = self.decide(call, self.context.records.read(claim_request.stored_key), waited)
             if not isinstance(verdict, Run):
                 return verdict
-            # The record decides, and says that there is nothing to wait for.
+            # The record decides: by the record, the key no longer cools down.
             self.context.leases.end_cooldown(claim_request.stored_key)
             sent = self.context.clock.now()
             answer = self._acquire(claim_request)
         match answer:
             case Held(holder):
-                return self._held(call, holder, waited)
+                return self._key_is_held(call, holder, waited)
             case BlockedByGate():
-                return self._shut(call, answer, waited)
+                return self._blocked_by_gate(call, answer, waited)
             case Acquired():
                 return self._acquired(call, claim_request, sent, answer, waited)
             case _:
                 return Reschedule(
-                    SHORT_PAUSE + self.context.rand(), "the key began to cool down again just now"
+                    SHORT_PAUSE + self.context.rand(), "another cooldown of the key has just begun"
                 )
 
     def _acquired(
@@ -124,33 +127,42 @@ class Entry:
             claim_request, sent, self.context.clock, renew=options.renew, max_hold=options.max_hold
         )
         held_lease.probe = claim_request.group if answer.probe else None
-        resource_pool.patience.set(held_lease.patience)
+        resource_pool.max_wait.set(held_lease.connection_wait)
         try:
             if not held_lease.held:
                 raise StoreUnavailable(
                     f"{self.context.leases.name}: the lease was granted too late to be useful", True
                 )
-            entered = self._claim(call, held_lease, sent, waited)
+            result = self._claim(call, held_lease, sent, waited)
         except (StoreUnavailable, LeaseStoreMismatch, KeyUnusable):
-            self.give_back(held_lease)
+            self.release(held_lease)
             raise
-        except Away:
-            # The lease protects a row that may be open; the probe's slot protects nothing.
+        except RowMayBeOpen:
+            # The lease is not released, because it protects the row that may be open. The probe's
+            # slot protects nothing.
             with suppress(StoreUnavailable):
                 if claim_request.group is not None:
                     self.context.gates.release_probe(claim_request.group, claim_request.token)
             raise
-        if not isinstance(entered, ClaimedAttempt):
-            self.give_back(held_lease)
-        return entered
+        if not isinstance(result, ClaimedAttempt):
+            self.release(held_lease)
+        return result
 
-    def _shut(self, call: Call, shut: BlockedByGate, waited: float) -> Verdict:
-        """A closed gate stops bodies only: finished work is replayed."""
-        record = shut.record if shut.record_read else self.context.records.read(call.key.stored)
-        return self.decide(call, record, waited, shut.gate)
+    def _blocked_by_gate(self, call: Call, blocked: BlockedByGate, waited: float) -> Verdict:
+        """Decide on a call whose group has a closed gate: finished work is replayed, and no body
+        starts.
+        """
+        record = (
+            blocked.record if blocked.record_read else self.context.records.read(call.key.stored)
+        )
+        return self.decide(call, record, waited, blocked.gate)
 
-    def _held(self, call: Call, holder: Holder, waited: float) -> Verdict:
-        """The holder of the key may only be reading the record: that does not refuse the call."""
+    def _key_is_held(self, call: Call, holder: Holder, waited: float) -> Verdict:
+        """Decide on a call whose key is held.
+
+        Every attempt holds the lease while it reads the record. If the record shows that the
+        holder only reads it, the call waits a moment and is not refused.
+        """
         verdict = before_run(call, Facts(holder=holder, waited=waited, rand=self.context.rand()))
         if isinstance(verdict, Drop | Raise):
             record = self.context.records.read(call.key.stored)
@@ -159,8 +171,8 @@ class Entry:
                 return answer
             if record is None or not record.is_attempt(State.RUNNING, holder.token):
                 return (
-                    Wait(PEEK)
-                    if waited < PEEKS * PEEK
+                    Wait(READ_PAUSE)
+                    if waited < READ_PAUSES * READ_PAUSE
                     else Reschedule(SHORT_PAUSE, "another call is reading the record of the key")
                 )
         self._report_held(call, holder)
@@ -170,11 +182,11 @@ class Entry:
         self, claim_request: ClaimRequest
     ) -> Acquired | Held | Cooling | BlockedByGate | Claimed:
         if self.context.leases.in_records:
-            return Acquired()  # the claim acquires the lease
+            return Acquired()  # the claim will acquire the lease
         try:
             return self.context.leases.acquire(claim_request)
         except StoreUnavailable:
-            self._give_back(claim_request, claim_request.group)
+            self._release(claim_request, claim_request.group)
             raise
 
     def _claim(
@@ -184,7 +196,7 @@ class Entry:
         if isinstance(claim, Won):
             return self._claimed(call, held_lease, claim.record)
         if isinstance(claim, BlockedByGate):
-            return self._shut(call, claim, waited)
+            return self._blocked_by_gate(call, claim, waited)
         if claim.why is Refusal.EMPTIED and claim.record is not None and claim.age is not None:
             return waiting.after_store_was_emptied(
                 call, claim.record, claim.age, self.context.rand()
@@ -206,17 +218,19 @@ class Entry:
     def _claim_until_known(
         self, held_lease: HeldLease, sent: float
     ) -> Won | Refused | BlockedByGate:
-        """Claim, and repeat while the outcome is unknown: repeating a claim does no harm, but an
-        open claim does.
+        """Claim, and repeat the claim while its outcome is unknown.
+
+        Repeating a claim does no harm. A claim that was executed and is not used leaves a row that
+        says ``running``.
         """
         may_be_ours = False
 
-        def repeatable(error: StoreUnavailable, tries: int) -> bool:
+        def repeatable(error: StoreUnavailable, failures: int) -> bool:
             nonlocal may_be_ours
-            # A claim that was certainly not executed leaves no open row: a transaction of the
-            # holder may have locked the row.
+            # A claim that was certainly not executed leaves no open row. This is the case when a
+            # transaction of the holder has locked the row.
             may_be_ours = error.executed is not False or (
-                tries > 0 and not isinstance(error, RecordUnreadable)
+                failures > 0 and not isinstance(error, RecordUnreadable)
             )
             return may_be_ours and not self.context.stopping()
 
@@ -230,9 +244,9 @@ class Entry:
         except StoreUnavailable as error:
             if not may_be_ours:
                 raise
-            # The lease expires by itself, and the next attempt knows the token.
+            # The lease expires by itself. The next attempt knows this token, and closes its row.
             token = held_lease.claim_request.token
-            raise Away(replace(self.away(error, 0), prior=token)) from error
+            raise RowMayBeOpen(replace(self.after_store_failure(error, 0), prior=token)) from error
 
     def _claim_once(self, held_lease: HeldLease, sent: float) -> Won | Refused | BlockedByGate:
         claim_request = held_lease.claim_request
@@ -247,16 +261,18 @@ class Entry:
             return answer
         if not isinstance(answer, Claimed):
             raise TypeError(
-                f"{self.context.leases.name} says its rows are the leases, but acquire answered {answer}"
+                f"{self.context.leases.name}: acquire() must return Claimed or BlockedByGate if in_records is true, "
+                f"but returned {answer}"
             )
         held_lease.probe = claim_request.group if answer.probe else None
         return answer.claim
 
     def _age(self, stored_key: str, sent: float) -> float:
-        """For how long the lease store had had its leases when this one was requested, by a request
-        sent at *sent*.
+        """For how long the lease store had not lost its data at *sent*, when this attempt requested
+        its lease.
 
-        A holder that wrote its lease again since then may have found this attempt's lease there.
+        The time since *sent* does not count: since then this attempt's own lease prevents a holder
+        from writing a lost lease again.
         """
         try:
             return self.context.leases.age(stored_key) - (self.context.clock.now() - sent)
@@ -288,7 +304,7 @@ class Entry:
             )
         return ClaimedAttempt(held_lease, record)
 
-    # -- small steps, some of which the run takes too ----------------------------------------------
+    # -- steps, some of which attempt.run uses too -------------------------------------------------
 
     def _claim_request(self, call: Call) -> ClaimRequest:
         key, options = call.key, call.options
@@ -316,15 +332,16 @@ class Entry:
     def decide(
         self, call: Call, record: Record | None, waited: float = 0.0, gate: Gate | None = None
     ) -> Verdict:
-        """Decide on a record, with the callbacks mark if it matters."""
-        out = False
+        """Decide on *record*. The mark that the callbacks were sent is read if it matters."""
+        sent = False
         if call.canvas and (
             call.repeat or (record is not None and claims.finished_by(call.call_id, record))
         ):
-            out = self.context.marks.mark(call.key.stored, callbacks_mark(call.call_id)) is not None
+            mark = self.context.marks.mark(call.key.stored, callbacks_mark(call.call_id))
+            sent = mark is not None
         facts = Facts(
             record,
-            callbacks_sent=out,
+            callbacks_sent=sent,
             waited=waited,
             rand=self.context.rand(),
             gate=gate,
@@ -333,34 +350,36 @@ class Entry:
         return before_run(call, facts)
 
     def _close(self, call: Call, record: Record, outcome: Outcome) -> None:
-        """Close an attempt that never ran; if the database is unavailable, the next claim of the
-        call closes its row.
+        """Close an attempt whose body never ran.
+
+        If the database is unavailable, the next claim of the call closes the row.
         """
         try:
             if self.context.records.settle(record, outcome):
                 self.report(call, record, outcome, 0.0)
         except StoreUnavailable as error:
-            raise Away(replace(self.away(error, 0), prior=record.owner)) from error
+            raise RowMayBeOpen(
+                replace(self.after_store_failure(error, 0), prior=record.owner)
+            ) from error
 
-    def give_back(self, held_lease: HeldLease) -> None:
-        """Release the lease, and the probe's slot that was taken with it."""
-        self._give_back(held_lease.claim_request, held_lease.probe)
+    def release(self, held_lease: HeldLease) -> None:
+        """Release the lease, and the probe's slot that was acquired with it."""
+        self._release(held_lease.claim_request, held_lease.probe)
 
-    def _give_back(self, claim_request: ClaimRequest, probe: str | None) -> None:
+    def _release(self, claim_request: ClaimRequest, probe: str | None) -> None:
         if probe is not None:
             with suppress(StoreUnavailable):  # it expires by itself
                 self.context.gates.release_probe(probe, claim_request.token)
-        if (
-            not self.context.leases.in_records
-        ):  # where the claimed row is the lease, closing it was the release
+        # With database leases the claimed row is the lease, so closing the row has released it.
+        if not self.context.leases.in_records:
             with suppress(StoreUnavailable):  # it expires by itself too
                 self.context.leases.release(claim_request.stored_key, claim_request.token)
 
-    def away(self, error: Exception | str, tries: int) -> Reschedule:
-        """Reschedule the delivery, because a store did not answer for the *tries*-th time
-        in a row.
+    def after_store_failure(self, error: Exception | str, failures: int) -> Reschedule:
+        """Reschedule the delivery because a store did not answer; *failures*: how often in a row
+        that has happened to this call before.
         """
-        delay = settlement.store_pause(tries, self.context.rand())
+        delay = settlement.store_pause(failures, self.context.rand())
         return Reschedule(delay, str(error), event_type="", unavailable=True)
 
     def _report_held(self, call: Call, holder: Holder) -> None:

@@ -1,6 +1,6 @@
-"""State of a running body: its unsaved progress, and its own open transactions.
+"""The state of a running body: its unsaved progress, and its own transactions.
 
-The wrapper reads it when the body has ended, the renewer while the body runs.
+The renewer reads it while the body runs; the run reads it after the body has ended.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any, Protocol
 
 
 class Transaction(Protocol):
-    """A transaction of the body's own that has locked or completed the record's row."""
+    """A transaction of the user's own that a body has passed to ``guard()`` or ``complete()``."""
 
     def is_open(self) -> bool:
-        """Whether it is neither committed nor rolled back."""
+        """Whether the transaction is neither committed nor rolled back."""
         ...
 
     def is_over(self) -> bool:
-        """Whether it has certainly ended, whatever its connection does now; may cost a
-        round trip.
+        """Whether the transaction has certainly ended, even if its connection is in use again; may
+        cost a round trip.
         """
         ...
 
@@ -28,19 +28,20 @@ class Transaction(Protocol):
         ...
 
     def roll_back(self) -> bool:
-        """End it, if it is certainly open; returns whether it was. Called only after the body has
-        ended.
+        """Roll the transaction back if it is certainly open; return whether it was.
+
+        Called only after the body has ended.
         """
         ...
 
 
-class Work:
-    """The state of one attempt; written by its lease object, read by the wrapper and the renewer's
-    threads.
+class BodyState:
+    """The state of one attempt's body. The lease object writes it; the run and the renewer's
+    threads read it.
     """
 
     def __init__(self) -> None:
-        #: The attempt has made progress: a finished effect, or saved progress.
+        #: The attempt has finished an effect or saved its progress.
         self.progressed = False
         self._unsaved: Callable[[], str] | None = None
         #: ``complete()`` was called.
@@ -50,32 +51,34 @@ class Work:
         self._joined: list[Transaction] = []
 
     @property
-    def unsaved(self) -> str | None:
-        """The unsaved progress, in its stored form."""
+    def unsaved_progress(self) -> str | None:
+        """The unsaved progress as JSON text."""
         return self._unsaved() if self._unsaved is not None else None
 
     @property
-    def has_unsaved(self) -> bool:
+    def has_unsaved_progress(self) -> bool:
         """Whether there is unsaved progress."""
         return self._unsaved is not None
 
-    def leave_unsaved(self, progress: Callable[[], str] | None) -> None:
-        """Set the unsaved progress, or none. It is serialized only when it is read, because it
-        changes often.
+    def set_unsaved_progress(self, progress: Callable[[], str] | None) -> None:
+        """Set the unsaved progress; ``None``: all is saved.
+
+        *progress* returns the JSON text. It is called only when the text is needed, because the
+        progress changes often.
         """
         self._unsaved = progress
 
     @property
     def guarded(self) -> bool:
-        """Whether a transaction of the body's own has locked the record's row, as far as it knows,
-        or is about to.
+        """Whether a transaction of the body's own has locked the record's row, or is locking it;
+        asks no server.
         """
         transaction = self._transaction
         return transaction is not None and (self._locking or transaction.is_open())
 
-    def is_locked(self) -> bool:
-        """Whether a transaction of the body's own holds the row; asks the server if its connection
-        does not show it.
+    def holds_row_lock(self) -> bool:
+        """Whether a transaction of the body's own has locked the record's row; asks the server if
+        the connection does not show it.
         """
         transaction = self._transaction
         if transaction is None or not transaction.is_over():
@@ -83,23 +86,23 @@ class Work:
         self._transaction = None
         return False
 
-    def guarded_elsewhere(self, given: Any) -> bool:
-        """Whether another transaction than that of *given* holds the record's row, so that *given*
-        would wait for it.
+    def locked_by_another(self, given: Any) -> bool:
+        """Whether *given* would wait for the record's row, because another transaction of this body
+        has locked it.
         """
         transaction = self._transaction
         if transaction is None or not transaction.is_open():
             return False
-        return not transaction.is_of(given) and self.is_locked()
+        return not transaction.is_of(given) and self.holds_row_lock()
 
     def join(self, transaction: Transaction) -> None:
-        """The body uses *transaction*, which ends with the body at the latest."""
+        """Note that the body uses *transaction*, so that it ends with the body at the latest."""
         self._joined = [joined for joined in self._joined if joined.is_open()] + [transaction]
 
     @contextmanager
     def locking(self, transaction: Transaction) -> Iterator[None]:
-        """Enclose the step that locks the record's row by *transaction*; if it raises, the state is
-        as before.
+        """Enclose the statement by which *transaction* locks the record's row. If the statement
+        raises, the state is as before.
         """
         before, self._transaction, self._locking = self._transaction, transaction, True
         try:
@@ -110,11 +113,9 @@ class Work:
         finally:
             self._locking = False
 
-    def end(self) -> bool:
-        """End the transactions that the body left open: no code can commit them any more, and they
-        would keep the row locked.
-
-        Returns whether there was one.
+    def roll_back_open(self) -> bool:
+        """Roll back the transactions that the body left open, because no code can commit them any
+        more and they would keep the row locked; return whether there was one.
         """
         self._transaction = None
         if not self._joined:

@@ -1,4 +1,4 @@
-"""The arguments of ``lease.effect()``, checked before anything is written, and what it returns."""
+"""The arguments of ``lease.effect()``, checked before anything is written, and its result."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from celery_leases.protocol.effects import OnUncertain, reference_of
 
 @dataclass(frozen=True, slots=True)
 class EffectReply:
-    """The result of an effect: the reply after a round trip through JSON, and the other system's
-    own name for it.
+    """The result of an effect.
 
-    ``saved``: an earlier attempt made the call, and this one did not. ``value`` is ``None`` if the
-    reply is not JSON, or too large, and is identified by its reference.
+    ``value`` is the reply after a round trip through JSON; ``None`` if the reply is not JSON, or
+    too large, and has a reference. ``reference`` is the other system's name for the action.
+    ``saved``: an earlier attempt made the call, and this one did not.
     """
 
     value: Any
@@ -28,7 +28,7 @@ class EffectReply:
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class EffectArguments:
     """The arguments of one effect."""
 
     call: Callable[[str], Any]
@@ -38,13 +38,13 @@ class Calls:
     uncertain: OnUncertain
 
 
-def calls_of(
+def checked_arguments(
     call: Callable[[str], Any],
     reference: Callable[[Any], Any] | None,
     verify: Callable[[str], Any] | None,
     verify_after: float,
     uncertain: object,
-) -> Calls:
+) -> EffectArguments:
     """The checked arguments of one effect.
 
     Raises :class:`LeaseMisuse`, and :class:`LeaseConfigurationError` for a wrong *verify_after*.
@@ -58,13 +58,13 @@ def calls_of(
     if uncertain not in ("stop", "rerun"):
         raise LeaseMisuse(f"effect(uncertain={uncertain!r}): write 'stop' or 'rerun'")
     after = seconds(verify_after, "effect: verify_after", zero=True)
-    return Calls(call, reference, verify, after, "rerun" if uncertain == "rerun" else "stop")
+    return EffectArguments(
+        call, reference, verify, after, "rerun" if uncertain == "rerun" else "stop"
+    )
 
 
 def _check_callable(name: str, given: Callable[[Any], Any]) -> None:
-    """Refuse a callable that cannot be called with one argument, before an intent is written for
-    it.
-    """
+    """Refuse a callable that cannot be called with one argument."""
     if (
         inspect.iscoroutinefunction(given)
         or inspect.isasyncgenfunction(given)
@@ -86,9 +86,11 @@ def _check_callable(name: str, given: Callable[[Any], Any]) -> None:
         ) from None
 
 
-def unleased(key: str, calls: Calls) -> EffectReply:
-    """An effect in a body without a lease: only the call."""
-    reply = calls.call(key)
+def call_without_lease(key: str, arguments: EffectArguments) -> EffectReply:
+    """Perform an effect in a body without a lease: only make the call."""
+    reply = arguments.call(key)
     return EffectReply(
-        reply, reference_of(calls.reference, reply) if calls.reference is not None else None, key
+        reply,
+        reference_of(arguments.reference, reply) if arguments.reference is not None else None,
+        key,
     )

@@ -1,6 +1,4 @@
-"""One lease from its holder's view: until when it counts, by the local clock and the store's
-replies.
-"""
+"""A lease as its holder sees it: until when it counts, by the clock and the store's replies."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from celery_leases.attempt.body_state import Work
+from celery_leases.attempt.body_state import BodyState
 from celery_leases.common.texts import printable
 from celery_leases.errors import LeaseLost, StoreUnavailable
 from celery_leases.protocol import deadlines
@@ -21,15 +19,16 @@ NOT_EXTENDED: Final = (
     "not extended in time, and lease_renew=False: call self.lease.extend(seconds) before it ends, "
     "make lease_ttl longer, or write lease_renew=True"
 )
-LEFT_ALONE: Final = 0.4
+CLEANUP_TIME: Final = 0.4
+"""Seconds for which an interrupted body is not interrupted again, so that it can clean up."""
 
 
 class HeldLease:
-    """One lease from its holder's view. The local clock alone decides whether it still counts, so a
-    renewer that died does no harm. A lost lease stays lost, whatever a late reply says.
+    """A lease as its holder sees it.
 
-    It is held before :attr:`stop`, which moves in :meth:`extended`, :meth:`seen_locked` and
-    :meth:`complete`.
+    The lease counts until :attr:`stop_deadline`, which :meth:`extended`, :meth:`seen_locked` and
+    :meth:`completed` move. The local clock alone decides whether it still counts, so a renewer
+    that died does no harm. A lost lease stays lost, whatever a late reply says.
     """
 
     def __init__(
@@ -45,83 +44,88 @@ class HeldLease:
         #: When it was requested, by the local clock.
         self.since = sent
         self.fence = 0
-        #: The state of the body.
-        self.work = Work()
-        #: The cooldown group for which this attempt is the probe; its slot is renewed together with
+        self.body_state = BodyState()
+        #: The cooldown group whose probe this attempt is. The probe's slot is renewed together with
         #: the lease.
         self.probe: str | None = None
-        self.hard = deadlines.hard_deadline(sent, claim_request.ttl)
-        self._stop = deadlines.stop_deadline(self.hard, claim_request.ttl)
+        self.hard_deadline = deadlines.hard_deadline(sent, claim_request.ttl)
+        self._stop = deadlines.stop_deadline(self.hard_deadline, claim_request.ttl)
+        #: Why the lease is lost.
         self.lost: str | None = None
         #: Called from another thread when the lease is lost, and again until the body has ended;
         #: must not block.
         self.interrupt: Callable[[], None] | None = None
-        #: Called with the time at which the process must be dead, whenever that changes.
-        self.put_off: Callable[[float], None] | None = None
-        #: Called by :meth:`check` while the lease is a row lock: asks the store, and stores the
-        #: answer before it returns.
+        #: Called with :attr:`kill_deadline` whenever it changes, if there is a kill timer.
+        self.move_kill_timer: Callable[[float], None] | None = None
+        #: Called by :meth:`check` while only a row lock proves the lease: asks the store, and
+        #: applies the answer to this lease before it returns.
         self.confirm: Callable[[], None] | None = None
+        #: When to renew next.
         self.due = deadlines.renewal_due(sent, claim_request.ttl)
+        #: A call of the renewer for this lease has not returned yet.
         self.in_flight = False
+        #: The lease was missing in the store and was written again; the record was not read yet.
         self.unverified = False
-        self.nudges = 0
-        self.nudge_at = 0.0
+        #: How often the body was interrupted, and when to interrupt it next.
+        self.interrupts = 0
+        self.next_interrupt = 0.0
         self._clock = clock
-        self._told = -math.inf
+        self._interrupted_at = -math.inf
         self._renewed = sent
         self._seen_locked = -math.inf
         self._hold_until = sent + max_hold
         self._renews = renew
         self._renew_until = self._hold_until if renew else sent
 
-    # -- what the clock says -----------------------------------------------------------------------
+    # -- by the clock ------------------------------------------------------------------------------
 
     @property
-    def stop(self) -> float:
+    def stop_deadline(self) -> float:
         """When the body must stop; see :func:`celery_leases.protocol.deadlines.stop_deadline`.
 
         With database leases, a transaction of the body's own that has locked the row blocks every
-        claim, and every renewal too. Then that lock is the lease, at most until ``lease_max_hold``.
-        It counts for :func:`~celery_leases.protocol.deadlines.lock_counts_for` from when it was
-        last seen.
+        claim, and every renewal too. Then that lock is the lease: it counts for
+        :func:`~celery_leases.protocol.deadlines.lock_counts_for` after it was last seen, and at
+        most until ``lease_max_hold``.
         """
-        if not self._locked_since:
+        if not self._locked_since_renewal:
             return self._stop
-        believed = deadlines.lock_counts_for(self.claim_request.ttl, still=self.work.guarded)
+        believed = deadlines.lock_counts_for(self.claim_request.ttl, still=self.body_state.guarded)
         return max(self._stop, min(self._hold_until, self._seen_locked + believed))
 
     @property
-    def dead_by(self) -> float:
-        """Deadline for the kill timer: as long after :attr:`stop` as the lease itself ends."""
-        return self.stop + self.hard - self._stop
+    def kill_deadline(self) -> float:
+        """Deadline for the kill timer: as long after :attr:`stop_deadline` as the lease expires
+        after its own stop deadline.
+        """
+        return self.stop_deadline + self.hard_deadline - self._stop
 
     @property
     def held(self) -> bool:
         """Whether the lease still counts."""
-        return self.lost is None and self._clock.now() < self.stop
+        return self.lost is None and self._clock.now() < self.stop_deadline
 
-    def outlasted(self, now: float) -> bool:
-        """Whether the lease of the row has expired, and only a lock on the row blocks other
-        attempts.
+    def needs_row_lock(self, now: float) -> bool:
+        """Whether the lease has reached its own stop deadline, so that it counts only while a
+        transaction of the body's own has locked the row.
         """
         return now >= self._stop
 
     def remaining(self) -> float:
         """Seconds until the body must stop; 0 when the lease is lost."""
-        return max(0.0, self.stop - self._clock.now()) if self.lost is None else 0.0
+        return max(0.0, self.stop_deadline - self._clock.now()) if self.lost is None else 0.0
 
-    def patience(self) -> float:
-        """For how many seconds a step of this call may wait for a connection that others use."""
+    def connection_wait(self) -> float:
+        """For how many seconds this attempt may wait for a connection of the pool."""
         return deadlines.connection_timeout(self.claim_request.ttl, self.remaining())
 
     def check(self) -> None:
-        """Raise :class:`LeaseLost` unless the lease still counts; if it is a row lock, ask the
-        store first.
+        """Raise :class:`LeaseLost` unless the lease still counts.
 
-        A lock proves nothing after it was last seen, so :class:`StoreUnavailable` is raised if the
-        store does not answer.
+        While only a row lock proves the lease, ask the store first: the lock may have ended since
+        it was last seen. Raises :class:`StoreUnavailable` if the store does not answer then.
         """
-        if self.lost is None and not self.outlasted(self._clock.now()):
+        if self.lost is None and not self.needs_row_lock(self._clock.now()):
             return
         if self.confirm is not None and self.held:
             try:
@@ -131,7 +135,7 @@ class HeldLease:
                     raise
         if not self.held:
             reason = self.lost or (DEADLINE if self._renews else NOT_EXTENDED)
-            self._told = self._clock.now()
+            self._interrupted_at = self._clock.now()
             raise LeaseLost(
                 f"{printable(self.claim_request.key)}: the lease is lost: {reason}",
                 self.claim_request.key,
@@ -142,79 +146,88 @@ class HeldLease:
         """The local clock of the lease."""
         return self._clock.now()
 
-    def just_told(self) -> bool:
-        """Whether the body was interrupted a moment ago: it may be cleaning up, and is not
+    def interrupted_recently(self) -> bool:
+        """Whether the body got :class:`LeaseLost` a moment ago, may be cleaning up, and must not be
         interrupted again yet.
         """
-        return self._clock.now() - self._told < LEFT_ALONE
+        return self._clock.now() - self._interrupted_at < CLEANUP_TIME
 
-    # -- what the store says -----------------------------------------------------------------------
+    # -- by the replies of the store ---------------------------------------------------------------
 
     def extended(self, sent: float, ttl: float) -> None:
         """The store confirmed, for a request sent at *sent*, that the lease lasts another *ttl*
         seconds.
         """
         if self.lost is None:
-            self._last_until(deadlines.hard_deadline(sent, ttl))
+            self._extend_to(deadlines.hard_deadline(sent, ttl))
             self.due = deadlines.renewal_due(sent, self.claim_request.ttl)
             self._renewed = max(self._renewed, sent)
-            self._moved()
+            self._update_kill_timer()
 
     def seen_locked(self, sent: float) -> None:
-        """The store confirmed, for a request sent at *sent*, that the attempt's own transaction
-        holds the row.
+        """The store confirmed, for a request sent at *sent*, that a transaction of this attempt has
+        locked the row.
         """
         self._seen_locked = max(self._seen_locked, sent)
-        self._moved()
+        self._update_kill_timer()
 
-    def cut_short(self) -> None:
-        """The lease is lost. With a kill timer the body has the rest of the lease to end, unless
-        its key is free.
-        """
-        if self.put_off is not None and self.lost not in (DEADLINE, HELD_TOO_LONG, NOT_EXTENDED):
-            self.put_off(self._clock.now())
+    def kill_if_key_is_free(self) -> None:
+        """If there is a kill timer and another attempt may already hold the key of this lost lease,
+        kill the process now.
 
-    def complete(self) -> None:
-        """The body has committed the done record: no other attempt runs the key, and there is
-        nothing to renew.
+        After a missed deadline the key is not free yet: the body has until the kill deadline to
+        end.
         """
-        self._last_until(self._hold_until)
+        if self.move_kill_timer is not None and self.lost not in (
+            DEADLINE,
+            HELD_TOO_LONG,
+            NOT_EXTENDED,
+        ):
+            self.move_kill_timer(self._clock.now())
+
+    def completed(self) -> None:
+        """The body has committed the done record: no other attempt can run, so the lease needs no
+        renewal.
+        """
+        self._extend_to(self._hold_until)
         self._renew_until = self._seen_locked = -math.inf
-        self._moved()
+        self._update_kill_timer()
 
-    def _last_until(self, hard: float) -> None:
-        self.hard = max(self.hard, hard)
-        self._stop = deadlines.stop_deadline(self.hard, self.claim_request.ttl)
+    def _extend_to(self, hard_deadline: float) -> None:
+        self.hard_deadline = max(self.hard_deadline, hard_deadline)
+        self._stop = deadlines.stop_deadline(self.hard_deadline, self.claim_request.ttl)
 
-    def _moved(self) -> None:
-        if self.put_off is not None:
-            self.put_off(self.dead_by)
+    def _update_kill_timer(self) -> None:
+        if self.move_kill_timer is not None:
+            self.move_kill_timer(self.kill_deadline)
 
-    # -- what is to be done ------------------------------------------------------------------------
+    # -- for the renewer ---------------------------------------------------------------------------
 
     def renewable(self, now: float) -> bool:
-        """Whether to continue to renew."""
+        """Whether the lease is to be renewed, now or later."""
         return self.lost is None and now < self._renew_until
 
-    def looked_after(self, now: float) -> bool:
-        """Whether the keeper calls the store for it: to renew it, or to check its row's lock."""
+    def needs_renewer(self, now: float) -> bool:
+        """Whether the renewer must call the store: to renew the lease, or to check the lock on the
+        row.
+        """
         return self.renewable(now) or (
-            self.lost is None and now < self._hold_until and self._locked_since
+            self.lost is None and now < self._hold_until and self._locked_since_renewal
         )
 
-    def asks_for(self, now: float) -> float:
-        """The seconds the keeper requests; 0 only checks, if the lease must not be renewed."""
-        return self.claim_request.ttl if self.renewable(now) or self.outlasted(now) else 0.0
+    def requested_ttl(self, now: float) -> float:
+        """The ttl to request, in seconds; 0: check the lease without renewing it."""
+        return self.claim_request.ttl if self.renewable(now) or self.needs_row_lock(now) else 0.0
 
     def overdue(self, now: float) -> str | None:
-        """Why the lease has expired by the clock, or ``None``."""
-        if now < self.stop:
+        """The reason why the lease counts no longer by the clock; ``None`` if it counts."""
+        if now < self.stop_deadline:
             return None
         if not self._renews and now < self._hold_until:
             return NOT_EXTENDED
         return DEADLINE if now < self._renew_until else HELD_TOO_LONG
 
     @property
-    def _locked_since(self) -> bool:
-        """Whether the row was seen locked since the last renewal."""
+    def _locked_since_renewal(self) -> bool:
+        """Whether the row was seen locked after the last renewal."""
         return self._seen_locked > self._renewed

@@ -1,4 +1,4 @@
-"""The steps of a lease object: renew, make effects, save progress, and join a transaction of the
+"""The services behind a body's lease object: renewal, effects, progress, and transactions of the
 user's own.
 """
 
@@ -20,7 +20,7 @@ class UserTransaction(Transaction, Protocol):
     """A transaction of the user's own in the records' database."""
 
     def join(self, key: str) -> None:
-        """Join it; raises :class:`WrongDatabase` if it cannot commit a record."""
+        """Join the transaction; raises :class:`WrongDatabase` if it cannot commit a record."""
         ...
 
     def guard(self, record: Record) -> None:
@@ -37,18 +37,18 @@ class UserTransaction(Transaction, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
-    """What a lease object works with: the renewer, the store of effects and progress, its effects,
-    and the ways to complete.
+class LeaseServices:
+    """The services of one attempt's lease object.
 
-    ``closed`` defers signals during a step. ``transaction`` makes a transaction from the user's
-    session or connection; it returns ``None`` for records in memory if the commit cannot be
-    observed. ``outcome`` is how the attempt is closed with a result.
+    ``store`` stores effects and progress. ``interrupts_deferred`` defers signals during a step.
+    ``transaction`` makes a transaction from the user's session or connection; it returns ``None``
+    for records in memory if the commit cannot be observed. ``outcome`` makes the outcome of an
+    attempt from its result.
     """
 
     renewer: Renewer
     store: EffectStore
     effects: Effects
-    closed: Callable[[], AbstractContextManager[None]]
+    interrupts_deferred: Callable[[], AbstractContextManager[None]]
     transaction: Callable[[Any], UserTransaction | None]
     outcome: Callable[[Any], Outcome]

@@ -1,8 +1,8 @@
-"""Renews the leases of this process while its tasks run, and detects a lost one.
+"""Renews the leases of this process while its tasks run, and detects lost leases.
 
-There are two real threads, started with the first lease: the *keeper* calls the lease store, the
-*watcher* only looks at the clock. So a store that freezes a call does not delay the interrupt of a
-body whose deadline has passed.
+Two system threads start with the first lease. The *renewal thread* calls the lease store. The
+*deadline thread* only looks at the clock, so a call that hangs in the store does not delay the
+interrupt of a body whose deadline has passed.
 """
 
 from __future__ import annotations
@@ -21,75 +21,79 @@ from celery_leases.protocol.keys import bounded
 from celery_leases.protocol.ports import RecordStore, Renewal, RenewalResult
 from celery_leases.protocol.records import Record, State
 
-TAKEN = "taken by another owner"
-FORGOTTEN = "missing in the lease store, and a later attempt owns the record"
+HELD_BY_OTHER = "held by another owner"
+SUPERSEDED = "missing in the lease store, and a later attempt owns the record"
 RELEASED = "released from outside"
 
-DROP_PATIENCE = 5.0
+DROP_TIMEOUT = 5.0
 PURGE_EVERY = 60.0
 PURGE_BATCH = 500
 PURGE_PAUSE = 0.05
 
 
 class Renewer:
-    """All leases of one process. Only the keeper uses the stores of *keeping*, which have
-    connections of their own, and whose calls end within the tightest ttl / 10. Bodies use those of
-    *asking*; bodies in greenlets must not share connections with a real thread. If *purged* is
-    given, a thread of its own deletes expired records there.
+    """Renews all leases of one process.
+
+    Only the renewal thread uses the stores of *renewal_context*: they have connections of their
+    own, and their calls end within a tenth of the shortest ttl. EffectArguments made by a body use
+    the stores of *body_context*, because a greenlet must not share connections with a system
+    thread. A third thread deletes expired records from *purged*, if given.
     """
 
-    def __init__(self, keeping: Context, asking: Context, purged: RecordStore | None) -> None:
-        self._keeping = keeping
+    def __init__(
+        self, renewal_context: Context, body_context: Context, purged: RecordStore | None
+    ) -> None:
+        self._renewal_context = renewal_context
         self._purged = purged
-        self._asking = asking
-        self._observer = asking.observer
-        self._clock = asking.clock
+        self._body_context = body_context
+        self._observer = body_context.observer
+        self._clock = body_context.clock
         self._held_leases: dict[str, HeldLease] = {}
         self._lock = os_threads.allocate_lock()
-        self._unstarted = [self._keep, self._watch]
-        # At once, because a process may live for one task only.
+        self._unstarted = [self._renew_leases, self._watch_deadlines]
+        # The first purge is due at once, because a process may live for one task only.
         self._purge_at = self._clock.now() if purged is not None else math.inf
         self._purging = False
         self._closed = False
-        self._keeper_bell = os_threads.Wakeup()
-        self._watcher_bell = os_threads.Wakeup()
-        self._keeper_wakes = math.inf
-        self._watcher_wakes = math.inf
+        self._renewal_wakeup = os_threads.Wakeup()
+        self._deadline_wakeup = os_threads.Wakeup()
+        self._renewal_wakes_at = math.inf
+        self._deadline_wakes_at = math.inf
 
     def add(self, held_lease: HeldLease) -> None:
-        """Begin to renew and watch *held_lease*."""
+        """Begin to renew *held_lease* and to watch its deadline."""
         with self._lock:
             while self._unstarted:  # raises RuntimeError if no thread can be started
                 os_threads.start_thread(self._unstarted[0])
                 self._unstarted.pop(0)
             self._held_leases[held_lease.claim_request.token] = held_lease
-        if held_lease.due < self._keeper_wakes:
-            self._keeper_bell.ring()
-        if held_lease.stop < self._watcher_wakes:
-            self._watcher_bell.ring()
+        if held_lease.due < self._renewal_wakes_at:
+            self._renewal_wakeup.notify()
+        if held_lease.stop_deadline < self._deadline_wakes_at:
+            self._deadline_wakeup.notify()
 
     def drop(self, held_lease: HeldLease) -> None:
-        """Stop renewing *held_lease* and wait for the renewal in progress: a late one must not
-        revive a released lease.
+        """Stop renewing *held_lease*, and wait for a renewal in progress: a late one must not
+        write a released lease again.
         """
         if held_lease.claim_request.token in self._held_leases:
             with self._lock:
                 self._held_leases.pop(held_lease.claim_request.token, None)
         if held_lease.in_flight:
-            self._let_answer(held_lease, DROP_PATIENCE)
+            self._wait_for_renewal(held_lease, DROP_TIMEOUT)
 
     def close(self) -> None:
-        """Delete no more expired records, and end the threads once no lease is held.
+        """Stop deleting expired records, and end the threads once no lease is held.
 
-        Waits for a deletion in progress, at most 5 seconds, so that the caller may close the
+        Waits at most 5 seconds for a deletion in progress, so that the caller can then close the
         connections.
         """
         with self._lock:
             self._closed = True
             self._purge_at = math.inf
-        self._keeper_bell.ring()
-        self._watcher_bell.ring()
-        until = self._clock.now() + DROP_PATIENCE
+        self._renewal_wakeup.notify()
+        self._deadline_wakeup.notify()
+        until = self._clock.now() + DROP_TIMEOUT
         while self._purging and self._clock.now() < until:
             self._clock.sleep(0.002)
 
@@ -100,42 +104,43 @@ class Renewer:
             return list(self._held_leases.values())
 
     def lose(self, held_lease: HeldLease, reason: str) -> None:
-        """Make *held_lease* lost and interrupt its body, whatever the store says."""
+        """Mark *held_lease* as lost and interrupt its body, whatever the store says."""
         self._lose(held_lease, reason)
 
-    def make_way(self, held_lease: HeldLease) -> None:
-        """Wait for the renewal in progress, if any, before the body locks the row that the renewal
-        may be waiting for.
+    def wait_for_renewal(self, held_lease: HeldLease) -> None:
+        """Wait for a renewal in progress; called before the body locks the row, for which that
+        renewal would have to wait.
         """
-        self._let_answer(held_lease, deadlines.call_timeout(held_lease.claim_request.ttl))
+        self._wait_for_renewal(held_lease, deadlines.call_timeout(held_lease.claim_request.ttl))
 
-    def _let_answer(self, held_lease: HeldLease, patience: float) -> None:
-        until = self._clock.now() + patience
+    def _wait_for_renewal(self, held_lease: HeldLease, timeout: float) -> None:
+        until = self._clock.now() + timeout
         while held_lease.in_flight and self._clock.now() < until:
             self._clock.sleep(0.002)
 
-    def locked(self, held_lease: HeldLease, sent: float) -> None:
-        """The body's own transaction has locked the row, which is the lease, by a statement sent at
-        *sent*.
+    def row_locked(self, held_lease: HeldLease, sent: float) -> None:
+        """Note that a statement sent at *sent*, in a transaction of the body's own, has locked the
+        row that is the lease.
         """
         now = self._clock.now()
         held_lease.seen_locked(sent)
         if not held_lease.renewable(now):
             held_lease.due = deadlines.renewal_retry(now, held_lease.claim_request.ttl)
-            self._keeper_bell.ring()
+            self._renewal_wakeup.notify()
 
     def confirm(self, held_lease: HeldLease) -> None:
-        """Ask the store now whether the attempt still owns the row; raises
-        :class:`StoreUnavailable` if the store does not answer.
+        """Ask the store now whether the attempt still owns the row.
+
+        Raises :class:`StoreUnavailable` if the store does not answer.
         """
         sent = self._clock.now()
-        ttl = held_lease.asks_for(sent)
-        self._take_note(
+        ttl = held_lease.requested_ttl(sent)
+        self._apply_result(
             held_lease,
-            self._asking.leases.renew([_renewal(held_lease, ttl)])[0],
+            self._body_context.leases.renew([_renewal(held_lease, ttl)])[0],
             sent,
             ttl,
-            self._asking,
+            self._body_context,
         )
 
     def extend(self, held_lease: HeldLease, seconds: float) -> None:
@@ -144,36 +149,36 @@ class Renewer:
         """
         held_lease.check()
         sent = self._clock.now()
-        (kept,) = self._asking.leases.renew([_renewal(held_lease, seconds)])
-        self._take_note(held_lease, kept, sent, seconds, self._asking)
+        (result,) = self._body_context.leases.renew([_renewal(held_lease, seconds)])
+        self._apply_result(held_lease, result, sent, seconds, self._body_context)
         held_lease.check()
 
     def has_completed(self, held_lease: HeldLease) -> bool:
         """Whether this attempt has completed the record; raises :class:`StoreUnavailable`."""
-        return _is_still(held_lease, State.DONE, self._asking)
+        return _is_still(held_lease, State.DONE, self._body_context)
 
-    def _ends(self, thread: Callable[[], None]) -> bool:
-        """Whether *thread* ends now; :meth:`add` starts it again. Under the lock."""
+    def _may_end(self, thread: Callable[[], None]) -> bool:
+        """Whether *thread* can end now; :meth:`add` starts it again. Called under the lock."""
         if not self._closed or self._held_leases:
             return False
         self._unstarted.append(thread)
         return True
 
-    # -- the keeper --------------------------------------------------------------------------------
+    # -- the renewal thread ------------------------------------------------------------------------
 
-    def _keep(self) -> None:
+    def _renew_leases(self) -> None:
         while True:
             now = self._clock.now()
             with self._lock:
-                if self._ends(self._keep):
+                if self._may_end(self._renew_leases):
                     return
                 held_leases = [
                     held_lease
                     for held_lease in self._held_leases.values()
-                    if held_lease.looked_after(now)
+                    if held_lease.needs_renewer(now)
                 ]
                 due = _due(held_leases, now)
-                self._keeper_wakes = min(
+                self._renewal_wakes_at = min(
                     [held_lease.due for held_lease in held_leases] + [self._purge_at]
                 )
                 for held_lease in due:
@@ -190,53 +195,54 @@ class Renewer:
                     self._purge_at = math.inf if self._closed else now + PURGE_EVERY
                 if not self._purging:
                     self._purging = True
-                    with suppress(
-                        RuntimeError
-                    ):  # no thread can be started: the next round tries again
+                    # If no thread can be started, the next round tries again.
+                    with suppress(RuntimeError):
                         os_threads.start_thread(self._purge)
                         continue
                     self._purging = False
                 continue
-            self._keeper_bell.wait(self._keeper_wakes - now)
+            self._renewal_wakeup.wait(self._renewal_wakes_at - now)
 
     def _renew(self, due: list[HeldLease]) -> None:
         sent = self._clock.now()
         try:
-            renewals = [_renewal(held_lease, held_lease.asks_for(sent)) for held_lease in due]
-            answers = list(zip(due, renewals, self._keeping.leases.renew(renewals), strict=True))
-        except Exception as error:  # noqa: BLE001 - whatever happens, the keeper goes on and the deadlines decide
+            renewals = [_renewal(held_lease, held_lease.requested_ttl(sent)) for held_lease in due]
+            answers = list(
+                zip(due, renewals, self._renewal_context.leases.renew(renewals), strict=True)
+            )
+        except Exception as error:  # noqa: BLE001 - whatever happens, the thread goes on and the deadlines decide
             for held_lease in due:
-                self._failed(held_lease, error)
+                self._renewal_failed(held_lease, error)
             return
-        for held_lease, renewal, kept in answers:
+        for held_lease, renewal, result in answers:
             try:
-                self._take_note(held_lease, kept, sent, renewal.ttl, self._keeping)
-            except Exception as error:  # noqa: BLE001 - as above, and one lease's trouble is not that of the others
-                self._failed(held_lease, error)
+                self._apply_result(held_lease, result, sent, renewal.ttl, self._renewal_context)
+            except Exception as error:  # noqa: BLE001 - as above; the other leases are not affected
+                self._renewal_failed(held_lease, error)
 
-    def _take_note(
+    def _apply_result(
         self,
         held_lease: HeldLease,
-        kept: RenewalResult | StoreUnavailable,
+        result: RenewalResult | StoreUnavailable,
         sent: float,
         ttl: float,
         stores: Context,
     ) -> None:
-        if isinstance(kept, StoreUnavailable):
-            raise kept
-        if kept is RenewalResult.OTHER:
-            self._taken(held_lease, stores)
-        elif kept is RenewalResult.LOCKED:
+        if isinstance(result, StoreUnavailable):
+            raise result
+        if result is RenewalResult.OTHER:
+            self._held_by_other(held_lease, stores)
+        elif result is RenewalResult.LOCKED:
             held_lease.seen_locked(sent)
             held_lease.due = deadlines.renewal_retry(
                 self._clock.now(), held_lease.claim_request.ttl
             )
-        elif kept is RenewalResult.MISSING:
+        elif result is RenewalResult.MISSING:
             self._reassert(held_lease, sent, stores)
         elif held_lease.unverified and not _is_still(held_lease, State.RUNNING, stores):
-            self._take_away(held_lease, stores)
+            self._lose_and_release(held_lease, stores)
         else:
-            late = max(0.0, sent - held_lease.due) if stores is self._keeping else None
+            late = max(0.0, sent - held_lease.due) if stores is self._renewal_context else None
             held_lease.unverified = False
             held_lease.extended(sent, ttl)
             if self._observer.wants(LeaseRenewed):
@@ -245,8 +251,8 @@ class Renewer:
                 )
 
     def _reassert(self, held_lease: HeldLease, sent: float, stores: Context) -> None:
-        if held_lease.work.completing and _is_still(held_lease, State.DONE, stores):
-            held_lease.complete()
+        if held_lease.body_state.completing and _is_still(held_lease, State.DONE, stores):
+            held_lease.completed()  # the body's own commit has released the lease
             return
         if not held_lease.held or held_lease.claim_request.token not in self._held_leases:
             held_lease.due = deadlines.renewal_retry(
@@ -254,11 +260,11 @@ class Renewer:
             )
             return
         if not stores.leases.reassert(held_lease.claim_request):
-            self._taken(held_lease, stores)
+            self._held_by_other(held_lease, stores)
             return
         held_lease.unverified = True
         if not _is_still(held_lease, State.RUNNING, stores):
-            self._take_away(held_lease, stores)
+            self._lose_and_release(held_lease, stores)
             return
         held_lease.unverified = False
         held_lease.extended(sent, held_lease.claim_request.ttl)
@@ -266,19 +272,19 @@ class Renewer:
             LeaseRenewed(**_of(held_lease), remaining=held_lease.remaining(), reasserted=True)
         )
 
-    def _taken(self, held_lease: HeldLease, stores: Context) -> None:
-        """The lease has another token: it is lost, unless the attempt still owns the record, so
-        that another call only reads it.
+    def _held_by_other(self, held_lease: HeldLease, stores: Context) -> None:
+        """Another token holds the lease: the lease is lost, unless this attempt still owns the
+        record.
 
-        An emptied store gives the lease to the first call that requests it. That call finds the row
-        running and gives the lease back. Until then the renewal counts as failed, and the deadline
-        does not move.
+        A store that was emptied gives the lease to the first call that requests it. That call finds
+        the record ``running`` and releases the lease. Until then the renewal counts as failed, and
+        the deadline does not move.
         """
         record = stores.records.read(held_lease.claim_request.stored_key)
         if not held_lease.held or not _is_by(held_lease, record, State.RUNNING):
             self._lose(
                 held_lease,
-                TAKEN if record is not None and record.state is State.RUNNING else RELEASED,
+                HELD_BY_OTHER if record is not None and record.state is State.RUNNING else RELEASED,
             )
         else:
             raise StoreUnavailable(
@@ -286,27 +292,26 @@ class Renewer:
                 False,
             )
 
-    def _take_away(self, held_lease: HeldLease, stores: Context) -> None:
-        self._lose(held_lease, FORGOTTEN)
+    def _lose_and_release(self, held_lease: HeldLease, stores: Context) -> None:
+        self._lose(held_lease, SUPERSEDED)
         stores.leases.release(held_lease.claim_request.stored_key, held_lease.claim_request.token)
 
-    def _failed(self, held_lease: HeldLease, error: Exception) -> None:
+    def _renewal_failed(self, held_lease: HeldLease, error: Exception) -> None:
         now = self._clock.now()
         held_lease.due = deadlines.renewal_retry(now, held_lease.claim_request.ttl)
-        if (
-            held_lease.stop < self._watcher_wakes
-        ):  # a transaction has ended, so its lock counts for less long
-            self._watcher_bell.ring()
+        # A transaction may have ended, so that its lock counts for a shorter time.
+        if held_lease.stop_deadline < self._deadline_wakes_at:
+            self._deadline_wakeup.notify()
         self._observer.observe(
             RenewalFailed(**_of(held_lease), error=str(error), remaining=held_lease.remaining())
         )
 
     def _purge(self) -> None:
-        """Delete expired records in a thread of its own, because renewals must not wait for that;
-        the store decides whether it is due.
+        """Delete expired records, in a thread of its own because renewals must not wait for it. The
+        store decides whether a purge is due.
         """
         try:
-            with suppress(Exception):  # the next round, of this process or another, deletes them
+            with suppress(Exception):  # the next purge, of this process or another, deletes them
                 while (
                     self._purged is not None
                     and not self._closed
@@ -316,24 +321,24 @@ class Renewer:
         finally:
             self._purging = False
 
-    # -- the watcher -------------------------------------------------------------------------------
+    # -- the deadline thread -----------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _watch_deadlines(self) -> None:
         while True:
             now = self._clock.now()
             with self._lock:
-                if self._ends(self._watch):
+                if self._may_end(self._watch_deadlines):
                     return
                 held_leases = list(self._held_leases.values())
             for held_lease in held_leases:
                 if held_lease.lost is None and (reason := held_lease.overdue(now)):
                     self._lose(held_lease, reason)
-                elif held_lease.lost is not None and held_lease.nudge_at <= now:
-                    self._nudge(held_lease, now)
+                elif held_lease.lost is not None and held_lease.next_interrupt <= now:
+                    self._interrupt_body(held_lease, now)
             with self._lock:
-                wakes = [_looked_at(held_lease) for held_lease in self._held_leases.values()]
-                self._watcher_wakes = min(wakes, default=math.inf)
-            self._watcher_bell.wait(self._watcher_wakes - now if wakes else None)
+                wakes = [_next_check(held_lease) for held_lease in self._held_leases.values()]
+                self._deadline_wakes_at = min(wakes, default=math.inf)
+            self._deadline_wakeup.wait(self._deadline_wakes_at - now if wakes else None)
 
     def _lose(self, held_lease: HeldLease, reason: str) -> None:
         with self._lock:
@@ -343,24 +348,24 @@ class Renewer:
             ):
                 return
             held_lease.lost = reason
-        self._nudge(held_lease, self._clock.now())
+        self._interrupt_body(held_lease, self._clock.now())
         self._observer.observe(LeaseGone(**_of(held_lease), reason=reason))
-        held_lease.cut_short()
-        self._watcher_bell.ring()
+        held_lease.kill_if_key_is_free()
+        self._deadline_wakeup.notify()
 
-    def _nudge(self, held_lease: HeldLease, now: float) -> None:
-        """Interrupt the body, at growing intervals: an exception in a finalizer vanishes without a
-        trace.
+    def _interrupt_body(self, held_lease: HeldLease, now: float) -> None:
+        """Interrupt the body, and set the time of the next interrupt, at growing intervals: an
+        exception that is raised in a finalizer vanishes.
         """
-        held_lease.nudge_at = now + min(10.0, 0.5 * 2.0**held_lease.nudges)
-        held_lease.nudges += 1
+        held_lease.next_interrupt = now + min(10.0, 0.5 * 2.0**held_lease.interrupts)
+        held_lease.interrupts += 1
         if held_lease.interrupt is not None:
             held_lease.interrupt()
 
 
 def _due(held_leases: Sequence[HeldLease], now: float) -> list[HeldLease]:
-    """The leases to renew now: none before one of them is due, and with that one all that are
-    nearly due.
+    """The leases to renew now: none until one of them is due, and then also those that are almost
+    due.
     """
     if all(held_lease.due > now for held_lease in held_leases):
         return []
@@ -371,13 +376,13 @@ def _due(held_leases: Sequence[HeldLease], now: float) -> list[HeldLease]:
     ]
 
 
-def _looked_at(held_lease: HeldLease) -> float:
-    """When the watcher must check *held_lease* again."""
-    return held_lease.stop if held_lease.lost is None else held_lease.nudge_at
+def _next_check(held_lease: HeldLease) -> float:
+    """When the deadline thread must check *held_lease* again."""
+    return held_lease.stop_deadline if held_lease.lost is None else held_lease.next_interrupt
 
 
 def _is_still(held_lease: HeldLease, state: State, stores: Context) -> bool:
-    """Whether the record is in *state* by this attempt."""
+    """Whether the record is in *state*, and this attempt owns it."""
     return _is_by(held_lease, stores.records.read(held_lease.claim_request.stored_key), state)
 
 
@@ -393,7 +398,7 @@ def _renewal(held_lease: HeldLease, ttl: float) -> Renewal:
         held_lease.claim_request.token,
         ttl,
         held_lease.probe,
-        guarded=held_lease.work.guarded,
+        guarded=held_lease.body_state.guarded,
     )
 
 

@@ -1,5 +1,5 @@
-"""One delivery from acquire to release: applies the decisions and runs the body. Independent of
-Celery.
+"""Handles one call from acquire to release: applies the decisions and runs the body. Independent
+of Celery.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar, assert_never
 
-from celery_leases.attempt.acquire import SHORT_PAUSE, Away, ClaimedAttempt, Entry
+from celery_leases.attempt.acquire import SHORT_PAUSE, Acquirer, ClaimedAttempt, RowMayBeOpen
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.renewal import Renewer
@@ -73,56 +73,61 @@ Body = Callable[[HeldLease, Record], Ending]
 
 @dataclass
 class Execution:
-    """Runs calls on the stores of *context*; *renewer* keeps their leases."""
+    """Runs calls with the stores of *context*; *renewer* renews their leases."""
 
     context: Context
     renewer: Renewer
-    entry: Entry = field(init=False)
+    acquirer: Acquirer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.entry = Entry(self.context)
+        self.acquirer = Acquirer(self.context)
 
-    def run(self, call: Call, body: Body, away: int = 0) -> Answer:
-        """Handle *call* to its end. *away*: how often it was rescheduled before because a store did
-        not answer.
+    def run(self, call: Call, body: Body, store_failures: int = 0) -> Answer:
+        """Handle *call* to its end.
+
+        *store_failures*: how often in a row the call was rescheduled because a store did not
+        answer.
         """
-        before = resource_pool.patience.set(
-            None
-        )  # that of another call, if this one runs inside its body
+        # This call may run inside the body of another one, whose limit does not apply to it.
+        before = resource_pool.max_wait.set(None)
         try:
-            return self._taken(call, body, away)
+            return self._acquire_and_run(call, body, store_failures)
         finally:
-            resource_pool.patience.reset(before)
+            resource_pool.max_wait.reset(before)
 
-    def _taken(self, call: Call, body: Body, away: int) -> Answer:
-        taken = self.context.clock.now()
+    def _acquire_and_run(self, call: Call, body: Body, store_failures: int) -> Answer:
+        received_at = self.context.clock.now()
         try:
-            entered = self.entry.enter(call)
-        except Away as unavailable:
-            return unavailable.again
+            result = self.acquirer.acquire(call)
+        except RowMayBeOpen as unavailable:
+            return unavailable.answer
         except (StoreUnavailable, LeaseStoreMismatch) as error:
-            return self.entry.away(error, away)
+            return self.acquirer.after_store_failure(error, store_failures)
         except LeasesError:
             raise
-        except Exception as error:  # noqa: BLE001 - a store's own trouble is never the task's failure
-            return self._unexpected(call, error, away)
-        if not isinstance(entered, ClaimedAttempt):
-            return self._answered(call, entered)
+        except Exception as error:  # noqa: BLE001 - an error of a store is never the task's failure
+            return self._after_unknown_error(call, error, store_failures)
+        if not isinstance(result, ClaimedAttempt):
+            return self._report_verdict(call, result)
         try:
-            return self._run(call, entered, body, away, taken)
+            return self._run(call, result, body, store_failures, received_at)
         finally:
-            self.renewer.drop(
-                entered.held_lease
-            )  # also after an unexpected exception: then the lease expires
+            # Also after an unexpected exception: then the lease expires.
+            self.renewer.drop(result.held_lease)
 
     def _run(
-        self, call: Call, claimed_attempt: ClaimedAttempt, body: Body, away: int, taken: float
+        self,
+        call: Call,
+        claimed_attempt: ClaimedAttempt,
+        body: Body,
+        store_failures: int,
+        received_at: float,
     ) -> Answer:
         held_lease, record = claimed_attempt.held_lease, claimed_attempt.record
         try:
             self.renewer.add(held_lease)
         except Exception as error:  # noqa: BLE001 - no thread can be started
-            return self._not_begun(call, claimed_attempt, error, away)
+            return self._release_unstarted(call, claimed_attempt, error, store_failures)
         observer = self.context.observer
         if observer.wants(events.LeaseAcquired):
             observer.observe(
@@ -131,21 +136,21 @@ class Execution:
         began = self.context.clock.now()
         ending = body(held_lease, record)
         runtime = self.context.clock.now() - began
-        left_open = held_lease.work.end()
-        if held_lease.work.progressed:
+        left_open = held_lease.body_state.roll_back_open()
+        if held_lease.body_state.progressed:
             record = replace(record, crashes=0)
-        if held_lease.work.completing:
-            seen = self._patiently(
+        if held_lease.body_state.completing:
+            read = self._retry_until_settled(
                 call,
                 held_lease,
                 ending,
-                taken,
+                received_at,
                 lambda: self.context.records.read(record.stored_key),
             )
-            if seen is None:
+            if read is None:
                 self.renewer.drop(held_lease)
-                return self._unwritten(ending, record, away)
-            done = seen[0]
+                return self._outcome_not_written(ending, record, store_failures)
+            (done,) = read
             if done is not None and done.is_attempt(State.DONE, record.owner, record.fence):
                 return self._completed(call, held_lease, done, ending, runtime)
             ending = self._not_committed(
@@ -157,70 +162,74 @@ class Execution:
             )
         verdict = self._failed(call, record, ending) if isinstance(ending, Raised) else None
         outcome = settlement.after_run(call, record, ending, verdict)
-        if held_lease.work.has_unsaved:
-            outcome = replace(outcome, progress=held_lease.work.unsaved)
-        settled = self._patiently(
-            call, held_lease, ending, taken, lambda: self.context.records.settle(record, outcome)
+        if held_lease.body_state.has_unsaved_progress:
+            outcome = replace(outcome, progress=held_lease.body_state.unsaved_progress)
+        settled = self._retry_until_settled(
+            call,
+            held_lease,
+            ending,
+            received_at,
+            lambda: self.context.records.settle(record, outcome),
         )
         self.renewer.drop(held_lease)
         if settled is None:
-            return self._unwritten(ending, record, away)
+            return self._outcome_not_written(ending, record, store_failures)
         (written,) = settled
-        self._let_go(call, held_lease, outcome if written else None, verdict)
+        self._release(call, held_lease, outcome if written else None, verdict)
         if not written:
-            return _passing(ending) or self._stale(call, record)
-        self.entry.report(call, record, outcome, runtime, held_lease)
-        return self._ended(call, ending, outcome)
+            return _for_celery_in_any_case(ending) or self._outcome_refused(call, record)
+        self.acquirer.report(call, record, outcome, runtime, held_lease)
+        return self._answer_of(call, ending, outcome)
 
-    def _unexpected(self, call: Call, error: Exception, away: int) -> Reschedule:
-        """Reschedule what met an error that no store is known to raise; its row may stand open
-        under its token.
+    def _after_unknown_error(self, call: Call, error: Exception, store_failures: int) -> Reschedule:
+        """Reschedule a call that got an error which no store is known to raise; its row may say
+        ``running`` under its token.
         """
-        logger.error(
-            "%s[%s] did not begin: %s", call.task, call.call_id, _named(error), exc_info=error
-        )
-        return replace(self.entry.away(_named(error), away), prior=call.token)
+        described = _type_and_text(error)
+        logger.error("%s[%s] did not begin: %s", call.task, call.call_id, described, exc_info=error)
+        answer = self.acquirer.after_store_failure(described, store_failures)
+        return replace(answer, prior=call.token)
 
-    def _not_begun(
-        self, call: Call, claimed_attempt: ClaimedAttempt, error: Exception, away: int
+    def _release_unstarted(
+        self, call: Call, claimed_attempt: ClaimedAttempt, error: Exception, store_failures: int
     ) -> Reschedule:
-        """Give back an attempt whose lease cannot be renewed."""
-        with suppress(StoreUnavailable):  # then the next attempt has its token
+        """Close an attempt whose lease cannot be renewed, and release its key."""
+        with suppress(StoreUnavailable):  # the next attempt of the call knows the token
             self.context.records.settle(
                 claimed_attempt.record, settlement.unrun(call, claimed_attempt.record, 0.0)
             )
-        self.entry.give_back(claimed_attempt.held_lease)
-        return self._unexpected(call, error, away)
+        self.acquirer.release(claimed_attempt.held_lease)
+        return self._after_unknown_error(call, error, store_failures)
 
-    def _unwritten(self, ending: Ending, record: Record, away: int) -> Answer:
-        again = self.entry.away("the outcome could not be written", away)
-        return _passing(ending) or replace(again, started=True, prior=record.owner)
+    def _outcome_not_written(self, ending: Ending, record: Record, store_failures: int) -> Answer:
+        reason = "the outcome could not be written"
+        answer = self.acquirer.after_store_failure(reason, store_failures)
+        return _for_celery_in_any_case(ending) or replace(answer, started=True, prior=record.owner)
 
     def _completed(
         self, call: Call, held_lease: HeldLease, done: Record, ending: Ending, runtime: float
     ) -> Answer:
-        """The done record was committed by the body itself: it has succeeded, whatever it did
-        afterwards.
+        """The answer after the body has committed the done record itself: the call has succeeded,
+        whatever the body did afterwards.
         """
         self.renewer.drop(held_lease)
         outcome = settlement.after_run(call, done, Returned(None, done.result, done.reason))
-        self._let_go(call, held_lease, outcome, None)
+        self._release(call, held_lease, outcome, None)
         if not isinstance(ending, Returned):
             self.context.observer.observe(
-                events.CompletionStands(**call.subject, fence=done.fence, error=_said(ending))
+                events.CompletionStands(**call.subject, fence=done.fence, error=_error_text(ending))
             )
-        self.entry.report(call, done, outcome, runtime, held_lease)
+        self.acquirer.report(call, done, outcome, runtime, held_lease)
         if isinstance(ending, Interrupted | Terminated):
             return Raise(ending.error)
         if done.result is None and isinstance(ending, Returned):
-            return Return(
-                ending.value
-            )  # as it could not be kept, what the body returned is all there is
+            # The result could not be stored, so Celery gets what the body returned.
+            return Return(ending.value)
         return Return(decode(done.result))
 
     def _not_committed(self, call: Call, record: Record, ending: Ending, what: str) -> Ending:
-        """The ending of an attempt whose own transaction was never committed: the same ending, but
-        not a success.
+        """The ending of an attempt whose own transaction was not committed: a return becomes an
+        error, any other ending stays as it is.
         """
         if not isinstance(ending, Returned):
             return ending
@@ -233,7 +242,7 @@ class Execution:
         )
 
     def _failed(self, call: Call, record: Record, ending: Raised) -> AfterFailure:
-        """The decision after a failure; a failure of the group has closed its gate by then, and the
+        """The decision after a failure. A failure of the group closes its gate first, because the
         gate may set a longer wait.
         """
         verdict = after_failure(call, record, ending, self.context.rand())
@@ -242,7 +251,8 @@ class Execution:
         try:
             gate = self.context.gates.close_gate(call.group, verdict.closing, record.owner)
         except StoreUnavailable:
-            return verdict  # the key still cools down, and the next failure of the group closes the gate
+            # The key cools down all the same, and the next failure of the group closes the gate.
+            return verdict
         self.context.observer.observe(
             events.GateClosed(
                 **call.subject,
@@ -255,35 +265,37 @@ class Execution:
         )
         return replace(verdict, delay=gate.closed_for)
 
-    def _let_go(
+    def _release(
         self,
         call: Call,
         held_lease: HeldLease,
         outcome: Outcome | None,
         verdict: AfterFailure | None,
     ) -> None:
-        """Free the key, or leave it cooling; and report the probe's result to the gate of the
-        group.
+        """Release the key or replace its lease by a cooldown. If the attempt was the probe of its
+        group, open the gate or free the probe's slot.
         """
         if held_lease.lost is not None:
-            return  # another attempt has the key now, and may have the probe's slot too
-        entry, context = self.entry, self.context
+            return  # another attempt may hold the key, and the probe's slot
+        acquirer, context = self.acquirer, self.context
         claim_request = held_lease.claim_request
         cooling = (
             outcome.retry_after if outcome is not None and outcome.state is State.COOLING else None
         )
         if held_lease.probe is None and cooling is None:
-            entry.give_back(held_lease)
+            acquirer.release(held_lease)
             return
-        with suppress(
-            StoreUnavailable
-        ):  # lease and slot expire by themselves, and the record has the cooldown
-            clears = (
-                held_lease.probe is not None and outcome is not None and _clears(outcome, verdict)
+        # If the store does not answer, lease and slot expire by themselves, and the record has the
+        # cooldown.
+        with suppress(StoreUnavailable):
+            opens = (
+                held_lease.probe is not None
+                and outcome is not None
+                and _opens_gate(outcome, verdict)
             )
             if (
                 held_lease.probe is not None
-                and clears
+                and opens
                 and context.gates.open_gate(held_lease.probe, claim_request.token)
             ):
                 context.observer.observe(events.GateOpened(**call.subject, group=held_lease.probe))
@@ -298,61 +310,66 @@ class Execution:
                 if held_lease.probe is not None:
                     context.gates.release_probe(held_lease.probe, claim_request.token)
                 return
-        entry.give_back(held_lease)
+        acquirer.release(held_lease)
 
-    def _patiently(
-        self, call: Call, held_lease: HeldLease, ending: Ending, taken: float, step: Callable[[], T]
+    def _retry_until_settled(
+        self,
+        call: Call,
+        held_lease: HeldLease,
+        ending: Ending,
+        received_at: float,
+        step: Callable[[], T],
     ) -> tuple[T] | None:
-        """Take a step in the database; ``None`` if the database did not answer for as long as is
-        allowed.
+        """Call *step*, which uses the database, until it succeeds or the time to settle is over;
+        ``None`` if it did not succeed.
 
-        The attempt of a lost lease is closed as patiently as any other: while its row is open, the
-        next claim of the key counts this process as dead. An attempt that was given back for
-        another reason is closed without long retries.
+        After an interrupt of the body the step is tried once only, because the process is about to
+        end. It is repeated for a lost lease: while the row says ``running``, the next claim of the
+        key takes this process for dead.
         """
-        until = settlement.settle_until(call, self.context.clock.now(), taken)
-        patient = (
+        until = settlement.settle_until(call, self.context.clock.now(), received_at)
+        retried = (
             isinstance(ending, Returned | Raised | Snoozed | ControlFlow)
             or held_lease.lost is not None
         )
 
-        def repeatable(error: Exception, tries: int) -> bool:
-            if not tries and not isinstance(error, StoreUnavailable):
+        def repeatable(error: Exception, failures: int) -> bool:
+            if not failures and not isinstance(error, StoreUnavailable):
                 logger.error(
                     "%s[%s] could not be closed yet: %s",
                     call.task,
                     call.call_id,
-                    _named(error),
+                    _type_and_text(error),
                     exc_info=error,
                 )
-            return patient and not self.context.stopping()
+            return retried and not self.context.stopping()
 
         clock = self.context.clock
         try:
             return (retrying(step, lambda: until, clock, errors=Exception, repeatable=repeatable),)
-        except Exception:  # noqa: BLE001 - logged; the row waits for the next claim of the call
+        except Exception:  # noqa: BLE001 - logged; the next claim of the call closes the row
             return None
 
-    def _ended(self, call: Call, ending: Ending, outcome: Outcome) -> Answer:
+    def _answer_of(self, call: Call, ending: Ending, outcome: Outcome) -> Answer:
         match ending:
             case Returned(value):
                 return Return(
                     as_decoded(value, outcome.result) if outcome.result is not None else value
                 )
             case Raised() | Snoozed():
-                return self._deferred(call, ending, outcome)
+                return self._answer_of_failure(call, ending, outcome)
             case Lost(reason):
-                return self._soon(f"the lease was lost: {reason}")
+                return self._reschedule_soon(f"the lease was lost: {reason}")
             case Interrupted(error) | Terminated(error) | ControlFlow(error):
                 return Raise(error)
             case _ as never:
                 assert_never(never)
 
-    def _deferred(self, call: Call, ending: Raised | Snoozed, outcome: Outcome) -> Answer:
-        """Reschedule a call that runs again by itself; otherwise the caller gets the error, or the
-        time of the next try.
+    def _answer_of_failure(self, call: Call, ending: Raised | Snoozed, outcome: Outcome) -> Answer:
+        """Reschedule a call that runs again by itself. Otherwise the caller gets the error, or
+        learns when the key may run again.
         """
-        wait, why = outcome.retry_after or 0.0, outcome.reason or "it asked for it"
+        wait, why = outcome.retry_after or 0.0, outcome.reason or "the body asked for it"
         cooling = outcome.state is State.COOLING
         event_type = (
             "snoozed" if isinstance(ending, Snoozed) else "cooldown" if cooling else "backoff"
@@ -379,10 +396,9 @@ class Execution:
             )
             failed.__cause__ = ending.error
             return Raise(failed)
-        said = printable(
-            message_of(ending.error, MESSAGE_MAX), None
-        )  # a body may put a client library's own text into it
-        message = f"Retry available in {in_words(wait)}: {said}"
+        # Redacted, because the text of the body may contain that of a client library.
+        text = printable(message_of(ending.error, MESSAGE_MAX), None)
+        message = f"Retry available in {in_words(wait)}: {text}"
         reason = outcome.failure.reason if outcome.failure else outcome.ended.value
         scope = (
             "group" if outcome.failure is not None and outcome.failure.group is not None else "key"
@@ -393,33 +409,35 @@ class Execution:
         refusal.__cause__ = ending.error
         return Raise(refusal, task_event=task_event)
 
-    def _stale(self, call: Call, record: Record) -> Answer:
-        """A later attempt owns the key, or the row was deleted: that attempt's answer counts."""
+    def _outcome_refused(self, call: Call, record: Record) -> Answer:
+        """The answer of an attempt whose outcome was refused: a later attempt owns the key, or the
+        row was deleted, so what the record says now counts.
+        """
         try:
             now = self.context.records.read(record.stored_key)
         except StoreUnavailable as error:
-            return self.entry.away(error, 0)
+            return self.acquirer.after_store_failure(error, 0)
         self.context.observer.observe(
             events.OutcomeRefused(
                 **call.subject, fence=record.fence, state=now.state.value if now else None
             )
         )
         try:
-            verdict = self.entry.decide(replace(call, started=True), now)
+            verdict = self.acquirer.decide(replace(call, started=True), now)
         except StoreUnavailable as error:
-            return self.entry.away(error, 0)
+            return self.acquirer.after_store_failure(error, 0)
         if isinstance(verdict, Run | Wait):
             why = "a later attempt owns the key" if now is not None else "the record was deleted"
-            verdict = self._soon(why)
-        answer = self._answered(call, verdict)
+            verdict = self._reschedule_soon(why)
+        answer = self._report_verdict(call, verdict)
         return replace(answer, started=True) if isinstance(answer, Reschedule) else answer
 
-    def _soon(self, reason: str) -> Reschedule:
-        """Run a call again that has lost its lease while it ran."""
+    def _reschedule_soon(self, reason: str) -> Reschedule:
+        """Reschedule a call that has lost its lease while it ran."""
         return Reschedule(SHORT_PAUSE + self.context.rand(), reason, started=True, event_type="")
 
-    def _answered(self, call: Call, verdict: Verdict) -> Answer:
-        """Report what was decided without a run; the worker reports what it publishes."""
+    def _report_verdict(self, call: Call, verdict: Verdict) -> Answer:
+        """Emit the event of a verdict without a run; the worker emits those of its messages."""
         observe = self.context.observer.observe
         match verdict:
             case Return(_, first_call_id):
@@ -437,29 +455,29 @@ class Execution:
         return verdict
 
 
-def _passing(ending: Ending) -> Raise | None:
-    """The exception that Celery gets whatever happened to the outcome: it has been published, or
-    the process is ending.
+def _for_celery_in_any_case(ending: Ending) -> Raise | None:
+    """The exception that Celery gets even if the outcome was not written: the message of the retry
+    has been published, or the process is ending.
     """
     return (
         Raise(ending.error) if isinstance(ending, Interrupted | Terminated | ControlFlow) else None
     )
 
 
-def _clears(outcome: Outcome, verdict: AfterFailure | None) -> bool:
-    """Whether the end of a probe shows that its group works again: it succeeded, or failed for
-    another reason.
+def _opens_gate(outcome: Outcome, verdict: AfterFailure | None) -> bool:
+    """Whether the end of a probe shows that its group works again: the probe succeeded, or failed
+    for a reason of its own key.
     """
     if verdict is None:
         return outcome.ended is Ended.RETURNED
     return verdict.failure.group is None and not leaves_gate_half_open(verdict)
 
 
-def _named(error: Exception) -> str:
+def _type_and_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _said(ending: Ending) -> str:
+def _error_text(ending: Ending) -> str:
     match ending:
         case Raised(_, failure):
             return f"{failure.type}: {failure.message}"

@@ -1,4 +1,4 @@
-"""Repeats a step of a store that may not answer."""
+"""Repeats a call of a store that may not answer."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def retrying(
     errors: type[Exception] = StoreUnavailable,
     repeatable: Callable[[Any, int], bool] | None = None,
 ) -> T:
-    """The result of *step*, which is called again after each of *errors*, until the moment that
-    *until* gives, by *clock*.
+    """Call *step*, and again after each of *errors*, until the time that *until* returns, by
+    *clock*; return its result.
 
     The pauses grow up to two seconds. *repeatable* is called after each failure, with the error and
-    the number of earlier failures. If it returns false, or if the next pause would end after
-    that moment, the last error is raised. *until* is called after each failure, as a renewal may
-    have moved the end of a lease meanwhile.
+    the number of earlier failures. The last error is raised if *repeatable* returns false, or if
+    the next pause would end after the time of *until*. *until* is called after each failure,
+    because a renewal may have extended a lease meanwhile.
     """
-    tries = 0
+    failures = 0
     while True:
         try:
             return step()
         except errors as error:
-            pause = settle_pause(tries)
-            if repeatable is not None and not repeatable(error, tries):
+            pause = settle_pause(failures)
+            if repeatable is not None and not repeatable(error, failures):
                 raise
             if clock.now() + pause > until():
                 raise
-            tries += 1
+            failures += 1
         clock.sleep(pause)

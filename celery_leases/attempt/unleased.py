@@ -1,5 +1,5 @@
-"""The object that replaces the lease where a body runs without one: in a direct call, in ``map``,
-or outside any task.
+"""The object that stands for the lease in code that runs without one: in a direct call of a task,
+in ``map``, or outside any task.
 """
 
 from __future__ import annotations
@@ -8,7 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from celery_leases.attempt.effect_arguments import EffectReply, calls_of, unleased
+from celery_leases.attempt.effect_arguments import (
+    EffectReply,
+    call_without_lease,
+    checked_arguments,
+)
 from celery_leases.common.durations import Duration
 from celery_leases.protocol.effects import VERIFY_AFTER, OnUncertain
 from celery_leases.protocol.records import Attempt
@@ -17,9 +21,7 @@ T = TypeVar("T")
 
 
 class Unleased:
-    """Replaces the lease where a body runs without one: in a direct call, in ``map``, or outside
-    any task.
-    """
+    """Has the methods of a lease, in code that runs without one. Nothing is stored."""
 
     key = ""
     token = ""
@@ -31,11 +33,11 @@ class Unleased:
     progress: Any = None
 
     def remaining(self) -> float:
-        """Always 0: there is no lease."""
+        """Return 0."""
         return 0.0
 
     def check(self) -> None:
-        """Do nothing: there is no lease to lose."""
+        """Do nothing."""
 
     def extend(self, seconds: Duration) -> None:
         """Do nothing."""
@@ -50,11 +52,13 @@ class Unleased:
         verify_after: float = VERIFY_AFTER,
         uncertain: OnUncertain = "stop",
     ) -> EffectReply:
-        """Make the call, with an idempotency key of its own."""
-        return unleased(uuid4().hex, calls_of(call, reference, verify, verify_after, uncertain))
+        """Make the call, with a random idempotency key."""
+        return call_without_lease(
+            uuid4().hex, checked_arguments(call, reference, verify, verify_after, uncertain)
+        )
 
     def save_progress(self, value: Any) -> None:
-        """Do nothing: there is no next attempt."""
+        """Do nothing."""
 
     def each(
         self, items: Iterable[T], *, name: str = "items", every: int | None = None
@@ -63,11 +67,11 @@ class Unleased:
         return iter(items)
 
     def complete(self, result: Any, session_or_connection: Any) -> Any:
-        """There is no record to complete; returns *result*."""
+        """Return *result*; there is no record to complete."""
         return result
 
     def guard(self, session_or_connection: Any) -> None:
-        """There is no record to guard."""
+        """Do nothing; there is no record to guard."""
 
     def __repr__(self) -> str:
         return "<no lease>"

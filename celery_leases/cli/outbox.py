@@ -74,7 +74,7 @@ def _list(records: Sequence[Record]) -> None:
         echo_table([("STATE", "KEY", "TASK", "CALL"), *rows])
 
 
-def _echo_result(ctx: click.Context, done: outbox.Round) -> None:
+def _echo_result(ctx: click.Context, done: outbox.RelayResult) -> None:
     """Print how many were published, and exit with 1 if one could not be."""
     click.echo(f"{len(done.published)} published")
     if done.refused:

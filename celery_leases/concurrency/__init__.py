@@ -1,3 +1,3 @@
-"""Threads, locks and clocks under any pool: real threads beside greenlets, a resource pool, the
-kill timer.
+"""Threads, locks and clocks in every kind of worker pool: system threads beside greenlets, a pool
+of resources, the kill timer.
 """

@@ -1,4 +1,4 @@
-"""Reaching the greenlets of one thread from another, under gevent and eventlet."""
+"""Calls made in a greenlet's thread from another thread, under gevent and eventlet."""
 
 from __future__ import annotations
 
@@ -22,51 +22,51 @@ def current() -> Any:
 
 
 def exit_type() -> type[BaseException]:
-    """What is raised in a greenlet to kill it: ``GreenletExit``."""
+    """The exception that kills a greenlet: ``GreenletExit``."""
     raised: type[BaseException] = sys.modules["greenlet"].GreenletExit
     return raised
 
 
-def of_a_pool() -> bool:
-    """Whether the greenlet that is running was spawned: it is neither the hub nor the thread's
-    own.
+def in_spawned_greenlet() -> bool:
+    """Whether the running greenlet was spawned: it is neither the hub nor the main greenlet of its
+    thread.
     """
     here = current()
     return here.parent is not None and here.parent.parent is not None
 
 
-def hub_caller() -> Callable[[Call], None]:
-    """What has the hub of this thread make a call as soon as it comes to that.
+def hub_scheduler() -> Callable[[Call], None]:
+    """Return a function that lets the hub of this thread make a call as soon as possible.
 
-    It may be used in any thread, also while the hub sleeps, and does not block. While the hub makes
-    the call, every greenlet of its thread stands still, so one that waits may be thrown into, as
-    the timeouts of both libraries do.
+    The function can be called in any thread, also while the hub sleeps, and does not block. While
+    the hub makes the call, no greenlet of its thread runs, so the call may throw into a greenlet
+    that waits, as the timeouts of both libraries do.
     """
-    if os_threads.by_gevent():
+    if os_threads.is_gevent():
         caller: Callable[[Call], None] = (
             sys.modules["gevent"].get_hub().loop.run_callback_threadsafe
         )
         return caller
     hub = sys.modules["eventlet.hubs"].get_hub()
-    box = _letterboxes.get(hub)
-    if box is None:
-        box = _letterboxes[hub] = _Letterbox(hub)
-    return box.post
+    pipe = _hub_pipes.get(hub)
+    if pipe is None:
+        pipe = _hub_pipes[hub] = _HubPipe(hub)
+    return pipe.send
 
 
 def spawn(call: Call) -> None:
-    """Make *call* in a greenlet of its own; not before the one that runs now waits."""
-    if os_threads.by_gevent():
+    """Make *call* in a new greenlet, which begins when the running greenlet waits."""
+    if os_threads.is_gevent():
         sys.modules["gevent"].spawn(call)
     else:
         sys.modules["eventlet"].spawn_n(call)
 
 
-class _Letterbox:
-    """Calls for a hub of eventlet, which is woken by nothing but a file descriptor.
+class _HubPipe:
+    """Calls for a hub of eventlet, which only a file descriptor can wake.
 
-    ``os`` has green functions there, which would wait in the thread that calls; ``posix`` has the
-    system's.
+    Eventlet replaces the functions of ``os`` by ones that switch greenlets in the calling thread;
+    ``posix`` still has those of the system.
     """
 
     def __init__(self, hub: Any) -> None:
@@ -77,16 +77,16 @@ class _Letterbox:
         os.set_blocking(self._writer, False)
         hub.add(hub.READ, self._reader, self._read, lambda *_: None, lambda: None)
 
-    def post(self, call: Call) -> None:
+    def send(self, call: Call) -> None:
         self._calls.append(call)
-        with suppress(BlockingIOError):  # then it is full, and wakes the hub all the same
+        with suppress(BlockingIOError):  # a full pipe wakes the hub too
             posix.write(self._writer, b".")
 
     def _read(self, _: int) -> None:
-        """Leave the calls to the hub's timers.
+        """Let the hub's timers make the calls.
 
-        A greenlet thrown into from here might be woken a second time, by what the hub has seen in
-        the same look.
+        If a call threw into a greenlet from here, the hub might wake that greenlet a second time,
+        because of a descriptor it has polled in the same round.
         """
         with suppress(BlockingIOError):
             posix.read(self._reader, 4096)
@@ -94,4 +94,4 @@ class _Letterbox:
             self._schedule(0, self._calls.popleft())
 
 
-_letterboxes: WeakKeyDictionary[Any, _Letterbox] = WeakKeyDictionary()
+_hub_pipes: WeakKeyDictionary[Any, _HubPipe] = WeakKeyDictionary()

@@ -1,8 +1,7 @@
-"""A timer of the kernel that kills this process at a given moment, unless that is put off or
-called off before.
+"""A kernel timer that kills this process at a given time, unless it is moved or cancelled before.
 
-It needs no thread of this process to run, so it also ends a body that is stopped, frozen, or holds
-the interpreter's lock in one long call. See ``timer_create(2)``.
+The timer needs no running thread of this process. So it also ends a process that is stopped or
+frozen, or that holds the interpreter's lock in one long call. See ``timer_create(2)``.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class KillTimer:
     """Kills this process at *moment*, in seconds of
     :func:`celery_leases.concurrency.os_threads.boot_clock`.
 
-    A timer of its own for each body: putting off one that was called off already does nothing, so
-    that no thread has to wait for another. A forked child does not inherit it. Raises
-    :class:`OSError` where there is no such timer.
+    Each body has a timer of its own. Setting a cancelled timer does nothing, so threads that set
+    and cancel it need no lock. A forked child does not inherit the timer. Raises :class:`OSError`
+    where the system has no such timer.
     """
 
     def __init__(self, moment: float) -> None:
@@ -58,24 +57,24 @@ class KillTimer:
             os_threads.BOOT_CLOCK, ctypes.byref(event), ctypes.byref(self._timer)
         ):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        self.put_off(moment)
+        self.set(moment)
 
-    def put_off(self, moment: float) -> None:
-        """Kill at *moment* instead; one that is over kills at once."""
+    def set(self, moment: float) -> None:
+        """Kill at *moment* instead; at once if that time is over."""
         nanoseconds = max(1, int(moment * 1e9))
         when = _Itimerspec(value=_Timespec(*divmod(nanoseconds, 1_000_000_000)))
         self._library.timer_settime(self._timer, _ABSOLUTE, ctypes.byref(when), None)
 
-    def call_off(self) -> None:
-        """Let the process live."""
+    def cancel(self) -> None:
+        """Delete the timer."""
         self._library.timer_delete(self._timer)
 
 
 @cache
 def available() -> bool:
-    """Whether this system has what it takes; found out by trying."""
+    """Whether this system has such a timer; found out by making one."""
     try:
-        KillTimer(os_threads.boot_clock() + 3600).call_off()
+        KillTimer(os_threads.boot_clock() + 3600).cancel()
     except OSError:
         return False
     return True
@@ -83,7 +82,7 @@ def available() -> bool:
 
 @cache
 def _library() -> Any:
-    """The C library with ``timer_create``, wherever this one keeps it."""
+    """The C library that has ``timer_create``; ``None`` if there is none."""
     for name in (None, "librt.so.1"):
         try:
             library = ctypes.CDLL(name, use_errno=True)

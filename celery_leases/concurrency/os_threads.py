@@ -1,8 +1,7 @@
-"""Real operating-system threads and locks, also where gevent or eventlet have replaced the ones in
-``threading``.
+"""System threads and locks, also where gevent or eventlet have patched ``threading``.
 
-A greenlet stalls with its hub: a body that blocks would lose its lease although its process is
-alive.
+A lease must not be renewed by a greenlet: a body that blocks stops all greenlets of its thread, and
+would lose its lease although its process is alive.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ from typing import Any, Final, Protocol
 
 
 class Lock(Protocol):
-    """What ``_thread.allocate_lock`` gives."""
+    """The type of ``_thread.allocate_lock()``."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take it; a negative *timeout* waits for ever."""
+        """Acquire the lock; a negative *timeout* waits for ever."""
         ...
 
     def release(self) -> None:
-        """Let it go."""
+        """Release the lock."""
         ...
 
     def __enter__(self) -> bool: ...
     def __exit__(self, *exc_info: object) -> None: ...
 
 
-def green() -> bool:
-    """Whether this process runs its tasks in greenlets (gevent or eventlet have patched
-    ``threading``).
+def uses_greenlets() -> bool:
+    """Whether this process runs its tasks in greenlets: gevent or eventlet have patched
+    ``threading``.
     """
-    return by_gevent() or _eventlet()
+    return is_gevent() or _eventlet()
 
 
-def by_gevent() -> bool:
-    """Whether it is gevent that has patched ``threading``."""
+def is_gevent() -> bool:
+    """Whether gevent has patched ``threading``."""
     monkey = sys.modules.get("gevent.monkey")
     return monkey is not None and bool(monkey.is_module_patched("threading"))
 
@@ -51,11 +50,11 @@ def allocate_lock() -> Lock:
     return lock
 
 
-def look_at(descriptor: int) -> Callable[[int], Sequence[object]]:
-    """A function that says whether *descriptor* can be read, and waits for that so many
-    milliseconds at most.
+def readable_poll(descriptor: int) -> Callable[[int], Sequence[object]]:
+    """Return a function that waits at most the given number of milliseconds until *descriptor* can
+    be read, and returns a true value if it can.
 
-    It switches to no other greenlet. A connection that the other side has closed can be read.
+    It does not switch to another greenlet. A connection that the other side has closed can be read.
     """
     poll = _original("poll", "select")()
     poll.register(descriptor, select.POLLIN)
@@ -64,35 +63,41 @@ def look_at(descriptor: int) -> Callable[[int], Sequence[object]]:
 
 
 def start_thread(work: Callable[[], None]) -> None:
-    """Run *work* in a daemon thread of the operating system."""
+    """Run *work* in a daemon thread of the system."""
     _original("start_new_thread")(work, ())
 
 
 class Wakeup:
-    """Wakes one waiting thread; rings are remembered, but not counted."""
+    """Wakes one waiting thread. A notification before the wait ends that wait at once; several
+    count as one.
+    """
 
     def __init__(self) -> None:
-        self._silence = allocate_lock()
-        self._silence.acquire()
+        self._lock = allocate_lock()
+        self._lock.acquire()
 
-    def ring(self) -> None:
-        """Wake the waiter, now or when it comes to wait."""
-        with suppress(RuntimeError):  # it rings already
-            self._silence.release()
+    def notify(self) -> None:
+        """Wake the thread that waits, or the next one that waits."""
+        with suppress(RuntimeError):  # notified already
+            self._lock.release()
 
     def wait(self, timeout: float | None) -> None:
-        """Wait for a ring, at most *timeout* seconds."""
-        self._silence.acquire(timeout=-1 if timeout is None else max(0.0, min(timeout, 3600.0)))
+        """Wait for a notification, at most *timeout* seconds and at most an hour; ``None``: for
+        ever.
+        """
+        self._lock.acquire(timeout=-1 if timeout is None else max(0.0, min(timeout, 3600.0)))
 
 
 BOOT_CLOCK: Final[int | None] = getattr(time, "CLOCK_BOOTTIME", None)
-"""The clock of :func:`boot_clock`, as the system numbers it; ``None`` where it has none."""
+"""The system's number for the clock of :func:`boot_clock`; ``None`` if the system has no such
+clock.
+"""
 
 boot_clock: Final[Callable[[], float]] = (
     time.monotonic if BOOT_CLOCK is None else partial(time.clock_gettime, BOOT_CLOCK)
 )
-"""Seconds on a clock that never steps and, where the system has one, runs on while the machine
-sleeps.
+"""Seconds on a clock that never steps and that includes the time in which the machine is suspended.
+On systems without such a clock, that time is missing.
 """
 
 
@@ -102,7 +107,7 @@ def _eventlet() -> bool:
 
 
 def _original(name: str, module: str = "_thread") -> Any:
-    if by_gevent():
+    if is_gevent():
         return sys.modules["gevent.monkey"].get_original(module, name)
     if _eventlet():
         original = sys.modules["eventlet.patcher"].original

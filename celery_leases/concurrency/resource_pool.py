@@ -1,4 +1,4 @@
-"""A few things that the threads or greenlets of a process use in turn, such as connections."""
+"""A pool of resources, such as connections, for the threads or greenlets of a process."""
 
 from __future__ import annotations
 
@@ -13,41 +13,43 @@ from weakref import WeakSet
 
 T = TypeVar("T")
 
-patience: Final[ContextVar[Callable[[], float] | None]] = ContextVar(
-    "celery_leases_patience", default=None
+max_wait: Final[ContextVar[Callable[[], float] | None]] = ContextVar(
+    "celery_leases_max_wait", default=None
 )
-"""For how many seconds this thread or greenlet waits at most for a thing; ``None``: for as long as
-the pool says.
+"""Returns for how many seconds this thread or greenlet may wait for a resource; ``None``: as long
+as the pool allows.
 """
 
 
-class Turn:
-    """The right to do what only so many may do at once."""
+class Permit:
+    """A resource without content: the right to do what a limited number of callers may do at
+    once.
+    """
 
 
 class PoolExhausted(Exception):
-    """All things were in use for as long as the caller could wait."""
+    """All resources were in use for as long as the caller could wait."""
 
 
 class _Waiter(Generic[T]):
-    """A caller that waits for a thing; *wakeup* is released when the thing is there."""
+    """A caller that waits for a resource; the lock *wakeup* is released once it has one."""
 
     def __init__(self) -> None:
         self.wakeup = threading.Lock()
         self.wakeup.acquire()
-        self.thing: T | None = None
+        self.resource: T | None = None
 
 
 class ResourcePool(Generic[T]):
-    """At most *size* things, made by *make* when they are needed, each lent to one caller at a
-    time.
+    """A pool of at most *size* resources, each used by one caller at a time.
 
-    *make* is to be quick and must not raise. Where all are lent, a caller waits, at most *longest*
-    seconds, and who has waited longest is the first to get one. The locks are those of
-    ``threading``: for greenlets, where it is patched.
+    *make* makes a resource when one is needed; it must be quick and must not raise. If all
+    resources are in use, a caller waits, at most *longest* seconds. Callers get resources in the
+    order in which they began to wait. The locks are those of ``threading``, so they work for
+    greenlets where ``threading`` is patched.
 
-    A thing that is lost with the frame that had it, as an exception came at the wrong moment, is
-    replaced.
+    A resource that no reference holds any more, for example because an interrupt came between its
+    acquisition and its release, is replaced.
     """
 
     def __init__(self, size: int, make: Callable[[], T], longest: float) -> None:
@@ -58,45 +60,47 @@ class ResourcePool(Generic[T]):
         _pools.add(self)
 
     def _begin(self) -> None:
-        # Reentrant, as the garbage collector may give a thing back wherever the collector
-        # happens to run.
+        # Reentrant, because the garbage collector may release a resource at any point.
         self._lock = threading.RLock()
         self._made: WeakSet[Any] = WeakSet()
         self._idle: deque[T] = deque()
+        # In order of arrival.
         self._waiting: deque[_Waiter[T]] = deque()
 
-    def lend(self) -> T:
-        """A thing of one's own until :meth:`take_back`; raises :class:`PoolExhausted`."""
+    def acquire(self) -> T:
+        """Return a resource for exclusive use until :meth:`release`; raises
+        :class:`PoolExhausted`.
+        """
         try:
             return self._idle.pop()
         except IndexError:
             with self._lock:
-                thing = self._at_hand()
-            return thing if thing is not None else self._awaited()
+                resource = self._idle_or_new()
+            return resource if resource is not None else self._wait()
 
-    def take_back(self, thing: T) -> None:
-        """*thing* may be lent to others."""
-        if self._waiting and self._handed(thing):
+    def release(self, resource: T) -> None:
+        """Return *resource* to the pool."""
+        if self._waiting and self._hand_over(resource):
             return
-        self._idle.append(thing)
-        if self._waiting:  # since then
+        self._idle.append(resource)
+        if self._waiting:  # a caller has begun to wait meanwhile
             self._serve()
 
     def all(self) -> list[T]:
-        """What has been made, lent or not."""
+        """All resources, in use or idle."""
         with self._lock:
             return list(self._made)
 
     def drain(self) -> list[T]:
-        """Take all idle things out of the pool; they are not lent again."""
+        """Remove all idle resources from the pool and return them."""
         drained: list[T] = []
         with suppress(IndexError):
             while True:
                 drained.append(self._idle.pop())
         return drained
 
-    def _at_hand(self) -> T | None:
-        """A thing that is idle, or a new one if there may be one more; under the lock."""
+    def _idle_or_new(self) -> T | None:
+        """An idle resource, or a new one if the pool is not full; called under the lock."""
         with suppress(IndexError):
             return self._idle.pop()
         if len(self._made) >= self.size:
@@ -107,55 +111,54 @@ class ResourcePool(Generic[T]):
 
     def _serve(self) -> None:
         with self._lock:
-            while self._waiting and (thing := self._at_hand()) is not None:
-                self._handed(thing)
+            while self._waiting and (resource := self._idle_or_new()) is not None:
+                self._hand_over(resource)
 
-    def _handed(self, thing: T) -> bool:
-        """Give *thing* to the caller that has waited longest, ahead of any newcomer; ``False``
-        if no caller waits.
-        """
+    def _hand_over(self, resource: T) -> bool:
+        """Give *resource* to the caller that has waited longest; ``False`` if no caller waits."""
         with self._lock:
             if not self._waiting:
                 return False
             waiter = self._waiting.popleft()
-            waiter.thing = thing
+            waiter.resource = resource
             waiter.wakeup.release()
             return True
 
-    def _awaited(self) -> T:
-        own = patience.get()
-        seconds = self.longest if own is None else own()
+    def _wait(self) -> T:
+        limit = max_wait.get()
+        seconds = self.longest if limit is None else limit()
         waiter: _Waiter[T] = _Waiter()
-        # Before the look at what is idle: what is given back after that look finds the waiter.
+        # Appended before looking for idle resources, so that one that is released after the look
+        # is given to this waiter.
         self._waiting.append(waiter)
         try:
             self._serve()
             waiter.wakeup.acquire(timeout=max(0.0, seconds))
         except BaseException:
-            if (thing := self._withdrawn(waiter)) is not None:
-                self.take_back(thing)
+            if (resource := self._stop_waiting(waiter)) is not None:
+                self.release(resource)
             raise
-        thing = self._withdrawn(waiter)
-        if thing is None:
+        resource = self._stop_waiting(waiter)
+        if resource is None:
             raise PoolExhausted(f"all {self.size} were in use for {seconds:.3g} s")
-        return thing
+        return resource
 
-    def _withdrawn(self, waiter: _Waiter[T]) -> T | None:
-        """What *waiter* has got, who waits no more."""
+    def _stop_waiting(self, waiter: _Waiter[T]) -> T | None:
+        """Remove *waiter* from those that wait; return the resource it has got."""
         with self._lock, suppress(ValueError):
             self._waiting.remove(waiter)
-        return waiter.thing
+        return waiter.resource
 
 
 _pools: WeakSet[ResourcePool[Any]] = WeakSet()
 
 
-def _forget() -> None:
-    """In a forked process: what was lent is with threads that are not here, and locks may be held
-    for ever.
+def _reset_after_fork() -> None:
+    """Empty all pools in a forked process: the threads that use the resources do not exist there,
+    and would never release the locks.
     """
     for resource_pool in list(_pools):
         resource_pool._begin()  # noqa: SLF001 - of this module
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -13,7 +13,7 @@ from celery_leases.protocol.filters import RecordFilter
 from celery_leases.protocol.keys import stored_key
 from celery_leases.protocol.message_copies import callbacks_mark, waiter_mark
 from celery_leases.protocol.ports import MarkStore
-from celery_leases.worker.app_components import AppParts
+from celery_leases.worker.app_components import AppComponents
 
 SCAN_COUNT = 1000
 
@@ -53,14 +53,14 @@ def _delete_unacknowledged(channel: Any, queues: Sequence[str]) -> None:
                 return
 
 
-def delete_keys(parts: AppParts, calls: Collection[tuple[str, str]]) -> None:
+def delete_keys(components: AppComponents, calls: Collection[tuple[str, str]]) -> None:
     """Delete the records, leases and marks of *calls*, which are pairs of a key and a call id.
 
     Leases are deleted although workers may hold them.
     """
     from celery_leases.stores.sql.leases import DatabaseLeaseStore
 
-    records, leases = parts.records, parts.leases
+    records, leases = components.records, components.leases
     keys = {stored_key(TASK, key) for key, _ in calls}
     for stored in keys:
         records.reset(stored, keep=True)  # raise the fence first, so that late outcomes are refused
@@ -69,7 +69,7 @@ def delete_keys(parts: AppParts, calls: Collection[tuple[str, str]]) -> None:
         leases.end_cooldown(stored)
     for key, call in calls:
         for mark in (waiter_mark(call, 0), callbacks_mark(call)):
-            _expire(parts.marks, stored_key(TASK, key), mark)
+            _expire(components.marks, stored_key(TASK, key), mark)
     if isinstance(leases, DatabaseLeaseStore):
         leases.delete_marks([*keys])
     for key in {key for key, _ in calls}:

@@ -74,7 +74,7 @@ class Drill:
     # -- beginning and end -------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self.parts = self._check_servers()
+        self.components = self._check_servers()
         self._task = register(self.app, self.bounds.ttl, unused_body)
         self._end_by_signals()
         self._directory = Path(tempfile.mkdtemp(prefix="celery-leases-drill-"))
@@ -98,7 +98,7 @@ class Drill:
             shutil.rmtree(self._directory, ignore_errors=True)
             left = [
                 *self._delete("queues", lambda: cleanup.delete_queues(self.app, self._queues)),
-                *self._delete("keys", lambda: cleanup.delete_keys(self.parts, self._calls)),
+                *self._delete("keys", lambda: cleanup.delete_keys(self.components, self._calls)),
             ]
         for restore in self._restore:
             restore()
@@ -114,11 +114,11 @@ class Drill:
                 f"deleted: {_line(error)}"
             )
 
-    def _check_servers(self) -> app_components.AppParts:
+    def _check_servers(self) -> app_components.AppComponents:
         """The stores of the app; raises if the broker or a store cannot be used."""
-        parts = app_components.parts_of(self.app, eager=False)
-        parts.check_once()
-        parts.leases.held([self._name])
+        components = app_components.components_of(self.app, eager=False)
+        components.check_once()
+        components.leases.held([self._name])
         try:
             with self.app.connection_for_write() as connection:
                 kind = connection.transport.driver_type
@@ -130,7 +130,7 @@ class Drill:
             raise DrillImpossible(f"the broker does not answer: {_line(error)}") from None
         if kind not in _BROKERS:
             raise DrillImpossible(f"the broker is {kind}; the drill needs Redis or RabbitMQ")
-        return parts
+        return components
 
     def _end_by_signals(self) -> None:
         """Make SIGTERM and SIGHUP end the drill as Ctrl-C does."""

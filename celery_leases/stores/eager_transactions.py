@@ -35,7 +35,7 @@ class EagerTransaction(JoinedTransaction):
         """Raise :class:`LeaseLost` unless the attempt still owns the record."""
         now = self.records.read(record.stored_key)
         if now is None or not now.is_attempt(State.RUNNING, record.owner, record.fence):
-            why = "the record has moved on"
+            why = "the record was changed by another attempt or an operator"
             raise LeaseLost(f"{record.key}: the lease is lost: {why}", record.key, why)
 
     def has_completed(self, record: Record) -> bool:

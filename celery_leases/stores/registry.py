@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, cast
 
 from celery_leases.common.redaction import message_of
-from celery_leases.concurrency.resource_pool import ResourcePool, Turn
+from celery_leases.concurrency.resource_pool import Permit, ResourcePool
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.protocol.ports import (
     GateStore,
@@ -71,7 +71,7 @@ def _open_redis(settings: LeaseStoreSettings) -> SeparateLeaseStore:
         prefix=settings.prefix,
         timeout=settings.timeout,
         options=settings.options,
-        turns=ResourcePool(settings.connections, Turn, settings.longest_wait),
+        permits=ResourcePool(settings.connections, Permit, settings.longest_wait),
     )
 
 

@@ -21,11 +21,11 @@ from celery import Celery, Task, current_app
 from celery.result import AsyncResult, EagerResult
 
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.renewal import TAKEN, Renewer
+from celery_leases.attempt.renewal import HELD_BY_OTHER, Renewer
 from celery_leases.attempt.run import Execution
 from celery_leases.client import LeaseClient
 from celery_leases.common.durations import Duration, seconds
-from celery_leases.composition import Parts, build
+from celery_leases.composition import Components, build
 from celery_leases.concurrency.os_threads import boot_clock
 from celery_leases.errors import CoolingDown, KeyUnusable, LeaseConfigurationError
 from celery_leases.failures.actions import Classification
@@ -53,7 +53,7 @@ from celery_leases.testing.crashes import check_survival
 from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.pools.signals import interrupt_guard_here
-from celery_leases.worker.reschedule import Copies
+from celery_leases.worker.reschedule import Publisher
 
 HOLD_SECONDS: Final = 10 * 365 * 86_400.0
 """The ttl of :meth:`LeaseKit.hold` in memory: longer than any test moves the clock."""
@@ -108,7 +108,7 @@ class KitRenewer(Renewer):
         return min((held_lease.claim_request.ttl / 3 for held_lease in due), default=None)
 
     def end_overdue(self) -> None:
-        """Lose each lease whose time is over, as the renewer's watcher does."""
+        """Lose each lease whose time is over, as the renewer's deadline thread does."""
         for held_lease in list(self._held_leases.values()):
             if held_lease.lost is None and (reason := held_lease.overdue(self._clock.now())):
                 self._lose(held_lease, reason)
@@ -186,7 +186,7 @@ class LeaseKit:
         self._queued: list[QueuedCall] = []
         self._stack = ExitStack()
         self._clock: KitClock | None = None
-        self._parts: app_components.AppParts | None = None
+        self._open_components: app_components.AppComponents | None = None
 
     # -- start and stop ----------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class LeaseKit:
             default=DEFAULT_TTL,
         )
         observer = _RecordingObserver(self.events, self._crash_points, Announcer(self.app.tasks))
-        parts = build(
+        components = build(
             settings,
             observer,
             shortest,
@@ -252,24 +252,26 @@ class LeaseKit:
             renewed_by=KitRenewer if self.in_memory else Renewer,
         )
         if self._clock is not None:
-            _use_clock(parts, self._clock)
-        parts.records.check()
+            _use_clock(components, self._clock)
+        components.records.check()
         if self.in_memory:
-            limit_records(parts.records)
-        self._make_crashable(parts)
-        self._parts = app_components.AppParts(self.app, parts, Copies(self.app))
-        self._parts.effects = crashable_effects(parts.effects, self._crash_points)
-        self._before = app_components.use(self.app, self._parts)
+            limit_records(components.records)
+        self._make_crashable(components)
+        self._open_components = app_components.AppComponents(
+            self.app, components, Publisher(self.app)
+        )
+        self._open_components.effects = crashable_effects(components.effects, self._crash_points)
+        self._before = app_components.use(self.app, self._open_components)
 
-    def _make_crashable(self, parts: Parts) -> None:
-        """Add the crash points to the stores of *parts*."""
-        context = parts.context
+    def _make_crashable(self, components: Components) -> None:
+        """Add the crash points to the stores of *components*."""
+        context = components.context
 
         def crashable(store: Any) -> Any:
             return CrashableStore(store, self._crash_points, {}, {})
 
         _use(
-            parts,
+            components,
             records=crashable_records(context.records, self._crash_points),
             leases=crashable(context.leases),
             marks=crashable(context.marks),
@@ -277,10 +279,10 @@ class LeaseKit:
         )
 
     def _close(self) -> None:
-        if self._parts is not None:
+        if self._open_components is not None:
             app_components.use(self.app, self._before)
-            self._parts.close()
-            self._parts = None
+            self._open_components.close()
+            self._open_components = None
 
     def _intercept_publishing(self, stack: ExitStack) -> None:
         """Let this kit receive all published calls of the app, and the broker none."""
@@ -372,8 +374,8 @@ class LeaseKit:
         because it is done or cools down.
         """
         name, key = self._task_and_key(what, args, kwargs, task)
-        parts = self._components
-        before = parts.records.read(key.stored)
+        components = self._components
+        before = components.records.read(key.stored)
         span = HOLD_SECONDS if self.in_memory else HOLD_SECONDS_REAL_CLOCK
         token = uuid4().hex
         options = self.app.tasks[name].lease_options
@@ -388,20 +390,20 @@ class LeaseKit:
             fingerprint=key.fingerprint,
             digests=key.digests,
             rerun=options.rerun,
-            database="" if parts.leases.in_records else parts.records.identity(),
+            database="" if components.leases.in_records else components.records.identity(),
         )
-        held = self._claim(parts, claim_request)
+        held = self._claim(components, claim_request)
         try:
             yield
         finally:
-            self._restore(parts, claim_request, held, before)
+            self._restore(components, claim_request, held, before)
 
-    def _claim(self, parts: Parts, claim_request: ClaimRequest) -> Record:
-        answer: Any = parts.leases.acquire(claim_request)
+    def _claim(self, components: Components, claim_request: ClaimRequest) -> Record:
+        answer: Any = components.leases.acquire(claim_request)
         if isinstance(answer, Acquired):
-            claim: Any = parts.records.claim(claim_request, parts.leases.name)
+            claim: Any = components.records.claim(claim_request, components.leases.name)
             if not isinstance(claim, Won):
-                parts.leases.release(claim_request.stored_key, claim_request.token)
+                components.leases.release(claim_request.stored_key, claim_request.token)
         else:
             claim = answer.claim if isinstance(answer, Claimed) else answer
         if not isinstance(claim, Won):
@@ -409,23 +411,27 @@ class LeaseKit:
         return claim.record
 
     def _restore(
-        self, parts: Parts, claim_request: ClaimRequest, held: Record, before: Record | None
+        self,
+        components: Components,
+        claim_request: ClaimRequest,
+        held: Record,
+        before: Record | None,
     ) -> None:
-        table = parts.records.statements.table
+        table = components.records.statements.table
         ours = (
             table.c.stored_key == claim_request.stored_key,
             table.c.owner == held.owner,
             table.c.state == State.RUNNING,
         )
         if before is None:
-            parts.records.database.count(table.delete().where(*ours), {})
+            components.records.database.count(table.delete().where(*ours), {})
         else:
-            values = parts.records.statements.layout.column_values(
+            values = components.records.statements.layout.column_values(
                 replace(before, fence=held.fence)
             )
-            parts.records.database.count(table.update().where(*ours).values(values), {})
-        if not parts.leases.in_records:
-            parts.leases.release(claim_request.stored_key, claim_request.token)
+            components.records.database.count(table.update().where(*ours).values(values), {})
+        if not components.leases.in_records:
+            components.leases.release(claim_request.stored_key, claim_request.token)
 
     def lose(self, what: Any, *args: Any, task: str | None = None, **kwargs: Any) -> None:
         """Let another attempt take the lease of the body that runs the key in this process; *what*
@@ -448,7 +454,7 @@ class LeaseKit:
             )
         client.release(key.stored)
         for held_lease in running:
-            renewer.lose(held_lease, TAKEN)
+            renewer.lose(held_lease, HELD_BY_OTHER)
 
     def _key(self, task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKey:
         if getattr(task, "lease_options", None) is None:
@@ -704,15 +710,15 @@ class LeaseKit:
         found: Classification = rules.classify(error, self.now)
         return found
 
-    # -- parts -------------------------------------------------------------------------------------
+    # -- components ------------------------------------------------------------------------------
 
     @property
-    def _components(self) -> app_components.AppParts:
-        if self._parts is None:
+    def _components(self) -> app_components.AppComponents:
+        if self._open_components is None:
             raise AssertionError(
                 "the kit is not started: use it as a context manager, or call start()"
             )
-        return self._parts
+        return self._open_components
 
     def _require_memory(self, what: str) -> KitClock:
         _ = self._components
@@ -754,14 +760,14 @@ def file_of(task: Any) -> str:
     return str(getattr(function, "__code__", None) and function.__code__.co_filename)
 
 
-def _use_clock(parts: Parts, clock: KitClock) -> None:
+def _use_clock(parts: Components, clock: KitClock) -> None:
     """Use *clock* for the stores in memory, and no random delays."""
     parts.records.database.host_now = clock.microseconds
     parts.records.availability.grace = 0.0  # no other process can hold a lease in this memory
     _use(parts, wall_time=clock.wall_time, rand=lambda: 1.0)
 
 
-def _use(parts: Parts, **changes: Any) -> None:
+def _use(parts: Components, **changes: Any) -> None:
     """Change the context with which *parts* run calls."""
     parts.context = replace(parts.context, **changes)
     parts.execution = Execution(parts.context, parts.renewer)

@@ -1,4 +1,4 @@
-"""The components of each Celery app in this process."""
+"""The components that run an app's leased tasks in this process, for each Celery app."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from celery import Celery
 
 from celery_leases.attempt.effects import Effects
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.lease_services import Steps
-from celery_leases.composition import Parts, build
+from celery_leases.attempt.lease_services import LeaseServices
+from celery_leases.composition import Components, build
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.body_endings import Returned
 from celery_leases.protocol.effects import scope_of
@@ -30,31 +30,31 @@ from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import Announcer
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.pools.signals import interrupt_guard_here
-from celery_leases.worker.reschedule import Copies
+from celery_leases.worker.reschedule import Publisher
 
 if TYPE_CHECKING:
     from celery_leases.stores.sql.transactions import JoinedTransaction
 
-Closed = Callable[[], AbstractContextManager[None]]
+InterruptsDeferred = Callable[[], AbstractContextManager[None]]
 
 
-class AppParts(Parts):
-    """The components of one app in one process, and the copies it publishes."""
+class AppComponents(Components):
+    """The components of one app in one process, and the publisher of its messages."""
 
-    def __init__(self, app: Celery, parts: Parts, copies: Copies) -> None:
-        super().__init__(**vars(parts))
+    def __init__(self, app: Celery, components: Components, publisher: Publisher) -> None:
+        super().__init__(**vars(components))
         self._app = ref(app)
-        #: The ``LeaseClient`` on the same stores, once it has been used.
+        #: The ``LeaseClient`` on the same stores, once one was made.
         self.client: Any = None
-        self.copies = copies
+        self.publisher = publisher
         self._checked = False
         #: The clock of its deadlines.
-        self.clock: Clock = parts.context.clock
+        self.clock: Clock = components.context.clock
 
     def check_once(self) -> None:
-        """Raise :class:`~celery_leases.errors.SchemaOutdated` unless the tables are known.
+        """Raise :class:`~celery_leases.errors.SchemaOutdated` unless this release knows the tables.
 
-        Later calls ask nothing.
+        After the first success nothing is checked again.
         """
         if not self._checked:
             self.records.check()
@@ -62,21 +62,27 @@ class AppParts(Parts):
 
     @property
     def in_memory(self) -> bool:
-        """Whether the records are in the memory of this process, which is so for eager
-        calls only.
-        """
+        """Whether the records are in the memory of this process, as they are for eager calls."""
         return self.settings.database_url == IN_MEMORY
 
     @property
     def app(self) -> Celery:
-        """The app they belong to."""
+        """The app that these components belong to."""
         app = self._app()
         if app is None:
             raise ReferenceError("the Celery app was deleted")
         return app
 
-    def steps(self, call: Call, held_lease: HeldLease, record: Record, closed: Closed) -> Steps:
-        """The steps of one attempt's lease object; *closed* defers signals during a step."""
+    def lease_services(
+        self,
+        call: Call,
+        held_lease: HeldLease,
+        record: Record,
+        interrupts_deferred: InterruptsDeferred,
+    ) -> LeaseServices:
+        """The services of one attempt's lease object; *interrupts_deferred* defers signals during a
+        step.
+        """
         options = call.options
         effects = Effects(
             held_lease=held_lease,
@@ -86,10 +92,10 @@ class AppParts(Parts):
             classify=lambda error: options.classifier.classify(
                 error, self.context.wall_time(), time.monotonic
             ),
-            closed=closed,
+            interrupts_deferred=interrupts_deferred,
             prefix=self.settings.prefix,
             scope=scope_of(record, rerun=options.rerun, retention=options.retention),
-            patience=options.settle_timeout,
+            settle_timeout=options.settle_timeout,
             result_max=options.result_max,
         )
 
@@ -109,48 +115,47 @@ class AppParts(Parts):
 
             return EagerTransaction(given, self.records) if commit_is_observable(given) else None
 
-        # Records in this process's memory cannot commit together with other rows; there they follow
-        # the commit.
-        return Steps(
+        # Records in memory cannot be committed together with rows of a database, so they are
+        # written after the commit.
+        return LeaseServices(
             self.renewer,
             self.effects,
             effects,
-            closed,
+            interrupts_deferred,
             detached if self.in_memory else joined,
             completed,
         )
 
 
-_parts: WeakKeyDictionary[Celery, dict[bool, AppParts]] = WeakKeyDictionary()
-_used: dict[Celery, AppParts] = {}
+_components: WeakKeyDictionary[Celery, dict[bool, AppComponents]] = WeakKeyDictionary()
+_substitutes: dict[Celery, AppComponents] = {}
 _lock = threading.Lock()
 _worker: ref[Any] | None = None
 _worker_pid = 0
 
 
-def parts_of(app: Celery, *, eager: bool | None = None) -> AppParts:
+def components_of(app: Celery, *, eager: bool | None = None) -> AppComponents:
     """The components of *app* in this process, made on first use.
 
-    An *eager* call has stores of its own in memory, unless ``leases_eager_stores`` is set. If
-    *eager* is ``None``, ``task_always_eager`` decides: code that publishes calls, or reads their
-    status, uses the same stores as the calls. A worker's deliveries are not eager, whatever that
-    setting says.
+    *eager* calls use stores in the memory of this process, unless ``leases_eager_stores`` is set.
+    If *eager* is ``None``, ``task_always_eager`` decides, so that code that publishes calls or
+    reads their status uses the same stores as the calls. A worker's deliveries are never eager.
     """
     if eager is None:
         eager = bool(app.conf.task_always_eager)
     try:
-        made = _parts.get(app)
-    except TypeError:  # a proxy such as Celery's current_app, which cannot be referred to
+        made = _components.get(app)
+    except TypeError:  # a proxy such as Celery's current_app allows no weak reference
         app = app._get_current_object()  # noqa: SLF001
-        made = _parts.get(app)
-    if _used and (used := _used.get(app)) is not None:
-        return used
+        made = _components.get(app)
+    if _substitutes and (substitute := _substitutes.get(app)) is not None:
+        return substitute
     return made[eager] if made is not None and eager in made else _make(app, eager=eager)
 
 
-def _make(app: Celery, *, eager: bool) -> AppParts:
+def _make(app: Celery, *, eager: bool) -> AppComponents:
     with _lock:
-        made = _parts.setdefault(app, {})
+        made = _components.setdefault(app, {})
         if eager not in made:
             settings = settings_of(app, lenient=eager)
             if eager:
@@ -159,69 +164,72 @@ def _make(app: Celery, *, eager: bool) -> AppParts:
             shortest = min(
                 (task.lease_options.ttl for task in leased_tasks(app).values()), default=DEFAULT_TTL
             )
-            parts = build(
+            components = build(
                 settings,
                 Announcer(app.tasks),
                 shortest,
                 lambda: interrupt_guard_here(os.getpid()).stopping,
             )
             if eager and settings.eager_stores:
-                parts.records.check()  # an eager call cannot wait until the tables exist
-            elif parts.records.database.host_clock:
-                with suppress(StoreUnavailable):  # a delivery that cannot reach it is rescheduled
-                    parts.records.check()
+                components.records.check()  # an eager call cannot wait until the tables exist
+            elif components.records.database.host_clock:
+                # If the database cannot be reached now, deliveries are rescheduled.
+                with suppress(StoreUnavailable):
+                    components.records.check()
                     if eager and settings.database_url == IN_MEMORY:
                         from celery_leases.stores.eager_eviction import limit_records
 
-                        limit_records(parts.records)
-            made[eager] = AppParts(app, parts, Copies(app))
+                        limit_records(components.records)
+            made[eager] = AppComponents(app, components, Publisher(app))
         return made[eager]
 
 
-def use(app: Celery, parts: AppParts | None) -> AppParts | None:
-    """Use *parts* instead of those of *app*, for its eager calls and all others, until ``None`` is
-    given.
+def use(app: Celery, components: AppComponents | None) -> AppComponents | None:
+    """Use *components* as the components of *app*, for eager calls and all others; ``None``: use
+    its own again, which exist meanwhile.
 
-    Returns the replaced value. The components of the app itself are kept meanwhile.
+    Returns what was used instead of the app's own before.
     """
-    before = _used.pop(app, None)
-    if parts is not None:
-        _used[app] = parts
+    before = _substitutes.pop(app, None)
+    if components is not None:
+        _substitutes[app] = components
     return before
 
 
-def note_worker(worker: Any) -> None:
+def set_current_worker(worker: Any) -> None:
     """Remember Celery's worker, in its main process."""
     global _worker, _worker_pid
     _worker, _worker_pid = ref(worker), os.getpid()
 
 
-def worker_here() -> Any:
+def current_worker() -> Any:
     """Celery's worker, in its main process; ``None`` in a pool child and elsewhere."""
     return _worker() if _worker is not None and _worker_pid == os.getpid() else None
 
 
-def forget(*, inherited: bool = False) -> None:
-    """Drop the components of all apps in this process; *inherited*: the parent process made them
-    and still uses them.
+def close_all(*, inherited: bool = False) -> None:
+    """Close and forget the components of all apps in this process; *inherited*: the parent process
+    made them and still uses their connections.
     """
     global _lock  # noqa: PLW0603 - a lock held while forking stays locked in the child for ever
     _lock = threading.Lock()
-    for made in list(_parts.values()):
-        for parts in made.values():
-            parts.close(inherited=inherited)
-    _parts.clear()
+    for made in list(_components.values()):
+        for components in made.values():
+            components.close(inherited=inherited)
+    _components.clear()
 
 
-def forget_others(database_url: str) -> None:
-    """Drop the parts of all apps in this process, if some of them are on another database than
-    *database_url*.
+def close_if_other_database(database_url: str) -> None:
+    """Close and forget the components of all apps in this process, if any of them uses another
+    database than *database_url*.
     """
     given = {
-        parts.settings.database_url for made in list(_parts.values()) for parts in made.values()
+        components.settings.database_url
+        for made in list(_components.values())
+        for components in made.values()
     }
     if given - {database_url, IN_MEMORY}:
-        forget()
+        close_all()
 
 
-os.register_at_fork(after_in_child=lambda: forget(inherited=True))
+os.register_at_fork(after_in_child=lambda: close_all(inherited=True))

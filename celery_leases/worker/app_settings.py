@@ -15,10 +15,10 @@ _completed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
 
 
 def complete_settings_by(completed: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
-    """Let *completed* make the ``leases_*`` settings of each app in this process, from the app's
-    own settings.
+    """Let *completed* complete the ``leases_*`` settings of each app in this process.
 
-    It is called whenever settings are read, and may raise :class:`LeaseConfigurationError`.
+    It gets the app's own settings and returns those to use. It is called whenever settings are
+    read, and may raise :class:`LeaseConfigurationError`.
     """
     global _completed  # noqa: PLW0603 - a process has one web framework
     _completed = completed
@@ -28,11 +28,10 @@ def settings_of(app: Celery, *, lenient: bool = False) -> Settings:
     """The ``leases_*`` settings of *app*; *lenient*: ignore a missing database URL, which the
     worker reports.
     """
-    app.conf.get("broker_url")  # loads the settings: before the first access they may be lazy
+    app.conf.get("broker_url")  # loads the settings, which Celery does at the first access
     conf = app.conf
-    broker = (
-        conf.broker_write_url or "amqp://localhost//"
-    )  # the attribute knows CELERY_BROKER_URL, the item does not
+    # The attribute, because the item does not respect CELERY_BROKER_URL.
+    broker = conf.broker_write_url or "amqp://localhost//"
     given = _given(conf)
     try:
         given = _completed(given)
@@ -52,8 +51,8 @@ def settings_of(app: Celery, *, lenient: bool = False) -> Settings:
 
 
 def _given(conf: Any) -> dict[str, Any]:
-    """The ``leases_*`` settings of a Celery configuration; all carry its namespace, if it has
-    one.
+    """The ``leases_*`` settings of a Celery configuration, whose names all begin with its namespace
+    if it has one.
     """
     namespace: str = getattr(conf, "prefix", None) or ""
     given: dict[str, Any] = {}
@@ -63,7 +62,7 @@ def _given(conf: Any) -> dict[str, Any]:
             continue
         try:
             given[name] = conf[name]
-        except KeyError:  # in capitals, without the namespace
+        except KeyError:  # the name is in capitals, or lacks the namespace
             if not namespace:
                 given.setdefault(name, conf[written])
             elif is_setting(name):

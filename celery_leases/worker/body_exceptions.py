@@ -1,4 +1,6 @@
-"""Translates the exception of a body into a value of the protocol."""
+"""Translates the exception of a body into an ending, see
+:mod:`celery_leases.protocol.body_endings`.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,12 @@ from celery_leases.protocol.records import Ended
 from celery_leases.protocol.results import failure_of
 from celery_leases.protocol.verdicts import Call
 from celery_leases.worker.headers import state_of
-from celery_leases.worker.pools.interrupt_guard import InterruptGuard, LimitedTooEarly
+from celery_leases.worker.pools.interrupt_guard import EarlySoftTimeLimit, InterruptGuard
 from celery_leases.worker.tracebacks import traceback_of
 
 UNREADABLE_PAUSE: Final = 15.0
-"""Seconds until a call with an unreadable effect is rescheduled: an operator must repair the
-effect.
+"""The reschedule delay, in seconds, of a call with an unreadable effect, which an operator must
+repair.
 """
 
 _WRONG_ARGUMENTS: Final = Classification(
@@ -52,8 +54,8 @@ _WRONG_ARGUMENTS: Final = Classification(
 
 
 @dataclass(frozen=True, slots=True)
-class BodyEnd:
-    """Distinguishes the ways in which the body of *call* may end, other than by returning."""
+class ExceptionTranslator:
+    """Translates the exception that ended the body of *call*."""
 
     task: Any
     request: Any
@@ -62,8 +64,8 @@ class BodyEnd:
     held_lease: HeldLease
     context: Context
 
-    def by(self, error: BaseException, elapsed: float) -> Ending:
-        """What *error*, raised *elapsed* seconds after the body began, means for the attempt."""
+    def ending_of(self, error: BaseException, elapsed: float) -> Ending:
+        """The ending of a body that raised *error* *elapsed* seconds after it began."""
         match error:
             case LeaseLost() if limit := _time_limit(self.held_lease.lost) or _time_limit(
                 error.reason
@@ -73,7 +75,7 @@ class BodyEnd:
                 return Lost(error.reason or "the body raised it")
             case Snooze():
                 return Snoozed(error, error.delay, error.reason)
-            case LimitedTooEarly():
+            case EarlySoftTimeLimit():
                 return Lost("the soft time limit fired before the body began")
             case Retry():
                 return ControlFlow(error, runs_again=True, delay=self._retry_delay(error))
@@ -83,20 +85,19 @@ class BodyEnd:
                 replaced = state_of(self.request).replacement
                 if replaced is None:
                     return ControlFlow(error, runs_again=False, ended=Ended.IGNORED)
-                # Its replacement may continue with this key, which must then be free.
+                # If the replacement continues with the same key, the key must be free for it.
                 return ControlFlow(error, runs_again=self._same_key(replaced), ended=Ended.REPLACED)
             case NotImplementedError() if "does not implement kill_job" in str(error):
-                return Lost(
-                    "the worker was stopped"
-                )  # how a cold shutdown ends a body in the solo pool
+                # In the solo pool, a cold shutdown ends the body with this error.
+                return Lost("the worker was stopped")
             case Exception():
                 return self._raised(error)
             case _:
-                return self._taken_away(error, elapsed)
+                return self._killed_or_stopped(error, elapsed)
 
     def _held_too_long(self, error: BaseException, reason: str) -> Ending:
-        """A time limit of its own: if it were given back, the body would only run for as long
-        again.
+        """The ending of a body that held its lease for too long: it fails as after a time limit.
+        If it were rescheduled, it would only hold the lease for as long again.
         """
         limit = SoftTimeLimitExceeded(reason)
         limit.__cause__ = error
@@ -120,9 +121,7 @@ class BodyEnd:
         return Raised(error, failure_of(error), classification, traceback)
 
     def _arguments_fit(self) -> bool:
-        """Whether the body can be called with the arguments of the message; if not, waiting does
-        not help.
-        """
+        """Whether the body can be called with the arguments of the message."""
         try:
             self.task.lease_signature.bind(
                 *(self.request.args or ()), **(self.request.kwargs or {})
@@ -131,7 +130,7 @@ class BodyEnd:
             return False
         return True
 
-    def _taken_away(self, error: BaseException, elapsed: float) -> Ending:
+    def _killed_or_stopped(self, error: BaseException, elapsed: float) -> Ending:
         limit = self.call.time_limit
         if limit and elapsed >= limit - max(0.5, limit / 10):
             return Terminated(error, "hard time limit")
@@ -142,13 +141,13 @@ class BodyEnd:
             return Terminated(error, "the body ended its process")
         killed = type(error).__name__ == "GreenletExit"
         if killed and not self.request.is_eager and self.request.id not in worker_state.revoked:
-            return Lost(
-                "the worker was stopped"
-            )  # green pools acknowledge the messages of killed bodies: the call must be rescheduled
+            # Pools of greenlets acknowledge the messages of killed bodies, so the call must be
+            # rescheduled.
+            return Lost("the worker was stopped")
         if by_worker or killed or isinstance(error, KeyboardInterrupt):
             return Interrupted(error)
-        # A cancelled coroutine, a timeout of gevent's, an exception of the user's: the worker was
-        # not interrupted.
+        # The worker is not shutting down: a cancelled coroutine, a timeout of gevent, an exception
+        # of the user.
         return self._raised(error)
 
     def _retry_delay(self, retry: Retry) -> float | None:
@@ -173,5 +172,5 @@ class BodyEnd:
 
 
 def _time_limit(reason: str | None) -> str | None:
-    """*reason*, if the body has held its lease for longer than it may."""
+    """*reason*, if it says that the body held its lease for too long."""
     return reason if reason in (HELD_TOO_LONG, NOT_EXTENDED) else None

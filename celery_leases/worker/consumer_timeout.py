@@ -1,4 +1,4 @@
-"""How long RabbitMQ lets a worker keep a delivery, and the tasks that need longer."""
+"""How long RabbitMQ lets a worker hold a delivery, and the tasks that need longer."""
 
 from __future__ import annotations
 
@@ -30,28 +30,24 @@ def consumer_timeout_of(queues: Any) -> float | None:
     return min(known, default=None)
 
 
-def over_consumer_timeout(
+def consumer_timeout_warning(
     app: Celery, tasks: Mapping[str, float], settings: Settings
 ) -> tuple[str, str] | None:
-    """What happens to *tasks* whose hard time limit, with the wait before it, may be longer than
-    RabbitMQ allows, and what to write.
+    """A warning about those of *tasks* whose hard time limit, with the wait before it, may be
+    longer than RabbitMQ allows, and what to write; ``None``: there are none.
     """
     if app.connection_for_read().transport.driver_type != "amqp":
         return None
-    # With native delayed delivery a waiting message is not in a worker.
-    countdown = 0.0 if detect_quorum_queues(app, "amqp")[0] else settings.longest_countdown
-    long = {
-        name: limit
-        for name, limit in tasks.items()
-        if limit + countdown > settings.consumer_timeout
-    }
+    # With native delayed delivery, a message waits at the broker and not in a worker.
+    hop = 0.0 if detect_quorum_queues(app, "amqp")[0] else settings.longest_countdown
+    long = {name: limit for name, limit in tasks.items() if limit + hop > settings.consumer_timeout}
     if not long:
         return None
     named = ", ".join(f"{name} ({limit:g} s)" for name, limit in sorted(long.items()))
     return (
         (
-            "RabbitMQ stops a worker that keeps a delivery for longer than its consumer_timeout, here "
-            f"{settings.consumer_timeout:g} s; a wait of up to {countdown:g} s and the time_limit of these "
+            "RabbitMQ stops a worker that holds a delivery for longer than its consumer_timeout, here "
+            f"{settings.consumer_timeout:g} s; a wait of up to {hop:g} s and the time_limit of these "
             f"tasks are longer together: {named}"
         ),
         (

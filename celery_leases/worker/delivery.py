@@ -1,4 +1,4 @@
-"""One delivery: from Celery's request to a call, and from the reply back to Celery."""
+"""Handles one delivery: makes a call from Celery's request, runs it, and answers Celery."""
 
 from __future__ import annotations
 
@@ -57,46 +57,47 @@ from celery_leases.protocol.waiting import (
 )
 from celery_leases.signals import logger
 from celery_leases.worker import app_components, requeue
-from celery_leases.worker.app_components import AppParts
-from celery_leases.worker.body_exceptions import BodyEnd
+from celery_leases.worker.app_components import AppComponents
+from celery_leases.worker.body_exceptions import ExceptionTranslator
 from celery_leases.worker.headers import (
     HEADER,
-    PRIOR_KEPT,
+    MAX_PRIOR,
     WOKEN,
     Header,
-    arrived,
     call_id_of,
     celery_id_of,
     group_of,
     key_of,
     owner_of,
+    read_header,
     state_of,
     token_of,
 )
 from celery_leases.worker.pools.signals import interrupt_guard_here
 from celery_leases.worker.reschedule import KeyIsHeld, NotPublishable
 from celery_leases.worker.return_routes import Routes
-from celery_leases.worker.stored_messages import is_over
+from celery_leases.worker.stored_messages import has_expired
 
-LOOK_AGAIN = 0.5
-"""Seconds between two looks at a copy that runs."""
+POLL_INTERVAL = 0.5
+"""Seconds between two reads of the record while a copy of the call runs."""
 
 _WAITING = (State.PENDING, State.COOLING)
 
-TIME_TO_GIVE_BACK = 12.0
-"""Seconds before the hard time limit after which nothing is published: enough for two tries, and
-the end.
+PUBLISH_MARGIN = 12.0
+"""No publish begins in the last seconds before the hard time limit. This is enough for two
+publishes and the end of the delivery.
 """
 
-CALLBACKS_REMEMBERED = 86_400.0
-_callbacks_noted = False
+CALLBACKS_MARK_TTL = 86_400.0
+"""The most seconds for which the mark lasts that the callbacks of a call were sent."""
+_marks_callbacks = False
 
 
 class Delivery:
-    """One delivery of one call of *task*, with the arguments Celery unpacked."""
+    """One delivery of one call of *task*, with the arguments that Celery has unpacked."""
 
-    parts: AppParts
-    taken: float
+    components: AppComponents
+    received_at: float
 
     def __init__(
         self,
@@ -118,32 +119,31 @@ class Delivery:
         self.call_id = call_id_of(request.id, request.replaced_task_nesting)
         headers = request.headers
         if not (type(headers) is dict or headers is None or isinstance(headers, Mapping)):
-            request.headers = headers = (
-                None  # a message may have a header of that name, of any type
-            )
-        self.arrived = arrived(headers, task.name, self.call_id)
-        #: It has a header that cannot be read, so it is unknown which copy this is.
-        self.unread = (
-            self.arrived is None and headers is not None and headers.get(HEADER) is not None
+            # A message may have a header named "headers", of any type, which has replaced them.
+            request.headers = headers = None
+        self.received_header = read_header(headers, task.name, self.call_id)
+        #: The header cannot be read, so it is unknown which copy of the call this is.
+        self.header_unreadable = (
+            self.received_header is None and headers is not None and headers.get(HEADER) is not None
         )
-        self.pin = self.arrived or Header(task.name, self.call_id)
+        self.header = self.received_header or Header(task.name, self.call_id)
         delivered = request.delivery_info
         self.redelivered = bool(delivered and delivered.get("redelivered"))
-        #: Its body has run here, so a copy that was published earlier cannot replace it.
-        self.ran = False
+        #: The body has begun here, so a copy that was published earlier cannot replace this one.
+        self.body_began = False
 
-    def take(self) -> Any:
-        """Handle the delivery to its end; returns what Celery stores, or raises an exception that
-        Celery handles.
+    def handle(self) -> Any:
+        """Handle the delivery to its end: return the result that Celery stores, or raise an
+        exception that Celery handles.
         """
         with self.interrupt_guard:
-            self.parts = self._parts_of()
-            self.taken = self.parts.clock.now()
+            self.components = self._make_components()
+            self.received_at = self.components.clock.now()
             call = self._call()
             if call.repeat:
                 self._refuse_expired(call)
-            answer = self.parts.execution.run(
-                call, partial(self._body, call), self.pin.store_failures
+            answer = self.components.execution.run(
+                call, partial(self._body, call), self.header.store_failures
             )
             if self.interrupt_guard.limited:
                 logger.info(
@@ -151,43 +151,50 @@ class Delivery:
                     call.task,
                     call.call_id,
                 )
-            return self._give(call, answer)
+            return self._answer_celery(call, answer)
 
     # -- what Celery delivered ---------------------------------------------------------------------
 
-    def _parts_of(self) -> AppParts:
-        """The components of the app; a process that cannot make them, for example without memory or
-        file descriptors, is given time.
+    def _make_components(self) -> AppComponents:
+        """The components of the app. If the process cannot make them, for example because it has no
+        memory or file descriptors left, this is retried for a while.
         """
-        spent: tuple[int, int | None] = (0, None)
-        tries, until = 0, 0.0
+        returns: tuple[int, int | None] = (0, None)
+        failures, until = 0, 0.0
         while True:
             try:
-                return app_components.parts_of(self.task.app, eager=self.request.is_eager)
+                return app_components.components_of(self.task.app, eager=self.request.is_eager)
             except LeasesError:
                 raise
             except Exception as error:
                 if self.request.is_eager:
                     raise
                 why = f"{type(error).__name__}: {error}"
-            if not tries:
-                spent = requeue.spent(self.request, self.call_id, Routes(self.task.app))
-                until = time.monotonic() + publish_retry_time(*spent, LONGEST_PUBLISH_RETRY_TIME)
+            if not failures:
+                returns = requeue.requeue_count(self.request, self.call_id, Routes(self.task.app))
+                until = time.monotonic() + publish_retry_time(*returns, LONGEST_PUBLISH_RETRY_TIME)
                 logger.error(
                     "%s[%s] did not begin, retrying: %s", self.task.name, self.call_id, why
                 )
-            pause = publish_retry_pause(tries)
-            tries += 1
+            pause = publish_retry_pause(failures)
+            failures += 1
             if self.interrupt_guard.stopping or time.monotonic() + pause > until:
-                self._not_taken(why, *spent)
+                self._fail_to_begin(why, *returns)
             time.sleep(pause)
 
-    def _not_taken(self, why: str, before: int, limit: int | None) -> NoReturn:
-        """End a delivery that this process cannot handle."""
+    def _fail_to_begin(self, why: str, before: int, limit: int | None) -> NoReturn:
+        """Return a delivery that this process cannot handle to the broker, or fail if the broker
+        would discard it.
+        """
         if may_be_returned(before, limit):
-            requeue.give_back(self.task.name, self.call_id, "did not begin", why)
+            requeue.requeue_delivery(self.task.name, self.call_id, "did not begin", why)
         key = key_of(
-            self.task, self.arrived, self.call_id, self.args, self.kwargs, self.request.retries
+            self.task,
+            self.received_header,
+            self.call_id,
+            self.args,
+            self.kwargs,
+            self.request.retries,
         ).key
         message = (
             f"{printable(key)}: the call did not begin, and cannot be rescheduled "
@@ -196,31 +203,38 @@ class Delivery:
         raise RescheduleFailed(message, key, why)
 
     def _call(self) -> Call:
-        request, pin = self.request, self.pin
+        request, header = self.request, self.header
         limits = request.timelimit or (None, None)
         group = message = None
         if self.options.cooldown_group is not None:
-            group = group_of(self.task, self.arrived, self.args, self.kwargs, request.retries)
+            group = group_of(
+                self.task, self.received_header, self.args, self.kwargs, request.retries
+            )
         if self.options.store_arguments and not request.is_eager:
-            message = self.parts.copies.message_of(self.task, self.arrived)
+            message = self.components.publisher.message_of(self.task, self.received_header)
         return Call(
             task=self.task.name,
             call_id=self.call_id,
             key=key_of(
-                self.task, self.arrived, self.call_id, self.args, self.kwargs, request.retries
+                self.task,
+                self.received_header,
+                self.call_id,
+                self.args,
+                self.kwargs,
+                request.retries,
             ),
             options=self.options,
-            repeat=self.arrived is not None or self.redelivered or request.retries > 0,
+            repeat=self.received_header is not None or self.redelivered or request.retries > 0,
             failure_fence=None
-            if pin.failure_fence == 0 and self.redelivered
-            else pin.failure_fence,
+            if header.failure_fence == 0 and self.redelivered
+            else header.failure_fence,
             canvas=bool(request.chain or request.chord or request.group or request.callbacks),
-            reschedules=pin.reschedules,
-            started=pin.started or request.retries > 0,
+            reschedules=header.reschedules,
+            started=header.started or request.retries > 0,
             retries=request.retries,
-            prior=pin.prior,
+            prior=header.prior,
             token=owner_of(self.token or uuid4().hex, self.process),
-            longest_countdown=self.parts.settings.longest_countdown,
+            longest_countdown=self.components.settings.longest_countdown,
             time_limit=limits[0] or self.task.time_limit,
             group=group,
             reschedulable=not request.is_eager,
@@ -228,31 +242,34 @@ class Delivery:
             starts_when_free=WOKEN in request.__dict__,
         )
 
-    def _pin(self, call: Call, **changes: Any) -> None:
-        self._write(replace(self.pin.of_key(call.key, call.group), **changes))
+    def _update_header(self, call: Call, **changes: Any) -> None:
+        self._write_header(replace(self.header.of_key(call.key, call.group), **changes))
 
-    def _write(self, pin: Header) -> None:
-        """Write the header into this request's own copy of the headers, which retries and copies
-        carry.
+    def _write_header(self, header: Header) -> None:
+        """Write the header into the request's headers, which Celery's retries and copies carry.
+
+        The request gets headers of its own, because members of a group share one dictionary.
         """
-        self.pin = pin
-        self.request.headers = {**(self.request.headers or {}), HEADER: pin.written()}
+        self.header = header
+        self.request.headers = {**(self.request.headers or {}), HEADER: header.written()}
 
     def _refuse_expired(self, call: Call) -> None:
-        """End a redelivered message that has expired, unless its call has begun: then the message
-        is only a copy.
+        """Revoke a redelivered message that has expired, unless its call has begun.
+
+        The message of a call that has begun may be a copy of a call that runs now, so it does not
+        expire.
         """
-        now = datetime.fromtimestamp(self.parts.context.wall_time(), UTC)
-        if self.pin.started or not is_over(self.request.expires, now):
+        now = datetime.fromtimestamp(self.components.context.wall_time(), UTC)
+        if self.header.started or not has_expired(self.request.expires, now):
             return
         try:
-            record = self.parts.records.read(call.key.stored)
+            record = self.components.records.read(call.key.stored)
         except StoreUnavailable:
             return
         if record is not None and (
             record.call_id == call.call_id or call.call_id in record.finished_calls
         ):
-            self._pin(call, started=True)
+            self._update_header(call, started=True)
             return
         self.task.backend.mark_as_revoked(self.request.id, "expired", request=self.request)
         signals.task_revoked.send(
@@ -263,53 +280,61 @@ class Delivery:
     # -- the body ----------------------------------------------------------------------------------
 
     def _body(self, call: Call, held_lease: HeldLease, record: Record) -> Ending:
-        self._write(self.pin.begun(call.key, call.group))
-        self.ran = True
-        steps = partial(self.parts.steps, call, held_lease, record, self.interrupt_guard.closed)
+        self._write_header(self.header.begun(call.key, call.group))
+        self.body_began = True
+        services = partial(
+            self.components.lease_services,
+            call,
+            held_lease,
+            record,
+            self.interrupt_guard.interrupts_deferred,
+        )
         on_lost = self.options.on_lost
         if on_lost == "kill" and self.request.is_eager:
             on_lost = "interrupt"  # an eager call runs in the caller's own process
-        before = enter_body(Lease(held_lease, record, steps, self.process))
-        began = self.parts.clock.now()
+        before = enter_body(Lease(held_lease, record, services, self.process))
+        began = self.components.clock.now()
         try:
             try:
                 try:
-                    self.interrupt_guard.open(held_lease, on_lost)
+                    self.interrupt_guard.body_begins(held_lease, on_lost)
                     value = self.run_body(self.request, *self.args, **self.kwargs)
                 finally:
-                    self.interrupt_guard.shut()
+                    self.interrupt_guard.body_ended()
             finally:
-                self.interrupt_guard.shut()
+                self.interrupt_guard.body_ended()
                 leave_body(before)
                 if os.getpid() != self.process:
-                    _end_the_forked()
-        except BaseException as error:  # noqa: BLE001 - every way a body can end is told apart below
-            end = BodyEnd(
+                    _exit_forked_process()
+        except BaseException as error:  # noqa: BLE001 - the translator distinguishes all of them
+            translator = ExceptionTranslator(
                 self.task,
                 self.request,
                 self.interrupt_guard,
                 call,
                 held_lease,
-                self.parts.context,
+                self.components.context,
             )
-            return end.by(error, self.parts.clock.now() - began)
+            return translator.ending_of(error, self.components.clock.now() - began)
         return Returned(value, *encode(value, self.options.result_max))
 
     # -- what Celery gets --------------------------------------------------------------------------
 
-    def _give(self, call: Call, answer: Answer) -> Any:
+    def _answer_celery(self, call: Call, answer: Answer) -> Any:
         if isinstance(answer, Return | Raise) and not self.request.is_eager:
-            parts = self.parts
-            parts.copies.over(self.task, self.pin, parts.marks, call.key.stored, self.options.ttl)
+            components = self.components
+            components.publisher.mark_ended(
+                self.task, self.header, components.marks, call.key.stored, self.options.ttl
+            )
         match answer:
             case Return(value):
                 if call.canvas:
-                    _note_callbacks()
-                    state_of(self.request).answered = call.key.stored, call.call_id
+                    _mark_callbacks()
+                    state_of(self.request).callbacks_of = call.key.stored, call.call_id
                 return value
             case Raise(error, own, task_event):
                 self._announce(call, task_event)
-                if own and self._celery_knows():
+                if own and self._celery_has_outcome():
                     self._drop(call, OUTCOME_KNOWN)
                 raise error
             case Follow():
@@ -320,8 +345,8 @@ class Delivery:
                 return self._reschedule(call, answer)
 
     def _result_of(self, call: Call, follow: Follow) -> Any:
-        """The result of the task that replaced the one which completed this key: in Celery it has
-        the same id.
+        """The result of the task that has replaced the completed one. In Celery both have the same
+        id, so the result backend has that result.
         """
         backend, expires = self.task.backend, maybe_timedelta(self.task.app.conf.result_expires)
         lasts = expires.total_seconds() if expires else math.inf
@@ -337,11 +362,11 @@ class Delivery:
         if found["status"] not in states.READY_STATES:
             return self._reschedule(call, follow.again)
         if found["status"] == states.SUCCESS:
-            return self._give(call, Return(found["result"]))
+            return self._answer_celery(call, Return(found["result"]))
         raise found["result"]
 
     def _reschedule(self, call: Call, again: Reschedule) -> NoReturn:
-        """End this delivery once the broker has a copy of it; always raises."""
+        """Publish a copy of the delivery, then end the delivery by an exception."""
         delay = min(again.delay, call.longest_countdown)
         if self.request.is_eager:
             if again.unavailable and again.refusal is None:
@@ -349,19 +374,19 @@ class Delivery:
                 raise StoreUnavailable(why, None if again.started else False)
             held = f"{printable(call.key.key)}: {again.reason}, and an eager call cannot be rescheduled"
             raise again.refusal or LeaseHeld(held, call.key.key, delay)
-        self._pin(
+        self._update_header(
             call,
             reschedules=call.reschedules + 1,
-            store_failures=self.pin.store_failures + 1 if again.unavailable else 0,
-            prior=(*call.prior, again.prior)[-PRIOR_KEPT:] if again.prior else self.pin.prior,
-            started=self.pin.started or again.started,
+            store_failures=self.header.store_failures + 1 if again.unavailable else 0,
+            prior=(*call.prior, again.prior)[-MAX_PRIOR:] if again.prior else self.header.prior,
+            started=self.header.started or again.started,
             failure_fence=self._failure_fence(call, again),
             held=again.held,
         )
-        retry, began = _retry_of(again), self.parts.clock.now()
+        retry, began = _retry_of(again), self.components.clock.now()
         published = self._publish(call, again, delay)
         if again.retrying:
-            self._still_a_retry(again)
+            self._show_retry(again)
         if not published:
             self._drop(call, "another copy of this call waits already")
         self._observe(
@@ -371,9 +396,8 @@ class Delivery:
         )
         self._announce(call, again.task_event)
         if again.cause is not None and not isinstance(again.cause, Cooldown | RetryLater):
-            level = (
-                logging.ERROR if again.unknown else logging.WARNING
-            )  # Celery logs a retry without its traceback
+            # Logged here, because Celery logs a retry without its traceback.
+            level = logging.ERROR if again.unknown else logging.WARNING
             logger.log(
                 level,
                 "%s[%s] raised, and will run again",
@@ -382,7 +406,7 @@ class Delivery:
                 exc_info=again.cause,
             )
         if retry is not None and not (
-            self.parts.clock.now() - began > delay and self._celery_knows()
+            self.components.clock.now() - began > delay and self._celery_has_outcome()
         ):
             raise retry from again.cause
         reason = f"rescheduled: {again.reason}"
@@ -393,24 +417,23 @@ class Delivery:
         )
 
     def _publish(self, call: Call, again: Reschedule, delay: float) -> bool:
-        """Publish a copy, and repeat for a while; ``False`` when another copy is known to wait
-        already.
+        """Publish a copy, and retry for a while; ``False`` if another copy waits already.
 
-        If the broker does not accept the copy, the delivery is returned to the broker, as long as
-        it would be delivered again.
+        If the broker accepts no copy, the delivery is returned to the broker; the call fails if
+        the broker would discard the returned message.
         """
-        parts = self.parts
-        before, limit = self._spent(call)
-        until = self._held_until(call)
-        newest = self.ran or self.unread or (call.fresh and again.unavailable)
-        tries = 0
+        components = self.components
+        before, limit = self._requeue_count(call)
+        until = self._publish_deadline(call)
+        newest = self.body_began or self.header_unreadable or (call.fresh and again.unavailable)
+        failures = 0
         while True:
             try:
-                published = parts.copies.reschedule(
+                published = components.publisher.reschedule(
                     self.task,
-                    self.pin,
+                    self.header,
                     delay,
-                    parts.marks,
+                    components.marks,
                     call.key.stored,
                     self.options.ttl,
                     newest=newest,
@@ -420,46 +443,42 @@ class Delivery:
             except Exception as error:  # noqa: BLE001 - whatever the broker said, the message must survive
                 why = f"{type(error).__name__}: {error}"
             else:
-                requeue.taken(call.call_id)
+                requeue.clear_count(call.call_id)
                 return published
-            pause = publish_retry_pause(tries)
-            if self.interrupt_guard.stopping or parts.clock.now() + pause > until:
+            pause = publish_retry_pause(failures)
+            if self.interrupt_guard.stopping or components.clock.now() + pause > until:
                 if may_be_returned(before, limit):
                     self._sleep(pause)
-                    self._give_back(call, again, why)
+                    self._requeue(call, again, why)
                 self._fail(
                     call,
                     again,
                     f"the broker accepts no copy of it after {before + 1} deliveries: {why}",
                 )
-            if not tries:
+            if not failures:
                 logger.error(
                     "%s[%s] could not be rescheduled, retrying: %s", call.task, call.call_id, why
                 )
-            tries += 1
+            failures += 1
             self._sleep(pause)
 
-    def _spent(self, call: Call) -> tuple[int, int | None]:
-        """How often this message has been returned, and how often its queue allows that, if it has
-        a limit.
-        """
-        return requeue.spent(self.request, call.call_id, self.parts.copies.routes)
+    def _requeue_count(self, call: Call) -> tuple[int, int | None]:
+        """See :func:`celery_leases.worker.requeue.requeue_count`."""
+        return requeue.requeue_count(self.request, call.call_id, self.components.publisher.routes)
 
-    def _held_until(self, call: Call) -> float:
-        """When the delivery is returned at the latest if the broker does not accept a copy
-        of it.
-        """
-        until = self.parts.clock.now() + publish_retry_time(
-            *self._spent(call), call.longest_countdown
+    def _publish_deadline(self, call: Call) -> float:
+        """Until when to retry the publish of a copy, before the delivery is returned."""
+        until = self.components.clock.now() + publish_retry_time(
+            *self._requeue_count(call), call.longest_countdown
         )
         return (
-            min(until, self.taken + call.time_limit - TIME_TO_GIVE_BACK)
+            min(until, self.received_at + call.time_limit - PUBLISH_MARGIN)
             if call.time_limit
             else until
         )
 
-    def _give_back(self, call: Call, again: Reschedule, why: str) -> NoReturn:
-        """Give the delivery back to the broker, which delivers it again."""
+    def _requeue(self, call: Call, again: Reschedule, why: str) -> NoReturn:
+        """Return the delivery to the broker, which delivers it again."""
         self._observe(
             CallRescheduled(
                 **call.subject,
@@ -469,11 +488,11 @@ class Delivery:
                 unavailable=again.unavailable,
             )
         )
-        requeue.give_back(call.task, call.call_id, "could not be rescheduled", why)
+        requeue.requeue_delivery(call.task, call.call_id, "could not be rescheduled", why)
 
     def _fail(self, call: Call, again: Reschedule, why: str) -> NoReturn:
-        """End the call with an error, because it cannot be rescheduled; its record, if it has one,
-        says the same.
+        """End the call with an error, because it cannot be rescheduled, and write the same into its
+        record.
         """
         message = (
             f"{printable(call.key.key)}: {again.reason}, and the call cannot be rescheduled: {why}"
@@ -482,9 +501,9 @@ class Delivery:
         try:
             self._close_record(call, again, failure_of(error))
         except StoreUnavailable as unavailable:
-            if may_be_returned(*self._spent(call)):
-                self._sleep(self._held_until(call) - self.parts.clock.now())
-                self._give_back(call, again, f"{why}; {unavailable}")
+            if may_be_returned(*self._requeue_count(call)):
+                self._sleep(self._publish_deadline(call) - self.components.clock.now())
+                self._requeue(call, again, f"{why}; {unavailable}")
             logger.error(
                 "%s[%s] cannot be rescheduled, and its record could not be closed: %s",
                 call.task,
@@ -495,88 +514,90 @@ class Delivery:
         raise error from again.cause
 
     def _close_record(self, call: Call, again: Reschedule, failure: Failure) -> None:
-        """Write into the record of this call that it does not run again."""
+        """Write into the call's record that it does not run again."""
         record = self._own_record(call)
         if record is None:
             return
         if record.state not in _WAITING:
-            self._leave_to_its_copy(call, again)
+            self._wait_for_copy(call, again)
         elif record.resumes:
             before = record.failure or failure
-            self.parts.records.stop_resuming(
+            self.components.records.stop_resuming(
                 record, replace(before, type=failure.type, message=failure.message)
             )
 
     def _own_record(self, call: Call) -> Record | None:
-        """The record, if it is this call's; otherwise the call has waited for another one."""
-        record = self.parts.records.read(call.key.stored)
+        """The record, if it belongs to this call and not to one that this call has waited for."""
+        record = self.components.records.read(call.key.stored)
         return record if record is not None and record.call_id == call.call_id else None
 
-    def _leave_to_its_copy(self, call: Call, again: Reschedule) -> None:
-        """Hold the delivery while a copy of the call runs: if the process of that copy dies, only
-        this delivery runs the call again.
+    def _wait_for_copy(self, call: Call, again: Reschedule) -> None:
+        """Wait while a copy of the call runs, then return the delivery to the broker.
 
-        Then the delivery is returned. A delivery that its queue would discard is dropped if the
-        outcome is known; otherwise this returns.
+        If the process of that copy dies, this delivery is the only one that can run the call. If
+        the queue would discard the returned message, the delivery is dropped if Celery has the
+        outcome; otherwise this function returns.
         """
-        until = self._held_until(call)
-        while not self.interrupt_guard.stopping and self.parts.clock.now() < until:
+        until = self._publish_deadline(call)
+        while not self.interrupt_guard.stopping and self.components.clock.now() < until:
             record = self._own_record(call)
             if (
                 record is None
                 or record.state in _WAITING
-                or (record.state is not State.RUNNING and self._celery_knows())
+                or (record.state is not State.RUNNING and self._celery_has_outcome())
             ):
                 break
-            self._sleep(LOOK_AGAIN)
-        if may_be_returned(*self._spent(call)):
-            self._give_back(call, again, "a copy of it is running, and no other can be published")
-        if self._celery_knows():
+            self._sleep(POLL_INTERVAL)
+        if may_be_returned(*self._requeue_count(call)):
+            self._requeue(call, again, "a copy of it is running, and no other can be published")
+        if self._celery_has_outcome():
             self._drop(call, OUTCOME_KNOWN)
 
     def _sleep(self, seconds: float) -> None:
         """Wait, unless the process is shutting down."""
-        clock = self.parts.clock
+        clock = self.components.clock
         until = clock.now() + seconds
         while not self.interrupt_guard.stopping and (left := until - clock.now()) > 0:
             clock.sleep(min(left, 0.5))
 
-    def _still_a_retry(self, again: Reschedule) -> None:
-        """Show the state RETRY for the rest of the wait, because Celery has just set the state of
-        the copy to STARTED.
+    def _show_retry(self, again: Reschedule) -> None:
+        """Set Celery's state to RETRY again for the rest of the wait, because Celery has set it to
+        STARTED for this delivery.
         """
         request = self.request
         if self.task.track_started and not request.__dict__.get(
             "ignore_result", self.task.ignore_result
         ):
-            with suppress(Exception):  # its state is STARTED then, and the broker has the copy
+            with suppress(Exception):  # the state stays STARTED, and the broker has the copy
                 self.task.backend.mark_as_retry(request.id, again.refusal, request=request)
 
     def _failure_fence(self, call: Call, again: Reschedule) -> int | None:
-        """The failure that the copy of a fresh message waits for; the copy may run after it."""
-        if again.failure_fence is not None or self.ran:
+        """The ``failure_fence`` for the header of the copy, see
+        :class:`~celery_leases.protocol.verdicts.Call`.
+        """
+        if again.failure_fence is not None or self.body_began:
             return again.failure_fence
         if call.fresh:
             return 0 if again.unavailable else None
         return call.failure_fence
 
     def _announce(self, call: Call, task_event: TaskEvent | None) -> None:
-        """Send a task event, shown by Flower, that says why the call does not run now."""
+        """Send the task event that says why the call does not run now; Flower shows it."""
         if task_event is not None:
             fields = {
                 "key": call.key.shown,
                 "retry_after": task_event.retry_after,
                 "reason": task_event.reason,
             }
-            self.parts.copies.announce(self.task, task_event.type, **fields)
+            self.components.publisher.announce(self.task, task_event.type, **fields)
 
-    def _celery_knows(self) -> bool:
+    def _celery_has_outcome(self) -> bool:
         """Whether the result backend has a final state for this call."""
         if self.request.is_eager:
             return False
         try:
             return self.task.backend.get_state(self.request.id) in states.READY_STATES
-        except Exception:  # noqa: BLE001 - no backend, or one that cannot be asked
+        except Exception:  # noqa: BLE001 - there is no backend, or it does not answer
             return False
 
     def _drop(self, call: Call, reason: str) -> NoReturn:
@@ -584,40 +605,39 @@ class Delivery:
         raise Ignore(reason)
 
     def _observe(self, event: Any) -> None:
-        self.parts.context.observer.observe(event)
+        self.components.context.observer.observe(event)
 
 
-def _note_callbacks() -> None:
-    """From now on, note in this process that callbacks were sent; a receiver of this signal costs
-    each task some time.
+def _mark_callbacks() -> None:
+    """Begin to mark in this process that callbacks were sent. Not before it is needed, because a
+    receiver of this signal costs each task some time.
     """
-    global _callbacks_noted  # noqa: PLW0603 - once in a process
-    if not _callbacks_noted:
-        signals.task_success.connect(_callbacks_are_out, weak=False)
-        _callbacks_noted = True
+    global _marks_callbacks  # noqa: PLW0603 - once in a process
+    if not _marks_callbacks:
+        signals.task_success.connect(_mark_callbacks_sent, weak=False)
+        _marks_callbacks = True
 
 
-def _callbacks_are_out(sender: Any, **_: Any) -> None:
-    """Celery has sent the callbacks of this call: a later copy of it is superfluous."""
+def _mark_callbacks_sent(sender: Any, **_: Any) -> None:
+    """Mark that Celery has sent the callbacks of a call, so that a later copy of it is dropped."""
     if hasattr(sender, "lease_options"):
         request = sender.request
-        answered = state_of(request).answered
+        answered = state_of(request).callbacks_of
         if answered is not None and not request.is_eager:
             stored_key, call_id = answered
-            ttl = min(sender.lease_options.retention, CALLBACKS_REMEMBERED)
-            marks = app_components.parts_of(sender.app, eager=False).marks
-            with suppress(
-                StoreUnavailable
-            ):  # a copy would send the callbacks again, as the guarantees say
+            ttl = min(sender.lease_options.retention, CALLBACKS_MARK_TTL)
+            marks = app_components.components_of(sender.app, eager=False).marks
+            # Without the mark, a copy would send the callbacks again, which the guarantees allow.
+            with suppress(StoreUnavailable):
                 marks.swap_mark(stored_key, callbacks_mark(call_id), None, "out", ttl)
 
 
 def _retry_of(again: Reschedule) -> Retry | None:
-    """The exception that Celery gets for a failed call that runs again; ``None`` for a call that
-    runs again for another reason.
+    """The exception that Celery gets for a failed call that runs again; ``None`` for a call that is
+    rescheduled for another reason.
 
-    It is made before anything is published: an exception that cannot be copied must not fail a call
-    whose copy waits.
+    It is made before anything is published: if the exception cannot be pickled, that must not fail
+    a call whose copy waits already.
     """
     if again.cause is None:
         return None
@@ -628,9 +648,9 @@ def _retry_of(again: Reschedule) -> Retry | None:
         return Retry(exc=RuntimeError(type(again.cause).__qualname__), when=when)
 
 
-def _end_the_forked() -> NoReturn:
-    """End a process that the body has forked and that returns from the body: the parent does the
-    rest.
+def _exit_forked_process() -> NoReturn:
+    """Exit a process that the body has forked and that returns from the body. Its parent settles
+    the attempt.
     """
     error = sys.exception()
     if error is not None and not isinstance(error, SystemExit):

@@ -1,4 +1,4 @@
-"""Examines the set-up of an app: its settings, its tasks, and the servers it uses."""
+"""Examines the set-up of an app: its settings, its tasks, and the servers that it uses."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import leased_tasks
 from celery_leases.worker.setting_checks import (
     TimeLimits,
-    bare_findings,
+    findings_without_lease,
     greenlets_of,
     setting_findings,
 )
 from celery_leases.worker.store_checks import StoreChecks
 
 SLOWEST = 200
-"""As many records, the longest run first, are asked how long bodies take."""
+"""How many records, those with the longest runs, are read for the longest run of each task."""
 
 
 def examine(app: Celery) -> Examination:
-    """All that is found of *app*, the worst first; nothing is written but what a check removes."""
+    """All findings about *app*, the most severe first. A check removes what it writes."""
     findings: list[Finding] = []
     try:
-        tasks = leased_tasks(app)  # a leased task cannot be registered with wrong settings
-        findings += bare_findings(app)
-        parts = app_components.parts_of(app, eager=False)
+        tasks = leased_tasks(app)  # raises for a task with wrong options
+        findings += findings_without_lease(app)
+        components = app_components.components_of(app, eager=False)
     except LeaseConfigurationError as error:
         return Examination([], [*findings, Finding("settings", Severity.ERROR, str(error), "")])
-    checks = StoreChecks(parts)
+    checks = StoreChecks(components)
     checks.run()
     limits = TimeLimits(
-        app.conf.task_soft_time_limit, app.conf.task_time_limit, _longest_runs(parts)
+        app.conf.task_soft_time_limit, app.conf.task_time_limit, _longest_runs(components)
     )
     greenlets = greenlets_of(app.conf.worker_pool, app.conf.worker_concurrency)
-    of_settings = setting_findings(app, tasks, parts.settings, limits, greenlets)
+    of_settings = setting_findings(app, tasks, components.settings, limits, greenlets)
     findings += [*checks.findings, *of_settings]
     order = [*Severity]
     return Examination(
@@ -44,11 +44,11 @@ def examine(app: Celery) -> Examination:
     )
 
 
-def _longest_runs(parts: app_components.AppParts) -> dict[str, float]:
-    """By task how long its longest run took, in seconds, as far as the slowest records say."""
+def _longest_runs(components: app_components.AppComponents) -> dict[str, float]:
+    """The longest run of each task in seconds, as far as the slowest records show it."""
     found: dict[str, float] = {}
     try:
-        records = parts.records.find(
+        records = components.records.find(
             RecordFilter(states=("done",)), order=Order.SLOWEST, limit=SLOWEST
         )
     except (StoreUnavailable, LeaseConfigurationError):

@@ -1,4 +1,4 @@
-"""The cold shutdown of a worker of greenlets: it kills the bodies, and waits for the steps around
+"""The cold shutdown of a worker with greenlets: kills the bodies, and waits for the steps around
 them.
 """
 
@@ -7,21 +7,21 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from celery_leases.worker.pools.greenlets import keep_signals_out
+from celery_leases.worker.pools.greenlets import run_signal_handlers_outside_pool
 
 
 def prepare(consumer: Any) -> None:
-    """Have the pool of Celery's *consumer* end so, if its jobs run in greenlets."""
+    """Let the pool of Celery's *consumer* shut down in this way, if its jobs run in greenlets."""
     if getattr(consumer.pool, "is_green", False):
-        keep_signals_out()
+        run_signal_handlers_outside_pool()
         consumer.pool.on_terminate = partial(_end_bodies, consumer)
 
 
 def _end_bodies(consumer: Any) -> None:
-    """Called in the worker's own greenlet: the handler of the signal may have been interrupted in
-    another greenlet.
+    """Kill the bodies and stop the pool. Celery calls this in the main greenlet of the worker; its
+    signal handler may have interrupted another greenlet.
     """
-    # Celery 5.5 has another name for it.
+    # Celery 5.5 has another name for the method.
     cancel = (
         getattr(consumer, "cancel_active_requests", None) or consumer.cancel_all_unacked_requests
     )

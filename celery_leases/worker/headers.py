@@ -1,5 +1,5 @@
-"""The headers of messages and requests, and the identity of a call: its id, header, key and
-group.
+"""The message header of celery_leases, its fields on requests, and the identity of a call: id, key
+and group.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ TOKEN: Final = "celery_leases_token"  # noqa: S105 - the name of a field, not a 
 child.
 """
 
-WATCHED: Final = "celery_leases_watched"
-"""Tells the pool child, in the same way, whether the worker sends task events."""
+TASK_EVENTS: Final = "celery_leases_watched"
+"""The field of the request that says, in the same way, whether the worker sends task events."""
 
 WOKEN: Final = "celery_leases_woken"
-"""Tells the pool child, in the same way, whether this worker begins calls early that wait for a
-held key.
+"""The field of the request that says, in the same way, whether this worker begins calls that wait
+for a held key as soon as the key is free.
 """
 
 HEADER: Final = OURS
-"""The message header of a call that was delivered before."""
+"""The name of the message header, which a call has after its first delivery."""
 
 HEADER_VERSION: Final = 1
-KEY_CARRIED: Final = 1000
-"""Characters of the longest key that a header carries: AMQP wants all headers of a message in one
+LONGEST_KEY: Final = 1000
+"""The longest key that a header carries, in characters. AMQP needs all headers of a message in one
 frame of 128 KB.
 """
 
-PRIOR_KEPT: Final = 8
-COUNTED: Final = 10**6
+MAX_PRIOR: Final = 8
+MAX_COUNT: Final = 10**6
 """The highest count that a header may contain."""
 
 _STATE: Final = "celery_leases_state"
@@ -60,12 +60,12 @@ _FINGERPRINT: Final = re.compile("v[0-9]{1,3}:[0-9a-f]{64}", re.ASCII)
 
 
 class HeaderUnusable(Exception):
-    """Why a header is not one that celery_leases has written."""
+    """A header was not written by celery_leases; the text says why."""
 
 
 @value_class(frozen=True, slots=True)
 class Header:
-    """The header of a call after its first delivery. Everything in it has a bounded length.
+    """The header of a call after its first delivery. All fields have a bounded length.
 
     ``key`` is empty if it is too long for a header; ``stored``, its stored form, is empty
     otherwise. ``reschedules``: how often the call was rescheduled; ``store_failures``: how often in
@@ -90,7 +90,7 @@ class Header:
 
     def of_key(self, key: CallKey, group: str | None) -> Self:
         """This header for a call of that key and cooldown group."""
-        short = len(key.key) <= KEY_CARRIED
+        short = len(key.key) <= LONGEST_KEY
         return replace(
             self,
             key=key.key if short else "",
@@ -100,10 +100,10 @@ class Header:
         )
 
     def begun(self, key: CallKey, group: str | None) -> Header:
-        """The header of a call of that key and group once its body begins: the waits before no
-        longer count.
+        """The header of the call once its body begins: the counts of earlier reschedules start
+        again at 0.
         """
-        short = len(key.key) <= KEY_CARRIED
+        short = len(key.key) <= LONGEST_KEY
         return Header(
             self.task,
             self.id,
@@ -145,8 +145,8 @@ class Header:
 
     @classmethod
     def read(cls, value: object) -> Self:
-        """The header that :meth:`written` gave; raises :class:`HeaderUnusable` for anything
-        else.
+        """The header from the value that :meth:`written` returned; raises :class:`HeaderUnusable`
+        for any other value.
         """
         if not isinstance(value, Mapping):
             raise HeaderUnusable(f"it is a {type(value).__name__}")
@@ -158,7 +158,7 @@ class Header:
         return cls(
             task=found.text("task", 255),
             id=found.text("id"),
-            key=found.text("key", KEY_CARRIED, ""),
+            key=found.text("key", LONGEST_KEY, ""),
             stored=found.text("stored", 255, ""),
             fingerprint=found.matching("fingerprint", _FINGERPRINT),
             group=found.text("group", GATE_NAME_MAX, "") or None,
@@ -174,7 +174,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads fields of a received header, and refuses those of another type."""
+    """Reads the fields of a received header; raises :class:`HeaderUnusable` for a wrong value."""
 
     found: Mapping[str, Any]
 
@@ -205,7 +205,7 @@ class _Reader:
         value = self.found.get(name, 0)
         if type(value) is not int or value < 0:
             raise self._wrong(name, "a count")
-        return min(value, COUNTED)
+        return min(value, MAX_COUNT)
 
     def fence(self, name: str) -> int | None:
         value = self.found.get(name)
@@ -221,8 +221,8 @@ class _Reader:
 
     def owners(self, name: str) -> tuple[str, ...]:
         value = self.found.get(name, [])
-        if not isinstance(value, list | tuple) or len(value) > PRIOR_KEPT:
-            raise self._wrong(name, f"a list of at most {PRIOR_KEPT} owners")
+        if not isinstance(value, list | tuple) or len(value) > MAX_PRIOR:
+            raise self._wrong(name, f"a list of at most {MAX_PRIOR} owners")
         if not all(isinstance(owner, str) and _OWNER.fullmatch(owner) for owner in value):
             raise self._wrong(name, "a list of owners")
         return tuple(value)
@@ -231,11 +231,11 @@ class _Reader:
         return HeaderUnusable(f"its field {name!r} is not {wanted}")
 
 
-def arrived(headers: object, task: str, call_id: str) -> Header | None:
-    """The header of an earlier delivery of this call; ``None`` without one.
+def read_header(headers: object, task: str, call_id: str) -> Header | None:
+    """The header that an earlier delivery of this call has written; ``None`` if there is none.
 
-    Members of a group share one headers dict, so the header of another call has no meaning. A
-    header that celery_leases cannot have written is ignored, with a warning.
+    The header of another call is ignored: members of a group share one dictionary of headers. A
+    header that celery_leases cannot have written is ignored with a warning.
     """
     if (
         not (type(headers) is dict or isinstance(headers, Mapping))
@@ -261,68 +261,68 @@ def retries_of(given: object, task: str, call_id: str) -> int:
             "%s[%s]: its message header 'retries' is ignored: it is not a count", task, call_id
         )
         return 0
-    return min(given, COUNTED)
+    return min(given, MAX_COUNT)
 
 
 def owner_of(token: str, pid: int) -> str:
-    """The owner token of one attempt: that of its delivery, in one process.
+    """The owner token of one attempt: the token of its delivery, and the process id.
 
-    When several children die at once, billiard may give a delivery that has begun to another child:
-    two processes then have one token, and must not take each other's row for their own.
+    When several children die at once, billiard may give a delivery that has begun to another child.
+    Without the process id, two processes would have the same owner token, and one could take the
+    other's row for its own.
     """
     return f"{token}-{pid:x}"
 
 
 def token_of(request: Any) -> str | None:
-    """The token that the worker's main process has given to a delivery; ``None`` for an eager
-    call.
-    """
+    """The token that the worker's main process made for a delivery; ``None`` for an eager call."""
     token = request.__dict__.get(TOKEN)
     return token if type(token) is str and _TOKEN.fullmatch(token) else None
 
 
 def call_id_of(request_id: str, nesting: int | None) -> str:
-    """The id of a call. A task that replaces itself continues under its id, and must not count as
-    done.
+    """The id of a call. A task that replaces itself continues under the same Celery id, so the
+    nesting distinguishes the calls.
     """
     return f"{request_id}~{nesting}" if nesting else request_id
 
 
 def celery_id_of(call_id: str) -> str:
-    """The id that Celery has for a call."""
+    """Celery's id of a call."""
     request_id, mark, nesting = call_id.rpartition("~")
     return request_id if mark and nesting.isdecimal() else call_id
 
 
 @dataclass
-class OnRequest:
-    """What this process stores on the request of a delivery. A message can set its name, but never
-    its type.
+class RequestState:
+    """The state that this process stores on the request of a delivery. A message can set an
+    attribute of that name, but not one of this type.
     """
 
-    #: The body of this delivery runs, so another entry is the task calling itself.
+    #: The body of this delivery runs, so a further call of the task is the body calling itself.
     running: bool = False
-    #: The stored key and the call whose callbacks are to be marked as sent.
-    answered: tuple[str, str] | None = None
-    #: The signature the task has replaced itself with.
+    #: The stored key and the id of the call whose callbacks are to be marked as sent.
+    callbacks_of: tuple[str, str] | None = None
+    #: The signature with which the task has replaced itself.
     replacement: Any = None
 
 
-def state_of(request: Any) -> OnRequest:
-    """What is remembered at *request*."""
+def state_of(request: Any) -> RequestState:
+    """The state stored on *request*, made if there is none."""
     state = request.__dict__.get(_STATE)
-    if type(state) is not OnRequest:
-        state = request.__dict__[_STATE] = OnRequest()
+    if type(state) is not RequestState:
+        state = request.__dict__[_STATE] = RequestState()
     return state
 
 
 def key_of(
     task: Any, header: Header | None, call_id: str, args: Any, kwargs: Any, retries: int
 ) -> CallKey:
-    """The key of the arguments of a leased *task*, or that of its *header*.
+    """The key of a call of a leased *task*: from its arguments, or from its *header* if the call
+    has begun.
 
-    The header applies to a call that has begun: a retry may have other arguments, and keeps its
-    key. Raises :class:`~celery_leases.errors.KeyUnusable` if there is no key.
+    A retry may have other arguments, and still has the key of its header. Raises
+    :class:`~celery_leases.errors.KeyUnusable` if there is no key.
     """
     options = task.lease_options
     carried = (
@@ -342,15 +342,15 @@ def key_of(
 
 
 def carried_stored_key(task: Any, header: Header) -> str:
-    """The stored form of the key in *header*, whatever the arguments are; empty if it has none."""
+    """The stored form of the key in *header*; empty if the header has no key."""
     if not header.key:
         return header.stored
     return stored_key(task.lease_options.namespace or task.name, header.key)
 
 
 def group_of(task: Any, header: Header | None, args: Any, kwargs: Any, retries: int) -> str | None:
-    """The cooldown group of the arguments; that of the header if the arguments of a retry make
-    none.
+    """The cooldown group of a call: from its arguments, or from its header if the call has begun
+    and its arguments give no group.
     """
     try:
         return call_group(task.name, task.lease_options, task.lease_signature, args, kwargs)
@@ -365,12 +365,12 @@ def _has_begun(header: Header, retries: int) -> bool:
 
 
 def _carried_key(task: str, options: LeaseOptions, header: Header) -> CallKey | None:
-    """The key in a header, if it can be one of that task with these options; otherwise the
-    arguments decide.
+    """The key in a header; ``None`` if it cannot be a key of that task with these options, so that
+    the arguments decide.
 
-    A header without a fingerprint would get the result of any arguments, so it does not count where
-    fingerprints are compared. The key of a task without ``lease_key`` is the id of the call,
-    whatever a header says.
+    Where fingerprints are compared, a header without a fingerprint is not used, because its call
+    would get a result whatever its arguments are. Without ``lease_key``, the key is always the id
+    of the call.
     """
     if options.key is None or (options.compares and header.fingerprint is None):
         return None

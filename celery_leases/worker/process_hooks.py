@@ -1,7 +1,7 @@
-"""What Celery's signals start in a process that has leased tasks.
+"""Receivers of Celery's signals in a process with leased tasks.
 
-Every process with leased tasks imports this module, also one that only publishes. So it loads
-nothing before a worker starts.
+Every such process imports this module, even if it only publishes. So the module imports nothing
+else of celery_leases before a worker starts.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from celery import signals
 
 
 def _before_work(sender: Any, **_: Any) -> None:
-    """Check the worker's settings; and load all that runs tasks, which pool children that are
-    forked later share.
+    """Check the worker's settings, and import all modules that run tasks, so that the pool children
+    that are forked later share them.
     """
     from celery_leases.worker import (
         app_components,
         startup_checks,
     )
-    from celery_leases.worker.waiting_calls import held_calls
+    from celery_leases.worker.waiting_calls import waiting_calls
 
-    app_components.note_worker(sender)
-    held_calls.forget()
+    app_components.set_current_worker(sender)
+    waiting_calls.clear()
     startup_checks.check_before_work(sender)
 
 
@@ -38,7 +38,7 @@ def _when_ready(sender: Any, **_: Any) -> None:
 def _at_shutdown(sender: Any, **_: Any) -> None:
     from celery_leases.worker import relay_check
 
-    relay_check.end(sender)
+    relay_check.stop(sender)
 
 
 def _last_counts(**_: Any) -> None:

@@ -1,4 +1,4 @@
-"""A worker's check for messages that wait for a relay: it warns if no relay seems to run."""
+"""A check that each worker makes: it warns if messages are due and no relay seems to run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from celery_leases.worker.app_settings import leased_tasks, settings_of
 if TYPE_CHECKING:
     from celery_leases.stores.sql.records import SqlRecordStore
 
-WAITED: Final = 300.0
-"""Seconds for which a message has been due when the worker warns; a relay should run about once a
-minute.
+WAITING_TOO_LONG: Final = 300.0
+"""The worker warns of a message that has been due for this many seconds. A relay should run about
+once a minute.
 """
-LOOK_EVERY: Final = 300.0
+CHECK_EVERY: Final = 300.0
 """Seconds from one check to the next."""
 MICROSECONDS: Final = 1e6
 _CONNECTIONS: Final = 1
@@ -31,53 +31,54 @@ _watches: dict[int, threading.Event] = {}
 
 
 def watch(worker: Any) -> None:
-    """Check now and then, in a thread of the worker's main process, until :func:`end`; a receiver
-    of Celery's ``worker_ready``.
+    """Start the checks, in a thread of the worker's main process that runs until :func:`stop`; a
+    receiver of Celery's ``worker_ready``.
 
-    The first check is before the worker starts, see :mod:`celery_leases.worker.startup_checks`.
+    The first check is made before the worker starts, by
+    :mod:`celery_leases.worker.startup_checks`.
     """
     app = worker.app
-    if id(app) in _watches:  # the worker is ready again after each loss of its broker
+    if id(app) in _watches:  # Celery sends the signal after each reconnect to the broker
         return
     if not leased_tasks(app) or settings_of(app).database_url == IN_MEMORY:
         return
-    over = _watches[id(app)] = threading.Event()
+    stopped = _watches[id(app)] = threading.Event()
     threading.Thread(
-        target=_look_until, args=(app, over), name="celery_leases unrelayed", daemon=True
+        target=_check_until, args=(app, stopped), name="celery_leases unrelayed", daemon=True
     ).start()
 
 
-def end(worker: Any) -> None:
+def stop(worker: Any) -> None:
     """Stop checking; a receiver of Celery's ``worker_shutdown``."""
-    if over := _watches.pop(id(worker.app), None):
-        over.set()
+    if stopped := _watches.pop(id(worker.app), None):
+        stopped.set()
 
 
-def _look_until(app: Celery, over: threading.Event) -> None:
-    while not over.wait(LOOK_EVERY):
-        with suppress(LeasesError):  # an unavailable database is reported by the steps that need it
-            _look(app)
+def _check_until(app: Celery, stopped: threading.Event) -> None:
+    while not stopped.wait(CHECK_EVERY):
+        with suppress(LeasesError):  # the deliveries report an unavailable database
+            _check(app)
 
 
-def _look(app: Celery) -> None:
+def _check(app: Celery) -> None:
     from celery_leases.composition import open_records
 
     records = open_records(settings_of(app), _CONNECTIONS)
     try:
-        tell_of_waiting(records)
+        warn_of_waiting(records)
     finally:
         records.database.close()
 
 
-def tell_of_waiting(records: SqlRecordStore) -> None:
+def warn_of_waiting(records: SqlRecordStore) -> None:
     """Warn of messages that have been due for five minutes; raises ``StoreUnavailable``."""
     from celery_leases.stores.sql.outbox import Outbox
 
-    oldest = Outbox(records).oldest_due(WAITED)
+    oldest = Outbox(records).oldest_due(WAITING_TOO_LONG)
     if oldest is not None and oldest.publish_at is not None:
         logger.warning(
             "messages that delay_in() has written wait for a relay, the oldest for %s (%s, key %s): run `leases relay` "
-            'every minute, or have beat do it: app.conf.beat_schedule = {"relay": {"task": "celery_leases.relay", '
+            'every minute, or let beat do it: app.conf.beat_schedule = {"relay": {"task": "celery_leases.relay", '
             '"schedule": 60.0}} with "celery_leases.builtin_tasks" in app.conf.include',
             in_words((oldest.now - oldest.publish_at) / MICROSECONDS),
             oldest.task,

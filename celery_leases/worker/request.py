@@ -1,5 +1,5 @@
-"""The worker's main process: an owner token for each delivery, and the cleanup after a pool child
-that has died.
+"""Celery's request in the worker's main process: makes the owner token of each delivery, and closes
+the attempt of a pool child that died.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from celery_leases.worker.child_exit import DeadChild
 from celery_leases.worker.headers import (
     HEADER,
     OURS,
+    TASK_EVENTS,
     TOKEN,
-    WATCHED,
     WOKEN,
-    arrived,
     call_id_of,
     owner_of,
+    read_header,
     retries_of,
 )
-from celery_leases.worker.pools.greenlets import Kill, kill_of
+from celery_leases.worker.pools.greenlets import BodyKill, body_kill_of
 from celery_leases.worker.reschedule import KeyIsHeld
 from celery_leases.worker.return_routes import ORIGIN, origin_of
-from celery_leases.worker.waiting_calls import Line, held_calls
+from celery_leases.worker.waiting_calls import KeyWaiters, waiting_calls
 
 _OURS = "celery_leases.worker.request:LeaseRequest"
 _EMBEDDED = frozenset({"callbacks", "errbacks", "chain", "chord"})
-"""What Celery puts into the third part of a body; in the child it becomes attributes of the
-request, after headers.
+"""The fields that Celery writes into the third part of a message body. In the child they become
+attributes of the request and replace headers of the same name.
 """
 
-_BEGINNING = len(OURS)
-_GREEN = os_threads.green()
-"""Whether the worker has greenlets: only its main process has use for this module, and has patched
-all by now.
+_PREFIX_LENGTH = len(OURS)
+_GREEN = os_threads.uses_greenlets()
+"""Whether the worker runs its tasks in greenlets. Only the main process uses this module, after
+it has patched ``threading``.
 """
 
 _EXIT_CAUSES = (
@@ -60,43 +60,44 @@ _EXIT_CAUSES = (
 class LeaseRequest(Request):
     """A Celery request with the owner token of its attempt.
 
-    The token is made here, not in the child, so that the process that survives a killed child knows
-    the owner of the lease.
+    The token is made here and not in the child, so that after the death of a child the main process
+    knows the owner of the lease.
     """
 
-    #: The calls it waits with, if its key is held.
-    line: Line | None = None
+    #: The waiting calls of its key, if this request belongs to them.
+    waiters: KeyWaiters | None = None
     #: Until when it waits at most, by the monotonic clock.
     waits_until = 0.0
     _scheduled: Any = None
-    #: Whether it has expired; its record says so by itself.
-    _over = False
+    #: It has expired. The record shows that by itself.
+    _expired = False
     #: Celery reports a cold shutdown like a revoke.
     _killed_by_revoke = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # All headers become attributes of the request in the child: those that only this process
-        # sets are not taken from a message. An eager call would run on stores of its own.
+        # All headers become attributes of the request in the child. Those that only this process
+        # may set are removed. is_eager would make the call use stores in memory.
         carried = self._request_dict
-        for name in [name for name in carried if name[:_BEGINNING] == OURS and name != HEADER]:
+        for name in [name for name in carried if name[:_PREFIX_LENGTH] == OURS and name != HEADER]:
             del carried[name]
         carried["is_eager"] = False
         carried["retries"] = retries_of(carried.get("retries"), self.name, self.id)
         self._strip_embedded()
         token = carried[TOKEN] = os.urandom(16).hex()
-        carried[ORIGIN] = origin_of(self._message, app_components.worker_here())
+        carried[ORIGIN] = origin_of(self._message, app_components.current_worker())
         self._children: list[int] = []
-        self._kill = kill_of(token) if _GREEN else None
+        self._kill = body_kill_of(token) if _GREEN else None
         events = self._eventer
-        # Without -E the dispatcher sends events of workers only; Flower may switch it at any time.
-        carried[WATCHED] = bool(
+        # Without -E the dispatcher sends only events of workers. Flower may switch that at any
+        # time.
+        carried[TASK_EVENTS] = bool(
             events and events.enabled and (not events.groups or "task" in events.groups)
         )
-        if held_calls.wakes(getattr(app_components.worker_here(), "consumer", None)):
+        if waiting_calls.begins_early(getattr(app_components.current_worker(), "consumer", None)):
             carried[WOKEN] = True
-        if held_calls.lines or HEADER in carried:
-            held_calls.receive(self)
+        if waiting_calls.by_key or HEADER in carried:
+            waiting_calls.received(self)
 
     @property
     def _eta_timer_entry(self) -> Any:
@@ -106,18 +107,18 @@ class LeaseRequest(Request):
     @_eta_timer_entry.setter
     def _eta_timer_entry(self, scheduled: Any) -> None:
         self._scheduled = scheduled
-        if scheduled is not None and self.line is not None:
-            held_calls.scheduled(self)
+        if scheduled is not None and self.waiters is not None:
+            waiting_calls.scheduled(self)
 
     def scheduled_again(self, scheduled: Any) -> None:
-        """It continues to wait in Celery's timer."""
+        """Note the new timer entry of a request that continues to wait."""
         self._scheduled = scheduled
 
     def _strip_embedded(self) -> None:
-        """Remove fields from the third part of the body that Celery does not put there: they would
-        replace fields set here.
+        """Remove fields from the third part of the body that Celery does not write there, because
+        they would replace fields that are set here.
 
-        The child then gets the body as it was read here, without a content type.
+        The child then gets the body as this process has decoded it, without a content type.
         """
         args, kwargs, embed = self._payload
         if not embed or not isinstance(embed, Mapping) or embed.keys() <= _EMBEDDED:
@@ -137,28 +138,28 @@ class LeaseRequest(Request):
         self._content_type = self._content_encoding = None
 
     def maybe_expire(self) -> Any:
-        """Leave the expiry of a copy to the child, which can see whether the call has begun.
+        """Leave the expiry of a copy to the child, which can read whether the call has begun.
 
-        Expiring a copy would revoke the call while it runs: both have one id.
+        Copy and call have the same id, so expiring the copy here would revoke the running call.
         """
         if self.delivery_info.get("redelivered") or HEADER in self._request_dict:
             return None
-        self._over = bool(super().maybe_expire())
-        return self._over
+        self._expired = bool(super().maybe_expire())
+        return self._expired
 
     def revoked(self) -> bool:
-        """Whether the call must not run; the record of a revoked waiting call no longer says that
-        it runs again.
+        """Whether the call was revoked. If it waited, write into its record that it does not run
+        again.
 
-        A waiting copy does not expire, so only a revoke can end it here.
+        A waiting copy does not expire here, so only a revoke can end it.
         """
         before = self._already_revoked
         revoked = bool(super().revoked())
         if revoked:
-            held_calls.ended(self)
-        queued = self.task.lease_options.queues_once and not self._over
+            waiting_calls.ended(self)
+        queued = self.task.lease_options.queues_once and not self._expired
         if revoked and not before and (queued or HEADER in self._request_dict):
-            child_exit.call_off(self._dead_child(ExitCause.REVOKED, 0))
+            child_exit.record_revoke(self._dead_child(ExitCause.REVOKED, 0))
         return revoked
 
     def terminate(self, pool: Any, signal: Any = None) -> Any:
@@ -173,7 +174,7 @@ class LeaseRequest(Request):
         )
 
     def on_accepted(self, pid: int, time_accepted: float) -> Any:
-        """Make the pool notice the end of the child with this delivery at once."""
+        """Make the pool notice at once if the child with this delivery dies."""
         self._children.append(pid)
         child_exit.watch(pid)
         return super().on_accepted(pid, time_accepted)
@@ -194,22 +195,22 @@ class LeaseRequest(Request):
             return super().on_failure(exc_info, send_failed_event, return_ok)
         finally:
             if isinstance(error, KeyIsHeld):
-                held_calls.reschedule(self, error)
+                waiting_calls.rescheduled(self, error)
             else:
-                held_calls.ended(self)
+                waiting_calls.ended(self)
 
     def on_timeout(self, soft: bool, timeout: float) -> Any:
-        """In some pools only this method learns of a hard time limit."""
+        """In some pools, only this method is called for a hard time limit."""
         try:
             return super().on_timeout(soft, timeout)
         finally:
             if not soft:
-                held_calls.ended(self)
+                waiting_calls.ended(self)
 
     def _dead_child(self, cause: ExitCause, pid: int) -> DeadChild:
         fields = self._request_dict
         call_id = call_id_of(self.id, fields.get("replaced_task_nesting"))
-        header, owner = arrived(fields, self.task.name, call_id), owner_of(fields[TOKEN], pid)
+        header, owner = read_header(fields, self.task.name, call_id), owner_of(fields[TOKEN], pid)
         return DeadChild(
             self.task,
             call_id,
@@ -224,11 +225,10 @@ class LeaseRequest(Request):
 
 
 def request_class(task: Any) -> type[Request]:
-    """The request class of a leased *task*: that of celery_leases, before any other that its
-    classes name.
+    """The request class of a leased *task*: :class:`LeaseRequest`, combined with the ``Request``
+    that the task's classes name, if any.
 
-    It is first because it frees the key of a dead child. Raises :class:`LeaseConfigurationError`
-    for a class that is not a subclass of Celery's.
+    Raises :class:`LeaseConfigurationError` if that is not a subclass of Celery's request.
     """
     named = (vars(base)["Request"] for base in type(task).__mro__ if "Request" in vars(base))
     other: Any = next((named for named in named if named not in (_OURS, Task.Request)), _OURS)
@@ -250,10 +250,10 @@ def request_class(task: Any) -> type[Request]:
 
 @dataclass(frozen=True, slots=True)
 class _BodiesOnly:
-    """Replaces a pool of greenlets whose jobs are killed."""
+    """Stands for a pool of greenlets when Celery kills a job: kills only the body."""
 
-    kill: Kill
+    kill: BodyKill
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
-        """Kill the body of the job."""
-        self.kill.ask()
+        """Kill the body."""
+        self.kill.request()

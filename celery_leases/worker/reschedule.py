@@ -1,6 +1,4 @@
-"""Reschedules a delivery: publishes a fresh, confirmed copy of its message, and only then ends the
-old one.
-"""
+"""Publishes copies of deliveries, stored calls, and task events, with publisher confirms."""
 
 from __future__ import annotations
 
@@ -20,17 +18,17 @@ from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.message_copies import Copy, waiter_mark
 from celery_leases.protocol.ports import MarkStore
 from celery_leases.signals import logger
-from celery_leases.worker.headers import HEADER, TOKEN, WATCHED, WOKEN, Header
+from celery_leases.worker.headers import HEADER, TASK_EVENTS, TOKEN, WOKEN, Header
 from celery_leases.worker.return_routes import (
     ORIGIN,
-    AsGiven,
+    FixedRoute,
     Routes,
     properties_of,
     queue_of,
     stamps_of,
-    without_brokers_own,
+    without_broker_headers,
 )
-from celery_leases.worker.stored_messages import NotKept, kept
+from celery_leases.worker.stored_messages import NotStorable, stored_form
 
 CONFIRM_WITHIN = 5.0
 FAILED_AT_ONCE = 1.0
@@ -52,12 +50,12 @@ _OPTIONS = {
 
 
 class NotPublishable(Exception):
-    """Why no message of a call can be made; a retry would fail too."""
+    """The message of a call cannot be made, so a retry would fail too; the text says why."""
 
 
 class KeyIsHeld(Ignore):
-    """Ends a delivery whose copy waits for a held key; passes the key, and what the call is about,
-    to the main process.
+    """Ends a delivery whose copy waits for a held key; passes the key and the call's fingerprint to
+    the main process.
     """
 
     def __init__(self, reason: str, stored_key: str, fingerprint: str | None) -> None:
@@ -66,21 +64,21 @@ class KeyIsHeld(Ignore):
         self.fingerprint = fingerprint
 
 
-class Copies:
-    """Publishes copies for one app in one process, over connections with confirmed publishes and
-    time limits.
+class Publisher:
+    """Publishes messages of one app in one process, over connections with publisher confirms and
+    timeouts.
     """
 
     def __init__(self, app: Celery) -> None:
         self._app = app
         self._pool: ProducerPool | None = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self.routes = Routes(app)
 
     def reschedule(
         self,
         task: Task,
-        pin: Header,
+        header: Header,
         delay: float,
         marks: MarkStore,
         stored_key: str,
@@ -88,22 +86,23 @@ class Copies:
         *,
         newest: bool = False,
     ) -> bool:
-        """Publish a copy that is due in *delay* seconds; ``False`` when a later copy than this
-        delivery is published.
+        """Publish a copy of the running delivery that is due in *delay* seconds; return ``False``
+        if a later copy than this delivery has been published already.
 
-        *newest*: publish a copy in any case, as the latest one. Raises the error that kept the
-        broker from confirming within 5 s; then the copy counts as not published.
+        *newest*: publish a copy in any case, as the latest one. Raises the error because of which
+        the broker did not confirm within 5 s; the copy counts as not published then.
         """
-        # A retry is not a copy of the previous attempt: they must be distinguished.
-        mark = waiter_mark(pin.id, task.request.retries, pin.failure_fence)
+        # The number of retries is part of the mark's name, because a retry is not a copy of the
+        # previous attempt.
+        mark = waiter_mark(header.id, task.request.retries, header.failure_fence)
         noted = _noted(marks, stored_key, mark)
-        latest = max(pin.copy, Copy.read(noted) or pin.copy)
-        if latest > pin.copy and not newest:
+        latest = max(header.copy, Copy.read(noted) or header.copy)
+        if latest > header.copy and not newest:
             return False
         copy = latest.after(uuid4().hex)
-        self._publish(task, replace(pin, copy=copy), delay)
-        # A mark names only copies that the broker has: it is set after the publish, and an error
-        # here must not undo the publish.
+        self._publish(task, replace(header, copy=copy), delay)
+        # The mark is set after the publish, so it names only copies that the broker has. An error
+        # here must not look like a failed publish.
         try:
             marks.swap_mark(stored_key, mark, noted, str(copy), delay + 2 * ttl)
         except StoreUnavailable as error:
@@ -113,7 +112,7 @@ class Copies:
                 task.request.id,
                 error,
             )
-        except Exception:  # noqa: BLE001 - the copy is with the broker, whatever became of its mark
+        except Exception:  # noqa: BLE001 - the broker has the copy
             logger.exception(
                 "%s[%s]: its copy is published, but its mark could not be set",
                 task.name,
@@ -121,18 +120,20 @@ class Copies:
             )
         return True
 
-    def over(self, task: Task, pin: Header, marks: MarkStore, stored_key: str, ttl: float) -> None:
-        """Note that the call of a copy has ended, so that its mark does not apply to a message sent
-        anew under its id.
+    def mark_ended(
+        self, task: Task, header: Header, marks: MarkStore, stored_key: str, ttl: float
+    ) -> None:
+        """Mark that the call of a copy has ended, so that the mark does not apply to another
+        message that is published under the same id later.
         """
-        if not pin.copy.number:
-            return  # it has never waited
+        if not header.copy.number:
+            return  # the call was never rescheduled
         with suppress(Exception):  # the mark expires by itself
-            mark = waiter_mark(pin.id, task.request.retries, pin.failure_fence)
-            marks.swap_mark(stored_key, mark, str(pin.copy), OVER, ttl)
+            mark = waiter_mark(header.id, task.request.retries, header.failure_fence)
+            marks.swap_mark(stored_key, mark, str(header.copy), OVER, ttl)
 
     def publish(self, call: Any) -> None:
-        """Publish a stored call; raises the error that kept the broker from confirming
+        """Publish a stored call; raises the error because of which the broker did not confirm
         within 5 s.
         """
         signature = Signature.from_dict(call, app=self._app)
@@ -141,15 +142,15 @@ class Copies:
                 producer=producer, retry=False, confirm_timeout=CONFIRM_WITHIN, add_to_parent=False
             )
 
-    def message_of(self, task: Task, pin: Header | None) -> str | None:
-        """The message of the running delivery, as its record stores it; ``None`` if it cannot be
-        stored.
+    def message_of(self, task: Task, header: Header | None) -> str | None:
+        """The message of the running delivery as its record stores it; ``None``, with a warning, if
+        it cannot be stored.
         """
         try:
-            return kept(_signature(task, pin))
-        except NotKept as error:
-            if task.name not in self._told:
-                self._told.add(task.name)
+            return stored_form(_signature(task, header))
+        except NotStorable as error:
+            if task.name not in self._warned:
+                self._warned.add(task.name)
                 logger.warning(
                     "%s: the call could not be stored, so it cannot be rescued: %s",
                     task.name,
@@ -158,13 +159,13 @@ class Copies:
             return None
 
     def announce(self, task: Task, what: str, **fields: Any) -> None:
-        """Send the task event ``task-<what>`` for the call that runs here, if the worker sends task
+        """Send the task event ``task-<what>`` for the running delivery, if the worker sends task
         events.
 
-        Never raises: an event that cannot be sent within 5 s is not sent.
+        Never raises. An event that cannot be sent within 5 s is dropped.
         """
         request = task.request
-        if not (request.__dict__.get(WATCHED) and task.send_events):
+        if not (request.__dict__.get(TASK_EVENTS) and task.send_events):
             return
         with (
             suppress(Exception),
@@ -176,16 +177,16 @@ class Copies:
     def close(self) -> None:
         """Close the connections."""
         pool, self._pool = self._pool, None
-        self.routes.forget()
+        self.routes.clear()
         if pool is not None:
             pool.force_close_all()
             pool.connections.force_close_all()
 
-    def _publish(self, task: Task, pin: Header | None, delay: float) -> None:
+    def _publish(self, task: Task, header: Header | None, delay: float) -> None:
         began = time.monotonic()
         for last in (False, True):
             try:
-                return self._publish_once(task, pin, delay)
+                return self._publish_once(task, header, delay)
             except NotPublishable:
                 raise
             except (EncodeError, SerializerNotInstalled) as error:
@@ -193,16 +194,16 @@ class Copies:
                 raise NotPublishable(f"{error} (serializer {serializer})") from error
             except Exception:
                 self.close()
-                # An immediate failure is a connection that went stale while idle; an extra copy
-                # does no harm.
+                # An immediate failure comes from a connection that was lost while idle, so publish
+                # again; an extra copy does no harm.
                 if last or time.monotonic() - began > FAILED_AT_ONCE:
                     raise
         return None
 
-    def _publish_once(self, task: Task, pin: Header | None, delay: float) -> None:
+    def _publish_once(self, task: Task, header: Header | None, delay: float) -> None:
         try:
-            copy = _signature(task, pin)
-        except Exception as error:  # no broker was involved: the message is wrong, and stays so
+            copy = _signature(task, header)
+        except Exception as error:  # the broker was not called, so a retry would fail too
             raise NotPublishable(f"{type(error).__name__}: {error}") from error
         options = {name: value for name, value in copy.options.items() if name not in _ROUTE}
         with (
@@ -214,20 +215,20 @@ class Copies:
                 copy.args,
                 copy.kwargs,
                 task_type=task,
-                router=AsGiven(),
+                router=FixedRoute(),
                 producer=producer,
                 retry=False,
                 confirm_timeout=CONFIRM_WITHIN,
                 add_to_parent=False,
-                **(options | self.routes.back(producer, task.request, delay)),
+                **(options | self.routes.to_queue_of(producer, task.request, delay)),
             )
 
     def _producers(self) -> ProducerPool:
         if self._pool is None:
             scheme = self._app.connection_for_write().transport_cls
             options = dict(_OPTIONS.get(scheme, {})) if isinstance(scheme, str) else {}
-            # Each host once: kombu would continue for as long as the connect timeout, with pauses
-            # in between.
+            # Try each host once. By default, kombu tries again, with pauses, until the connect
+            # timeout ends.
             options |= {
                 "max_retries": len(self._app.connection_for_write().alt or ()),
                 "interval_start": 0,
@@ -242,22 +243,22 @@ class Copies:
         return self._pool
 
 
-def _signature(task: Task, pin: Header | None) -> Any:
-    """The message of the running delivery: what Celery's own retry keeps, and what that retry would
-    lose.
+def _signature(task: Task, header: Header | None) -> Any:
+    """The message of the running delivery, as Celery's own retry makes it, with the properties that
+    such a retry would lose.
     """
     request = task.request
-    dropped = {TOKEN, WATCHED, WOKEN, HEADER, ORIGIN}
+    dropped = {TOKEN, TASK_EVENTS, WOKEN, HEADER, ORIGIN}
     headers = {
         name: value for name, value in (request.headers or {}).items() if name not in dropped
     }
-    pinned = {HEADER: pin.written()} if pin is not None else {}
+    our_header = {HEADER: header.written()} if header is not None else {}
     return task.signature_from_request(
         _unstamped(request),
         queue=queue_of(request),
-        headers=without_brokers_own(headers) | stamps_of(request) | pinned,
-        # An expiring copy of a call that has begun would revoke it while it runs.
-        expires=None if pin is not None and pin.started else request.expires,
+        headers=without_broker_headers(headers) | stamps_of(request) | our_header,
+        # If the copy of a call that has begun expired, that would revoke the running call.
+        expires=None if header is not None and header.started else request.expires,
         ignore_result=request.__dict__.get("ignore_result", task.ignore_result),
         root_id=request.root_id or request.id,
         **properties_of(request),
@@ -265,8 +266,8 @@ def _signature(task: Task, pin: Header | None) -> Any:
 
 
 def _unstamped(request: Any) -> Any:
-    """*request* without its stamps: Celery would make options of them, and a stamp may have the
-    name of an option.
+    """*request* without its stamps, because Celery would pass them on as options, and a stamp may
+    have the name of an option.
     """
     bare = type(request)()
     vars(bare).update(vars(request), stamps=None, stamped_headers=None)
@@ -274,21 +275,21 @@ def _unstamped(request: Any) -> Any:
 
 
 def _noted(marks: MarkStore, stored_key: str, mark: str) -> str | None:
-    """The value of the mark; ``None`` if it cannot be read, because no copy may be dropped without
-    evidence.
+    """The value of the mark. ``None`` if it cannot be read: then the copy is published, because it
+    must not be dropped without evidence.
     """
     try:
         return marks.mark(stored_key, mark)
     except StoreUnavailable:
         return None
-    except Exception:  # noqa: BLE001 - a call must not be lost for want of a mark
+    except Exception:  # noqa: BLE001 - a call must not be lost because a mark cannot be read
         logger.exception("%s: the mark of a waiting copy could not be read", stored_key)
         return None
 
 
 @contextmanager
 def _outside_of(request: Any) -> Any:
-    """Publish as if no task ran here: otherwise Celery would make the copy a child of its
+    """Enclose a publish as if no task ran here. Otherwise Celery would make the copy a child of its
     own call.
     """
     direct = request.called_directly

@@ -1,4 +1,4 @@
-"""The queue of a delivery, and the route by which a copy of its message returns to it."""
+"""The queue of a delivery, and the route by which a copy of its message returns to that queue."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _BROKERS_OWN_PREFIXES: Final = ("x-first-death-", "x-last-death-")
 
 
 def origin_of(message: Any, worker: Any) -> dict[str, str]:
-    """What a pool child needs to publish *message* again unchanged; *worker* is Celery's, if there
-    is one in this process.
+    """The queue and the content type of *message*, for a pool child that publishes it again;
+    *worker* is Celery's worker in this process, if there is one.
 
-    ``queue`` is missing if the broker does not say from which queue a delivery is.
+    ``queue`` is missing if the broker does not say from which queue a delivery comes.
     """
     info = message.delivery_info or {}
     queue = None
@@ -61,9 +61,7 @@ def queue_of(request: Any) -> str | None:
 
 
 def properties_of(request: Any) -> dict[str, Any]:
-    """The options under which the message of *request* was published, as far as Celery would lose
-    them.
-    """
+    """The publish options of the message of *request* that Celery's own retry would lose."""
     fields = request.__dict__
     content_type = (fields.get(ORIGIN) or {}).get("content_type")
     given = {
@@ -82,11 +80,11 @@ def stamps_of(request: Any) -> dict[str, Any]:
     return {name: value for name, value in stamps.items() if value is not None}
 
 
-def without_brokers_own(headers: Mapping[str, Any]) -> dict[str, Any]:
-    """*headers* without those that the broker has added, or reads.
+def without_broker_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """*headers* without those that the broker adds or reads.
 
-    RabbitMQ drops a message with the ``x-death`` of an earlier wait, because it takes the message
-    for one in a cycle.
+    RabbitMQ drops a message that has the ``x-death`` header of an earlier wait, because it takes it
+    for a message in a cycle.
     """
     return {
         name: value
@@ -95,15 +93,15 @@ def without_brokers_own(headers: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def deliveries_of(request: Any) -> int:
-    """How often the broker has delivered this message before; 0 if it does not count."""
+def earlier_deliveries_of(request: Any) -> int:
+    """How often the broker has delivered this message before; 0 if the broker does not count."""
     if not (request.delivery_info or {}).get("redelivered"):
-        return 0  # the header came with a message that Celery has published again
+        return 0  # Celery has published the message again, with the header of the earlier one
     count = (request.headers or {}).get("x-delivery-count")
     return count if isinstance(count, int) else 0
 
 
-class AsGiven:
+class FixedRoute:
     """A router for ``send_task`` that leaves the route unchanged."""
 
     def route(self, options: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
@@ -112,27 +110,30 @@ class AsGiven:
 
 
 class Routes:
-    """The routes back to the queues of one app, in one process.
+    """The routes by which copies return to the queues of one app, in one process.
 
-    A copy goes to the queue of its delivery, bypassing all exchanges of the user. Where the app has
-    quorum queues, a copy waits in Celery's native delayed delivery and not in a worker: a worker
-    that consumes quorum queues has a fixed prefetch count, which messages with a countdown would
-    use up. The queue is bound to that with a key of celery_leases, because Celery binds only the
-    exchange of the queue, and a direct one not at all.
+    A copy is published to the queue of its delivery, without the exchanges of the user. If the app
+    has quorum queues, a copy waits in the exchanges of Celery's native delayed delivery and not in
+    a worker: a worker that consumes quorum queues has a fixed prefetch count, which messages with a
+    countdown would use up. The queue is bound to those exchanges with a routing key of
+    celery_leases, because Celery binds only the exchange of the queue, and a direct exchange not at
+    all.
     """
 
     def __init__(self, app: Celery) -> None:
         self._app = app
         self._bound: set[str] = set()
-        self._told = False
+        self._warned = False
 
-    def back(self, producer: Any, request: Any, delay: float) -> dict[str, Any]:
-        """The options of a message that returns to the queue of *request* in *delay* seconds."""
+    def to_queue_of(self, producer: Any, request: Any, delay: float) -> dict[str, Any]:
+        """The publish options of a message that returns to the queue of *request* in *delay*
+        seconds.
+        """
         queue = queue_of(request)
         on_rabbit = producer.connection.transport.driver_type == "amqp"
         given: dict[str, Any] = {"declare": [], "exchange_type": "direct"}
         if on_rabbit:
-            given["mandatory"] = True  # else RabbitMQ confirms a message that no queue gets
+            given["mandatory"] = True  # otherwise RabbitMQ confirms a message that no queue gets
         if queue is None:
             info = request.delivery_info or {}
             exchange, key = info.get("exchange"), info.get("routing_key")
@@ -147,38 +148,39 @@ class Routes:
             }
         if on_rabbit and detect_quorum_queues(self._app, "amqp")[0] and self._bind(producer, queue):
             key = calculate_routing_key(max(1, ceil(delay)), _key_of(queue))
-            # Celery looks at the type of a queue's exchange, whatever the exchange of the message.
+            # Celery looks at the exchange type of the queue, not of the message.
             to = Queue(queue, Exchange("", "topic"))
             return given | {"queue": to, "exchange": level_name(MAX_LEVEL), "routing_key": key}
         return given | {"queue": Queue(queue, Exchange("")), "countdown": delay}
 
     def _exchange(self, name: str | None) -> Exchange | None:
-        """The exchange of that name, if a queue of the app has it; a copy declares it.
+        """The exchange of that name, if a queue of the app has it. The publish declares it.
 
-        Where kombu itself routes, as for Redis, a process takes an exchange it has not declared for
-        a direct one, and a message of a topic or broadcast reaches no worker.
+        For brokers without exchanges, such as Redis, kombu itself routes. It takes an exchange that
+        the process has not declared for a direct one, so a message to a topic or fanout exchange
+        would reach no worker.
         """
         known = (queue.exchange for queue in self._app.amqp.queues.values())
         return next((exchange for exchange in known if name and exchange.name == name), None)
 
-    def forget(self) -> None:
-        """Bind again on the next use: the broker may have lost its bindings."""
+    def clear(self) -> None:
+        """Bind queues again at their next use, because the broker may have lost its bindings."""
         self._bound.clear()
 
     def delivery_limit(self, request: Any) -> int | None:
-        """How many deliveries a quorum queue allows before RabbitMQ discards a message; ``None``
-        for other queues.
+        """After how many deliveries a quorum queue discards a message; ``None`` for other queues,
+        and for no limit.
         """
         queue = queue_of(request)
         known = self._app.amqp.queues.get(queue) if queue is not None else None
         arguments = (known.queue_arguments if known is not None else None) or {}
-        if arguments.get("x-queue-type") != "quorum" and not deliveries_of(request):
+        if arguments.get("x-queue-type") != "quorum" and not earlier_deliveries_of(request):
             return None
         limit = arguments.get("x-delivery-limit", DELIVERY_LIMIT)
         return limit if isinstance(limit, int) and limit >= 0 else None
 
     def _bind(self, producer: Any, queue: str) -> bool:
-        """Let native delayed delivery end in *queue*; returns whether there is any."""
+        """Bind *queue* to native delayed delivery; return whether the broker has it."""
         if queue in self._bound:
             return True
         exchange = CELERY_DELAYED_DELIVERY_EXCHANGE
@@ -188,8 +190,8 @@ class Routes:
             )
         except NotFound as error:
             producer.revive(producer.connection)  # RabbitMQ has closed the channel
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 logger.warning(
                     "%s waits in its worker, without native delayed delivery: %s", queue, error
                 )
@@ -199,11 +201,11 @@ class Routes:
 
 
 DELIVERY_LIMIT: Final = 20
-"""The limit of RabbitMQ 4 for a quorum queue without one of its own."""
+"""RabbitMQ 4's limit for a quorum queue without ``x-delivery-limit``."""
 
 
 def _key_of(queue: str) -> str:
-    """A routing key for *queue* alone: a queue's name may be longer than a key, and contain ``*``
-    and ``#``.
+    """A routing key for *queue* alone. It is a hash, because a queue's name may be too long for a
+    routing key, and may contain ``*`` and ``#``.
     """
     return f"celery_leases.{sha256(queue.encode()).hexdigest()[:32]}"

@@ -1,6 +1,4 @@
-"""What the settings of an app and of its leased tasks say that does not go together. Asks no
-server.
-"""
+"""Checks of the settings of an app and of its leased tasks. They ask no server."""
 
 from __future__ import annotations
 
@@ -16,10 +14,12 @@ from celery_leases.protocol.findings import Finding, Severity
 from celery_leases.protocol.options import ADVISED_TTL, OPTION_NAMES
 from celery_leases.protocol.tuning import Delivery
 from celery_leases.settings import DEFAULT_DATABASE, REDIS_SCHEMES, Settings
-from celery_leases.worker.consumer_timeout import over_consumer_timeout
+from celery_leases.worker.consumer_timeout import consumer_timeout_warning
 
 TIME_TO_END: Final = 1.0
-"""Seconds a body needs that ends at its soft time limit, to clean up and have that written down."""
+"""Seconds that a body needs after its soft time limit: to clean up, and for its outcome to be
+written.
+"""
 _USUAL_EXPIRY: Final = 86_400.0
 _ADVISED_BROKER: Final = (
     '{"visibility_timeout": 90, "unacked_restore_interval": 5, "unacked_restore_throttle": 1}'
@@ -28,7 +28,7 @@ _ADVISED_BROKER: Final = (
 
 @dataclass(frozen=True, slots=True)
 class TimeLimits:
-    """The limits that a worker has for all tasks, in seconds, and by task the longest run known."""
+    """A worker's time limits for all tasks, in seconds, and the longest known run of each task."""
 
     soft: float | None = None
     hard: float | None = None
@@ -45,7 +45,7 @@ class TimeLimits:
         return found
 
     def longest_of(self, name: str, task: Any) -> tuple[float, str] | None:
-        """How long a body of *task* may take, and how that is known."""
+        """How long a body of *task* may take, in seconds, and a text that says why."""
         limit, ran = self.hard_of(task), (self.longest or {}).get(name)
         if limit:
             return limit, f"{name} has a time_limit of {limit:g} s"
@@ -63,13 +63,13 @@ def setting_findings(
 
     *greenlets*: as many bodies a worker runs in greenlets, if it does.
     """
-    yield from _of_database(settings)
-    yield from _of_ttl(tasks)
-    yield from _of_time_limits(tasks, limits)
-    yield from _of_celery(app, tasks)
-    yield from _of_redelivery(app, tasks, settings, limits)
-    yield from _of_greenlets(app, greenlets)
-    yield from _of_results(app, tasks)
+    yield from _database_findings(settings)
+    yield from _ttl_findings(tasks)
+    yield from _time_limit_findings(tasks, limits)
+    yield from _celery_findings(app, tasks)
+    yield from _redelivery_findings(app, tasks, settings, limits)
+    yield from _greenlet_findings(app, greenlets)
+    yield from _result_findings(app, tasks)
 
 
 def greenlets_of(pool: object, concurrency: int | None) -> int:
@@ -78,7 +78,7 @@ def greenlets_of(pool: object, concurrency: int | None) -> int:
     return (concurrency or 0) if "gevent" in name or "eventlet" in name else 0
 
 
-def bare_options(app: Celery) -> list[tuple[str, list[str]]]:
+def options_without_lease(app: Celery) -> list[tuple[str, list[str]]]:
     """The tasks without a lease that have options of one, which do nothing there; with the options'
     names.
     """
@@ -92,9 +92,9 @@ def bare_options(app: Celery) -> list[tuple[str, list[str]]]:
     return found
 
 
-def bare_findings(app: Celery) -> Iterator[Finding]:
-    """What there is to say of tasks without a lease that have options of one."""
-    for name, options in bare_options(app):
+def findings_without_lease(app: Celery) -> Iterator[Finding]:
+    """The findings about tasks without a lease that have ``lease_*`` options."""
+    for name, options in options_without_lease(app):
         yield _warning(
             "options-without-lease",
             f"task {name} has {', '.join(options)}, but runs without a lease",
@@ -102,10 +102,10 @@ def bare_findings(app: Celery) -> Iterator[Finding]:
         )
 
 
-def slow_redelivery(app: Celery) -> tuple[str, str] | None:
-    """What there is to say of a Redis broker without a visibility timeout, and the value to write.
+def redelivery_warning(app: Celery) -> tuple[str, str] | None:
+    """A warning about a Redis broker without a visibility timeout, and the value to write.
 
-    It gives the messages of a dead worker back after that time, an hour by default.
+    Redis redelivers the messages of a dead worker after that time, an hour by default.
     """
     options = _redis_options(app)
     if options is None or "visibility_timeout" in options:
@@ -120,7 +120,7 @@ def slow_redelivery(app: Celery) -> tuple[str, str] | None:
 
 
 def redelivery_of(app: Celery, database_leases: bool) -> Delivery:
-    """How messages of a dead worker come back to *app*, as its broker's settings say."""
+    """How the broker redelivers messages of a dead worker to *app*, by the broker's settings."""
     options = _redis_options(app)
     if options is None:
         return Delivery(0.0, database_leases)
@@ -130,25 +130,25 @@ def redelivery_of(app: Celery, database_leases: bool) -> Delivery:
     return Delivery(timeout + _sweep(options), database_leases, timeout)
 
 
-def leaves_no_time(task: Any, limits: TimeLimits) -> bool:
-    """Whether a pool child may be killed while it writes down that the soft limit has ended its
-    body.
+def soft_limit_is_tight(task: Any, limits: TimeLimits) -> bool:
+    """Whether a pool child may reach its hard limit while it writes the outcome of a body that the
+    soft limit has ended.
     """
     soft, hard = limits.soft_of(task), limits.hard_of(task)
     return bool(soft and hard and hard - soft < TIME_TO_END)
 
 
-def _of_database(settings: Settings) -> Iterator[Finding]:
+def _database_findings(settings: Settings) -> Iterator[Finding]:
     if settings.database_url == DEFAULT_DATABASE:
         where = DEFAULT_DATABASE.removeprefix("sqlite:///")
         yield _warning(
             "default-database",
-            f"records are kept in {where} in the working directory",
+            f"records are stored in {where} in the working directory",
             "set leases_database_url for more than one machine",
         )
 
 
-def _of_ttl(tasks: Mapping[str, Any]) -> Iterator[Finding]:
+def _ttl_findings(tasks: Mapping[str, Any]) -> Iterator[Finding]:
     short = [
         f"{name} ({task.lease_options.ttl:g} s)"
         for name, task in sorted(tasks.items())
@@ -163,8 +163,8 @@ def _of_ttl(tasks: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _of_time_limits(tasks: Mapping[str, Any], limits: TimeLimits) -> Iterator[Finding]:
-    if tight := sorted(name for name, task in tasks.items() if leaves_no_time(task, limits)):
+def _time_limit_findings(tasks: Mapping[str, Any], limits: TimeLimits) -> Iterator[Finding]:
+    if tight := sorted(name for name, task in tasks.items() if soft_limit_is_tight(task, limits)):
         yield _warning(
             "tight-soft-limit",
             f"soft_time_limit is not {TIME_TO_END:g} s below time_limit: a caller may get "
@@ -182,12 +182,12 @@ def _of_time_limits(tasks: Mapping[str, Any], limits: TimeLimits) -> Iterator[Fi
             )
 
 
-def _of_celery(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
+def _celery_findings(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
     if app.conf.task_always_eager:
         yield _warning(
             "always-eager",
             "task_always_eager is set: calls run in the process that makes them, and no worker",
-            "leave it out, but in tests",
+            "leave it out, except in tests",
         )
     for name, task in sorted(tasks.items()):
         if getattr(task, "autoretry_for", None):
@@ -214,15 +214,15 @@ def _of_celery(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
             )
 
 
-def _of_redelivery(
+def _redelivery_findings(
     app: Celery, tasks: Mapping[str, Any], settings: Settings, limits: TimeLimits
 ) -> Iterator[Finding]:
-    if (slow := slow_redelivery(app)) is not None:
+    if (slow := redelivery_warning(app)) is not None:
         text, value = slow
         yield _warning(
             "no-visibility-timeout", text, f"write app.conf.broker_transport_options = {value}"
         )
-    if (over := over_consumer_timeout(app, _hard_limits(tasks, limits), settings)) is not None:
+    if (over := consumer_timeout_warning(app, _hard_limits(tasks, limits), settings)) is not None:
         yield _warning("consumer-timeout", *over)
     prefetch = app.conf.worker_prefetch_multiplier
     if prefetch == 0:
@@ -257,7 +257,7 @@ def _of_redelivery(
         )
 
 
-def _of_greenlets(app: Celery, greenlets: int) -> Iterator[Finding]:
+def _greenlet_findings(app: Celery, greenlets: int) -> Iterator[Finding]:
     options = _redis_options(app)
     if options is None or not greenlets:
         return
@@ -274,7 +274,7 @@ def _of_greenlets(app: Celery, greenlets: int) -> Iterator[Finding]:
         )
 
 
-def _of_results(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
+def _result_findings(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
     if isinstance(app.backend, DisabledBackend) and any(
         not task.ignore_result for task in tasks.values()
     ):
@@ -287,14 +287,14 @@ def _of_results(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
         )
     expires = app.conf.result_expires
     expires = expires.total_seconds() if isinstance(expires, timedelta) else expires
-    kept = max((task.lease_options.retention for task in tasks.values()), default=0.0)
-    if expires and float(expires) < min(kept, _USUAL_EXPIRY):
+    retention = max((task.lease_options.retention for task in tasks.values()), default=0.0)
+    if expires and float(expires) < min(retention, _USUAL_EXPIRY):
         yield Finding(
             "short-result-expiry",
             Severity.NOTE,
-            f"result_expires is {float(expires):g} s, and records keep results for {kept:g} s: a "
-            "call of a key whose task has replaced itself gets ResultMissing after that time",
-            f"write app.conf.result_expires = {kept:.0f}",
+            f"result_expires is {float(expires):g} s, and records store results for {retention:g} s: "
+            "a call of a key whose task has replaced itself gets ResultMissing after that time",
+            f"write app.conf.result_expires = {retention:.0f}",
         )
 
 
@@ -311,7 +311,7 @@ def _redis_options(app: Celery) -> Mapping[str, Any] | None:
 
 
 def _sweep(options: Mapping[str, Any]) -> float:
-    """Seconds between two looks of a worker for messages that it must give back, on Redis."""
+    """Seconds between two sweeps, in which a worker on Redis redelivers messages."""
     from kombu.transport.redis import Channel
 
     sweep = 1.0

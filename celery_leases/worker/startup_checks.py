@@ -1,4 +1,4 @@
-"""What a worker checks and warns of before it starts; what stops it names the line to write."""
+"""The checks of a worker before it starts. An error stops the worker and says what to write."""
 
 from __future__ import annotations
 
@@ -10,71 +10,73 @@ from celery_leases.protocol.findings import Severity
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import logger
 from celery_leases.worker import app_components, relay_check
-from celery_leases.worker.app_components import AppParts
+from celery_leases.worker.app_components import AppComponents
 from celery_leases.worker.app_settings import leased_tasks
 from celery_leases.worker.setting_checks import (
     TimeLimits,
-    bare_findings,
+    findings_without_lease,
     greenlets_of,
     setting_findings,
 )
 
 
 def check_before_work(sender: Any) -> None:
-    """Stop a worker that could not keep its promises, with the line to write; create the tables on
-    SQLite.
+    """Stop a worker that could not keep the guarantees, and warn of questionable settings; create
+    the tables on SQLite.
     """
-    for finding in bare_findings(sender.app):
+    for finding in findings_without_lease(sender.app):
         logger.warning("%s", finding.text)
     tasks = leased_tasks(sender.app)
     if not tasks:
         return
     try:
-        parts = app_components.parts_of(sender.app, eager=False)
-        if parts.settings.database_url == IN_MEMORY and "prefork" in str(sender.pool_cls):
+        components = app_components.components_of(sender.app, eager=False)
+        if components.settings.database_url == IN_MEMORY and "prefork" in str(sender.pool_cls):
             raise LeaseConfigurationError(
                 f"leases_database_url={IN_MEMORY!r} gives each pool child records of its own; name a file or a server"
             )
         if "prefork" not in str(sender.pool_cls):
-            _refuse_to_kill(tasks)
-        _check_records(parts)
-        _check_lease_store(parts)
+            _refuse_kill_option(tasks)
+        _check_records(components)
+        _check_lease_store(components)
     except LeasesError as error:
         raise SystemExit(f"celery_leases: {error}") from None
     limits = TimeLimits(
         getattr(sender, "soft_time_limit", None), getattr(sender, "time_limit", None)
     )
     greenlets = greenlets_of(sender.pool_cls, getattr(sender, "concurrency", None))
-    for finding in setting_findings(sender.app, tasks, parts.settings, limits, greenlets):
+    for finding in setting_findings(sender.app, tasks, components.settings, limits, greenlets):
         if finding.severity is not Severity.NOTE:
             logger.warning("%s", finding.text)
-    app_components.forget()
+    app_components.close_all()
 
 
-def _check_records(parts: AppParts) -> None:
+def _check_records(components: AppComponents) -> None:
     from celery_leases.stores.write_preflight import check_writes
 
     try:
-        parts.records.check()
-        check_writes(parts.records)
-        relay_check.tell_of_waiting(parts.records)
-        parts.records.identity()  # known to the pool children that are forked later
+        components.records.check()
+        check_writes(components.records)
+        relay_check.warn_of_waiting(components.records)
+        components.records.identity()  # read once for all pool children, which are forked later
     except StoreUnavailable as error:
-        if parts.settings.database_url.startswith("sqlite") and error.executed is not False:
+        if components.settings.database_url.startswith("sqlite") and error.executed is not False:
             raise LeaseConfigurationError(f"the records file cannot be used: {error}") from None
         logger.warning("the records database does not answer yet: %s", error)
 
 
-def _check_lease_store(parts: AppParts) -> None:
+def _check_lease_store(components: AppComponents) -> None:
     try:
-        if warning := parts.leases.check():
+        if warning := components.leases.check():
             logger.warning("%s", warning)
     except StoreUnavailable as error:
         logger.warning("the lease store does not answer yet: %s", error)
 
 
-def _refuse_to_kill(tasks: Mapping[str, Any]) -> None:
-    """Refuse to kill a process that runs other bodies too, or is the worker itself."""
+def _refuse_kill_option(tasks: Mapping[str, Any]) -> None:
+    """Refuse ``lease_on_lost="kill"`` in a pool where the process runs other bodies too, or is the
+    worker itself.
+    """
     killing = sorted(name for name, task in tasks.items() if task.lease_options.on_lost == "kill")
     if killing:
         raise LeaseConfigurationError(

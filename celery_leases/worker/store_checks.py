@@ -1,4 +1,4 @@
-"""What the lease store, the records and the broker say that does not go together with their use."""
+"""Checks of the servers: the broker, the lease store and the records database."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from celery import Celery
 from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnavailable
 from celery_leases.protocol.findings import Finding, ServerFacts, Severity
 from celery_leases.settings import REDIS_SCHEMES
-from celery_leases.worker.app_components import AppParts
+from celery_leases.worker.app_components import AppComponents
 
 CLOCKS_APART: Final = 2.0
-"""Seconds by which clocks may differ before it is said."""
+"""Seconds by which a clock may differ from that of this machine without a warning."""
 SLOW: Final = 0.1
-"""Seconds that a round trip may take before it is said."""
+"""Seconds that a round trip may take without a warning."""
 HOLDERS: Final = 1000
 BROKER_TIMEOUT: Final = 5.0
 _ANSWERING: Final = {"records": "database of the records"}
@@ -24,36 +24,38 @@ _NTP: Final = "let all machines keep time by NTP"
 
 
 class StoreChecks:
-    """Examines the stores of *parts* and the broker of its app; ``servers`` and ``findings`` are
-    what it has seen so far.
+    """Examines the stores of *components* and the broker of its app. ``servers`` and ``findings``
+    are the results so far.
     """
 
-    def __init__(self, parts: AppParts) -> None:
-        self._parts = parts
+    def __init__(self, components: AppComponents) -> None:
+        self._components = components
         self.servers: list[ServerFacts] = []
         self.findings: list[Finding] = []
         self._identity = ""
 
     def run(self) -> None:
-        """Look at the broker, the lease store and the records, each even if another is away."""
-        with self._part("broker", "broker-away", _shown_broker(self._parts.app)):
-            self._broker(self._parts.app)
-        leases = self._parts.leases
+        """Examine the broker, the lease store and the records, each even if another one does not
+        answer.
+        """
+        with self._part("broker", "broker-away", _shown_broker(self._components.app)):
+            self._broker(self._components.app)
+        leases = self._components.leases
         if not leases.in_records:
             with self._part("lease store", "lease-store-away", leases.name):
                 self._lease_store(leases)
-        with self._part("records", "records-away", _shown_records(self._parts)):
+        with self._part("records", "records-away", _shown_records(self._components)):
             self._records()
-        away = any(server.trouble for server in self.servers)
-        if not leases.in_records and self._identity and not away:
-            with suppress(StoreUnavailable):  # it has answered: this user may not walk it
+        all_answered = not any(server.trouble for server in self.servers)
+        if not leases.in_records and self._identity and all_answered:
+            with suppress(StoreUnavailable):  # this user may not be allowed to SCAN
                 self._other_database(leases, self._identity)
 
     def _records(self) -> None:
         from celery_leases.stores.health import is_too_old, records_facts
         from celery_leases.stores.write_preflight import check_writes
 
-        records = self._parts.records
+        records = self._components.records
         self._note(records_facts(records))
         if (least := is_too_old(records)) is not None:
             self._error(
@@ -71,7 +73,7 @@ class StoreChecks:
         from celery_leases.stores.sql.schema import MIGRATE
         from celery_leases.stores.sql.table_versions import NEWEST
 
-        records = self._parts.records
+        records = self._components.records
         found = records.tables.existing_version(records.database.engine)
         if found is not None and found < NEWEST:
             self._warn(
@@ -81,7 +83,7 @@ class StoreChecks:
             )
 
     def _other_database(self, leases: Any, identity: str) -> None:
-        """Leases whose holders have their records elsewhere: two environments share a prefix."""
+        """Find leases of workers with another records database: two environments share a prefix."""
         from celery_leases.stores.redis.leases import RedisLeaseStore
 
         held = leases.live_holders(HOLDERS) if isinstance(leases, RedisLeaseStore) else ()
@@ -171,7 +173,7 @@ class StoreChecks:
             )
 
     def _refused(self, code: str, step: Callable[[], object]) -> bool:
-        """Whether *step* says that something is never going to work."""
+        """Call *step*; return whether it raised an error that a retry does not cure."""
         try:
             step()
         except StoreUnavailable:
@@ -209,7 +211,7 @@ def _shown_broker(app: Celery) -> str:
     return found
 
 
-def _shown_records(parts: AppParts) -> str:
+def _shown_records(components: AppComponents) -> str:
     from celery_leases.stores.urls import display_database_url
 
-    return display_database_url(parts.records.database.engine.url)
+    return display_database_url(components.records.database.engine.url)

@@ -1,4 +1,4 @@
-"""Calls as records store them: signatures in JSON that give the delivered message again."""
+"""The stored form of a call: its signature as JSON, from which its message can be published."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _SIGNATURE: Final = {"task", "args", "kwargs", "options"}
 _FOLLOWING: Final = ("link", "link_error", "chain", "chord")
 
 
-class NotKept(Exception):
-    """Why a call cannot be stored."""
+class NotStorable(Exception):
+    """A call cannot be stored; the text says why."""
 
 
-def kept(signature: Any) -> str:
-    """A call as its record stores it; raises :class:`NotKept` if its arguments would change in a
-    round trip.
+def stored_form(signature: Any) -> str:
+    """The call of *signature* as its record stores it; raises :class:`NotStorable` if JSON would
+    change its arguments.
     """
     text = encode(dict(signature), NO_LIMIT)[0]
     if text is None:
-        raise NotKept("records store arguments as JSON, and these have no JSON form")
+        raise NotStorable("records store arguments as JSON, and these have no JSON form")
     if not _same(_contents(signature), _contents(decode(text))):
-        raise NotKept(
+        raise NotStorable(
             "records store arguments as JSON, which would change these; pass lists instead of tuples and text as keys"
         )
     return text
@@ -36,22 +36,22 @@ def kept(signature: Any) -> str:
 def as_delivered(
     args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments as a body gets them after publishing with *serializer*; raises :class:`NotKept`
-    if that is impossible.
+    """The arguments as a body gets them after a publish with *serializer*; raises
+    :class:`NotStorable` if they cannot be published.
     """
     try:
         content_type, encoding, data = dumps((list(args), dict(kwargs)), serializer=serializer)
-        # Forced: celery_leases wrote these data itself, so pickle is safe here.
+        # Forced, because it is safe to unpickle data that this process has just pickled.
         given, named = registry.loads(data, content_type, encoding, force=True)
     except KombuError as error:
-        raise NotKept(
+        raise NotStorable(
             f"they cannot be published with the serializer {serializer!r}: {error}"
         ) from None
     return given, named
 
 
-def is_over(expires: str | datetime | None, now: datetime) -> bool:
-    """Whether the ``expires`` of a message is over."""
+def has_expired(expires: str | datetime | None, now: datetime) -> bool:
+    """Whether a message with that ``expires`` has expired at *now*."""
     if not expires:
         return False
     when = datetime.fromisoformat(expires) if isinstance(expires, str) else expires
@@ -59,14 +59,14 @@ def is_over(expires: str | datetime | None, now: datetime) -> bool:
 
 
 def _contents(call: Mapping[str, Any]) -> list[Any]:
-    """The arguments of a call, and the calls that follow it."""
+    """The arguments of a call, and the calls that Celery makes after it."""
     options = call["options"]
     return [list(call["args"]), call["kwargs"], *[options.get(name) for name in _FOLLOWING]]
 
 
 def _same(given: Any, back: Any) -> bool:
-    """Whether a round trip through JSON has kept a value and all its types; those of the signature
-    itself do not matter.
+    """Whether a value and all types in it are the same after a round trip through JSON. The types
+    of a signature's own fields do not matter.
     """
     if isinstance(given, dict) and given.keys() >= _SIGNATURE and isinstance(given["args"], tuple):
         given = {**given, "args": list(given["args"])}

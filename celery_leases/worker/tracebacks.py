@@ -17,7 +17,7 @@ from celery_leases.common.texts import storable, text_of
 TRACEBACK_MAX: Final = 1000
 """The longest stored traceback, in characters."""
 FRAMES: Final = 8
-"""The most stored frames: the first of the body, and those next to where it was raised."""
+"""The most stored frames: the first one of the body, and those next to the raise."""
 LINE_MAX: Final = 100
 CAUSES: Final = 3
 _IN_SOURCE: Final = re.compile(
@@ -32,7 +32,8 @@ _OURS: Final = f"{Path(__file__).parents[1]}/"
 
 
 def traceback_of(error: BaseException) -> str | None:
-    """The frames of *error*, that which raised it last, and the exceptions it was raised from.
+    """The frames of *error*, ending with the one that raised it, and the exceptions it was raised
+    from.
 
     Frames of this package before the body are left out. It has no local variables, and of the
     source neither comments nor the content of strings, which may be secrets. ``None`` for an
@@ -66,7 +67,9 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _lines(frames: list[tuple[FrameType, int]], sources: set[int]) -> Iterator[str]:
-    """One line for each frame, and the line of the source of those with these numbers."""
+    """One line for each frame, and the line of source of those frames whose numbers are in
+    *sources*.
+    """
     for number, frame in enumerate(traceback.StackSummary.extract(iter(frames))):
         yield f"  {frame.filename[-LINE_MAX:]}:{frame.lineno} in {frame.name[:LINE_MAX]}"
         if number in sources and frame.line:
@@ -90,7 +93,7 @@ def _shown(found: re.Match[str]) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[str]:
-    """One line for each exception that *error* was raised from, or while it was handled."""
+    """One line for each exception that *error* was raised from, or that was being handled then."""
     seen = {id(error)}
     for _ in range(CAUSES):
         cause = error.__cause__

@@ -1,4 +1,4 @@
-"""What the run times of tasks, their options and the broker say about ``lease_ttl``."""
+"""Advice about ``lease_ttl`` from the run times of tasks, their options and the broker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from celery_leases.worker.setting_checks import redelivery_of
 
 
 def delivery_of(app: Celery) -> Delivery:
-    """How messages of a dead worker come back to *app*."""
+    """How the broker redelivers messages of a dead worker to *app*."""
     return redelivery_of(app, settings_of(app).leases_url == DATABASE)
 
 
@@ -26,10 +26,10 @@ def advice_of(
     guard: float,
     jitter: float | None,
 ) -> dict[str, Any]:
-    """What the run times of a task say about its ttl, as plain values; times are seconds.
+    """The advice for a task from its run times, as plain values; times are seconds.
 
-    *took* are its runs, *known* the leased tasks of the app; *guard* and *jitter* are those of
-    :func:`~celery_leases.protocol.tuning.unrenewed_ttl`.
+    *took* are the run times of the task, *known* the leased tasks of the app. *guard* and *jitter*
+    are those of :func:`~celery_leases.protocol.tuning.unrenewed_ttl`.
     """
     found = RunTimes.of(took)
     task = known.get(name)

@@ -1,24 +1,23 @@
-"""Calls that wait in a worker for a held key, and are begun as soon as the key is free.
+"""Calls that wait in a worker for a held key, and begin as soon as the key is free.
 
-Such a call waits as every call with a countdown does: its message is with this worker,
-unacknowledged, and Celery's timer begins it when its time has come. Here its time is brought
-forward. There is no second message, nothing is written anywhere, and no promise depends on it:
-without it, the call begins when its countdown is over.
+Such a call waits like every call with a countdown: this worker has its message, unacknowledged, and
+Celery's timer begins the call when the countdown ends. This module begins the call earlier. It
+publishes no message and writes nothing, and no guarantee depends on it: without it, the call begins
+when its countdown ends.
 
 Two kinds of calls wait here:
 
-* Copies that a pool child has published because the key was held. Their header says so.
-* Messages that have just come, whose key is known to be held. They get a countdown here, as if they
-  had been published with one, so that no pool child has to find out once more that they must wait.
+* Copies that a pool child published because the key was held. Their header says so.
+* Messages that have just arrived and whose key is known to be held. They get a countdown here, as
+  if they had been published with one. So no pool child has to find out that the key is held.
 
-The lease store is asked which of these keys are still held, for all of them at once. One call of a
-free key is begun, in the order in which the calls came to this worker; the next one as soon as that
-call has ended. Where done work is answered from its record, the others are begun together then. A
-call whose countdown ends while its key is known to be held waits on here, for as long as the broker
-can be trusted with its message.
+One call of the lease store reads which of these keys are still held. Once a key is free, the call
+of the key that arrived first begins, and the next one as soon as that call has ended. If the ended
+call has a result that answers the others too, a number of them begin together. A call whose
+countdown ends while its key is known to be held continues to wait, as long as the broker does not
+redeliver its message meanwhile.
 
-Everything here happens in the worker's main process, and begins nothing but in callbacks of its
-timer.
+All this happens in the worker's main process. Calls begin only in callbacks of Celery's timer.
 """
 
 from __future__ import annotations
@@ -46,120 +45,137 @@ from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.headers import (
     HEADER,
     Header,
-    arrived,
     call_id_of,
     carried_stored_key,
     key_of,
+    read_header,
 )
 from celery_leases.worker.reschedule import KeyIsHeld
 
 TICK: Final = 0.05
-"""Seconds between two looks at the lines."""
-SOONEST_LOOK: Final = 0.1
-LATEST_LOOK: Final = 1.0
-"""Seconds between two questions to the lease store about one key: the longer it is held, the
-longer.
+"""Seconds between two rounds over all waiting calls."""
+MIN_LOOKUP_INTERVAL: Final = 0.1
+MAX_LOOKUP_INTERVAL: Final = 1.0
+"""Seconds between two lookups of one key in the lease store: a key that has been held for long is
+looked up less often.
 """
-LONGEST_PAUSE: Final = 10.0
-"""Seconds until a key is asked for again whose calls were rescheduled several times, although it
-seemed to be free.
+MAX_RETRY_PAUSE: Final = 10.0
+"""The most seconds until a key is looked up again that seemed to be free, but whose calls were
+rescheduled.
 """
-TOGETHER: Final = 16
-"""Calls of one key that are begun together where they only need to be answered."""
-NEWS_LAST: Final = 5.0
-"""Seconds for which an answer of the lease store is news."""
-KEPT_IDLE: Final = 5.0
-"""Seconds for which a line without calls is kept."""
-ASKED_AT_ONCE: Final = 500
-"""Keys in one question to the lease store."""
-MOST: Final = 10_000
-"""Scheduled requests of a worker up to which arriving messages get a countdown here."""
-FINGERPRINTS_KEPT: Final = 100
+ANSWERED_TOGETHER: Final = 16
+"""The number of calls of one key that begin together if the saved result answers them."""
+ANSWER_VALID_FOR: Final = 5.0
+"""Seconds after a lookup for which a key counts as held."""
+IDLE_FOR: Final = 5.0
+"""Seconds after which a key without calls is forgotten."""
+LOOKUP_BATCH: Final = 500
+"""The number of keys in one call of the lease store."""
+MAX_SCHEDULED: Final = 10_000
+"""The number of scheduled requests of a worker from which on arriving messages get no countdown
+here.
+"""
+MAX_FINGERPRINTS: Final = 100
 
 
-class Line:
-    """The calls of one key that wait in this worker, or that it has begun."""
+class KeyWaiters:
+    """The calls of one key that wait in this worker, and those that this module has begun."""
 
     def __init__(self, stored_key: str, now: float, *, longest: float) -> None:
         self.stored_key = stored_key
-        #: The longest countdown the broker can be trusted with, in seconds.
+        #: The longest countdown before the broker might redeliver a message, in seconds.
         self.longest = longest
-        #: Some of its calls are work of their own each, so that they run one after the other.
+        #: The key has calls that run one after the other (``lease_on_done="rerun"``).
         self.rerun = False
-        #: Its calls, a heap by their places. Celery may drop some of them without telling.
+        #: The waiting calls, a heap in the order of arrival. Celery may have dropped some of them.
         self.waiting: list[tuple[int, int, Any]] = []
         self.begun: set[Any] = set()
-        #: What its calls are about, as far as calls were rescheduled.
+        #: The fingerprints of calls that were rescheduled because the key was held.
         self.fingerprints: set[str | None] = set()
         #: No attempt holds the key, as far as this process knows.
-        self.free = False
-        self.width = 1
-        self.since = self.used = now
-        self.look_at = now + SOONEST_LOOK
-        #: How often in a row a call was rescheduled that was begun here.
-        self.in_vain = 0
+        self.key_is_free = False
+        #: How many calls may be begun at the same time.
+        self.may_run = 1
+        self.held_since = self.last_used = now
+        self.next_lookup = now + MIN_LOOKUP_INTERVAL
+        #: How often in a row a call that was begun here found the key held.
+        self.rescheduled_in_a_row = 0
         self._known_held = now
         self._count = count()
         self._places: dict[str, int] = {}
 
-    def about(self, fingerprint: str | None) -> None:
-        """A call with that fingerprint waits for the key."""
-        if len(self.fingerprints) >= FINGERPRINTS_KEPT:
+    def add_fingerprint(self, fingerprint: str | None) -> None:
+        """Note that a call with that fingerprint waits for the key."""
+        if len(self.fingerprints) >= MAX_FINGERPRINTS:
             self.fingerprints.clear()
         self.fingerprints.add(fingerprint)
 
-    def place(self, request: Any) -> int:
-        """A rescheduled call keeps its place, and is delivered again as another message."""
+    def place_of(self, request: Any) -> int:
+        """The position of a call in the order of arrival. A call that is rescheduled keeps its
+        position, although its copy is another message.
+        """
         if request.id not in self._places:
             self._places[request.id] = next(self._count)
         return self._places[request.id]
 
-    def join(self, request: Any) -> None:
-        """*request* waits."""
-        heappush(self.waiting, (self.place(request), next(self._count), request))
+    def add(self, request: Any) -> None:
+        """Note that *request* waits."""
+        heappush(self.waiting, (self.place_of(request), next(self._count), request))
 
-    def held(self, now: float) -> None:
-        """A call of the key was rescheduled, because another call holds the key."""
-        pause = SOONEST_LOOK * 2.0 ** min(self.in_vain, 10)
-        self.free, self.width, self.used, self._known_held = False, 1, now, now
-        self.look_at = now + min(pause, LONGEST_PAUSE)
+    def seen_held(self, now: float) -> None:
+        """Note that a call was rescheduled because another call holds the key."""
+        pause = MIN_LOOKUP_INTERVAL * 2.0 ** min(self.rescheduled_in_a_row, 10)
+        self.key_is_free, self.may_run, self.last_used, self._known_held = False, 1, now, now
+        self.next_lookup = now + min(pause, MAX_RETRY_PAUSE)
 
-    def ended(self, request: Any, now: float, *, answered: bool) -> None:
-        """A call that was begun here has ended otherwise, so the key is free; *answered*: it has a
-        result.
+    def call_ended(self, request: Any, now: float, *, answered: bool) -> None:
+        """Note that a call that was begun here has ended and was not rescheduled, so that the key
+        is free; *answered*: the call has a result.
         """
         self.begun.discard(request)
         self._places.pop(request.id, None)
-        self.free, self.in_vain, self.since, self.used = True, 0, now, now
-        self.width = TOGETHER if answered and not self.rerun else 1
+        self.key_is_free, self.rescheduled_in_a_row, self.held_since, self.last_used = (
+            True,
+            0,
+            now,
+            now,
+        )
+        self.may_run = ANSWERED_TOGETHER if answered and not self.rerun else 1
 
     def still_held(self, now: float) -> None:
-        """The lease store says so."""
+        """Note that a lookup found the key held."""
         self._known_held = now
-        self.look_at = now + min(max((now - self.since) / 100, SOONEST_LOOK), LATEST_LOOK)
+        self.next_lookup = now + min(
+            max((now - self.held_since) / 100, MIN_LOOKUP_INTERVAL), MAX_LOOKUP_INTERVAL
+        )
 
     def must_wait(self, now: float) -> bool:
-        """Whether a call of it is known to begin in vain now."""
-        if self.free:
-            return len(self.begun) >= self.width
-        return now - self._known_held < NEWS_LAST
+        """Whether a call of the key that began now would find the key held, as far as known."""
+        if self.key_is_free:
+            return len(self.begun) >= self.may_run
+        return now - self._known_held < ANSWER_VALID_FOR
 
-    def wants_to_know(self, now: float) -> bool:
-        """Whether the lease store is to be asked about its key."""
-        return bool(self.waiting) and not self.begun and not self.free and now >= self.look_at
+    def needs_lookup(self, now: float) -> bool:
+        """Whether to look up the key in the lease store."""
+        return (
+            bool(self.waiting)
+            and not self.begun
+            and not self.key_is_free
+            and now >= self.next_lookup
+        )
 
-    def next(self) -> Any:
-        """A call to begin now; ``None`` if there is none."""
-        while self.free and self.waiting and len(self.begun) < self.width:
+    def next_to_begin(self) -> Any:
+        """Remove and return a call that may begin now; ``None`` if there is none."""
+        while self.key_is_free and self.waiting and len(self.begun) < self.may_run:
             _, _, request = heappop(self.waiting)
             if _waits(request):
                 self.begun.add(request)
                 return request
         return None
 
-    def forget_the_dropped(self) -> None:
-        """Celery has dropped requests, as with a lost connection, or has ended them without
-        telling.
+    def remove_dropped(self) -> None:
+        """Remove the requests that Celery has dropped, for example with a lost connection, or has
+        ended without calling this module.
         """
         self.begun = {request for request in self.begun if _is_there(request)}
         if any(not _waits(request) for _, _, request in self.waiting):
@@ -167,29 +183,29 @@ class Line:
             heapify(self.waiting)
 
 
-class HeldCalls:
-    """The lines of one worker."""
+class WaitingCalls:
+    """All calls that wait for held keys in one worker."""
 
     def __init__(self) -> None:
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
-        """There are none: a worker starts."""
-        #: By stored key; empty in a worker whose calls meet no held keys.
-        self.lines: dict[str, Line] = {}
+    def clear(self) -> None:
+        """Forget all calls, when a worker starts."""
+        #: By stored key. Empty as long as no call of this worker has found its key held.
+        self.by_key: dict[str, KeyWaiters] = {}
         self._tasks: set[str] = set()
         self._lock = threading.RLock()
-        self._answers: deque[tuple[Sequence[str], set[str]]] = deque()
-        self._asking = False
+        self._lookup_results: deque[tuple[Sequence[str], set[str]]] = deque()
+        self._lookup_pending = False
         self._due = 0.0
-        self._turn = 0
+        self._tick_number = 0
 
-    def wakes(self, consumer: Any) -> bool:
+    def begins_early(self, consumer: Any) -> bool:
         """Whether calls that wait in this worker are begun early.
 
-        Not before Celery 5.7, which is the first that keeps the timer's entry of a request. Nor
-        with quorum queues: the broker itself keeps their messages until their time has come, and a
-        worker cannot raise their prefetch count.
+        This needs Celery 5.7, which stores the timer's entry of a request. It is not done with
+        quorum queues: their messages with a countdown wait at the broker, and a worker cannot raise
+        their prefetch count.
         """
         if (
             consumer is None
@@ -201,104 +217,109 @@ class HeldCalls:
 
     # -- what happens to a request -----------------------------------------------------------------
 
-    def receive(self, request: Any) -> None:
-        """Note a message that has come; it may get a countdown here, which must happen before
-        Celery looks for one.
+    def received(self, request: Any) -> None:
+        """Note a message that has arrived, and give it a countdown if its key is known to be held.
+        This must happen before Celery looks for a countdown.
         """
         fields, task = request._request_dict, request.task  # noqa: SLF001 - as Celery's own request reads it
         consumer: Any = _consumer()
         copy = request.eta is not None
-        if (HEADER not in fields if copy else task.name not in self._tasks) or not self.wakes(
-            consumer
-        ):
+        if (
+            HEADER not in fields if copy else task.name not in self._tasks
+        ) or not self.begins_early(consumer):
             return
         if copy:
             header = _header_of(request)
             if header is None or not (stored_key := carried_stored_key(task, header)):
                 return
             with self._lock:
-                line = self._line(stored_key, task)
-                line.about(header.fingerprint)
+                waiters = self._waiters_of(stored_key, task)
+                waiters.add_fingerprint(header.fingerprint)
         else:
-            found = self._line_of(request)
+            found = self._waiters_for(request)
             if found is None:
                 return
-            line, shown = found
+            waiters, shown = found
             with self._lock:
-                if line.free and not line.waiting and len(line.begun) < line.width:
-                    line.begun.add(request)
-                    self._watch(request, line)
+                if (
+                    waiters.key_is_free
+                    and not waiters.waiting
+                    and len(waiters.begun) < waiters.may_run
+                ):
+                    waiters.begun.add(request)
+                    self._observe_end(request, waiters)
                     return
             if not self._may_wait(consumer):
                 return
-            request._eta = datetime.now(UTC) + timedelta(seconds=min(_countdown(), line.longest))  # noqa: SLF001
+            request._eta = datetime.now(UTC) + timedelta(seconds=min(_countdown(), waiters.longest))  # noqa: SLF001
             logger.info(
                 "%s[%s] key %s: waits here: another call holds the key",
                 task.name,
                 request.id,
                 shown,
             )
-        request.waits_until = monotonic() + line.longest * random.uniform(0.7, 1.0)
-        self._watch(request, line)
+        request.waits_until = monotonic() + waiters.longest * random.uniform(0.7, 1.0)
+        self._observe_end(request, waiters)
 
     def scheduled(self, request: Any) -> None:
-        """Celery has put *request*, which belongs to a line, into its timer: from now on it waits
-        there.
-        """
+        """Note that Celery has put *request* into its timer, so that it waits from now on."""
         entry = _entry_of(request)
         begin = partial(entry.fun, *entry.args)
 
-        def when_over(of: Any) -> None:
-            self._time_has_come(of, begin)
+        def countdown_ended(of: Any) -> None:
+            self._countdown_ended(of, begin)
 
-        entry.fun, entry.args = when_over, (request,)
+        entry.fun, entry.args = countdown_ended, (request,)
         with self._lock:
-            request.line.join(request)
-        self._run(_consumer())
+            request.waiters.add(request)
+        self._start_ticking(_consumer())
 
-    def reschedule(self, request: Any, held: KeyIsHeld) -> None:
-        """The delivery of *request* has ended, because another call holds its key."""
+    def rescheduled(self, request: Any, held: KeyIsHeld) -> None:
+        """Note that *request* has ended with a reschedule, because another call holds its key."""
         consumer = _consumer()
         with self._lock:
-            request.line = None
-            line = self.lines.get(held.stored_key)
-            if line is None:
-                if not self.wakes(consumer):
+            request.waiters = None
+            waiters = self.by_key.get(held.stored_key)
+            if waiters is None:
+                if not self.begins_early(consumer):
                     return
-                line = self._line(held.stored_key, request.task)
-            line.about(held.fingerprint)
-            if request in line.begun:
-                line.in_vain += 1
-                line.begun.discard(request)
-            line.place(request)
-            line.held(monotonic())
-        self._run(consumer)
+                waiters = self._waiters_of(held.stored_key, request.task)
+            waiters.add_fingerprint(held.fingerprint)
+            if request in waiters.begun:
+                waiters.rescheduled_in_a_row += 1
+                waiters.begun.discard(request)
+            waiters.place_of(request)
+            waiters.seen_held(monotonic())
+        self._start_ticking(consumer)
 
     def ended(self, request: Any, *, answered: bool = False) -> None:
-        """A call of a line has ended, or was revoked while it waited."""
+        """Note that a call has ended without a reschedule, or was revoked while it waited."""
         with self._lock:
-            line, request.line = request.line, None
-            if line is None or request not in line.begun:
+            waiters, request.waiters = request.waiters, None
+            if waiters is None or request not in waiters.begun:
                 return
-            line.ended(request, monotonic(), answered=answered)
+            waiters.call_ended(request, monotonic(), answered=answered)
         consumer = _consumer()
-        if line.waiting and consumer is not None and consumer.timer is not None:
-            consumer.timer.call_after(0, self._begin_what_may)
+        if waiters.waiting and consumer is not None and consumer.timer is not None:
+            consumer.timer.call_after(0, self._begin_ready)
 
-    def _line(self, stored_key: str, task: Any) -> Line:
-        line = self.lines.get(stored_key)
-        if line is None:
-            line = Line(stored_key, monotonic(), longest=settings_of(task.app).longest_countdown)
-            self.lines[stored_key] = line
+    def _waiters_of(self, stored_key: str, task: Any) -> KeyWaiters:
+        waiters = self.by_key.get(stored_key)
+        if waiters is None:
+            waiters = KeyWaiters(
+                stored_key, monotonic(), longest=settings_of(task.app).longest_countdown
+            )
+            self.by_key[stored_key] = waiters
         self._tasks.add(task.name)
-        line.rerun = line.rerun or task.lease_options.rerun
-        return line
+        waiters.rerun = waiters.rerun or task.lease_options.rerun
+        return waiters
 
-    def _line_of(self, request: Any) -> tuple[Line, str] | None:
-        """The line that a message which has just come belongs to, and its key as it is shown.
+    def _waiters_for(self, request: Any) -> tuple[KeyWaiters, str] | None:
+        """The waiting calls of the key of a message that has just arrived, and the key as people
+        see it; ``None`` if the message must go to a pool child.
 
-        A call with other arguments is refused at once, which the record decides; it goes to a pool
-        child.
+        A call with another fingerprint goes to a pool child, which compares it with the record and
+        refuses it at once.
         """
         options, fields = request.task.lease_options, request._request_dict  # noqa: SLF001
         if (
@@ -306,130 +327,140 @@ class HeldCalls:
             or callable(options.key)
             or callable(options.fingerprint)
         ):
-            return None  # functions of the user's are not for this process
+            return None  # the main process must not call functions of the user
         try:
             call_id = call_id_of(request.id, fields.get("replaced_task_nesting"))
             args, kwargs, _ = request._payload  # noqa: SLF001
             key = key_of(request.task, None, call_id, args, kwargs, fields["retries"])
-        except Exception:  # noqa: BLE001 - the pool child says what is wrong with it
+        except Exception:  # noqa: BLE001 - the pool child reports what is wrong with the message
             return None
-        line = self.lines.get(key.stored)
+        waiters = self.by_key.get(key.stored)
         return (
-            (line, key.shown) if line is not None and key.fingerprint in line.fingerprints else None
+            (waiters, key.shown)
+            if waiters is not None and key.fingerprint in waiters.fingerprints
+            else None
         )
 
     def _may_wait(self, consumer: Any) -> bool:
-        """Whether one more message may get a countdown; ``worker_eta_task_limit`` is a limit of
-        these too.
+        """Whether one more message may get a countdown. ``worker_eta_task_limit`` limits such
+        messages too.
         """
         limit = consumer.app.conf.get("worker_eta_task_limit")
-        return len(state.scheduled_requests) < (MOST if limit is None else limit // 2)
+        return len(state.scheduled_requests) < (MAX_SCHEDULED if limit is None else limit // 2)
 
-    def _watch(self, request: Any, line: Line) -> None:
-        """Observe the end of *request*, whose class Celery has made with an ``on_success`` of its
-        own.
+    def _observe_end(self, request: Any, waiters: KeyWaiters) -> None:
+        """Call :meth:`ended` when *request* succeeds. Celery makes its request classes with an
+        ``on_success`` of their own, so the method of the object is replaced.
         """
-        request.line = line
+        request.waiters = waiters
         on_success: Callable[..., Any] = request.on_success
 
-        def then_tell(result: Any, **kwargs: Any) -> Any:
+        def then_end(result: Any, **kwargs: Any) -> Any:
             vars(request).pop("on_success", None)
             try:
                 return on_success(result, **kwargs)
             finally:
                 self.ended(request, answered=not result[0])
 
-        request.on_success = then_tell
+        request.on_success = then_end
 
     # -- the timer ---------------------------------------------------------------------------------
 
-    def _time_has_come(self, request: Any, begin: Callable[[], Any]) -> None:
-        """Begin *request*, once; Celery's timer calls this when the countdown is over, and a free
-        line before.
+    def _countdown_ended(self, request: Any, begin: Callable[[], Any]) -> None:
+        """Begin *request*, once. Celery's timer calls this when the countdown ends, or earlier when
+        the key is free.
         """
         entry = _entry_of(request)
         with self._lock:
-            line, now = request.line, monotonic()
-            if line is not None and request not in line.begun:
+            waiters, now = request.waiters, monotonic()
+            if waiters is not None and request not in waiters.begun:
                 rest = request.waits_until - now
-                if rest > TICK and line.must_wait(now):
+                if rest > TICK and waiters.must_wait(now):
                     again = _consumer().timer.call_after(
                         min(_countdown(), rest), entry.fun, entry.args
                     )
                     request.scheduled_again(again)
                     return
-                line.begun.add(request)
-            # The entry of a call that was begun early stays in the timer until its time.
+                waiters.begun.add(request)
+            # The entry of a call that begins early stays in the timer until the countdown ends.
             entry.fun, entry.args = _nothing, ()
         begin()
 
-    def _run(self, consumer: Any) -> None:
-        """Have the lines looked at; where the timer was cleared, as with a lost connection, it is
-        asked again.
+    def _start_ticking(self, consumer: Any) -> None:
+        """Start the rounds over all waiting calls, unless they run. Celery clears the timer with a
+        lost connection, so rounds that are late are started again.
         """
         with self._lock:
             now = monotonic()
             if now < self._due + 1.0 or consumer is None or consumer.timer is None:
                 return
             self._due = now + TICK
-            self._turn += 1
-            turn = self._turn
-        consumer.timer.call_after(TICK, self._tick, (turn,))
+            self._tick_number += 1
+            number = self._tick_number
+        consumer.timer.call_after(TICK, self._tick, (number,))
 
-    def _tick(self, turn: int) -> None:
-        """Look at the lines, and again in a moment as long as there are any."""
+    def _tick(self, number: int) -> None:
+        """Make one round over all waiting calls, and schedule the next one as long as there are
+        any.
+        """
         consumer = _consumer()
         with self._lock:
-            if turn != self._turn or consumer is None or consumer.timer is None:
+            if number != self._tick_number or consumer is None or consumer.timer is None:
                 return
             now = monotonic()
-            for stored_key, line in list(self.lines.items()):
-                line.forget_the_dropped()
-                if line.waiting or line.begun:
-                    line.used = now
-                elif now - line.used > KEPT_IDLE:
-                    del self.lines[stored_key]
-            if not self.lines:
+            for stored_key, waiters in list(self.by_key.items()):
+                waiters.remove_dropped()
+                if waiters.waiting or waiters.begun:
+                    waiters.last_used = now
+                elif now - waiters.last_used > IDLE_FOR:
+                    del self.by_key[stored_key]
+            if not self.by_key:
                 self._tasks.clear()
                 self._due = 0.0
                 return
             self._due = now + TICK
-        consumer.timer.call_after(TICK, self._tick, (turn,))
-        self._begin_what_may()
-        self._ask_about(
-            [line.stored_key for line in list(self.lines.values()) if line.wants_to_know(now)]
+        consumer.timer.call_after(TICK, self._tick, (number,))
+        self._begin_ready()
+        self._look_up(
+            [
+                waiters.stored_key
+                for waiters in list(self.by_key.values())
+                if waiters.needs_lookup(now)
+            ]
         )
 
-    def _ask_about(self, stored_keys: Sequence[str]) -> None:
-        """Call the lease store outside the worker's loop: it may not answer for seconds."""
-        if not stored_keys or self._asking:
+    def _look_up(self, stored_keys: Sequence[str]) -> None:
+        """Look up keys in the lease store, in a thread or greenlet of its own, because the worker's
+        loop must not wait for the store.
+        """
+        if not stored_keys or self._lookup_pending:
             return
-        ask = partial(self._ask, app_components.worker_here().app, stored_keys)
-        self._asking = True
+        ask = partial(self._query, app_components.current_worker().app, stored_keys)
+        self._lookup_pending = True
         try:
-            if os_threads.green():
+            if os_threads.uses_greenlets():
                 greenlets.spawn(ask)
             else:
                 os_threads.start_thread(ask)
         except BaseException:
-            self._asking = False
+            self._lookup_pending = False
             raise
 
-    def _ask(self, app: Any, stored_keys: Sequence[str]) -> None:
+    def _query(self, app: Any, stored_keys: Sequence[str]) -> None:
         try:
-            leases = app_components.parts_of(app, eager=False).leases
-            for some in _parts_of(stored_keys, ASKED_AT_ONCE):
-                self._answers.append((some, leases.held(some)))
+            leases = app_components.components_of(app, eager=False).leases
+            for some in _chunks(stored_keys, LOOKUP_BATCH):
+                self._lookup_results.append((some, leases.held(some)))
         except LeasesError as error:
             logger.debug("cannot read which keys are held: %s", error)
-        except Exception:  # noqa: BLE001 - calls wait for their countdown then
+        except Exception:  # noqa: BLE001 - the calls begin when their countdown ends
             logger.exception("cannot read which keys are held")
         finally:
-            self._asking = False
+            self._lookup_pending = False
 
-    def _begin_what_may(self) -> None:
-        """Begin the calls whose turn has come, each in a callback of its own: in some pools, to
-        begin one may block.
+    def _begin_ready(self) -> None:
+        """Begin the calls that may begin now. Each begins in a callback of its own, because in some
+        pools this may block.
         """
         consumer = _consumer()
         if consumer is None or consumer.timer is None or _is_stopping():
@@ -437,39 +468,41 @@ class HeldCalls:
         begun = []
         with self._lock:
             now = monotonic()
-            while self._answers:
-                asked, held = self._answers.popleft()
-                for line in (
-                    self.lines[stored_key] for stored_key in asked if stored_key in self.lines
+            while self._lookup_results:
+                asked, held = self._lookup_results.popleft()
+                for waiters in (
+                    self.by_key[stored_key] for stored_key in asked if stored_key in self.by_key
                 ):
-                    if line.stored_key in held:
-                        line.still_held(now)
-                    elif not line.begun:
-                        line.free = True
-            for line in self.lines.values():
-                while (request := line.next()) is not None:
+                    if waiters.stored_key in held:
+                        waiters.still_held(now)
+                    elif not waiters.begun:
+                        waiters.key_is_free = True
+            for waiters in self.by_key.values():
+                while (request := waiters.next_to_begin()) is not None:
                     begun.append(request)
         for request in begun:
             consumer.timer.call_after(0, _begin_early, (request,))
 
 
 def _consumer() -> Any:
-    return getattr(app_components.worker_here(), "consumer", None)
+    return getattr(app_components.current_worker(), "consumer", None)
 
 
 def _header_of(request: Any) -> Header | None:
-    """The header of a copy that waits for a held key; of any other message nothing is said here."""
+    """The header of a copy that waits for a held key; ``None`` for any other message."""
     fields = request._request_dict  # noqa: SLF001 - as Celery's own request reads it
     written = fields.get(HEADER)
     if not (isinstance(written, Mapping) and written.get("held") is True):
         return None
-    return arrived(
+    return read_header(
         fields, request.task.name, call_id_of(request.id, fields.get("replaced_task_nesting"))
     )
 
 
 def _countdown() -> float:
-    """About a minute: calls that came together do not begin together."""
+    """A random countdown of about a minute, so that calls that arrived together do not begin
+    together.
+    """
     return FIRST_COUNTDOWN_UNTIL_FREE * random.uniform(0.75, 1.0)
 
 
@@ -482,28 +515,28 @@ def _begin_early(request: Any) -> None:
 
 
 def _nothing() -> None:
-    """What the timer does for a call that was begun early."""
+    """The timer's callback for a call that has begun early."""
 
 
 def _entry_of(request: Any) -> Any:
-    """The entry of *request* in Celery's timer; with greenlets the timer gives one that has the
-    entry.
+    """The entry of *request* in Celery's timer. With greenlets the timer returns an object that has
+    the entry as an attribute.
     """
     scheduled = request._eta_timer_entry  # noqa: SLF001 - as Celery's consumer cancels it
     return getattr(scheduled, "entry", scheduled)
 
 
 def _waits(request: Any) -> bool:
-    """Whether *request* is still in Celery's timer: not begun, not revoked, not dropped with its
-    connection.
+    """Whether *request* is still in Celery's timer: it has not begun, and was neither revoked nor
+    dropped with a lost connection.
     """
-    return request.line is not None and request in state.scheduled_requests
+    return request.waiters is not None and request in state.scheduled_requests
 
 
 def _is_there(request: Any) -> bool:
     """Whether Celery still has *request*."""
     known = (state.scheduled_requests, state.reserved_requests, state.active_requests)
-    return request.line is not None and any(request in requests for requests in known)
+    return request.waiters is not None and any(request in requests for requests in known)
 
 
 def _is_stopping() -> bool:
@@ -513,9 +546,9 @@ def _is_stopping() -> bool:
     )
 
 
-def _parts_of(keys: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+def _chunks(keys: Sequence[str], size: int) -> Iterator[Sequence[str]]:
     return (keys[start : start + size] for start in range(0, len(keys), size))
 
 
-held_calls: Final = HeldCalls()
-"""Those of this process."""
+waiting_calls: Final = WaitingCalls()
+"""The waiting calls of this process."""

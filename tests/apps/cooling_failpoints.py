@@ -52,11 +52,11 @@ def _key(stored_key, *_):
 
 
 SqlRecordStore.settle = _around("settle", SqlRecordStore.settle, lambda record, _: record.key)
-reschedule.Copies._publish = _around(
-    "publish", reschedule.Copies._publish, lambda _task, pin, _delay: pin.key
+reschedule.Publisher._publish = _around(
+    "publish", reschedule.Publisher._publish, lambda _task, pin, _delay: pin.key
 )
-reschedule.Copies.reschedule = _around(
-    "rescheduled", reschedule.Copies.reschedule, lambda _task, pin, *_: pin.key
+reschedule.Publisher.reschedule = _around(
+    "rescheduled", reschedule.Publisher.reschedule, lambda _task, pin, *_: pin.key
 )
 for store in (RedisLeaseStore, DatabaseLeaseStore):
     store.cool = _around("cool", store.cool, _key)

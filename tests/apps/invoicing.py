@@ -315,7 +315,7 @@ def stops(self, name, *args, **kwargs):
 
 if "FAILPOINTS" in os.environ:
     _begin, _finish = SqlEffectStore.begin, SqlEffectStore.finish
-    _let_go = run.Execution._let_go
+    _release = run.Execution._release
 
     def _begin_and_die(self, record, *args, **kwargs):
         begun = _begin(self, record, *args, **kwargs)
@@ -327,10 +327,10 @@ if "FAILPOINTS" in os.environ:
         reach_for("after noting", current_lease.key.partition(":")[2])
         return noted
 
-    def _let_go_and_die(self, call, *args, **kwargs):
+    def _release_and_die(self, call, *args, **kwargs):
         reach_for("before release", call.key.key.partition(":")[2])
-        _let_go(self, call, *args, **kwargs)
+        _release(self, call, *args, **kwargs)
 
     SqlEffectStore.begin = _begin_and_die
     SqlEffectStore.finish = _finish_and_die
-    run.Execution._let_go = _let_go_and_die
+    run.Execution._release = _release_and_die

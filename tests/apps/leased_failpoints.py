@@ -20,8 +20,8 @@ from tests.apps.failpoints import STEP, reach, strikes
 from tests.apps.leased import *  # noqa: F403
 from tests.apps.leased import app, note, wait_for  # noqa: F401
 
-_publish = reschedule.Copies._publish
-_reschedule = reschedule.Copies.reschedule
+_publish = reschedule.Publisher._publish
+_reschedule = reschedule.Publisher.reschedule
 _run = run.Execution._run
 _settle = SqlRecordStore.settle
 
@@ -63,7 +63,7 @@ def _settle_late(self, record, outcome):
     return _settle(self, record, outcome)
 
 
-reschedule.Copies._publish = _publish_and_die
-reschedule.Copies.reschedule = _reschedule_and_die
+reschedule.Publisher._publish = _publish_and_die
+reschedule.Publisher.reschedule = _reschedule_and_die
 run.Execution._run = _run_and_die
 SqlRecordStore.settle = _settle_late

@@ -14,7 +14,7 @@ from kombu.serialization import register
 
 from celery_leases import LeasedTask, Snooze
 from celery_leases.protocol import waiting
-from celery_leases.worker.reschedule import Copies
+from celery_leases.worker.reschedule import Publisher
 from tests.apps.leased import app, note, wait_for
 
 if "DELIVERY_LIMIT" in os.environ:
@@ -47,7 +47,7 @@ register(
 )
 
 
-_publish = Copies._publish
+_publish = Publisher._publish
 
 
 def _publish_unless_refused(self, task, *args, **kwargs):
@@ -57,7 +57,7 @@ def _publish_unless_refused(self, task, *args, **kwargs):
     return _publish(self, task, *args, **kwargs)
 
 
-Copies._publish = _publish_unless_refused
+Publisher._publish = _publish_unless_refused
 
 
 @worker_init.connect(weak=False)

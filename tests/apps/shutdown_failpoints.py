@@ -16,7 +16,7 @@ from celery.signals import task_prerun
 from celery.worker import state
 
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.worker.reschedule import Copies
+from celery_leases.worker.reschedule import Publisher
 from tests.apps.leased import *  # noqa: F403
 from tests.apps.leased import app, note  # noqa: F401
 
@@ -53,5 +53,5 @@ def _before_the_call(**_):
 
 _halt_before(SqlRecordStore, "insert_or_read", "claim")
 _halt_before(SqlRecordStore, "settle", "settle")
-_halt_before(Copies, "_publish", "publish")
+_halt_before(Publisher, "_publish", "publish")
 _halt_before(Backend, "store_result", "store")

@@ -15,8 +15,8 @@ from sqlalchemy import Engine, Integer, column, text
 
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.renewal import Renewer
-from celery_leases.composition import Parts, build
-from celery_leases.concurrency.resource_pool import ResourcePool, Turn, patience
+from celery_leases.composition import Components, build
+from celery_leases.concurrency.resource_pool import Permit, ResourcePool, max_wait
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.protocol.records import State
 from celery_leases.settings import read_settings
@@ -38,16 +38,16 @@ TTL = 1.0
 @contextmanager
 def all_lent(*lenders: ResourcePool[Any]) -> Iterator[None]:
     """A context manager during which all connections are in use."""
-    before = patience.set(lambda: 10.0)
+    before = max_wait.set(lambda: 10.0)
     things = [
-        (resource_pool, resource_pool.lend())
+        (resource_pool, resource_pool.acquire())
         for resource_pool in lenders
         for _ in range(resource_pool.size)
     ]
-    patience.reset(before)
+    max_wait.reset(before)
     yield
     for resource_pool, thing in things:
-        resource_pool.take_back(thing)
+        resource_pool.release(thing)
 
 
 def lender_of(engine: Engine) -> ResourcePool[Any]:
@@ -194,7 +194,9 @@ def test_many_threads_share_few_connections_to_redis(server: RedisServer) -> Non
     """Scripts, reads and pipelines share the connections; a slow server does not get more of
     them.
     """
-    store = RedisLeaseStore.from_url(server.url, timeout=20.0, turns=ResourcePool(3, Turn, 30.0))
+    store = RedisLeaseStore.from_url(
+        server.url, timeout=20.0, permits=ResourcePool(3, Permit, 30.0)
+    )
     claim_requests = [make_claim_request(fresh_key()) for _ in range(4)]
     for claim_request in claim_requests:
         assert acquired(store.acquire(claim_request))
@@ -213,10 +215,10 @@ def test_many_threads_share_few_connections_to_redis(server: RedisServer) -> Non
 
 
 def test_where_all_turns_at_redis_are_taken_nothing_was_sent(server: RedisServer) -> None:
-    """The turns are free again, whatever the calls end with."""
-    turns = ResourcePool(2, Turn, 0.2)
-    store = RedisLeaseStore.from_url(server.url, timeout=1.0, turns=turns)
-    taken = [turns.lend(), turns.lend()]
+    """The permits are free again, whatever the calls end with."""
+    permits = ResourcePool(2, Permit, 0.2)
+    store = RedisLeaseStore.from_url(server.url, timeout=1.0, permits=permits)
+    taken = [permits.acquire(), permits.acquire()]
     for step in (
         lambda: store.mark("a", "b"),
         lambda: store.release("a", "b"),
@@ -227,15 +229,15 @@ def test_where_all_turns_at_redis_are_taken_nothing_was_sent(server: RedisServer
         ) as caught:
             step()
         assert caught.value.executed is False
-    for turn in taken:
-        turns.take_back(turn)
+    for permit in taken:
+        permits.release(permit)
     server.pause()
     for _ in range(3):
         with pytest.raises(StoreUnavailable) as caught:
             store.mark("a", "b")
         assert "leases_pool_size" not in str(caught.value)
     server.resume()
-    wait_until(lambda: len(turns._idle) == 2, 10, "both to be free")
+    wait_until(lambda: len(permits._idle) == 2, 10, "both to be free")
     store.close()
 
 
@@ -243,10 +245,10 @@ def test_where_all_turns_at_redis_are_taken_nothing_was_sent(server: RedisServer
 
 
 @pytest.fixture(params=["redis", "database"])
-def parts(
+def components(
     request: pytest.FixtureRequest, leases_redis_url: str, leases_postgres_url: str
-) -> Iterator[Parts]:
-    """The parts of a process with at most three connections to each store."""
+) -> Iterator[Components]:
+    """The components of a process with at most three connections to each store."""
     leases = leases_redis_url if request.param == "redis" else "database"
     conf = {"leases_url": leases, "leases_database_url": leases_postgres_url, "leases_pool_size": 3}
     made = build(read_settings(conf, None), Seen(), TTL)
@@ -256,64 +258,66 @@ def parts(
     made.close()
 
 
-def begun(parts: Parts, key: str) -> tuple[HeldLease, Any]:
+def begun(components: Components, key: str) -> tuple[HeldLease, Any]:
     """A lease that is renewed, and its record."""
-    claim_request, renewer = make_claim_request(key, ttl=TTL), parts.execution.renewer
+    claim_request, renewer = make_claim_request(key, ttl=TTL), components.execution.renewer
     held_lease = HeldLease(claim_request, renewer._clock.now(), renewer._clock)
-    claim: Any = parts.leases.acquire(claim_request)
+    claim: Any = components.leases.acquire(claim_request)
     assert acquired(claim)
-    if not parts.leases.in_records:
-        claim = parts.records.claim(claim_request, parts.leases.name)
+    if not components.leases.in_records:
+        claim = components.records.claim(claim_request, components.leases.name)
     record = getattr(claim, "claim", claim).record
     held_lease.fence = record.fence
     renewer.add(held_lease)
     return held_lease, record
 
 
-def test_a_full_pool_loses_no_lease(parts: Parts) -> None:
+def test_a_full_pool_loses_no_lease(components: Components) -> None:
     """Bodies use all their connections for three ttls. The renewer has its own connection, so
     the leases are renewed. A call that needs a connection meanwhile fails in time, and in the
     end all outcomes are written.
     """
-    held = [begun(parts, fresh_key()) for _ in range(3)]
-    lenders = [lender_of(parts.records.database.engine)]
-    if isinstance(parts.leases, RedisLeaseStore):
-        lenders.append(parts.leases._commands._turns)
+    held = [begun(components, fresh_key()) for _ in range(3)]
+    lenders = [lender_of(components.records.database.engine)]
+    if isinstance(components.leases, RedisLeaseStore):
+        lenders.append(components.leases._commands._permits)
     with all_lent(*lenders):
         until = time.monotonic() + 3 * TTL
         while time.monotonic() < until:
             began = time.monotonic()
             with pytest.raises(StoreUnavailable) as caught:
-                parts.records.claim(make_claim_request(fresh_key(), ttl=TTL), parts.leases.name)
+                components.records.claim(
+                    make_claim_request(fresh_key(), ttl=TTL), components.leases.name
+                )
             assert caught.value.executed is False
             assert time.monotonic() - began < TTL
     for held_lease, record in held:
         assert held_lease.held, held_lease.lost
-        assert parts.records.settle(record, outcome(record))
-        parts.execution.renewer.drop(held_lease)
-        assert row(parts.records, record.stored_key).state is State.DONE
+        assert components.records.settle(record, outcome(record))
+        components.execution.renewer.drop(held_lease)
+        assert row(components.records, record.stored_key).state is State.DONE
 
 
 def test_a_process_has_at_most_as_many_connections_as_it_may(
-    parts: Parts, leases_postgres_url: str
+    components: Components, leases_postgres_url: str
 ) -> None:
     """Tasks, the renewer, bodies that call the stores, and the purging thread together."""
-    held_lease, record = begun(parts, fresh_key())
-    renewer: Renewer = parts.execution.renewer
+    held_lease, record = begun(components, fresh_key())
+    renewer: Renewer = components.execution.renewer
     watcher = engine_for(leases_postgres_url)
 
     def use() -> None:
-        patience.set(lambda: 30.0)
+        max_wait.set(lambda: 30.0)
         for _ in range(20):
-            parts.records.read(record.stored_key)
+            components.records.read(record.stored_key)
             renewer.extend(held_lease, TTL)
-            assert not parts.leases.holder("nothing")
+            assert not components.leases.holder("nothing")
 
     assert in_threads(8, use) == []
     wait_until(lambda: backends(watcher) <= 3, 10, "no more than three")
-    engines = {store.database.engine for _, store in parts._opened}
+    engines = {store.database.engine for _, store in components._opened}
     assert sum(lender_of(engine).size for engine in engines) == 3
-    assert parts.records.settle(record, outcome(record))
+    assert components.records.settle(record, outcome(record))
     renewer.drop(held_lease)
     watcher.dispose()
 

@@ -86,7 +86,7 @@ def makes(server: RedisServer, tmp_path: Path) -> Iterator[Makes]:
         return app
 
     yield make
-    app_components.forget()
+    app_components.close_all()
 
 
 def found(app: Celery) -> dict[str, Finding]:
@@ -223,7 +223,7 @@ def test_rights_that_are_missing_are_named(makes: Makes, leases_postgres_url: st
     try:
         assert "INSERT, UPDATE and DELETE" in found(makes(leases_database_url=url))["rights"].text
     finally:
-        app_components.forget()
+        app_components.close_all()
         with owner.connect() as connection:
             connection.execute(text(f"DROP OWNED BY {name}"))
             connection.execute(text(f"DROP ROLE {name}"))

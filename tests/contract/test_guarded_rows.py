@@ -22,7 +22,7 @@ from sqlalchemy.pool import NullPool
 
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.renewal import TAKEN, Renewer
+from celery_leases.attempt.renewal import HELD_BY_OTHER, Renewer
 from celery_leases.errors import LeaseLost, StoreUnavailable, WrongDatabase
 from celery_leases.protocol.ports import Claimed, Renewal, RenewalResult
 from celery_leases.protocol.records import Record, Refused, Won
@@ -362,18 +362,18 @@ class Guarded:
         self.lock(lock)
         time.sleep(1.2 * SHORT)
         clock.time += 2 * SHORT
-        assert self.held_lease.outlasted(clock.now())
+        assert self.held_lease.needs_row_lock(clock.now())
 
     def lock(self, how: str) -> None:
         """Do what ``guard()`` and ``complete()`` of the handle do."""
         transaction = JoinedTransaction(self.session, self.leases.records)
-        with self.held_lease.work.locking(transaction):
+        with self.held_lease.body_state.locking(transaction):
             if how == "guard":
                 transaction.guard(self.record)
             else:
                 transaction.complete(self.record, outcome(self.record, result="1"))
-                self.held_lease.work.completing = True
-        self.renewer.locked(self.held_lease, self.held_lease.now())
+                self.held_lease.body_state.completing = True
+        self.renewer.row_locked(self.held_lease, self.held_lease.now())
 
     def taken(self) -> None:
         """Let another call take over the row."""
@@ -403,7 +403,7 @@ def test_a_check_after_a_rollback_renews_the_lease(guarded: Guarded) -> None:
     """No other attempt has taken the row, so the row becomes the lease again."""
     guarded.session.rollback()
     guarded.held_lease.check()
-    assert not guarded.held_lease.outlasted(guarded.held_lease.now())
+    assert not guarded.held_lease.needs_row_lock(guarded.held_lease.now())
     assert remaining(guarded.leases, guarded.record) > 0
 
 
@@ -411,7 +411,7 @@ def test_a_check_after_a_commit_goes_on(guarded: Guarded) -> None:
     """The lease was renewed, or the record is done."""
     guarded.session.commit()
     guarded.held_lease.check()
-    assert not guarded.held_lease.outlasted(guarded.held_lease.now())
+    assert not guarded.held_lease.needs_row_lock(guarded.held_lease.now())
 
 
 def test_a_check_after_a_rollback_that_let_another_call_in_raises(guarded: Guarded) -> None:
@@ -419,7 +419,7 @@ def test_a_check_after_a_rollback_that_let_another_call_in_raises(guarded: Guard
     guarded.session.rollback()
     guarded.taken()
     assert guarded.held_lease.held
-    with pytest.raises(LeaseLost, match=TAKEN):
+    with pytest.raises(LeaseLost, match=HELD_BY_OTHER):
         guarded.held_lease.check()
 
 
@@ -433,14 +433,14 @@ def test_a_check_fails_after_the_session_was_ended(
     wait_until(
         lambda: not guarded.leases._locked([guarded.record.stored_key]), PATIENCE, "the lock to go"
     )
-    assert guarded.held_lease.work.guarded
+    assert guarded.held_lease.body_state.guarded
     if comes:
         guarded.taken()
-        with pytest.raises(LeaseLost, match=TAKEN):
+        with pytest.raises(LeaseLost, match=HELD_BY_OTHER):
             guarded.held_lease.check()
     else:
         guarded.held_lease.check()
-        assert not guarded.held_lease.outlasted(guarded.held_lease.now())
+        assert not guarded.held_lease.needs_row_lock(guarded.held_lease.now())
     guarded.session.invalidate()
 
 
@@ -472,7 +472,7 @@ def test_a_check_does_not_pass_where_the_database_does_not_answer(
         guarded.held_lease.check()
         guarded.session.rollback()
         guarded.taken()
-        with pytest.raises(LeaseLost, match=TAKEN):
+        with pytest.raises(LeaseLost, match=HELD_BY_OTHER):
             guarded.held_lease.check()
         guarded.session.close()
         through.database.close()

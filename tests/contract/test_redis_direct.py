@@ -153,7 +153,7 @@ def test_commands_are_packed_as_redis_py_packs_them() -> None:
 def test_a_look_at_a_connection_reads_nothing() -> None:
     """It only shows whether there is data to read, or the end of the connection."""
     reading, writing = os.pipe()
-    look = os_threads.look_at(reading)
+    look = os_threads.readable_poll(reading)
     assert not look(0)
     os.write(writing, b"x")
     assert look(0)

@@ -69,13 +69,13 @@ def app() -> Iterator[Celery]:
 
     made.finalize()
     yield made
-    app_components.forget()
+    app_components.close_all()
 
 
 def started(app: Celery, **conf: Any) -> None:
     """The warnings when a worker of *app* starts."""
     app.conf.update(conf)
-    app_components.forget()
+    app_components.close_all()
     startup_checks.check_before_work(AWorker(app))
 
 

@@ -86,7 +86,7 @@ def test_a_message_with_an_unreadable_header_is_not_dropped_for_a_mark(
     holder = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
     marks, stored = (
-        app_components.parts_of(scene.app).marks,
+        app_components.components_of(scene.app).marks,
         stored_key(scene.tasks.work.name, f"work:{name}"),
     )
     assert marks.swap_mark(stored, waiter_mark(name, 0), None, f"7 {'f' * 32}", 60)
@@ -106,7 +106,7 @@ def test_the_mark_of_an_ended_call_drops_no_new_message_with_the_same_id(
     scene = scene_of(scene_factory, proxy, ttl=15)
     gate, holder, waiter = held_and_waited_for(scene, name)
     marks, stored = (
-        app_components.parts_of(scene.app).marks,
+        app_components.components_of(scene.app).marks,
         stored_key(scene.tasks.work.name, f"work:{name}"),
     )
     assert Copy.read(marks.mark(stored, waiter_mark(waiter.id, 0)))

@@ -55,7 +55,7 @@ def test_what_a_body_raises_after_its_lease_is_lost_is_no_failure() -> None:
         base=LeasedTask, bind=True, lease_key="lost:{name}", name="lost", lease_on_lost="flag"
     )
     def lost(self: Any, name: str) -> None:
-        self.lease._held_lease.lost = "taken by another owner"
+        self.lease._held_lease.lost = "held by another owner"
         raise asyncio.CancelledError
 
     with pytest.raises(LeaseHeld, match="the lease was lost"):

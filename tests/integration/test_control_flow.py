@@ -9,7 +9,7 @@ import pytest
 from celery import group
 
 from celery_leases.errors import AlreadyDone, LeaseHeld
-from celery_leases.worker.app_components import forget
+from celery_leases.worker.app_components import close_all
 from tests.integration.conftest import DeploymentFactory
 from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, imported_anew, spelled
 
@@ -245,7 +245,7 @@ def eager(stage: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     tasks = imported_anew("tests.apps.leased", stage.env)
     tasks.app.conf.broker_url = stage.broker_url
     yield tasks
-    forget()
+    close_all()
     stage.app.set_current()
 
 

@@ -10,7 +10,7 @@ from celery import chain, chord
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_leases import Cooldown, CoolingDown, LeaseStatus, PermanentFailure, RetryLater, Snooze
-from celery_leases.worker.app_components import forget
+from celery_leases.worker.app_components import close_all
 from tests.integration.conftest import DeploymentFactory
 from tests.integration.cooldowns import (
     BROKEN,
@@ -291,7 +291,7 @@ def eager(stage: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     tasks = imported_anew(COOLING, stage.env)
     tasks.app.conf.broker_url = stage.broker_url
     yield tasks
-    forget()
+    close_all()
     stage.app.set_current()
 
 

@@ -102,7 +102,7 @@ def test_options_that_a_record_cannot_store_are_refused(
     order = stage.tasks.order
     with Session(engine) as session, session.begin():
         with pytest.raises(
-            LeaseConfigurationError, match="does not take producer=; a record keeps compression, "
+            LeaseConfigurationError, match="does not take producer=; a record stores compression, "
         ):
             order.apply_async_in(session, (name,), producer=object())
         with pytest.raises(LeaseConfigurationError, match="lease_ttl"):
@@ -212,7 +212,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 from celery_leases.worker import outbox
 from tests.apps.outbox_tasks import order
-outbox._publish_own = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+outbox._publish_after_commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 with Session(create_engine(os.environ["LEASES_DATABASE_URL"])) as session, session.begin():
     print(order.delay_in(session, os.environ["NAME"]).id, flush=True)
 """
@@ -275,7 +275,7 @@ def test_a_relay_and_a_publish_at_once_are_one_run(
         handle = stage.tasks.order.delay_in(connection, name)
     let_be_due(stage, name)
     stored = stored_key(f"{ORDERING}.order", f"order:{name}")
-    at_once(lambda: relayed(stage), lambda: outbox._publish_own(stage.app, stored))
+    at_once(lambda: relayed(stage), lambda: outbox._publish_after_commit(stage.app, stored))
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
     stage.wait_until_drained()
     assert begins(stage, name) == [handle.id]
@@ -285,7 +285,7 @@ def test_a_commit_succeeds_during_an_outage_of_the_broker(
     stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """During the outage the relay reports that nothing was published; afterwards it publishes."""
-    copies = app_components.parts_of(stage.app).copies
+    copies = app_components.components_of(stage.app).publisher
     copies.close()
     with monkeypatch.context() as patch:
         patch.setattr(

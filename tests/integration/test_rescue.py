@@ -85,7 +85,7 @@ def test_a_record_that_changed_since_it_was_read_is_not_published(
     with engine.begin() as connection:
         stage.tasks.order.delay_in(connection, name)
     let_be_old(stage, name, "order")
-    outbox = Outbox(app_components.parts_of(stage.app).records)
+    outbox = Outbox(app_components.components_of(stage.app).records)
     (read,) = [row for row in outbox.stranded(60, 1000) if name in row.key]
     assert [outbox.publish_again(read), outbox.publish_again(read)] == [True, False]
     stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
@@ -102,7 +102,7 @@ def test_a_key_that_waits_in_a_backlog_gets_one_copy_in_each_interval(
     assert (rescued(stage, name), stage.left_over()["queue"]) == (0, 1)
     for copies in (2, 3):
         let_be_old(stage, name, "order")
-        outbox = Outbox(app_components.parts_of(stage.app).records)
+        outbox = Outbox(app_components.components_of(stage.app).records)
         (read,) = outbox.stranded(60, 1000)
         assert [rescued(stage, name) for _ in range(3)] == [1, 0, 0]
         assert stage.left_over()["queue"] == copies
@@ -140,7 +140,7 @@ def test_what_a_killed_rescue_has_marked_is_published_by_the_next(
         handle = stage.tasks.order.delay_in(connection, name)
     change(stage, name, "publish_at = NULL")
     let_be_old(stage, name, "order")
-    outbox = Outbox(app_components.parts_of(stage.app).records)
+    outbox = Outbox(app_components.components_of(stage.app).records)
     (read,) = [row for row in outbox.stranded(60, 1000) if name in row.key]
     assert outbox.publish_again(read)
     assert [rescued(stage, name, dry_run=True), rescued(stage, name), rescued(stage, name)] == [
@@ -199,7 +199,7 @@ def test_a_lost_message_of_a_key_whose_last_call_had_failed_is_rescued(
     with pytest.raises(Exception, match="Retry available"):
         stage.tasks.order.delay(name, None, "cool").get(timeout=PATIENCE)
     with monkeypatch.context() as lossy:
-        lossy.setattr(app_components.parts_of(stage.app).copies, "publish", lambda _: None)
+        lossy.setattr(app_components.components_of(stage.app).publisher, "publish", lambda _: None)
         with Session(engine) as session, session.begin():
             handle = stage.tasks.order.delay_in(session, name, None, "cool")
     assert record(stage, name)["publish_at"] is None

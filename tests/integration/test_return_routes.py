@@ -12,7 +12,7 @@ from celery.app.task import Context
 from kombu import Exchange, Queue
 from kombu.transport.virtual.base import BrokerState
 
-from celery_leases.worker.return_routes import AsGiven, Routes
+from celery_leases.worker.return_routes import FixedRoute, Routes
 
 
 @pytest.mark.parametrize(("kind", "key"), [("topic", "orders.paid"), ("fanout", "")])
@@ -40,8 +40,8 @@ def test_a_copy_reaches_the_queues_of_the_exchange_it_came_through(
             reading.drain_events(timeout=0.2)  # it subscribes
         writing.transport.state = BrokerState()  # as in a pool child
         producer = app.amqp.Producer(writing)
-        back = Routes(app).back(producer, request, 0.0)
-        app.send_task("routed.work", router=AsGiven(), producer=producer, **back)
+        back = Routes(app).to_queue_of(producer, request, 0.0)
+        app.send_task("routed.work", router=FixedRoute(), producer=producer, **back)
         while not got:
             reading.drain_events(timeout=5)
     assert len(got) == 1

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from celery_leases.attempt.effect_arguments import EffectReply, calls_of
+from celery_leases.attempt.effect_arguments import EffectReply, checked_arguments
 from celery_leases.attempt.effects import Effects
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.lease_services import Steps
+from celery_leases.attempt.lease_services import LeaseServices
 from celery_leases.errors import StoreUnavailable
 from celery_leases.failures.classifier import Rules
 from celery_leases.lease import Lease
@@ -75,14 +75,14 @@ class Attempt:
         self.held_lease.fence = record.fence
         given: dict[str, Any] = {
             "classify": lambda error: Rules.default().classify(error, 0.0),
-            "patience": 10.0,
+            "settle_timeout": 10.0,
         }
         self.effects = Effects(
             held_lease=self.held_lease,
             record=record,
             store=desk.store,
             clock=desk.clock,
-            closed=self.closed,
+            interrupts_deferred=self.interrupts_deferred,
             prefix="celery_leases",
             scope=scope_of(record, rerun=options.pop("rerun", False), retention=60.0),
             result_max=1000,
@@ -90,13 +90,15 @@ class Attempt:
         )
         renewer: Any = FakeRenewer(desk.journal, desk.clock)
         transaction: Any = None
-        steps = Steps(renewer, desk.store, self.effects, self.closed, transaction, transaction)
+        steps = LeaseServices(
+            renewer, desk.store, self.effects, self.interrupts_deferred, transaction, transaction
+        )
         self.lease = Lease(self.held_lease, record, lambda: steps, os.getpid())
         #: Raised at the end of the next step that is protected from signals.
         self.pending: BaseException | None = None
 
     @contextmanager
-    def closed(self) -> Iterator[None]:
+    def interrupts_deferred(self) -> Iterator[None]:
         """A step that is protected from signals."""
         yield
         pending, self.pending = self.pending, None
@@ -111,7 +113,7 @@ class Attempt:
             "verify_after": 60.0,
             "uncertain": "stop",
         } | given
-        return self.effects.perform(name, calls_of(self.desk.calling(call), **known))
+        return self.effects.perform(name, checked_arguments(self.desk.calling(call), **known))
 
     def lose(self) -> None:
         """Let the lease expire by the clock."""

@@ -46,10 +46,12 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stores]:
     """In the place of the real ones."""
     made = Stores()
     monkeypatch.setattr(child_exit, "_close", made.close)
-    monkeypatch.setattr(child_exit, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(child_exit, "CLOSE_TIMEOUT", PATIENCE)
     yield made
     made.answer.set()
-    wait_until(lambda: all(late.over for late in child_exit._late), 10, "all burials to be over")
+    wait_until(
+        lambda: all(each.ended for each in child_exit._unfinished), 10, "all exits to be handled"
+    )
 
 
 def dead_child(
@@ -86,7 +88,9 @@ def test_stores_that_do_not_answer_delay_only_the_first_child_exit(
     assert sum(took(dead, f"number {number}") for number in range(20)) < 10 * PATIENCE
     stores.answer.set()
     wait_until(lambda: len(stores.closed) == 21, 10, "all to be closed nevertheless")
-    wait_until(lambda: all(late.over for late in child_exit._late), 10, "all burials to be over")
+    wait_until(
+        lambda: all(each.ended for each in child_exit._unfinished), 10, "all exits to be handled"
+    )
     child_exit.close_dead(dead_child(dead, "the next"))
     assert stores.closed[-1] == "the next"
 
@@ -104,7 +108,7 @@ def test_a_key_that_cannot_be_made_here_does_not_affect_others(
         raise error
 
     child_exit.close_dead(dead_child(dead, "odd", raising))
-    assert f"died, but its key could not be freed: {error!r}" in caplog.text
+    assert f"died, but its key could not be released: {error!r}" in caplog.text
     child_exit.close_dead(dead_child(dead, "one"))
     assert stores.closed == ["one"]
 
@@ -164,7 +168,7 @@ def test_a_child_is_watched_by_one_handle_however_often_the_loop_forgets_it(
     hub, reaped = Hub(), []
     pool = SimpleNamespace(maintain_pool=lambda: reaped.append(True))
     monkeypatch.setattr(
-        "celery_leases.worker.app_components.worker_here",
+        "celery_leases.worker.app_components.current_worker",
         lambda: SimpleNamespace(hub=hub, pool=pool),
     )
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

@@ -31,7 +31,7 @@ from celery_leases.client import Page
 from celery_leases.composition import open_metrics
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.metrics import Tally, Written
-from celery_leases.worker.stored_messages import kept
+from celery_leases.worker.stored_messages import stored_form
 
 
 class Done(NamedTuple):
@@ -100,7 +100,7 @@ def store_message(app: Celery, number: int) -> None:
     call_id = client.status(f"k:{number}", task=NAME).call_id
     table = client._records.tables.records
     keep = update(table).where(table.c.key == f"k:{number}")
-    message = kept(app.tasks[NAME].signature((number,), task_id=call_id))
+    message = stored_form(app.tasks[NAME].signature((number,), task_id=call_id))
     with client._records.database.engine.connect() as connection:
         connection.execute(keep.values(message=message))
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from celery_leases.concurrency.resource_pool import patience
+from celery_leases.concurrency.resource_pool import max_wait
 from celery_leases.protocol.deadlines import (
     LONGEST_CONNECTION_TIMEOUT,
     call_timeout,
@@ -22,16 +22,16 @@ TTL = 12.0
 
 def now() -> float | None:
     """The wait that is allowed here; ``None`` for that of the pool."""
-    own = patience.get()
+    own = max_wait.get()
     return own() if own is not None else None
 
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     """A worker with leases apart from the records, in a thread that no call has been in."""
-    before = patience.set(None)
+    before = max_wait.set(None)
     yield Bench()
-    patience.reset(before)
+    max_wait.reset(before)
 
 
 @pytest.fixture

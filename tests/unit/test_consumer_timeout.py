@@ -9,8 +9,8 @@ from kombu import Queue
 from celery_leases.protocol.waiting import may_be_returned, publish_retry_time
 from celery_leases.settings import read_settings
 from celery_leases.worker.app_settings import settings_of
-from celery_leases.worker.consumer_timeout import over_consumer_timeout
-from celery_leases.worker.return_routes import without_brokers_own
+from celery_leases.worker.consumer_timeout import consumer_timeout_warning
+from celery_leases.worker.return_routes import without_broker_headers
 
 DATABASE = {"leases_database_url": "sqlite://"}
 
@@ -58,7 +58,7 @@ def test_a_time_limit_that_with_its_wait_exceeds_the_timeout_is_reported() -> No
     """With native delayed delivery the wait does not count."""
     for conf, told in (({}, True), ({"task_default_queue_type": "quorum"}, False)):
         app = an_app(**conf)
-        over = over_consumer_timeout(app, {"short": 1200.0, "long": 1201.0}, settings_of(app))
+        over = consumer_timeout_warning(app, {"short": 1200.0, "long": 1201.0}, settings_of(app))
         assert (over is not None) is told
         if over is not None:
             assert "long (1201 s)" in over[0]
@@ -96,4 +96,4 @@ def test_headers_of_the_broker_are_not_sent_back_to_it() -> None:
         "x-acquired-count",
         "CC",
     )
-    assert without_brokers_own(own | dict.fromkeys(added, 1)) == own
+    assert without_broker_headers(own | dict.fromkeys(added, 1)) == own

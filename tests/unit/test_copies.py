@@ -1,9 +1,9 @@
 """All schedules of the copies of one waiting call: none of them may end without a copy.
 
-A broker delivers messages at least once, a store keeps the mark, and :meth:`Copies.reschedule` runs
-unchanged, one step at a time. Between two steps its process may be killed, another delivery may
-take any number of steps, and the mark may be lost or return to an earlier value. Known states are
-not explored again.
+A broker delivers messages at least once, a store keeps the mark, and :meth:`Publisher.reschedule`
+runs unchanged, one step at a time. Between two steps its process may be killed, another delivery
+may take any number of steps, and the mark may be lost or return to an earlier value. Known states
+are not explored again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from celery_leases.protocol.message_copies import Copy, waiter_mark
 from celery_leases.signals import logger
 from celery_leases.worker import reschedule
 from celery_leases.worker.headers import Header
-from celery_leases.worker.reschedule import Copies
+from celery_leases.worker.reschedule import Publisher
 
 TASK: Any = SimpleNamespace(name="billing.send", request=SimpleNamespace(retries=0, id="call"))
 NONCES = "0123456789abcdef"
 
 
 class Step(BaseException):
-    """The process under :meth:`Copies.reschedule` has come to a step that has not been taken
+    """The process under :meth:`Publisher.reschedule` has come to a step that has not been taken
     yet.
     """
 
@@ -76,7 +76,7 @@ class World:
     abreast: int = 2
 
 
-class Played(Copies):
+class Played(Publisher):
     """The real logic over replies that were given before."""
 
     def __init__(self, replies: tuple[Any, ...]) -> None:
@@ -327,7 +327,7 @@ def test_a_mark_that_fails_in_any_way_undoes_no_publish(
 
     marks: Any = SimpleNamespace(mark=lambda *_: None, swap_mark=lambda *_: True)
     setattr(marks, step, fail)
-    copies = Copies(SimpleNamespace())  # type: ignore[arg-type]
+    copies = Publisher(SimpleNamespace())  # type: ignore[arg-type]
     monkeypatch.setattr(copies, "_publish", lambda *given: published.append(given))
     assert copies.reschedule(
         TASK, Header("billing.send", "call"), 1.0, marks, "t:billing.send|7", 15.0

@@ -39,7 +39,7 @@ def test_eager_calls_keep_the_records_of_the_latest_keys_only(
     latest = kept + more - 1
     assert app.tasks["eager.work"].apply((latest,)).get() == latest
     assert runs.count(latest) == runs.count(-1) == 1
-    records = app_components.parts_of(app, eager=True).records
+    records = app_components.components_of(app, eager=True).records
     with records.database.engine.connect() as connection:
         for table in (records.tables.records, records.tables.effects):
             assert (
@@ -47,7 +47,7 @@ def test_eager_calls_keep_the_records_of_the_latest_keys_only(
                 <= connection.execute(select(func.count()).select_from(table)).scalar_one()
                 <= kept + 1
             )
-    app_components.forget()
+    app_components.close_all()
 
 
 def test_nothing_is_purged_beside_an_eager_call() -> None:
@@ -55,4 +55,4 @@ def test_nothing_is_purged_beside_an_eager_call() -> None:
     statement.
     """
     app = Celery("eager", broker="memory://", set_as_current=False)
-    assert app_components.parts_of(app, eager=True).renewer._purged is None
+    assert app_components.components_of(app, eager=True).renewer._purged is None

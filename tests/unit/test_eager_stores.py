@@ -59,7 +59,7 @@ class Shop:
 def shop() -> Iterator[Shop]:
     """One whose stores are forgotten after the test."""
     yield Shop()
-    app_components.forget()
+    app_components.close_all()
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_the_same_test_passes_twice_in_one_process(shop: Shop, engine: Engine, a
     assert shop.runs == [7]
     assert shop.state(7) == "done"
     assert shop.ship.lease_status(7).call_id == result.id
-    app_components.forget()
+    app_components.close_all()
     assert shop.state(7) == "absent"
 
 
@@ -221,7 +221,7 @@ def test_with_the_real_stores_all_of_it_is_there(tmp_path: Path) -> None:
     assert shop.runs == [2]
     assert (shop.state(1), shop.state(2)) == ("absent", "done")
     engine.dispose()
-    app_components.forget()
+    app_components.close_all()
 
 
 def test_missing_tables_are_reported_at_once(
@@ -240,18 +240,18 @@ def test_missing_tables_are_reported_at_once(
     with pytest.raises(SchemaOutdated):
         shop.ship.lease_status(1)
     assert time.monotonic() - began < 5
-    app_components.forget()
+    app_components.close_all()
 
 
 def test_an_eager_call_says_that_a_store_does_not_answer(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The key has no holder."""
-    records = app_components.parts_of(shop.app).records
+    records = app_components.components_of(shop.app).records
 
     def unavailable(*_: Any, **__: Any) -> Any:
         raise StoreUnavailable("gone", False)
 
     monkeypatch.setattr(type(records), "claim", unavailable)
-    monkeypatch.setattr(type(app_components.parts_of(shop.app).leases), "acquire", unavailable)
+    monkeypatch.setattr(type(app_components.components_of(shop.app).leases), "acquire", unavailable)
     assert isinstance(shop.ship.apply((1,)).result, StoreUnavailable)

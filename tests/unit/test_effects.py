@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from celery_leases.attempt.effect_arguments import EffectReply
-from celery_leases.attempt.lease_services import Steps
+from celery_leases.attempt.lease_services import LeaseServices
 from celery_leases.attempt.unleased import Unleased
 from celery_leases.errors import (
     Cooldown,
@@ -321,7 +321,7 @@ class TestOneAttempt:
     ) -> None:
         """Though the clock still says that the lease is held."""
         desk.attempt("another call")
-        with pytest.raises(LeaseLost, match="moved on"):
+        with pytest.raises(LeaseLost, match="was changed by another attempt"):
             attempt.effect()
         assert (desk.called, desk.state) == ([], None)
 
@@ -369,7 +369,7 @@ class TestOneAttempt:
 
         with pytest.raises(type(pending)):
             attempt.effect(called)
-        assert (desk.state, attempt.held_lease.work.progressed) == ("done", True)
+        assert (desk.state, attempt.held_lease.body_state.progressed) == ("done", True)
 
     def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
         self, desk: EffectBench, attempt: Attempt
@@ -382,13 +382,13 @@ class TestOneAttempt:
 
         with pytest.raises(LeaseLost, match="taken over effect 'charge'"):
             attempt.effect(overtaken)
-        assert not attempt.held_lease.work.progressed
+        assert not attempt.held_lease.body_state.progressed
         assert desk.attempt().effect().value == "theirs"
 
     def test_it_ends_a_row_of_crashes(self, desk: EffectBench, attempt: Attempt) -> None:
         """With a statement of its own, and only where there were any."""
         attempt.effect()
-        assert attempt.held_lease.work.progressed
+        assert attempt.held_lease.body_state.progressed
         second = desk.attempt()
         assert desk.row.crashes == 1
         desk.steps()
@@ -419,7 +419,7 @@ class TestStoresAway:
 
     def test_without_an_intent_there_is_no_call(self, desk: EffectBench, attempt: Attempt) -> None:
         """However long it is tried."""
-        attempt = desk.attempt(patience=3.0)
+        attempt = desk.attempt(settle_timeout=3.0)
         desk.journal.away("begin")
         began = desk.clock.now()
         with pytest.raises(StoreUnavailable):
@@ -431,7 +431,7 @@ class TestStoresAway:
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """A process that has lost its lease begins nothing."""
-        attempt = desk.attempt(patience=1000.0)
+        attempt = desk.attempt(settle_timeout=1000.0)
         desk.journal.away("begin")
         with pytest.raises(LeaseLost):
             attempt.effect()
@@ -862,7 +862,7 @@ class TestRepliesThatCannotBeKept:
             Uncertain, match=f"HAS happened.*{why}.*reference=.*resolve .* --done"
         ) as caught:
             attempt.effect(reply)
-        assert (desk.state, attempt.held_lease.work.progressed) == ("done", True)
+        assert (desk.state, attempt.held_lease.body_state.progressed) == ("done", True)
         assert (caught.value.effect, caught.value.idempotency_key) == (CHARGE, desk.called[0])
         with pytest.raises(Uncertain, match=r"HAS happened.*no verify was given"):
             desk.attempt().effect("never", uncertain="rerun")
@@ -1075,16 +1075,16 @@ def test_without_a_lease_it_is_the_call_and_nothing_else() -> None:
 def test_threads_of_one_body_take_their_first_steps_through_one_object(attempt: Attempt) -> None:
     """It knows the names that this attempt has used."""
     both_make = threading.Barrier(2, timeout=10)
-    taken: list[Steps] = []
+    taken: list[LeaseServices] = []
 
-    def made() -> Steps:
+    def made() -> LeaseServices:
         both_make.wait()
-        return replace(attempt.lease._steps)
+        return replace(attempt.lease._services)
 
     lease = Lease(attempt.held_lease, attempt.record, made, os.getpid())
-    threads = [threading.Thread(target=lambda: taken.append(lease._steps)) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: taken.append(lease._services)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10)
-    assert taken[0] is taken[1] is lease._steps
+    assert taken[0] is taken[1] is lease._services

@@ -357,7 +357,7 @@ class TestALostLease:
         bench.half_open()
 
         def lose(held_lease: Any) -> None:
-            held_lease.lost = "taken by another owner"
+            held_lease.lost = "held by another owner"
 
         bench.run(bench.call(), ending, during=lose)
         assert bench.steps("cool", "release", "release_probe", "open_gate") == []

@@ -57,12 +57,12 @@ def app(tmp_path: Path) -> Iterator[Celery]:
 
     yield app
     for eager in (True, False):
-        app_components.parts_of(app, eager=eager).close()
+        app_components.components_of(app, eager=eager).close()
 
 
 def scraped(app: Celery) -> tuple[Samples, str]:
     """What a scrape gives once all is written, as values and as text."""
-    counting = app_components.parts_of(app, eager=True).counting
+    counting = app_components.components_of(app, eager=True).counting
     assert counting is not None
     counting.end()
     registry = CollectorRegistry()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
-from celery_leases.attempt.lease_services import Steps
-from celery_leases.attempt.renewal import RELEASED, TAKEN
+from celery_leases.attempt.lease_services import LeaseServices
+from celery_leases.attempt.renewal import HELD_BY_OTHER, RELEASED
 from celery_leases.errors import LeaseLost, StoreUnavailable
 from celery_leases.lease import Lease
 from celery_leases.protocol.deadlines import lock_counts_for, renewal_retry
@@ -62,9 +62,11 @@ def guard(bench: Bench, held_lease: HeldLease, lease_until: int | None = NOW) ->
     """The body locks the row just now; with *lease_until* the row is the lease."""
     transaction: Any = Transaction()
     nothing: Any = None
-    steps = Steps(bench.renewer, nothing, nothing, nullcontext, lambda _: transaction, nothing)
+    services = LeaseServices(
+        bench.renewer, nothing, nothing, nullcontext, lambda _: transaction, nothing
+    )
     record = a_record(State.RUNNING, lease_until=lease_until)
-    Lease(held_lease, record, lambda: steps, os.getpid()).guard(None)
+    Lease(held_lease, record, lambda: services, os.getpid()).guard(None)
     locked: Transaction = transaction
     return locked
 
@@ -77,7 +79,7 @@ def guarded(bench: Bench, **options: Any) -> tuple[HeldLease, Transaction]:
 
 
 def see(bench: Bench, held_lease: HeldLease, kept: RenewalResult, at: float) -> None:
-    """The keeper looks *at* so many seconds after the start, and gets this answer."""
+    """The renewal thread looks *at* so many seconds after the start, and gets this answer."""
     bench.clock.time = START + at
     bench.leases.answer = lambda _: kept
     bench.renew(held_lease)
@@ -106,7 +108,7 @@ def test_a_lock_that_is_found_extends_the_lease_beyond_its_ttl(bench: Bench) -> 
         see(bench, held_lease, RenewalResult.LOCKED, at)
         assert held_lease.held
     assert held_lease.due == pytest.approx(START + 19 + AGAIN)
-    assert held_lease.stop == pytest.approx(START + 19 + BELIEVED)
+    assert held_lease.stop_deadline == pytest.approx(START + 19 + BELIEVED)
     bench.clock.time = START + 19 + BELIEVED - 0.001
     assert held_lease.overdue(bench.clock.time) is None
     bench.clock.time += 0.001
@@ -120,10 +122,10 @@ def test_guarding_is_itself_a_sight_of_the_lock(bench: Bench) -> None:
     later.
     """
     held_lease, _ = guarded(bench)
-    assert held_lease.stop == pytest.approx(START + STOP)
+    assert held_lease.stop_deadline == pytest.approx(START + STOP)
     bench.clock.time = START + STOP - 0.1
     guard(bench, held_lease)
-    assert held_lease.stop == pytest.approx(START + STOP - 0.1 + BELIEVED)
+    assert held_lease.stop_deadline == pytest.approx(START + STOP - 0.1 + BELIEVED)
 
 
 def test_a_lease_in_redis_gains_nothing_from_a_guard(bench: Bench) -> None:
@@ -143,10 +145,10 @@ def test_a_guard_that_raised_does_not_count(bench: Bench) -> None:
     """The transaction before counts on."""
     held_lease, first = guarded(bench)
     other: Any = Transaction()
-    with pytest.raises(ValueError, match="refused"), held_lease.work.locking(other):
+    with pytest.raises(ValueError, match="refused"), held_lease.body_state.locking(other):
         raise ValueError("refused")
     first.open = False
-    assert not held_lease.work.guarded
+    assert not held_lease.body_state.guarded
 
 
 def test_the_renewer_knows_which_rows_the_body_may_have_locked(bench: Bench) -> None:
@@ -162,10 +164,10 @@ def test_no_lock_counts_beyond_lease_max_hold(bench: Bench) -> None:
     """However often it is seen."""
     held_lease, _ = guarded(bench, max_hold=10.0)
     see(bench, held_lease, RenewalResult.LOCKED, 9.5)
-    assert held_lease.stop == pytest.approx(START + 10)
+    assert held_lease.stop_deadline == pytest.approx(START + 10)
     bench.clock.time = START + 10
     assert not held_lease.held
-    assert not held_lease.looked_after(bench.clock.time)
+    assert not held_lease.needs_renewer(bench.clock.time)
     assert held_lease.overdue(bench.clock.time) == HELD_TOO_LONG
 
 
@@ -173,8 +175,8 @@ def test_a_body_that_is_to_be_killed_lives_as_long_as_the_lock_is_seen(bench: Be
     """And has as long to end afterwards as with any lease."""
     held_lease, _ = guarded(bench)
     told: list[float] = []
-    held_lease.put_off = told.append
-    assert held_lease.dead_by == pytest.approx(START + HARD)
+    held_lease.move_kill_timer = told.append
+    assert held_lease.kill_deadline == pytest.approx(START + HARD)
     see(bench, held_lease, RenewalResult.LOCKED, 1)
     see(bench, held_lease, RenewalResult.LOCKED, 19)
     assert told == pytest.approx([START + HARD, START + 19 + BELIEVED + HARD - STOP])
@@ -188,13 +190,13 @@ def test_a_lock_that_is_gone_leaves_a_lease_that_is_simply_renewed(bench: Bench)
     held_lease, _ = guarded(bench)
     see(bench, held_lease, RenewalResult.LOCKED, 2 * TTL)
     see(bench, held_lease, RenewalResult.OURS, 2 * TTL + 0.5)
-    assert held_lease.stop == pytest.approx(START + 2 * TTL + 0.5 + STOP)
+    assert held_lease.stop_deadline == pytest.approx(START + 2 * TTL + 0.5 + STOP)
     assert held_lease.due == pytest.approx(START + 2 * TTL + 0.5 + TTL / 3)
 
 
 @pytest.mark.parametrize(
     ("kept", "row", "reason"),
-    [(RenewalResult.OTHER, THEIRS, TAKEN), (RenewalResult.MISSING, None, RELEASED)],
+    [(RenewalResult.OTHER, THEIRS, HELD_BY_OTHER), (RenewalResult.MISSING, None, RELEASED)],
 )
 def test_a_lock_that_is_gone_and_used_by_another_means_lost(
     bench: Bench, kept: RenewalResult, row: Row | None, reason: str
@@ -212,14 +214,14 @@ def test_a_lock_that_is_gone_and_used_by_another_means_lost(
 def test_a_completion_that_has_committed_needs_no_renewal(bench: Bench) -> None:
     """The row is done with this fence: no other call can take it."""
     held_lease, transaction = guarded(bench)
-    held_lease.work.completing = True
+    held_lease.body_state.completing = True
     see(bench, held_lease, RenewalResult.LOCKED, 2 * TTL)
     transaction.open = False
     bench.records.row = Row(State.DONE, 7, "token")
     see(bench, held_lease, RenewalResult.MISSING, 2 * TTL + 0.5)
     bench.clock.time += 100 * TTL
     assert held_lease.held
-    assert not held_lease.looked_after(bench.clock.now())
+    assert not held_lease.needs_renewer(bench.clock.now())
 
 
 # -- lease_renew=False -----------------------------------------------------------------------------
@@ -228,14 +230,14 @@ def test_a_completion_that_has_committed_needs_no_renewal(bench: Bench) -> None:
 def test_without_renewal_the_lock_is_looked_at_and_nothing_pushed_out(bench: Bench) -> None:
     """0 seconds are asked for while the lease itself lasts."""
     held_lease, _ = guarded(bench, renew=False)
-    assert held_lease.looked_after(START)
+    assert held_lease.needs_renewer(START)
     assert held_lease.due == pytest.approx(START + AGAIN)
     see(bench, held_lease, RenewalResult.LOCKED, 1)
-    assert held_lease.stop == pytest.approx(START + STOP)
+    assert held_lease.stop_deadline == pytest.approx(START + STOP)
     see(bench, held_lease, RenewalResult.OURS, 4.5)
     assert [renewal.ttl for renewal in bench.leases.renewed] == [0.0, 0.0]
-    assert held_lease.stop == pytest.approx(START + STOP)
-    assert not held_lease.looked_after(bench.clock.time)
+    assert held_lease.stop_deadline == pytest.approx(START + STOP)
+    assert not held_lease.needs_renewer(bench.clock.time)
     assert held_lease.overdue(START + STOP) == NOT_EXTENDED
 
 
@@ -247,8 +249,8 @@ def test_without_renewal_a_transaction_that_has_outlasted_the_lease_leaves_a_who
     see(bench, held_lease, RenewalResult.LOCKED, 5)
     see(bench, held_lease, RenewalResult.OURS, 6)
     assert [renewal.ttl for renewal in bench.leases.renewed] == [TTL, TTL]
-    assert held_lease.stop == pytest.approx(START + 6 + STOP)
-    assert not held_lease.looked_after(bench.clock.time)
+    assert held_lease.stop_deadline == pytest.approx(START + 6 + STOP)
+    assert not held_lease.needs_renewer(bench.clock.time)
 
 
 # -- check() ---------------------------------------------------------------------------------------
@@ -291,13 +293,13 @@ def test_a_check_after_the_transaction_renews_the_lease(bench: Bench, renew: boo
     held_lease.check()
     held_lease.check()
     assert [(renewal.ttl, renewal.guarded) for renewal in bench.leases.renewed] == [(TTL, False)]
-    assert held_lease.stop == pytest.approx(bench.clock.now() + STOP)
+    assert held_lease.stop_deadline == pytest.approx(bench.clock.now() + STOP)
 
 
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "ended"])
 @pytest.mark.parametrize(
     ("kept", "row", "reason"),
-    [(RenewalResult.OTHER, THEIRS, TAKEN), (RenewalResult.MISSING, None, RELEASED)],
+    [(RenewalResult.OTHER, THEIRS, HELD_BY_OTHER), (RenewalResult.MISSING, None, RELEASED)],
 )
 def test_a_check_that_finds_another_owner_raises(
     bench: Bench, kept: RenewalResult, row: Row | None, reason: str, is_open: bool
@@ -367,7 +369,7 @@ def test_a_lock_does_not_count_for_long_after_its_transaction(bench: Bench) -> N
     """
     held_lease, transaction = guarded(bench, ttl=LONG)
     see(bench, held_lease, RenewalResult.LOCKED, 2 * LONG)
-    assert held_lease.stop == pytest.approx(START + 2 * LONG + LONG / 3)
+    assert held_lease.stop_deadline == pytest.approx(START + 2 * LONG + LONG / 3)
     transaction.open = False
     bench.clock.time = START + 2 * LONG + 5.0 - 0.001
     assert held_lease.held
@@ -382,7 +384,7 @@ def test_a_late_answer_after_the_transaction_is_as_good_as_an_early_one(bench: B
     see(bench, held_lease, RenewalResult.LOCKED, 2 * LONG)
     transaction.open = False
     see(bench, held_lease, RenewalResult.OURS, 2 * LONG + 4)
-    assert not held_lease.outlasted(bench.clock.time + LONG / 2)
+    assert not held_lease.needs_row_lock(bench.clock.time + LONG / 2)
 
 
 def test_a_lease_that_is_lost_is_not_asked_about(bench: Bench) -> None:
@@ -408,7 +410,7 @@ def begun(running: Bench, ttl: float) -> tuple[HeldLease, Transaction]:
 def test_the_lease_is_held_all_along_and_renewed_once_the_transaction_is_over(
     running: Bench,
 ) -> None:
-    """The keeper looks by itself, and the watcher lets it."""
+    """The renewal thread looks by itself, and the deadline thread lets it."""
     held: list[bool] = []
     running.leases.answer = lambda renewal: (
         RenewalResult.LOCKED if renewal.guarded else RenewalResult.OURS
@@ -439,7 +441,7 @@ def test_the_lease_is_lost_once_the_lock_is_not_seen_any_more(running: Bench) ->
     running.leases.answer = answer
     held_lease, _ = begun(running, ttl=1.2)
     held_lease.interrupt = lambda: gone.append(running.clock.now())
-    ordinary = held_lease.hard
+    ordinary = held_lease.hard_deadline
     until(lambda: running.clock.now() > ordinary, "the lease to be outlasted")
     away.append(True)
     until(lambda: gone, "the loss")
@@ -448,15 +450,15 @@ def test_the_lease_is_lost_once_the_lock_is_not_seen_any_more(running: Bench) ->
 
 
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "ended"])
-def test_a_look_that_failed_wakes_the_watcher_once_the_transaction_is_over(
+def test_a_look_that_failed_wakes_the_deadline_thread_once_the_transaction_is_over(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, is_open: bool
 ) -> None:
     """It sleeps until the end of a third of the ttl, and the lock counts for less by now."""
     rung: list[bool] = []
     held_lease, transaction = guarded(bench, ttl=LONG)
     see(bench, held_lease, RenewalResult.LOCKED, 2 * LONG)
-    bench.renewer._watcher_wakes = held_lease.stop
-    monkeypatch.setattr(bench.renewer._watcher_bell, "ring", lambda: rung.append(True))
+    bench.renewer._deadline_wakes_at = held_lease.stop_deadline
+    monkeypatch.setattr(bench.renewer._deadline_wakeup, "notify", lambda: rung.append(True))
     transaction.open = is_open
     bench.leases.answer = away
     bench.renew(held_lease)

@@ -17,14 +17,14 @@ from celery_leases.protocol.message_copies import Copy
 from celery_leases.protocol.options import LeaseOptions
 from celery_leases.worker.headers import (
     HEADER,
-    KEY_CARRIED,
+    LONGEST_KEY,
     Header,
-    OnRequest,
-    arrived,
+    RequestState,
     call_id_of,
     group_of,
     key_of,
     owner_of,
+    read_header,
     state_of,
     token_of,
 )
@@ -75,7 +75,7 @@ class TestAHeader:
     def test_is_read_as_it_was_written(self, header: Header) -> None:
         """Through JSON, as brokers carry it."""
         headers = {HEADER: json.loads(json.dumps(header.written()))}
-        assert arrived(headers, "billing.send", "call") == header
+        assert read_header(headers, "billing.send", "call") == header
 
     @pytest.mark.parametrize(
         "headers",
@@ -94,7 +94,7 @@ class TestAHeader:
         self, headers: object, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Members of a group share one headers dict; that is not reported."""
-        assert arrived(headers, "billing.send", "call") is None
+        assert read_header(headers, "billing.send", "call") is None
         assert not caplog.records
 
     @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ class TestAHeader:
             {"v": None},
             {"key": None},
             {"key": {"a": 1}},
-            {"key": "x" * (KEY_CARRIED + 1)},
+            {"key": "x" * (LONGEST_KEY + 1)},
             {"key": "a\0b"},
             {"key": "\ud800"},
             {"stored": 1},
@@ -139,7 +139,7 @@ class TestAHeader:
     ) -> None:
         """As if there were none: nothing is guessed, and nothing raises."""
         with caplog.at_level(logging.WARNING):
-            assert arrived({HEADER: FULL.written() | changed}, "billing.send", "call") is None
+            assert read_header({HEADER: FULL.written() | changed}, "billing.send", "call") is None
         (line,) = caplog.messages
         assert line.startswith(
             "billing.send[call]: its message header 'celery_leases' is ignored: its "
@@ -150,10 +150,10 @@ class TestAHeader:
         self, value: object, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Whatever else it is."""
-        assert arrived({HEADER: value}, "billing.send", "call") is None
+        assert read_header({HEADER: value}, "billing.send", "call") is None
         assert len(caplog.messages) == 1
 
-    @pytest.mark.parametrize("length", [1, 200, KEY_CARRIED, KEY_CARRIED + 1, 140_000])
+    @pytest.mark.parametrize("length", [1, 200, LONGEST_KEY, LONGEST_KEY + 1, 140_000])
     def test_is_of_bounded_length(self, length: int) -> None:
         """With any key, group and history of the call."""
         key = "é" * length
@@ -161,7 +161,7 @@ class TestAHeader:
             CallKey(key, stored_key("billing.send", key), FINGERPRINT), "g" * length
         )
         assert len(json.dumps(header.written(), ensure_ascii=False).encode()) < 6_000
-        assert arrived({HEADER: header.written()}, "billing.send", "call") == header
+        assert read_header({HEADER: header.written()}, "billing.send", "call") == header
 
 
 def a_task(**options: Any) -> Any:
@@ -294,7 +294,7 @@ class TestARequest:
         """Headers are its attributes."""
         names = ("state", "running", "stored_key", "replaced")
         request = Context({f"celery_leases_{name}": value for name in names})
-        assert state_of(request) == OnRequest()
+        assert state_of(request) == RequestState()
 
     def test_remembers_what_this_process_has_noted(self) -> None:
         """At the same request."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from celery_leases.attempt.held_lease import LEFT_ALONE, HeldLease
+from celery_leases.attempt.held_lease import CLEANUP_TIME, HeldLease
 from celery_leases.errors import LeaseLost
 from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.worker.pools.signals import SignalGuard
@@ -16,14 +16,14 @@ def test_a_body_that_was_just_interrupted_is_interrupted_again_only_later() -> N
     clock, interrupt_guard = ManualClock(), SignalGuard()
     held_lease = HeldLease(make_claim_request("t:task|key"), clock.now(), clock)
     with interrupt_guard:
-        interrupt_guard.open(held_lease, "interrupt")
+        interrupt_guard.body_begins(held_lease, "interrupt")
         interrupt_guard._on_loss(0, None)  # nothing is lost
-        held_lease.lost = "taken by another owner"
+        held_lease.lost = "held by another owner"
         with pytest.raises(LeaseLost):
             held_lease.check()
         interrupt_guard._on_loss(0, None)  # it was just interrupted
-        clock.sleep(1.01 * LEFT_ALONE)
+        clock.sleep(1.01 * CLEANUP_TIME)
         with pytest.raises(LeaseLost):
             interrupt_guard._on_loss(0, None)
-        interrupt_guard.shut()
+        interrupt_guard.body_ended()
         interrupt_guard._on_loss(0, None)  # the body is over

@@ -22,7 +22,7 @@ from tests.unit.memory_worker import DONE, Bench
 def runs_elsewhere(bench: Bench, ttl: float = 15.0, **changes: object) -> Call:
     """Another call whose body runs in another process: the row is running, the lease is held."""
     other = bench.call(call_id=THEIRS, ttl=ttl, **changes)
-    entered = bench.execution.entry.enter(other)
+    entered = bench.execution.acquirer.acquire(other)
     assert not isinstance(entered, Reschedule)
     bench.journal.clear()
     return other
@@ -118,7 +118,7 @@ class TestAnEmptiedLeaseStore:
 
         def claims() -> None:
             bench.records.others.claim(
-                bench.execution.entry._claim_request(bench.call(call_id=THEIRS)), "fake"
+                bench.execution.acquirer._claim_request(bench.call(call_id=THEIRS)), "fake"
             )
 
         bench.journal.before("claim", claims)

@@ -68,7 +68,7 @@ class TestWhoProbes:
         """Its slot lasts as long as its lease, and neither is renewed."""
         dead = bench.call(key=OTHER_KEY)
         bench.half_open()
-        assert isinstance(bench.execution.entry.enter(dead), ClaimedAttempt)
+        assert isinstance(bench.execution.acquirer.acquire(dead), ClaimedAttempt)
         assert isinstance(bench.run(bench.call()), Reschedule)
         bench.clock.sleep(15.0)
         assert bench.run(bench.call()) == Return(1)
@@ -172,7 +172,7 @@ class TestWhatItsEndMeans:
 
         def too_long(held_lease: Any) -> None:
             bench.clock.sleep(15.0)
-            held_lease.hard += 15.0
+            held_lease.hard_deadline += 15.0
 
         bench.run(bench.call(), DONE, during=too_long)
         assert bench.gate is not None

@@ -156,7 +156,7 @@ class TestSaveProgress:
             attempt = desk.attempt()
         assert desk.row.crashes == 2
         attempt.lease.save_progress(1)
-        assert (desk.row.crashes, attempt.held_lease.work.progressed) == (0, True)
+        assert (desk.row.crashes, attempt.held_lease.body_state.progressed) == (0, True)
 
     def test_a_lost_lease_saves_nothing(self, desk: EffectBench, attempt: Attempt) -> None:
         """By the clock, without a trip."""
@@ -170,7 +170,7 @@ class TestSaveProgress:
     ) -> None:
         """The later attempt's stays."""
         desk.attempt().lease.save_progress("theirs")
-        with pytest.raises(LeaseLost, match="moved on"):
+        with pytest.raises(LeaseLost, match="was changed by another attempt"):
             attempt.lease.save_progress("ours")
         assert attempt.lease.progress is None
         assert desk.attempt().lease.progress == "theirs"
@@ -180,7 +180,7 @@ class TestSaveProgress:
         desk.journal.away("save", times=1)
         with pytest.raises(StoreUnavailable):
             attempt.lease.save_progress(1)
-        assert (attempt.lease.progress, attempt.held_lease.work.progressed) == (None, False)
+        assert (attempt.lease.progress, attempt.held_lease.body_state.progressed) == (None, False)
         attempt.lease.save_progress(2)
         assert attempt.lease.progress == 2
 
@@ -299,7 +299,7 @@ class TestEach:
         for number, ending in enumerate(endings):
             with pytest.raises(Killed):
                 work(attempt.lease, range(100), 5 * number + 4, die, done)
-            unsaved = attempt.held_lease.work.unsaved
+            unsaved = attempt.held_lease.body_state.unsaved_progress
             assert unsaved not in (None, desk.row.progress)
             assert load(unsaved, 0).positions == {"items": 5 * number + 4}
             desk.records.settle(attempt.record, _outcome(attempt, ending, unsaved))
@@ -318,7 +318,7 @@ class TestEach:
         with pytest.raises(LeaseLost):
             work(attempt.lease, range(10), 3, attempt.lose, seen, every=every)
         assert seen == [0, 1, 2, 3]
-        unsaved = attempt.held_lease.work.unsaved
+        unsaved = attempt.held_lease.body_state.unsaved_progress
         assert unsaved is not None
         assert load(unsaved, 0).positions == {"items": 4}
 
@@ -333,7 +333,7 @@ class TestEach:
     def test_a_record_that_has_moved_on_stops_it(self, desk: EffectBench, attempt: Attempt) -> None:
         """At the first save after it has, and the later attempt's position stays."""
         others: list[Attempt] = []
-        with pytest.raises(LeaseLost, match="moved on"):
+        with pytest.raises(LeaseLost, match="was changed by another attempt"):
             work(attempt.lease, range(10), 3, lambda: others.append(desk.attempt()), every=1)
         assert load(desk.row.progress, 0).positions == {"items": 3}
         assert list(others[0].lease.each(range(5))) == [3, 4]
@@ -344,7 +344,7 @@ class TestEach:
         """The item was finished, and is saved with the outcome if that can be written."""
         with pytest.raises(StoreUnavailable):
             work(attempt.lease, range(10), 3, lambda: desk.journal.away("save"), every=1)
-        unsaved = attempt.held_lease.work.unsaved
+        unsaved = attempt.held_lease.body_state.unsaved_progress
         assert unsaved is not None
         assert load(unsaved, 0).positions == {"items": 4}
 
@@ -418,7 +418,7 @@ class TestEach:
     ) -> None:
         """It would wait for its own thread's lock."""
         transaction: Any = OpenTransaction()
-        with attempt.held_lease.work.locking(transaction):
+        with attempt.held_lease.body_state.locking(transaction):
             pass
         with pytest.raises(GuardOpen):
             attempt.lease.save_progress(1)
@@ -465,7 +465,7 @@ def test_after_any_death_nothing_is_skipped_and_little_is_repeated(
                 desk.journal.clear()
                 attempt.lease.extend(desk.ttl)
         except Killed:
-            unsaved = attempt.held_lease.work.unsaved
+            unsaved = attempt.held_lease.body_state.unsaved_progress
             if not killed and unsaved is not None:
                 desk.records.settle(attempt.record, _outcome(attempt, Lost("gone"), unsaved))
         run = done[before:]

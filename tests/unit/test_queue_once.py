@@ -79,7 +79,7 @@ def shop(tmp_path: Path) -> Iterator[Shop]:
     shop = Shop(tmp_path)
     yield shop
     before_task_publish.disconnect(dispatch_uid=str(tmp_path))
-    app_components.forget()
+    app_components.close_all()
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_the_setting_counts_for_tasks_with_a_key(tmp_path: Path) -> None:
         gather("t", {"key": "k", "on_queued": "raise"}, {}, [])
     with pytest.raises(LeaseConfigurationError, match="'return' or 'raise'"):
         gather("t", {"key": "k", "queue_once": True, "on_queued": "ignore"}, {}, [])
-    app_components.forget()
+    app_components.close_all()
 
 
 def test_a_queued_key_can_be_refused(shop: Shop) -> None:
@@ -289,7 +289,7 @@ def test_a_message_that_the_broker_does_not_take_leaves_the_key_free(
 def test_a_published_call_is_not_published_by_the_relay(shop: Shop) -> None:
     """The broker has it; the record stores it for a rescue."""
     shop.work.delay(7)
-    record = app_components.parts_of(shop.app).records.read("t:work|work:7")
+    record = app_components.components_of(shop.app).records.read("t:work|work:7")
     assert record is not None
     assert (record.publish_at, record.published_at is None) == (None, False)
     assert record.message is not None
@@ -379,14 +379,16 @@ def test_eager_calls_are_in_the_same_world(tmp_path: Path) -> None:
         shop.strict.delay(8)
     assert shop.again.delay(9).get() == shop.again.delay(9).get()
     assert shop.ran == [7, 8, 9, 9]
-    app_components.forget()
+    app_components.close_all()
 
 
 def test_a_revoked_call_frees_its_key(
     shop: Shop, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker has discarded its message: no rescue publishes it again, and the next call runs."""
-    monkeypatch.setattr(child_exit, "call_off", child_exit._call_off)  # in the worker's thread
+    monkeypatch.setattr(
+        child_exit, "record_revoke", child_exit._record_revoke
+    )  # in the worker's thread
     first = shop.work.delay(7)
     revoked.add(first.id)
     request.getfixturevalue("worker")
@@ -394,7 +396,7 @@ def test_a_revoked_call_frees_its_key(
         first.get(timeout=PATIENCE)
     shop.plain.delay(1).get(timeout=PATIENCE)  # the worker is past the first
     assert shop.work.lease_status(7).message() == "Revoked: runs when called again"
-    record = app_components.parts_of(shop.app).records.read("t:work|work:7")
+    record = app_components.components_of(shop.app).records.read("t:work|work:7")
     assert record is not None
     assert record.message is None  # which a rescue would publish
     assert shop.work.delay(7).get(timeout=PATIENCE)["number"] == 7
@@ -414,7 +416,7 @@ def test_an_eager_call_of_a_key_that_cools_down_is_answered(tmp_path: Path) -> N
     with pytest.raises(CoolingDown):
         shop.work.delay(7).get(timeout=PATIENCE)
     assert shop.ran == [7]
-    app_components.forget()
+    app_components.close_all()
 
 
 def test_calls_in_an_eager_body_of_a_stored_message_are_queued_once(tmp_path: Path) -> None:
@@ -438,7 +440,7 @@ def test_calls_in_an_eager_body_of_a_stored_message_are_queued_once(tmp_path: Pa
     engine.dispose()
     assert shop.ran == [7, 1]
     assert refused == ["done", "done"]
-    app_components.forget()
+    app_components.close_all()
 
 
 def test_a_call_that_expired_in_the_queue_frees_its_key(tmp_path: Path) -> None:

@@ -364,7 +364,7 @@ def test_the_status_of_an_eager_call_is_asked_from_the_real_stores(tmp_path: Pat
     assert ship.apply((7,)).get() == 7
     assert ship.lease_status(7).state == "absent"
     app.conf.leases_eager_stores = True
-    app_components.forget()
+    app_components.close_all()
     assert ship.apply((8,)).get() == 8
     assert ship.lease_status(8).state == "done"
 
@@ -379,7 +379,7 @@ def test_an_eager_call_needs_no_database_with_any_broker() -> None:
 
     assert ship.apply((7,)).get() == 7
     app.conf.leases_eager_stores = True
-    app_components.forget()
+    app_components.close_all()
     with pytest.raises(LeaseConfigurationError, match="leases_database_url"):
         ship.apply((8,)).get()
 
@@ -441,7 +441,7 @@ def test_a_soft_limit_close_to_the_hard_one_is_noticed(
     """The task's own limits count, then the worker's."""
     task = SimpleNamespace(soft_time_limit=soft, time_limit=hard)
     assert (
-        setting_checks.leaves_no_time(task, setting_checks.TimeLimits(worker[0], worker[1]))
+        setting_checks.soft_limit_is_tight(task, setting_checks.TimeLimits(worker[0], worker[1]))
         is tight
     )
 

@@ -39,7 +39,7 @@ def test_a_message_that_has_waited_for_five_minutes_is_reported(
     @app.task(base=LeasedTask, name="ship", shared=False, lease_key="order:{number}")
     def ship(number: int) -> None: ...
 
-    records = app_components.parts_of(app).records
+    records = app_components.components_of(app).records
     with closing(sqlite3.connect(tmp_path / "records.db")) as connection:
         connection.execute("BEGIN IMMEDIATE")
         ship.delay_in(connection, 7)  # the commit of this connection cannot be observed
@@ -47,15 +47,15 @@ def test_a_message_that_has_waited_for_five_minutes_is_reported(
     later = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: later() + minutes * 60 * 10**9)
     with caplog.at_level(logging.WARNING, "celery_leases"):
-        relay_check.tell_of_waiting(records)
+        relay_check.warn_of_waiting(records)
     told = "the oldest for 6 minutes (ship, key order:7)" in caplog.text
     assert told is (minutes == 6)
     caplog.clear()
-    app_components.parts_of(app).copies.publish = lambda _: None
+    app_components.components_of(app).publisher.publish = lambda _: None
     assert LeaseClient.from_app(app).relay()
-    relay_check.tell_of_waiting(records)
+    relay_check.warn_of_waiting(records)
     assert not caplog.records
-    app_components.forget()
+    app_components.close_all()
 
 
 class AWorker:
@@ -75,7 +75,7 @@ def test_a_worker_looks_when_it_starts(app: Celery, monkeypatch: pytest.MonkeyPa
     def ship() -> None: ...
 
     looked: list[object] = []
-    monkeypatch.setattr(relay_check, "tell_of_waiting", looked.append)
+    monkeypatch.setattr(relay_check, "warn_of_waiting", looked.append)
     startup_checks.check_before_work(AWorker(app))
     assert len(looked) == 1
 
@@ -95,13 +95,13 @@ def test_a_worker_goes_on_looking_until_it_ends(
             twice.set()
         raise StoreUnavailable("away", False)
 
-    monkeypatch.setattr(relay_check, "LOOK_EVERY", 0.01)
-    monkeypatch.setattr(relay_check, "tell_of_waiting", look)
+    monkeypatch.setattr(relay_check, "CHECK_EVERY", 0.01)
+    monkeypatch.setattr(relay_check, "warn_of_waiting", look)
     worker = AWorker(app)
     relay_check.watch(worker)
     relay_check.watch(worker)
     (thread,) = (one for one in threading.enumerate() if one.name == "celery_leases unrelayed")
     assert twice.wait(60)
-    relay_check.end(worker)
+    relay_check.stop(worker)
     thread.join(60)
     assert not thread.is_alive()

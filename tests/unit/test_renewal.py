@@ -13,7 +13,7 @@ import pytest
 from celery_leases.attempt import renewal
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
-from celery_leases.attempt.renewal import FORGOTTEN, RELEASED, TAKEN, Renewer
+from celery_leases.attempt.renewal import HELD_BY_OTHER, RELEASED, SUPERSEDED, Renewer
 from celery_leases.errors import LeaseLost, StoreUnavailable
 from celery_leases.protocol.events import LeaseGone, LeaseRenewed, RenewalFailed
 from celery_leases.protocol.ports import Renewal, RenewalResult
@@ -127,7 +127,7 @@ class Bench:
         return made
 
     def renew(self, *held_leases: HeldLease) -> None:
-        """What the keeper does once they are due."""
+        """What the renewal thread does once they are due."""
         self.renewer._renew(list(held_leases))
 
 
@@ -151,8 +151,8 @@ def until(seen: Callable[[], Any], what: str) -> None:
 def test_a_lease_counts_until_the_stop_deadline_and_not_a_moment_longer(bench: Bench) -> None:
     """Hard: sent + ttl, less 1 % and 2 ms. Stop: a sixth of the ttl before."""
     held_lease = bench.held_lease()
-    assert held_lease.hard == pytest.approx(1000 + HARD)
-    assert held_lease.stop == pytest.approx(1000 + STOP)
+    assert held_lease.hard_deadline == pytest.approx(1000 + HARD)
+    assert held_lease.stop_deadline == pytest.approx(1000 + STOP)
     assert held_lease.remaining() == pytest.approx(STOP)
     bench.clock.time = 1000 + STOP - 0.001
     assert held_lease.held
@@ -175,7 +175,7 @@ def test_a_renewal_counts_from_when_it_was_sent(bench: Bench) -> None:
 
     bench.leases.answer = slow
     bench.renew(held_lease)
-    assert held_lease.hard == pytest.approx(1002 + HARD)
+    assert held_lease.hard_deadline == pytest.approx(1002 + HARD)
     assert held_lease.due == pytest.approx(1002 + TTL / 3)
     assert [event.remaining for event in bench.seen.of(LeaseRenewed)] == [pytest.approx(STOP - 2)]
 
@@ -194,11 +194,11 @@ def test_a_renewal_never_shortens_what_extend_has_granted(bench: Bench) -> None:
     held_lease = bench.held_lease()
     bench.renewer.extend(held_lease, 60)
     assert bench.leases.renewed[-1].ttl == 60
-    far = held_lease.hard
+    far = held_lease.hard_deadline
     assert far > 1000 + 59
     bench.clock.time = 1001.0
     bench.renew(held_lease)
-    assert held_lease.hard == far
+    assert held_lease.hard_deadline == far
     assert held_lease.due == pytest.approx(1001 + TTL / 3)
 
 
@@ -216,14 +216,14 @@ def test_extend_finds_another_owner(bench: Bench) -> None:
     held_lease = bench.held_lease()
     bench.records.row = THEIRS
     bench.leases.answer = lambda _: RenewalResult.OTHER
-    with pytest.raises(LeaseLost, match=TAKEN):
+    with pytest.raises(LeaseLost, match=HELD_BY_OTHER):
         bench.renewer.extend(held_lease, 60)
-    assert held_lease.lost == TAKEN
+    assert held_lease.lost == HELD_BY_OTHER
 
 
 @pytest.mark.parametrize("group", [None, "openai:large"])
 def test_a_probes_slot_is_renewed_along_with_its_lease(bench: Bench, group: str | None) -> None:
-    """By the keeper and by ``extend`` alike: a gate must not take a long probe for dead."""
+    """By the renewal thread and by ``extend`` alike: a gate must not take a long probe for dead."""
     held_lease = bench.held_lease()
     held_lease.probe = group
     bench.renew(held_lease)
@@ -244,8 +244,8 @@ def test_another_owner_means_lost_at_once(bench: Bench) -> None:
     bench.records.row = THEIRS
     bench.leases.answer = lambda _: RenewalResult.OTHER
     bench.renew(held_lease)
-    assert (held_lease.lost, held_lease.held, nudged) == (TAKEN, False, [1])
-    assert [event.reason for event in bench.seen.of(LeaseGone)] == [TAKEN]
+    assert (held_lease.lost, held_lease.held, nudged) == (HELD_BY_OTHER, False, [1])
+    assert [event.reason for event in bench.seen.of(LeaseGone)] == [HELD_BY_OTHER]
     assert not bench.leases.released
 
 
@@ -261,7 +261,7 @@ def test_a_late_success_does_not_revive_a_lost_lease(bench: Bench) -> None:
     bench.renew(held_lease)
     assert held_lease.lost == DEADLINE
     assert not held_lease.held
-    assert held_lease.hard == pytest.approx(1000 + HARD)
+    assert held_lease.hard_deadline == pytest.approx(1000 + HARD)
     assert len(bench.seen.of(LeaseGone)) == 1
 
 
@@ -269,7 +269,7 @@ def test_a_lost_lease_is_not_renewed_any_more(bench: Bench) -> None:
     """I9: nothing is sent for it."""
     held_lease = bench.held_lease()
     assert held_lease.renewable(1000.0)
-    bench.renewer._lose(held_lease, TAKEN)
+    bench.renewer._lose(held_lease, HELD_BY_OTHER)
     assert not held_lease.renewable(1000.0)
 
 
@@ -282,8 +282,8 @@ def test_one_lost_lease_leaves_the_others_alone(bench: Bench) -> None:
     )
     bench.clock.time = 1001.0
     bench.renew(mine, theirs)
-    assert (mine.lost, theirs.lost) == (None, TAKEN)
-    assert mine.hard == pytest.approx(1001 + HARD)
+    assert (mine.lost, theirs.lost) == (None, HELD_BY_OTHER)
+    assert mine.hard_deadline == pytest.approx(1001 + HARD)
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("away", None), ValueError("a bug")])
@@ -300,7 +300,7 @@ def test_a_store_that_raises_moves_no_deadline_and_is_asked_again_sooner(
     bench.leases.answer = fail
     bench.renew(held_lease)
     assert held_lease.lost is None
-    assert held_lease.hard == pytest.approx(1000 + HARD)
+    assert held_lease.hard_deadline == pytest.approx(1000 + HARD)
     assert held_lease.due == pytest.approx(1002 + TTL / 12)
     assert [event.error for event in bench.seen.of(RenewalFailed)] == [str(error)]
 
@@ -324,8 +324,8 @@ def test_one_lease_that_fails_does_not_fail_the_others(bench: Bench) -> None:
 
     bench.leases.reassert = refuse  # type: ignore[method-assign]
     bench.renew(*held_leases)
-    assert before.hard == after.hard == pytest.approx(1002 + HARD)
-    assert down.hard == forgotten.hard == pytest.approx(1000 + HARD)
+    assert before.hard_deadline == after.hard_deadline == pytest.approx(1002 + HARD)
+    assert down.hard_deadline == forgotten.hard_deadline == pytest.approx(1000 + HARD)
     assert [held_lease.lost for held_lease in held_leases] == [None] * 4
     assert [event.error for event in bench.seen.of(RenewalFailed)] == [
         "node away",
@@ -362,8 +362,8 @@ def test_an_event_without_a_receiver_is_not_built(
 
 
 def test_a_lease_without_renewal_is_left_to_extend(bench: Bench) -> None:
-    """``lease_renew=False``: never due for the keeper, over by the clock, but ``extend`` pushes it
-    out.
+    """``lease_renew=False``: never due for the renewal thread, over by the clock, but ``extend``
+    pushes it out.
     """
     held_lease = bench.held_lease(renew=False)
     assert not held_lease.renewable(1000.0)
@@ -406,7 +406,7 @@ def test_a_lease_that_was_not_extended_has_its_own_reason(bench: Bench) -> None:
         (DEADLINE, []),
         (HELD_TOO_LONG, []),
         (NOT_EXTENDED, []),
-        (TAKEN, [1000.0]),
+        (HELD_BY_OTHER, [1000.0]),
         (RELEASED, [1000.0]),
     ],
 )
@@ -415,7 +415,7 @@ def test_a_body_that_is_to_be_killed_is_killed_at_once_where_its_key_is_free(
 ) -> None:
     """Otherwise it may run until the end of its lease, during which no other call gets the key."""
     held_lease, told = bench.held_lease(), []
-    held_lease.put_off = told.append
+    held_lease.move_kill_timer = told.append
     bench.renewer._lose(held_lease, reason)
     assert (held_lease.lost, told) == (reason, moved)
 
@@ -431,7 +431,7 @@ def test_a_missing_lease_is_asserted_again_and_compared_with_the_record(bench: B
     bench.renew(held_lease)
     assert bench.leases.reasserted == ["token"]
     assert held_lease.held
-    assert held_lease.hard == pytest.approx(1002 + HARD)
+    assert held_lease.hard_deadline == pytest.approx(1002 + HARD)
     assert [event.reasserted for event in bench.seen.of(LeaseRenewed)] == [True]
     assert not bench.leases.released
 
@@ -452,7 +452,7 @@ def test_a_lease_that_cannot_be_asserted_again_is_lost(bench: Bench, row: Row | 
     bench.records.row = row
     bench.leases.answer = lambda _: RenewalResult.MISSING
     bench.renew(held_lease)
-    assert held_lease.lost == FORGOTTEN
+    assert held_lease.lost == SUPERSEDED
     assert bench.leases.released == ["token"]
 
 
@@ -463,7 +463,7 @@ def test_a_lease_that_another_attempt_has_acquired_is_lost(bench: Bench) -> None
     bench.leases.answer = lambda _: RenewalResult.MISSING
     bench.leases.reasserts = False
     bench.renew(held_lease)
-    assert held_lease.lost == TAKEN
+    assert held_lease.lost == HELD_BY_OTHER
     assert not bench.leases.released
 
 
@@ -482,7 +482,7 @@ def test_a_lease_that_another_call_has_while_it_reads_the_record_is_not_lost(
     bench.clock.time = 1002.0
     bench.renew(held_lease)
     assert held_lease.lost is None
-    assert held_lease.hard == pytest.approx(1000 + HARD)
+    assert held_lease.hard_deadline == pytest.approx(1000 + HARD)
     assert held_lease.due == pytest.approx(1002 + TTL / 12)
     assert len(bench.seen.of(RenewalFailed)) == 1
     with pytest.raises(
@@ -491,7 +491,7 @@ def test_a_lease_that_another_call_has_while_it_reads_the_record_is_not_lost(
         bench.renewer.extend(held_lease, 60)
     bench.leases.answer, bench.leases.reasserts = (lambda _: RenewalResult.MISSING), True
     bench.renew(held_lease)
-    assert held_lease.hard == pytest.approx(1002 + HARD)
+    assert held_lease.hard_deadline == pytest.approx(1002 + HARD)
 
 
 def test_a_lease_that_another_has_is_lost_after_the_deadline(bench: Bench) -> None:
@@ -500,7 +500,7 @@ def test_a_lease_that_another_has_is_lost_after_the_deadline(bench: Bench) -> No
     bench.clock.time = 1000 + STOP
     bench.leases.answer = lambda _: RenewalResult.OTHER
     bench.renew(held_lease)
-    assert held_lease.lost == TAKEN
+    assert held_lease.lost == HELD_BY_OTHER
 
 
 def test_a_missing_lease_is_not_asserted_again_after_the_deadline(bench: Bench) -> None:
@@ -529,9 +529,9 @@ def test_a_lease_asserted_again_without_a_record_to_compare_does_not_count(bench
     bench.clock.time = 1001.0
     bench.renew(held_lease)
     bench.renew(held_lease)
-    assert held_lease.hard == pytest.approx(1000 + HARD)
+    assert held_lease.hard_deadline == pytest.approx(1000 + HARD)
     bench.renew(held_lease)
-    assert held_lease.lost == FORGOTTEN
+    assert held_lease.lost == SUPERSEDED
     assert bench.leases.released == ["token"]
 
 
@@ -554,7 +554,7 @@ def start(bench: Bench, ttl: float, **options: Any) -> HeldLease:
     return held_lease
 
 
-def test_the_keeper_renews_every_third_of_the_ttl(running: Bench) -> None:
+def test_the_renewal_thread_renews_every_third_of_the_ttl(running: Bench) -> None:
     """Three renewals in a ttl, no more."""
     held_lease = start(running, 0.3)
     began = time.monotonic()
@@ -564,8 +564,8 @@ def test_the_keeper_renews_every_third_of_the_ttl(running: Bench) -> None:
 
 
 def test_a_store_that_hangs_does_not_delay_the_interruption_of_the_body(running: Bench) -> None:
-    """The keeper waits for a reply; the watcher interrupts by the stop deadline, and again until
-    the body has ended.
+    """The renewal thread waits for a reply; the deadline thread interrupts by the stop deadline,
+    and again until the body has ended.
     """
     let_go, nudges = threading.Event(), []
 
@@ -577,7 +577,7 @@ def test_a_store_that_hangs_does_not_delay_the_interruption_of_the_body(running:
     held_lease = running.held_lease(ttl=0.6)
     held_lease.interrupt = lambda: nudges.append(time.monotonic())
     running.renewer.add(held_lease)
-    stop = held_lease.stop
+    stop = held_lease.stop_deadline
     until(lambda: nudges, "the interruption")
     assert stop <= nudges[0] < stop + 0.2
     assert held_lease.lost == DEADLINE
@@ -597,7 +597,7 @@ def test_a_store_that_raises_leads_to_loss_at_the_stop_deadline(running: Bench) 
     running.leases.answer = fail
     held_lease = start(running, 0.6)
     until(lambda: held_lease.lost, "the loss")
-    assert time.monotonic() >= held_lease.stop
+    assert time.monotonic() >= held_lease.stop_deadline
     assert len(running.seen.of(RenewalFailed)) >= 3
     assert [event.reason for event in running.seen.of(LeaseGone)] == [DEADLINE]
     sent = len(running.leases.renewed)
@@ -621,7 +621,7 @@ def test_drop_waits_for_the_renewal_in_flight(running: Bench) -> None:
     running.leases.answer = hang
     held_lease = start(running, 3.0)
     held_lease.due = 0.0
-    running.renewer._keeper_bell.ring()
+    running.renewer._renewal_wakeup.notify()
     assert entered.wait(SOON)
     dropped = threading.Event()
     thread = threading.Thread(target=lambda: (running.renewer.drop(held_lease), dropped.set()))

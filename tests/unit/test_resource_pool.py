@@ -1,4 +1,4 @@
-"""Things that threads or greenlets use in turn: never more than allowed, in the order of asking,
+"""Resources that threads or greenlets share: never more than allowed, in the order of asking,
 and none is lost.
 """
 
@@ -17,23 +17,23 @@ from typing import Any
 import pytest
 
 from celery_leases.concurrency import resource_pool as resource_pools
-from celery_leases.concurrency.resource_pool import PoolExhausted, ResourcePool, Turn, patience
+from celery_leases.concurrency.resource_pool import Permit, PoolExhausted, ResourcePool, max_wait
 from celery_leases.testing.waits import wait_until
 from tests.unit.test_forked_leases import in_a_fork
 
 
 class Thing:
-    """What is lent."""
+    """A resource."""
 
 
 @contextmanager
 def allowed(seconds: float) -> Iterator[None]:
     """This thread may wait for so long."""
-    before = patience.set(lambda: seconds)
+    before = max_wait.set(lambda: seconds)
     try:
         yield
     finally:
-        patience.reset(before)
+        max_wait.reset(before)
 
 
 def waiting(resource_pool: ResourcePool[Any], number: int) -> None:
@@ -58,12 +58,12 @@ def test_there_are_never_more_than_allowed_and_no_two_users_share_one() -> None:
 
     def use() -> None:
         for _ in range(200):
-            thing = resource_pool.lend()
+            thing = resource_pool.acquire()
             users[id(thing)] = users.get(id(thing), 0) + 1
             seen.add(users[id(thing)])
             time.sleep(0)
             users[id(thing)] -= 1
-            resource_pool.take_back(thing)
+            resource_pool.release(thing)
 
     for thread in in_threads(*[use] * 30):
         thread.join(60)
@@ -76,29 +76,29 @@ def test_the_one_that_was_used_last_is_used_next() -> None:
     after the other.
     """
     resource_pool = ResourcePool(3, Thing, 1.0)
-    first, second = resource_pool.lend(), resource_pool.lend()
-    resource_pool.take_back(first)
-    resource_pool.take_back(second)
-    assert resource_pool.lend() is second
+    first, second = resource_pool.acquire(), resource_pool.acquire()
+    resource_pool.release(first)
+    resource_pool.release(second)
+    assert resource_pool.acquire() is second
     assert len(resource_pool.all()) == 2
 
 
 def test_who_has_waited_longest_comes_first() -> None:
     """Also before one who asks just when something is given back."""
     resource_pool, came = ResourcePool(1, Thing, 30.0), list[int]()
-    thing = resource_pool.lend()
+    thing = resource_pool.acquire()
 
     def ask(number: int) -> None:
-        lent = resource_pool.lend()
+        lent = resource_pool.acquire()
         came.append(number)
-        resource_pool.take_back(lent)
+        resource_pool.release(lent)
 
     threads: list[threading.Thread] = []
     for number in range(5):
         threads += in_threads(lambda number=number: ask(number))  # type: ignore[misc]
         waiting(resource_pool, number + 1)
-    resource_pool.take_back(thing)
-    assert resource_pool.lend() is thing
+    resource_pool.release(thing)
+    assert resource_pool.acquire() is thing
     assert came == list(range(5))
     for thread in threads:
         thread.join(10)
@@ -112,17 +112,17 @@ def test_a_wait_ends_when_the_caller_may_wait_no_longer(
 ) -> None:
     """The pool's limit applies unless the thread has its own, which does not outlast its block."""
     resource_pool = ResourcePool(2, Thing, longest)
-    things = [resource_pool.lend(), resource_pool.lend()]
+    things = [resource_pool.acquire(), resource_pool.acquire()]
     began = time.monotonic()
     with (
         pytest.raises(PoolExhausted, match="all 2 were in use"),
         allowed(own if own is not None else longest),
     ):
-        resource_pool.lend()
+        resource_pool.acquire()
     assert waits <= time.monotonic() - began < waits + 5
     assert not resource_pool._waiting
-    resource_pool.take_back(things.pop())
-    assert resource_pool.lend() is not things[0]
+    resource_pool.release(things.pop())
+    assert resource_pool.acquire() is not things[0]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])
@@ -130,20 +130,20 @@ def test_without_time_nothing_is_waited_for_and_what_is_there_is_given(seconds: 
     """As after the deadline of a lease."""
     resource_pool = ResourcePool(1, Thing, 30.0)
     with allowed(seconds):
-        thing = resource_pool.lend()
+        thing = resource_pool.acquire()
         with pytest.raises(PoolExhausted):
-            resource_pool.lend()
-    resource_pool.take_back(thing)
+            resource_pool.acquire()
+    resource_pool.release(thing)
 
 
 def test_what_one_thread_may_wait_is_nothing_to_another() -> None:
     """A short lease of one body does not shorten the waits of the others."""
     resource_pool, got = ResourcePool(1, Thing, 30.0), list[Thing]()
-    thing = resource_pool.lend()
+    thing = resource_pool.acquire()
     with allowed(0.0):
-        threads = in_threads(lambda: got.append(resource_pool.lend()))
+        threads = in_threads(lambda: got.append(resource_pool.acquire()))
         waiting(resource_pool, 1)
-        resource_pool.take_back(thing)
+        resource_pool.release(thing)
         threads[0].join(10)
     assert got == [thing]
 
@@ -162,18 +162,18 @@ def test_a_wait_that_is_interrupted_takes_nothing() -> None:
         raise Interrupted
 
     resource_pool = ResourcePool(1, Thing, 30.0)
-    thing = resource_pool.lend()
+    thing = resource_pool.acquire()
     before = signal.signal(signal.SIGALRM, raises)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(Interrupted):
-            resource_pool.lend()
+            resource_pool.acquire()
     finally:
         signal.signal(signal.SIGALRM, before)
     assert not resource_pool._waiting
-    resource_pool.take_back(thing)
+    resource_pool.release(thing)
     with allowed(0.0):
-        assert resource_pool.lend() is thing
+        assert resource_pool.acquire() is thing
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_what_comes_in_the_moment_in_which_a_wait_ends_is_not_lost(
 ) -> None:
     """It goes on to the next, or to the one whose time was over."""
     resource_pool = ResourcePool(1, Thing, 30.0)
-    thing = resource_pool.lend()
+    thing = resource_pool.acquire()
 
     class Late(resource_pools._Waiter[Thing]):
         """One whose thing comes just as it gives up."""
@@ -197,33 +197,33 @@ def test_what_comes_in_the_moment_in_which_a_wait_ends_is_not_lost(
             """Be given up, one way or another."""
             self.wakeup = threading.Lock()
             self.wakeup.acquire()
-            resource_pool.take_back(thing)
+            resource_pool.release(thing)
             if raised is not None:
                 raise raised
             return False
 
     monkeypatch.setattr(resource_pools, "_Waiter", Late)
     if raised is None:
-        assert resource_pool.lend() is thing
-        resource_pool.take_back(thing)
+        assert resource_pool.acquire() is thing
+        resource_pool.release(thing)
     else:
         with pytest.raises(raised):
-            resource_pool.lend()
+            resource_pool.acquire()
     monkeypatch.undo()
     with allowed(0.0):
-        assert resource_pool.lend() is thing
+        assert resource_pool.acquire() is thing
 
 
 def test_what_is_lost_with_its_frame_is_replaced() -> None:
     """An exception may come between the lending and the first line that would give it back."""
     resource_pool = ResourcePool(1, Thing, 0.0)
-    resource_pool.lend()
+    resource_pool.acquire()
     gc.collect()
-    assert isinstance(resource_pool.lend(), Thing)
+    assert isinstance(resource_pool.acquire(), Thing)
 
 
 def test_nothing_is_lost_whatever_happens() -> None:
-    """Random waits that end, and threads that are many: in the end everything can be lent."""
+    """Random waits that end, and threads that are many: in the end everything can be acquired."""
     resource_pool = ResourcePool(4, Thing, 30.0)
 
     def use(seed: int) -> None:
@@ -231,18 +231,18 @@ def test_nothing_is_lost_whatever_happens() -> None:
         for _ in range(100):
             with allowed(rand.choice([0.0, 0.0005, 0.002, 30.0])):
                 try:
-                    thing = resource_pool.lend()
+                    thing = resource_pool.acquire()
                 except PoolExhausted:
                     continue
             if rand.random() < 0.3:
                 time.sleep(rand.random() / 500)
-            resource_pool.take_back(thing)
+            resource_pool.release(thing)
 
     for thread in in_threads(*[lambda seed=seed: use(seed) for seed in range(24)]):  # type: ignore[misc]
         thread.join(60)
         assert not thread.is_alive()
     with allowed(0.0):
-        assert len({resource_pool.lend() for _ in range(4)}) == 4
+        assert len({resource_pool.acquire() for _ in range(4)}) == 4
     assert not resource_pool._waiting
 
 
@@ -250,9 +250,9 @@ def test_nothing_is_lost_whatever_happens() -> None:
 
 
 def test_a_forked_process_has_things_of_its_own() -> None:
-    """What was lent is with threads of the parent, and so may the lock be."""
+    """What was acquired is with threads of the parent, and so may the lock be."""
     resource_pool = ResourcePool(1, Thing, 0.0)
-    thing, held, forked = resource_pool.lend(), threading.Event(), threading.Event()
+    thing, held, forked = resource_pool.acquire(), threading.Event(), threading.Event()
 
     def hold() -> None:
         with resource_pool._lock:
@@ -261,11 +261,11 @@ def test_a_forked_process_has_things_of_its_own() -> None:
 
     (thread,) = in_threads(hold)
     held.wait(10)
-    assert in_a_fork(lambda: type(resource_pool.lend()).__name__) == "Thing"
+    assert in_a_fork(lambda: type(resource_pool.acquire()).__name__) == "Thing"
     forked.set()
     thread.join(10)
     with pytest.raises(PoolExhausted):
-        resource_pool.lend()
+        resource_pool.acquire()
     assert resource_pool.all() == [thing]
 
 
@@ -278,25 +278,25 @@ else:
     import eventlet
     eventlet.monkey_patch()
     from eventlet import spawn, sleep
-from celery_leases.concurrency.resource_pool import PoolExhausted, ResourcePool, Turn, patience
+from celery_leases.concurrency.resource_pool import PoolExhausted, ResourcePool, Permit, max_wait
 
-resource_pool, busy, most, late = ResourcePool(3, Turn, 30.0), 0, 0, 0
+resource_pool, busy, most, late = ResourcePool(3, Permit, 30.0), 0, 0, 0
 
 def use():
     global busy, most
     for _ in range(5):
-        turn = resource_pool.lend()
+        permit = resource_pool.acquire()
         busy += 1
         most = max(most, busy)
         sleep(0.002)
         busy -= 1
-        resource_pool.take_back(turn)
+        resource_pool.release(permit)
 
 def hurry():
     global late
-    patience.set(lambda: 0.001)
+    max_wait.set(lambda: 0.001)
     try:
-        resource_pool.take_back(resource_pool.lend())
+        resource_pool.release(resource_pool.acquire())
     except PoolExhausted:
         late += 1
 
@@ -308,7 +308,7 @@ print(most, late, len(resource_pool.all()), len(resource_pool._waiting))
 
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
 def test_greenlets_wait_for_one_another(library: str) -> None:
-    """Each with a patience of its own, and the hub goes on."""
+    """Each with a max_wait of its own, and the hub goes on."""
     pytest.importorskip(library)
     done = subprocess.run(
         [sys.executable, "-c", GREEN, library],
@@ -322,6 +322,6 @@ def test_greenlets_wait_for_one_another(library: str) -> None:
 
 def test_turns_are_distinguished() -> None:
     """Each is the right of one caller."""
-    resource_pool = ResourcePool(2, Turn, 0.0)
-    one, other = resource_pool.lend(), resource_pool.lend()
+    resource_pool = ResourcePool(2, Permit, 0.0)
+    one, other = resource_pool.acquire(), resource_pool.acquire()
     assert one is not other

@@ -72,8 +72,8 @@ class Plugged:
 
         @self.app.task(base=LeasedTask, bind=True, name="plugged.work", lease_key="k", shared=False)
         def work(task: Any) -> str:
-            parts = app_components.parts_of(self.app, eager=True)
-            leases, (record,) = parts.leases, parts.records.search()
+            components = app_components.components_of(self.app, eager=True)
+            leases, (record,) = components.leases, components.records.search()
             held = leases.holder(record.stored_key)
             ours = held is not None and held.token == task.lease.token
             self.seen.append((leases, ours, task.apply().result))
@@ -87,7 +87,7 @@ class Plugged:
 def plugged(tmp_path: Path) -> Iterator[Callable[[str], Plugged]]:
     """Makes apps whose stores are forgotten after the test."""
     yield lambda url: Plugged(url, tmp_path)
-    app_components.forget()
+    app_components.close_all()
 
 
 def test_tasks_run_under_the_leases_of_another_distribution(
@@ -95,13 +95,13 @@ def test_tasks_run_under_the_leases_of_another_distribution(
 ) -> None:
     """A call takes its lease there, meanwhile the key is held, and afterwards it is free."""
     shop = plugged("toy://shop")
-    app_components.parts_of(shop.app, eager=True).records.check()
+    app_components.components_of(shop.app, eager=True).records.check()
     assert shop.work.apply().get() == "done"
     ((leases, ours, nested),) = shop.seen
     assert type(leases).__name__ == "ToyLeaseStore"
     assert ours
     assert isinstance(nested, LeaseHeld)
-    (record,) = app_components.parts_of(shop.app, eager=True).records.search()
+    (record,) = app_components.components_of(shop.app, eager=True).records.search()
     assert leases.holder(record.stored_key) is None
     assert shop.work.apply().get() == "done"
     assert len(shop.seen) == 1

@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 
 from celery_leases.protocol.records import Record, State
-from celery_leases.worker.outbox import _as_it_stands, _has_expired
+from celery_leases.worker.outbox import _current_message, _has_expired
 
 RECORD = Record(
     "t:a|1", "a", "1", State.PENDING, 1, "", "call-1", "", 1, 0, 0, 0, 0, "", 15.0, 0, 0, 0
@@ -23,7 +23,7 @@ def test_a_call_that_celery_has_retried_is_published_with_its_retries(
     """
     kept = json.dumps({"task": "a", "options": {"task_id": "call-1", "retries": 0}})
     record = replace(RECORD, message=kept, call_id=call_id, retries=2)
-    assert _as_it_stands(record)["options"]["retries"] == retries
+    assert _current_message(record)["options"]["retries"] == retries
 
 
 @pytest.mark.parametrize(
@@ -37,4 +37,4 @@ def test_a_stored_call_expires_until_it_has_begun(attempt: int, call_id: str, be
     now = int(datetime.fromisoformat(end).timestamp() * 1e6)
     record = replace(RECORD, message=kept, call_id=call_id, attempt=attempt, now=now)
     assert (_has_expired(record), _has_expired(replace(record, now=now - 1))) == (not begun, False)
-    assert _as_it_stands(record)["options"]["expires"] == (None if begun else end)
+    assert _current_message(record)["options"]["expires"] == (None if begun else end)

@@ -10,7 +10,7 @@ import pytest
 from celery import Celery, chord, signature
 
 from celery_leases.protocol.results import decode
-from celery_leases.worker.stored_messages import NotKept, as_delivered, kept
+from celery_leases.worker.stored_messages import NotStorable, as_delivered, stored_form
 
 APP = Celery("kept", set_as_current=False)
 
@@ -41,7 +41,7 @@ class Size(StrEnum):
 )
 def test_arguments_that_json_restores_are_stored(value: Any) -> None:
     """With its type, as argument and as keyword."""
-    text = kept(signature("t", (value,), {"k": value}, app=APP))
+    text = stored_form(signature("t", (value,), {"k": value}, app=APP))
     assert (decode(text)["args"], decode(text)["kwargs"]) == ([value], {"k": value})
 
 
@@ -57,21 +57,21 @@ def test_arguments_that_json_would_change_are_not_stored(value: Any) -> None:
         signature("t", link=[following], app=APP),
     ]
     for call in calls:
-        with pytest.raises(NotKept, match="would change"):
-            kept(call)
+        with pytest.raises(NotStorable, match="would change"):
+            stored_form(call)
 
 
 def test_arguments_of_types_without_json_are_not_stored() -> None:
     """Any object."""
-    with pytest.raises(NotKept, match="no JSON form"):
-        kept(signature("t", (object(),), app=APP))
+    with pytest.raises(NotStorable, match="no JSON form"):
+        stored_form(signature("t", (object(),), app=APP))
 
 
 def test_a_canvas_is_stored_unchanged() -> None:
     """Signatures are dicts with a tuple of arguments, in arguments and in what follows."""
     whole = chord([signature("t", (1,), app=APP)], signature("t", (2,), app=APP), app=APP)
     call = signature("t", (whole,), {"then": whole}, link=[whole], chain=[whole], app=APP)
-    assert decode(kept(call))["args"][0]["task"] == "celery.chord"
+    assert decode(stored_form(call))["args"][0]["task"] == "celery.chord"
 
 
 @pytest.mark.parametrize(
@@ -90,5 +90,7 @@ def test_arguments_are_delivered_as_their_serializer_gives_them_back(
 )
 def test_a_call_that_cannot_be_published_raises(serializer: str, value: Any) -> None:
     """With the serializer's name."""
-    with pytest.raises(NotKept, match=f"cannot be published with the serializer '{serializer}'"):
+    with pytest.raises(
+        NotStorable, match=f"cannot be published with the serializer '{serializer}'"
+    ):
         as_delivered([value], {}, serializer)

@@ -9,14 +9,14 @@ import pytest
 from celery.worker import state
 
 from celery_leases.worker.waiting_calls import (
-    FINGERPRINTS_KEPT,
-    LATEST_LOOK,
-    LONGEST_PAUSE,
-    NEWS_LAST,
-    SOONEST_LOOK,
-    TOGETHER,
-    HeldCalls,
-    Line,
+    ANSWER_VALID_FOR,
+    ANSWERED_TOGETHER,
+    MAX_FINGERPRINTS,
+    MAX_LOOKUP_INTERVAL,
+    MAX_RETRY_PAUSE,
+    MIN_LOOKUP_INTERVAL,
+    KeyWaiters,
+    WaitingCalls,
 )
 
 MANY = 40
@@ -31,146 +31,148 @@ class Call(SimpleNamespace):
 
     __hash__ = object.__hash__
 
-    def __init__(self, line: Line, number: int) -> None:
-        super().__init__(id=f"call-{number}", line=line, _eta_timer_entry=object())
+    def __init__(self, waiters: KeyWaiters, number: int) -> None:
+        super().__init__(id=f"call-{number}", waiters=waiters, _eta_timer_entry=object())
         state.scheduled_requests.add(self)
 
 
-def line(*, rerun: bool) -> Line:
-    """A line whose key is held."""
-    made = Line("t:shop.work|invoice:1", 0.0, longest=600.0)
+def waiters(*, rerun: bool) -> KeyWaiters:
+    """The calls of a held key."""
+    made = KeyWaiters("t:shop.work|invoice:1", 0.0, longest=600.0)
     made.rerun = rerun
     return made
 
 
-def waiting(here: Line, number: int = MANY) -> list[Call]:
+def waiting(here: KeyWaiters, number: int = MANY) -> list[Call]:
     """So many calls that have come one after the other."""
     calls = [Call(here, number) for number in range(number)]
     for call in calls:
-        here.join(call)
+        here.add(call)
     return calls
 
 
-def begun(here: Line) -> list[Any]:
+def begun(here: KeyWaiters) -> list[Any]:
     """What begins now."""
     found = []
-    while (call := here.next()) is not None:
+    while (call := here.next_to_begin()) is not None:
         found.append(call)
     return found
 
 
 def test_nothing_begins_while_the_key_is_held() -> None:
     """The store is asked in a moment."""
-    here = line(rerun=True)
+    here = waiters(rerun=True)
     calls = waiting(here)
     assert begun(here) == []
-    assert not here.wants_to_know(0.0)
-    assert here.wants_to_know(SOONEST_LOOK)
-    here.free = True
+    assert not here.needs_lookup(0.0)
+    assert here.needs_lookup(MIN_LOOKUP_INTERVAL)
+    here.key_is_free = True
     assert begun(here) == calls[:1]
-    assert not here.wants_to_know(100.0)
+    assert not here.needs_lookup(100.0)
 
 
 def test_calls_that_run_follow_each_other_and_calls_that_are_answered_go_together() -> None:
     """The first one shows whether there is an answer."""
-    for rerun, together in ((True, 1), (False, TOGETHER)):
-        here = line(rerun=rerun)
+    for rerun, together in ((True, 1), (False, ANSWERED_TOGETHER)):
+        here = waiters(rerun=rerun)
         calls = waiting(here)
-        here.free = True
+        here.key_is_free = True
         (first,) = begun(here)
-        here.ended(first, 1.0, answered=True)
+        here.call_ended(first, 1.0, answered=True)
         assert begun(here) == calls[1 : 1 + together]
 
 
 def test_after_a_failure_the_next_call_is_begun_alone() -> None:
     """It may run: there is no answer for the others."""
-    here = line(rerun=False)
+    here = waiters(rerun=False)
     calls = waiting(here)
-    here.free = True
+    here.key_is_free = True
     (first,) = begun(here)
-    here.ended(first, 1.0, answered=False)
+    here.call_ended(first, 1.0, answered=False)
     assert begun(here) == calls[1:2]
 
 
 def test_a_call_that_is_rescheduled_retains_its_place() -> None:
     """Its next message has the same id."""
-    here = line(rerun=True)
+    here = waiters(rerun=True)
     calls = waiting(here, 3)
-    here.free = True
+    here.key_is_free = True
     (first,) = begun(here)
     here.begun.discard(first)
-    here.held(1.0)
+    here.seen_held(1.0)
     assert begun(here) == []
     again = Call(here, 0)
-    here.join(again)
-    here.free = True
+    here.add(again)
+    here.key_is_free = True
     assert begun(here) == [again]
     assert calls[0] is not again
 
 
 def test_a_key_that_seems_to_be_free_and_is_not_is_asked_for_ever_more_seldom() -> None:
     """For example an expired lease whose row may not be taken over yet."""
-    here = line(rerun=True)
+    here = waiters(rerun=True)
     waiting(here, 1)
     pauses = []
-    for in_vain in range(12):
-        here.in_vain = in_vain
-        here.held(100.0)
-        pauses.append(here.look_at - 100.0)
-    assert pauses[0] == pytest.approx(SOONEST_LOOK)
+    for number in range(12):
+        here.rescheduled_in_a_row = number
+        here.seen_held(100.0)
+        pauses.append(here.next_lookup - 100.0)
+    assert pauses[0] == pytest.approx(MIN_LOOKUP_INTERVAL)
     assert pauses == sorted(pauses)
-    assert pauses[-1] == LONGEST_PAUSE
-    here.ended(Call(here, 1), 100.0, answered=True)
-    assert here.in_vain == 0
+    assert pauses[-1] == MAX_RETRY_PAUSE
+    here.call_ended(Call(here, 1), 100.0, answered=True)
+    assert here.rescheduled_in_a_row == 0
 
 
 def test_the_longer_a_key_is_held_the_more_seldom_the_store_is_asked() -> None:
     """A tenth of a second at first, a second in the end."""
-    here = line(rerun=True)
+    here = waiters(rerun=True)
     waiting(here, 1)
     looks = []
     for now in (0.0, 5.0, 20.0, 50.0, 1000.0):
         here.still_held(now)
-        looks.append(here.look_at - now)
-    assert looks == pytest.approx([SOONEST_LOOK, SOONEST_LOOK, 0.2, 0.5, LATEST_LOOK])
+        looks.append(here.next_lookup - now)
+    assert looks == pytest.approx(
+        [MIN_LOOKUP_INTERVAL, MIN_LOOKUP_INTERVAL, 0.2, 0.5, MAX_LOOKUP_INTERVAL]
+    )
 
 
 def test_calls_that_celery_has_dropped_do_not_begin_and_are_forgotten() -> None:
     """With the connection, or as they were revoked, or as their countdown was over."""
-    here = line(rerun=True)
+    here = waiters(rerun=True)
     calls = waiting(here, 4)
     state.scheduled_requests.discard(calls[0])
-    calls[1].line = None
-    here.forget_the_dropped()
+    calls[1].waiters = None
+    here.remove_dropped()
     assert [call for _, _, call in sorted(here.waiting)] == calls[2:]
     state.scheduled_requests.discard(calls[2])
-    here.free = True
+    here.key_is_free = True
     assert begun(here) == [calls[3]]
 
 
 def test_a_call_that_was_begun_and_is_gone_does_not_stop_the_others() -> None:
     """Celery has dropped it with its connection, without any report."""
-    here = line(rerun=True)
+    here = waiters(rerun=True)
     calls = waiting(here, 3)
-    here.free = True
+    here.key_is_free = True
     assert begun(here) == [calls[0]]
     state.scheduled_requests.discard(calls[0])
     state.reserved_requests.add(calls[0])
-    here.forget_the_dropped()
+    here.remove_dropped()
     assert begun(here) == []
     state.reserved_requests.discard(calls[0])
-    here.forget_the_dropped()
+    here.remove_dropped()
     assert begun(here) == [calls[1]]
 
 
 def test_a_countdown_that_ends_early_starts_no_useless_attempt() -> None:
     """While it was just learnt that the key is held, or one of its calls runs here."""
-    here = line(rerun=True)
+    here = waiters(rerun=True)
     waiting(here, 2)
     here.still_held(10.0)
-    assert here.must_wait(10.0 + NEWS_LAST / 2)
-    assert not here.must_wait(10.0 + NEWS_LAST)
-    here.free = True
+    assert here.must_wait(10.0 + ANSWER_VALID_FOR / 2)
+    assert not here.must_wait(10.0 + ANSWER_VALID_FOR)
+    here.key_is_free = True
     assert not here.must_wait(11.0)
     begun(here)
     assert here.must_wait(11.0)
@@ -178,25 +180,25 @@ def test_a_countdown_that_ends_early_starts_no_useless_attempt() -> None:
 
 def test_a_key_that_is_busy_for_ever_costs_no_memory() -> None:
     """Places and fingerprints of calls that have ended are forgotten."""
-    here = line(rerun=True)
+    here = waiters(rerun=True)
     for number in range(1_000):
         call = Call(here, number)
-        here.join(call)
-        here.about(f"v1:{number}")
-        here.free = True
+        here.add(call)
+        here.add_fingerprint(f"v1:{number}")
+        here.key_is_free = True
         assert begun(here) == [call]
-        here.ended(call, 1.0, answered=True)
+        here.call_ended(call, 1.0, answered=True)
     assert len(here._places) == 0
-    assert len(here.fingerprints) <= FINGERPRINTS_KEPT
+    assert len(here.fingerprints) <= MAX_FINGERPRINTS
 
 
 def test_two_messages_of_one_call_wait_together() -> None:
     """They have one place."""
-    here = line(rerun=True)
+    here = waiters(rerun=True)
     same = [Call(here, 7), Call(here, 7)]
     for call in same:
-        here.join(call)
-    here.free = True
+        here.add(call)
+    here.key_is_free = True
     (first,) = begun(here)
     here.begun.discard(first)
     assert [first, *begun(here)] == same
@@ -235,10 +237,12 @@ class Timer:
 
 
 class Scheduled(Call):
-    """A request of a line, which counts how often it is begun."""
+    """A request that waits for a key and counts how often it is begun."""
 
-    def __init__(self, calls: HeldCalls, line: Line, timer: Timer, number: int = 1) -> None:
-        super().__init__(line, number)
+    def __init__(
+        self, calls: WaitingCalls, waiters: KeyWaiters, timer: Timer, number: int = 1
+    ) -> None:
+        super().__init__(waiters, number)
         self.begins = 0
         self.waits_until = 1e12
         self._eta_timer_entry = timer.call_after(50.0, self.begin, (self,))
@@ -261,25 +265,25 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> Timer:
     """That of a worker of this process."""
     made = Timer()
     worker = SimpleNamespace(consumer=SimpleNamespace(timer=made), app=None)
-    monkeypatch.setattr("celery_leases.worker.app_components.worker_here", lambda: worker)
+    monkeypatch.setattr("celery_leases.worker.app_components.current_worker", lambda: worker)
     return made
 
 
-def held_calls() -> tuple[HeldCalls, Line]:
-    """With one line, whose key is held."""
-    calls, here = HeldCalls(), line(rerun=True)
-    calls.lines[here.stored_key] = here
+def a_held_key() -> tuple[WaitingCalls, KeyWaiters]:
+    """With one key, which is held."""
+    calls, here = WaitingCalls(), waiters(rerun=True)
+    calls.by_key[here.stored_key] = here
     return calls, here
 
 
 def test_a_call_begins_once_whether_its_countdown_or_its_key_comes_first(timer: Timer) -> None:
     """In a pool of greenlets, the countdown may end while the early begin is still on its way."""
     for order in ("early first", "countdown first"):
-        calls, here = held_calls()
+        calls, here = a_held_key()
         call = Scheduled(calls, here, timer)
         countdown = call._eta_timer_entry
-        here.free = True
-        calls._begin_what_may()
+        here.key_is_free = True
+        calls._begin_ready()
         if order == "countdown first":
             countdown()
         timer.run(shorter_than=0.01)
@@ -289,10 +293,10 @@ def test_a_call_begins_once_whether_its_countdown_or_its_key_comes_first(timer: 
 
 def test_a_call_that_celery_drops_just_before_its_early_begin_does_not_begin(timer: Timer) -> None:
     """Its connection was lost: the broker delivers its message again."""
-    calls, here = held_calls()
+    calls, here = a_held_key()
     call = Scheduled(calls, here, timer)
-    here.free = True
-    calls._begin_what_may()
+    here.key_is_free = True
+    calls._begin_ready()
     state.scheduled_requests.discard(call)
     timer.run(shorter_than=0.01)
     assert call.begins == 0
@@ -300,7 +304,7 @@ def test_a_call_that_celery_drops_just_before_its_early_begin_does_not_begin(tim
 
 def test_a_call_whose_countdown_ends_while_its_key_is_held_waits_on(timer: Timer) -> None:
     """Not longer than the broker can be trusted with its message."""
-    calls, here = held_calls()
+    calls, here = a_held_key()
     call = Scheduled(calls, here, timer)
     here.still_held(monotonic())
     call._eta_timer_entry()
@@ -314,22 +318,22 @@ def test_a_worker_that_stops_begins_nothing_early(
     timer: Timer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits goes back to the broker."""
-    calls, here = held_calls()
+    calls, here = a_held_key()
     call = Scheduled(calls, here, timer)
-    here.free = True
+    here.key_is_free = True
     monkeypatch.setattr(state, "should_stop", 0)
-    calls._begin_what_may()
+    calls._begin_ready()
     timer.run(shorter_than=0.01)
     assert call.begins == 0
 
 
 def test_there_is_one_check_at_a_time(timer: Timer) -> None:
     """A look that comes late does not make two of one."""
-    calls, here = held_calls()
+    calls, here = a_held_key()
     waiting(here, 1)
     for _ in range(5):
         calls._due = 0.0
-        calls._run(SimpleNamespace(timer=timer))
+        calls._start_ticking(SimpleNamespace(timer=timer))
     for _ in range(3):
         timer.run(shorter_than=1.0)
     assert len([seconds for seconds, _ in timer.due if seconds < 1.0]) == 1
@@ -344,9 +348,11 @@ def test_all_keys_that_are_due_are_asked_for(timer: Timer, monkeypatch: pytest.M
         return set()
 
     store = SimpleNamespace(held=held)
-    parts = SimpleNamespace(leases=store)
-    monkeypatch.setattr("celery_leases.worker.app_components.parts_of", lambda _, **__: parts)
-    calls = HeldCalls()
+    components = SimpleNamespace(leases=store)
+    monkeypatch.setattr(
+        "celery_leases.worker.app_components.components_of", lambda _, **__: components
+    )
+    calls = WaitingCalls()
     keys = [f"t:shop.work|{number}" for number in range(1_234)]
 
     def no_thread(_: Any) -> None:
@@ -354,7 +360,7 @@ def test_all_keys_that_are_due_are_asked_for(timer: Timer, monkeypatch: pytest.M
 
     monkeypatch.setattr("celery_leases.concurrency.os_threads.start_thread", no_thread)
     with pytest.raises(RuntimeError):
-        calls._ask_about(keys)
+        calls._look_up(keys)
     monkeypatch.setattr("celery_leases.concurrency.os_threads.start_thread", lambda work: work())
-    calls._ask_about(keys)
+    calls._look_up(keys)
     assert asked == keys

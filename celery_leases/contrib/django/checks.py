@@ -79,7 +79,7 @@ def check_settings(**_: Any) -> list[CheckMessage]:
                 id="celery_leases.W001",
             )
         )
-    if (slow := setting_checks.slow_redelivery(app)) is not None:
+    if (slow := setting_checks.redelivery_warning(app)) is not None:
         text, value = slow
         line = f"Write CELERY_BROKER_TRANSPORT_OPTIONS = {value}"
         found.append(Warning(f"The setting {text}.", hint=line, id="celery_leases.W002"))
@@ -123,7 +123,7 @@ def check_tasks(**_: Any) -> list[CheckMessage]:
             hint="Write base=LeasedTask, or remove these options.",
             id="celery_leases.W004",
         )
-        for name, options in setting_checks.bare_options(app)
+        for name, options in setting_checks.options_without_lease(app)
     ]
     return found
 

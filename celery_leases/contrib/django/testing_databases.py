@@ -31,7 +31,7 @@ def follow(using: str, **_: Any) -> None:
             return
     except LeaseConfigurationError:  # the checks tell of it
         return
-    app_components.forget_others(configuration.url_of_records())
+    app_components.close_if_other_database(configuration.url_of_records())
     creation: Any = connections[using].creation
     if getattr(creation, _CLOSING, False):
         return
@@ -39,7 +39,7 @@ def follow(using: str, **_: Any) -> None:
 
     @wraps(destroy)
     def close_and_destroy(*args: Any, **kwargs: Any) -> Any:
-        app_components.forget()
+        app_components.close_all()
         return destroy(*args, **kwargs)
 
     creation.destroy_test_db = close_and_destroy

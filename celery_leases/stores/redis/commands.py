@@ -8,7 +8,7 @@ from typing import Any
 
 from redis.exceptions import NoScriptError
 
-from celery_leases.concurrency.resource_pool import PoolExhausted, ResourcePool, Turn
+from celery_leases.concurrency.resource_pool import Permit, PoolExhausted, ResourcePool
 from celery_leases.errors import StoreUnavailable
 from celery_leases.stores.redis.cluster import Cluster
 from celery_leases.stores.redis.direct_client import DirectClient, packed
@@ -28,15 +28,15 @@ class RedisCommands:
     #: Whether the keys of one script must share a hash tag.
     clustered = False
 
-    def __init__(self, client: Any, name: str, prefix: str, turns: ResourcePool[Turn]) -> None:
+    def __init__(self, client: Any, name: str, prefix: str, permits: ResourcePool[Permit]) -> None:
         self._client = client
         self._name = name
         self._prefix = prefix
-        self._turns = turns
+        self._permits = permits
 
     def run(self, script: Script, *keys_and_args: Any) -> Any:
         """Run a script. A second round trip is needed if the server does not have the script."""
-        turn = self._turn()
+        permit = self._permit()
         try:
             try:
                 return self._call(script, keys_and_args)
@@ -45,17 +45,17 @@ class RedisCommands:
         except REDIS_ERRORS as error:
             raise self.unavailable(error) from None
         finally:
-            self._turns.take_back(turn)
+            self._permits.release(permit)
 
     def execute(self, *command: Any) -> Any:
         """Send one command; returns its reply."""
-        turn = self._turn()
+        permit = self._permit()
         try:
             return self._execute(*command)
         except REDIS_ERRORS as error:
             raise self.unavailable(error) from None
         finally:
-            self._turns.take_back(turn)
+            self._permits.release(permit)
 
     def run_many(self, script: Script, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         """One reply or error per call. A second round trip is needed if the server does not have
@@ -75,13 +75,13 @@ class RedisCommands:
         """One reply or error per command."""
         if not commands:
             return []
-        turn = self._turn()
+        permit = self._permit()
         try:
             return self._execute_many(commands)
         except REDIS_ERRORS as error:
             raise self.unavailable(error) from None
         finally:
-            self._turns.take_back(turn)
+            self._permits.release(permit)
 
     def scan(self, pattern: str) -> Iterator[list[str]]:
         """The names of the keys that match *pattern*, in batches and without duplicates."""
@@ -90,11 +90,11 @@ class RedisCommands:
             for client in self.servers():
                 cursor = -1
                 while cursor:
-                    turn = self._turn()
+                    permit = self._permit()
                     try:
                         cursor, found = self._scan_page(client, max(cursor, 0), pattern)
                     finally:
-                        self._turns.take_back(turn)
+                        self._permits.release(permit)
                     names = [
                         name for name in dict.fromkeys(map(as_text, found)) if name not in seen
                     ]
@@ -136,10 +136,10 @@ class RedisCommands:
             for sentinel in getattr(getattr(pool, "sentinel_manager", None), "sentinels", ()):
                 sentinel.connection_pool.disconnect()
 
-    def _turn(self) -> Turn:
+    def _permit(self) -> Permit:
         """Wait for the right to use one connection to a server."""
         try:
-            return self._turns.lend()
+            return self._permits.acquire()
         except PoolExhausted as error:
             message = f"{self._name}: connections of this process: {error}; see leases_pool_size"
             raise StoreUnavailable(message, False) from None
@@ -201,8 +201,10 @@ class ClusterCommands(RedisCommands):
 
     clustered = True
 
-    def __init__(self, cluster: Cluster, name: str, prefix: str, turns: ResourcePool[Turn]) -> None:
-        super().__init__(None, name, prefix, turns)
+    def __init__(
+        self, cluster: Cluster, name: str, prefix: str, permits: ResourcePool[Permit]
+    ) -> None:
+        super().__init__(None, name, prefix, permits)
         self._cluster = cluster
 
     def _execute(self, *command: Any) -> Any:

@@ -84,7 +84,7 @@ class _WatchedConnection:
     def _watch(self, socket: Any) -> None:
         self._socket = socket
         if socket is not None:
-            self._look = os_threads.look_at(socket.fileno())
+            self._look = os_threads.readable_poll(socket.fileno())
 
 
 def _reply_or_error(connection: Any) -> Any:

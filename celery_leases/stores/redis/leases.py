@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 from redis.exceptions import ResponseError
 
-from celery_leases.concurrency.resource_pool import ResourcePool, Turn
+from celery_leases.concurrency.resource_pool import Permit, ResourcePool
 from celery_leases.errors import LeaseConfigurationError, LeaseStoreMismatch, StoreUnavailable
 from celery_leases.protocol.deadlines import LONGEST_CONNECTION_TIMEOUT
 from celery_leases.protocol.ports import (
@@ -41,7 +41,7 @@ from celery_leases.stores.redis.values import (
     value_of,
 )
 
-TURNS: Final = 10
+PERMITS: Final = 10
 
 
 class RedisLeaseStore(RedisGates):
@@ -51,7 +51,7 @@ class RedisLeaseStore(RedisGates):
     *client* is a redis-py client of one server, or a :class:`Cluster`. It must not retry commands,
     because ``StoreUnavailable.executed`` would be wrong. Every key begins with *prefix*. *name*
     identifies the store in rows and messages. *reopen* makes a client with its own connections and
-    another timeout in seconds. Each call uses one of *turns*, which limit the number of
+    another timeout in seconds. Each call uses one of *permits*, which limit the number of
     connections. Every method raises ``StoreUnavailable`` if Redis does not answer or refuses the
     command.
     """
@@ -65,7 +65,7 @@ class RedisLeaseStore(RedisGates):
         name: str,
         *,
         reopen: Callable[[float], Any] | None = None,
-        turns: ResourcePool[Turn] | None = None,
+        permits: ResourcePool[Permit] | None = None,
     ) -> None:
         clustered = isinstance(client, Cluster)
         kind = (
@@ -76,7 +76,10 @@ class RedisLeaseStore(RedisGates):
             else RedisCommands
         )
         commands = kind(
-            client, name, prefix, turns or ResourcePool(TURNS, Turn, LONGEST_CONNECTION_TIMEOUT)
+            client,
+            name,
+            prefix,
+            permits or ResourcePool(PERMITS, Permit, LONGEST_CONNECTION_TIMEOUT),
         )
         super().__init__(commands, Keys(prefix, clustered=clustered))
         self.name = name
@@ -92,15 +95,15 @@ class RedisLeaseStore(RedisGates):
         prefix: str = "celery_leases",
         timeout: float = 2.0,
         options: Mapping[str, Any] | None = None,
-        turns: ResourcePool[Turn] | None = None,
+        permits: ResourcePool[Permit] | None = None,
     ) -> Self:
         """The store at *url*, which connects at its first call. Connecting and reading take at most
         *timeout* seconds each, and nothing is retried.
 
         :func:`~celery_leases.stores.redis.clients.redis_address` says which URLs and which of
         kombu's transport *options* are supported. The option ``global_keyprefix`` is put before
-        *prefix*. Each call uses one of *turns*, so a server has no more connections than there are
-        turns. Raises ``LeaseConfigurationError`` for an unsupported URL or option.
+        *prefix*. Each call uses one of *permits*, so a server has no more connections than there
+        are permits. Raises ``LeaseConfigurationError`` for an unsupported URL or option.
         """
         address = redis_address(url, options)
         prefix = f"{(options or {}).get('global_keyprefix') or ''}{prefix}"
@@ -114,7 +117,7 @@ class RedisLeaseStore(RedisGates):
             prefix,
             f"{address.name}/{prefix}",
             reopen=address.client,
-            turns=turns,
+            permits=permits,
         )
 
     def bounded(self, timeout: float, longest_wait: float = LONGEST_CONNECTION_TIMEOUT) -> Self:
@@ -126,9 +129,9 @@ class RedisLeaseStore(RedisGates):
         """
         if self._reopen is None:
             return self
-        turns = ResourcePool(1, Turn, longest_wait)
+        permits = ResourcePool(1, Permit, longest_wait)
         return type(self)(
-            self._reopen(timeout), self.prefix, self.name, reopen=self._reopen, turns=turns
+            self._reopen(timeout), self.prefix, self.name, reopen=self._reopen, permits=permits
         )
 
     def check(self) -> str | None:

@@ -21,13 +21,13 @@ not log under eventlet.
 class ConnectionLender(Protocol):
     """A pool that also lends connections without SQLAlchemy's wrapper."""
 
-    def lend(self) -> _ConnectionRecord:
+    def acquire(self) -> _ConnectionRecord:
         """Take a connection out of the pool until :meth:`take_back`. Its ``get_connection()`` opens
         it if necessary.
         """
         ...
 
-    def take_back(self, record: _ConnectionRecord) -> None:
+    def release(self, record: _ConnectionRecord) -> None:
         """Return the connection to the pool."""
         ...
 
@@ -40,7 +40,7 @@ class BoundedPool(Pool):
     """At most *pool_size* connections, which stay open while idle.
 
     If all are in use, callers wait in their order of arrival, for *timeout* seconds or as long as
-    :data:`celery_leases.concurrency.resource_pool.patience` says. Then
+    :data:`celery_leases.concurrency.resource_pool.max_wait` says. Then
     :class:`sqlalchemy.exc.TimeoutError` is raised.
     """
 
@@ -52,20 +52,20 @@ class BoundedPool(Pool):
         self._resource_pool = ResourcePool(pool_size, self._new_record, timeout)
         self._is_disposed = False
 
-    def lend(self) -> _ConnectionRecord:
+    def acquire(self) -> _ConnectionRecord:
         """See :class:`Lending`."""
         try:
-            return self._resource_pool.lend()
+            return self._resource_pool.acquire()
         except PoolExhausted as error:
             raise PoolTimeout(
                 f"connections of this process: {error}; see leases_pool_size"
             ) from None
 
-    def take_back(self, record: _ConnectionRecord) -> None:
+    def release(self, record: _ConnectionRecord) -> None:
         """See :class:`Lending`."""
         if self._is_disposed:
             record.close()
-        self._resource_pool.take_back(record)
+        self._resource_pool.release(record)
 
     def invalidate_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
         """See :class:`Lending`."""
@@ -103,10 +103,10 @@ class BoundedPool(Pool):
         return _ConnectionRecord(self, connect=False)
 
     def _do_get(self) -> _ConnectionRecord:
-        return self.lend()
+        return self.acquire()
 
     def _do_return_conn(self, record: Any) -> None:
-        self.take_back(record)
+        self.release(record)
 
 
 class SingleConnectionPool(StaticPool):
@@ -118,12 +118,12 @@ class SingleConnectionPool(StaticPool):
         super().__init__(creator, **given)
         self.logger = logger
 
-    def lend(self) -> _ConnectionRecord:
+    def acquire(self) -> _ConnectionRecord:
         """See :class:`Lending`."""
         record: _ConnectionRecord = self._do_get()  # type: ignore[assignment]
         return record
 
-    def take_back(self, record: _ConnectionRecord) -> None:
+    def release(self, record: _ConnectionRecord) -> None:
         """See :class:`Lending`."""
 
     def invalidate_dead(self, record: _ConnectionRecord, error: BaseException) -> None:

@@ -398,7 +398,7 @@ class Database:
         """Execute *compiled* on the driver's own cursor; raises the same errors as SQLAlchemy."""
         parameters = compiled.parameters(values)
         pool: ConnectionLender = self.engine.pool  # type: ignore[assignment]
-        record, cursor = pool.lend(), None
+        record, cursor = pool.acquire(), None
         try:
             connection = record.get_connection()
             cursor = record.info.pop(compiled, None) or connection.cursor()
@@ -427,7 +427,7 @@ class Database:
                 cursor.close()
             raise
         finally:
-            pool.take_back(record)
+            pool.release(record)
         return value
 
     def _is_dead(self, error: Exception, connection: Any) -> bool:

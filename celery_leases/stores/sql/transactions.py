@@ -267,8 +267,10 @@ class JoinedTransaction:
             raise WrongDatabase(
                 f"{record.key}: {self._where_to_join()}; or its transaction began before this attempt"
             )
-        message = f"{record.key}: the lease is lost: the record has moved on"
-        raise LeaseLost(message, record.key, "the record has moved on")
+        message = f"{record.key}: the lease is lost: the record was changed by another attempt or an operator"
+        raise LeaseLost(
+            message, record.key, "the record was changed by another attempt or an operator"
+        )
 
 
 def open_check(given: Any) -> Callable[[], bool]:

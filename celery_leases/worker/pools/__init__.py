@@ -1,3 +1,3 @@
-"""How the body in each kind of worker pool is interrupted, and how the steps around it are
-protected.
+"""How a body is interrupted in each kind of worker pool, and how the steps around it are protected
+from interrupts.
 """

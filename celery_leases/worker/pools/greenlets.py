@@ -1,9 +1,9 @@
-"""Interrupts a body in a greenlet through its hub, and keeps Celery's kills away from the steps
-around it.
+"""Interrupts a body in a greenlet through its hub, and defers Celery's kills in the steps around
+the body.
 
 A cold shutdown kills the greenlets of the pool, and Celery acknowledges the messages of killed
-greenlets. Here a kill only ends the body: a kill before or after it, or in a step of the protocol,
-is stored. So the delivery, and Celery's work around it, finish normally.
+greenlets. Here a kill ends only the body: a kill before or after the body, or in a step of the
+protocol, is stored. So the delivery, and Celery's work around it, finish normally.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from celery_leases.worker.pools.interrupt_guard import RaisingGuard
 Handler = Callable[[int, FrameType | None], Any]
 
 
-class Kill:
-    """Whether the body of one delivery must be killed. It applies as long as the object exists."""
+class BodyKill:
+    """A request to kill the body of one delivery. It can be made before the body begins."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self.pending = False
         self.greenlet: Any = None
 
-    def ask(self) -> None:
-        """Kill the body, if it runs when the hub gets to it, or has not begun."""
-        self.asked = self.pending = True
+    def request(self) -> None:
+        """Kill the body as soon as the hub runs; if the body has not begun, when it begins."""
+        self.requested = self.pending = True
         if self.greenlet is not None:
-            greenlets.hub_caller()(partial(_throw_into, self.greenlet))
+            greenlets.hub_scheduler()(partial(_throw_into, self.greenlet))
 
 
 class GreenletGuard(RaisingGuard):
-    """For one delivery in a greenlet of gevent or eventlet; exceptions are thrown into it while it
-    waits.
+    """For one delivery in a greenlet of gevent or eventlet. Exceptions are thrown into the greenlet
+    while it waits.
     """
 
-    def __init__(self, kill: Kill) -> None:
+    def __init__(self, kill: BodyKill) -> None:
         super().__init__()
         self._greenlet = greenlets.current()
         self._outer: GreenletGuard | None = None
@@ -54,35 +54,39 @@ class GreenletGuard(RaisingGuard):
 
     @property
     def stopping(self) -> bool:  # type: ignore[override]
-        """Whether the body is to be killed."""
-        return self.kill.asked
+        """Whether the body must be killed."""
+        return self.kill.requested
 
     def __enter__(self) -> None:
-        """A delivery begins; inside the body of another one it is a step of that."""
-        self._outer = _around.get(self._greenlet)
-        _around[self._greenlet] = self
+        """The delivery begins. An eager call inside the body of another delivery is one step of
+        that body.
+        """
+        self._outer = _guards.get(self._greenlet)
+        _guards[self._greenlet] = self
         self.kill.greenlet = self._greenlet
         if self._outer is not None:
-            self._step.enter_context(self._outer.closed())
+            self._step.enter_context(self._outer.interrupts_deferred())
 
     def __exit__(self, *_: object) -> None:
-        """It has ended."""
+        """The delivery has ended."""
         try:
             self._step.close()
         finally:
             if self._outer is None:
-                del _around[self._greenlet]
+                del _guards[self._greenlet]
                 self.kill.greenlet = None
             else:
-                _around[self._greenlet] = self._outer
+                _guards[self._greenlet] = self._outer
 
-    def open(self, held_lease: HeldLease, on_lost: OnLost) -> None:
-        """The body begins; raises when the lease is lost already, or the body must be killed."""
+    def body_begins(self, held_lease: HeldLease, on_lost: OnLost) -> None:
+        """Allow interrupts from now on. Raises if the lease is already lost, or the body must be
+        killed.
+        """
         if on_lost != "flag":
             self._held_lease = held_lease
-            held_lease.interrupt = partial(greenlets.hub_caller(), self.throw)
+            held_lease.interrupt = partial(greenlets.hub_scheduler(), self.throw)
         held_lease.check()
-        self._open = True
+        self._raises = True
         self._raise_pending()
 
     def throw(self) -> None:
@@ -99,7 +103,7 @@ class GreenletGuard(RaisingGuard):
         return None
 
     def _raise_pending(self) -> None:
-        if self._open and self.kill.pending:
+        if self._raises and self.kill.pending:
             self.kill.pending = False
             raise greenlets.exit_type()
         super()._raise_pending()
@@ -109,28 +113,28 @@ def greenlet_guard(token: str | None) -> GreenletGuard:
     """The interrupt guard for a delivery with that owner *token*, or for an eager call, in this
     greenlet.
     """
-    outer = _around.get(greenlets.current())
+    outer = _guards.get(greenlets.current())
     if outer is not None:
         return GreenletGuard(outer.kill)
-    return GreenletGuard(_kills.get(token or "") or Kill())
+    return GreenletGuard(_kills.get(token or "") or BodyKill())
 
 
-def kill_of(token: str) -> Kill:
-    """The object that kills the body of the delivery with that owner *token*, in this process."""
-    return _kills.setdefault(token, Kill())
+def body_kill_of(token: str) -> BodyKill:
+    """The request to kill the body of the delivery with that owner *token*, in this process."""
+    return _kills.setdefault(token, BodyKill())
 
 
 def _throw_into(greenlet: Any) -> None:
-    interrupt_guard = _around.get(greenlet)
+    interrupt_guard = _guards.get(greenlet)
     if interrupt_guard is not None:
         interrupt_guard.throw()
 
 
-def keep_signals_out() -> None:
-    """Let Celery's signal handlers run in no greenlet of the pool.
+def run_signal_handlers_outside_pool() -> None:
+    """Replace Celery's signal handlers, so that they do not run in a greenlet of the pool.
 
-    The handler of a cold shutdown waits for all of them, and so would never return to the one it
-    has interrupted.
+    The handler of a cold shutdown waits for all greenlets of the pool. In one of them it would wait
+    for itself.
     """
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         handler = signal.getsignal(signum)
@@ -139,19 +143,19 @@ def keep_signals_out() -> None:
 
 
 def _on_signal(handler: Handler, signum: int, frame: FrameType | None) -> None:
-    if greenlets.of_a_pool():
+    if greenlets.in_spawned_greenlet():
         greenlets.spawn(partial(_handle, handler, signum, frame))
     else:
         _handle(handler, signum, frame)
 
 
 def _handle(handler: Handler, signum: int, frame: FrameType | None) -> None:
-    """Call Celery's handler, which may wait, and first installs other handlers."""
+    """Call Celery's handler, which may wait. It installs other handlers, which are replaced too."""
     try:
         handler(signum, frame)
     finally:
-        keep_signals_out()
+        run_signal_handlers_outside_pool()
 
 
-_around: dict[Any, GreenletGuard] = {}
-_kills: WeakValueDictionary[str, Kill] = WeakValueDictionary()
+_guards: dict[Any, GreenletGuard] = {}
+_kills: WeakValueDictionary[str, BodyKill] = WeakValueDictionary()

@@ -1,7 +1,7 @@
-"""Keeps interrupts of a body away from the steps around it.
+"""Interrupts a body, and never the steps of the protocol around it and in it.
 
-An interrupt guard is open only while its body runs, and closed during each step of the protocol in
-it. An interrupt during a step is raised at the end of the step.
+An interrupt guard lets interrupts through only while its body runs, and defers them during each
+step of the protocol in the body: an interrupt during a step is raised at the end of the step.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.protocol.options import OnLost
 
 
-class LimitedTooEarly(BaseException):
+class EarlySoftTimeLimit(BaseException):
     """The soft time limit fired before the body began."""
 
 
 class InterruptGuard:
-    """For pools that signals cannot interrupt: the body learns of a loss only by the flag and
-    ``check()``.
+    """For pools that cannot interrupt a body, such as threads: the body learns of a lost lease only
+    from ``lost`` and ``check()``.
 
-    Entered as a context manager it encloses one delivery.
+    As a context manager it encloses one delivery.
     """
 
     #: The process, or at least this body, must end.
@@ -30,59 +30,60 @@ class InterruptGuard:
     limited = False
 
     def __enter__(self) -> None:
-        """A delivery begins."""
+        """The delivery begins."""
 
     def __exit__(self, *_: object) -> None:
-        """It has ended."""
+        """The delivery has ended."""
 
-    def open(self, held_lease: HeldLease, on_lost: OnLost) -> None:
-        """The body begins, which alone may be interrupted; raises an interrupt from before it.
+    def body_begins(self, held_lease: HeldLease, on_lost: OnLost) -> None:
+        """Allow interrupts from now on, and raise one that came before.
 
-        Its end is :meth:`shut`, also if this raises.
+        :meth:`body_ended` must follow, also if this raises.
         """
 
-    def closed(self) -> AbstractContextManager[None]:
-        """Enclose a step of the protocol inside the body."""
+    def interrupts_deferred(self) -> AbstractContextManager[None]:
+        """Enclose a step of the protocol inside the body: an interrupt during the step is raised at
+        the end of the step.
+        """
         return nullcontext()
 
-    def shut(self) -> None:
-        """The body is over. Call it twice: a signal may cut the first call short."""
+    def body_ended(self) -> None:
+        """Defer interrupts from now on. Call this twice: a signal may interrupt the first call."""
 
 
 class RaisingGuard(InterruptGuard):
-    """Raises :class:`LeaseLost` in a body, only while the guard is open."""
+    """Raises :class:`LeaseLost` in a body."""
 
     def __init__(self) -> None:
-        self._open = False
+        #: Interrupts are raised now, and not deferred.
+        self._raises = False
         self._held_lease: HeldLease | None = None
 
     @contextmanager
-    def closed(self) -> Iterator[None]:
-        """Enclose a step of the protocol inside the body: an interrupt during the step is raised at
-        its end.
-        """
-        was, self._open = self._open, False
+    def interrupts_deferred(self) -> Iterator[None]:
+        """See :meth:`InterruptGuard.interrupts_deferred`."""
+        before, self._raises = self._raises, False
         try:
             yield
         finally:
-            self._open = was
-            if was:
+            self._raises = before
+            if before:
                 self._raise_pending()
 
-    def shut(self) -> None:
-        """The body is over."""
-        self._open = False
+    def body_ended(self) -> None:
+        """See :meth:`InterruptGuard.body_ended`."""
+        self._raises = False
         held_lease = self._held_lease
         if held_lease is not None:
-            held_lease.interrupt = held_lease.put_off = None
+            held_lease.interrupt = held_lease.move_kill_timer = None
             self._held_lease = None
 
     def _raise_pending(self) -> None:
         held_lease = self._held_lease
         if (
-            self._open
+            self._raises
             and held_lease is not None
             and held_lease.lost is not None
-            and not held_lease.just_told()
+            and not held_lease.interrupted_recently()
         ):
             held_lease.check()

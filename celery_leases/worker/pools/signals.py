@@ -1,10 +1,10 @@
-"""Interrupts a running body by signals, and keeps signals away from the steps around it.
+"""Interrupts a running body by signals, and defers signals in the steps of the protocol around it.
 
 Celery's pool children raise exceptions from signal handlers: the soft time limit, and the
-``SystemExit`` of SIGTERM. Raised between two steps of the protocol, they would leave a lease or a
-record half-written. Here the handlers raise only while a body is open; a signal before or after it
-is stored. A lost lease interrupts the body in the same way, by a real-time signal to the main
-thread whose handler raises only while *that* body is open.
+``SystemExit`` of SIGTERM. Raised between two steps of the protocol, they would leave a lease held
+or a record ``running``. Here the handlers raise only while a body runs; a signal before or after it
+is stored. A lost lease interrupts its body in the same way: by a real-time signal to the main
+thread, whose handler raises only while *that* body runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from celery_leases.concurrency.kill_timer import KillTimer
 from celery_leases.errors import LeaseLost
 from celery_leases.protocol.options import OnLost
 from celery_leases.worker.pools.greenlets import greenlet_guard
-from celery_leases.worker.pools.interrupt_guard import InterruptGuard, LimitedTooEarly, RaisingGuard
+from celery_leases.worker.pools.interrupt_guard import (
+    EarlySoftTimeLimit,
+    InterruptGuard,
+    RaisingGuard,
+)
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -34,7 +38,7 @@ class SignalGuard(RaisingGuard):
     def __init__(self) -> None:
         super().__init__()
         self.main = threading.main_thread().ident or 0
-        #: Whether a delivery is being taken.
+        #: A delivery is being handled.
         self.busy = False
         self._kill_timer: KillTimer | None = None
         self._pending: list[int] = []
@@ -56,49 +60,51 @@ class SignalGuard(RaisingGuard):
         return signal.SIGUSR1 in self._pending
 
     def __enter__(self) -> None:
-        """A delivery begins."""
+        """The delivery begins."""
         self.busy = True
 
     def __exit__(self, *_: object) -> None:
-        """It has ended: a stored SIGTERM takes effect, a late soft limit is dropped."""
+        """The delivery has ended: a stored SIGTERM takes effect; a soft time limit is dropped."""
         self.busy = False
         pending, self._pending = self._pending, []
         if signal.SIGTERM in pending:
             self._handlers[signal.SIGTERM](signal.SIGTERM, None)
 
-    def open(self, held_lease: HeldLease, on_lost: OnLost) -> None:
-        """The body begins; raises a stored interrupt, so that the body does not begin."""
+    def body_begins(self, held_lease: HeldLease, on_lost: OnLost) -> None:
+        """Allow interrupts from now on. Raises an interrupt that is stored, so that the body does
+        not begin.
+        """
         if on_lost != "flag":
             self._held_lease = held_lease
             held_lease.interrupt = self._interrupt if self._loss_signal else None
         held_lease.check()
         if on_lost == "kill":
             self._kill_timer = _kill_timer(held_lease)
-            held_lease.put_off = self._kill_timer.put_off
-        self._open = True  # from here on a signal raises by itself
+            held_lease.move_kill_timer = self._kill_timer.set
+        self._raises = True  # from here on the signal handlers raise
         if self._pending:
             if self.stopping:
                 raise SystemExit(_exit_code(signal.SIGTERM))
             self._pending.remove(signal.SIGUSR1)
-            raise LimitedTooEarly
+            raise EarlySoftTimeLimit
 
-    def reopen(self) -> None:
-        """The body of an eager call within a step begins."""
-        self._open = True
+    def nested_body_begins(self) -> None:
+        """The body of an eager call, made inside this guard's body, begins."""
+        self._raises = True
         self._raise_pending()
 
-    def close(self) -> None:
-        """It has ended."""
-        self._open = False
+    def nested_body_ended(self) -> None:
+        """The body of an eager call has ended."""
+        self._raises = False
 
-    def shut(self) -> None:
-        """The body is over."""
-        self._open = False
+    def body_ended(self) -> None:
+        """Defer interrupts from now on, and cancel the kill timer."""
+        self._raises = False
         if self._held_lease is not None or self._kill_timer is not None:
-            super().shut()
+            super().body_ended()
             kill_timer, self._kill_timer = self._kill_timer, None
             if kill_timer is not None:
-                kill_timer.call_off()
+                kill_timer.cancel()
 
     def _raise_pending(self) -> None:
         if self.stopping:
@@ -109,7 +115,7 @@ class SignalGuard(RaisingGuard):
         super()._raise_pending()
 
     def _wrap(self, signum: int) -> None:
-        """Wrap a handler of billiard; any other handler does not raise into the task."""
+        """Wrap the handler if it is billiard's. Other handlers do not raise inside the task."""
         handler = signal.getsignal(signum)
         if callable(handler) and getattr(handler, "__module__", "").startswith("billiard"):
             self._handlers[signum] = handler
@@ -119,13 +125,13 @@ class SignalGuard(RaisingGuard):
         if not self.busy:
             self._handlers[signum](signum, frame)
         elif signum == signal.SIGTERM:
-            # Billiard's own handler runs at the end of the delivery: with it a second SIGTERM would
-            # kill at once.
+            # Billiard's own handler runs at the end of the delivery, because it lets a second
+            # SIGTERM kill the process at once.
             first = signum not in self._pending
             self._pending.append(signum)
-            if self._open and first:
+            if self._raises and first:
                 raise SystemExit(_exit_code(signum))
-        elif self._open:
+        elif self._raises:
             self._handlers[signum](signum, frame)
         else:
             self._pending.append(signum)
@@ -138,9 +144,11 @@ class SignalGuard(RaisingGuard):
 
 
 def _kill_timer(held_lease: HeldLease) -> KillTimer:
-    """The kill timer of a body; without one the body must not begin."""
+    """The kill timer of a body; raises :class:`LeaseLost` if there is none, so that the body does
+    not begin.
+    """
     try:
-        return KillTimer(held_lease.dead_by)
+        return KillTimer(held_lease.kill_deadline)
     except OSError as error:
         why = f"the kill timer could not be set: {error}"
         raise LeaseLost(
@@ -149,7 +157,9 @@ def _kill_timer(held_lease: HeldLease) -> KillTimer:
 
 
 class NestedGuard(InterruptGuard):
-    """For an eager call inside the body of another delivery, of which it is a part."""
+    """For an eager call inside the body of another delivery: an interrupt of that body ends the
+    eager call too.
+    """
 
     def __init__(self, outer: SignalGuard) -> None:
         self._outer = outer
@@ -161,25 +171,25 @@ class NestedGuard(InterruptGuard):
         return self._outer.stopping
 
     def __enter__(self) -> None:
-        """A step of the outer body begins."""
-        self._step.enter_context(self._outer.closed())
+        """The eager call begins: for the outer body it is one step."""
+        self._step.enter_context(self._outer.interrupts_deferred())
 
     def __exit__(self, *_: object) -> None:
-        """It has ended."""
+        """The eager call has ended."""
         self._step.close()
 
-    def open(self, held_lease: HeldLease, on_lost: OnLost) -> None:
-        """The body begins."""
+    def body_begins(self, held_lease: HeldLease, on_lost: OnLost) -> None:
+        """Allow interrupts of the outer body from now on."""
         held_lease.check()
-        self._outer.reopen()
+        self._outer.nested_body_begins()
 
-    def closed(self) -> AbstractContextManager[None]:
-        """Enclose a step of the protocol inside the body."""
-        return self._outer.closed()
+    def interrupts_deferred(self) -> AbstractContextManager[None]:
+        """See :meth:`InterruptGuard.interrupts_deferred`."""
+        return self._outer.interrupts_deferred()
 
-    def shut(self) -> None:
-        """The body is over."""
-        self._outer.close()
+    def body_ended(self) -> None:
+        """Defer interrupts of the outer body again."""
+        self._outer.nested_body_ended()
 
 
 _interrupt_guard: SignalGuard | None = None
@@ -187,12 +197,12 @@ _pid = 0
 
 
 def interrupt_guard_here(pid: int, token: str | None = None) -> InterruptGuard:
-    """The interrupt guard for a task that runs in this thread, or greenlet, of process *pid*, with
-    that owner *token*.
+    """The interrupt guard for a delivery with that owner *token*, in this thread or greenlet of
+    process *pid*.
     """
     global _interrupt_guard, _pid
     if _interrupt_guard is None or _pid != pid or threading.get_ident() != _interrupt_guard.main:
-        if os_threads.green():
+        if os_threads.uses_greenlets():
             return greenlet_guard(token)
         if threading.current_thread() is not threading.main_thread():
             return InterruptGuard()
@@ -206,7 +216,7 @@ def _exit_code(signum: int) -> int:
 
 
 def _free_signal() -> int:
-    """A real-time signal without a handler; 0 if the system has none."""
+    """A real-time signal without a handler; 0 if there is none."""
     lowest, highest = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", -1)
     for signum in range(lowest + 9, highest):
         if signal.getsignal(signum) in (signal.SIG_DFL, None):

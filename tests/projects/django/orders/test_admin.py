@@ -51,8 +51,8 @@ class AdminTests(TransactionTestCase):
 
     def setUp(self) -> None:
         """Run them."""
-        app_components.forget()
-        self.addCleanup(app_components.forget)
+        app_components.close_all()
+        self.addCleanup(app_components.close_all)
         for number in (1, 2):
             Order.objects.create(number=number)
         with on_the_database():

@@ -179,8 +179,8 @@ class CommittingTests(TransactionTestCase):
     def test_records_may_be_in_the_test_database(self) -> None:
         """And never in the configured one."""
         Order.objects.create(number=4)
-        app_components.forget()  # those of eager calls in memory, as the setting changes
-        self.addCleanup(app_components.forget)
+        app_components.close_all()  # those of eager calls in memory, as the setting changes
+        self.addCleanup(app_components.close_all)
         with configured(task_always_eager=True, leases_eager_stores=True):
             self.assertEqual(charge.delay(4).get(), {"order": 4, "attempt": 1})
             self.assertEqual(LeaseRecord.objects.get(key="charge:4").state, "done")
@@ -191,7 +191,7 @@ class CommittingTests(TransactionTestCase):
     @skipIf(IN_MEMORY, "a database in memory has one connection")
     def test_with_open_connections_the_test_database_can_be_destroyed(self) -> None:
         """They are left open here; the runner closes them before it destroys the database."""
-        app_components.forget()
+        app_components.close_all()
         with configured(task_always_eager=True, leases_eager_stores=True):
             refund.apply((9,))
         self.assertEqual(LeaseRecord.objects.get(key="refund:9").state, "failed")
@@ -240,8 +240,8 @@ class WithoutDatabaseTests(Eager, SimpleTestCase):
 
     def test_a_task_does_not_meet_the_configured_database(self) -> None:
         """Not even with settings that put the records of eager tasks there."""
-        app_components.forget()
-        self.addCleanup(app_components.forget)
+        app_components.close_all()
+        self.addCleanup(app_components.close_all)
         with configured(leases_eager_stores=True):
             with self.assertRaises(ValueError):
                 refund.delay(21)
