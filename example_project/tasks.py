@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 
 from celery_leases import LeasedTask
 from celery_leases.rules import CooldownPolicy
-from example_project import app, jsonlines
+from example_project.celery import app
 
 OUTBOX = Path(os.environ.get("OUTBOX") or Path(tempfile.gettempdir()) / "outbox.jsonl")
 """The mailed invoices, one JSON object per line."""
@@ -36,9 +36,7 @@ def send_invoice(self: Any, customer_id: int, month: str) -> dict[str, Any]:
     """Render one invoice and mail it; every caller gets the result of the run that mailed it."""
     pages = render(customer_id, month)
     self.lease.check()  # a process that was paused for longer than its lease stops here, before the mail is sent
-    jsonlines.append(
-        OUTBOX, {"customer": customer_id, "month": month, "pages": pages, "fence": self.lease.fence}
-    )
+    mail({"customer": customer_id, "month": month, "pages": pages, "fence": self.lease.fence})
     return {
         "mailed_by": f"{socket.gethostname()}/{os.getpid()}",
         "customer": customer_id,
@@ -74,6 +72,12 @@ def render(customer_id: int, month: str) -> list[str]:
     """Make the pages; this takes some time."""
     time.sleep(RENDER_SECONDS)
     return [f"Invoice {month} for customer {customer_id}"]
+
+
+def mail(letter: dict[str, Any]) -> None:
+    """Append a letter to the outbox in one write, so a killed process leaves a whole line or none."""
+    with OUTBOX.open("ab", buffering=0) as outbox:
+        outbox.write(json.dumps(letter).encode() + b"\n")
 
 
 def ask_model(document_id: int, model: str, account: str) -> dict[str, Any]:

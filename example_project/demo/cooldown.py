@@ -15,11 +15,11 @@ from typing import Any
 import click
 
 from example_project.demo.bill import LEASES, PLAIN, Account, Bill, Promise
+from example_project.demo.json_over_http import Refused, ask
 from example_project.demo.model import PRICE, Charge, charges
 from example_project.demo.narrator import Narrator
 from example_project.demo.stage import CommandFailed, Stage
 from example_project.demo.story import Story, perform
-from example_project.json_over_http import Refused, ask
 
 FIVE_MINUTES = 300
 """Seconds of the rate limit in the first scene; up to 5 s are added to a server's delay."""

@@ -18,8 +18,7 @@ from typing import Any
 import click
 import kombu
 
-from example_project import jsonlines
-from example_project.demo import journal
+from example_project.demo import journal, jsonlines
 from example_project.demo.journal import Journal
 from example_project.demo.narrator import Narrator, short
 from example_project.demo.stage import (

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from example_project import jsonlines
+from example_project.demo import jsonlines
 
 FILE = "DEMO_JOURNAL"
 WORKER = "DEMO_WORKER"

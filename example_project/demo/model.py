@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from socketserver import ThreadingTCPServer
 
-from example_project import jsonlines
-from example_project.json_over_http import Handler, serve
+from example_project.demo import jsonlines
+from example_project.demo.json_over_http import Handler, serve
 
 PRICE = 2
 """Cents for each call."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.error import HTTPError
 
-from example_project import app
+from example_project.celery import app
 from example_project.tasks import ask_model
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from celery.result import AsyncResult
 
-from example_project import app
+from example_project.celery import app
 from example_project.demo import journal
 
 

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from socketserver import TCPServer
 
 from celery_leases import LeaseClient
-from example_project import app
+from example_project.celery import app
 from example_project.demo import journal
-from example_project.json_over_http import Handler, serve
+from example_project.demo.json_over_http import Handler, serve
 
 PAUSE = 0.05
 """Seconds between two presses."""

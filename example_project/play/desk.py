@@ -14,8 +14,8 @@ from celery.result import AsyncResult
 
 from celery_leases import LeaseClient, LeaseStatus
 from celery_leases.errors import AlreadyDone, LeaseIsLive, UnknownKey
-from example_project import app
-from example_project.json_over_http import ask
+from example_project.celery import app
+from example_project.demo.json_over_http import ask
 from example_project.play import tasks, worker_commands
 
 DOCUMENTS_MAX: Final = 40

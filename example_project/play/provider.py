@@ -27,7 +27,7 @@ from http.server import ThreadingHTTPServer
 from typing import Any, Final
 from urllib.parse import unquote
 
-from example_project.json_over_http import Handler, serve
+from example_project.demo.json_over_http import Handler, serve
 
 PRICE: Final = 2
 """Cents for each summary."""

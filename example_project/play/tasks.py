@@ -13,8 +13,8 @@ from celery.utils.log import get_task_logger
 
 from celery_leases import LeasedTask, Uncertain
 from celery_leases.rules import Rules, cooldown
-from example_project import app
-from example_project.json_over_http import Refused, ask
+from example_project.celery import app
+from example_project.demo.json_over_http import Refused, ask
 
 PROVIDER_URL = os.environ.get("PROVIDER_URL", "http://localhost:8099")
 log = get_task_logger(__name__)

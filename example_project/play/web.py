@@ -19,7 +19,7 @@ from uuid import uuid4
 from flask import Flask, Response, abort, jsonify, request, send_from_directory
 from werkzeug.exceptions import HTTPException
 
-from example_project.json_over_http import Refused
+from example_project.demo.json_over_http import Refused
 from example_project.play.desk import PRESSES_MAX, Desk, NotPossible
 
 PAGE: Final = Path(__file__).parent / "page"
@@ -208,7 +208,7 @@ def main(host: str = "127.0.0.1", port: str = "0") -> None:
     from werkzeug.serving import make_server
 
     from celery_leases import LeaseClient
-    from example_project import app
+    from example_project.celery import app
     from example_project.play import tasks
 
     logging.getLogger("werkzeug").setLevel(logging.WARNING)

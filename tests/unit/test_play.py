@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from flask.testing import FlaskClient
 
-from example_project.json_over_http import Refused
+from example_project.demo.json_over_http import Refused
 from example_project.play import web
 from example_project.play.desk import Desk, NotPossible, Workers
 from example_project.play.provider import Provider, Settings

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 
 def append(path: Path, value: Any) -> None:
     """Append *value* in one write, so a killed process leaves a complete line or none."""
-    line = json.dumps(value, default=str).encode() + b"\n"
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        os.write(file, line)
-    finally:
-        os.close(file)
+    with path.open("ab", buffering=0) as file:
+        file.write(json.dumps(value, default=str).encode() + b"\n")
 
 
 def read(path: Path) -> list[Any]:
