@@ -98,7 +98,9 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
 def test_the_rights_are_those_of_every_table() -> None:
     """On each kind of server; nothing else is granted."""
     tables = {table.name for table in Tables().metadata.tables.values()}
-    for block in blocks(section(page("databases"), "Rights"), "sql"):
+    written = blocks(section(page("databases"), "Rights"), "sql")
+    assert len(written) == 2
+    for block in written:
         assert set(re.findall(r"celery_leases_\w+", block)) == tables
 
 

@@ -109,7 +109,9 @@ def answers_of(row: list[str]) -> list[HttpAnswer]:
 @pytest.mark.parametrize("row", table(), ids=lambda row: f"{row[0]}: {row[1]}")
 def test_every_row_of_the_table_is_what_the_code_answers(row: list[str]) -> None:
     """Code, wait, location, media type, and the code of the problem."""
-    for sent in answers_of(row):
+    answers = answers_of(row)
+    assert answers
+    for sent in answers:
         code, _, place = row[2].partition(", ")
         assert sent.status == int(code)
         assert sent.headers.get("Retry-After") == WAITS[row[3]]

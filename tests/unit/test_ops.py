@@ -80,14 +80,17 @@ def test_the_alerts_are_silent_on_a_healthy_run_and_fire_on_sick_ones() -> None:
 
 def test_alerts_and_dashboard_ask_for_what_the_exporter_has() -> None:
     """Each name is that of a sample, and each label is one of its own."""
+    known = set().union(*SAMPLES.values())
+    asked = set()
     for expression in expressions():
         for name, labels in re.findall(rf"\b({PREFIX}\w+)\b(?:\{{([^}}]*)\}})?", expression):
             assert name in SAMPLES, expression
+            asked.add(name)
             used = set(re.findall(r"(\w+)\s*(?:=|!=|=~|!~)\s*\"", labels))
             assert used <= SAMPLES[name], expression
         for by in re.findall(r"by \(([^)]*)\)", expression):
-            known = set().union(*SAMPLES.values())
             assert {label.strip() for label in by.split(",")} <= known, expression
+    assert len(asked) > 10
 
 
 def test_the_dashboard_shows_every_metric() -> None:
