@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import celery_leases
 from celery_leases import errors
-from celery_leases import errors as core_errors
 
 
 def _loaded_by(statement: str) -> set[str]:
@@ -47,6 +49,21 @@ def test_a_client_does_not_need_celery() -> None:
     assert "celery" not in _loaded_by("from celery_leases import LeaseClient")
 
 
+def test_the_contracts_about_frameworks_forget_no_package() -> None:
+    """Celery above the signals, redis and SQLAlchemy in few packages; a new one has to choose."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    contracts = {one["id"]: one for one in project["tool"]["importlinter"]["contracts"]}
+    layers = contracts["layers"]["layers"]
+    below = layers[layers.index("signals") + 1 :]
+
+    def those(names: list[str]) -> set[str]:
+        return {f"celery_leases.{name}" for layer in names for name in re.findall(r"\w+", layer)}
+
+    assert set(contracts["celery"]["source_modules"]) == those(below)
+    free = those(["alembic", "stores", "testing"])
+    assert set(contracts["drivers"]["source_modules"]) == those(layers) - free
+
+
 def test_every_public_name_can_be_imported_and_is_listed() -> None:
     """Whether it is loaded at once or at its first use."""
     assert all(getattr(celery_leases, name) is not None for name in celery_leases.__all__)
@@ -68,7 +85,7 @@ def test_every_exception_is_in_the_module_of_the_exceptions() -> None:
     """Also those at the top; errors that only stores use are not."""
     kinds = [
         kind
-        for kind in vars(core_errors).values()
+        for kind in vars(errors).values()
         if isinstance(kind, type) and issubclass(kind, BaseException)
     ]
     defined = {kind.__name__ for kind in kinds if not kind.__name__.startswith("_")}
