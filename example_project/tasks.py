@@ -75,7 +75,7 @@ def render(customer_id: int, month: str) -> list[str]:
 
 
 def mail(letter: dict[str, Any]) -> None:
-    """Append a letter to the outbox in one write, so a killed process leaves a whole line or none."""
+    """Append a letter to the outbox in one write: a killed process leaves a whole line or none."""
     with OUTBOX.open("ab", buffering=0) as outbox:
         outbox.write(json.dumps(letter).encode() + b"\n")
 

@@ -17,7 +17,7 @@ from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.worker import app_components
 from celery_leases.worker.request import request_class
 from tests.unit.celery_apps import apps
-from tests.unit.pages import ROOT, blocks, page, section
+from tests.unit.doc_pages import ROOT, blocks, page, section
 
 PACKAGE = ROOT / "celery_leases"
 Step = tuple[str, str, str]
@@ -114,7 +114,7 @@ def test_the_picture_of_a_delivery_shows_its_calls(
         with calls.traced():
             deliver(app, send_invoice)
     finally:
-        app_components.forget()
+        app_components.close_all()
         app.close()
     assert ran == [0, 1]
     after = 0
