@@ -78,19 +78,23 @@ def after_run(
 
 def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | None) -> Outcome:
     crashes = record.crashes if _crashes_of_another_call(call, record) else 0
+    if isinstance(ending, Returned):  # at once, because replace() is slow
+        return Outcome(
+            State.DONE,
+            Ended.RETURNED,
+            record.attempt,
+            failures=0,
+            crashes=crashes,
+            retention=call.options.retention,
+            retries=record.retries,
+            result=ending.result,
+            reason=ending.missing,
+            finished=_finished(call, record, ending.result),
+            crashed_call=record.crashed_call,
+        )
     closed = _unchanged(call, record)
     not_counted = replace(closed, attempt=record.attempt - 1)
     match ending:
-        case Returned(_, result, missing):
-            return replace(
-                _without_failures(closed),
-                state=State.DONE,
-                ended=Ended.RETURNED,
-                crashes=crashes,
-                result=result,
-                reason=missing,
-                finished=_finished(call, record, result),
-            )
         case Raised(traceback=traceback):
             assert verdict is not None
             closed = replace(closed, ended=Ended.FAILED, crashes=crashes, traceback=traceback)

@@ -118,7 +118,7 @@ def _stopping(
         combination,
         visibility=4,
         home=COOLING,
-        module=f"{COOLING}_failing",
+        module=f"{COOLING}_failpoints",
         concurrency=len(about),
         env={"FAILPOINTS": str(points)},
     )

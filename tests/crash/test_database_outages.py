@@ -27,7 +27,7 @@ REDIS_LEASES = ("rabbit", "redis", "postgres")
 DATABASE_LEASES = ("redis", "database", "postgres")
 BOTH_LEASES = pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
 CLAIM = b"INSERT INTO celery_leases_records"
-SETTLE = b"SET attempt="
+SETTLE = b"finished_at=CAST"
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def test_a_restart_during_the_settle_is_decided_by_reading_back(
     scene.wait_for("begin", name=name)
     with table_locked(scene):
         gate.touch()
-        wait_for_statement(scene, "UPDATE celery_leases_records SET attempt=%")
+        wait_for_statement(scene, "UPDATE celery_leases_records SET%finished_at=CAST%")
         own_postgres.restart("immediate")
     value = result.get(timeout=40)
     assert value["name"] == name
