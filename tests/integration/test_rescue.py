@@ -236,7 +236,7 @@ def test_live_ones_do_not_hide_a_stranded_one(
     stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many have been running for longer than the page that is looked at."""
-    monkeypatch.setattr(outbox, "LOOKED_AT_ONCE", 1)
+    monkeypatch.setattr(outbox, "READ_AT_ONCE", 1)
     gate = stage.gate()
     results = [stage.tasks.kept.delay(f"{name}-live-{number}", str(gate)) for number in range(2)]
     for number in range(2):
