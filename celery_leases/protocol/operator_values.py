@@ -110,8 +110,8 @@ class Stats:
 class Change:
     """What was done to one key: ``done``, or ``why`` it was not changed.
 
-    ``published``: its stored message was published; ``None`` where none was kept or none was to be
-    published.
+    ``published``: whether the broker has confirmed its stored message; ``None`` if there is none,
+    or if none was to be published.
     """
 
     status: LeaseStatus
