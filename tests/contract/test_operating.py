@@ -401,7 +401,7 @@ def test_a_page_of_many_records_reads_no_more_than_it_shows(
 def test_the_example_of_the_docs_retries_what_was_rate_limited(
     client: LeaseClient, put: Callable[..., None]
 ) -> None:
-    (source,) = (block for block in blocks(page("operating"), "python") if "as_of_now" in block)
+    (source,) = (block for block in blocks(page("command-line"), "python") if "as_of_now" in block)
     names: dict[str, Any] = {}
     exec(source, names)  # noqa: S102 - our own page
     put("a", State.COOLING, failure=LIMIT, reason="rate_limited", retry_after=60.0)

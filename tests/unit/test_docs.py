@@ -116,8 +116,8 @@ def test_the_settings_table_names_every_setting() -> None:
 
 
 def test_the_signals_table_names_every_signal_with_its_fields_and_level() -> None:
-    """docs/operating.md has every signal, what its event carries, and how loud its log line is."""
-    rows = {row[0].strip("`"): row for row in markdown_rows(section(operating(), "Signals"))[1:]}
+    """docs/events.md has every signal, what its event carries, and how loud its log line is."""
+    rows = {row[0].strip("`"): row for row in markdown_rows(section(page("events"), "Signals"))[1:]}
     known = {signal.name: (event, level) for event, (signal, level, _) in signals._SIGNALS.items()}
     assert rows.keys() == known.keys()
     for name, (event, level) in known.items():
@@ -158,19 +158,19 @@ def test_every_verdict_is_explained() -> None:
 
 
 def test_every_reason_is_explained() -> None:
-    """docs/operating.md says what each stable code means, in the order of the code."""
-    rows = [row[0].strip("`") for row in markdown_rows(section(operating(), "Reasons"))[1:]]
+    """docs/events.md says what each stable code means, in the order of the code."""
+    rows = [row[0].strip("`") for row in markdown_rows(section(page("events"), "Reasons"))[1:]]
     assert rows == list(Reason)
 
 
 def test_the_task_events_are_sent_under_their_names() -> None:
-    """docs/operating.md names task events that the package sends, and the states that Celery makes
+    """docs/events.md names task events that the package sends, and the states that Celery makes
     of them.
     """
     source = "".join(path.read_text() for path in (ROOT / "celery_leases").rglob("*.py"))
     rows = [
         row[:2]
-        for row in markdown_rows(section(operating(), "Task events, for Flower and others"))[1:]
+        for row in markdown_rows(section(page("events"), "Task events, for Flower and others"))[1:]
     ]
     assert len(rows) == 5
     for event, state in rows:
@@ -209,8 +209,8 @@ def test_the_status_table_names_every_field() -> None:
 
 
 def test_every_message_is_listed_with_its_code() -> None:
-    """docs/operating.md says what a status may tell, word for word."""
-    rows = markdown_rows(section(operating(), "Messages"))[1:]
+    """docs/events.md says what a status may tell, word for word."""
+    rows = markdown_rows(section(page("events"), "Messages"))[1:]
     assert {row[0].strip("`"): row[1] for row in rows} == {
         code.value: text for code, text in MESSAGES.items()
     }
@@ -225,27 +225,21 @@ def test_every_method_of_the_client_is_named() -> None:
 
 
 def test_every_way_an_attempt_ends_is_explained() -> None:
-    """docs/operating.md says what each ``ended`` means."""
+    """docs/events.md says what each ``ended`` means."""
     rows = {
-        row[0].strip("`") for row in markdown_rows(section(operating(), "How attempts end"))[1:]
+        row[0].strip("`") for row in markdown_rows(section(page("events"), "How attempts end"))[1:]
     }
     assert rows == set(Ended)
 
 
 def test_every_command_is_shown_with_its_options() -> None:
-    """docs/operating.md walks through every subcommand, and says of each option that it is
-    there.
-    """
+    """docs/command-line.md shows every subcommand, and names each of its options."""
+    text = page("command-line")
     for name, command in cli.leases.commands.items():
-        assert f"leases {name}" in operating()
+        assert f"leases {name}" in text
         for option in command.params:
             if isinstance(option, click.Option) and not option.hidden:
-                assert any(word in operating() for word in option.opts), (name, option.opts)
-
-
-def operating() -> str:
-    """The page for operators."""
-    return page("operating")
+                assert any(word in text for word in option.opts), (name, option.opts)
 
 
 # -- examples --------------------------------------------------------------------------------------
@@ -315,9 +309,9 @@ def test_the_reminder_example_cools_down_on_request(readme: dict[str, Any]) -> N
 def test_the_alert_example_reports_failures_that_need_an_operator(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """docs/operating.md shows a receiver that does."""
+    """docs/events.md shows a receiver that does."""
     names: dict[str, Any] = {}
-    (source,) = (block for block in blocks(operating(), "python") if "def alert" in block)
+    (source,) = (block for block in blocks(page("events"), "python") if "def alert" in block)
     exec(source, names)  # noqa: S102 - our own page
     told: dict[str, Any] = {
         "task": "t",
