@@ -405,7 +405,7 @@ class LeaseClient:
         self, key: str, *, task: str | None = None, namespace: str | None = None
     ) -> bool | None:
         """Publish the stored message of the record of *key*, so that the call runs now; ``None`` if
-        there is none.
+        the record has no message.
 
         Records of enqueued calls, and of tasks with ``lease_store_arguments``, have a stored
         message. ``False``: the broker did not confirm it, and the next relay tries again. A copy of
@@ -422,7 +422,7 @@ class LeaseClient:
         self, key: str, *, task: str | None = None, namespace: str | None = None
     ) -> Mapping[str, Any] | None:
         """The ``args`` and ``kwargs`` in the stored message of the record of *key*, as JSON values;
-        ``None`` if there is none. They are not redacted.
+        ``None`` if the record has no message. Secrets among the arguments are not redacted.
 
         Raises :class:`~celery_leases.errors.StoreUnavailable`, and
         :class:`~celery_leases.errors.RecordUnreadable` for a message that cannot be read.

@@ -37,7 +37,7 @@ EXIT_TIMEOUT: Final = 5.0
 QUEUE_MAX: Final = 2_000
 """Events in the queue above which they are counted at once."""
 MISSING_MAX: Final = 500
-"""Outcomes that are stored as numbered and not counted, at most."""
+"""How many outcomes are remembered, at most, that have a number and are not counted yet."""
 _COUNTED: Final = (events.AttemptSettled, events.LeaseRenewed)
 """Events that are counted, of those that are created only if an observer wants them."""
 _ON_DEMAND: Final = (*_COUNTED, events.LeaseAcquired)

@@ -176,6 +176,6 @@ def _gauge(name: str, value: float | None = None, labels: tuple[str, ...] = ()) 
 
 
 def _age(stats: Stats, state: str) -> float:
-    """Seconds since the oldest record in *state* entered it; 0 if there is none."""
+    """Seconds since the oldest record in *state* entered it; 0 without such records."""
     oldest = min((each.oldest for each in stats.states if each.state == state), default=None)
     return max(0.0, (datetime.now(UTC) - oldest).total_seconds()) if oldest is not None else 0.0

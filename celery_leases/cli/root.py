@@ -23,7 +23,7 @@ class _Group(click.Group):
         except LeasesError as error:
             raise click.ClickException(printable(str(error), None, keep="\n")) from None
         except OSError as error:
-            if error.errno == errno.EPIPE:  # click ends without a word
+            if error.errno == errno.EPIPE:  # a closed pipe: click exits without a message
                 raise
             raise click.ClickException(printable(str(error), None)) from None
 

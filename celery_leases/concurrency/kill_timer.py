@@ -82,7 +82,7 @@ def available() -> bool:
 
 @cache
 def _library() -> Any:
-    """The C library that has ``timer_create``; ``None`` if there is none."""
+    """The C library that has ``timer_create``; ``None`` if no library has it."""
     for name in (None, "librt.so.1"):
         try:
             library = ctypes.CDLL(name, use_errno=True)

@@ -131,7 +131,9 @@ class Delivery:
         return max(ttl, self.redelivery) + self.delay(ttl) + self._proof()
 
     def longest_ttl(self, slo: float) -> float | None:
-        """The longest ttl with which the key is free within *slo*; ``None`` if there is none."""
+        """The longest ttl with which the key is free within *slo*; ``None`` if no ttl is short
+        enough.
+        """
         left = slo - self._proof()
         found = max((left - 1.0) / 2, left - self.delay(math.inf))
         return found if found >= ADVISED_TTL else None

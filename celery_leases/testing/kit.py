@@ -746,7 +746,7 @@ class _RecordingObserver:
 
 
 def current_kit() -> LeaseKit:
-    """The kit that was started last; raises AssertionError if there is none."""
+    """The kit that was started last; raises AssertionError if no kit runs."""
     if not _started:
         raise AssertionError(
             "no leases in memory here: write `with leases(app):`, or use the fixture `leases`"

@@ -232,7 +232,8 @@ class _Reader:
 
 
 def read_header(headers: object, task: str, call_id: str) -> Header | None:
-    """The header that an earlier delivery of this call has written; ``None`` if there is none.
+    """The header that an earlier delivery of this call has written; ``None`` if the message does
+    not have one.
 
     The header of another call is ignored: members of a group share one dictionary of headers. A
     header that celery_leases cannot have written is ignored with a warning.
@@ -308,7 +309,7 @@ class RequestState:
 
 
 def state_of(request: Any) -> RequestState:
-    """The state stored on *request*, made if there is none."""
+    """The state stored on *request*; the first call creates it."""
     state = request.__dict__.get(_STATE)
     if type(state) is not RequestState:
         state = request.__dict__[_STATE] = RequestState()

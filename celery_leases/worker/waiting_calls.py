@@ -165,7 +165,7 @@ class KeyWaiters:
         )
 
     def next_to_begin(self) -> Any:
-        """Remove and return a call that may begin now; ``None`` if there is none."""
+        """Remove and return a call that may begin now; ``None`` if no call may."""
         while self.key_is_free and self.waiting and len(self.begun) < self.may_run:
             _, _, request = heappop(self.waiting)
             if _waits(request):

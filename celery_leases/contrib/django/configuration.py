@@ -5,9 +5,10 @@ the settings ``leases_*`` without their prefix, such as ``{"url": "redis://local
 "30s"}``, and ``"board_url"``, the URL of the board that the admin links to. Write each setting in
 one place only: in this dict, or as a setting of the Celery app such as ``CELERY_LEASES_URL``.
 
-Under Django's test runner the records and the leases are in the test database. If there is none, or
-if it is in memory, they are in the memory of the process. So tests never use the records of the
-configured database, nor the leases and cooldown groups of the configured lease store.
+Under Django's test runner the records and the leases are in the test database. If Django has made
+no test database, or one in memory, they are in the memory of the process. So tests never use the
+records of the configured database, nor the leases and cooldown groups of the configured lease
+store.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def _exit_code(signum: int) -> int:
 
 
 def _free_signal() -> int:
-    """A real-time signal without a handler; 0 if there is none."""
+    """A real-time signal without a handler; 0 if all have handlers."""
     lowest, highest = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", -1)
     for signum in range(lowest + 9, highest):
         if signal.getsignal(signum) in (signal.SIG_DFL, None):
