@@ -2,6 +2,7 @@
 SQLAlchemy does.
 """
 
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from sqlalchemy import (
 
 from celery_leases.errors import KeyUnusable, StoreUnavailable, ValueRefused
 from celery_leases.protocol.records import State
-from celery_leases.stores.sql.database import Database, engine_for
+from celery_leases.stores.sql.database import Database, _cursors_of, engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
@@ -160,6 +161,72 @@ def test_a_statement_of_one_call_is_not_compiled_and_neither_is_one_with_in(
             )
     assert number == [0]
     assert len(database._statements._executed) < 8
+
+
+def idle_connection(database: Database) -> Any:
+    """The pool's record of the connection that the next statement uses."""
+    pool: Any = database.engine.pool
+    record = pool.acquire()
+    pool.release(record)
+    return record
+
+
+@pytest.mark.parametrize("records", ["postgresql+psycopg"], indirect=True)
+def test_a_statement_has_one_cursor_on_a_connection_until_it_is_gone(
+    records: SqlRecordStore,
+) -> None:
+    """Psycopg looks up all converters again for another cursor. Neither a new connection nor a
+    statement that was executed a few times keeps a cursor of before.
+    """
+    database = records.database
+    statements = [select((bindparam("number", type_=Integer) * 2).label("doubled"))]
+
+    def doubled(number: int) -> Any:
+        row = database.first(statements[0], {"number": number})
+        return row and row["doubled"]
+
+    def cursor() -> Any:
+        compiled = database._statements.compiled(statements[0])
+        assert compiled is not None
+        return _cursors_of(idle_connection(database))[compiled]
+
+    assert [doubled(number) for number in range(3)] == [0, 2, 4]
+    first = cursor()
+    assert doubled(3) == 6
+    assert cursor() is first
+    idle_connection(database).invalidate()
+    assert doubled(4) == 8
+    assert cursor() is not first
+    assert len(_cursors_of(idle_connection(database))) == 1
+    statements.clear()
+    database.engine.clear_compiled_cache()  # SQLAlchemy keeps the last 500 statements
+    gc.collect()
+    assert not _cursors_of(idle_connection(database))
+
+
+@pytest.mark.parametrize("records", DRIVERS, indirect=True)
+def test_a_first_success_leaves_the_row_that_a_longer_statement_leaves(
+    records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own statement writes only the columns that change."""
+    layout, left = records.statements.layout, []
+    for short in (True, False):
+        record = won(records, make_claim_request(fresh_key(), retention=3600.0))
+        success = outcome(record, result='"x"')
+        assert layout.only_succeeds(record, success)
+        if not short:
+            monkeypatch.setattr(type(layout), "only_succeeds", lambda *_: False)
+        assert records.settle(record, success)
+        assert row(records, record.stored_key).finished_at is not None
+        of_key = {"stored_key": record.stored_key}
+        columns = records.database.first(records.statements.select_row, of_key)
+        assert columns is not None
+        assert columns["expires_at"] == columns["started_at"] + 3_600_000_000
+        own = ("stored_key", "key", "owner", "call_id", "holder", "fence", "now")
+        times = ("created_at", "started_at", "finished_at", "expires_at")
+        left.append({name: columns[name] for name in columns if name not in (*own, *times)})
+    assert left[0] == left[1]
+    assert (left[0]["state"], left[0]["result"]) == ("done", '"x"')
 
 
 def test_a_column_that_a_table_gets_under_a_running_worker_disturbs_nothing(

@@ -13,7 +13,7 @@ import pytest
 
 from celery_leases.errors import LeaseStoreMismatch
 from celery_leases.protocol import claims
-from celery_leases.protocol.claims import Claim, Question, claimed, decide, refusal
+from celery_leases.protocol.claims import Claim, Question, claimed, dated, decide, refusal
 from celery_leases.protocol.decisions import before_run
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.records import (
@@ -61,6 +61,14 @@ def a_claim(
     **changes: Any,
 ) -> Claim:
     return Claim(a_claim_request(**changes), store, age, takeover_until)
+
+
+class TestRowsOfNewKeys:
+    @pytest.mark.parametrize("store", [STORE, DATABASE])
+    def test_the_row_of_an_insert_is_the_row_that_is_claimed_then(self, store: str) -> None:
+        """The time of the insert is known only afterwards."""
+        claim = a_claim(store)
+        assert dated(claimed(None, claim, 0), NOW) == claimed(None, claim, NOW)
 
 
 class TestOneRule:

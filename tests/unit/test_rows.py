@@ -211,3 +211,54 @@ def test_the_details_stay_as_they_are_at_a_first_success() -> None:
     ):
         given: dict[str, Any] = change
         assert "new_details" in NARROW.settle_parameters(row, replace(done, **given))
+
+
+@EACH_LAYOUT
+def test_the_parameters_of_an_insert_are_the_columns_of_the_new_row(layout: Layout) -> None:
+    """However they are built."""
+    for row in (
+        a_record(State.RUNNING, retention=9.0, started_at=0),
+        a_record(State.PENDING, **FULL),
+    ):
+        columns = layout.column_values(row)
+        expected = {f"new_{name}": columns[name] for name in layout.inserted}
+        assert layout.insert_parameters(row) == expected
+
+
+OTHER_OUTCOMES: dict[str, Any] = {
+    "ended": Ended.IGNORED,
+    "attempt": 7,
+    "failures": 1,
+    "crashes": 1,
+    "retention": None,
+    "retries": 1,
+    "retry_after": 1.0,
+    "reason": "r",
+    "failure": Failure("E", "no"),
+    "quick_retries": 1,
+    "cooldowns": 1,
+    "failed": True,
+    "resumes": True,
+    "progress": "{}",
+    "finished": {"b": "2"},
+    "crashed_call": "c",
+    "unrun": True,
+}
+"""A value of each field that a first success does not have."""
+
+
+def test_a_success_is_written_in_short_only_if_it_changes_nothing_else() -> None:
+    """No other field of an outcome is left out, nor what the outcome overwrites in the row. The
+    traceback is that of a failure.
+    """
+    row = a_record(State.RUNNING)
+    done = Outcome(State.DONE, Ended.RETURNED, row.attempt, 0, row.crashes, 9.0, result="1")
+    assert NARROW.only_succeeds(row, done)
+    assert not WIDE.only_succeeds(row, done)
+    written = {"state", "result", "traceback"}
+    assert {field.name for field in fields(Outcome)} == written | set(OTHER_OUTCOMES)
+    for name, value in OTHER_OUTCOMES.items():
+        assert not NARROW.only_succeeds(row, replace(done, **{name: value})), name
+    other_rows: dict[str, Any] = {"resumes": True, "crashes": 3, "attempt": 2, "failures": 4}
+    for name, value in other_rows.items():
+        assert not NARROW.only_succeeds(replace(row, **{name: value}), done), name

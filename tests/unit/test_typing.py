@@ -36,16 +36,28 @@ send.delay(1)
 other.apply_async((1,))
 """
 
+FROZEN = """
+from celery_leases.protocol.records import Record, Won
+
+
+def change(won: Won, record: Record) -> None:
+    won.record = record
+"""
+"""An assignment to a value that only the type checker guards."""
+
 
 @pytest.mark.timeout(300)
 def test_a_project_with_celery_types_is_checked_without_errors(tmp_path: Path) -> None:
-    """Both ways to name the base, and the lease in the body."""
+    """Both ways to name the base, and the lease in the body. In the same run: a value that is made
+    for each task cannot be changed.
+    """
     for name in ("mypy", "celery-types"):
         try:
             version(name)
         except PackageNotFoundError:
             pytest.skip(f"{name} is not installed: it is in the dependency group lint")
     (tmp_path / "project.py").write_text(PROJECT)
+    (tmp_path / "frozen.py").write_text(FROZEN)
     command = [
         sys.executable,
         "-m",
@@ -54,6 +66,10 @@ def test_a_project_with_celery_types_is_checked_without_errors(tmp_path: Path) -
         "--cache-dir",
         str(tmp_path / "cache"),
         "project.py",
+        "frozen.py",
     ]
     checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert checked.stdout.startswith("Success"), checked.stdout + checked.stderr
+    errors = [line for line in checked.stdout.splitlines() if ": error: " in line]
+    assert len(errors) == 1, checked.stdout + checked.stderr
+    assert errors[0].startswith("frozen.py:")
+    assert "read-only" in errors[0]

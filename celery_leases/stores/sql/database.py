@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final, Generic, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import (
     URL,
@@ -23,6 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.pool.base import _ConnectionRecord
 
 from celery_leases.errors import (
     ColumnMissing,
@@ -53,6 +54,8 @@ DRIVERS: Final[Mapping[str, Sequence[str]]] = {
 """The supported drivers of each server. If the URL names none, the first installed one is used."""
 MODULES: Final = {"mysqldb": "MySQLdb"}
 _TO_WRITE: Final = 'write "postgresql+psycopg://host/database", "mysql+pymysql://host/database" or "sqlite:///file.db"'
+CURSORS: Final = "celery_leases_cursors"
+"""The name under which a connection of the pool has its idle cursors."""
 BUSY_TIMEOUT = 5.0
 POOL_SIZE: Final = 10
 SQLITE_ERROR: Final = "OperationalError"
@@ -264,6 +267,16 @@ _NUMBER: Final[_ResultReader[int]] = _ResultReader(
 _TOUCHED: Final[_ResultReader[bool]] = _ResultReader(touched, CompiledStatement.touched)
 
 
+def _cursors_of(record: _ConnectionRecord) -> MutableMapping[CompiledStatement, Any]:
+    """The idle cursors of a connection. SQLAlchemy forgets them when it reconnects; the cursor of a
+    statement that no longer exists goes with it.
+    """
+    cursors: MutableMapping[CompiledStatement, Any] | None = record.info.get(CURSORS)
+    if cursors is None:
+        cursors = record.info[CURSORS] = WeakKeyDictionary()
+    return cursors
+
+
 class Database:
     """Executes statements in autocommit mode. After a deadlock, or on a dead connection, a
     statement is executed a second time, so every statement must be repeatable.
@@ -401,11 +414,12 @@ class Database:
         record, cursor = pool.acquire(), None
         try:
             connection = record.get_connection()
-            cursor = record.info.pop(compiled, None) or connection.cursor()
+            cursors = _cursors_of(record) if self._keeps_cursors else {}
+            cursor = cursors.pop(compiled, None) or connection.cursor()
             cursor.execute(compiled.text, parameters)
             value = read(compiled, cursor)
             if self._keeps_cursors:
-                record.info[compiled] = cursor
+                cursors[compiled] = cursor
             else:
                 cursor.close()
         except self._driver_error as error:
