@@ -12,10 +12,10 @@ import sys
 import pytest
 
 BUDGETS = {
-    ("FIRST", "redis"): 723,
-    ("FIRST", "database"): 601,
-    ("REPLAY", "redis"): 655,
-    ("REPLAY", "database"): 532,
+    ("FIRST", "redis"): 668,
+    ("FIRST", "database"): 544,
+    ("REPLAY", "redis"): 628,
+    ("REPLAY", "database"): 504,
 }
 """At most so many calls for one task, those of Celery's own tracer (some 180) included. Lower them
 when they fall.
