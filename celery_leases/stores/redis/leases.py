@@ -140,7 +140,7 @@ class RedisLeaseStore(RedisGates):
         Raises ``LeaseConfigurationError``, with advice, for an error that would repeat.
         """
         try:
-            self.swap_mark("celery_leases", "started", None, "checked", 1.0)
+            self.swap_mark("celery_leases", "started", None, "checked", 0.001)  # leaves nothing
         except StoreUnavailable as error:
             if (line := advice_for(error.__context__)) is not None:
                 raise LeaseConfigurationError(f"{error}{line}") from None
