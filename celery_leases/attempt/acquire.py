@@ -5,8 +5,10 @@ The result is a claimed attempt, or a verdict: the reason why the call does not 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
@@ -25,6 +27,7 @@ from celery_leases.protocol.ports import (
     Cooling,
     Held,
     Holder,
+    UnawaitedRelease,
 )
 from celery_leases.protocol.records import (
     ClaimRequest,
@@ -366,6 +369,12 @@ class Acquirer:
         """Release the lease, and the probe's slot that was acquired with it."""
         self._release(held_lease.claim_request, held_lease.probe)
 
+    @cached_property
+    def _free(self) -> Callable[[str, str], object]:
+        """Frees a lease, if the store can without waiting for its answer, which nothing needs."""
+        leases = self.context.leases
+        return leases.release_unawaited if isinstance(leases, UnawaitedRelease) else leases.release
+
     def _release(self, claim_request: ClaimRequest, probe: str | None) -> None:
         if probe is not None:
             with suppress(StoreUnavailable):  # it expires by itself
@@ -373,7 +382,7 @@ class Acquirer:
         # With database leases the claimed row is the lease, so closing the row has released it.
         if not self.context.leases.in_records:
             with suppress(StoreUnavailable):  # it expires by itself too
-                self.context.leases.release(claim_request.stored_key, claim_request.token)
+                self._free(claim_request.stored_key, claim_request.token)
 
     def after_store_failure(self, error: Exception | str, failures: int) -> Reschedule:
         """Reschedule the delivery because a store did not answer; *failures*: how often in a row

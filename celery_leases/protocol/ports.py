@@ -236,6 +236,15 @@ class GateStore(Protocol):
 
 
 @runtime_checkable
+class UnawaitedRelease(Protocol):
+    """A lease store that can free a lease without waiting for the server, at the end of a task."""
+
+    def release_unawaited(self, stored_key: str, token: str) -> None:
+        """Begin to free the lease if *token* still holds it. If that fails, the lease expires."""
+        ...
+
+
+@runtime_checkable
 class ClosingStore(Protocol):
     """A gate store that also stores when gates were closed. Workers do not read that."""
 

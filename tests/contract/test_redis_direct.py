@@ -105,6 +105,58 @@ def test_a_server_that_restarted_is_connected_to_again(leases_redis: RedisServer
         store.close()
 
 
+def test_an_unread_reply_is_never_that_of_the_next_command(
+    client: DirectClient, leases_redis_url: str
+) -> None:
+    """The lease is free, and the commands after its release get replies of their own."""
+    store = RedisLeaseStore(client, "unawaited", "unawaited")
+    for _ in range(3):
+        request = make_claim_request(fresh_key())
+        assert isinstance(store.acquire(request), Acquired)
+        store.release_unawaited(request.stored_key, "another-token")
+        assert store.holder(request.stored_key) is not None
+        store.release_unawaited(request.stored_key, request.token)
+        assert client.send(packed(["ECHO", "ours"])) == b"ours"
+        assert store.holder(request.stored_key) is None
+
+
+def test_a_release_is_repeated_if_the_server_has_lost_the_script(
+    client: DirectClient, leases_redis_url: str
+) -> None:
+    """At once on a connection without an earlier release; otherwise before the next command."""
+    store = RedisLeaseStore(client, "unawaited", "unawaited")
+    requests = [make_claim_request(fresh_key()) for _ in range(2)]
+    with redis.Redis.from_url(leases_redis_url) as admin:
+        for request in requests:
+            assert isinstance(store.acquire(request), Acquired)
+        admin.script_flush()
+        store.release_unawaited(requests[0].stored_key, requests[0].token)
+        assert len(admin.keys("unawaited:*:lease")) == 1
+        admin.script_flush()
+        store.release_unawaited(requests[1].stored_key, requests[1].token)
+        assert client.send(packed(["ECHO", "ours"])) == b"ours"
+        assert not admin.keys("unawaited:*:lease")
+
+
+def test_a_connection_that_died_with_an_unread_reply_is_replaced(
+    client: DirectClient, leases_redis_url: str
+) -> None:
+    """The next command does not fail, is sent once, and its connection knows no script."""
+    store = RedisLeaseStore(client, "unawaited", "unawaited")
+    with redis.Redis.from_url(leases_redis_url) as admin:
+        for time in range(3):
+            request = make_claim_request(fresh_key())
+            assert isinstance(store.acquire(request), Acquired)
+            for _ in range(2):
+                store.release_unawaited(request.stored_key, request.token)
+            admin.client_kill_filter(_type="normal")
+            assert client.send(packed(["INCR", "counted unawaited"])) == time + 1
+            assert isinstance(store.acquire(request), Acquired)
+            admin.script_flush()
+            store.release_unawaited(request.stored_key, request.token)
+            assert not admin.keys("unawaited:*:lease")
+
+
 def test_threads_share_connections_and_no_replies(
     client: DirectClient, leases_redis_url: str
 ) -> None:

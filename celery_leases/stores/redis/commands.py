@@ -11,7 +11,7 @@ from redis.exceptions import NoScriptError
 from celery_leases.concurrency.resource_pool import Permit, PoolExhausted, ResourcePool
 from celery_leases.errors import StoreUnavailable
 from celery_leases.stores.redis.cluster import Cluster
-from celery_leases.stores.redis.direct_client import DirectClient, packed
+from celery_leases.stores.redis.direct_client import DirectClient, ScriptCall, packed
 from celery_leases.stores.redis.errors import REDIS_ERRORS, unavailable
 from celery_leases.stores.redis.lease_scripts import Script
 from celery_leases.stores.redis.values import as_text
@@ -46,6 +46,12 @@ class RedisCommands:
             raise self.unavailable(error) from None
         finally:
             self._permits.release(permit)
+
+    def run_unawaited(self, script: Script, *keys_and_args: Any) -> None:
+        """Run a script whose reply is not needed. It may still run when this returns, and its
+        errors may not be raised.
+        """
+        self.run(script, *keys_and_args)
 
     def execute(self, *command: Any) -> Any:
         """Send one command; returns its reply."""
@@ -180,6 +186,21 @@ class DirectCommands(RedisCommands):
         ones.
         """
         self._client.disconnect()
+
+    def run_unawaited(self, script: Script, *keys_and_args: Any) -> None:
+        """Run a script whose reply is not needed; see :meth:`RedisCommands.run_unawaited`."""
+
+        def with_text() -> bytes:
+            return packed(("EVAL", script.text, script.keys, *keys_and_args))
+
+        by_sha = packed(keys_and_args, script.called, 3)
+        permit = self._permit()
+        try:
+            self._client.send_unawaited(ScriptCall(script.sha, by_sha, with_text))
+        except REDIS_ERRORS as error:
+            raise self.unavailable(error) from None
+        finally:
+            self._permits.release(permit)
 
     def _call(self, script: Script, keys_and_args: Sequence[Any]) -> Any:
         return self._client.send(packed(keys_and_args, script.called, 3))

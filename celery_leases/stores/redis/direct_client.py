@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import redis
-from redis.exceptions import ResponseError
+from redis.exceptions import ConnectionError, NoScriptError, ResponseError
 
+from celery_leases.common.values import value_class
 from celery_leases.concurrency import os_threads
 
 
@@ -31,16 +32,10 @@ class DirectClient(redis.Redis):
         With *replies*, *command* contains that many commands, and the result is a list with a reply
         or an error for each. An exception before all replies were read closes the connection.
         """
-        if self._process != os.getpid():
-            self._opened, self._idle, self._process = [], [], os.getpid()
-        try:
-            watched = self._idle.pop()
-        except IndexError:
-            watched = _WatchedConnection(self.connection_pool.make_connection())
-            self._opened.append(watched)
+        watched = self._taken()
         connection = watched.connection
         try:
-            watched.replace_if_dead()
+            watched.prepare()
             connection.send_packed_command([command])
             if replies is not None:
                 return [_reply_or_error(connection) for _ in range(replies)]
@@ -48,7 +43,32 @@ class DirectClient(redis.Redis):
         except ResponseError:
             raise  # a complete reply
         except BaseException:
-            connection.disconnect()
+            watched.disconnect()
+            raise
+        finally:
+            self._idle.append(watched)
+
+    def send_unawaited(self, call: ScriptCall) -> None:
+        """Send *call*, and read the reply only before the next command on the same connection.
+
+        The first call of a script on a connection is awaited, so that the server is known to have
+        the script. Raises the errors of redis-py, but not those of a reply that is read later.
+        """
+        watched = self._taken()
+        connection = watched.connection
+        try:
+            watched.prepare()
+            connection.send_packed_command([call.by_sha])
+            if call.sha in watched.scripts:
+                watched.unread = call
+                return
+            call.finish(connection)
+            watched.prepare()
+            watched.scripts.add(call.sha)
+        except ResponseError:
+            raise  # a complete reply
+        except BaseException:
+            watched.disconnect()
             raise
         finally:
             self._idle.append(watched)
@@ -59,30 +79,80 @@ class DirectClient(redis.Redis):
         """
         self.connection_pool.disconnect()
         for watched in self._opened:
-            watched.connection.disconnect()
+            watched.disconnect()
+
+    def _taken(self) -> _WatchedConnection:
+        """A connection that nobody else uses."""
+        if self._process != os.getpid():
+            self._opened, self._idle, self._process = [], [], os.getpid()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            watched = _WatchedConnection(self.connection_pool.make_connection())
+            self._opened.append(watched)
+            return watched
+
+
+@value_class(frozen=True, slots=True)
+class ScriptCall:
+    """A call of a script as packed commands: by its SHA, and with its text."""
+
+    sha: str
+    by_sha: bytes
+    with_text: Callable[[], bytes]
+
+    def finish(self, connection: Any) -> None:
+        """Read the reply of the call by SHA; if the server does not have the script, call it with
+        its text.
+        """
+        try:
+            connection.read_response()
+        except NoScriptError:
+            connection.send_packed_command([self.with_text()])
+            connection.read_response()
 
 
 class _WatchedConnection:
     """A connection whose socket can be polled without reading from it."""
 
-    __slots__ = ("_look", "_socket", "connection")
+    __slots__ = ("_look", "_socket", "connection", "scripts", "unread")
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection
+        #: The call whose reply has not been read.
+        self.unread: ScriptCall | None = None
+        #: The SHAs of the scripts that the server has run on this connection.
+        self.scripts: set[str] = set()
         self._socket: Any = None
         self._look: Any = None
 
-    def replace_if_dead(self) -> None:
-        """Connect again if the server has closed the connection, or has sent unexpected data."""
+    def prepare(self) -> None:
+        """Read the reply that has not been read. Connect again if the server has closed the
+        connection, or has sent unexpected data.
+        """
         connection = self.connection
+        if self.unread is not None:
+            call, self.unread = self.unread, None
+            try:
+                call.finish(connection)
+            except ResponseError:
+                pass
+            except ConnectionError:
+                self.disconnect()
         if self._socket is not connection._sock:  # noqa: SLF001 - redis-py does not expose the socket otherwise; kombu reads it too
             self._watch(connection._sock)  # noqa: SLF001 - as above
         if self._socket is not None and self._look(0):  # without a socket, sending connects
-            connection.disconnect()
+            self.disconnect()
             connection.connect()
+
+    def disconnect(self) -> None:
+        """Close the connection; the next command opens a new one."""
+        self.unread = None
+        self.connection.disconnect()
 
     def _watch(self, socket: Any) -> None:
         self._socket = socket
+        self.scripts.clear()
         if socket is not None:
             self._look = os_threads.readable_poll(socket.fileno())
 

@@ -292,6 +292,14 @@ class RedisLeaseStore(RedisGates):
             )
         )
 
+    def release_unawaited(self, stored_key: str, token: str) -> None:
+        """The same without waiting for Redis, which frees the lease before it handles any later
+        command of this process on the same connection.
+        """
+        self._commands.run_unawaited(
+            lease_scripts.RELEASE, self._keys.lease(stored_key), token_prefix(token)
+        )
+
     def cool(self, stored_key: str, token: str, seconds: float) -> bool:
         """Replace the lease by a cooldown of *seconds* if *token* still holds it. A late renewal
         does not extend a cooldown.
