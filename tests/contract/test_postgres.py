@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -10,7 +11,7 @@ from sqlalchemy import text
 
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.ports import Claimed
-from celery_leases.protocol.records import Refused
+from celery_leases.protocol.records import Refused, Won
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
@@ -83,6 +84,46 @@ def test_a_statement_without_an_answer_closes_its_connection(
     with engine.connect() as connection:
         assert connection.execute(text("SELECT 1")).scalar_one() == 1
     engine.dispose()
+
+
+@pytest.mark.parametrize("group", [None, "open"])
+@pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK"])
+def test_a_claim_waits_for_an_insert_of_its_row_that_is_not_committed(
+    leases_postgres_url: str, end: str, group: str | None
+) -> None:
+    """It is refused if the other row stays, and wins if the row vanishes."""
+    records = SqlRecordStore(engine_for(leases_postgres_url))
+    records.migrate()
+    leases = DatabaseLeaseStore(records)
+    record = won(records, make_claim_request(fresh_key()), "database")
+    claim_request = make_claim_request(record.stored_key, group=group)
+    table = records.tables.records
+    is_row = table.c.stored_key == record.stored_key
+    with (
+        records.database.engine.connect() as other,
+        records.database.engine.connect() as watching,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        row = dict(watching.execute(table.select().where(is_row)).mappings().one())
+        watching.execute(table.delete().where(is_row))
+        other.execute(text("BEGIN"))
+        other.execute(table.insert().values(row))
+        claiming = threads.submit(leases.acquire, claim_request)
+        waits = text(
+            "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'transactionid' AND datname = current_database()"
+        )
+        wait_until(lambda: watching.execute(waits).scalar_one() == 1, 10, "the claim to wait")
+        other.execute(text(end))
+        answer = claiming.result(10)
+    assert isinstance(answer, Claimed)
+    if end == "COMMIT":
+        assert isinstance(answer.claim, Refused)
+        assert answer.claim.record is not None
+        assert answer.claim.record.owner == record.owner
+    else:
+        assert isinstance(answer.claim, Won)
+        assert answer.claim.record.owner == claim_request.token
+    records.database.close()
 
 
 def test_a_refused_claim_writes_nothing_locks_nothing_and_takes_no_transaction_id(

@@ -110,7 +110,10 @@ class SqlClaims(Claiming):
         if group is not None:
             values["gate"] = gate_name(group)
         with KEY_UNUSABLE_ERRORS:
-            found = self.database.first(statements.insert_or_read[group is not None], values)
+            first, gated = self.database.first_unless_present, group is not None
+            found = first(statements.insert_or_read[gated], values)
+            if found is None:
+                found = first(statements.insert_or_read_again[gated], values)
             assert found is not None  # the statement always returns one row
             now = int(found["now"])
             row: Mapping[Any, Any] | None

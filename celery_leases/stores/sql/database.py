@@ -313,6 +313,15 @@ class Database:
         """Run *statement*; returns how many rows it touched."""
         return self._run(statement, values, _COUNT)
 
+    def first_unless_present(self, statement: Executable, values: Mapping[str, Any]) -> Row | None:
+        """Run a statement that inserts a row, and returns at least one row; ``None`` if the key
+        exists.
+        """
+        try:
+            return self._run(statement, values, _FIRST)
+        except _KeyPresentError:
+            return None
+
     def number(self, statement: Executable, values: Mapping[str, Any]) -> int | None:
         """Run an INSERT on MySQL; returns ``LAST_INSERT_ID``, or ``None`` if the key exists."""
         try:
@@ -380,7 +389,9 @@ class Database:
                 return self._on_cursor(compiled, values, reader.from_cursor)
             return self._by_sqlalchemy(statement, values, reader.from_result)
         except IntegrityError as error:
-            if mysql.is_duplicate(error):
+            if mysql.is_duplicate(error) or (
+                postgresql.state_of(error) == postgresql.UNIQUE_VIOLATION
+            ):
                 raise _KeyPresentError from error
             raise
 
