@@ -8,8 +8,9 @@ interrupt of a body whose deadline has passed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
@@ -24,6 +25,8 @@ from celery_leases.protocol.records import Record, State
 HELD_BY_OTHER = "held by another owner"
 SUPERSEDED = "missing in the lease store, and a later attempt owns the record"
 RELEASED = "released from outside"
+
+_due_time = attrgetter("due")
 
 DROP_TIMEOUT = 5.0
 PURGE_EVERY = 60.0
@@ -125,7 +128,8 @@ class Renewer:
         now = self._clock.now()
         held_lease.seen_locked(sent)
         if not held_lease.renewable(now):
-            held_lease.due = deadlines.renewal_retry(now, held_lease.claim_request.ttl)
+            with self._lock:
+                held_lease.due = deadlines.renewal_retry(now, held_lease.claim_request.ttl)
             self._renewal_wakeup.notify()
 
     def confirm(self, held_lease: HeldLease) -> None:
@@ -172,17 +176,9 @@ class Renewer:
             with self._lock:
                 if self._may_end(self._renew_leases):
                     return
-                held_leases = [
-                    held_lease
-                    for held_lease in self._held_leases.values()
-                    if held_lease.needs_renewer(now)
-                ]
-                due = _due(held_leases, now)
-                self._renewal_wakes_at = min(
-                    [held_lease.due for held_lease in held_leases] + [self._purge_at]
-                )
-                for held_lease in due:
-                    held_lease.in_flight = True
+                due = self._take_due(now)
+                next_due = min(map(_due_time, self._held_leases.values()), default=math.inf)
+                self._renewal_wakes_at = min(next_due, self._purge_at)
             if due:
                 try:
                     self._renew(due)
@@ -202,6 +198,23 @@ class Renewer:
                     self._purging = False
                 continue
             self._renewal_wakeup.wait(self._renewal_wakes_at - now)
+
+    def _take_due(self, now: float) -> list[HeldLease]:
+        """The leases to renew now: none until one of them is due, and then also those that are
+        almost due. Called under the lock.
+        """
+        held_leases = self._held_leases.values()
+        if min(map(_due_time, held_leases), default=math.inf) > now:
+            return []
+        due = []
+        for held_lease in held_leases:
+            if held_lease.due <= now + deadlines.renewal_batch_window(held_lease.claim_request.ttl):
+                if held_lease.needs_renewer(now):
+                    held_lease.in_flight = True
+                    due.append(held_lease)
+                else:
+                    held_lease.due = math.inf  # until its row is locked, or the body extends it
+        return due
 
     def _renew(self, due: list[HeldLease]) -> None:
         sent = self._clock.now()
@@ -361,19 +374,6 @@ class Renewer:
         held_lease.interrupts += 1
         if held_lease.interrupt is not None:
             held_lease.interrupt()
-
-
-def _due(held_leases: Sequence[HeldLease], now: float) -> list[HeldLease]:
-    """The leases to renew now: none until one of them is due, and then also those that are almost
-    due.
-    """
-    if all(held_lease.due > now for held_lease in held_leases):
-        return []
-    return [
-        held_lease
-        for held_lease in held_leases
-        if held_lease.due <= now + deadlines.renewal_batch_window(held_lease.claim_request.ttl)
-    ]
 
 
 def _next_check(held_lease: HeldLease) -> float:

@@ -2,6 +2,7 @@
 waits for.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from celery_leases.attempt import renewal
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
 from celery_leases.attempt.renewal import HELD_BY_OTHER, RELEASED, SUPERSEDED, Renewer
@@ -342,12 +342,26 @@ def test_leases_that_are_nearly_due_are_renewed_along_with_one_that_is_due(bench
     soon = bench.held_lease("soon")
     bench.clock.time += 0.001
     later = bench.held_lease("later")
-    leases = [early, soon, later]
-    assert renewal._due(leases, early.due - 0.001) == []
+    assert bench.renewer._take_due(early.due - 0.001) == []
     bench.clock.time = early.due
-    assert renewal._due(leases, bench.clock.now()) == [early, soon]
+    assert bench.renewer._take_due(bench.clock.now()) == [early, soon]
+    assert [each.in_flight for each in (early, soon, later)] == [True, True, False]
     bench.renew(early, soon)
     assert early.due == soon.due
+
+
+def test_a_lease_that_needs_no_renewal_is_not_due_again_until_its_row_is_locked(
+    bench: Bench,
+) -> None:
+    """Otherwise the renewal thread would not sleep."""
+    other = bench.held_lease("other")
+    completed = bench.held_lease("completed")
+    completed.completed()
+    bench.clock.time = completed.due
+    assert bench.renewer._take_due(bench.clock.now()) == [other]
+    assert completed.due == math.inf
+    bench.renewer.row_locked(completed, bench.clock.now())
+    assert completed.due < math.inf
 
 
 def test_an_event_without_a_receiver_is_not_built(

@@ -28,7 +28,7 @@ from celery_leases.protocol.records import ClaimRequest, Ended, Refused, State, 
 from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.groups import SqlGates, later_of
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.stores.sql.upserts import Writes, upsert
+from celery_leases.stores.sql.upserts import Writes, is_one_of, upsert
 from celery_leases.stores.sql.values import microseconds
 
 
@@ -200,16 +200,17 @@ class DatabaseLeaseStore(SqlGates):
     def _renew_statement(self) -> Update:
         records = self.records.tables.records
         until: ColumnElement[int] = self.database.now + bindparam("span", type_=BigInteger)
-        keys: BindParameter[Any] = bindparam("keys", expanding=True)
-        tokens: BindParameter[Any] = bindparam("tokens", expanding=True)
-        later = later_of(records.c.lease_until, until)
-        renewed = records.update().values(lease_until=later)
-        renewed = renewed.where(
-            records.c.stored_key.in_(keys),
-            records.c.owner.in_(tokens),
-            records.c.state == State.RUNNING,
+        dialect = self.database.engine.dialect
+        renewed = (
+            records.update()
+            .values(lease_until=later_of(records.c.lease_until, until))
+            .where(
+                is_one_of(records.c.stored_key, "keys", dialect),
+                is_one_of(records.c.owner, "tokens", dialect),
+                records.c.state == State.RUNNING,
+            )
         )
-        if mysql.is_mysql(self.database.engine.dialect):
+        if mysql.is_mysql(dialect):
             return renewed
         return renewed.returning(records.c.stored_key, records.c.owner)
 

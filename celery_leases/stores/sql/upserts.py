@@ -1,4 +1,4 @@
-"""Writes whose SQL differs between databases: upserts, and deletes with a limit."""
+"""SQL that differs between databases: upserts, deletes with a limit, and lists of values."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import (
+    Column,
     ColumnElement,
     CursorResult,
     Dialect,
     Executable,
     Select,
     Table,
+    Text,
     and_,
+    any_,
+    bindparam,
     insert,
     select,
     update,
@@ -82,6 +86,17 @@ def touched(executed: Any) -> bool:
         else executed.description is not None
     )
     return executed.fetchone() is not None if returns else bool(executed.rowcount > 0)
+
+
+def is_one_of(column: Column[Any], name: str, dialect: Dialect) -> ColumnElement[bool]:
+    """Whether *column* has one of the values in the list that is the parameter *name*.
+
+    PostgreSQL gets the list as one array, so that the statement is the same for lists of any
+    length, and is compiled and prepared once.
+    """
+    if dialect.name == "postgresql":
+        return column == any_(bindparam(name, type_=postgresql.ARRAY(Text)))
+    return column.in_(bindparam(name, expanding=True))
 
 
 def in_subquery(limited: Select[Any]) -> Select[Any]:
