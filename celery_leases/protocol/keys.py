@@ -156,9 +156,10 @@ def call_key(
     try:
         given = _given(task, signature, args, kwargs)
         key = _filled(task, "key", options.key, given)
-        fingerprint, digests = (None, None) if options.rerun else _fingerprint(options, given)
+        digests = None if options.rerun else _digests(options, given)
     except RecursionError:
         raise _too_deep(task) from None
+    fingerprint = fingerprint_of(digests) if digests is not None else None
     return CallKey(key, stored_key(options.namespace or task, key), fingerprint, digests)
 
 
@@ -186,6 +187,19 @@ def call_group(
             f"task {task}: lease_cooldown_group gave {group!r}, which is the short form of another group"
         )
     return group
+
+
+def fingerprint_of(digests: Mapping[str, str]) -> str:
+    """The fingerprint of arguments with these digests. A record stores only the digests."""
+    named = ",".join([f'{_quoted(name)}:"{digests[name]}"' for name in sorted(digests)])
+    # This equals canonical(digests), except that canonical() joins two adjacent surrogates.
+    whole = canonical(digests) if _surrogate(named) else f"{{{named}}}"
+    return f"{VERSION}:{_digest(whole)[:32]}"
+
+
+def is_fingerprint(text: str | None) -> bool:
+    """Whether *text* has the form of the fingerprints of :func:`fingerprint_of`."""
+    return text is not None and len(text) == len(VERSION) + 33 and text.startswith(VERSION)
 
 
 def differing(ours: Mapping[str, str] | None, theirs: Mapping[str, str] | None) -> list[str]:
@@ -217,13 +231,19 @@ class _Given:
     def differing_from_defaults(self) -> dict[str, Any]:
         """The arguments that are not equal to the defaults of their parameters."""
         signature, by_name = self.signature, self.by_name
-        if type(signature) is Parameters and signature.plain is not None and not signature.plain[1]:
-            return by_name
-        return {
-            name: value
-            for name, value in by_name.items()
-            if not _is_default(signature, name, value)
-        }
+        if type(signature) is not Parameters or signature.plain is None:
+            parameters = signature.parameters
+            return {
+                name: value
+                for name, value in by_name.items()
+                if name not in parameters or not _is_default(parameters[name], value)
+            }
+        differing, defaults = by_name, signature.plain[1]
+        for name, default in defaults.items():
+            if _equals(by_name[name], default):
+                differing = by_name.copy() if differing is by_name else differing
+                del differing[name]
+        return differing
 
     def to(self, maker: Callable[..., Any]) -> Any:
         """The value that *maker* returns for the arguments."""
@@ -253,24 +273,21 @@ def _plainly_bound(
     if signature.plain is None:
         return None
     names, defaults = signature.plain
-    if len(args) > len(names):
-        return None
     found = dict(zip(names, args, strict=False))
-    if kwargs:
-        if not found.keys().isdisjoint(kwargs):
+    if kwargs or len(args) != len(names):
+        if len(args) > len(names) or not found.keys().isdisjoint(kwargs):
             return None
-        found |= kwargs
-    if defaults:
-        found = {**defaults, **found}
-    if len(found) != len(names):
-        return None
-    try:
-        return {
-            name: value if type(value := found[name]) in _UNCHANGED else _delivered(value)
-            for name in names
-        }
-    except KeyError:
-        return None
+        found = {**defaults, **found, **kwargs}
+        if len(found) != len(names):
+            return None
+        try:
+            found = {name: found[name] for name in names}
+        except KeyError:
+            return None
+    for name, value in found.items():
+        if type(value) not in _UNCHANGED:
+            found[name] = _delivered(value)
+    return found
 
 
 def _bound(
@@ -345,48 +362,35 @@ def _filled(task: str, option: str, maker: str | Callable[..., str], given: _Giv
     return text
 
 
-def _fingerprint(options: LeaseOptions, given: _Given) -> tuple[str | None, dict[str, str] | None]:
+def _digests(options: LeaseOptions, given: _Given) -> dict[str, str] | None:
     chosen = options.fingerprint
     if chosen is False:
-        return None, None
-    if chosen is not None and not isinstance(chosen, tuple):
+        return None
+    compared: Mapping[Any, Any]
+    if chosen is None:
+        compared = given.differing_from_defaults()
+    elif isinstance(chosen, tuple):
+        compared = {name: given.by_name.get(name) for name in chosen}
+    else:
         made = given.to(chosen)
-        compared: Mapping[Any, Any] = (
-            dict(made) if isinstance(made, Mapping) else {"fingerprint": made}
-        )
-        digests = {str(name): _digest(canonical(value))[:12] for name, value in compared.items()}
-        return f"{VERSION}:{_digest(canonical(compared))}", digests
-    compared = (
-        given.differing_from_defaults()
-        if chosen is None
-        else {name: given.by_name.get(name) for name in chosen}
-    )
-    whole, digests = "", {}
-    for name in sorted(compared):
-        written = canonical(compared[name])
-        whole += f"{',' if whole else ''}{_quoted(name)}:{written}"
-        digests[name] = _digest(written)[:12]
-    # This equals canonical(compared), except that canonical() joins two adjacent surrogates.
-    return (
-        f"{VERSION}:{_digest(canonical(compared) if _surrogate(whole) else f'{{{whole}}}')}",
-        digests,
-    )
+        compared = made if isinstance(made, Mapping) else {"fingerprint": made}
+    return {str(name): _digest(canonical(value))[:12] for name, value in compared.items()}
 
 
-def _is_default(signature: inspect.Signature, name: str, value: Any) -> bool:
-    parameter = signature.parameters.get(name)
-    if parameter is None:
-        return False
+def _is_default(parameter: inspect.Parameter, value: Any) -> bool:
     if parameter.kind is parameter.VAR_POSITIONAL:
         return not value
-    if parameter.default is parameter.empty:
-        return False
-    if value is parameter.default:
+    return parameter.default is not parameter.empty and _equals(value, parameter.default)
+
+
+def _equals(value: Any, default: Any) -> bool:
+    """Whether both have the same canonical form."""
+    if value is default:
         return True
-    if type(value) is type(parameter.default) and type(value) in _PLAIN:
-        return repr(value) == repr(parameter.default)
+    if type(value) is type(default) and type(value) in _PLAIN:
+        return repr(value) == repr(default)
     try:
-        return canonical(parameter.default) == canonical(value)
+        return canonical(default) == canonical(value)
     except KeyUnusable:
         return False
 

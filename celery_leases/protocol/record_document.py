@@ -7,7 +7,6 @@ Fields with their default are left out; if all have it, the column is NULL. A ne
 
 from __future__ import annotations
 
-import binascii
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
@@ -15,6 +14,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from celery_leases.protocol import history
+from celery_leases.protocol.keys import fingerprint_of, is_fingerprint
 from celery_leases.protocol.records import Attempt, Ended, Failure, Record
 
 SAME_AS_FINISHED_AT: Final = True
@@ -26,9 +26,10 @@ RETENTION: Final = 7 * 86_400.0
 """A document without these fields has these values. They are part of the stored form, and do not
 change when the defaults of the options do.
 """
-VERSION: Final = "v1:"
-_DIGEST: Final = 43
-"""The length of a SHA-256 digest in base64, without its padding."""
+_WHOLE_DIGEST: Final = 43
+"""The length of a fingerprint in the first documents. It is not used, because the digests that are
+stored beside it give the fingerprint in its present form.
+"""
 
 _FAILURE: Final = frozenset(field.name for field in fields(Failure))
 
@@ -50,11 +51,18 @@ def dump(record: Record, *, failed: bool = False) -> str | None:
     *failed*: the last failure is the outcome that is being written, so ``failed_at`` is
     :data:`SAME_AS_FINISHED_AT`.
     """
-    values = _values(record)
-    named = zip(_SHORT, _DEFAULTS, values, strict=True)
-    found: dict[str, Any] = {short: value for short, default, value in named if value != default}
-    if record.fingerprint is not None:
-        found["print"] = _packed(record.fingerprint)
+    values, digests = _values(record), record.digests
+    found: dict[str, Any] = {}
+    if values != _DEFAULTS:
+        named = zip(_SHORT, _DEFAULTS, values, strict=True)
+        found = {short: value for short, default, value in named if value != default}
+    if digests is not None:
+        found["digests"] = digests
+    fingerprint = record.fingerprint
+    if (digests is not None or fingerprint is not None) and not (
+        digests is not None and is_fingerprint(fingerprint)
+    ):
+        found["print"] = fingerprint
     if record.previous is not None:
         found["before"] = _previous_to(record.previous)
     # Fields that rarely change come last: PostgreSQL logs the part of an updated row that differs.
@@ -64,6 +72,10 @@ def dump(record: Record, *, failed: bool = False) -> str | None:
         found["trace"] = record.traceback
     if failed:
         found["failed_at"] = SAME_AS_FINISHED_AT
+    if found.keys() == _ONLY_DIGESTS and digests is not None:
+        # The usual document, which each first run writes.
+        pairs = ",".join([f"{_quoted(name)}:{_quoted(digests[name])}" for name in digests])
+        return f'{{"digests":{{{pairs}}}}}'
     return _encode(found) if found else None
 
 
@@ -72,11 +84,17 @@ def load(text: str | None, finished_at: int | None) -> tuple[dict[str, Any], str
     read.
 
     Raises any exception for a document that cannot be read. A field that no decision needs (such as
-    the digests, the history or the traceback) is left out and named instead.
+    the history or the traceback) is left out and named instead.
     """
     document = _mapping(json.loads(text)) if text else {}
     unreadable, found = None, dict(zip(_NAMES, _DEFAULTS, strict=True))
-    found |= {"fingerprint": None, "previous": None, "history": (), "traceback": None}
+    found |= {
+        "digests": None,
+        "fingerprint": None,
+        "previous": None,
+        "history": (),
+        "traceback": None,
+    }
     for short, value in document.items():
         name, read = _READ.get(short, (None, None))
         if name is None or read is None:
@@ -87,6 +105,10 @@ def load(text: str | None, finished_at: int | None) -> tuple[dict[str, Any], str
             if name not in _NOT_NEEDED:
                 raise
             unreadable = short
+    if found["digests"] is not None and (
+        "print" not in document or len(document["print"] or "") == _WHOLE_DIGEST
+    ):
+        found["fingerprint"] = fingerprint_of(found["digests"])
     if document.get("failed_at") is SAME_AS_FINISHED_AT:
         found["failed_at"] = finished_at
     return found, unreadable
@@ -128,26 +150,6 @@ def _previous_from(value: Any) -> Attempt:
     )
 
 
-def _packed(fingerprint: str) -> str:
-    """*fingerprint* with its digest in base64; a fingerprint of another form unchanged."""
-    if fingerprint[:3] != VERSION or len(fingerprint) != 67:
-        return fingerprint
-    try:
-        digest = binascii.unhexlify(fingerprint[3:])
-    except ValueError:
-        return fingerprint
-    packed = binascii.b2a_base64(digest, newline=False)[:_DIGEST].decode()
-    return packed if digest.hex() == fingerprint[3:] else fingerprint
-
-
-def _unpacked(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__}, not a text")
-    if len(value) != _DIGEST or ":" in value:
-        return value
-    return VERSION + binascii.a2b_base64(f"{value}=").hex()
-
-
 def _mapping(found: Any) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise TypeError(f"{type(found).__name__}, not an object")
@@ -186,6 +188,16 @@ def _text(found: Any) -> str:
     return found
 
 
+def _text_or_none(found: Any) -> str | None:
+    return None if found is None else _text(found)
+
+
+def _digests(found: Any) -> dict[str, str]:
+    digests: dict[str, str] = found
+    "".join(_mapping(found).values())  # raises TypeError for a value that is no text
+    return digests
+
+
 def _texts(found: Any) -> tuple[str, ...]:
     if not isinstance(found, list):
         raise TypeError(f"{type(found).__name__}, not a list")
@@ -203,7 +215,6 @@ _FIELDS: Final[Mapping[str, tuple[str, Any, Callable[[Any], Any]]]] = {
     "crashed_call": ("crashed_call", None, _text),
     "ttl": ("lease_ttl", TTL, _seconds),
     "keep": ("retention", RETENTION, _span),
-    "digests": ("digests", None, _mapping),
     "finished": ("finished_calls", (), _texts),
     "results": ("finished_results", None, _mapping),
     "unrun": ("unrun", False, _truth),
@@ -215,11 +226,14 @@ _DEFAULTS: Final = tuple(default for _, default, _ in _FIELDS.values())
 _values: Final = attrgetter(*_NAMES)
 _READ: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     **{short: (name, read) for short, (name, _, read) in _FIELDS.items()},
-    "print": ("fingerprint", _unpacked),
+    "digests": ("digests", _digests),
+    "print": ("fingerprint", _text_or_none),
     "before": ("previous", _previous_from),
     "past": ("history", history.load),
     "trace": ("traceback", _text),
 }
-_NOT_NEEDED: Final = {"digests", "previous", "unrun", "history", "traceback"}
+_NOT_NEEDED: Final = {"previous", "unrun", "history", "traceback"}
 """Fields without which every decision can still be made."""
+_ONLY_DIGESTS: Final = {"digests"}
+_quoted: Final = json.encoder.encode_basestring_ascii
 _encode: Final = json.JSONEncoder(separators=(",", ":"), default=dict).encode

@@ -14,7 +14,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NoReturn
-from uuid import uuid4
 
 from celery import signals, states
 from celery.backends.base import DisabledBackend
@@ -68,6 +67,7 @@ from celery_leases.worker.headers import (
     celery_id_of,
     group_of,
     key_of,
+    new_token,
     owner_of,
     read_header,
     state_of,
@@ -233,7 +233,7 @@ class Delivery:
             started=header.started or request.retries > 0,
             retries=request.retries,
             prior=header.prior,
-            token=owner_of(self.token or uuid4().hex, self.process),
+            token=owner_of(self.token or new_token(), self.process),
             longest_countdown=self.components.settings.longest_countdown,
             time_limit=limits[0] or self.task.time_limit,
             group=group,

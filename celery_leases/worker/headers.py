@@ -4,6 +4,8 @@ and group.
 
 from __future__ import annotations
 
+import binascii
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -54,9 +56,9 @@ MAX_COUNT: Final = 10**6
 """The highest count that a header may contain."""
 
 _STATE: Final = "celery_leases_state"
-_TOKEN: Final = re.compile("[0-9a-f]{32}", re.ASCII)
-_OWNER: Final = re.compile("[0-9a-f]{32}-[0-9a-f]{1,8}", re.ASCII)
-_FINGERPRINT: Final = re.compile("v[0-9]{1,3}:[0-9a-f]{64}", re.ASCII)
+_TOKEN: Final = re.compile("[0-9A-Za-z+/]{16}", re.ASCII)
+_OWNER: Final = re.compile("[0-9A-Za-z+/]{16,32}-[0-9a-f]{1,8}", re.ASCII)
+_FINGERPRINT: Final = re.compile("v[0-9]{1,3}:([0-9a-f]{32}){1,2}", re.ASCII)
 
 
 class HeaderUnusable(Exception):
@@ -263,6 +265,11 @@ def retries_of(given: object, task: str, call_id: str) -> int:
         )
         return 0
     return min(given, MAX_COUNT)
+
+
+def new_token() -> str:
+    """A random token for a delivery, of 96 bits. Each first run writes it into its record."""
+    return binascii.b2a_base64(os.urandom(12), newline=False).decode()
 
 
 def owner_of(token: str, pid: int) -> str:

@@ -22,7 +22,7 @@ from celery.app.trace import build_tracer, setup_worker_optimizations
 from celery_leases import LeasedTask
 from celery_leases.worker.app_components import components_of
 from celery_leases.worker.app_settings import leased_tasks
-from celery_leases.worker.headers import TASK_EVENTS, TOKEN
+from celery_leases.worker.headers import TASK_EVENTS, TOKEN, new_token
 
 TASKS = 64
 WARM_UP = 32
@@ -105,7 +105,7 @@ def _runner(name: str) -> Callable[[str], Any]:
                 "priority": 0,
                 "redelivered": False,
             },
-            TOKEN: uuid4().hex,
+            TOKEN: new_token(),
             TASK_EVENTS: False,
             "replaced_task_nesting": 0,
         }

@@ -25,8 +25,8 @@ TTL = 60
 pytestmark = pytest.mark.both_lease_stores  # their costs differ
 
 FIRST_RUN = {
-    "redis": Writes(wal=950, xids=2, row_locks=0),
-    "database": Writes(wal=930, xids=2, row_locks=0),
+    "redis": Writes(wal=820, xids=2, row_locks=0),
+    "database": Writes(wal=800, xids=2, row_locks=0),
 }
 REPLAY = Writes(wal=0, xids=0, row_locks=0)
 """What PostgreSQL may write for one call; a first run by lease store. Lower it when it falls."""

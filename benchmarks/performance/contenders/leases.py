@@ -3,7 +3,6 @@ defaults.
 """
 
 from typing import Any
-from uuid import uuid4
 
 from celery import Celery
 
@@ -11,7 +10,7 @@ from benchmarks.performance import body, settings
 from benchmarks.performance.contenders.plain import run
 from benchmarks.performance.journal import PUT_BACK
 from celery_leases import LeasedTask, signals
-from celery_leases.worker.headers import TASK_EVENTS, TOKEN
+from celery_leases.worker.headers import TASK_EVENTS, TOKEN, new_token
 
 __all__ = ["OPTIONS", "configure", "in_request", "prepare", "run"]
 
@@ -38,7 +37,7 @@ def configure(app: Celery, leases_url: str = "") -> None:
 
 def in_request() -> dict[str, object]:
     """What the worker's main process adds to a request before it hands it to a pool child."""
-    return {TOKEN: uuid4().hex, TASK_EVENTS: False}
+    return {TOKEN: new_token(), TASK_EVENTS: False}
 
 
 def _mutex(key: str, seconds: float) -> int:

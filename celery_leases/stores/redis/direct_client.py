@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import redis
-from redis.exceptions import ConnectionError, NoScriptError, ResponseError
+from redis.exceptions import NoScriptError, ResponseError
 
 from celery_leases.common.values import value_class
 from celery_leases.concurrency import os_threads
@@ -137,7 +137,7 @@ class _WatchedConnection:
                 call.finish(connection)
             except ResponseError:
                 pass
-            except ConnectionError:
+            except redis.ConnectionError:
                 self.disconnect()
         if self._socket is not connection._sock:  # noqa: SLF001 - redis-py does not expose the socket otherwise; kombu reads it too
             self._watch(connection._sock)  # noqa: SLF001 - as above

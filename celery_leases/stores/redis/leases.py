@@ -42,6 +42,10 @@ from celery_leases.stores.redis.values import (
 )
 
 PERMITS: Final = 10
+PREFIX: Final = "celery_leases"
+"""The default of ``leases_prefix``. Each running record has the name of its lease store, so the
+name leaves the default out.
+"""
 
 
 class RedisLeaseStore(RedisGates):
@@ -92,7 +96,7 @@ class RedisLeaseStore(RedisGates):
         cls,
         url: str,
         *,
-        prefix: str = "celery_leases",
+        prefix: str = PREFIX,
         timeout: float = 2.0,
         options: Mapping[str, Any] | None = None,
         permits: ResourcePool[Permit] | None = None,
@@ -115,7 +119,7 @@ class RedisLeaseStore(RedisGates):
         return cls(
             address.client(timeout),
             prefix,
-            f"{address.name}/{prefix}",
+            address.name if prefix == PREFIX else f"{address.name}/{prefix}",
             reopen=address.client,
             permits=permits,
         )

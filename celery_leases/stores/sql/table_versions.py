@@ -17,6 +17,7 @@ from typing import Any, Final
 from urllib.parse import quote, unquote
 
 from celery_leases.protocol import record_document
+from celery_leases.protocol.keys import fingerprint_of
 from celery_leases.protocol.records import Attempt, Ended, Outcome, Record, State
 from celery_leases.protocol.repairs import settled
 from celery_leases.stores.sql.values import (
@@ -398,6 +399,9 @@ def _wide(reader: ColumnReader) -> dict[str, Any]:
     reader.integers(integers, ("crashed_at", "failed_at", "retention"))
     row = reader.row
     listed, counts = row["finished_calls"], row["counted"] == row["generation"]
+    digests, fingerprint = reader.of("digests", mapping, needed=False), row["fingerprint"]
+    # The first releases wrote another fingerprint, of 256 bits. The digests give that of today.
+    whole = fingerprint is not None and len(fingerprint) == len("v1:") + 64
     ended = reader.of("previous_ended", Ended, needed=False) if row["previous_ended"] else None
     before_error = reader.of("previous_error", failure_in, needed=False)
     return {
@@ -407,8 +411,8 @@ def _wide(reader: ColumnReader) -> dict[str, Any]:
         "quick_retries": row["quick_retries"] if counts else 0,
         "cooldowns": row["cooldowns"] if counts else 0,
         "failed_at": row["failed_at"] if counts else None,
-        "fingerprint": row["fingerprint"],
-        "digests": reader.of("digests", mapping, needed=False),
+        "fingerprint": fingerprint_of(digests) if digests is not None and whole else fingerprint,
+        "digests": digests,
         "lease_ttl": row["lease_ttl"] / MICROSECONDS,
         "retention": row["retention"] / MICROSECONDS if row["retention"] else None,
         "previous": Attempt(ended, before_error, row["previous_host"]) if ended else None,
