@@ -4,6 +4,7 @@ task.
 
 from __future__ import annotations
 
+import builtins
 import json
 import time
 from collections import Counter
@@ -223,11 +224,12 @@ class LeaseClient:
         """The status of *key*. *namespace* is the ``lease_namespace`` of its *task*, by default the
         name of the task.
 
-        Neither is needed if only one record has the key, or if *key* is a stored key
-        (``t:namespace|key``). *group* is the cooldown group of the key; a key that has failed
-        because of its group does not need it. A key without a record is ``absent``. Raises
-        :class:`~celery_leases.errors.StoreUnavailable` if the records database does not answer; if
-        only the lease store does not answer, ``reason`` says so.
+        Neither is needed if *key* is a stored key (``t:namespace|key``), or if only one task of the
+        app has a record of it. Records of other tasks are searched if none has. *group* is the
+        cooldown group of the key; a key that has failed because of its group does not need it. A
+        key without a record is ``absent``. Raises :class:`~celery_leases.errors.StoreUnavailable`
+        if the records database does not answer; if only the lease store does not answer, ``reason``
+        says so.
         """
         self._ready()
         stored = self._stored(key, namespace or task)
@@ -972,11 +974,23 @@ class LeaseClient:
             return stored_key(namespace, key)
         if key.startswith("t:") and "|" in key:
             return key
-        named = self._records.named(key)
+        named = self._of_tasks_of_app(key) or self._records.named(key)
         if len(named) > 1:
             tasks = ", ".join(sorted(record.task for record in named))
             raise UnknownKey(f"{key} is a key of several tasks ({tasks}); say which", key)
         return named[0].stored_key if named else stored_key("", key)
+
+    def _of_tasks_of_app(self, key: str) -> builtins.list[Record]:
+        """The records of *key* of the app's tasks. These are found by their stored keys; a search
+        for a key of other tasks reads all records.
+        """
+        if self._components is None:
+            return []
+        from celery_leases.worker.app_settings import leased_tasks
+
+        tasks = leased_tasks(self._components.app).items()
+        namespaces = {task.lease_options.namespace or name for name, task in tasks}
+        return self._records.of_keys({stored_key(each, key) for each in namespaces})
 
 
 def _round_trips(call: Callable[[], object], rounds: int) -> tuple[float, ...]:

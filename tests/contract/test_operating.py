@@ -9,10 +9,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 import pytest
+from celery import Celery
 from sqlalchemy import insert, text
 
+from celery_leases import LeasedTask
 from celery_leases.client import LeaseClient
-from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.errors import LeaseConfigurationError, StoreUnavailable, UnknownKey
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.protocol.groups import Closing
 from celery_leases.protocol.records import Ended, Failure, State
@@ -67,9 +69,51 @@ def keys(statuses: Sequence[Any]) -> list[str]:
     return [status.key for status in statuses]
 
 
+def _key_of(key: str) -> str:
+    return key
+
+
 def sql(records: SqlRecordStore, statement: str) -> None:
     with records.database.engine.connect() as connection:
         connection.execute(text(statement))
+
+
+def test_a_key_of_a_task_of_the_app_is_found_without_reading_all_records(
+    sql_records: SqlRecordStore,
+    put: Callable[..., None],
+    database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its stored key, also in a namespace. Keys of other tasks are searched if no task of the
+    app has them, and a key of two tasks is refused.
+    """
+    app = Celery("operated", broker="memory://", set_as_current=False)
+    app.conf.update(leases_url="database", leases_database_url=database_url)
+    for name, more in {"t": {}, "other": {}, "shared": {"lease_namespace": "all"}}.items():
+        app.task(name=name, base=LeasedTask, lease_key="{key}", **more)(_key_of)
+    put("of t")
+    put("of all", task="all")
+    put("removed", task="no longer there")
+    put("of two")
+    put("of two", task="other")
+    put("of t and another", task="no longer there")
+    put("of t and another")
+    searched: list[str] = []
+    search = SqlRecordStore.named
+    monkeypatch.setattr(
+        SqlRecordStore, "named", lambda self, key: (searched.append(key), search(self, key))[1]
+    )
+    with LeaseClient.from_app(app, eager=False) as client:
+        assert client.status("of t").task == "t"
+        assert client.status("of all").state == "done"
+        assert client.status("of t and another").task == "t"
+        assert searched == []
+        assert client.status("removed").task == "no longer there"
+        assert client.status("nobody's").state == "absent"
+        with pytest.raises(UnknownKey, match=r"several tasks \(other, t\)"):
+            client.status("of two")
+        assert client.status("of two", task="other").task == "other"
+        assert searched == ["removed", "nobody's"]
 
 
 def test_pages_have_each_record_once_in_their_order(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -320,6 +320,15 @@ class SqlRecordStore(SqlClaims):
                 lambda statements: statements.select_rows.where(
                     statements.table.c.key == key
                 ).limit(20)
+            )
+
+    def of_keys(self, stored_keys: Collection[str]) -> list[Record]:
+        """The rows of these stored keys, as in :meth:`search`."""
+        with KEY_UNUSABLE_ERRORS:
+            return self._list(
+                lambda statements: statements.select_rows.where(
+                    statements.table.c.stored_key.in_(stored_keys)
+                )
             )
 
     def _list(self, query: Callable[[RecordStatements], Select[Any]]) -> list[Record]:
