@@ -608,7 +608,12 @@ class LeaseClient:
             if isinstance(older, datetime)
             else now - seconds(older, "older") * 1e6
         )
-        return replace(wanted, states=wanted.states or PURGED, unmoved_since=round(before))
+        return replace(
+            wanted,
+            states=wanted.states or PURGED,
+            unmoved_since=round(before),
+            published=True,
+        )
 
     def so_long_ago(self, span: Duration) -> datetime:
         """The time *span* before now, by the database's clock."""

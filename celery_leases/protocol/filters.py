@@ -69,8 +69,8 @@ class RecordFilter:
 
     ``since`` and ``until`` apply to the start of the latest attempt, ``unmoved_since`` to the last
     change of the row, and ``expired_at`` to the end of its retention; all are microseconds since
-    the epoch. ``group`` is the cooldown group of the last failure, ``reason`` a code as in
-    ``LeaseStatus.reason``.
+    the epoch. ``published``: the record has no message that must still be published. ``group`` is
+    the cooldown group of the last failure, ``reason`` a code as in ``LeaseStatus.reason``.
     """
 
     states: tuple[str, ...] = ()
@@ -83,6 +83,7 @@ class RecordFilter:
     unmoved_since: int | None = None
     crashed: bool = False
     expired_at: int | None = None
+    published: bool = False
 
     @classmethod
     def of(
@@ -107,8 +108,16 @@ class RecordFilter:
             raise LeaseMisuse(
                 f"states={states!r}: give a list of {', '.join(sorted(KNOWN_STATES))}"
             )
-        times = {"since": _moment(since, now, "since"), "until": _moment(until, now, "until")}
-        return cls(tuple(states), task, group, prefix, reason, crashed=crashed, **times)
+        return cls(
+            tuple(states),
+            task,
+            group,
+            prefix,
+            reason,
+            since=_moment(since, now, "since"),
+            until=_moment(until, now, "until"),
+            crashed=crashed,
+        )
 
     @property
     def row_states(self) -> tuple[str, ...]:

@@ -70,6 +70,8 @@ def conditions(table: Table, wanted: RecordFilter) -> list[ColumnElement[bool]]:
         found.append(moved(table) <= wanted.unmoved_since)
     if wanted.expired_at is not None:
         found += [columns.expires_at <= wanted.expired_at, columns.state != State.RUNNING]
+    if wanted.published:
+        found.append(columns.publish_at.is_(None))
     if wanted.crashed:
         found.append(columns.crashes > 0)
     if wanted.group is not None:
