@@ -7,14 +7,16 @@ from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import text
+from sqlalchemy import insert, select, text
 
 from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.filters import RecordFilter
 from celery_leases.protocol.ports import Claimed
 from celery_leases.protocol.records import Refused, Won
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.migrations import BY_START
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import outcome, won
@@ -181,6 +183,50 @@ def test_the_lock_timeout_is_that_of_the_url_or_the_default(
             "700ms" if asked else "1500ms"
         )
     engine.dispose()
+
+
+def test_the_latest_and_the_expired_records_are_found_by_an_index(
+    leases_postgres_url: str,
+) -> None:
+    """Neither the first page of a list nor a purge reads all records."""
+    records = SqlRecordStore(engine_for(leases_postgres_url))
+    records.migrate()
+    records.check()
+    row = won(records, make_claim_request(fresh_key()), "database")
+    assert records.settle(row, outcome(row, result="1", retention=3600.0))
+    table = records.tables.records
+    with records.database.engine.connect() as connection:
+        copied = connection.execute(select(table)).mappings().one()
+        many = [
+            {
+                **copied,
+                "stored_key": f"t:many|{number}",
+                "started_at": copied["started_at"] - number,
+            }
+            for number in range(5000)
+        ]
+        connection.execute(insert(table), many)
+        connection.execute(text("ANALYZE celery_leases_records"))
+    plans: list[str] = []
+    run = records.database.all
+
+    def explained(query: Any, values: Any) -> Any:
+        compiled = query.compile(
+            dialect=records.database.engine.dialect, compile_kwargs={"literal_binds": True}
+        )
+        with records.database.engine.connect() as connection:
+            plan = connection.exec_driver_sql(f"EXPLAIN {compiled}").scalars().all()
+        plans.append("\n".join(plan))
+        return run(query, values)
+
+    records.database.all = explained  # type: ignore[method-assign]
+    assert len(records.find(RecordFilter(), limit=20)) == 20
+    assert records.purge(500) == 0
+    assert len(plans) == 2
+    for plan in plans:
+        assert BY_START in plan
+        assert "Seq Scan" not in plan
+    records.database.close()
 
 
 def test_a_list_sorts_nothing_but_keys(leases_postgres_url: str) -> None:

@@ -26,6 +26,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Engine,
+    Index,
     String,
     cast,
     column,
@@ -46,7 +47,7 @@ from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.dialects import mysql, postgresql
 from celery_leases.stores.sql.dialects.names import in_text
 from celery_leases.stores.sql.rows import to_record
-from celery_leases.stores.sql.schema import LONG, RELEASE, Tables
+from celery_leases.stores.sql.schema import LONG, RELEASE, Tables, indexes_of
 from celery_leases.stores.sql.table_versions import DOCUMENT, NARROW, NEWEST, WIDE, Migrated
 from celery_leases.stores.urls import display_database_url
 
@@ -74,6 +75,10 @@ COMING_SUFFIX: Final = "_next"
 """The suffix of a new index that is built while the old index exists."""
 BY_STATE: Final = "ix_celery_leases_records_state_started_at"
 """An index of version 1."""
+BY_EXPIRY: Final = "ix_celery_leases_records_expires_at"
+"""An index of version 1, and of version 2 except on PostgreSQL."""
+BY_START: Final = "ix_celery_leases_records_started_at_expires_at"
+"""An index of version 2 on PostgreSQL."""
 
 
 _RAW: Final = {
@@ -96,11 +101,16 @@ unchanged.
 class Migration(ABC):
     """The migration of the tables of one database."""
 
+    #: The indexes that only version 1 has, with their columns.
+    _old_indexes: Mapping[str, str] = {BY_STATE: "state, started_at"}
+    #: The indexes that only version 2 has.
+    _added_indexes: Sequence[str] = ()
+
     def __init__(self, engine: Engine, tables: Tables) -> None:
         self.engine = engine
         self.tables = tables
         self.wide, self.narrow = tables.layouts[WIDE.version], tables.layouts[NARROW.version]
-        self._partial_indexes = sorted(self.narrow.indexes, key=lambda index: str(index.name))
+        self._new_indexes = indexes_of(self.narrow, engine.dialect)
         self._table = in_text(tables.records, engine.dialect)
         self._version_table = in_text(tables.version, engine.dialect)
 
@@ -196,7 +206,8 @@ class Migration(ABC):
         """The part under the table lock. If the document column exists, this only drops what an
         interrupted downgrade has left.
         """
-        self._drop_index(connection, BY_STATE)
+        for name in self._old_indexes:
+            self._drop_index(connection, name)
         columns, rows = self._columns(connection), 0
         clauses = [
             f"DROP COLUMN {name}"
@@ -232,6 +243,8 @@ class Migration(ABC):
                 connection.execute(running.values(expires_at=None))
                 renamed = {new: self.wide.c[name] for name, new in _RESTORED.items()}
                 self._alter(connection, [f"DROP COLUMN {DOCUMENT}"], renamed)
+            for name in self._added_indexes:
+                self._drop_index(connection, name)
             self._write_version(connection, WIDE.version)
             return rows
 
@@ -239,10 +252,9 @@ class Migration(ABC):
             self._retry_while_locked(connection, expand)
         rows = self._retry_while_locked(connection, contract)
         self._drop_coming_indexes(connection)
-        with suppress(DBAPIError):  # it exists
-            connection.execute(
-                text(f"CREATE INDEX {BY_STATE} ON {self._table} (state, started_at)")
-            )
+        for name, over in self._old_indexes.items():
+            with suppress(DBAPIError):  # it exists
+                connection.execute(text(f"CREATE INDEX {name} ON {self._table} ({over})"))
         return rows
 
     # -- rows --------------------------------------------------------------------------------------
@@ -375,7 +387,7 @@ class Migration(ABC):
 
     def _replace_indexes(self, connection: Connection) -> None:
         """Recreate the indexes that are partial in version 2."""
-        for index in self._partial_indexes:
+        for index in self._new_indexes:
             self._drop_index(connection, str(index.name))
             connection.execute(CreateIndex(index))
 
@@ -474,9 +486,9 @@ _IN_SCHEMA: Final = (
     "JOIN pg_namespace AS n ON n.oid = c.relnamespace "
     "WHERE c.relname = :name AND n.nspname = COALESCE(CAST(:schema AS TEXT), current_schema())"
 )
-_PARTIAL: Final = (
+_IS_READY: Final = (
     f"SELECT 1 FROM pg_index AS i JOIN pg_class AS c ON c.oid = i.indexrelid {_IN_SCHEMA} "  # noqa: S608
-    "AND i.indisvalid AND i.indpred IS NOT NULL"
+    "AND i.indisvalid AND (i.indpred IS NOT NULL) = :partial"
 )
 _BEING_BUILT: Final = (
     f"SELECT 1 FROM pg_locks AS l JOIN pg_class AS c ON c.oid = l.relation {_IN_SCHEMA} "  # noqa: S608
@@ -485,6 +497,9 @@ _BEING_BUILT: Final = (
 
 
 class _OnPostgres(_Transactional):
+    _old_indexes: Mapping[str, str] = {BY_STATE: "state, started_at", BY_EXPIRY: "expires_at"}
+    _added_indexes: Sequence[str] = (BY_START,)
+
     def _begin(self, connection: Connection, *, lock: bool) -> None:
         connection.exec_driver_sql("BEGIN")
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT}'")
@@ -512,21 +527,18 @@ class _OnPostgres(_Transactional):
         """Create the new indexes under temporary names, without blocking writes. They are renamed
         under the table lock.
         """
-        for index in self._partial_indexes:
+        for index in self._new_indexes:
             coming = f"{index.name}{COMING_SUFFIX}"
-            if self._has_partial_index(connection, str(index.name)) or self._has_partial_index(
-                connection, coming
-            ):
+            if any(self._is_ready(connection, index, name) for name in (str(index.name), coming)):
                 continue
             if not self._index_is_being_built(connection):
                 connection.execute(
                     text(f"DROP INDEX CONCURRENTLY IF EXISTS {self._schema_prefix()}{coming}")
                 )
             over = ", ".join(column.name for column in index.columns)
-            where = index.dialect_options["postgresql"]["where"].compile(
-                compile_kwargs={"include_table": False}
-            )
-            made = f"CREATE INDEX CONCURRENTLY IF NOT EXISTS {coming} ON {self._table} ({over}) WHERE {where}"
+            made = f"CREATE INDEX CONCURRENTLY IF NOT EXISTS {coming} ON {self._table} ({over})"
+            if (where := index.dialect_options["postgresql"]["where"]) is not None:
+                made += f" WHERE {where.compile(compile_kwargs={'include_table': False})}"
             try:
                 connection.execute(text(made))
             except DBAPIError as error:
@@ -535,7 +547,7 @@ class _OnPostgres(_Transactional):
                 raise self._locked_error(error) from error
 
     def _drop_coming_indexes(self, connection: Connection) -> None:
-        for index in self._partial_indexes:
+        for index in self._new_indexes:
             with suppress(DBAPIError):  # the next upgrade uses the index
                 connection.execute(
                     text(
@@ -544,22 +556,23 @@ class _OnPostgres(_Transactional):
                 )
 
     def _replace_indexes(self, connection: Connection) -> None:
-        for index in self._partial_indexes:
+        for index in self._new_indexes:
             coming = f"{index.name}{COMING_SUFFIX}"
-            if self._has_partial_index(connection, coming):
+            if self._is_ready(connection, index, coming):
                 self._drop_index(connection, str(index.name))
                 connection.execute(
                     text(f"ALTER INDEX {self._schema_prefix()}{coming} RENAME TO {index.name}")
                 )
-            elif not self._has_partial_index(connection, str(index.name)):
+            elif not self._is_ready(connection, index, str(index.name)):
                 self._drop_index(connection, coming)
                 self._drop_index(connection, str(index.name))
                 connection.execute(CreateIndex(index))
 
-    def _has_partial_index(self, connection: Connection, name: str) -> bool:
-        """Whether there is a complete partial index of that name."""
-        values = {"name": name, "schema": self.tables.metadata.schema}
-        return connection.execute(text(_PARTIAL), values).first() is not None
+    def _is_ready(self, connection: Connection, index: Index, name: str) -> bool:
+        """Whether *index* exists under that name, complete and with a condition if it has one."""
+        partial = index.dialect_options["postgresql"]["where"] is not None
+        values = {"name": name, "schema": self.tables.metadata.schema, "partial": partial}
+        return connection.execute(text(_IS_READY), values).first() is not None
 
     def _index_is_being_built(self, connection: Connection) -> bool:
         """Whether another migration may be building an index: it holds the lock of CREATE INDEX

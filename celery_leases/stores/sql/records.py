@@ -493,7 +493,10 @@ class SqlRecordStore(SqlClaims):
         records, effects = self.tables.records, self.tables.effects
         over = and_(records.c.expires_at <= self.database.now, records.c.state != State.RUNNING)
         # Both deletes repeat the condition, so the effects of a row that was claimed since stay.
-        found = self.database.all(select(records.c.stored_key).where(over).limit(limit), {})
+        expired = select(records.c.stored_key).where(over).limit(limit)
+        if self.database.engine.dialect.name == "postgresql":
+            expired = expired.order_by(records.c.started_at)  # so that it uses the index
+        found = self.database.all(expired, {})
         old = [row["stored_key"] for row in found]
         of_old = exists().where(records.c.stored_key == effects.c.stored_key, over)
         if not old:

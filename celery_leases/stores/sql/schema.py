@@ -61,6 +61,9 @@ _select_number: Final = count()
 RELEASE: Final = "0.1.0"
 RECORDS: Final = "celery_leases_records"
 
+ONLY_ON: Final = "celery_leases_only_on"
+"""The key in the ``info`` of an index under which the names of its dialects are."""
+
 LONG: Final = Text().with_variant(LONGTEXT(), *mysql.FAMILY)
 
 
@@ -144,9 +147,21 @@ class Tables:
             Column("made_by", String(32)),
             **mysql.TABLE_OPTIONS,
         )
-        for column in (self.records.c.expires_at, self.records.c.publish_at):
+        started_at, expires_at = self.records.c.started_at, self.records.c.expires_at
+        # PostgreSQL finds both the latest and the expired records by one index.
+        Index(None, started_at, expires_at, info={ONLY_ON: ("postgresql",)})
+        for column, servers in (
+            (expires_at, ("sqlite", *mysql.FAMILY)),
+            (self.records.c.publish_at, ("postgresql", "sqlite", *mysql.FAMILY)),
+        ):
             given = column.is_not(None)
-            Index(None, column, postgresql_where=given, sqlite_where=given)
+            Index(
+                None,
+                column,
+                postgresql_where=given,
+                sqlite_where=given,
+                info={ONLY_ON: servers},
+            )
         Index(None, self.effects.c.expires_at)
         Index(None, self.marks.c.expires_at)
 
@@ -275,7 +290,8 @@ class Tables:
         if not found.has_table(table.name, schema=table.schema):
             return _create_table_statements(table, connection.dialect)
         there = {index["name"] for index in found.get_indexes(table.name, schema=table.schema)}
-        missing = [index for index in _indexes(table) if index.name not in there]
+        wanted = indexes_of(table, connection.dialect)
+        missing = [index for index in wanted if index.name not in there]
         return [
             CreateIndex(index, if_not_exists=not mysql.is_mysql(connection.dialect))
             for index in missing
@@ -385,10 +401,18 @@ def _with_indexes(create: _CreateWithIndexes, compiler: DDLCompiler, **_: Any) -
     table: Table = create.element
     columns, end, options = compiler.visit_create_table(create).rpartition("\n)")  # type: ignore[no-untyped-call]
     quote = compiler.preparer.quote
-    for index in _indexes(table):
+    for index in indexes_of(table, compiler.dialect):
         over = ", ".join(quote(column.name) for column in index.columns)
         columns = f"{columns.rstrip()}, \n\tINDEX {compiler.preparer.format_index(index)} ({over})"
     return f"{columns}{end}{options}"
+
+
+def indexes_of(table: Table, dialect: Dialect) -> list[Index]:
+    """The indexes that *table* has on that kind of server, in the order of their names."""
+    found = [
+        index for index in table.indexes if dialect.name in index.info.get(ONLY_ON, (dialect.name,))
+    ]
+    return sorted(found, key=lambda index: str(index.name))
 
 
 def _is_usable_name(schema: object) -> bool:
@@ -400,13 +424,9 @@ def _is_usable_name(schema: object) -> bool:
     )
 
 
-def _indexes(table: Table) -> list[Index]:
-    return sorted(table.indexes, key=lambda index: str(index.name))
-
-
 def _create_table_statements(table: Table, dialect: Dialect) -> list[ExecutableDDLElement]:
     """The statements that create a table and its indexes unless they exist."""
     if mysql.is_mysql(dialect):
         return [_CreateWithIndexes(table, if_not_exists=True)]
-    indexes = [CreateIndex(index, if_not_exists=True) for index in _indexes(table)]
+    indexes = [CreateIndex(index, if_not_exists=True) for index in indexes_of(table, dialect)]
     return [CreateTable(table, if_not_exists=True), *indexes]
