@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from sqlalchemy import Connection, Engine, event, inspect, make_url, text
 from celery_leases.errors import RecordUnreadable, SchemaOutdated, StoreUnavailable
 from celery_leases.protocol.effects import scope_of
 from celery_leases.protocol.keys import CallKey
-from celery_leases.protocol.ports import Renewal, RenewalResult
+from celery_leases.protocol.ports import RecordStore, Renewal, RenewalResult
 from celery_leases.protocol.records import Ended, Failure, Record, State, Won
 from celery_leases.stores.sql import migrations
 from celery_leases.stores.sql.database import engine_for
@@ -103,6 +104,18 @@ class TestOldRecords(RecordStoreContract):
     def records(self, old: SqlRecordStore) -> SqlRecordStore:
         """Each of the databases."""
         return old
+
+    def test_a_repeated_claim_after_a_crash_still_shows_the_crash(
+        self, records: RecordStore, key: str
+    ) -> None:
+        """Version 1 stores no history of attempts."""
+        won(records, make_claim_request(key))
+        claim_request = make_claim_request(key)
+        first = won(records, claim_request)
+        assert first.just_crashed
+        assert first.history
+        repeated = timeless(won(records, claim_request))
+        assert repeated == replace(timeless(first), history=())
 
 
 @pytest.mark.nightly
