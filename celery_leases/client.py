@@ -38,11 +38,11 @@ from celery_leases.errors import (
 )
 from celery_leases.failures.actions import Reason
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.protocol.closings import PastClosing
+from celery_leases.protocol.cooldown_group_history import PastClosing
+from celery_leases.protocol.cooldown_groups import Closing, Gate
 from celery_leases.protocol.effects import Effect
 from celery_leases.protocol.filters import Order, Position, RecordFilter
 from celery_leases.protocol.findings import Examination, Finding
-from celery_leases.protocol.groups import Closing, Gate
 from celery_leases.protocol.keys import stored_key
 from celery_leases.protocol.metrics import METRICS
 from celery_leases.protocol.operator_values import (

@@ -17,8 +17,8 @@ from celery_leases.common.values import value_class
 from celery_leases.concurrency import resource_pool
 from celery_leases.errors import KeyUnusable, LeaseStoreMismatch, RecordUnreadable, StoreUnavailable
 from celery_leases.protocol import claims, decisions, events, settlement, waiting
+from celery_leases.protocol.cooldown_groups import Gate
 from celery_leases.protocol.decisions import after_claim, before_run
-from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.message_copies import callbacks_mark
 from celery_leases.protocol.ports import (
     Acquired,

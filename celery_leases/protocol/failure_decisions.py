@@ -11,7 +11,7 @@ from celery_leases.errors import Uncertain
 from celery_leases.failures.actions import Classification, Reason, Ruling, cooldown
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.protocol.body_endings import Raised
-from celery_leases.protocol.groups import Closing
+from celery_leases.protocol.cooldown_groups import Closing
 from celery_leases.protocol.options import LeaseOptions
 from celery_leases.protocol.records import Failure, Record
 from celery_leases.protocol.verdicts import Call

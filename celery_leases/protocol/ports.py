@@ -12,10 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from celery_leases.common.values import value_class
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.closings import PastClosing
+from celery_leases.protocol.cooldown_group_history import PastClosing
+from celery_leases.protocol.cooldown_groups import Closing, Gate
 from celery_leases.protocol.effects import Begun, Effect, Found, Scope
 from celery_leases.protocol.events import Event
-from celery_leases.protocol.groups import Closing, Gate
 from celery_leases.protocol.records import ClaimRequest, Outcome, Record, Refused, Won
 
 
@@ -217,7 +217,7 @@ class GateStore(Protocol):
         ...
 
     def close_gate(self, group: str, closing: Closing, token: str) -> Gate:
-        """Close the gate as :func:`celery_leases.protocol.groups.closed` computes, by
+        """Close the gate as :func:`celery_leases.protocol.cooldown_groups.closed` computes, by
         compare-and-set; returns the gate afterwards.
 
         If *token* holds the probe's slot, the slot is released.

@@ -13,9 +13,9 @@ from celery_leases.common.durations import in_short, in_words
 from celery_leases.errors import Cooldown, RecordUnreadable, RetryLater
 from celery_leases.protocol import history
 from celery_leases.protocol import progress as saved
-from celery_leases.protocol.closings import PastClosing
+from celery_leases.protocol.cooldown_group_history import PastClosing
+from celery_leases.protocol.cooldown_groups import Gate
 from celery_leases.protocol.effects import Effect
-from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import Attempt, Ended, Failure, PastAttempt, Record, State
 from celery_leases.protocol.results import decode, result_of

@@ -17,7 +17,7 @@ from celery_leases.concurrency import os_threads
 from celery_leases.errors import ColumnMissing, StoreUnavailable
 from celery_leases.protocol import claims
 from celery_leases.protocol.claims import ALWAYS, Claim, Question
-from celery_leases.protocol.groups import Gate, admits
+from celery_leases.protocol.cooldown_groups import Gate, admits
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.ports import never_emptied
 from celery_leases.protocol.records import ClaimRequest, Record, Refusal, Refused, Won

@@ -24,7 +24,7 @@ from celery_leases.protocol.keys import (
 from celery_leases.protocol.message_copies import UNCOPIED, Copy
 from celery_leases.protocol.options import LeaseOptions
 from celery_leases.signals import logger
-from celery_leases.stores.group_values import GATE_NAME_MAX, gate_name
+from celery_leases.stores.cooldown_group_values import GATE_NAME_MAX, gate_name
 
 OURS: Final = "celery_leases"
 """The prefix of every name that celery_leases writes into a message."""

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol import groups
-from celery_leases.protocol.groups import Closing, Gate
-from celery_leases.stores import group_closing
+from celery_leases.protocol import cooldown_groups
+from celery_leases.protocol.cooldown_groups import Closing, Gate
+from celery_leases.stores import cooldown_group_closing
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
@@ -130,12 +130,12 @@ def test_a_gate_is_closed_as_if_one_came_after_the_other(
     happens = [meanwhile]
 
     def decided(group: str, gate: Gate | None, cause: Closing, token: str) -> Gate:
-        decision = groups.closed(group, gate, cause, token)
+        decision = cooldown_groups.closed(group, gate, cause, token)
         if happens:
             happens.pop()(store)
         return decision
 
-    monkeypatch.setattr(group_closing, "closed", decided)
+    monkeypatch.setattr(cooldown_group_closing, "closed", decided)
     answer = store.close_gate(GROUP, closing(100.0), OURS)
     assert not happens
     for gate in (answer, found(store, GROUP)):
@@ -149,12 +149,12 @@ def test_a_gate_that_changes_each_time_is_given_up(
     """The number of tries is limited, and nothing was written."""
 
     def decided(group: str, gate: Gate | None, cause: Closing, token: str) -> Gate:
-        decision = groups.closed(group, gate, cause, token)
+        decision = cooldown_groups.closed(group, gate, cause, token)
         if token == OURS and not store.open_gate(GROUP):
             closed(store, GROUP, 50.0)
         return decision
 
-    monkeypatch.setattr(group_closing, "closed", decided)
+    monkeypatch.setattr(cooldown_group_closing, "closed", decided)
     with pytest.raises(StoreUnavailable) as caught:
         store.close_gate(GROUP, closing(100.0), OURS)
     assert caught.value.executed is False

@@ -13,7 +13,7 @@ from redis.crc import key_slot
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.protocol.ports import Acquired, BlockedByGate, Held, Renewal, RenewalResult
 from celery_leases.protocol.records import ClaimRequest
-from celery_leases.stores.redis import group_scripts, lease_scripts
+from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.cluster import Cluster
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.redis.values import Keys
@@ -128,7 +128,11 @@ def test_a_request_in_a_group_takes_two_round_trips_and_three_at_a_closed_gate(
     closed(store, "closed", 60.0)
     for node in cluster.nodes:
         with redis.Redis(port=node.port) as admin:
-            for script in (lease_scripts.ACQUIRE, lease_scripts.RELEASE, group_scripts.ENTER):
+            for script in (
+                lease_scripts.ACQUIRE,
+                lease_scripts.RELEASE,
+                cooldown_group_scripts.ENTER,
+            ):
                 admin.script_load(script.text)
     leases_on(cluster, store)
     claim_request = make_claim_request(fresh_key(), group="half-open")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from celery_leases.errors import LeaseStoreMismatch
-from celery_leases.protocol.groups import Closing, Gate, admits, closed, gate_retention
+from celery_leases.protocol.cooldown_groups import Closing, Gate, admits, closed, gate_retention
 from celery_leases.protocol.ports import (
     Acquired,
     BlockedByGate,

@@ -7,6 +7,7 @@ from typing import Any
 
 from celery_leases.failures.actions import Classification, Reason, Ruling
 from celery_leases.protocol.body_endings import Raised
+from celery_leases.protocol.cooldown_groups import Gate
 from celery_leases.protocol.decisions import before_run
 from celery_leases.protocol.failure_decisions import (
     AfterFailure,
@@ -14,7 +15,6 @@ from celery_leases.protocol.failure_decisions import (
     RetryAfter,
     after_failure,
 )
-from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.keys import CallKey
 from celery_leases.protocol.options import OPTION_NAMES, LeaseOptions, OnDone, OnHeld
 from celery_leases.protocol.ports import Holder

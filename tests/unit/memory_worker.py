@@ -15,7 +15,7 @@ from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.run import Execution
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry
 from celery_leases.protocol.body_endings import Ending, Returned
-from celery_leases.protocol.groups import Closing, Gate
+from celery_leases.protocol.cooldown_groups import Closing, Gate
 from celery_leases.protocol.records import Record, State
 from celery_leases.protocol.verdicts import Answer, Call, Raise
 from celery_leases.stores.sql.leases import DatabaseLeaseStore

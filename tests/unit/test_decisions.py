@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
-from celery_leases.protocol.groups import Gate
+from celery_leases.protocol.cooldown_groups import Gate
 from celery_leases.protocol.options import LeaseOptions, OnDone, OnHeld
 from celery_leases.protocol.records import Ended, Failure, State
 from celery_leases.protocol.results import NOT_JSON, TOO_LARGE

@@ -21,9 +21,9 @@ import celery_leases
 from celery_leases import CoolingDown, LeaseClient, LeaseStatus, cli, signals
 from celery_leases.failures.actions import Reason
 from celery_leases.protocol import decisions
+from celery_leases.protocol.cooldown_groups import Gate
 from celery_leases.protocol.events import AttemptSettled, CrashSeen
 from celery_leases.protocol.failure_decisions import AfterFailure
-from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.options import APP_ONLY, OPTION_NAMES, LeaseOptions
 from celery_leases.protocol.records import Ended, Failure, State
 from celery_leases.protocol.status import MESSAGES, status_of_group

@@ -36,7 +36,7 @@ from celery_leases.protocol.keys import (
     stored_key,
 )
 from celery_leases.protocol.options import LeaseOptions
-from celery_leases.stores.group_values import gate_name
+from celery_leases.stores.cooldown_group_values import gate_name
 
 #: What an argument may be, text that no store holds included.
 ARGUMENTS = st.recursive(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from celery_leases.common.durations import in_words
 from celery_leases.errors import CoolingDown
-from celery_leases.protocol.groups import Gate
+from celery_leases.protocol.cooldown_groups import Gate
 from celery_leases.protocol.options import OnCooling, OnHeld
 from celery_leases.protocol.records import Ended, Failure, Record, State
 from celery_leases.protocol.verdicts import Drop, Raise, Reschedule, Return, Run, Verdict

@@ -24,13 +24,13 @@ from celery_leases.protocol.ports import (
     RenewalResult,
 )
 from celery_leases.protocol.records import ClaimRequest
-from celery_leases.stores.redis import group_scripts, lease_scripts
+from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.clients import ClusterAddress, redis_address
 from celery_leases.stores.redis.cluster import Cluster
 from celery_leases.stores.redis.commands import ClusterCommands, DirectCommands, RedisCommands
+from celery_leases.stores.redis.cooldown_groups import RedisGates
 from celery_leases.stores.redis.direct_client import DirectClient
 from celery_leases.stores.redis.errors import advice_for
-from celery_leases.stores.redis.groups import RedisGates
 from celery_leases.stores.redis.values import (
     Keys,
     as_text,
@@ -200,7 +200,9 @@ class RedisLeaseStore(RedisGates):
             return Acquired()
         word, *details = reply if not isinstance(reply, int) else ("acquired", 0, 0)
         if as_text(word) == "acquired" and in_two_trips:
-            word, *details = self._commands.run(group_scripts.ENTER, *gate, *asked, details[1])
+            word, *details = self._commands.run(
+                cooldown_group_scripts.ENTER, *gate, *asked, details[1]
+            )
             if as_text(word) == "shut":
                 self.release(claim_request.stored_key, claim_request.token)
         match as_text(word):

@@ -17,11 +17,11 @@ from celery_leases.errors import ColumnMissing, KeyUnusable, ValueRefused
 from celery_leases.protocol.records import Record
 from celery_leases.stores.availability import Availability
 from celery_leases.stores.claiming import COMPARED, Claiming, InsertOrReadResult
-from celery_leases.stores.group_values import gate_name
+from celery_leases.stores.cooldown_group_values import gate_name
 from celery_leases.stores.sql import rows
+from celery_leases.stores.sql.cooldown_groups import gate_of
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.dialects import mysql
-from celery_leases.stores.sql.groups import gate_of
 from celery_leases.stores.sql.record_statements import RecordStatements
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.stores.sql.table_versions import NARROW, Layout

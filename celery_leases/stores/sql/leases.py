@@ -20,13 +20,13 @@ from sqlalchemy import (
 )
 
 from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.cooldown_groups import admits
 from celery_leases.protocol.decisions import holder_of_row
-from celery_leases.protocol.groups import admits
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.ports import BlockedByGate, Claimed, Holder, Renewal, RenewalResult
 from celery_leases.protocol.records import ClaimRequest, Ended, Refused, State, Won
+from celery_leases.stores.sql.cooldown_groups import SqlGates, later_of
 from celery_leases.stores.sql.dialects import mysql
-from celery_leases.stores.sql.groups import SqlGates, later_of
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.upserts import Writes, is_one_of, upsert
 from celery_leases.stores.sql.values import microseconds

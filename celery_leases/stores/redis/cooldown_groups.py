@@ -7,10 +7,10 @@ from itertools import islice
 
 from redis.exceptions import ResponseError
 
-from celery_leases.protocol import closings
-from celery_leases.protocol.groups import Gate
-from celery_leases.stores.group_closing import GateClosing
-from celery_leases.stores.redis import group_scripts, lease_scripts
+from celery_leases.protocol import cooldown_group_history
+from celery_leases.protocol.cooldown_groups import Gate
+from celery_leases.stores.cooldown_group_closing import GateClosing
+from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.commands import RedisCommands
 from celery_leases.stores.redis.values import (
     Keys,
@@ -35,7 +35,7 @@ class RedisGates(GateClosing):
 
     def gate(self, group: str) -> Gate | None:
         """The gate of *group*; ``None`` when it is open."""
-        seen = self._commands.run(group_scripts.READ, *self._keys.gate(group))
+        seen = self._commands.run(cooldown_group_scripts.READ, *self._keys.gate(group))
         return gate_of(group, seen) if seen else None
 
     def gates(self, limit: int = 1000) -> Iterator[Gate]:
@@ -45,7 +45,7 @@ class RedisGates(GateClosing):
     def _open_gate(self, group: str, token: str | None) -> bool:
         keys = self._keys.gate(group)
         if token is not None:
-            return bool(self._commands.run(group_scripts.OPEN, *keys, token_prefix(token)))
+            return bool(self._commands.run(cooldown_group_scripts.OPEN, *keys, token_prefix(token)))
         return bool(self._commands.execute("DEL", *keys))
 
     def release_probe(self, group: str, token: str) -> bool:
@@ -64,7 +64,7 @@ class RedisGates(GateClosing):
         keys = self._keys.gate(after.group)
         return bool(
             self._commands.run(
-                group_scripts.CLOSE,
+                cooldown_group_scripts.CLOSE,
                 *keys,
                 token_prefix(token),
                 *as_seen,
@@ -95,7 +95,12 @@ class RedisGates(GateClosing):
                 yield group, as_text(found)
 
     def _swap_history(self, group: str, before: str | None, after: str) -> bool:
-        given = int(before is not None), before or "", after, milliseconds(closings.RETENTION)
+        given = (
+            int(before is not None),
+            before or "",
+            after,
+            milliseconds(cooldown_group_history.RETENTION),
+        )
         return bool(self._commands.run(lease_scripts.SWAP_MARK, self._keys.past(group), *given))
 
     def _not_open(self) -> Iterator[Gate]:
@@ -103,7 +108,7 @@ class RedisGates(GateClosing):
             groups = [self._keys.group(name) for name in names]
             calls = [self._keys.gate(group) for group in groups]
             for group, seen in zip(
-                groups, self._commands.run_many(group_scripts.READ, calls), strict=True
+                groups, self._commands.run_many(cooldown_group_scripts.READ, calls), strict=True
             ):
                 if isinstance(seen, Exception):
                     raise self._commands.unavailable(seen) from None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from celery_leases.protocol.groups import Gate
+from celery_leases.protocol.cooldown_groups import Gate
 
 CLOSINGS_MAX: Final = 20
 """How many closings of a group are stored."""

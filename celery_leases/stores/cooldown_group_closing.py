@@ -12,9 +12,9 @@ from functools import partial
 from typing import Final
 
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol import closings
-from celery_leases.protocol.closings import PastClosing
-from celery_leases.protocol.groups import Closing, Gate, closed, gate_retention
+from celery_leases.protocol import cooldown_group_history
+from celery_leases.protocol.cooldown_group_history import PastClosing
+from celery_leases.protocol.cooldown_groups import Closing, Gate, closed, gate_retention
 
 CLOSE_TRIES: Final = 10
 """How often a compare-and-set is retried when other workers close the same gate concurrently."""
@@ -40,7 +40,9 @@ class GateClosing(ABC):
                 return after
             now = time.time()
             if self._swap_gate(before, after, gate_retention(after, closing.policy), token):
-                self._remember(group, partial(closings.with_closing, gate=after, now=now))
+                self._remember(
+                    group, partial(cooldown_group_history.with_closing, gate=after, now=now)
+                )
                 return after
         raise StoreUnavailable(
             f"the gate of {group} changed {CLOSE_TRIES} times while it was being closed", False
@@ -52,7 +54,7 @@ class GateClosing(ABC):
         """
         opened = self._open_gate(group, token)
         if opened:
-            self._remember(group, partial(closings.with_opening, now=time.time()))
+            self._remember(group, partial(cooldown_group_history.with_opening, now=time.time()))
         return opened
 
     def past_closings(
@@ -62,7 +64,7 @@ class GateClosing(ABC):
         latest closing first.
         """
         found = self._read_histories(groups, limit)
-        past = {group: closings.load(text) for group, text in found.items()}
+        past = {group: cooldown_group_history.load(text) for group, text in found.items()}
         return {group: each for group, each in past.items() if each}
 
     def _remember(
@@ -72,7 +74,7 @@ class GateClosing(ABC):
         try:
             for _ in range(HISTORY_TRIES):
                 before = next(iter(self._read_histories([group], 1).values()), None)
-                after = closings.dump(change(closings.load(before)))
+                after = cooldown_group_history.dump(change(cooldown_group_history.load(before)))
                 if after == (before or "[]") or self._swap_history(group, before, after):
                     return
         except StoreUnavailable as error:
@@ -86,8 +88,8 @@ class GateClosing(ABC):
 
     @abstractmethod
     def _swap_history(self, group: str, before: str | None, after: str) -> bool:
-        """Write *after* for :data:`~celery_leases.protocol.closings.RETENTION` seconds, if the
-        stored text is *before* or there is none.
+        """Write *after* for :data:`~celery_leases.protocol.cooldown_group_history.RETENTION`
+        seconds, if the stored text is *before* or there is none.
         """
 
     @abstractmethod

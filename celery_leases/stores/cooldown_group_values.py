@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Final
 
-from celery_leases.protocol.groups import Gate
+from celery_leases.protocol.cooldown_groups import Gate
 from celery_leases.protocol.keys import bounded, is_short_form
 
 GATE_NAME_MAX: Final = 255

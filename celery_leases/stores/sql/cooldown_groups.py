@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Update, and_, case, delete, not_, select, update
 
-from celery_leases.protocol.closings import RETENTION
-from celery_leases.protocol.groups import Gate
+from celery_leases.protocol.cooldown_group_history import RETENTION
+from celery_leases.protocol.cooldown_groups import Gate
 from celery_leases.protocol.ports import Renewal
-from celery_leases.stores.group_closing import GateClosing
-from celery_leases.stores.group_values import gate_from, gate_name, reason_json
+from celery_leases.stores.cooldown_group_closing import GateClosing
+from celery_leases.stores.cooldown_group_values import gate_from, gate_name, reason_json
 from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.schema import Tables
