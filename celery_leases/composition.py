@@ -22,14 +22,14 @@ from celery_leases.protocol.deadlines import (
     call_timeout,
     connection_timeout,
 )
-from celery_leases.protocol.options import DATABASE, DEFAULT_TTL
-from celery_leases.protocol.ports import (
+from celery_leases.protocol.interfaces import (
     Clock,
     LeaseStoreSettings,
     MarkStore,
     Observer,
     SeparateLeaseStore,
 )
+from celery_leases.protocol.options import DATABASE, DEFAULT_TTL
 from celery_leases.settings import IN_MEMORY, Settings
 from celery_leases.stores.registry import open_lease_store
 

@@ -20,8 +20,8 @@ from weakref import WeakSet
 from celery_leases.concurrency import os_threads
 from celery_leases.protocol import events
 from celery_leases.protocol.events import Event
+from celery_leases.protocol.interfaces import Observer
 from celery_leases.protocol.metrics import Tally, Written
-from celery_leases.protocol.ports import Observer
 from celery_leases.protocol.records import Record
 
 logger = logging.getLogger("celery_leases")

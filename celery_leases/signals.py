@@ -162,7 +162,8 @@ _DURING_A_RUN: Final = (events.LeaseRenewed, events.RenewalFailed, events.LeaseG
 
 
 class Announcer:
-    """An :class:`~celery_leases.protocol.ports.Observer` that logs each event and sends its signal.
+    """An :class:`~celery_leases.protocol.interfaces.Observer` that logs each event and sends its
+    signal.
 
     Renewals run in system threads in every pool. Under gevent and eventlet their events are handled
     in a greenlet, because the locks of logging and of receivers are made for greenlets: a system

@@ -19,8 +19,7 @@ from celery_leases.errors import KeyUnusable, LeaseStoreMismatch, RecordUnreadab
 from celery_leases.protocol import claims, decisions, events, settlement, waiting
 from celery_leases.protocol.cooldown_groups import Gate
 from celery_leases.protocol.decisions import after_claim, before_run
-from celery_leases.protocol.message_copies import callbacks_mark
-from celery_leases.protocol.ports import (
+from celery_leases.protocol.interfaces import (
     Acquired,
     BlockedByGate,
     Claimed,
@@ -29,6 +28,7 @@ from celery_leases.protocol.ports import (
     Holder,
     UnawaitedRelease,
 )
+from celery_leases.protocol.message_copies import callbacks_mark
 from celery_leases.protocol.records import (
     ClaimRequest,
     Outcome,

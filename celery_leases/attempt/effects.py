@@ -43,7 +43,7 @@ from celery_leases.protocol.effects import (
     reply_not_stored,
     was_executed,
 )
-from celery_leases.protocol.ports import Clock, EffectStore
+from celery_leases.protocol.interfaces import Clock, EffectStore
 from celery_leases.protocol.records import Record
 from celery_leases.protocol.results import decode, encode
 

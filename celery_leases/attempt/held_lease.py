@@ -10,7 +10,7 @@ from celery_leases.attempt.body_state import BodyState
 from celery_leases.common.texts import printable
 from celery_leases.errors import LeaseLost, StoreUnavailable
 from celery_leases.protocol import deadlines
-from celery_leases.protocol.ports import Clock
+from celery_leases.protocol.interfaces import Clock
 from celery_leases.protocol.records import ClaimRequest
 
 DEADLINE: Final = "not renewed in time"

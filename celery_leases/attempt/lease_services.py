@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from celery_leases.attempt.body_state import Transaction
 from celery_leases.attempt.effects import Effects
 from celery_leases.attempt.renewal import Renewer
-from celery_leases.protocol.ports import EffectStore
+from celery_leases.protocol.interfaces import EffectStore
 from celery_leases.protocol.records import Outcome, Record
 
 

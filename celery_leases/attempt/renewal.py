@@ -18,8 +18,8 @@ from celery_leases.concurrency import os_threads
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol import deadlines
 from celery_leases.protocol.events import LeaseGone, LeaseRenewed, RenewalFailed, Subject
+from celery_leases.protocol.interfaces import RecordStore, Renewal, RenewalResult
 from celery_leases.protocol.keys import bounded
-from celery_leases.protocol.ports import RecordStore, Renewal, RenewalResult
 from celery_leases.protocol.records import Record, State
 
 HELD_BY_OTHER = "held by another owner"

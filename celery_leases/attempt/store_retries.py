@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.ports import Clock
+from celery_leases.protocol.interfaces import Clock
 from celery_leases.protocol.settlement import settle_pause
 
 T = TypeVar("T")

@@ -78,8 +78,8 @@ from typing import Final, assert_never
 from celery_leases.common.texts import printable
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
 from celery_leases.protocol import claims
+from celery_leases.protocol.interfaces import Holder
 from celery_leases.protocol.keys import differing
-from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import Ended, Failure, Record, Refusal, State
 from celery_leases.protocol.results import NOT_JSON, TOO_LARGE, decode_stored
 from celery_leases.protocol.settlement import NO_RESULT, WITHOUT_RESULT, crash_loop, crash_pause

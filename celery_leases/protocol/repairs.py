@@ -22,7 +22,7 @@ def reset(
     row: Record, *, keep: bool, forgive: bool = False, retention: float | None = None
 ) -> Record:
     """The row after it is taken from its holder; see
-    :class:`~celery_leases.protocol.ports.RecordStore`.
+    :class:`~celery_leases.protocol.interfaces.RecordStore`.
     """
     values = _released(row, retention) | {"state": State.PENDING, "ended": Ended.RELEASED}
     if forgive or not keep:

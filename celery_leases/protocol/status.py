@@ -16,7 +16,7 @@ from celery_leases.protocol import progress as saved
 from celery_leases.protocol.cooldown_group_history import PastClosing
 from celery_leases.protocol.cooldown_groups import Gate
 from celery_leases.protocol.effects import Effect
-from celery_leases.protocol.ports import Holder
+from celery_leases.protocol.interfaces import Holder
 from celery_leases.protocol.records import Attempt, Ended, Failure, PastAttempt, Record, State
 from celery_leases.protocol.results import decode, result_of
 from celery_leases.protocol.settlement import ExitCause

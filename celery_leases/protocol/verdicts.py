@@ -9,9 +9,9 @@ from celery_leases.common.values import value_class
 from celery_leases.errors import CoolingDown, LeasesError
 from celery_leases.protocol.cooldown_groups import Gate
 from celery_leases.protocol.events import Subject
+from celery_leases.protocol.interfaces import Holder
 from celery_leases.protocol.keys import CallKey
 from celery_leases.protocol.options import LONGEST_COUNTDOWN, LeaseOptions
-from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import Record
 
 

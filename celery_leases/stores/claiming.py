@@ -18,8 +18,8 @@ from celery_leases.errors import ColumnMissing, StoreUnavailable
 from celery_leases.protocol import claims
 from celery_leases.protocol.claims import ALWAYS, Claim, Question
 from celery_leases.protocol.cooldown_groups import Gate, admits
+from celery_leases.protocol.interfaces import never_emptied
 from celery_leases.protocol.options import DATABASE
-from celery_leases.protocol.ports import never_emptied
 from celery_leases.protocol.records import ClaimRequest, Record, Refusal, Refused, Won
 from celery_leases.stores.availability import Availability
 
@@ -76,8 +76,8 @@ class ProbeSlots(Protocol):
 
 
 class Claiming(ABC):
-    """The claims of a :class:`~celery_leases.protocol.ports.RecordStore` that can replace a row by
-    compare-and-set.
+    """The claims of a :class:`~celery_leases.protocol.interfaces.RecordStore` that can replace a
+    row by compare-and-set.
     """
 
     #: Decides whether an expired row that is itself the lease may be taken over.
@@ -90,7 +90,7 @@ class Claiming(ABC):
         *,
         age: Callable[[], float] = never_emptied,
     ) -> Won | Refused:
-        """Claim the row; see :class:`~celery_leases.protocol.ports.RecordStore`."""
+        """Claim the row; see :class:`~celery_leases.protocol.interfaces.RecordStore`."""
         return self.claim_at_gate(claim_request, lease_store, None, age=age)[0]
 
     def claim_at_gate(

@@ -25,12 +25,13 @@ logger = logging.getLogger("celery_leases")
 
 
 class GateClosing(ABC):
-    """A :class:`~celery_leases.protocol.ports.GateStore` and
-    :class:`~celery_leases.protocol.ports.ClosingStore` that can replace a gate by compare-and-set.
+    """A :class:`~celery_leases.protocol.interfaces.GateStore` and
+    :class:`~celery_leases.protocol.interfaces.ClosingStore` that can replace a gate by
+    compare-and-set.
     """
 
     def close_gate(self, group: str, closing: Closing, token: str) -> Gate:
-        """Close the gate; see :class:`~celery_leases.protocol.ports.GateStore`."""
+        """Close the gate; see :class:`~celery_leases.protocol.interfaces.GateStore`."""
         for _ in range(CLOSE_TRIES):
             before = self.gate(group)
             after = closed(group, before, closing, token)

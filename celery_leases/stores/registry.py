@@ -2,8 +2,8 @@
 
 A distribution registers its store under the URL's scheme in the entry point group
 ``celery_leases.stores``. The entry point names a callable that takes one
-:class:`~celery_leases.protocol.ports.LeaseStoreSettings` and returns a
-:class:`~celery_leases.protocol.ports.SeparateLeaseStore`.
+:class:`~celery_leases.protocol.interfaces.LeaseStoreSettings` and returns a
+:class:`~celery_leases.protocol.interfaces.SeparateLeaseStore`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 from celery_leases.common.redaction import message_of
 from celery_leases.concurrency.resource_pool import Permit, ResourcePool
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.protocol.ports import (
+from celery_leases.protocol.interfaces import (
     GateStore,
     LeaseStore,
     LeaseStoreSettings,

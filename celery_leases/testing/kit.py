@@ -32,9 +32,9 @@ from celery_leases.failures.actions import Classification
 from celery_leases.failures.classifier import Rules
 from celery_leases.protocol.events import Event, LeaseAcquired, ResultReplayed
 from celery_leases.protocol.failure_decisions import resumes_after_cooldown
+from celery_leases.protocol.interfaces import Acquired, Claimed
 from celery_leases.protocol.keys import CallKey, call_group, call_key, stored_key
 from celery_leases.protocol.options import DATABASE, DEFAULT_TTL
-from celery_leases.protocol.ports import Acquired, Claimed
 from celery_leases.protocol.records import ClaimRequest, Record, State, Won
 from celery_leases.protocol.status import LeaseStatus
 from celery_leases.settings import IN_MEMORY

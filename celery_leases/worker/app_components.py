@@ -20,8 +20,8 @@ from celery_leases.composition import Components, build
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.body_endings import Returned
 from celery_leases.protocol.effects import scope_of
+from celery_leases.protocol.interfaces import Clock
 from celery_leases.protocol.options import DATABASE, DEFAULT_TTL
-from celery_leases.protocol.ports import Clock
 from celery_leases.protocol.records import Outcome, Record
 from celery_leases.protocol.results import encode
 from celery_leases.protocol.settlement import after_run

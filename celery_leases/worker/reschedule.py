@@ -15,8 +15,8 @@ from kombu.exceptions import EncodeError, SerializerNotInstalled
 from kombu.pools import ProducerPool
 
 from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.interfaces import MarkStore
 from celery_leases.protocol.message_copies import Copy, waiter_mark
-from celery_leases.protocol.ports import MarkStore
 from celery_leases.signals import logger
 from celery_leases.worker.headers import HEADER, TASK_EVENTS, TOKEN, WOKEN, Header
 from celery_leases.worker.return_routes import (

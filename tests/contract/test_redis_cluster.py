@@ -11,7 +11,7 @@ import redis
 from redis.crc import key_slot
 
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.protocol.ports import Acquired, BlockedByGate, Held, Renewal, RenewalResult
+from celery_leases.protocol.interfaces import Acquired, BlockedByGate, Held, Renewal, RenewalResult
 from celery_leases.protocol.records import ClaimRequest
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.cluster import Cluster

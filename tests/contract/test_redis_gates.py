@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.protocol.ports import Acquired, BlockedByGate, Cooling, Held, Renewal
+from celery_leases.protocol.interfaces import Acquired, BlockedByGate, Cooling, Held, Renewal
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts import GateHistoryContract, GateStoreContract
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request

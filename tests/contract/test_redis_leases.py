@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from celery_leases.errors import LeaseStoreMismatch, StoreUnavailable
-from celery_leases.protocol.ports import (
+from celery_leases.protocol.interfaces import (
     Acquired,
     Cooling,
     Held,

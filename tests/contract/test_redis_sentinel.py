@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.ports import Acquired, Held, Renewal, RenewalResult
+from celery_leases.protocol.interfaces import Acquired, Held, Renewal, RenewalResult
 from celery_leases.protocol.records import ClaimRequest
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request

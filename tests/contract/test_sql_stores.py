@@ -15,7 +15,7 @@ from celery_leases.client import LeaseClient
 from celery_leases.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
 from celery_leases.protocol import claims
 from celery_leases.protocol.claims import Claim
-from celery_leases.protocol.ports import Renewal, RenewalResult
+from celery_leases.protocol.interfaces import Renewal, RenewalResult
 from celery_leases.protocol.records import Ended, Record, Refusal, Refused, State, Won
 from celery_leases.stores.claiming import CLAIM_TRIES
 from celery_leases.stores.sql import records

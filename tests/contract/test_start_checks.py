@@ -19,8 +19,8 @@ from celery import Celery, _state
 from sqlalchemy import Engine, create_engine, inspect, make_url, text
 
 from celery_leases import LeaseClient, LeasedTask
+from celery_leases.protocol.interfaces import Renewal, RenewalResult
 from celery_leases.protocol.keys import CallKey
-from celery_leases.protocol.ports import Renewal, RenewalResult
 from celery_leases.protocol.records import State
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.effects import SqlEffectStore

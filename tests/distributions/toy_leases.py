@@ -10,7 +10,7 @@ from itertools import islice
 
 from celery_leases.errors import LeaseStoreMismatch
 from celery_leases.protocol.cooldown_groups import Closing, Gate, admits, closed, gate_retention
-from celery_leases.protocol.ports import (
+from celery_leases.protocol.interfaces import (
     Acquired,
     BlockedByGate,
     Cooling,
@@ -56,7 +56,7 @@ def open_store(settings: LeaseStoreSettings) -> ToyLeaseStore:
 
 
 class ToyLeaseStore:
-    """A :class:`~celery_leases.protocol.ports.SeparateLeaseStore`."""
+    """A :class:`~celery_leases.protocol.interfaces.SeparateLeaseStore`."""
 
     in_records = False
 

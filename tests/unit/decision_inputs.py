@@ -15,9 +15,9 @@ from celery_leases.protocol.failure_decisions import (
     RetryAfter,
     after_failure,
 )
+from celery_leases.protocol.interfaces import Holder
 from celery_leases.protocol.keys import CallKey
 from celery_leases.protocol.options import OPTION_NAMES, LeaseOptions, OnDone, OnHeld
-from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import Failure, Record, State
 from celery_leases.protocol.verdicts import Call, Facts, Raise, Reschedule, Verdict
 

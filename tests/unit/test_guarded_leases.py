@@ -16,7 +16,7 @@ from celery_leases.errors import LeaseLost, StoreUnavailable
 from celery_leases.lease import Lease
 from celery_leases.protocol.deadlines import lock_counts_for, renewal_retry
 from celery_leases.protocol.events import LeaseGone, LeaseRenewed
-from celery_leases.protocol.ports import Renewal, RenewalResult
+from celery_leases.protocol.interfaces import Renewal, RenewalResult
 from celery_leases.protocol.records import State
 from tests.unit.decision_inputs import NOW, a_record
 from tests.unit.test_renewal import HARD, STOP, THEIRS, TTL, Bench, Row, running, until

@@ -16,7 +16,7 @@ from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTEND
 from celery_leases.attempt.renewal import HELD_BY_OTHER, RELEASED, SUPERSEDED, Renewer
 from celery_leases.errors import LeaseLost, StoreUnavailable
 from celery_leases.protocol.events import LeaseGone, LeaseRenewed, RenewalFailed
-from celery_leases.protocol.ports import Renewal, RenewalResult
+from celery_leases.protocol.interfaces import Renewal, RenewalResult
 from celery_leases.protocol.records import ClaimRequest, Record, State
 from tests.unit.memory_stores import ManualClock, Seen
 

@@ -13,7 +13,7 @@ import pytest
 
 from celery_leases.errors import Cooldown, RetryLater
 from celery_leases.failures.actions import Reason
-from celery_leases.protocol.ports import Holder
+from celery_leases.protocol.interfaces import Holder
 from celery_leases.protocol.records import Ended, Failure, Record, State
 from celery_leases.protocol.results import failure_of
 from celery_leases.protocol.settlement import ExitCause

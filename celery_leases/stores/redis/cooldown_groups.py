@@ -23,7 +23,7 @@ from celery_leases.stores.redis.values import (
 
 
 class RedisGates(GateClosing):
-    """A :class:`~celery_leases.protocol.ports.GateStore` in Redis.
+    """A :class:`~celery_leases.protocol.interfaces.GateStore` in Redis.
 
     If the server loses its data, all gates are open. The next failure of a group closes its gate
     again.

@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 from celery_leases.concurrency.resource_pool import Permit, ResourcePool
 from celery_leases.errors import LeaseConfigurationError, LeaseStoreMismatch, StoreUnavailable
 from celery_leases.protocol.deadlines import LONGEST_CONNECTION_TIMEOUT
-from celery_leases.protocol.ports import (
+from celery_leases.protocol.interfaces import (
     Acquired,
     BlockedByGate,
     Cooling,
@@ -49,7 +49,7 @@ name leaves the default out.
 
 
 class RedisLeaseStore(RedisGates):
-    """A :class:`~celery_leases.protocol.ports.LeaseStore`, ``MarkStore`` and ``GateStore`` in
+    """A :class:`~celery_leases.protocol.interfaces.LeaseStore`, ``MarkStore`` and ``GateStore`` in
     Redis.
 
     *client* is a redis-py client of one server, or a :class:`Cluster`. It must not retry commands,
@@ -175,7 +175,8 @@ class RedisLeaseStore(RedisGates):
     # -- leases ------------------------------------------------------------------------------------
 
     def acquire(self, claim_request: ClaimRequest) -> Acquired | Held | Cooling | BlockedByGate:
-        """Take the lease in one round trip; see :class:`~celery_leases.protocol.ports.LeaseStore`.
+        """Take the lease in one round trip; see
+        :class:`~celery_leases.protocol.interfaces.LeaseStore`.
 
         The first of these that exists decides: the request's own lease, another lease, a cooldown,
         the group's gate. On a cluster the gate may be on another node: a second round trip reads

@@ -32,7 +32,7 @@ _known: dict[str, Layout] = {}
 
 
 class SqlClaims(Claiming):
-    """The claims of a :class:`~celery_leases.protocol.ports.RecordStore` in one database."""
+    """The claims of a :class:`~celery_leases.protocol.interfaces.RecordStore` in one database."""
 
     def __init__(self, database: Database, tables: Tables) -> None:
         self.database = database

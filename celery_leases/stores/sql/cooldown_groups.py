@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Update, and_, case, delete, not_, select, 
 
 from celery_leases.protocol.cooldown_group_history import RETENTION
 from celery_leases.protocol.cooldown_groups import Gate
-from celery_leases.protocol.ports import Renewal
+from celery_leases.protocol.interfaces import Renewal
 from celery_leases.stores.cooldown_group_closing import GateClosing
 from celery_leases.stores.cooldown_group_values import gate_from, gate_name, reason_json
 from celery_leases.stores.sql.compiled_statements import Row
@@ -28,7 +28,7 @@ PAST_STATE: Final = "noted"
 
 
 class SqlGates(GateClosing):
-    """A :class:`~celery_leases.protocol.ports.GateStore` in the tables of one database."""
+    """A :class:`~celery_leases.protocol.interfaces.GateStore` in the tables of one database."""
 
     def __init__(self, database: Database, tables: Tables) -> None:
         self.database = database

@@ -22,8 +22,8 @@ from sqlalchemy import (
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.cooldown_groups import admits
 from celery_leases.protocol.decisions import holder_of_row
+from celery_leases.protocol.interfaces import BlockedByGate, Claimed, Holder, Renewal, RenewalResult
 from celery_leases.protocol.options import DATABASE
-from celery_leases.protocol.ports import BlockedByGate, Claimed, Holder, Renewal, RenewalResult
 from celery_leases.protocol.records import ClaimRequest, Ended, Refused, State, Won
 from celery_leases.stores.sql.cooldown_groups import SqlGates, later_of
 from celery_leases.stores.sql.dialects import mysql
@@ -33,8 +33,8 @@ from celery_leases.stores.sql.values import microseconds
 
 
 class DatabaseLeaseStore(SqlGates):
-    """A :class:`~celery_leases.protocol.ports.LeaseStore`, ``MarkStore`` and ``GateStore`` in the
-    tables of *records*.
+    """A :class:`~celery_leases.protocol.interfaces.LeaseStore`, ``MarkStore`` and ``GateStore`` in
+    the tables of *records*.
     """
 
     name = DATABASE

@@ -61,7 +61,7 @@ REPAIR_TRIES: Final = 20
 
 
 class SqlRecordStore(SqlClaims):
-    """A :class:`~celery_leases.protocol.ports.RecordStore` in one database."""
+    """A :class:`~celery_leases.protocol.interfaces.RecordStore` in one database."""
 
     def __init__(self, engine: Engine, tables: Tables | None = None) -> None:
         super().__init__(Database(engine), tables or Tables())
@@ -344,7 +344,9 @@ class SqlRecordStore(SqlClaims):
         retention: float | None = None,
         seen: Record | None = None,
     ) -> Record | None:
-        """Take the row from its holder; see :class:`~celery_leases.protocol.ports.RecordStore`."""
+        """Take the row from its holder; see
+        :class:`~celery_leases.protocol.interfaces.RecordStore`.
+        """
         return self._repair(
             stored_key,
             seen,
@@ -457,7 +459,7 @@ class SqlRecordStore(SqlClaims):
 
     def purge_in_turn(self, limit: int, every: float) -> bool:
         """Purge a batch unless another process is purging or has finished purging within *every*
-        seconds; see :class:`~celery_leases.protocol.ports.RecordStore`.
+        seconds; see :class:`~celery_leases.protocol.interfaces.RecordStore`.
 
         A mark decides which process purges. It expires after a few seconds, because its process may
         die. After a complete purge it lasts *every* seconds.

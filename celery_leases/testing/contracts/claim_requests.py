@@ -7,7 +7,14 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from celery_leases.protocol.ports import Acquired, BlockedByGate, Claimed, Cooling, Held, Holder
+from celery_leases.protocol.interfaces import (
+    Acquired,
+    BlockedByGate,
+    Claimed,
+    Cooling,
+    Held,
+    Holder,
+)
 from celery_leases.protocol.records import ClaimRequest, State, Won
 
 Answer = Acquired | Held | Cooling | BlockedByGate | Claimed

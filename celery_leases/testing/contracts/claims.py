@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from celery_leases.errors import LeaseStoreMismatch, StoreUnavailable
-from celery_leases.protocol.ports import RecordStore
+from celery_leases.protocol.interfaces import RecordStore
 from celery_leases.protocol.records import Ended, Failure, Record, Refusal, Refused, State, Won
 from celery_leases.protocol.waiting import RETRY_GRACE
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request

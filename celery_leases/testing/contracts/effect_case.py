@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from celery_leases.protocol.effects import Begun, Effect, Found, scope_of
-from celery_leases.protocol.ports import EffectStore, RecordStore
+from celery_leases.protocol.interfaces import EffectStore, RecordStore
 from celery_leases.protocol.records import Record
 from celery_leases.testing.contracts.record_case import RecordCase
 

@@ -9,7 +9,13 @@ import pytest
 
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.protocol.cooldown_groups import Closing, Gate
-from celery_leases.protocol.ports import Acquired, BlockedByGate, Claimed, GateStore, LeaseStore
+from celery_leases.protocol.interfaces import (
+    Acquired,
+    BlockedByGate,
+    Claimed,
+    GateStore,
+    LeaseStore,
+)
 from celery_leases.protocol.records import ClaimRequest
 from celery_leases.testing.contracts.claim_requests import (
     Answer,

@@ -9,7 +9,7 @@ from typing import Protocol
 from uuid import uuid4
 
 from celery_leases.protocol.cooldown_group_history import CLOSINGS_MAX, PastClosing
-from celery_leases.protocol.ports import ClosingStore
+from celery_leases.protocol.interfaces import ClosingStore
 from celery_leases.testing.contracts.group_case import (
     PATIENCE,
     GateCase,

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from celery_leases.protocol.ports import LeaseStore, Renewal, RenewalResult
+from celery_leases.protocol.interfaces import LeaseStore, Renewal, RenewalResult
 from celery_leases.testing.contracts.claim_requests import (
     acquired,
     fresh_key,

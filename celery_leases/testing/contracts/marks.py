@@ -7,7 +7,7 @@ from threading import Barrier
 
 import pytest
 
-from celery_leases.protocol.ports import MarkStore
+from celery_leases.protocol.interfaces import MarkStore
 from celery_leases.testing.contracts.claim_requests import fresh_key
 from celery_leases.testing.waits import wait_until
 

@@ -7,7 +7,7 @@ import time
 from uuid import uuid4
 
 from celery_leases.protocol.deadlines import hard_deadline
-from celery_leases.protocol.ports import LeaseStore, Renewal
+from celery_leases.protocol.interfaces import LeaseStore, Renewal
 from celery_leases.testing.contracts.claim_requests import acquired, make_claim_request
 
 TURNS = 12

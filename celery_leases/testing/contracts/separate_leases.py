@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from celery_leases.protocol.ports import (
+from celery_leases.protocol.interfaces import (
     Acquired,
     Cooling,
     LeaseStore,
