@@ -41,7 +41,6 @@ from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.protocol.cooldown_group_history import PastClosing
 from celery_leases.protocol.cooldown_groups import Closing, Gate
 from celery_leases.protocol.effects import Effect
-from celery_leases.protocol.filters import Order, Position, RecordFilter
 from celery_leases.protocol.findings import Examination, Finding
 from celery_leases.protocol.interfaces import ClosingStore, Holder
 from celery_leases.protocol.keys import stored_key
@@ -55,6 +54,7 @@ from celery_leases.protocol.operator_values import (
     Stats,
     why_unchanged,
 )
+from celery_leases.protocol.record_filters import Order, Position, RecordFilter
 from celery_leases.protocol.records import Record, State
 from celery_leases.protocol.results import NO_LIMIT, encode
 from celery_leases.protocol.status import (

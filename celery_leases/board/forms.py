@@ -15,8 +15,8 @@ from celery_leases.client import LeaseStatus, RecordFilter
 from celery_leases.common.durations import moment
 from celery_leases.common.texts import printable
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.protocol.filters import KNOWN_STATES, Position
 from celery_leases.protocol.keys import STORED_KEY_MAX
+from celery_leases.protocol.record_filters import KNOWN_STATES, Position
 
 MAX_BODY: Final = 4_000_000
 """Bytes of a form; 500 selected keys take at most two thirds, because they are quoted twice."""

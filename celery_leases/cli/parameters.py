@@ -14,7 +14,7 @@ from celery_leases.client import LeaseClient, RecordFilter
 from celery_leases.common.durations import moment, seconds
 from celery_leases.common.texts import printable
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.protocol.filters import KNOWN_STATES
+from celery_leases.protocol.record_filters import KNOWN_STATES
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from celery import Celery
 
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.protocol.filters import Order, RecordFilter
 from celery_leases.protocol.findings import Examination, Finding, Severity
+from celery_leases.protocol.record_filters import Order, RecordFilter
 from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import leased_tasks
 from celery_leases.worker.setting_checks import (

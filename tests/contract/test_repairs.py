@@ -10,7 +10,7 @@ from sqlalchemy import text
 
 from celery_leases.client import LOOK_THROUGH, LeaseClient
 from celery_leases.errors import LeaseIsLive
-from celery_leases.protocol.filters import RecordFilter
+from celery_leases.protocol.record_filters import RecordFilter
 from celery_leases.protocol.records import Ended, Record, State
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore

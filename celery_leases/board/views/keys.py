@@ -23,7 +23,7 @@ from celery_leases.board.views.overview import trouble_in
 from celery_leases.client import LeaseClient, LeaseStatus
 from celery_leases.errors import RecordUnreadable
 from celery_leases.failures.actions import Reason
-from celery_leases.protocol.filters import KNOWN_STATES
+from celery_leases.protocol.record_filters import KNOWN_STATES
 from celery_leases.protocol.status import LEASE_STORE_UNAVAILABLE
 from celery_leases.worker.app_settings import leased_tasks
 

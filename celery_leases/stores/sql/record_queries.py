@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Select, Table, and_, case, func, not_, or_, select
 
-from celery_leases.protocol.filters import Order, Position, RecordFilter
+from celery_leases.protocol.record_filters import Order, Position, RecordFilter
 from celery_leases.protocol.records import State
 from celery_leases.stores.sql.record_statements import RecordStatements
 from celery_leases.stores.sql.upserts import in_subquery
