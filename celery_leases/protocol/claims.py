@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 from celery_leases.common.texts import storable
 from celery_leases.common.values import value_class
 from celery_leases.errors import LeaseStoreMismatch
-from celery_leases.protocol import history
+from celery_leases.protocol import attempt_history
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.records import (
     Attempt,
@@ -275,7 +275,9 @@ def _taken(row: Record, claim: Claim, now: int, lease_until: int | None) -> Reco
         fingerprint=row.fingerprint if has_fingerprint else claim_request.fingerprint,
         digests=row.digests if has_fingerprint else claim_request.digests,
         finished_calls=() if row.expired else row.finished_calls,
-        history=() if row.expired else history.with_attempt(row, _previous_attempt(row, ended)),
+        history=()
+        if row.expired
+        else attempt_history.with_attempt(row, _previous_attempt(row, ended)),
         traceback=None if row.expired else row.traceback,
         unrun=False,
         ended=None,
@@ -293,9 +295,9 @@ def _previous_attempt(row: Record, ended: Ended | None) -> PastAttempt | None:
     """The attempt that *row* describes before the claim; *ended*: how a running one ended."""
     running = row.state is State.RUNNING and ended is not None
     return (
-        history.taken_over(row, ended)
+        attempt_history.taken_over(row, ended)
         if running and ended is not None
-        else history.latest_ended(row)
+        else attempt_history.latest_ended(row)
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from operator import attrgetter
 from typing import Any, Final
 
-from celery_leases.protocol import history
+from celery_leases.protocol import attempt_history
 from celery_leases.protocol.keys import fingerprint_of, is_fingerprint
 from celery_leases.protocol.records import Attempt, Ended, Failure, Record
 
@@ -67,7 +67,7 @@ def dump(record: Record, *, failed: bool = False) -> str | None:
         found["before"] = _previous_to(record.previous)
     # Fields that rarely change come last: PostgreSQL logs the part of an updated row that differs.
     if record.history:
-        found["past"] = history.dump(record.history)
+        found["past"] = attempt_history.dump(record.history)
     if record.traceback is not None:
         found["trace"] = record.traceback
     if failed:
@@ -229,7 +229,7 @@ _READ: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     "digests": ("digests", _digests),
     "print": ("fingerprint", _text_or_none),
     "before": ("previous", _previous_from),
-    "past": ("history", history.load),
+    "past": ("history", attempt_history.load),
     "trace": ("traceback", _text),
 }
 _NOT_NEEDED: Final = {"previous", "unrun", "history", "traceback"}

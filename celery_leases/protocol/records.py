@@ -83,7 +83,8 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class PastAttempt:
-    """An ended attempt in the history of its record; see :mod:`celery_leases.protocol.history`.
+    """An ended attempt in the history of its record; see
+    :mod:`celery_leases.protocol.attempt_history`.
 
     ``finished_at`` is ``None`` if the attempt reported no outcome: its process died, or another
     attempt took its row. ``error`` is the class and the beginning of the message, ``rule`` the rule

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from celery_leases.protocol import history
+from celery_leases.protocol import attempt_history
 from celery_leases.protocol.keys import CallKey
 from celery_leases.protocol.records import Attempt, Ended, Outcome, Record, State
 
@@ -152,7 +152,7 @@ def reassigned(
         previous=Attempt(row.ended, row.failure, row.holder)
         if row.ended is not None
         else row.previous,
-        history=history.with_attempt(row, history.latest_ended(row)),
+        history=attempt_history.with_attempt(row, attempt_history.latest_ended(row)),
         unrun=False,
         **values,
     )
@@ -196,11 +196,13 @@ def _released(row: Record, retention: float | None) -> dict[str, Any]:
     lasts = row.retention or RETENTION if retention is None else retention
     running = row.state is State.RUNNING
     latest = (
-        history.taken_over(row, Ended.RELEASED, row.now) if running else history.latest_ended(row)
+        attempt_history.taken_over(row, Ended.RELEASED, row.now)
+        if running
+        else attempt_history.latest_ended(row)
     )
     return {
         "fence": max(row.fence + 1, row.now),
-        "history": history.with_attempt(row, latest),
+        "history": attempt_history.with_attempt(row, latest),
         "unrun": True,
         "owner": "",
         "retry_at": None,

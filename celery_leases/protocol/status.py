@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from celery_leases.common.durations import in_short, in_words
 from celery_leases.errors import Cooldown, RecordUnreadable, RetryLater
-from celery_leases.protocol import history
+from celery_leases.protocol import attempt_history
 from celery_leases.protocol import progress as saved
 from celery_leases.protocol.cooldown_group_history import PastClosing
 from celery_leases.protocol.cooldown_groups import Gate
@@ -432,7 +432,7 @@ def _closings(past: Sequence[PastClosing]) -> tuple[ClosingStatus, ...]:
 def _runtime(record: Record, *, abandoned: bool) -> float | None:
     if record.state is State.RUNNING:
         return None if abandoned else max(0.0, (record.now - record.started_at) / 1e6)
-    latest = history.latest_ended(record)
+    latest = attempt_history.latest_ended(record)
     return _runtime_of(latest) if latest is not None else None
 
 
@@ -445,7 +445,7 @@ def _runtime_of(attempt: PastAttempt) -> float | None:
 
 
 def _attempts(record: Record, *, abandoned: bool) -> tuple[AttemptStatus, ...]:
-    found = [_attempt(each) for each in history.timeline(record)]
+    found = [_attempt(each) for each in attempt_history.timeline(record)]
     if record.state is State.RUNNING:
         runtime = _runtime(record, abandoned=abandoned)
         ended = Ended.CRASHED.value if abandoned else State.RUNNING.value

@@ -12,7 +12,7 @@ from celery import Celery
 
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.failures.actions import Classification, Reason, Ruling
-from celery_leases.protocol import history, record_document, settlement
+from celery_leases.protocol import attempt_history, record_document, settlement
 from celery_leases.protocol.body_endings import Raised, Returned
 from celery_leases.protocol.claims import Claim, claimed
 from celery_leases.protocol.records import ClaimRequest, Ended, PastAttempt, Record, State
@@ -133,7 +133,7 @@ def test_a_history_is_the_same_after_it_was_written_and_read() -> None:
         PastAttempt(NOW, NOW, Ended.FAILED, "", "E: ü", "rule"),
         PastAttempt(NOW, None, Ended.LOST, "h", None, "rule"),
     )
-    assert history.load(json.loads(json.dumps(history.dump(attempts)))) == attempts
+    assert attempt_history.load(json.loads(json.dumps(attempt_history.dump(attempts)))) == attempts
 
 
 @pytest.mark.parametrize("damage", ["past", "trace", "unrun"])
@@ -142,7 +142,7 @@ def test_a_history_that_cannot_be_read_is_left_out(damage: str) -> None:
     row = replace(
         fail(claim(None, 0), 2, "  File x"),
         unrun=True,
-        history=(history.latest_ended(fail(claim(None, 0), 2)),),  # type: ignore[arg-type]
+        history=(attempt_history.latest_ended(fail(claim(None, 0), 2)),),  # type: ignore[arg-type]
     )
     document = json.loads(record_document.dump(row) or "")
     document[damage] = [["x"]]
