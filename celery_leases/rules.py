@@ -12,7 +12,7 @@ from celery_leases.failures.actions import (
 )
 from celery_leases.failures.classifier import Rules
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.failures.facts import ErrorFacts
+from celery_leases.failures.error_facts import ErrorFacts
 
 __all__ = [
     "Classification",

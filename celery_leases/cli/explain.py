@@ -15,7 +15,7 @@ from celery_leases.cli.output import as_json, echo_fields, echo_json, echo_line
 from celery_leases.cli.root import app_of, leases, unknown_task
 from celery_leases.failures.actions import Classification
 from celery_leases.failures.cooldown_policies import MANY
-from celery_leases.failures.facts import ErrorFacts, facts_of
+from celery_leases.failures.error_facts import ErrorFacts, facts_of
 from celery_leases.protocol.body_endings import Raised
 from celery_leases.protocol.failure_decisions import (
     AfterFailure,

@@ -22,8 +22,8 @@ from celery_leases.failures.default_rules import (
     LIMITS,
 )
 from celery_leases.failures.delays import server_delay
+from celery_leases.failures.error_facts import MESSAGE_MAX, ErrorFacts, facts_from
 from celery_leases.failures.exception_chain import error_chain
-from celery_leases.failures.facts import MESSAGE_MAX, ErrorFacts, facts_from
 from celery_leases.failures.rule import Hook, Phase, Rule, RuleFunction, matching
 from celery_leases.failures.rule_functions import ruling_by
 from celery_leases.failures.safe_attributes import Reader

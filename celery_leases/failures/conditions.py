@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-from celery_leases.failures.facts import ErrorFacts
+from celery_leases.failures.error_facts import ErrorFacts
 
 
 class Condition(Protocol):

@@ -9,7 +9,7 @@ from enum import StrEnum
 from celery_leases.common.durations import Duration
 from celery_leases.failures.actions import Reason, Ruling
 from celery_leases.failures.conditions import Condition
-from celery_leases.failures.facts import ErrorFacts
+from celery_leases.failures.error_facts import ErrorFacts
 
 Hook = Callable[[BaseException, ErrorFacts], Ruling | Duration | bool | None]
 """The functions that ``Rules.use`` accepts."""

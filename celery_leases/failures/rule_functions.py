@@ -8,7 +8,7 @@ from typing import Final
 
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.failures.actions import Ruling, permanent, retry, retry_exactly
-from celery_leases.failures.facts import ErrorFacts
+from celery_leases.failures.error_facts import ErrorFacts
 from celery_leases.failures.rule import RuleFunction
 
 _log: Final = logging.getLogger("celery_leases")

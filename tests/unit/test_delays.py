@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_leases.failures.delays import ServerDelay, server_delay
-from celery_leases.failures.facts import ErrorFacts
+from celery_leases.failures.error_facts import ErrorFacts
 
 MOMENT = datetime(2026, 4, 1, 12, tzinfo=UTC)
 NOW = MOMENT.timestamp()

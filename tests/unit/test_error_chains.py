@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
+from celery_leases.failures.error_facts import ErrorFacts, facts_of
 from celery_leases.failures.exception_chain import error_chain
-from celery_leases.failures.facts import ErrorFacts, facts_of
 from tests.unit.fake_errors import caused, fake_error, http_error
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.failures.facts import facts_of
+from celery_leases.failures.error_facts import facts_of
 from tests.unit.case_ids import stable_id
 from tests.unit.fake_errors import RpcError, fake_class, fake_error
 

@@ -18,7 +18,7 @@ from celery_leases.failures.actions import (
     retry,
 )
 from celery_leases.failures.classifier import Rules
-from celery_leases.failures.facts import ErrorFacts, facts_of
+from celery_leases.failures.error_facts import ErrorFacts, facts_of
 from tests.unit.case_ids import stable_id
 from tests.unit.fake_errors import caused, fake_error, http_error
 

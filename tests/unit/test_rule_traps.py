@@ -9,7 +9,7 @@ import pytest
 
 from celery_leases.failures.actions import Classification
 from celery_leases.failures.classifier import Rules
-from celery_leases.failures.facts import ErrorFacts
+from celery_leases.failures.error_facts import ErrorFacts
 from tests.unit.fake_errors import aws, caused, fake_class, fake_error, http_error
 
 NOW = 1_800_000_000.0

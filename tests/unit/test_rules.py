@@ -20,7 +20,7 @@ from celery_leases.failures.actions import (
     retry,
 )
 from celery_leases.failures.classifier import Rule, Rules
-from celery_leases.failures.facts import ErrorFacts
+from celery_leases.failures.error_facts import ErrorFacts
 from tests.unit.fake_errors import RpcError, aws, caused, fake_error, http_error
 
 NOW = 1_800_000_000.0

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 
-from celery_leases.failures.facts import facts_of
+from celery_leases.failures.error_facts import facts_of
 from tests.unit.case_ids import stable_id
 from tests.unit.fake_errors import RpcError, answer, aws, fake_class, fake_error, http_error
 
