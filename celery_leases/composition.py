@@ -16,7 +16,7 @@ from celery_leases.attempt.context import Context
 from celery_leases.attempt.renewal import Renewer
 from celery_leases.attempt.run import Execution
 from celery_leases.concurrency import os_threads
-from celery_leases.counting import Counting
+from celery_leases.metrics_counting import Counting
 from celery_leases.protocol.deadlines import (
     LONGEST_CONNECTION_TIMEOUT,
     call_timeout,

@@ -42,7 +42,7 @@ def _at_shutdown(sender: Any, **_: Any) -> None:
 
 
 def _last_counts(**_: Any) -> None:
-    from celery_leases.counting import end_all
+    from celery_leases.metrics_counting import end_all
 
     end_all()
 

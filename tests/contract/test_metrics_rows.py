@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import select
 
-from celery_leases.counting import Counting
+from celery_leases.metrics_counting import Counting
 from celery_leases.protocol import metrics as counted
 from celery_leases.protocol.events import AttemptSettled, CrashSeen, Event, Subject
 from celery_leases.protocol.metrics import Tally, Written

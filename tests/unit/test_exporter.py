@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.cli import leases
 from celery_leases.client import SavedRuns
-from celery_leases.counting import Counting
 from celery_leases.errors import StoreUnavailable
+from celery_leases.metrics_counting import Counting
 from celery_leases.prometheus import GAUGES, LeaseCollector
 from celery_leases.protocol import claims
 from celery_leases.protocol.events import CrashSeen, LeaseRenewed

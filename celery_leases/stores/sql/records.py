@@ -66,7 +66,7 @@ class SqlRecordStore(SqlClaims):
     def __init__(self, engine: Engine, tables: Tables | None = None) -> None:
         super().__init__(Database(engine), tables or Tables())
         #: Makes the tag of an outcome, which is stored in its row; see
-        #: :class:`celery_leases.counting.Counting`.
+        #: :class:`celery_leases.metrics_counting.Counting`.
         self.tag: Callable[[Record], str] | None = None
         records = self.tables.records
         #: Locks the row of a running attempt, and extends the lease if the row is the lease; its
