@@ -52,7 +52,7 @@ from celery_leases.testing.crash_points import (
 from celery_leases.testing.crashes import check_survival
 from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import leased_tasks, settings_of
-from celery_leases.worker.pools.signals import interrupt_guard_here
+from celery_leases.worker.pools.os_signal_guard import interrupt_guard_here
 from celery_leases.worker.reschedule import Publisher
 
 HOLD_SECONDS: Final = 10 * 365 * 86_400.0

@@ -29,7 +29,7 @@ from celery_leases.protocol.verdicts import Call
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import Announcer
 from celery_leases.worker.app_settings import leased_tasks, settings_of
-from celery_leases.worker.pools.signals import interrupt_guard_here
+from celery_leases.worker.pools.os_signal_guard import interrupt_guard_here
 from celery_leases.worker.reschedule import Publisher
 
 if TYPE_CHECKING:

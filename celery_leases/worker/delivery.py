@@ -73,7 +73,7 @@ from celery_leases.worker.headers import (
     state_of,
     token_of,
 )
-from celery_leases.worker.pools.signals import interrupt_guard_here
+from celery_leases.worker.pools.os_signal_guard import interrupt_guard_here
 from celery_leases.worker.reschedule import KeyIsHeld, NotPublishable
 from celery_leases.worker.return_routes import Routes
 from celery_leases.worker.stored_messages import has_expired

@@ -33,7 +33,7 @@ from celery_leases.worker.headers import (
     read_header,
     retries_of,
 )
-from celery_leases.worker.pools.greenlets import BodyKill, body_kill_of
+from celery_leases.worker.pools.greenlet_guard import BodyKill, body_kill_of
 from celery_leases.worker.reschedule import KeyIsHeld
 from celery_leases.worker.return_routes import ORIGIN, origin_of
 from celery_leases.worker.waiting_calls import KeyWaiters, waiting_calls

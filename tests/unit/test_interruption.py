@@ -5,7 +5,7 @@ import pytest
 from celery_leases.attempt.held_lease import CLEANUP_TIME, HeldLease
 from celery_leases.errors import LeaseLost
 from celery_leases.testing.contracts.claim_requests import make_claim_request
-from celery_leases.worker.pools.signals import SignalGuard
+from celery_leases.worker.pools.os_signal_guard import SignalGuard
 from tests.unit.memory_stores import ManualClock
 
 

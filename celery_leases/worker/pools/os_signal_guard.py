@@ -22,7 +22,7 @@ from celery_leases.concurrency import os_threads
 from celery_leases.concurrency.kill_timer import KillTimer
 from celery_leases.errors import LeaseLost
 from celery_leases.protocol.options import OnLost
-from celery_leases.worker.pools.greenlets import greenlet_guard
+from celery_leases.worker.pools.greenlet_guard import greenlet_guard
 from celery_leases.worker.pools.interrupt_guard import (
     EarlySoftTimeLimit,
     InterruptGuard,
