@@ -118,11 +118,11 @@ class LeasedMixin:
 
     def start_strategy(self, app: Celery, consumer: Any, **options: Any) -> Any:
         """Called by the worker each time it connects to the broker."""
-        from celery_leases.worker import child_exit, green_shutdown
+        from celery_leases.worker import child_exit, greenlet_shutdown
         from celery_leases.worker.request import request_class
 
         child_exit.watch_again()
-        green_shutdown.prepare(consumer)
+        greenlet_shutdown.prepare(consumer)
         self.Request = request_class(self)
         return super().start_strategy(app, consumer, **options)  # type: ignore[misc]
 
