@@ -15,7 +15,7 @@ from celery_leases.attempt.effect_arguments import EffectReply, checked_argument
 from celery_leases.attempt.effects import RECORD_CHANGED
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.lease_services import LeaseServices, UserTransaction
-from celery_leases.attempt.unleased import Unleased
+from celery_leases.attempt.null_lease import Unleased
 from celery_leases.common import durations
 from celery_leases.errors import (
     AlreadyCompleted,

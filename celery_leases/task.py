@@ -28,7 +28,7 @@ from celery_leases.worker.app_settings import settings_of
 # Modules that run tasks or open stores are imported on first use: a process that only publishes
 # does not need them.
 if TYPE_CHECKING:
-    from celery_leases.attempt.unleased import Unleased
+    from celery_leases.attempt.null_lease import Unleased
     from celery_leases.lease import Lease
     from celery_leases.protocol.status import LeaseStatus
 

@@ -16,7 +16,7 @@ import pytest
 
 from celery_leases.attempt.effect_arguments import EffectReply
 from celery_leases.attempt.lease_services import LeaseServices
-from celery_leases.attempt.unleased import Unleased
+from celery_leases.attempt.null_lease import Unleased
 from celery_leases.errors import (
     Cooldown,
     EffectMisused,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from celery_leases.attempt.unleased import Unleased
+from celery_leases.attempt.null_lease import Unleased
 from celery_leases.errors import (
     EffectMisused,
     GuardOpen,
