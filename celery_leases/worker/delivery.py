@@ -58,6 +58,7 @@ from celery_leases.signals import logger
 from celery_leases.worker import app_components, requeue
 from celery_leases.worker.app_components import AppComponents
 from celery_leases.worker.body_exceptions import ExceptionTranslator
+from celery_leases.worker.delivery_queue import Routes
 from celery_leases.worker.headers import (
     HEADER,
     MAX_PRIOR,
@@ -75,7 +76,6 @@ from celery_leases.worker.headers import (
 )
 from celery_leases.worker.pools.os_signal_guard import interrupt_guard_here
 from celery_leases.worker.reschedule import KeyIsHeld, NotPublishable
-from celery_leases.worker.return_routes import Routes
 from celery_leases.worker.stored_messages import has_expired
 
 POLL_INTERVAL = 0.5

@@ -21,6 +21,7 @@ from celery_leases.protocol.settlement import ExitCause
 from celery_leases.signals import logger
 from celery_leases.worker import app_components, child_exit
 from celery_leases.worker.child_exit import DeadChild
+from celery_leases.worker.delivery_queue import ORIGIN, origin_of
 from celery_leases.worker.headers import (
     HEADER,
     OURS,
@@ -35,7 +36,6 @@ from celery_leases.worker.headers import (
 )
 from celery_leases.worker.pools.greenlet_guard import BodyKill, body_kill_of
 from celery_leases.worker.reschedule import KeyIsHeld
-from celery_leases.worker.return_routes import ORIGIN, origin_of
 from celery_leases.worker.waiting_calls import KeyWaiters, waiting_calls
 
 _OURS = "celery_leases.worker.request:LeaseRequest"

@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn
 from celery.exceptions import Reject
 
 from celery_leases.signals import logger
-from celery_leases.worker.return_routes import Routes, earlier_deliveries_of
+from celery_leases.worker.delivery_queue import Routes, earlier_deliveries_of
 
 MAX_COUNTED: Final = 1000
 

@@ -18,8 +18,7 @@ from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.interfaces import MarkStore
 from celery_leases.protocol.message_copies import Copy, waiter_mark
 from celery_leases.signals import logger
-from celery_leases.worker.headers import HEADER, TASK_EVENTS, TOKEN, WOKEN, Header
-from celery_leases.worker.return_routes import (
+from celery_leases.worker.delivery_queue import (
     ORIGIN,
     FixedRoute,
     Routes,
@@ -28,6 +27,7 @@ from celery_leases.worker.return_routes import (
     stamps_of,
     without_broker_headers,
 )
+from celery_leases.worker.headers import HEADER, TASK_EVENTS, TOKEN, WOKEN, Header
 from celery_leases.worker.stored_messages import NotStorable, stored_form
 
 CONFIRM_WITHIN = 5.0

@@ -10,7 +10,7 @@ from celery_leases.protocol.waiting import may_be_returned, publish_retry_time
 from celery_leases.settings import read_settings
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.consumer_timeout import consumer_timeout_warning
-from celery_leases.worker.return_routes import without_broker_headers
+from celery_leases.worker.delivery_queue import without_broker_headers
 
 DATABASE = {"leases_database_url": "sqlite://"}
 
