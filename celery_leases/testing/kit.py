@@ -39,7 +39,7 @@ from celery_leases.protocol.records import ClaimRequest, Record, State, Won
 from celery_leases.protocol.status import LeaseStatus
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import Announcer
-from celery_leases.stores.eager_eviction import limit_records
+from celery_leases.stores.eager_record_limit import limit_records
 from celery_leases.testing.crash_points import (
     CrashableStore,
     CrashPlan,

@@ -177,7 +177,7 @@ def _make(app: Celery, *, eager: bool) -> AppComponents:
                 with suppress(StoreUnavailable):
                     components.records.check()
                     if eager and settings.database_url == IN_MEMORY:
-                        from celery_leases.stores.eager_eviction import limit_records
+                        from celery_leases.stores.eager_record_limit import limit_records
 
                         limit_records(components.records)
             made[eager] = AppComponents(app, components, Publisher(app))
