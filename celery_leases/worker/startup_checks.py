@@ -52,7 +52,7 @@ def check_before_work(sender: Any) -> None:
 
 
 def _check_records(components: AppComponents) -> None:
-    from celery_leases.stores.write_preflight import check_writes
+    from celery_leases.stores.database_write_check import check_writes
 
     try:
         components.records.check()

@@ -52,8 +52,8 @@ class StoreChecks:
                 self._other_database(leases, self._identity)
 
     def _records(self) -> None:
+        from celery_leases.stores.database_write_check import check_writes
         from celery_leases.stores.health import is_too_old, records_facts
-        from celery_leases.stores.write_preflight import check_writes
 
         records = self._components.records
         self._note(records_facts(records))
