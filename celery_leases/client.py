@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from celery_leases.common.durations import Duration, seconds
 from celery_leases.common.redaction import redact
-from celery_leases.composition import (
+from celery_leases.components import (
     AnyStore,
     lease_store,
     open_effects,

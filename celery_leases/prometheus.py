@@ -30,7 +30,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from celery_leases.client import LeaseClient
-from celery_leases.composition import open_metrics
+from celery_leases.components import open_metrics
 from celery_leases.errors import LeasesError
 from celery_leases.protocol.metrics import METRICS, MICROSECONDS, PREFIX, Tally
 from celery_leases.protocol.operator_values import Stats

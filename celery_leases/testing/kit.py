@@ -25,7 +25,7 @@ from celery_leases.attempt.renewal import HELD_BY_OTHER, Renewer
 from celery_leases.attempt.run import Execution
 from celery_leases.client import LeaseClient
 from celery_leases.common.durations import Duration, seconds
-from celery_leases.composition import Components, build
+from celery_leases.components import Components, build
 from celery_leases.concurrency.os_threads import boot_clock
 from celery_leases.errors import CoolingDown, KeyUnusable, LeaseConfigurationError
 from celery_leases.failures.actions import Classification

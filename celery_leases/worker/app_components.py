@@ -16,7 +16,7 @@ from celery import Celery
 from celery_leases.attempt.effects import Effects
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.lease_services import LeaseServices
-from celery_leases.composition import Components, build
+from celery_leases.components import Components, build
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.body_endings import Returned
 from celery_leases.protocol.effects import scope_of

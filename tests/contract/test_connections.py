@@ -15,7 +15,7 @@ from sqlalchemy import Engine, Integer, column, text
 
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.renewal import Renewer
-from celery_leases.composition import Components, build
+from celery_leases.components import Components, build
 from celery_leases.concurrency.resource_pool import Permit, ResourcePool, max_wait
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.protocol.records import State

@@ -28,7 +28,7 @@ from celery_leases import Cooldown, LeaseClient, LeasedTask
 from celery_leases.cli import keys, leases, output
 from celery_leases.cli.parameters import TIME
 from celery_leases.client import Page
-from celery_leases.composition import open_metrics
+from celery_leases.components import open_metrics
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.metrics import Tally, Written
 from celery_leases.worker.stored_messages import stored_form

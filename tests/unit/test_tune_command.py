@@ -15,7 +15,7 @@ from sqlalchemy import update
 
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.cli import leases
-from celery_leases.composition import open_metrics
+from celery_leases.components import open_metrics
 from celery_leases.protocol.metrics import Tally, Written
 
 Types = Callable[..., Result]
