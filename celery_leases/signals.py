@@ -30,7 +30,7 @@ from typing import Any, Final
 from celery.utils.dispatch import Signal
 
 from celery_leases.common.redaction import shortened
-from celery_leases.common.texts import SHOWN, printable
+from celery_leases.common.text_cleaning import SHOWN, printable
 from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.protocol import events
 from celery_leases.protocol.events import Event

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.protocol import events
 
 TRACING: Final = "opentelemetry.trace"

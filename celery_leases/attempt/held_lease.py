@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from celery_leases.attempt.body_state import BodyState
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeaseLost, StoreUnavailable
 from celery_leases.protocol import deadlines
 from celery_leases.protocol.interfaces import Clock

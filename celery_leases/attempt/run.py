@@ -17,7 +17,7 @@ from celery_leases.attempt.renewal import Renewer
 from celery_leases.attempt.store_retries import retrying
 from celery_leases.common.durations import in_words
 from celery_leases.common.redaction import message_of
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.concurrency import resource_pool
 from celery_leases.errors import (
     CompletionNotCommitted,

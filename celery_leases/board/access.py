@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeaseConfigurationError
 
 logger = logging.getLogger("celery_leases.board")

@@ -15,7 +15,7 @@ from typing import Final
 
 from celery_leases.client import Change, LeaseStatus
 from celery_leases.common.redaction import redact
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeasesError
 
 logger = logging.getLogger("celery_leases.board")

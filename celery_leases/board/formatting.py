@@ -10,7 +10,7 @@ from typing import Any, Final
 from celery_leases.board.charts import precise
 from celery_leases.common.durations import in_short, in_words
 from celery_leases.common.redaction import redact, shortened
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.protocol.status import next_try
 
 MAX_LENGTH: Final = 20_000

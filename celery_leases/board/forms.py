@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from celery_leases.client import LeaseStatus, RecordFilter
 from celery_leases.common.durations import moment
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.protocol.keys import STORED_KEY_MAX
 from celery_leases.protocol.record_filters import KNOWN_STATES, Position

@@ -17,7 +17,7 @@ from typing import Any, Final
 import click
 
 from celery_leases.common.durations import in_short
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.protocol.status import AttemptStatus, LeaseStatus
 
 as_json = click.option(

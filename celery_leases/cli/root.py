@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from celery_leases.client import LeaseClient
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeasesError
 from celery_leases.worker.app_settings import leased_tasks
 

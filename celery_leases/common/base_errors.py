@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, ClassVar
 
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 
 
 class DescribedError(BaseException):

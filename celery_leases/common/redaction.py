@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from celery_leases.common.texts import text_of
+from celery_leases.common.text_cleaning import text_of
 
 REDACTED: Final = "[redacted]"
 MARGIN: Final = 2_000

@@ -11,7 +11,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, Final, Protocol
 
-from celery_leases.common.texts import storable
+from celery_leases.common.text_cleaning import storable
 from celery_leases.common.values import value_class
 from celery_leases.errors import LeaseStoreMismatch
 from celery_leases.protocol import attempt_history

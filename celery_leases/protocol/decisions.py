@@ -75,7 +75,7 @@ from __future__ import annotations
 
 from typing import Final, assert_never
 
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
 from celery_leases.protocol import claims
 from celery_leases.protocol.interfaces import Holder

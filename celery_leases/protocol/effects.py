@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, Literal
 
-from celery_leases.common.texts import shown, storable
+from celery_leases.common.text_cleaning import shown, storable
 from celery_leases.errors import Uncertain
 from celery_leases.failures.actions import Classification, Reason
 from celery_leases.failures.default_rules import REFUSED_HERE

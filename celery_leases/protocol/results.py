@@ -9,7 +9,7 @@ from kombu.exceptions import DecodeError, EncodeError
 from kombu.serialization import dumps, loads
 
 from celery_leases.common.redaction import message_of
-from celery_leases.common.texts import shown
+from celery_leases.common.text_cleaning import shown
 from celery_leases.errors import RecordUnreadable
 from celery_leases.protocol.records import Failure, Record
 

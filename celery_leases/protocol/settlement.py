@@ -9,7 +9,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Final, assert_never
 
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import PermanentFailure
 from celery_leases.failures.actions import Reason
 from celery_leases.protocol.body_endings import (

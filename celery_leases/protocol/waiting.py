@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Final, assert_never
 
 from celery_leases.common.durations import in_words
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import CoolingDown
 from celery_leases.failures.actions import Reason
 from celery_leases.protocol.records import MAY_HAVE_BEEN_EXECUTED, Ended, Record, State

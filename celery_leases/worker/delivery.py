@@ -22,7 +22,7 @@ from celery.exceptions import Ignore, Retry
 from celery.utils.time import maybe_timedelta
 
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import (
     Cooldown,
     LeaseHeld,

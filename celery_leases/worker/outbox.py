@@ -17,7 +17,7 @@ from celery import Celery, Signature
 from celery.result import AsyncResult
 from celery.utils.time import maybe_make_aware
 
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import (
     AlreadyQueued,
     KeyReused,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from celery import Celery
 
 from celery_leases.common.durations import in_words
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeasesError
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import logger

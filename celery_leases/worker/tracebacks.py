@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Final
 
 from celery_leases.common.redaction import shortened
-from celery_leases.common.texts import storable, text_of
+from celery_leases.common.text_cleaning import storable, text_of
 
 TRACEBACK_MAX: Final = 1000
 """The longest stored traceback, in characters."""

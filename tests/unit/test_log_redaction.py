@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from celery_leases import signals
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import KeyReused
 from celery_leases.protocol.events import CallRefused, Event, LeaseHeldElsewhere
 from celery_leases.protocol.records import Failure

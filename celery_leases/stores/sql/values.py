@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
-from celery_leases.common.texts import storable
+from celery_leases.common.text_cleaning import storable
 from celery_leases.errors import RecordUnreadable
 from celery_leases.protocol import progress
 from celery_leases.protocol.record_document import failure_from, failure_to

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.common.texts import printable
+from celery_leases.common.text_cleaning import printable
 from celery_leases.concurrency import os_threads
 from celery_leases.concurrency.kill_timer import KillTimer
 from celery_leases.errors import LeaseLost
