@@ -45,7 +45,7 @@ from celery_leases.protocol.findings import Examination, Finding
 from celery_leases.protocol.interfaces import ClosingStore, Holder
 from celery_leases.protocol.keys import stored_key
 from celery_leases.protocol.metrics import METRICS
-from celery_leases.protocol.operator_values import (
+from celery_leases.protocol.operator_reports import (
     Change,
     Page,
     RuleCount,

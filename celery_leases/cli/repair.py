@@ -18,7 +18,7 @@ from celery_leases.cli.output import echo_json, echo_line, echo_status, echo_tab
 from celery_leases.cli.parameters import DURATION, NAME, filtering, selected
 from celery_leases.cli.root import client_of, leases, task_and_namespace
 from celery_leases.client import Change, LeaseClient, LeaseStatus
-from celery_leases.protocol.operator_values import why_unchanged
+from celery_leases.protocol.operator_reports import why_unchanged
 from celery_leases.protocol.record_filters import KNOWN_STATES
 from celery_leases.protocol.records import State
 from celery_leases.protocol.status import ABANDONED
