@@ -26,7 +26,7 @@ from celery_leases.failures.error_facts import MESSAGE_MAX, ErrorFacts, facts_fr
 from celery_leases.failures.exception_chain import error_chain
 from celery_leases.failures.rule import Hook, Phase, Rule, RuleFunction, matching
 from celery_leases.failures.rule_functions import ruling_by
-from celery_leases.failures.safe_attributes import Reader
+from celery_leases.failures.safe_attribute_reader import Reader
 
 __all__ = ["Hook", "Rule", "RuleFunction", "Rules"]
 
@@ -119,9 +119,9 @@ class Rules:
         """The classification of *error*; *now* is the wall clock in seconds since the epoch.
 
         Never raises, except for a KeyboardInterrupt in a hook. *clock* returns seconds, for the
-        time limit of :class:`~celery_leases.failures.safe_attributes.Reader`. Celery's own control
-        flow and ``LeaseLost`` are not failures and must not be passed. ``Snooze``, which is no
-        failure either, gives a retry after its delay.
+        time limit of :class:`~celery_leases.failures.safe_attribute_reader.Reader`. Celery's own
+        control flow and ``LeaseLost`` are not failures and must not be passed. ``Snooze``, which is
+        no failure either, gives a retry after its delay.
         """
         try:
             read = Reader(clock)

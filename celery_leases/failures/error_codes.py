@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from celery_leases.failures.error_responses import is_grpc
-from celery_leases.failures.safe_attributes import Reader, as_int, as_text, members
+from celery_leases.failures.safe_attribute_reader import Reader, as_int, as_text, members
 
 GRPC_CODES: Final = frozenset(
     {

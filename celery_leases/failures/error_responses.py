@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 from itertools import islice
 from typing import Any, Final
 
-from celery_leases.failures.safe_attributes import Reader, as_int, as_text, members
+from celery_leases.failures.safe_attribute_reader import Reader, as_int, as_text, members
 
 VALUE_MAX: Final = 200
 BODY_MAX: Final = 20_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from celery_leases.failures.safe_attributes import Reader, members
+from celery_leases.failures.safe_attribute_reader import Reader, members
 
 DEPTH: Final = 8
 MEMBERS: Final = 16

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from celery_leases.failures.safe_attributes import Reader, as_int, as_seconds
+from celery_leases.failures.safe_attribute_reader import Reader, as_int, as_seconds
 
 LARGEST: Final = 16_384
 _LENGTHS: Final = {1: 8, 5: 4}
