@@ -18,7 +18,7 @@ from uuid import uuid4
 from celery import Celery
 
 from celery_leases.drill import cleanup
-from celery_leases.drill.notes import Note, Notes
+from celery_leases.drill.event_file import Note, Notes
 from celery_leases.drill.processes import DrillWorker
 from celery_leases.drill.report import Bounds, StepName, StepReport, Takeover, Taker
 from celery_leases.drill.task import register, unused_body

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from celery_leases.drill.notes import Note
+from celery_leases.drill.event_file import Note
 from celery_leases.drill.report import StepName, StepReport
 from celery_leases.drill.run import KILLED, Drill
 

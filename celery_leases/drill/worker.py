@@ -20,7 +20,7 @@ from celery.app.utils import find_app
 from celery.signals import worker_ready
 
 from celery_leases import signals
-from celery_leases.drill.notes import Notes
+from celery_leases.drill.event_file import Notes
 from celery_leases.drill.task import TASK, register
 from celery_leases.errors import LeaseLost
 
