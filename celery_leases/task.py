@@ -22,7 +22,7 @@ from celery_leases.errors import (
 )
 from celery_leases.protocol.keys import Parameters, call_group, call_key
 from celery_leases.protocol.options import LeaseOptions, gather
-from celery_leases.worker import process_hooks  # noqa: F401 - connects them
+from celery_leases.worker import celery_signal_receivers  # noqa: F401 - connects them
 from celery_leases.worker.app_settings import settings_of
 
 # Modules that run tasks or open stores are imported on first use: a process that only publishes
