@@ -16,7 +16,7 @@ from celery_leases.attempt.store_retries import retrying
 from celery_leases.common.values import value_class
 from celery_leases.concurrency import resource_pool
 from celery_leases.errors import KeyUnusable, LeaseStoreMismatch, RecordUnreadable, StoreUnavailable
-from celery_leases.protocol import claims, decisions, events, settlement, waiting
+from celery_leases.protocol import claim_rules, decisions, events, settlement, waiting
 from celery_leases.protocol.cooldown_groups import Gate
 from celery_leases.protocol.decisions import after_claim, before_run
 from celery_leases.protocol.interfaces import (
@@ -338,7 +338,7 @@ class Acquirer:
         """Decide on *record*. The mark that the callbacks were sent is read if it matters."""
         sent = False
         if call.canvas and (
-            call.repeat or (record is not None and claims.finished_by(call.call_id, record))
+            call.repeat or (record is not None and claim_rules.finished_by(call.call_id, record))
         ):
             mark = self.context.marks.mark(call.key.stored, callbacks_mark(call.call_id))
             sent = mark is not None

@@ -77,7 +77,7 @@ from typing import Final, assert_never
 
 from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
-from celery_leases.protocol import claims
+from celery_leases.protocol import claim_rules
 from celery_leases.protocol.interfaces import Holder
 from celery_leases.protocol.keys import differing
 from celery_leases.protocol.records import Ended, Failure, Record, Refusal, State
@@ -125,7 +125,7 @@ def before_run(call: Call, facts: Facts) -> Verdict:
     if facts.callbacks_sent:
         return Drop(CALLBACKS_SENT)
     record = facts.record if facts.record is not None and not facts.record.expired else None
-    refusal = claims.refusal(record, call)
+    refusal = claim_rules.refusal(record, call)
     if record is not None and refusal not in (Refusal.HELD, Refusal.NOT_DUE, None):
         return _answer_in_record(call, record, refusal, facts)
     holder = facts.holder

@@ -311,7 +311,7 @@ class RecordStore(Protocol):
         *,
         age: Callable[[], float] = never_emptied,
     ) -> Won | Refused:
-        """Claim the row, if :mod:`celery_leases.protocol.claims` allows it. Idempotent.
+        """Claim the row, if :mod:`celery_leases.protocol.claim_rules` allows it. Idempotent.
 
         A refused claim writes nothing. *age* returns the seconds since the lease store was emptied;
         it is called only before the running row of another attempt is taken over, and its errors

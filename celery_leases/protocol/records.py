@@ -274,7 +274,7 @@ class Won:
 
 
 class Refusal(StrEnum):
-    """Why a key may not be claimed; see :func:`celery_leases.protocol.claims.refusal`."""
+    """Why a key may not be claimed; see :func:`celery_leases.protocol.claim_rules.refusal`."""
 
     #: This call has finished the key.
     FINISHED = "finished"

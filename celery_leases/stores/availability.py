@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from celery_leases.protocol.claims import ALWAYS
+from celery_leases.protocol.claim_rules import ALWAYS
 from celery_leases.protocol.settlement import LONGEST_SETTLE_PAUSE
 
 GRACE: Final = LONGEST_SETTLE_PAUSE + 1.0

@@ -15,8 +15,8 @@ from typing import Final, Protocol
 from celery_leases.common.values import value_class
 from celery_leases.concurrency import os_threads
 from celery_leases.errors import ColumnMissing, StoreUnavailable
-from celery_leases.protocol import claims
-from celery_leases.protocol.claims import ALWAYS, Claim, Question
+from celery_leases.protocol import claim_rules
+from celery_leases.protocol.claim_rules import ALWAYS, Claim, Question
 from celery_leases.protocol.cooldown_groups import Gate, admits
 from celery_leases.protocol.interfaces import never_emptied
 from celery_leases.protocol.options import DATABASE
@@ -159,13 +159,13 @@ class Claiming(ABC):
             )
             row, gate = found.row, found.gate
             if found.inserted:
-                return Won(claims.dated(new, found.now)), gate
-            if row is not None and claims.is_ours(row, claim_request):
+                return Won(claim_rules.dated(new, found.now)), gate
+            if row is not None and claim_rules.is_ours(row, claim_request):
                 return Won(row), gate
-            why = claims.decide(row, claim)
+            why = claim_rules.decide(row, claim)
             if why is Question.AGE:
                 claim = replace(claim, age=age())
-                why = claims.decide(row, claim)
+                why = claim_rules.decide(row, claim)
             if row is not None and why is Refusal.LAPSED and claim.is_lease:
                 self.await_lock(row)
             if why is not None or not admits(gate, claim_request.token):
@@ -188,7 +188,7 @@ class Claiming(ABC):
             self.availability.takeover_until(sent) if lease_store == DATABASE else ALWAYS
         )
         claim = Claim(claim_request, lease_store, takeover_until=takeover_until)
-        new = claims.claimed(None, claim, 0)
+        new = claim_rules.claimed(None, claim, 0)
         found = self.insert_or_read(new, group)
         self.availability.answered(sent, os_threads.boot_clock(), found.now)
         return claim, new, found
@@ -196,7 +196,7 @@ class Claiming(ABC):
     def _write(self, claim: Claim, found: InsertOrReadResult) -> Record | None:
         """The row that *claim* has written; ``None`` if the row has changed since it was read."""
         if found.row is None:  # the gate prevented the insert
-            again = self.insert_or_read(claims.claimed(None, claim, 0), None)
-            return claims.claimed(None, claim, again.now) if again.inserted else None
-        new = claims.claimed(found.row, claim, found.now)
+            again = self.insert_or_read(claim_rules.claimed(None, claim, 0), None)
+            return claim_rules.claimed(None, claim, again.now) if again.inserted else None
+        new = claim_rules.claimed(found.row, claim, found.now)
         return new if self.swap(found.row, new) else None

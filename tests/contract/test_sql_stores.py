@@ -13,8 +13,8 @@ from sqlalchemy import text
 
 from celery_leases.client import LeaseClient
 from celery_leases.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
-from celery_leases.protocol import claims
-from celery_leases.protocol.claims import Claim
+from celery_leases.protocol import claim_rules
+from celery_leases.protocol.claim_rules import Claim
 from celery_leases.protocol.interfaces import Renewal, RenewalResult
 from celery_leases.protocol.records import Ended, Record, Refusal, Refused, State, Won
 from celery_leases.stores.claiming import CLAIM_TRIES
@@ -195,7 +195,7 @@ def test_a_change_between_the_read_and_the_write_of_a_claim_counts(
         "settled": lambda _: sql_records.settle(record, outcome(record, result="1")),
         "released": lambda _: leases.release(key, first.token),
         "claimed": lambda seen: swap(
-            seen, claims.claimed(seen, Claim(rival, "database"), seen.now)
+            seen, claim_rules.claimed(seen, Claim(rival, "database"), seen.now)
         ),
         "forgotten": lambda _: sql_records.reset(key, keep=False),
         "purged": lambda _: (
@@ -203,7 +203,7 @@ def test_a_change_between_the_read_and_the_write_of_a_claim_counts(
             sql_records.purge(10),
         ),
         "repeated": lambda seen: swap(
-            seen, claims.claimed(seen, Claim(claim_request, "database"), seen.now)
+            seen, claim_rules.claimed(seen, Claim(claim_request, "database"), seen.now)
         ),
     }
     seen = before_the_write(sql_records, monkeypatch, actions[happens])

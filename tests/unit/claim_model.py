@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from celery_leases.protocol.claims import Claim, claimed, decide, is_ours
+from celery_leases.protocol.claim_rules import Claim, claimed, decide, is_ours
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.records import ClaimRequest, Ended, Record, Refused, State
 from celery_leases.stores.claiming import COMPARED, Claiming, InsertOrReadResult

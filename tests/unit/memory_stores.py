@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from sqlalchemy import delete, insert, select
 
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.claims import ALWAYS
+from celery_leases.protocol.claim_rules import ALWAYS
 from celery_leases.protocol.events import Event
 from celery_leases.protocol.records import Record
 from celery_leases.stores.availability import NEVER

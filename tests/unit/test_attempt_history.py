@@ -14,7 +14,7 @@ from celery_leases import LeaseClient, LeasedTask
 from celery_leases.failures.actions import Classification, Reason, Ruling
 from celery_leases.protocol import attempt_history, record_document, settlement
 from celery_leases.protocol.body_endings import Raised, Returned
-from celery_leases.protocol.claims import Claim, claimed
+from celery_leases.protocol.claim_rules import Claim, claimed
 from celery_leases.protocol.records import ClaimRequest, Ended, PastAttempt, Record, State
 from celery_leases.protocol.repairs import reset, resolved, settled
 from celery_leases.protocol.status import status_of

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any, get_args
 
 from celery_leases.errors import AlreadyDone, CoolingDown, KeyReused, LeaseHeld
-from celery_leases.protocol import claims, decisions
+from celery_leases.protocol import claim_rules, decisions
 from celery_leases.protocol.decisions import before_run
 from celery_leases.protocol.records import Ended, Failure, Record, State
 from celery_leases.protocol.results import TOO_LARGE
@@ -56,7 +56,7 @@ class Combination:
         return (
             record is not None
             and not record.expired
-            and claims.finished_by(self.call.call_id, record)
+            and claim_rules.finished_by(self.call.call_id, record)
         )
 
     @property

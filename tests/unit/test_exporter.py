@@ -25,7 +25,7 @@ from celery_leases.client import SavedRuns
 from celery_leases.errors import StoreUnavailable
 from celery_leases.metrics_counting import Counting
 from celery_leases.prometheus import GAUGES, LeaseCollector
-from celery_leases.protocol import claims
+from celery_leases.protocol import claim_rules
 from celery_leases.protocol.events import CrashSeen, LeaseRenewed
 from celery_leases.protocol.metrics import METRICS, PREFIX, Tally, Written
 from celery_leases.worker import app_components
@@ -107,7 +107,7 @@ def test_work_that_is_done_twice_is_seen(app: Celery, monkeypatch: pytest.Monkey
     """A claim that lets a second call in where the first has finished."""
     work = app.tasks["exported.work"]
     work.apply((1,))
-    monkeypatch.setattr(claims, "refusal", lambda *_: None)
+    monkeypatch.setattr(claim_rules, "refusal", lambda *_: None)
     work.apply((1,))
     assert scraped(app)[0][of("duplicate_terminal_states_total")] == 1
 

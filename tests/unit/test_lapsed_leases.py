@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_leases.protocol.claims import ALWAYS
+from celery_leases.protocol.claim_rules import ALWAYS
 from celery_leases.protocol.events import CrashSeen
 from celery_leases.protocol.records import State
 from celery_leases.protocol.settlement import after_run

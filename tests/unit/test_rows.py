@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from celery_leases.protocol.claims import claimed
+from celery_leases.protocol.claim_rules import claimed
 from celery_leases.protocol.records import (
     Attempt,
     Ended,
@@ -23,7 +23,7 @@ from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.stores.sql.table_versions import LAYOUTS, NARROW, WIDE, Layout
 from tests.unit.decision_inputs import NOW, OURS, a_record
-from tests.unit.test_claims import a_claim
+from tests.unit.test_claim_rules import a_claim
 
 FULL: dict[str, Any] = {
     "lease_until": NOW + 1,

@@ -30,7 +30,7 @@ from sqlalchemy import (
 
 from celery_leases.errors import ColumnMissing, StoreUnavailable, ValueRefused
 from celery_leases.protocol import repairs
-from celery_leases.protocol.claims import ALWAYS
+from celery_leases.protocol.claim_rules import ALWAYS
 from celery_leases.protocol.record_filters import Order, Position, RecordFilter
 from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
 from celery_leases.protocol.settlement import ExitCause

@@ -96,7 +96,7 @@ class Layout(ABC):
     version: int
     #: The columns that an insert sets, besides the time of the insert. The others are NULL or 0.
     inserted: tuple[str, ...]
-    #: The columns that a claim changes; see :func:`celery_leases.protocol.claims.claimed`.
+    #: The columns that a claim changes; see :func:`celery_leases.protocol.claim_rules.claimed`.
     swapped: tuple[str, ...]
     #: The columns that an outcome sets to its own values. Two outcomes differ in one of them.
     settled: tuple[str, ...]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from celery_leases.errors import LeaseStoreMismatch
-from celery_leases.protocol import claims
-from celery_leases.protocol.claims import Claim, Question, claimed, dated, decide, refusal
+from celery_leases.protocol import claim_rules
+from celery_leases.protocol.claim_rules import Claim, Question, claimed, dated, decide, refusal
 from celery_leases.protocol.decisions import before_run
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.records import (
@@ -57,7 +57,7 @@ def a_claim_request(call: Call | None = None, **changes: Any) -> ClaimRequest:
 def a_claim(
     store: str = STORE,
     age: float | None = math.inf,
-    takeover_until: int = claims.ALWAYS,
+    takeover_until: int = claim_rules.ALWAYS,
     **changes: Any,
 ) -> Claim:
     return Claim(a_claim_request(**changes), store, age, takeover_until)
@@ -168,9 +168,9 @@ class TestARunningRow:
 
     def test_our_own_is_ours(self) -> None:
         """An earlier try was carried out, and its reply was lost."""
-        assert claims.is_ours(a_record(State.RUNNING, owner="token-2"), a_claim_request())
-        assert not claims.is_ours(a_record(State.PENDING, owner="token-2"), a_claim_request())
-        assert not claims.is_ours(a_record(State.RUNNING), a_claim_request())
+        assert claim_rules.is_ours(a_record(State.RUNNING, owner="token-2"), a_claim_request())
+        assert not claim_rules.is_ours(a_record(State.PENDING, owner="token-2"), a_claim_request())
+        assert not claim_rules.is_ours(a_record(State.RUNNING), a_claim_request())
 
 
 class TestTheRowAfterwards:
