@@ -17,7 +17,7 @@ from celery_leases.protocol import claim_rules
 from celery_leases.protocol.claim_rules import Claim
 from celery_leases.protocol.interfaces import Renewal, RenewalResult
 from celery_leases.protocol.records import Ended, Record, Refusal, Refused, State, Won
-from celery_leases.stores.claiming import CLAIM_TRIES
+from celery_leases.stores.claim_procedure import CLAIM_TRIES
 from celery_leases.stores.sql import records
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore

@@ -17,7 +17,7 @@ from typing import Any
 from celery_leases.protocol.claim_rules import Claim, claimed, decide, is_ours
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.records import ClaimRequest, Ended, Record, Refused, State
-from celery_leases.stores.claiming import COMPARED, Claiming, InsertOrReadResult
+from celery_leases.stores.claim_procedure import COMPARED, Claiming, InsertOrReadResult
 from tests.unit.memory_stores import EPOCH, SECOND, FixedAvailability
 
 TTL = 15.0

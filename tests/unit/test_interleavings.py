@@ -16,7 +16,7 @@ from celery_leases.protocol.body_endings import Interrupted, Lost, Snoozed
 from celery_leases.protocol.events import GateOpened
 from celery_leases.protocol.records import State
 from celery_leases.protocol.verdicts import Answer, Raise, Reschedule, Return
-from celery_leases.stores.claiming import COMPARED
+from celery_leases.stores.claim_procedure import COMPARED
 from tests.unit import claim_model
 from tests.unit.claim_model import Broken, beginnings, search, walk
 from tests.unit.decision_inputs import GROUP, KEY, OURS, THEIRS

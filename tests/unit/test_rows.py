@@ -18,7 +18,7 @@ from celery_leases.protocol.records import (
     State,
 )
 from celery_leases.protocol.repairs import settled
-from celery_leases.stores.claiming import COMPARED
+from celery_leases.stores.claim_procedure import COMPARED
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.stores.sql.table_versions import LAYOUTS, NARROW, WIDE, Layout

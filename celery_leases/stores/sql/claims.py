@@ -16,7 +16,7 @@ from sqlalchemy import bindparam, select
 from celery_leases.errors import ColumnMissing, KeyUnusable, ValueRefused
 from celery_leases.protocol.records import Record
 from celery_leases.stores.availability import Availability
-from celery_leases.stores.claiming import COMPARED, Claiming, InsertOrReadResult
+from celery_leases.stores.claim_procedure import COMPARED, Claiming, InsertOrReadResult
 from celery_leases.stores.cooldown_group_values import gate_name
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.cooldown_groups import gate_of
@@ -101,7 +101,7 @@ class SqlClaims(Claiming):
 
     def insert_or_read(self, new: Record, group: str | None) -> InsertOrReadResult:
         """Insert *new*, or read the row and the gate; see
-        :class:`~celery_leases.stores.claiming.Claiming`.
+        :class:`~celery_leases.stores.claim_procedure.Claiming`.
 
         Raises :class:`KeyUnusable` when the database refuses a value of *new*.
         """
@@ -139,7 +139,7 @@ class SqlClaims(Claiming):
 
     def swap(self, seen: Record, new: Record) -> bool:
         """Replace *seen* by *new* if the row is unchanged; see
-        :class:`~celery_leases.stores.claiming.Claiming`.
+        :class:`~celery_leases.stores.claim_procedure.Claiming`.
 
         Raises :class:`KeyUnusable` when the database refuses a value of *new*.
         """
@@ -152,7 +152,9 @@ class SqlClaims(Claiming):
             return self.database.count(statements.swap, values) == 1
 
     def await_lock(self, row: Record) -> None:
-        """Lock *row* and release the lock; see :class:`~celery_leases.stores.claiming.Claiming`."""
+        """Lock *row* and release the lock; see
+        :class:`~celery_leases.stores.claim_procedure.Claiming`.
+        """
         self.database.first(self._lock, {"for_key": row.stored_key})
 
     def _inserted(self, statements: RecordStatements, values: Mapping[str, Any]) -> int | None:

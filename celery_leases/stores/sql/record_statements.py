@@ -33,7 +33,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 from celery_leases.protocol.records import Ended, Outcome, Record, State
-from celery_leases.stores.claiming import COMPARED
+from celery_leases.stores.claim_procedure import COMPARED
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.schema import Tables
