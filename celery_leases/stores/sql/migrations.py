@@ -8,7 +8,8 @@ statement under a table lock. The existing columns and indexes show which steps 
 migration that was killed at any point can be run again, in either direction.
 
 The statements of a worker fail after a migration, because they name a missing column; then the
-worker reads the layout again: see :meth:`celery_leases.stores.sql.claims.SqlClaims.on_layout`.
+worker reads the layout again: see
+:meth:`celery_leases.stores.sql.claim_statements.SqlClaims.on_layout`.
 """
 
 from __future__ import annotations

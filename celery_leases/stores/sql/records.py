@@ -35,7 +35,7 @@ from celery_leases.protocol.record_filters import Order, Position, RecordFilter
 from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
 from celery_leases.protocol.settlement import ExitCause
 from celery_leases.stores.sql import record_queries, rows
-from celery_leases.stores.sql.claims import KEY_UNUSABLE_ERRORS, SqlClaims
+from celery_leases.stores.sql.claim_statements import KEY_UNUSABLE_ERRORS, SqlClaims
 from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.database import Database, migrating
 from celery_leases.stores.sql.migrations import migration
