@@ -537,7 +537,7 @@ class LeaseClient:
         answer is a finding, and raises no error.
         """
         app = self._app("examine")
-        from celery_leases.worker import doctor
+        from celery_leases.worker.checks import doctor
 
         return doctor.examine(app)
 

@@ -17,7 +17,7 @@ from celery_leases.drill.report import STEPS, Bounds, StepName, StepReport, Take
 from celery_leases.drill.run import WORKERS, Drill
 from celery_leases.protocol.options import DATABASE, DEFAULT_TTL, MINIMUM_TTL
 from celery_leases.worker.app_settings import leased_tasks, settings_of
-from celery_leases.worker.setting_checks import redelivery_of
+from celery_leases.worker.checks.settings import redelivery_of
 
 _TAKEOVERS_BY: Final[dict[StepName, tuple[Taker, ...]]] = {
     "child": ("its own call",),

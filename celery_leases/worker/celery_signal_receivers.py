@@ -15,30 +15,28 @@ def _before_work(sender: Any, **_: Any) -> None:
     """Check the worker's settings, and import all modules that run tasks, so that the pool children
     that are forked later share them.
     """
-    from celery_leases.worker import (
-        app_components,
-        startup_checks,
-    )
+    from celery_leases.worker import app_components
+    from celery_leases.worker.checks import startup
     from celery_leases.worker.waiting_calls import waiting_calls
 
     app_components.set_current_worker(sender)
     waiting_calls.clear()
-    startup_checks.check_before_work(sender)
+    startup.check_before_work(sender)
 
 
 signals.worker_init.connect(_before_work, weak=False)
 
 
 def _when_ready(sender: Any, **_: Any) -> None:
-    from celery_leases.worker import relay_check
+    from celery_leases.worker.checks import relay
 
-    relay_check.watch(getattr(sender, "controller", sender))
+    relay.watch(getattr(sender, "controller", sender))
 
 
 def _at_shutdown(sender: Any, **_: Any) -> None:
-    from celery_leases.worker import relay_check
+    from celery_leases.worker.checks import relay
 
-    relay_check.stop(sender)
+    relay.stop(sender)
 
 
 def _last_counts(**_: Any) -> None:

@@ -10,7 +10,7 @@ from celery import Celery
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.tuning import Delivery, RunTimes, unrenewed_ttl
 from celery_leases.worker.app_settings import settings_of
-from celery_leases.worker.setting_checks import redelivery_of
+from celery_leases.worker.checks.settings import redelivery_of
 
 
 def delivery_of(app: Celery) -> Delivery:

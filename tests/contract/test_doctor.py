@@ -33,7 +33,8 @@ from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.testing.contracts.record_case import closed, won
-from celery_leases.worker import app_components, doctor, startup_checks, store_checks
+from celery_leases.worker import app_components
+from celery_leases.worker.checks import doctor, servers, startup
 from tests.support.servers.redis import RedisServer
 
 TIMEOUT = 90
@@ -44,8 +45,8 @@ Makes = Callable[..., Celery]
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine answers late, which must not be reported."""
-    monkeypatch.setattr(store_checks, "SLOW", 30.0)
-    monkeypatch.setattr(store_checks, "CLOCKS_APART", 30.0)
+    monkeypatch.setattr(servers, "SLOW", 30.0)
+    monkeypatch.setattr(servers, "CLOCKS_APART", 30.0)
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +302,7 @@ def test_a_worker_says_what_it_finds_in_one_line_each_and_no_notes(
         result_backend=None, task={"autoretry_for": (OSError,)}, worker_prefetch_multiplier=0
     )
     worker = SimpleNamespace(app=app, pool_cls="threads", soft_time_limit=None, time_limit=None)
-    startup_checks.check_before_work(worker)
+    startup.check_before_work(worker)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [line.split(":")[0].split(" ")[0] for line in said] == [
         "examined.send",
@@ -320,7 +321,7 @@ def test_a_worker_of_greenlets_knows_its_own_pool(
         ("gevent", 11, 1),
     ):
         worker = SimpleNamespace(app=makes(), pool_cls=pool, concurrency=concurrency, **limits)
-        startup_checks.check_before_work(worker)
+        startup.check_before_work(worker)
         assert sum("11 greenlets share 10" in line for line in caplog.messages) == said
 
 

@@ -33,7 +33,8 @@ from celery_leases.stores.sql.transactions import JoinedTransaction
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.effect_case import finished, sent
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
-from celery_leases.worker import app_components, startup_checks
+from celery_leases.worker import app_components
+from celery_leases.worker.checks import startup
 from tests.support.servers import RedisServer
 from tests.unit.doc_pages import blocks, page, section
 
@@ -76,7 +77,7 @@ def started(app: Celery, **conf: Any) -> None:
     """The warnings when a worker of *app* starts."""
     app.conf.update(conf)
     app_components.close_all()
-    startup_checks.check_before_work(AWorker(app))
+    startup.check_before_work(AWorker(app))
 
 
 def refusal(app: Celery, **conf: Any) -> str:
@@ -410,7 +411,7 @@ def test_options_on_a_task_without_a_lease_are_a_warning(
         """Do nothing."""
 
     bare.finalize()
-    startup_checks.check_before_work(AWorker(bare))
+    startup.check_before_work(AWorker(bare))
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith(
         "task bare.send has lease_key, lease_ttl, but runs without a lease; write base=LeasedTask"

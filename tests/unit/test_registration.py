@@ -21,8 +21,9 @@ from celery_leases.failures.classifier import Rules
 from celery_leases.protocol.keys import call_key
 from celery_leases.protocol.results import NOT_JSON, encode
 from celery_leases.settings import is_local
-from celery_leases.worker import app_components, setting_checks
+from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import settings_of
+from celery_leases.worker.checks.settings import TimeLimits, soft_limit_is_tight
 from celery_leases.worker.request import LeaseRequest, request_class
 
 
@@ -440,10 +441,7 @@ def test_a_soft_limit_close_to_the_hard_one_is_noticed(
 ) -> None:
     """The task's own limits count, then the worker's."""
     task = SimpleNamespace(soft_time_limit=soft, time_limit=hard)
-    assert (
-        setting_checks.soft_limit_is_tight(task, setting_checks.TimeLimits(worker[0], worker[1]))
-        is tight
-    )
+    assert soft_limit_is_tight(task, TimeLimits(worker[0], worker[1])) is tight
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from celery import Celery
 
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.errors import StoreUnavailable
-from celery_leases.worker import app_components, relay_check, startup_checks
+from celery_leases.worker import app_components
+from celery_leases.worker.checks import relay, startup
 
 
 @pytest.fixture
@@ -47,13 +48,13 @@ def test_a_message_that_has_waited_for_five_minutes_is_reported(
     later = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: later() + minutes * 60 * 10**9)
     with caplog.at_level(logging.WARNING, "celery_leases"):
-        relay_check.warn_of_waiting(records)
+        relay.warn_of_waiting(records)
     told = "the oldest for 6 minutes (ship, key order:7)" in caplog.text
     assert told is (minutes == 6)
     caplog.clear()
     app_components.components_of(app).publisher.publish = lambda _: None
     assert LeaseClient.from_app(app).relay()
-    relay_check.warn_of_waiting(records)
+    relay.warn_of_waiting(records)
     assert not caplog.records
     app_components.close_all()
 
@@ -75,8 +76,8 @@ def test_a_worker_looks_when_it_starts(app: Celery, monkeypatch: pytest.MonkeyPa
     def ship() -> None: ...
 
     looked: list[object] = []
-    monkeypatch.setattr(relay_check, "warn_of_waiting", looked.append)
-    startup_checks.check_before_work(AWorker(app))
+    monkeypatch.setattr(relay, "warn_of_waiting", looked.append)
+    startup.check_before_work(AWorker(app))
     assert len(looked) == 1
 
 
@@ -95,13 +96,13 @@ def test_a_worker_goes_on_looking_until_it_ends(
             twice.set()
         raise StoreUnavailable("away", False)
 
-    monkeypatch.setattr(relay_check, "CHECK_EVERY", 0.01)
-    monkeypatch.setattr(relay_check, "warn_of_waiting", look)
+    monkeypatch.setattr(relay, "CHECK_EVERY", 0.01)
+    monkeypatch.setattr(relay, "warn_of_waiting", look)
     worker = AWorker(app)
-    relay_check.watch(worker)
-    relay_check.watch(worker)
+    relay.watch(worker)
+    relay.watch(worker)
     (thread,) = (one for one in threading.enumerate() if one.name == "celery_leases unrelayed")
     assert twice.wait(60)
-    relay_check.stop(worker)
+    relay.stop(worker)
     thread.join(60)
     assert not thread.is_alive()

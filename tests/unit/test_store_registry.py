@@ -15,7 +15,8 @@ from celery import Celery
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.errors import LeaseConfigurationError, LeaseHeld
 from celery_leases.stores.redis.leases import RedisLeaseStore
-from celery_leases.worker import app_components, startup_checks
+from celery_leases.worker import app_components
+from celery_leases.worker.checks import startup
 
 DISTRIBUTIONS = Path(__file__).parents[1] / "distributions"
 SECRET = "s3cret"
@@ -112,7 +113,7 @@ def test_a_worker_starts_with_it_and_logs_its_warning(
 ) -> None:
     """The store returns the warning."""
     with caplog.at_level(logging.WARNING, "celery_leases"):
-        startup_checks.check_before_work(AWorker(plugged("toy://shop").app))
+        startup.check_before_work(AWorker(plugged("toy://shop").app))
     assert "toy://shop" in caplog.text
     assert "is in the memory of this process" in caplog.text
 
@@ -172,7 +173,7 @@ def test_a_store_that_cannot_be_used_stops_the_worker(
     """
     install(value, source=source)
     with pytest.raises(SystemExit) as caught:
-        startup_checks.check_before_work(AWorker(plugged(f"own://u:{SECRET}@host/1").app))
+        startup.check_before_work(AWorker(plugged(f"own://u:{SECRET}@host/1").app))
     said = str(caught.value)
     assert said.startswith("celery_leases: leases_url='own://host/1': ")
     assert f"the entry point own = {value} of own_leases {why}" in said
@@ -186,7 +187,7 @@ def test_the_error_of_a_store_about_its_configuration_is_shown_as_it_is(
     error = "from celery_leases.errors import LeaseConfigurationError as Wrong\n"
     install("own_leases:opened", source=error + "def opened(_): raise Wrong('name a bucket')")
     with pytest.raises(SystemExit, match=r"^celery_leases: name a bucket$"):
-        startup_checks.check_before_work(AWorker(plugged("own://host").app))
+        startup.check_before_work(AWorker(plugged("own://host").app))
 
 
 @pytest.mark.parametrize("url", ["etcd://host", "host:6379", "://host"])

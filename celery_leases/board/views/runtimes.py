@@ -21,7 +21,7 @@ from celery_leases.protocol.tuning import (
     shortest_ttl,
 )
 from celery_leases.worker.app_settings import leased_tasks
-from celery_leases.worker.setting_checks import TimeLimits
+from celery_leases.worker.checks.settings import TimeLimits
 from celery_leases.worker.ttl_advice import advice_of, delivery_of
 
 LATENCY_SAMPLES: Final = 30

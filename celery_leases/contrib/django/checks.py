@@ -27,8 +27,8 @@ from celery_leases.errors import (
 from celery_leases.settings import is_local
 from celery_leases.stores.sql.table_versions import NEWEST
 from celery_leases.stores.urls import display_url
-from celery_leases.worker import setting_checks
 from celery_leases.worker.app_settings import leased_tasks, settings_of
+from celery_leases.worker.checks.settings import options_without_lease, redelivery_warning
 
 TAG: Final = "celery_leases"
 RELAY_TASKS: Final = frozenset({"celery_leases.relay", "celery_leases.rescue"})
@@ -79,7 +79,7 @@ def check_settings(**_: Any) -> list[CheckMessage]:
                 id="celery_leases.W001",
             )
         )
-    if (slow := setting_checks.redelivery_warning(app)) is not None:
+    if (slow := redelivery_warning(app)) is not None:
         text, value = slow
         line = f"Write CELERY_BROKER_TRANSPORT_OPTIONS = {value}"
         found.append(Warning(f"The setting {text}.", hint=line, id="celery_leases.W002"))
@@ -123,7 +123,7 @@ def check_tasks(**_: Any) -> list[CheckMessage]:
             hint="Write base=LeasedTask, or remove these options.",
             id="celery_leases.W004",
         )
-        for name, options in setting_checks.options_without_lease(app)
+        for name, options in options_without_lease(app)
     ]
     return found
 

@@ -9,10 +9,11 @@ from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnav
 from celery_leases.protocol.findings import Severity
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import logger
-from celery_leases.worker import app_components, relay_check
+from celery_leases.worker import app_components
 from celery_leases.worker.app_components import AppComponents
 from celery_leases.worker.app_settings import leased_tasks
-from celery_leases.worker.setting_checks import (
+from celery_leases.worker.checks import relay
+from celery_leases.worker.checks.settings import (
     TimeLimits,
     findings_without_lease,
     greenlets_of,
@@ -57,7 +58,7 @@ def _check_records(components: AppComponents) -> None:
     try:
         components.records.check()
         check_writes(components.records)
-        relay_check.warn_of_waiting(components.records)
+        relay.warn_of_waiting(components.records)
         components.records.identity()  # read once for all pool children, which are forked later
     except StoreUnavailable as error:
         if components.settings.database_url.startswith("sqlite") and error.executed is not False:

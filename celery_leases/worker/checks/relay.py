@@ -35,7 +35,7 @@ def watch(worker: Any) -> None:
     receiver of Celery's ``worker_ready``.
 
     The first check is made before the worker starts, by
-    :mod:`celery_leases.worker.startup_checks`.
+    :mod:`celery_leases.worker.checks.startup`.
     """
     app = worker.app
     if id(app) in _watches:  # Celery sends the signal after each reconnect to the broker

@@ -9,13 +9,13 @@ from celery_leases.protocol.findings import Examination, Finding, Severity
 from celery_leases.protocol.record_filters import Order, RecordFilter
 from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import leased_tasks
-from celery_leases.worker.setting_checks import (
+from celery_leases.worker.checks.servers import StoreChecks
+from celery_leases.worker.checks.settings import (
     TimeLimits,
     findings_without_lease,
     greenlets_of,
     setting_findings,
 )
-from celery_leases.worker.store_checks import StoreChecks
 
 SLOWEST = 200
 """How many records, those with the longest runs, are read for the longest run of each task."""

@@ -1,0 +1,3 @@
+"""Checks of an app: of its settings, its servers and its relay, at the start of a worker or for the
+doctor.
+"""
