@@ -9,7 +9,7 @@ from celery import Celery
 
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.settings import Settings, is_setting, read_settings
-from celery_leases.worker.consumer_timeout import consumer_timeout_of
+from celery_leases.worker.rabbitmq_consumer_timeout import consumer_timeout_of
 
 _completed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
 

@@ -14,7 +14,7 @@ from celery_leases.protocol.findings import Finding, Severity
 from celery_leases.protocol.options import ADVISED_TTL, OPTION_NAMES
 from celery_leases.protocol.tuning import Delivery
 from celery_leases.settings import DEFAULT_DATABASE, REDIS_SCHEMES, Settings
-from celery_leases.worker.consumer_timeout import consumer_timeout_warning
+from celery_leases.worker.rabbitmq_consumer_timeout import consumer_timeout_warning
 
 TIME_TO_END: Final = 1.0
 """Seconds that a body needs after its soft time limit: to clean up, and for its outcome to be
