@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery_leases.protocol.ports import RecordStore, Renewal, RenewalResult
 from sqlalchemy import Connection, Engine, event, inspect, make_url, text
 
 from celery_leases.errors import RecordUnreadable, SchemaOutdated, StoreUnavailable
 from celery_leases.protocol.effects import scope_of
-from celery_leases.protocol.interfaces import Renewal, RenewalResult
+from celery_leases.protocol.interfaces import RecordStore, Renewal, RenewalResult
 from celery_leases.protocol.keys import CallKey
 from celery_leases.protocol.records import Ended, Failure, Record, State, Won
 from celery_leases.stores.sql import migrations

@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy import insert, select, text
 
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.filters import RecordFilter
 from celery_leases.protocol.interfaces import Claimed
+from celery_leases.protocol.record_filters import RecordFilter
 from celery_leases.protocol.records import Refused, Won
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.dialects import postgresql
