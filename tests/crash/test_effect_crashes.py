@@ -6,7 +6,6 @@ By default a process is killed once at each step for each kind of provider, and 
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -33,6 +32,7 @@ from tests.crash.invoices import (
 )
 from tests.integration.deployments import spelled
 from tests.integration.payments import Provider, provider
+from tests.support.commands import run_command
 
 __all__ = ["provider"]
 
@@ -170,8 +170,7 @@ def typed(wave: Wave, command: str, key: str, **options: Any) -> Any:
             else [f"--{name}", value if name == "state" else json.dumps(value)]
         )
     argv = [sys.executable, "-m", "celery", "-A", INVOICING, "leases", *words]
-    env = os.environ | wave.scene.env
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = run_command(argv, env=os.environ | wave.scene.env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -34,10 +34,9 @@ def module_stage(
 
 
 @pytest.fixture(scope="module")
-def operator(module_stage: Deployment) -> Iterator[Terminal]:
+def operator(module_stage: Deployment) -> Terminal:
     """A terminal with the settings of the worker."""
-    with Terminal(ORDERING, module_stage.env) as terminal:
-        yield terminal
+    return Terminal(ORDERING, module_stage.env)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.testing.contracts.record_case import outcome, won
+from tests.support.commands import run_command
 
 APP = "tests.apps.leased"
 WORK, RERUN = f"{APP}.work", f"{APP}.rerun"
@@ -37,9 +38,7 @@ class Operator:
     def types(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run ``celery -A tests.apps.leased leases`` with *words*."""
         command = [sys.executable, "-m", "celery", "-A", "tests.apps.leased", "leases", *words]
-        return subprocess.run(
-            command, env=self.env, capture_output=True, text=True, timeout=60, check=False
-        )
+        return run_command(command, env=self.env)
 
     def sees(self, *words: str) -> str:
         """What a command prints that must succeed."""

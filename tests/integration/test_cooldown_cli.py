@@ -3,7 +3,6 @@ keys that wait.
 """
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,10 +21,9 @@ def module_stage(stage_factory: DeploymentFactory) -> Deployment:
 
 
 @pytest.fixture(scope="module")
-def operator(module_stage: Deployment) -> Iterator[Terminal]:
+def operator(module_stage: Deployment) -> Terminal:
     """A terminal with the settings of the worker."""
-    with Terminal(COOLING, module_stage.env) as terminal:
-        yield terminal
+    return Terminal(COOLING, module_stage.env)
 
 
 def test_explain_shows_which_rule_matches_a_failure_and_what_follows(operator: Terminal) -> None:

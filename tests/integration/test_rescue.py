@@ -120,8 +120,7 @@ def test_what_a_rescue_could_not_publish_is_not_counted_and_the_next_one_does(
     change(stage, name, "publish_at = NULL")
     let_be_old(stage, name, "order")
     away = f"{stage.broker_url.split(':', maxsplit=1)[0]}://127.0.0.1:1"
-    with Terminal(ORDERING, {**stage.env, "CELERY_BROKER_URL": away}) as cut_off:
-        done = cut_off.types("rescue")
+    done = Terminal(ORDERING, {**stage.env, "CELERY_BROKER_URL": away}).types("rescue")
     assert (done.returncode, done.stdout.strip()) == (1, "0 published")
     assert "1 could not be published" in done.stderr
     let_be_due(stage, name)

@@ -16,9 +16,10 @@ import redis
 from kombu import Connection
 
 from celery_leases.testing.waits import wait_until
+from tests.support.commands import run_command
 from tests.support.guard import descendants, parents
 from tests.support.plugin import missing_server
-from tests.support.preloaded import EXEC_VARIABLE
+from tests.support.preloaded import EXEC_VARIABLE, preloaded
 from tests.support.process import GuardedProcess, NotReady
 from tests.support.servers import (
     LocalServer,
@@ -222,6 +223,47 @@ def test_a_worker_is_the_same_whether_it_was_forked_or_executed(
     os.kill(owner.pid, signal.SIGKILL)
     owner.communicate()
     wait_until(lambda: pid not in parents(), 10, "the end of the worker")
+
+
+ENDS = {
+    "returns": "",
+    "exits with a number": "sys.exit(3)",
+    "exits with a text": "sys.exit('refused')",
+    "raises": "1 / 0",
+    "is interrupted": "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
+    "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
+}
+
+
+@pytest.mark.every_argument
+@pytest.mark.parametrize("end", ENDS)
+def test_a_command_is_the_same_whether_it_was_forked_or_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Its arguments, directory, import path and environment, what it prints, and how it ends."""
+    script = tmp_path / "scripts" / "script.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import atexit, os, signal, sys, time\n"
+        "atexit.register(print, 'at exit')\n"
+        "print(__name__, __file__, sys.argv, os.getcwd(), sys.path, sys.stdin.read())\n"
+        "print(sorted(os.environ), sys.stdout.isatty(), file=sys.stderr)\n"
+        f"print('the end'); {ENDS[end]}\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONUNBUFFERED": "1", "ADDED": "1"}
+    command = [sys.executable, str(script), "a word", "--option"]
+    monkeypatch.delenv(EXEC_VARIABLE, raising=False)
+    env.pop(EXEC_VARIABLE, None)
+    assert preloaded.can_run_command(command, env)
+    forked = run_command(command, env=env, cwd=tmp_path)
+    monkeypatch.setenv(EXEC_VARIABLE, "1")
+    assert not preloaded.can_run_command(command, env)
+    executed = run_command(command, env=env, cwd=tmp_path)
+    assert (forked.returncode, forked.stdout) == (executed.returncode, executed.stdout)
+    assert str(tmp_path) in forked.stdout
+    said, expected = forked.stderr.splitlines(), executed.stderr.splitlines()
+    assert (said[0], said[-1]) == (expected[0], expected[-1])
+    assert "ADDED" in said[0]
 
 
 def test_a_daemon_that_left_its_session_is_ended_too(tmp_path: Path) -> None:

@@ -97,29 +97,30 @@ def end_descendants() -> None:
             return
 
 
-def die_with_guard() -> None:
-    """Let this process die with its parent, the guard. Call it in the child, after its user was
-    set.
+def prepare_command() -> None:
+    """Let this process die with its parent, the guard, and accept SIGINT, which a shell ignores
+    for what it starts in the background. Call it in the child, after its user was set.
     """
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def spawn(task: dict[str, Any]) -> int:
-    """Start the command as the user of the task, with its output in the log file; returns its
-    process id.
+    """Start the command as the user of the task, with its output in the log file, and its errors
+    in a file of their own if the task names one; returns its process id.
     """
     user: dict[str, Any] = {}
     if task.get("user"):
         user = {"user": task["user"], "group": task["group"], "extra_groups": []}
-    with Path(task["log"]).open("ab") as log:
+    with Path(task["log"]).open("ab") as log, Path(task["errors"] or task["log"]).open("ab") as err:
         child = subprocess.Popen(
             task["argv"],
             cwd=task.get("cwd"),
             stdin=subprocess.DEVNULL,
             stdout=log,
-            stderr=subprocess.STDOUT,
+            stderr=err,
             start_new_session=True,
-            preexec_fn=die_with_guard,  # noqa: PLW1509 - this process has one thread
+            preexec_fn=prepare_command,  # noqa: PLW1509 - this process has one thread
             **user,
         )
     child.returncode = 0  # reap() waits for it; this prevents a ResourceWarning of Popen

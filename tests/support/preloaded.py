@@ -1,12 +1,13 @@
-"""Starts Celery workers from a process that has already imported Celery and this package.
+"""Starts Celery workers and commands from a process that has already imported Celery and this
+package.
 
 A worker needs a second of CPU time for its imports, and the tests start hundreds of workers. So
 each test process has one preloaded process, which forks a guard (see ``guard.py``). The guard forks
 the worker, which sets its environment and import path, and runs ``celery`` as ``python -m celery``
-does. The worker itself only imports the app.
+does. The worker itself only imports the app. The commands of ``commands.py`` run in the same way.
 
-With ``CELERY_LEASES_TEST_EXEC=1`` each worker is started by ``exec``, as users start theirs. ``make
-test-all`` does so.
+With ``CELERY_LEASES_TEST_EXEC=1`` each of them is started by ``exec``, as users start theirs.
+``make test-all`` does so.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ from typing import IO, Any, Final
 from tests.support import guard
 
 EXEC_VARIABLE: Final = "CELERY_LEASES_TEST_EXEC"
-"""If this variable is set, workers are not forked from a preloaded process."""
+"""If this variable is set, workers and commands are not forked from a preloaded process."""
 
 POOLS: Final = ("prefork", "solo", "threads")
 """The pools whose workers may be forked. The others patch modules before these are imported."""
 
-_READ_AT_IMPORT: Final = ("PYTHON", "LD_", "PSYCOPG", "KOMBU", "C_FORCE_ROOT")
-"""The prefixes of variables that are read at the import, before a fork could set them."""
+_READ_AT_IMPORT: Final = ("PYTHON", "LD_", "PSYCOPG", "KOMBU")
+"""The prefixes of variables that are read at the import, before a fork could set them.
+
+Celery reads C_FORCE_ROOT then too, which is set for workers and has no effect on other commands.
+"""
 
 _SET_BY_FORK: Final = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 
@@ -58,45 +62,59 @@ _MODULES: Final = (
 
 
 class Preloaded:
-    """The preloaded process of this test process, which the first worker starts."""
+    """The preloaded process of this test process, which the first worker or command starts."""
 
     def __init__(self) -> None:
-        self._socket: socket.socket | None = None
+        self._sockets: dict[tuple[str, ...], socket.socket] = {}
         self._process: subprocess.Popen[bytes] | None = None
-        self._environment: dict[str, str] = {}
         self._owner = 0
 
     def can_run(self, argv: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Whether a fork has the same effect as executing *argv* with *env*."""
-        if EXEC_VARIABLE in os.environ or list(argv[:3]) != [sys.executable, "-m", "celery"]:
+        """Whether a fork has the same effect as executing *argv*, a worker, with *env*."""
+        if list(argv[:3]) != [sys.executable, "-m", "celery"] or "-P" not in argv:
             return False
-        if not hasattr(socket, "send_fds") or "-P" not in argv:
+        return (
+            argv[argv.index("-P") + 1] in POOLS
+            and env.get("C_FORCE_ROOT") == "1"
+            and self.can_run_command(argv, env)
+        )
+
+    def can_run_command(self, argv: Sequence[str], env: Mapping[str, str]) -> bool:
+        """Whether a fork has the same effect as executing *argv*, a module or a script of Python
+        that is no worker, with *env*.
+        """
+        if EXEC_VARIABLE in os.environ or not hasattr(socket, "send_fds"):
             return False
-        if argv[argv.index("-P") + 1] not in POOLS:
+        if argv[0] != sys.executable or not (argv[1] == "-m" or argv[1].endswith(".py")):
             return False
-        mine = {**os.environ, "C_FORCE_ROOT": "1"}
         return all(
-            mine.get(name) == env.get(name)
-            for name in {*mine, *env}
+            os.environ.get(name) == env.get(name)
+            for name in {*os.environ, *env}
             if name.startswith(_READ_AT_IMPORT) and name not in _SET_BY_FORK
         )
 
-    def start(self, task: Mapping[str, Any], env: Mapping[str, str]) -> ForkedGuard:
-        """Fork a guard for *task*, a task of ``guard.py``, whose command also runs in a fork."""
-        if self._socket is None or self._owner != os.getpid():
-            self._begin()
-        assert self._socket is not None
+    def start(
+        self, task: Mapping[str, Any], env: Mapping[str, str], modules: tuple[str, ...] = ()
+    ) -> ForkedGuard:
+        """Fork a guard for *task*, a task of ``guard.py``, whose command also runs in a fork.
+
+        The command finds *modules* imported.
+        """
         to_guard, from_owner = os.pipe()[::-1]
         from_guard, to_owner = os.pipe()
-        socket.send_fds(
-            self._socket,
-            [b"%d\n" % len(body := json.dumps([task, dict(env)]).encode())],
-            [from_owner, to_owner],
-        )
-        self._socket.sendall(body)
-        os.close(from_owner)
-        os.close(to_owner)
+        _request(self._server_with(modules), [task, dict(env)], [from_owner, to_owner])
         return ForkedGuard(open(to_guard, "wb"), open(from_guard, "rb", buffering=0))  # noqa: PTH123
+
+    def _server_with(self, modules: tuple[str, ...]) -> socket.socket:
+        """The socket of a preloaded process that has imported *modules* too."""
+        if self._owner != os.getpid():
+            self._sockets = {}
+            self._begin()
+        if modules not in self._sockets:
+            ours, its = socket.socketpair()
+            _request(self._sockets[()], list(modules), [its.detach()])
+            self._sockets[modules] = ours
+        return self._sockets[modules]
 
     def _begin(self) -> None:
         ours, its = socket.socketpair()
@@ -109,16 +127,26 @@ class Preloaded:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self._socket, self._owner = ours, os.getpid()
+        self._sockets[()], self._owner = ours, os.getpid()
         atexit.register(self.end)
 
     def end(self) -> None:
         """End the preloaded process and all its guards."""
-        if self._socket is not None and self._owner == os.getpid():
-            self._socket.close()
-            self._socket = None
+        if self._sockets and self._owner == os.getpid():
+            for each in self._sockets.values():
+                each.close()
+            self._sockets, self._owner = {}, 0
             assert self._process is not None
             self._process.wait()
+
+
+def _request(server: socket.socket, what: list[Any], fds: list[int]) -> None:
+    """Send *what* and *fds*, which are closed here."""
+    body = json.dumps(what).encode()
+    socket.send_fds(server, [b"%d\n" % len(body)], fds)
+    server.sendall(body)
+    for fd in fds:
+        os.close(fd)
 
 
 class ForkedGuard:
@@ -139,9 +167,13 @@ preloaded: Final = Preloaded()
 # -- in the preloaded process ----------------------------------------------------------------------
 
 
-def _serve(connection: socket.socket) -> None:
-    """Fork a guard for each request, until the test process closes the connection or dies."""
-    for name in _MODULES:
+def _serve(connection: socket.socket, modules: Sequence[str]) -> None:
+    """Fork a guard for each request, until the test process closes the connection or dies.
+
+    A request that is a list of modules forks a process that imports them too, and serves another
+    connection.
+    """
+    for name in modules:
         with contextlib.suppress(ImportError):
             import_module(name)
     gc.collect()
@@ -156,7 +188,11 @@ def _serve(connection: socket.socket) -> None:
             body += connection.recv(int(size) - len(body))
         if os.fork() == 0:
             connection.close()
-            _be_guard(*json.loads(body), *fds)
+            asked = json.loads(body)
+            if len(fds) == 2:
+                _be_guard(*asked, *fds)
+            _serve(socket.socket(fileno=fds[0]), asked)
+            os._exit(0)
         for fd in fds:
             os.close(fd)
     with contextlib.suppress(ChildProcessError):  # the guards end when their owner ends
@@ -197,12 +233,18 @@ def _fork_worker(task: dict[str, Any], env: dict[str, str]) -> int:
     try:
         _become(task, env)
         os.close(running)
-        runpy.run_module("celery", run_name="__main__", alter_sys=True)
+        if task["argv"][1] == "-m":
+            runpy.run_module(task["argv"][2], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(task["argv"][1], run_name="__main__")
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else bool(ended.code)
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        code = -signal.SIGINT
     except BaseException:  # noqa: BLE001 - as the interpreter does for an uncaught exception
         sys.excepthook(*sys.exc_info())
     finally:
@@ -213,22 +255,29 @@ def _fork_worker(task: dict[str, Any], env: dict[str, str]) -> int:
 def _become(task: dict[str, Any], env: dict[str, str]) -> None:
     """Do what ``exec`` would do to this process."""
     os.setsid()
-    guard.die_with_guard()
+    guard.prepare_command()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     log = os.open(task["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    for fd, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
+    errors = log
+    if task["errors"]:
+        errors = os.open(task["errors"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for fd, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (errors, 2)):
         os.dup2(fd, target)
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(env)
     time.tzset()
     os.chdir(task["cwd"] or ".")
+    argv = task["argv"]
     sys.path[:] = [
-        os.getcwd(),  # noqa: PTH109 - as the interpreter does
+        # As the interpreter does.
+        os.getcwd() if argv[1] == "-m" else str(Path(argv[1]).resolve().parent),  # noqa: PTH109
         *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)),
-        *sys.path[1:],
+        *(place for place in sys.path[1:] if place not in inherited),
     ]
-    sys.argv = ["celery", *task["argv"][3:]]
+    sys.argv = argv[2:] if argv[1] == "-m" else argv[1:]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
@@ -243,10 +292,13 @@ def _exit(code: int) -> None:
         atexit._run_exitfuncs()  # type: ignore[attr-defined]
         sys.stdout.flush()
         sys.stderr.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code)
 
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as given:
         given.set_inheritable(False)
-        _serve(given)
+        _serve(given, _MODULES)

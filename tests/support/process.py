@@ -37,15 +37,22 @@ class GuardedProcess:
         cwd: Path | None = None,
         user: tuple[int, int] | None = None,
         homes: Sequence[Path] = (),
+        errors: Path | None = None,
+        forked: bool | None = None,
+        modules: tuple[str, ...] = (),
     ) -> None:
         """Start the command at once. ``user`` is the (uid, gid) that runs it, which requires
-        root.
+        root. ``errors`` is a file for what the command writes to stderr.
+
+        The command is executed, or forked from a process that has imported it with ``modules``;
+        ``forked`` tells which, and by default workers are forked where that makes no difference.
         """
         self.log = log
         self.argv = [str(part) for part in argv]
         task = {
             "argv": self.argv,
             "log": str(log),
+            "errors": str(errors) if errors else None,
             "cwd": str(cwd) if cwd else None,
             "user": user[0] if user else None,
             "group": user[1] if user else None,
@@ -55,8 +62,10 @@ class GuardedProcess:
         self._log_start = log.stat().st_size if log.exists() else 0
         wanted = dict(os.environ if env is None else env)
         self._guard: subprocess.Popen[bytes] | ForkedGuard
-        if preloaded.can_run(self.argv, wanted) and user is None:
-            self._guard = preloaded.start(task, wanted)
+        if forked is None:
+            forked = user is None and preloaded.can_run(self.argv, wanted)
+        if forked:
+            self._guard = preloaded.start(task, wanted, modules)
         else:
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", guard.__file__, json.dumps(task)],
