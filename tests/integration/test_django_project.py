@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,21 @@ from sqlalchemy import Engine, create_engine, inspect, text
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.schema import Tables
 from tests.contract.test_migrations import make_old
+from tests.support.commands import run_command
 from tests.support.plugin import WorkerFactory
 from tests.unit.doc_pages import ROOT, blocks, page
 
 PROJECT = Path(__file__).parents[1] / "projects" / "django"
+IMPORTED = (
+    *("django.core.management", "django.core.management.commands.migrate", "django.core.checks"),
+    *("django.contrib.admin.decorators", "django.contrib.messages", "django.core.handlers.wsgi"),
+    *("django.db.migrations.autodetector", "django.db.models.sql.compiler", "django.forms"),
+    *("django.db.backends.sqlite3.base", "django.db.backends.postgresql.base", "django.urls"),
+    *("django.template.defaultfilters", "django.views.generic.base"),
+)
+"""What each command finds imported: what needs no settings, and nothing of ``django.test``, because
+the package looks whether that was imported.
+"""
 Manage = Callable[..., str]
 
 
@@ -40,14 +50,12 @@ def manage_with(database_url: str, **env: str) -> Manage:
             for name, value in os.environ.items()
             if not name.startswith(("CELERY_", "DJANGO_"))
         }
-        done = subprocess.run(
+        done = run_command(
             [sys.executable, "manage.py", *command],
             cwd=PROJECT,
             env={**inherited, "SHOP_DATABASE_URL": database_url, **env},
-            capture_output=True,
-            text=True,
             timeout=100,
-            check=False,
+            modules=IMPORTED,
         )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
