@@ -7,11 +7,16 @@ from hypothesis import settings
 
 from celery_leases.concurrency import resource_pool
 from tests.combinations import chosen, dealt
+from tests.support.servers.local import LocalServer, directory_in_memory
 
 # On a busy machine single examples are slow, which is no fault of
 # the code.
 settings.register_profile("without_deadline", deadline=None)
 settings.load_profile("without_deadline")
+
+# A new database of PostgreSQL is a copy of 300 files, and the tests need hundreds of databases.
+# Benchmarks keep their servers on the disk.
+LocalServer.homes = directory_in_memory()
 
 pytest_plugins = [
     "tests.support.plugin",

@@ -18,10 +18,21 @@ RestartMode = Literal["smart", "fast", "immediate"]
 """
 
 _TRIES = 5
+_ROOM = 6 * 2**30
 
 
 class ServerMissing(RuntimeError):
     """The program of a server is not installed. The message says what to install."""
+
+
+def directory_in_memory() -> Path | None:
+    """A directory of Linux whose files are in memory, if it has room for the servers of a test run;
+    else ``None``.
+    """
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK) or shutil.disk_usage(shared).free < _ROOM:
+        return None
+    return shared
 
 
 def free_port() -> int:
@@ -43,6 +54,8 @@ class LocalServer(abc.ABC):
     """The name of the product, for messages."""
     stop_signals: ClassVar[dict[str, int]] = {"smart": signal.SIGTERM, "fast": signal.SIGTERM}
     start_timeout: ClassVar[float] = 30.0
+    homes: ClassVar[Path | None] = None
+    """Where the home directories are made, if not in the default directory for temporary files."""
 
     def __init__(self) -> None:
         self._process: GuardedProcess | None = None
@@ -105,7 +118,7 @@ class LocalServer(abc.ABC):
         for attempt in range(_TRIES):
             port = chosen or free_port()
             home = self._home or Path(
-                tempfile.mkdtemp(prefix=f"celery-leases-{self.name.lower()}-")
+                tempfile.mkdtemp(prefix=f"celery-leases-{self.name.lower()}-", dir=self.homes)
             )
             self._home = home
             try:
