@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from benchmarks.performance import machine
 from benchmarks.performance.bench import WORKERS, Running
+from benchmarks.performance.machine import CpuByPid
 
 UNMEASURED = 0.1
 """The share of the tasks that warm the worker up."""
@@ -30,6 +31,16 @@ class Turn:
         return self.worker - self.main
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """The CPU used until a moment: by the whole machine, the worker, and the servers."""
+
+    busy: float
+    worker: CpuByPid
+    redis: CpuByPid
+    postgres: CpuByPid
+
+
 def drained(one: Running, tasks: int, publishing: float) -> Turn:
     """Let the paused worker run *tasks* messages; *publishing* is the CPU of their caller, in
     seconds.
@@ -39,22 +50,24 @@ def drained(one: Running, tasks: int, publishing: float) -> Turn:
     bench, worker, journal = one.stage.bench, one.worker, one.journal
     start = len(journal)
     pids, mains, servers = worker.pids(), worker.mains, bench.postgres_pids()
+
+    def read() -> _Reading:
+        return _Reading(machine.busy(), machine.cpu(pids), bench.redis_cpu(), machine.cpu(servers))
+
+    first, before = start + 1, read()
     worker.resume()
     worker.ended(start + int(tasks * UNMEASURED))
-    first = len(journal)
-    busy, cpu, redis, postgres = (
-        machine.busy(),
-        machine.cpu(pids),
-        bench.redis_cpu(),
-        machine.cpu(servers),
-    )
+    # Most of the tasks, or all, have ended by now on a machine that let only the worker run. Then
+    # the first tasks are measured too.
+    if len(journal) - start <= tasks // 2:
+        first, before = len(journal), read()
     worker.ended(start + tasks)
     after = machine.cpu(pids)
-    redis_used = machine.used(redis, bench.redis_cpu())
-    postgres_used = machine.used(postgres, machine.cpu(servers))
-    worker_used = machine.used(cpu, after)
-    main_used = machine.used(cpu, {pid: after[pid] for pid in mains})
-    others = machine.busy() - busy - worker_used - redis_used - postgres_used
+    redis_used = machine.used(before.redis, bench.redis_cpu())
+    postgres_used = machine.used(before.postgres, machine.cpu(servers))
+    worker_used = machine.used(before.worker, after)
+    main_used = machine.used(before.worker, {pid: after[pid] for pid in mains})
+    others = machine.busy() - before.busy - worker_used - redis_used - postgres_used
     one.caller.send("settle")
     worker.pause()
     times = [entry.time for entry in journal.entries(first - 1)]
