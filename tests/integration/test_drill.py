@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +24,8 @@ from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.testing.contracts.record_case import won
 from celery_leases.testing.waits import wait_until
 from tests.support.guard import descendants, parents
+from tests.support.preloaded import preloaded
+from tests.support.process import GuardedProcess
 
 ROOT = Path(__file__).parents[2]
 CELERY = [sys.executable, "-m", "celery", "-A", "tests.apps.leased"]
@@ -31,10 +33,27 @@ SOMEBODYS = json.dumps([{"body": "e30="}, "", "celery"])
 """An unacknowledged message of another queue, as kombu stores it in Redis."""
 
 
+class Drill(GuardedProcess):
+    """A command that prints JSON; *said* is a directory for its output and its errors."""
+
+    def __init__(self, argv: list[str], env: dict[str, str], said: Path) -> None:
+        out, self._errors = said / "out", said / "errors"
+        forked = preloaded.can_run_command(argv, env)
+        super().__init__(argv, log=out, errors=self._errors, env=env, cwd=ROOT, forked=forked)
+
+    def ended(self) -> tuple[int, list[Any], str]:
+        """How it has ended: exit code, objects printed, stderr."""
+        code = self.wait(100)
+        steps = [json.loads(line) for line in self.logs().splitlines()]
+        return code, steps, self._errors.read_text()
+
+
 class Place:
     """An operator's broker, lease store and database, with work of their own in each."""
 
-    def __init__(self, redis_url: str, database_url: str, directory: Path) -> None:
+    drill: Drill | None = None
+
+    def __init__(self, redis_url: str, database_url: str, directory: Path, said: Path) -> None:
         self.broker = redis.Redis.from_url(redis_url)
         self.lease_url = urlsplit(redis_url)._replace(path="/1").geturl()
         self.leases = redis.Redis.from_url(self.lease_url)
@@ -44,7 +63,7 @@ class Place:
         self.broker.rpush("celery", "a message")
         self.broker.hset("unacked", "tag", SOMEBODYS)
         self.broker.zadd("unacked_index", {"tag": 4e9})  # not due before 2096
-        self.directory = directory
+        self.directory, self.said = directory, said
         self.env = os.environ | {
             "CELERY_BROKER_URL": redis_url,
             "LEASES_URL": self.lease_url,
@@ -53,16 +72,11 @@ class Place:
             "TMPDIR": str(directory),
         }
 
-    def drills(self, *words: str, visibility: float) -> subprocess.Popen[str]:
+    def drills(self, *words: str, visibility: float) -> Drill:
         """``celery leases drill --yes --json`` with *words*, started."""
-        return subprocess.Popen(
-            [*CELERY, "leases", "drill", "--yes", "--json", *words],
-            env=self.env | {"VISIBILITY": str(visibility)},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        env = self.env | {"VISIBILITY": str(visibility)}
+        self.drill = Drill([*CELERY, "leases", "drill", "--yes", "--json", *words], env, self.said)
+        return self.drill
 
     def check_nothing_is_left(self) -> None:
         """Only what was there before is there, in broker, lease store, database and directory."""
@@ -80,20 +94,19 @@ class Place:
 
 
 @pytest.fixture
-def place(leases_redis_url: str, leases_postgres_url: str, tmp_path: Path) -> Place:
+def place(leases_redis_url: str, leases_postgres_url: str, tmp_path: Path) -> Iterator[Place]:
     """The servers of an operator."""
-    return Place(leases_redis_url, leases_postgres_url, tmp_path)
-
-
-def ended(drill: subprocess.Popen[str]) -> tuple[int, list[Any], str]:
-    """How a drill has ended: exit code, objects printed, stderr."""
-    out, err = drill.communicate(timeout=120)
-    return drill.returncode, [json.loads(line) for line in out.splitlines()], err
+    for name in ("left", "said"):
+        (tmp_path / name).mkdir()
+    made = Place(leases_redis_url, leases_postgres_url, tmp_path / "left", tmp_path / "said")
+    yield made
+    if made.drill is not None:
+        made.drill.end()
 
 
 def test_a_good_set_up_passes(place: Place) -> None:
     """Each step passes, every takeover is measured, and the events are shown."""
-    code, steps, err = ended(place.drills("--ttl", "5s", visibility=6))
+    code, steps, err = place.drills("--ttl", "5s", visibility=6).ended()
     assert code == 0, (steps, err)
     assert [(step["step"], step["met"]) for step in steps] == [
         ("child", True),
@@ -119,10 +132,11 @@ def test_a_good_set_up_passes(place: Place) -> None:
     place.check_nothing_is_left()
 
 
+@pytest.mark.nightly
 def test_a_ttl_that_is_too_long_fails_and_is_named(place: Place) -> None:
     """The visibility timeout is named too. The dead worker's unacknowledged message is deleted."""
     drill = place.drills("--ttl", "1m", "--takeover-slo", "2s", "--step", "worker", visibility=600)
-    code, (step,), err = ended(drill)
+    code, (step,), err = drill.ended()
     assert code == 1
     assert "missed: worker" in err
     another, own = step["takeovers"]
@@ -140,8 +154,8 @@ def test_ctrl_c_leaves_nothing_behind(place: Place) -> None:
     )
     workers = {*descendants(drill.pid)}
     assert workers
-    drill.send_signal(signal.SIGINT)
-    code, steps, _ = ended(drill)
+    drill.send(signal.SIGINT)
+    code, steps, _ = drill.ended()
     assert (code, steps) == (1, [])
     wait_until(lambda: not workers & parents().keys(), 60, "the end of the workers")
     place.check_nothing_is_left()
