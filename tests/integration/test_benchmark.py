@@ -25,6 +25,7 @@ def bench() -> Iterator[Bench]:
         yield made
 
 
+@pytest.mark.nightly
 def test_contenders_take_turns(bench: Bench) -> None:
     """Each runs its tasks once, and costs something, while the others stand still."""
     turns = []

@@ -73,6 +73,7 @@ def test_the_timeline_is_sorted_by_time(capsys: pytest.CaptureFixture[str]) -> N
     assert lines == ["earlier", "between", "later", "headline"]
 
 
+@pytest.mark.nightly
 def test_the_demo_finds_broken_promises(tmp_path: Path) -> None:
     """Without leases invoices are mailed twice, and the demo reports that and fails."""
     done = play(tmp_path, *DEMO, "--without-leases")
