@@ -13,6 +13,7 @@ from celery.contrib.testing.worker import start_worker
 from celery.exceptions import TaskRevokedError
 from celery.signals import before_task_publish
 from celery.worker.state import revoked
+from kombu.transport.virtual import Transport
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
@@ -40,6 +41,8 @@ class Shop:
         app.conf.update(
             leases_url="database", leases_database_url=f"sqlite:///{directory}/records.db", **conf
         )
+        # A worker looks for messages in memory once a second by default.
+        app.conf.broker_transport_options = {"polling_interval": 0.01}
         # Messages in memory are those of the whole process.
         app.conf.task_default_queue = f"queue-{directory.name}"
         self.published: list[str] = []
@@ -83,8 +86,15 @@ def shop(tmp_path: Path) -> Iterator[Shop]:
 
 
 @pytest.fixture
-def worker(shop: Shop) -> Iterator[None]:
+def worker(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A worker in this process, which leaves the logging of the tests as it was."""
+    drain = Transport.drain_events
+
+    def drain_soon(transport: Transport, connection: Any, timeout: float) -> Any:
+        return drain(transport, connection, timeout=min(timeout, 0.05))
+
+    # A worker that waits for messages looks whether it should stop every two seconds.
+    monkeypatch.setattr(Transport, "drain_events", drain_soon)
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     with start_worker(shop.app, pool="solo", perform_ping_check=False, shutdown_timeout=PATIENCE):
