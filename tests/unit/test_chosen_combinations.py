@@ -3,6 +3,7 @@ test-all``.
 """
 
 from collections import Counter
+from itertools import groupby
 
 import pytest
 
@@ -184,7 +185,7 @@ def test_tests_with_workers_take_turns_in_their_arguments(pytester: pytest.Pytes
     assert len(chosen(items, everywhere=True)) == 74
 
 
-def test_each_process_gets_its_part_of_the_slow_tests_at_its_front(
+def test_each_process_gets_its_part_of_the_slow_tests_and_quick_ones_between(
     items: list[pytest.Item], pytester: pytest.Pytester
 ) -> None:
     """The shares of the processes are parts of one list, and nothing gets lost."""
@@ -199,8 +200,12 @@ def test_each_process_gets_its_part_of_the_slow_tests_at_its_front(
     for number in range(3):
         share = shares[number * size : (number + 1) * size]
         here = [item for item in share if item.path.parent == crash]
-        assert share[: len(here)] == here
         assert abs(len(here) - len(slow) / 3) < 10
+        assert (share[0] in here, share[-1] in here) == (True, False)
+        runs = [path for path, _ in groupby(share, key=lambda item: item.path)]
+        slow_runs = [path for path in runs if path.parent == crash]
+        assert len(slow_runs) == len(set(slow_runs)) > 1
+        assert runs == [path for each in slow_runs for path in (each, items[0].path)]
     # Tests that share a worker of a module are in one share.
     shared = [
         (item.path, place.parts, shares.index(item) // size)
