@@ -1,5 +1,6 @@
 """Fixtures for all tests come from ``tests/support``; which tests run, from ``combinations``."""
 
+import gc
 import os
 
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import settings
 from celery_leases.concurrency import resource_pool
 from tests.combinations import chosen, dealt
 from tests.support.servers.local import LocalServer, directory_in_memory
+
+gc.disable()  # until all tests are collected, hardly any of which are garbage
 
 # On a busy machine single examples are slow, which is no fault of
 # the code.
@@ -56,3 +59,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places = {config.rootpath / "tests" / name: number for number, name in enumerate(SLOW_FIRST)}
     slow_first = sorted(kept, key=lambda item: places.get(item.path.parent, len(places)))
     items[:] = dealt(slow_first, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was collected, which lives until the end, out of all later garbage collections."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
