@@ -135,6 +135,7 @@ def test_an_unknown_outcome_is_never_charged_twice(wave: Wave, step: str) -> Non
     assert (verdict.state, verdict.charges) == ("uncertain", 0 if step == "after intent" else 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", range(RANDOM_EACH * len(WAYS)))
 def test_a_process_killed_at_any_moment_charges_once(wave: Wave, number: int) -> None:
     """At random; what must hold is the same."""

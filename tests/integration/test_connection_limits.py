@@ -2,13 +2,14 @@
 from it.
 """
 
+import time
 from collections.abc import Iterator
 
 import pytest
 import redis
 from sqlalchemy import create_engine, text
-from sqlalchemy.pool import NullPool
 
+from celery_leases.testing.waits import POLL
 from tests.integration.conftest import DeploymentFactory
 from tests.integration.deployments import PATIENCE, REDIS_REDIS_POSTGRES, Deployment
 
@@ -50,8 +51,18 @@ class Watcher:
 
     def __init__(self, stage: Deployment) -> None:
         self._database = stage._engine.url.database
-        self._engine = create_engine(stage._engine.url.set(database="postgres"), poolclass=NullPool)
+        # Its own connection is to another database, which is not counted.
+        self._engine = create_engine(stage._engine.url.set(database="postgres"))
         self._redis = redis.Redis.from_url(stage.redis_url)
+
+    def close(self) -> None:
+        """Close its own connections."""
+        self._engine.dispose()
+        self._redis.close()
+
+    def counted(self) -> tuple[int, int]:
+        """Those to both."""
+        return self.databases(), self.lease_stores()
 
     def databases(self) -> int:
         """Those to the database."""
@@ -79,11 +90,13 @@ def test_a_worker_of_many_bodies_has_few_connections(
     """
     watcher = Watcher(stage)
     results = [stage.tasks.work.delay(f"{name}-{number}", 0.05) for number in range(CALLS)]
-    seen = [(watcher.databases(), watcher.lease_stores())]
-    while not all(result.ready() for result in results[-1:]) or len(seen) < 20:
-        seen.append((watcher.databases(), watcher.lease_stores()))
+    seen = [watcher.counted()]
+    while not results[-1].ready() or len(seen) < 20:
+        time.sleep(POLL)
+        seen.append(watcher.counted())
     values = [result.get(timeout=PATIENCE) for result in results]
-    seen.append((watcher.databases(), watcher.lease_stores()))
+    seen.append(watcher.counted())
+    watcher.close()
     assert [value["name"] for value in values] == [f"{name}-{number}" for number in range(CALLS)]
     assert len(stage.events("begin")) == CALLS
     for most, allowed in zip(map(max, zip(*seen, strict=True)), AT_MOST[kind], strict=True):

@@ -147,7 +147,13 @@ def test_a_demo_that_is_stopped_leaves_nothing_behind(
         below = demo.children()
         assert len(below) > 5
         demo.send(sent)
-        assert demo.wait(20) == code, demo.logs()
+        ended = demo.wait(20)
+        # A KeyboardInterrupt inside exec() of a text, as in namedtuple(), lets Python end by SIGINT
+        # whatever the exit code is. A shell shows 130 for both.
+        if ended == -signal.SIGINT == -sent:
+            assert "stopped; nothing is left behind" in demo.logs()
+        else:
+            assert ended == code, demo.logs()
         # The guard adopts what a process leaves behind.
         wait_until(
             lambda: not set(below) & set(descendants(os.getpid())), 5, "the end of all processes"
