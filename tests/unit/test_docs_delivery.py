@@ -69,9 +69,13 @@ class Calls:
             sys.setprofile(None)
 
 
+QUEUE = "delivered"
+"""Messages in memory are those of the whole process, and other tests leave some in ``celery``."""
+
+
 def deliver(app: Celery, task: Any) -> None:
     """Give the next message of the queue to a worker's main process, which runs it itself."""
-    with app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue:
+    with app.connection_for_read() as connection, connection.SimpleQueue(QUEUE) as queue:
         message = queue.get(timeout=5)
         message.ack()  # or the next look at the queue may find it again
 
@@ -97,6 +101,7 @@ def test_the_picture_of_a_delivery_shows_its_calls(
     monkeypatch.setattr(RedisLeaseStore, "from_url", opened)
     app = Celery("billing", broker="memory://delivery", backend="cache+memory://")
     app.conf.update(
+        task_default_queue=QUEUE,
         leases_url="redis://localhost/2",
         leases_database_url=f"sqlite:///{tmp_path / 'records.db'}",
     )
