@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -83,6 +85,7 @@ def test_the_demo_finds_broken_promises(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_the_demo_of_cooldowns_pays_once_and_leaves_no_file(tmp_path: Path) -> None:
     """Twelve paid calls, counted by the model itself, beside those of plain Celery; exit code 0, in
     100 columns.
@@ -133,7 +136,27 @@ def test_the_demo_of_cooldowns_finds_a_call_too_many(temporary: Path) -> None:
         demo.end()
 
 
-STOPS = [(DEMO, signal.SIGINT, 130), (DEMO, signal.SIGTERM, 143), (COOLDOWN, signal.SIGINT, 130)]
+def stopped(demo: GuardedProcess, sent: signal.Signals) -> int:
+    """Send a signal, and once more for each time that Python ignored it: it ignores exceptions in
+    destructors, such as that of a result. Returns the exit code.
+    """
+    demo.send(sent)
+    ignored, deadline = 0, time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with suppress(TimeoutError):
+            return demo.wait(0.2)
+        if demo.logs().count("Exception ignored in") > ignored:
+            ignored += 1
+            demo.send(sent)
+    return demo.wait(0)
+
+
+STOPS = [
+    pytest.param(DEMO, signal.SIGINT, 130, marks=pytest.mark.nightly),
+    pytest.param(DEMO, signal.SIGTERM, 143, marks=pytest.mark.nightly),
+    (COOLDOWN, signal.SIGINT, 130),
+]
+"""The demo runs to its end in ``make test``, and that of the cooldowns is stopped."""
 
 
 @pytest.mark.parametrize(("command", "sent", "code"), STOPS)
@@ -146,8 +169,7 @@ def test_a_demo_that_is_stopped_leaves_nothing_behind(
         demo.wait_for_log(r"begins 1842", 30)
         below = demo.children()
         assert len(below) > 5
-        demo.send(sent)
-        ended = demo.wait(20)
+        ended = stopped(demo, sent)
         # A KeyboardInterrupt inside exec() of a text, as in namedtuple(), lets Python end by SIGINT
         # whatever the exit code is. A shell shows 130 for both.
         if ended == -signal.SIGINT == -sent:

@@ -80,6 +80,7 @@ def play(tmp_path: Path) -> Iterator[GuardedProcess]:
     process.end()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_what_the_page_promises_happens(
     play: GuardedProcess, browser: Browser, tmp_path: Path
@@ -88,18 +89,39 @@ def test_what_the_page_promises_happens(
     taken over, and a person resolves a charge. At the end the connection is lost, and the page
     shows that.
     """
+    page = opened(play, browser)
+    pays_once(page)
+    counts_down_and_drains(page, Path(os.environ.get("LEASES_PICTURES", tmp_path)))
+    is_taken_over(page)
+    is_decided_by_a_person(page)
+    can_be_read_by_all(browser)
+    assert_ends(page, play, tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_a_double_click_on_the_page_is_paid_once(
+    play: GuardedProcess, browser: Browser, tmp_path: Path
+) -> None:
+    """The shortest part of what the page promises."""
+    page = opened(play, browser)
+    pays_once(page)
+    assert_ends(page, play, tmp_path)
+
+
+def opened(play: GuardedProcess, browser: Browser) -> Page:
+    """The page, once both workers run."""
     browser.open(play.wait_for_log(r"Open (http://\S+)", 60)[1])
     browser.driver.set_window_size(1100, 800)
     page = Page(browser)
     page.shows("#connection", "Live")
     for worker in ("worker-a", "worker-b"):
         page.shows("#workers", f"{worker} is running")
-    pays_once(page)
-    counts_down_and_drains(page, Path(os.environ.get("LEASES_PICTURES", tmp_path)))
-    is_taken_over(page)
-    is_decided_by_a_person(page)
-    can_be_read_by_all(browser)
-    assert browser.problems() == []
+    return page
+
+
+def assert_ends(page: Page, play: GuardedProcess, tmp_path: Path) -> None:
+    """Nothing was refused or raised on the page, and Ctrl-C leaves nothing behind."""
+    assert page.browser.problems() == []
     play.send(signal.SIGINT)
     assert play.wait(60) == 0, play.logs()
     assert "nothing is left behind" in play.logs()

@@ -60,6 +60,7 @@ def test_a_missing_server_is_a_failure_in_ci(
     outcome.stdout.no_fnmatch_line("NOT TESTED*")
 
 
+@pytest.mark.nightly
 def test_the_docker_flag_leaves_the_nodes_to_pytest_celery(project: pytest.Pytester) -> None:
     """Without the flag the local nodes are in place; with it pytest-celery's own are, and docker
     tests run.
@@ -72,6 +73,7 @@ def test_the_docker_flag_leaves_the_nodes_to_pytest_celery(project: pytest.Pytes
     ran.assert_outcomes(passed=1, deselected=3)
 
 
+@pytest.mark.nightly
 def test_the_plugin_hides_no_fixture_of_celery(pytester: pytest.Pytester) -> None:
     """Neither Celery's own worker, nor pytest-celery's nodes, which another plugin replaces if it
     is asked to.

@@ -599,6 +599,7 @@ def test_contenders_of_a_locked_row_give_up_soon(stage: Deployment, name: str) -
     print(f"rescheduled after {took:.2f} s")
 
 
+@pytest.mark.nightly
 @ON_SERVER
 def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(
     stage: Deployment, name: str
@@ -644,6 +645,7 @@ def test_a_guard_that_outlasts_the_lease_goes_on_after_its_commit(
     assert_balanced(stage, name, done=True)
 
 
+@pytest.mark.nightly
 @ON_SERVER
 @pytest.mark.parametrize("way", ["session", "connection"])
 def test_who_waits_for_a_long_guard_all_along_does_not_come_in_at_its_commit(
