@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from celery_leases.testing.waits import wait_until
+from tests.support.commands import run_command
 from tests.support.plugin import WorkerFactory
 from tests.support.process import GuardedProcess
 
@@ -56,15 +56,8 @@ class Shop:
 
     def runs(self, *command: str) -> str:
         """The output of a Python command in the project, which must succeed."""
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=self.home,
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+        argv = [sys.executable, *command]
+        done = run_command(argv, cwd=self.home, env=self._environment, timeout=100)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

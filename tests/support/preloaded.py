@@ -270,6 +270,8 @@ def _become(task: dict[str, Any], env: dict[str, str]) -> None:
     os.environ.update(env)
     time.tzset()
     os.chdir(task["cwd"] or ".")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]  # the command may have another package of this name
     argv = task["argv"]
     sys.path[:] = [
         # As the interpreter does.
@@ -278,6 +280,7 @@ def _become(task: dict[str, Any], env: dict[str, str]) -> None:
         *(place for place in sys.path[1:] if place not in inherited),
     ]
     sys.argv = argv[2:] if argv[1] == "-m" else argv[1:]
+    sys.dont_write_bytecode = bool(env.get("PYTHONDONTWRITEBYTECODE"))
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
