@@ -8,7 +8,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 # Most of a test's time is waiting for something to be killed, paused or taken over. A test that brings its process down
 # fails once; --dist loadfile and loadgroup would run it again and again.
-PYTEST_ARGS ?= -n 4 --dist worksteal
+PROCESSES := 5
+PYTEST_ARGS ?= -n $(PROCESSES) --dist worksteal
 # CI has the client libraries whose errors the rules are tested with; elsewhere these tests are skipped without them.
 TEST_GROUPS := test $(if $(CI),clients)
 # Tests start hundreds of workers, and these start sooner from compiled files.
@@ -46,6 +47,8 @@ test-again:
 	@$(BIN)/python -c 'import json, sys; tests = json.load(open(".pytest_cache/v/cache/lastfailed")); print("== failed beside others, once more alone:", *tests, sep="\n   "); sys.exit(not 0 < len(tests) <= 3)'
 	@$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
+# Each worker imports all it needs there, so two cores are busy with fewer processes.
+test-all: PROCESSES := 4
 test-all: $(VENV)/.group-test $(VENV)/.group-clients
 	@CELERY_LEASES_TEST_EXEC=1 $(BIN)/python -m pytest $(PYTEST_ARGS) --all-combinations
 

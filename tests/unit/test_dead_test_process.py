@@ -26,7 +26,7 @@ def test_a_test_that_ends_its_process_fails_once_and_the_others_run(
     from a process that is just ending.
     """
     makefile = (pytestconfig.rootpath / "Makefile").read_text()
-    (options,) = re.findall(r"^PYTEST_ARGS \?= -n \d+ (.*)$", makefile, re.MULTILINE)
+    (options,) = re.findall(r"^PYTEST_ARGS \?= -n \S+ (.*)$", makefile, re.MULTILINE)
     pytester.makepyfile(test_first=MODULE, test_second=MODULE.replace("== 2", "> 6"))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others only cost time
     ended = pytester.runpytest_subprocess(
