@@ -29,6 +29,8 @@ class MySQLServer(MariaServer):
     """A private MySQL on 127.0.0.1, as :class:`MariaServer` is a private MariaDB."""
 
     name = "MySQL"
+    # Ubuntu's AppArmor profile allows it no files in /dev/shm.
+    homes = None
     product_settings: ClassVar[dict[str, str]] = {
         "skip-name-resolve": "OFF",
         "mysqlx": "OFF",
