@@ -10,8 +10,6 @@ from celery_leases.concurrency import resource_pool
 from tests.combinations import chosen, dealt
 from tests.support.servers.local import LocalServer, directory_in_memory
 
-gc.disable()  # until all tests are collected, hardly any of which are garbage
-
 # On a busy machine single examples are slow, which is no fault of
 # the code.
 settings.register_profile("without_deadline", deadline=None)
@@ -59,6 +57,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places = {config.rootpath / "tests" / name: number for number, name in enumerate(SLOW_FIRST)}
     slow_first = sorted(kept, key=lambda item: places.get(item.path.parent, len(places)))
     items[:] = dealt(slow_first, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def pytest_collectstart() -> None:
+    """Collect tests without garbage collections, which would find next to nothing."""
+    gc.disable()
 
 
 def pytest_collection_finish() -> None:
