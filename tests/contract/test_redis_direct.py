@@ -5,7 +5,7 @@ the previous one.
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis
@@ -155,6 +155,60 @@ def test_a_connection_that_died_with_an_unread_reply_is_replaced(
             admin.script_flush()
             store.release_unawaited(request.stored_key, request.token)
             assert not admin.keys("unawaited:*:lease")
+
+
+def test_a_connection_closed_by_another_thread_leaves_no_unread_reply(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not while it is being closed either, when the reply to a release is late."""
+    closing, close = threading.Event(), threading.Event()
+    usual: Any = redis.connection.AbstractConnection.disconnect
+    with RedisServer() as server:
+        client = cast(DirectClient, redis_address(server.url).client(2.0))
+        store = RedisLeaseStore(client, "unawaited", "unawaited")
+        request = make_claim_request(fresh_key())
+        store.release_unawaited(request.stored_key, request.token)  # is awaited
+        server.pause()
+        store.release_unawaited(request.stored_key, request.token)
+
+        def slow(self: Any, *args: Any) -> None:
+            if threading.current_thread() is closer:
+                closing.set()
+                assert close.wait(PATIENCE)
+            usual(self, *args)
+
+        closer = threading.Thread(target=client.disconnect)
+        monkeypatch.setattr(redis.connection.AbstractConnection, "disconnect", slow)
+        closer.start()
+        assert closing.wait(PATIENCE)
+        answers: list[Any] = []
+        asker = threading.Thread(
+            target=lambda: answers.append(client.send(packed(["ECHO", "ours"])))
+        )
+        asker.start()
+        server.resume()
+        asker.join(PATIENCE)
+        monkeypatch.undo()
+        close.set()
+        closer.join()
+        assert answers == [b"ours"]
+        client.disconnect()
+
+
+def test_a_release_that_is_never_answered_fails_no_later_command(
+    leases_redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A firewall forgot the connection while the body ran, so the release reached nobody."""
+    client = cast(DirectClient, redis_address(leases_redis_url).client(0.5))
+    store = RedisLeaseStore(client, "unawaited", "unawaited")
+    request = make_claim_request(fresh_key())
+    store.release_unawaited(request.stored_key, request.token)  # is awaited
+    assert isinstance(store.acquire(request), Acquired)
+    with monkeypatch.context() as lost:
+        lost.setattr(redis.connection.AbstractConnection, "send_packed_command", lambda *_: None)
+        store.release_unawaited(request.stored_key, request.token)
+    assert client.send(packed(["ECHO", "ours"])) == b"ours"
+    client.disconnect()
 
 
 def test_threads_share_connections_and_no_replies(
