@@ -247,9 +247,10 @@ class Renewer:
             self._held_by_other(held_lease, stores)
         elif result is RenewalResult.LOCKED:
             held_lease.seen_locked(sent)
-            held_lease.due = deadlines.renewal_retry(
-                self._clock.now(), held_lease.claim_request.ttl
-            )
+            with self._lock:
+                held_lease.due = deadlines.renewal_retry(
+                    self._clock.now(), held_lease.claim_request.ttl
+                )
         elif result is RenewalResult.MISSING:
             self._reassert(held_lease, sent, stores)
         elif held_lease.unverified and not _is_still(held_lease, State.RUNNING, stores):

@@ -364,6 +364,27 @@ def test_a_lease_that_needs_no_renewal_is_not_due_again_until_its_row_is_locked(
     assert completed.due < math.inf
 
 
+def test_a_row_that_the_body_sees_locked_meanwhile_is_checked_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The renewal thread has just found that the lease needs no renewal."""
+    held_lease = bench.held_lease(renew=False)
+    bench.leases.answer = lambda _: RenewalResult.LOCKED
+    body = threading.Thread(target=bench.renewer.confirm, args=[held_lease])
+
+    def needs_renewer(now: float) -> bool:
+        body.start()
+        body.join(0.2)
+        return False
+
+    bench.clock.time = held_lease.due
+    monkeypatch.setattr(held_lease, "needs_renewer", needs_renewer)
+    with bench.renewer._lock:
+        assert bench.renewer._take_due(bench.clock.now()) == []
+    body.join()
+    assert held_lease.due < math.inf
+
+
 def test_an_event_without_a_receiver_is_not_built(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
