@@ -60,7 +60,7 @@ class DirectClient(redis.Redis):
             watched.prepare()
             connection.send_packed_command([call.by_sha])
             if call.sha in watched.scripts:
-                watched.leave_unread(call)
+                watched.unread = call, connection._sock  # noqa: SLF001 - see prepare()
                 return
             call.finish(connection)
             watched.prepare()
@@ -115,36 +115,32 @@ class ScriptCall:
 class _WatchedConnection:
     """A connection whose socket can be polled without reading from it."""
 
-    __slots__ = ("_look", "_socket", "_unread", "connection", "scripts")
+    __slots__ = ("_look", "_socket", "connection", "scripts", "unread")
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection
         #: The call whose reply has not been read, and its socket: another one has no such reply.
-        self._unread: tuple[ScriptCall, Any] | None = None
+        self.unread: tuple[ScriptCall, Any] | None = None
         #: The SHAs of the scripts that the server has run on this connection.
         self.scripts: set[str] = set()
         self._socket: Any = None
         self._look: Any = None
-
-    def leave_unread(self, call: ScriptCall) -> None:
-        """Note that the reply to *call*, which was just sent, is not read yet."""
-        self._unread = call, self.connection._sock  # noqa: SLF001 - redis-py does not expose the socket otherwise; kombu reads it too
 
     def prepare(self) -> None:
         """Read the reply that has not been read. Connect again if it does not come, the server has
         closed the connection, or has sent unexpected data.
         """
         connection = self.connection
-        if self._unread is not None:
-            call, socket = self._unread
-            if socket is not None and socket is connection._sock:  # noqa: SLF001 - as above
+        if self.unread is not None:
+            call, socket = self.unread
+            if socket is not None and socket is connection._sock:  # noqa: SLF001 - redis-py does not expose the socket otherwise; kombu reads it too
                 try:
                     call.finish(connection)
                 except ResponseError:
                     pass
                 except (redis.ConnectionError, redis.TimeoutError):
                     connection.disconnect()
-            self._unread = None
+            self.unread = None
         if self._socket is not connection._sock:  # noqa: SLF001 - as above
             self._watch(connection._sock)  # noqa: SLF001 - as above
         if self._socket is not None and self._look(0):  # without a socket, sending connects
