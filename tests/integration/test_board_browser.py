@@ -1,6 +1,6 @@
 """The board as an operator has it: the command serves it, a real Chromium shows it.
 
-With BOARD_PICTURES, a directory, the pictures of docs/board.md are written into it.
+With LEASES_PICTURES, a directory, the pictures of docs/board.md are written into it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def board(shop: Shop, tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def pictures() -> Path | None:
     """Where pictures are wanted."""
-    wanted = os.environ.get("BOARD_PICTURES")
+    wanted = os.environ.get("LEASES_PICTURES")
     return Path(wanted) if wanted else None
 
 
