@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
-import psycopg
-
 from tests.support.process import GuardedProcess, NotReady
 from tests.support.servers.local import LocalServer, ServerMissing
 
@@ -87,6 +85,8 @@ class PostgresServer(LocalServer):
 
     def new_database(self) -> str:
         """Create an empty database and return its URL. Raises psycopg.Error."""
+        import psycopg  # not at the top: the demos use these modules, and no PostgreSQL
+
         name = f"leases_{next(self._numbers)}"
         where = f"host=127.0.0.1 port={self.port} user=postgres dbname=postgres"
         with psycopg.connect(where, autocommit=True, connect_timeout=60) as connection:
