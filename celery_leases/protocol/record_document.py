@@ -59,9 +59,8 @@ def dump(record: Record, *, failed: bool = False) -> str | None:
     if digests is not None:
         found["digests"] = digests
     fingerprint = record.fingerprint
-    if (digests is not None or fingerprint is not None) and not (
-        digests is not None and is_fingerprint(fingerprint)
-    ):
+    follows = is_fingerprint(fingerprint) if digests is not None else fingerprint is None
+    if not follows:  # from the digests
         found["print"] = fingerprint
     if record.previous is not None:
         found["before"] = _previous_to(record.previous)

@@ -89,8 +89,9 @@ class GateClosing(ABC):
 
     @abstractmethod
     def _swap_history(self, group: str, before: str | None, after: str) -> bool:
-        """Write *after* for :data:`~celery_leases.protocol.cooldown_group_history.RETENTION`
-        seconds, if the stored text is *before* or there is none.
+        """Write *after* if the stored text equals *before*, or if no text is stored; returns
+        whether it was written. The text expires after
+        :data:`~celery_leases.protocol.cooldown_group_history.RETENTION` seconds.
         """
 
     @abstractmethod

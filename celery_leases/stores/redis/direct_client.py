@@ -82,7 +82,7 @@ class DirectClient(redis.Redis):
             watched.connection.disconnect()
 
     def _taken(self) -> _WatchedConnection:
-        """A connection that nobody else uses."""
+        """An idle connection, or a new one. The caller alone uses it, and puts it back."""
         if self._process != os.getpid():
             self._opened, self._idle, self._process = [], [], os.getpid()
         try:
