@@ -15,6 +15,7 @@ from celery_leases.common.text_cleaning import storable
 from celery_leases.common.values import value_class
 from celery_leases.errors import LeaseStoreMismatch
 from celery_leases.protocol import attempt_history
+from celery_leases.protocol.keys import Compared, same_arguments
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.records import (
     Attempt,
@@ -43,7 +44,7 @@ class Question(Enum):
     AGE = "age"
 
 
-class Claimant(Protocol):
+class Claimant(Compared, Protocol):
     """The values of a call that the rule needs.
 
     Both a :class:`~celery_leases.protocol.verdicts.Call` and its claim request have them.
@@ -52,11 +53,6 @@ class Claimant(Protocol):
     @property
     def call_id(self) -> str:
         """Celery's task id."""
-        ...
-
-    @property
-    def fingerprint(self) -> str | None:
-        """The fingerprint of its arguments; ``None`` if nothing is compared."""
         ...
 
     @property
@@ -122,9 +118,7 @@ def refusal(row: Record | None, call: Claimant) -> Refusal | None:
         return Refusal.SUPERSEDED
     if row.state is State.UNCERTAIN or (row.state is State.FAILED and not call.rerun):
         return Refusal.FAILED
-    if not (
-        ours or row.failure_delivered or call.rerun or _same_work(row.fingerprint, call.fingerprint)
-    ):
+    if not (ours or row.failure_delivered or call.rerun or same_arguments(row, call)):
         return Refusal.REUSED
     if row.state is State.DONE and not call.rerun:
         return Refusal.DONE
@@ -312,7 +306,3 @@ def _crashes(row: Record, claim_request: ClaimRequest, *, crashed: bool) -> int:
         if claim_request.rerun and row.crashed_call not in (None, row.call_id)
         else row.crashes + 1
     )
-
-
-def _same_work(one: str | None, other: str | None) -> bool:
-    return one is None or other is None or one == other

@@ -15,10 +15,11 @@ import math
 import re
 import string
 from _string import formatter_field_name_split  # type: ignore[import-not-found]
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from types import NoneType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kombu.utils import json as wire
 
@@ -38,6 +39,11 @@ _surrogate: Final = re.compile("[\ud800-\udfff]").search
 _unfit: Final = re.compile("[\x00\ud800-\udfff]").search
 _HASHED: Final = re.compile(r".*#[0-9a-f]{64}", re.DOTALL)
 KEY_MAX = 1_000_000
+DIGEST_LENGTH: Final = 16
+"""Characters of a digest: 12 bytes in Base64."""
+FINGERPRINT_LENGTH: Final = 22
+"""Characters of a fingerprint behind its version: 16 bytes in Base64, without padding."""
+OLDER_FINGERPRINT_LENGTH: Final = 32
 
 
 @value_class(frozen=True, slots=True)
@@ -55,6 +61,20 @@ class CallKey:
     def shown(self) -> str:
         """The key for logs, events and messages, in at most 255 characters."""
         return bounded(self.key)
+
+
+class Compared(Protocol):
+    """What of a call is compared with others of its key: a :class:`CallKey`, a record, a claim."""
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of its arguments; ``None`` if nothing is compared."""
+        ...
+
+    @property
+    def digests(self) -> Mapping[str, str] | None:
+        """The digest of each compared argument, if they are known."""
+        ...
 
 
 class Parameters(inspect.Signature):
@@ -120,7 +140,7 @@ def bounded(text: str) -> str:
     """
     if len(text) < STORED_KEY_MAX or (len(text) == STORED_KEY_MAX and not is_short_form(text)):
         return text
-    digest = _digest(text)
+    digest = _sha256(text).hexdigest()
     return f"{text[: STORED_KEY_MAX - 1 - len(digest)]}#{digest}"
 
 
@@ -191,23 +211,60 @@ def call_group(
 
 def fingerprint_of(digests: Mapping[str, str]) -> str:
     """The fingerprint of arguments with these digests. A record stores only the digests."""
-    named = ",".join([f'{_quoted(name)}:"{digests[name]}"' for name in sorted(digests)])
-    # This equals canonical(digests), except that canonical() joins two adjacent surrogates.
-    whole = canonical(digests) if _surrogate(named) else f"{{{named}}}"
-    return f"{VERSION}:{_digest(whole)[:32]}"
+    return f"{VERSION}:{_hashed(_joined(digests), 16)[:FINGERPRINT_LENGTH]}"
+
+
+def older_fingerprint_of(digests: Mapping[str, str]) -> str:
+    """The older form of a fingerprint, made of digests of 12 hexadecimal digits."""
+    return f"{VERSION}:{_sha256(_joined(digests)).hexdigest()[:OLDER_FINGERPRINT_LENGTH]}"
 
 
 def is_fingerprint(text: str | None) -> bool:
     """Whether *text* has the form of the fingerprints of :func:`fingerprint_of`."""
-    return text is not None and len(text) == len(VERSION) + 33 and text.startswith(VERSION)
+    return text is not None and len(text) == len(VERSION) + 1 + FINGERPRINT_LENGTH
 
 
-def differing(ours: Mapping[str, str] | None, theirs: Mapping[str, str] | None) -> list[str]:
+def is_older_fingerprint(text: str | None) -> bool:
+    """Whether *text* has the form of the fingerprints of :func:`older_fingerprint_of`."""
+    return text is not None and len(text) == len(VERSION) + 1 + OLDER_FINGERPRINT_LENGTH
+
+
+def same_arguments(one: Compared, other: Compared) -> bool:
+    """Whether two calls have the same arguments, or those of one of them are not compared."""
+    ours, theirs = one.fingerprint, other.fingerprint
+    if ours is None or theirs is None or ours == theirs:
+        return True
+    if is_older_fingerprint(ours):
+        return is_fingerprint(theirs) and ours == _in_older_form(other.digests)
+    return is_fingerprint(ours) and theirs == _in_older_form(one.digests)
+
+
+def differing(one: Compared, other: Compared) -> list[str]:
     """The names of the arguments whose digests differ."""
-    ours, theirs = ours or {}, theirs or {}
+    ours, theirs = one.digests or {}, other.digests or {}
+    if is_older_fingerprint(one.fingerprint) != is_older_fingerprint(other.fingerprint):
+        ours, theirs = _older_digests(ours), _older_digests(theirs)
     return sorted(
         name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
     )
+
+
+def _in_older_form(digests: Mapping[str, str] | None) -> str | None:
+    return older_fingerprint_of(_older_digests(digests)) if digests is not None else None
+
+
+def _older_digests(digests: Mapping[str, str]) -> dict[str, str]:
+    """*digests* in their older form, which has the first 6 of their 12 bytes."""
+    return {
+        name: a2b_base64(digest)[:6].hex() if len(digest) == DIGEST_LENGTH else digest
+        for name, digest in digests.items()
+    }
+
+
+def _joined(digests: Mapping[str, str]) -> str:
+    named = ",".join([f'{_quoted(name)}:"{digests[name]}"' for name in sorted(digests)])
+    # This equals canonical(digests), except that canonical() joins two adjacent surrogates.
+    return canonical(digests) if _surrogate(named) else f"{{{named}}}"
 
 
 def _too_deep(task: str) -> KeyUnusable:
@@ -374,7 +431,7 @@ def _digests(options: LeaseOptions, given: _Given) -> dict[str, str] | None:
     else:
         made = given.to(chosen)
         compared = made if isinstance(made, Mapping) else {"fingerprint": made}
-    return {str(name): _digest(canonical(value))[:12] for name, value in compared.items()}
+    return {str(name): _hashed(canonical(value), 12) for name, value in compared.items()}
 
 
 def _is_default(parameter: inspect.Parameter, value: Any) -> bool:
@@ -395,8 +452,14 @@ def _equals(value: Any, default: Any) -> bool:
         return False
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+def _sha256(text: str) -> hashlib._Hash:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass"))
+
+
+def _hashed(text: str, length: int) -> str:
+    """The first *length* bytes of a hash of *text*, in Base64."""
+    whole = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return str(b2a_base64(whole[:length], newline=False), "ascii")
 
 
 def _delivered(value: Any) -> Any:

@@ -14,7 +14,12 @@ from operator import attrgetter
 from typing import Any, Final
 
 from celery_leases.protocol import attempt_history
-from celery_leases.protocol.keys import fingerprint_of, is_fingerprint
+from celery_leases.protocol.keys import (
+    fingerprint_of,
+    is_fingerprint,
+    is_older_fingerprint,
+    older_fingerprint_of,
+)
 from celery_leases.protocol.records import Attempt, Ended, Failure, Record
 
 SAME_AS_FINISHED_AT: Final = True
@@ -28,7 +33,7 @@ change when the defaults of the options do.
 """
 _WHOLE_DIGEST: Final = 43
 """The length of a fingerprint in the first documents. It is not used, because the digests that are
-stored beside it give the fingerprint in its present form.
+stored beside it give a fingerprint that can be compared with others.
 """
 
 _FAILURE: Final = frozenset(field.name for field in fields(Failure))
@@ -56,10 +61,13 @@ def dump(record: Record, *, failed: bool = False) -> str | None:
     if values != _DEFAULTS:
         named = zip(_SHORT, _DEFAULTS, values, strict=True)
         found = {short: value for short, default, value in named if value != default}
-    if digests is not None:
-        found["digests"] = digests
     fingerprint = record.fingerprint
-    follows = is_fingerprint(fingerprint) if digests is not None else fingerprint is None
+    if digests is None:
+        follows = fingerprint is None
+    elif is_older_fingerprint(fingerprint):
+        found["digests"], follows = digests, True
+    else:
+        found["args"], follows = digests, is_fingerprint(fingerprint)
     if not follows:  # from the digests
         found["print"] = fingerprint
     if record.previous is not None:
@@ -71,10 +79,11 @@ def dump(record: Record, *, failed: bool = False) -> str | None:
         found["trace"] = record.traceback
     if failed:
         found["failed_at"] = SAME_AS_FINISHED_AT
-    if found.keys() == _ONLY_DIGESTS and digests is not None:
+    if found.keys() == _ONLY_DIGESTS:
         # The usual document, which each first run writes.
+        digests = found["args"]
         pairs = ",".join([f"{_quoted(name)}:{_quoted(digests[name])}" for name in digests])
-        return f'{{"digests":{{{pairs}}}}}'
+        return f'{{"args":{{{pairs}}}}}'
     return _encode(found) if found else None
 
 
@@ -107,7 +116,8 @@ def load(text: str | None, finished_at: int | None) -> tuple[dict[str, Any], str
     if found["digests"] is not None and (
         "print" not in document or len(document["print"] or "") == _WHOLE_DIGEST
     ):
-        found["fingerprint"] = fingerprint_of(found["digests"])
+        made_of = fingerprint_of if "args" in document else older_fingerprint_of
+        found["fingerprint"] = made_of(found["digests"])
     if document.get("failed_at") is SAME_AS_FINISHED_AT:
         found["failed_at"] = finished_at
     return found, unreadable
@@ -225,7 +235,8 @@ _DEFAULTS: Final = tuple(default for _, default, _ in _FIELDS.values())
 _values: Final = attrgetter(*_NAMES)
 _READ: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     **{short: (name, read) for short, (name, _, read) in _FIELDS.items()},
-    "digests": ("digests", _digests),
+    "args": ("digests", _digests),
+    "digests": ("digests", _digests),  # 12 hexadecimal digits each, from earlier versions
     "print": ("fingerprint", _text_or_none),
     "before": ("previous", _previous_from),
     "past": ("history", attempt_history.load),
@@ -233,6 +244,6 @@ _READ: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
 }
 _NOT_NEEDED: Final = {"previous", "unrun", "history", "traceback"}
 """Fields without which every decision can still be made."""
-_ONLY_DIGESTS: Final = {"digests"}
+_ONLY_DIGESTS: Final = {"args"}
 _quoted: Final = json.encoder.encode_basestring_ascii
 _encode: Final = json.JSONEncoder(separators=(",", ":"), default=dict).encode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,11 @@ class Call:
     def fingerprint(self) -> str | None:
         """The fingerprint of its arguments; ``None`` if nothing is compared."""
         return self.key.fingerprint
+
+    @property
+    def digests(self) -> Mapping[str, str] | None:
+        """The digest of each compared argument; ``None`` if they are not known."""
+        return self.key.digests
 
     @property
     def rerun(self) -> bool:

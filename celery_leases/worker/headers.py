@@ -59,7 +59,9 @@ MAX_COUNT: Final = 10**6
 _STATE: Final = "celery_leases_state"
 _TOKEN: Final = re.compile("[0-9A-Za-z+/]{16}", re.ASCII)
 _OWNER: Final = re.compile("[0-9A-Za-z+/]{16,32}-[0-9a-f]{1,8}", re.ASCII)
-_FINGERPRINT: Final = re.compile("v[0-9]{1,3}:([0-9a-f]{32}){1,2}", re.ASCII)
+_FINGERPRINT: Final = re.compile(
+    "v[0-9]{1,3}:([0-9A-Za-z+/]{22}|[0-9a-f]{32}|[0-9a-f]{64})", re.ASCII
+)
 
 
 class HeaderUnusable(Exception):
@@ -345,7 +347,7 @@ def key_of(
         if carried is None:
             raise
         return carried
-    # The fingerprints of the first messages had 256 bits, and can be compared with none of today's.
+    # The fingerprints in messages of earlier versions can be compared with none of today's.
     if carried is None or (
         carried.stored == made.stored
         and (carried.fingerprint == made.fingerprint or not is_fingerprint(carried.fingerprint))

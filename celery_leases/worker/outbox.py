@@ -26,7 +26,7 @@ from celery_leases.errors import (
     StoreUnavailable,
 )
 from celery_leases.protocol.decisions import permanent_failure
-from celery_leases.protocol.keys import CallKey, call_key, differing
+from celery_leases.protocol.keys import CallKey, Compared, call_key, differing, same_arguments
 from celery_leases.protocol.records import Ended, Record, State
 from celery_leases.protocol.results import decode_stored, unreadable
 from celery_leases.protocol.settlement import call_has_ended
@@ -199,7 +199,7 @@ def _enqueue_in_memory(
             return AsyncResult(_queued_call(record), app=app)
     for other in waiting_in(given):
         if other.key.stored == key.stored:
-            _check_same(other.key.fingerprint, other.key.digests, key)
+            _check_same(other.key, key)
             return AsyncResult(other.call_id, app=app)
 
     def committed(over: bool) -> None:
@@ -336,7 +336,7 @@ def _write_queued(outbox: Outbox, records: SqlRecordStore, call: _NewCall) -> Re
         )
     else:
         if not record.failure_delivered and record.state not in (State.FAILED, State.UNCERTAIN):
-            _check_same(record.fingerprint, record.digests, key)
+            _check_same(record, key)
         return record
     return None if rows.write(writes, key.key) else (rows.read(key.stored, key.key) or record)
 
@@ -622,12 +622,12 @@ def _check_arguments(record: Record, key: CallKey) -> None:
     if record.state in (State.FAILED, State.UNCERTAIN):
         raise permanent_failure(record)
     if not (record.ended is Ended.FAILED and not record.resumes):
-        _check_same(record.fingerprint, record.digests, key)
+        _check_same(record, key)
 
 
-def _check_same(fingerprint: str | None, digests: Mapping[str, str] | None, key: CallKey) -> None:
-    if None not in (key.fingerprint, fingerprint) and key.fingerprint != fingerprint:
-        names = differing(key.digests, digests)
+def _check_same(other: Compared, key: CallKey) -> None:
+    if not same_arguments(other, key):
+        names = differing(other, key)
         listed = ", ".join(names) or "their fingerprint"
         message = f"{key.key} stands for a call with other arguments; they differ in {listed}"
         raise KeyReused(message, key.key, names)

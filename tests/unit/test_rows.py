@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
+from inspect import signature
 from typing import Any
 
 import pytest
 
+from celery_leases.protocol import record_document
 from celery_leases.protocol.claim_rules import claimed
+from celery_leases.protocol.keys import call_key
+from celery_leases.protocol.options import LeaseOptions
 from celery_leases.protocol.records import (
     Attempt,
     Ended,
@@ -93,6 +98,23 @@ def test_a_record_of_a_first_run_has_no_details() -> None:
     """What has its default is left out."""
     plain: dict[str, Any] = {"retention": 7 * 86_400.0, "fingerprint": None, "digests": None}
     assert NARROW.column_values(a_record(State.DONE, **plain))["details"] is None
+
+
+def test_digests_of_earlier_versions_stay_in_their_form() -> None:
+    """Their fingerprint follows from them, as that of today's digests does."""
+    earlier = json.loads('{"digests":{"amount":"3ab57220f1f1","month":"3aa264b7c1e6"}}')
+    found, unreadable = record_document.load(json.dumps(earlier), None)
+    assert (found["digests"], unreadable) == (earlier["digests"], None)
+    assert found["fingerprint"] == "v1:d0e92acc785679c5b67a6f9bc0e8c597"
+    record = a_record(State.DONE, **{"retention": 7 * 86_400.0, **found})
+    assert json.loads(record_document.dump(record) or "") == earlier
+    today = call_key("t", LeaseOptions(key="k"), signature(lambda *args: args), "c", (1, 2), {})
+    record = a_record(
+        State.DONE, retention=7 * 86_400.0, fingerprint=today.fingerprint, digests=today.digests
+    )
+    assert json.loads(record_document.dump(record) or "") == {"args": today.digests}
+    found, _ = record_document.load(record_document.dump(record), None)
+    assert (found["fingerprint"], found["digests"]) == (today.fingerprint, today.digests)
 
 
 def test_the_full_record_differs_from_an_empty_one_in_each_field() -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from urllib.parse import quote, unquote
 
 from celery_leases.protocol import record_document
-from celery_leases.protocol.keys import fingerprint_of
+from celery_leases.protocol.keys import older_fingerprint_of
 from celery_leases.protocol.records import Attempt, Ended, Outcome, Record, State
 from celery_leases.protocol.repairs import settled
 from celery_leases.stores.sql.values import (
@@ -400,7 +400,7 @@ def _wide(reader: ColumnReader) -> dict[str, Any]:
     row = reader.row
     listed, counts = row["finished_calls"], row["counted"] == row["generation"]
     digests, fingerprint = reader.of("digests", mapping, needed=False), row["fingerprint"]
-    # The first releases wrote another fingerprint, of 256 bits. The digests give that of today.
+    # The first releases wrote another fingerprint, of 256 bits. The digests give one of 128.
     whole = fingerprint is not None and len(fingerprint) == len("v1:") + 64
     ended = reader.of("previous_ended", Ended, needed=False) if row["previous_ended"] else None
     before_error = reader.of("previous_error", failure_in, needed=False)
@@ -411,7 +411,9 @@ def _wide(reader: ColumnReader) -> dict[str, Any]:
         "quick_retries": row["quick_retries"] if counts else 0,
         "cooldowns": row["cooldowns"] if counts else 0,
         "failed_at": row["failed_at"] if counts else None,
-        "fingerprint": fingerprint_of(digests) if digests is not None and whole else fingerprint,
+        "fingerprint": older_fingerprint_of(digests)
+        if digests is not None and whole
+        else fingerprint,
         "digests": digests,
         "lease_ttl": row["lease_ttl"] / MICROSECONDS,
         "retention": row["retention"] / MICROSECONDS if row["retention"] else None,
