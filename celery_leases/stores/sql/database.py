@@ -95,6 +95,10 @@ def engine_for(
     options["enable_from_linting"] = False
     if backend == "postgresql":
         options["connect_args"] = postgresql.connect_args(parsed)
+        if reason := postgresql.refused_threshold(parsed):
+            raise LeaseConfigurationError(
+                f"leases_database_url={display_database_url(parsed)!r}: {reason}"
+            )
     if backend == "sqlite":
         options["connect_args"] = {"timeout": BUSY_TIMEOUT, "check_same_thread": False}
         if parsed.database in (None, "", ":memory:"):

@@ -5,6 +5,7 @@ temporary directories.
 from tests.support.servers.local import LocalServer, ServerMissing
 from tests.support.servers.mariadb import MariaServer
 from tests.support.servers.mysql import MySQLServer
+from tests.support.servers.pgbouncer import PgBouncer
 from tests.support.servers.postgres import PostgresServer
 from tests.support.servers.rabbit import RabbitServer, RunningRabbit, find_running_rabbit
 from tests.support.servers.redis import RedisServer
@@ -14,6 +15,7 @@ __all__ = [
     "LocalServer",
     "MariaServer",
     "MySQLServer",
+    "PgBouncer",
     "PostgresServer",
     "RabbitServer",
     "RedisCluster",

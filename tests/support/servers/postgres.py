@@ -35,7 +35,7 @@ def find_postgres_binaries() -> Path:
     raise ServerMissing("no PostgreSQL: install its server (Debian: apt-get install postgresql)")
 
 
-def _unprivileged() -> tuple[int, int] | None:
+def unprivileged() -> tuple[int, int] | None:
     """The user to run PostgreSQL as, because it refuses to run as root; ``None`` for the current
     user.
     """
@@ -97,7 +97,7 @@ class PostgresServer(LocalServer):
 
     def _launch(self, home: Path, port: int) -> GuardedProcess:
         binaries = find_postgres_binaries()
-        user = _unprivileged()
+        user = unprivileged()
         data = home / "data"
         if not data.exists():
             if user:

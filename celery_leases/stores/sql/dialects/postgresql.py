@@ -29,7 +29,11 @@ UNDEFINED_COLUMN: Final = "42703"
 UNIQUE_VIOLATION: Final = "23505"
 UNDEFINED_TABLE: Final = "42P01"
 DEADLOCK: Final = "40P01"
-_NOT_SUPPORTED: Final = "0A000"
+_STATEMENT_INVALID: Final = {"0A000", "26000", "42P05"}
+"""The columns of its table have changed, it does not exist, or its name is in use."""
+
+PREPARE_THRESHOLD: Final = "prepare_threshold"
+"""The parameter of psycopg that says after how many executions a statement is prepared."""
 
 _LIBPQ: Final = {
     "connect_timeout": 5,
@@ -45,20 +49,63 @@ def connect_args(url: URL) -> dict[str, Any]:
     return {name: value for name, value in _LIBPQ.items() if name not in url.query}
 
 
+def refused_threshold(url: URL) -> str | None:
+    """Why ``prepare_threshold`` in the URL cannot be used; ``None`` if it can, or is not there."""
+    given = str(url.query.get(PREPARE_THRESHOLD, 0))
+    if given == "None" or (given.isascii() and given.isdigit()):
+        return None
+    return f"{PREPARE_THRESHOLD} is {given!r}; write a number of executions, or None for never"
+
+
 def connect(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
     """Connect as SQLAlchemy does, with a timeout for row locks and one for a server that does not
     answer.
 
     ``lock_timeout`` is ``LOCK_TIMEOUT``, unless the ``options`` in the URL set another value, or a
-    connection pooler refuses the parameter.
+    connection pooler refuses the parameter. Behind a pooler no statement is prepared, unless the
+    URL has ``prepare_threshold``.
     """
     opened = _timed_connection().connect if _wakes_while_waiting(dialect) else dialect.connect
-    return _with_lock_timeout(opened, LOCK_TIMEOUT, args, given)
+    return _with_lock_timeout(_preparing(dialect, opened), LOCK_TIMEOUT, args, given)
 
 
 def connect_to_migrate(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
     """Connect for statements that may take long. TCP keepalives still detect a dead server."""
-    return _with_lock_timeout(dialect.connect, LOCK_TIMEOUT_OF_MIGRATIONS, args, given)
+    opened = _preparing(dialect, dialect.connect)
+    return _with_lock_timeout(opened, LOCK_TIMEOUT_OF_MIGRATIONS, args, given)
+
+
+def _preparing(dialect: Dialect, opened: Callable[..., Any]) -> Callable[..., Any]:
+    """*opened* with psycopg's ``prepare_threshold``: that of the URL, or none behind a pooler."""
+    if dialect.driver != "psycopg":
+        return opened  # psycopg2 prepares no statements
+
+    def connect(*args: Any, **given: Any) -> Any:
+        chosen = given.pop(PREPARE_THRESHOLD, None)
+        connection = opened(*args, **given)
+        if chosen is not None:
+            connection.prepare_threshold = None if chosen == "None" else int(chosen)
+        elif _is_pooled(connection):
+            connection.prepare_threshold = None
+        return connection
+
+    return connect
+
+
+def _is_pooled(connection: Any) -> bool:
+    """Whether a pooler stands between psycopg and the server: it gives its clients process ids of
+    its own.
+
+    A pooler may execute each transaction on another connection of the server. All clients prepare
+    statements under the same names, so a client would find no statement, or one of another client.
+    """
+    connection.autocommit = True
+    try:
+        (server,) = connection.execute("SELECT pg_backend_pid()").fetchone()
+    finally:
+        if not connection.closed:
+            connection.autocommit = False
+    return bool(server != connection.info.backend_pid)
 
 
 def _with_lock_timeout(
@@ -83,10 +130,10 @@ def state_of(error: BaseException) -> str | None:
 
 
 def is_outdated(error: Exception) -> bool:
-    """Whether a prepared statement is invalid because the columns of its table have changed. It
-    works on a new connection.
+    """Whether a prepared statement is not valid on its connection. It was not executed, and works
+    on a new connection.
     """
-    return state_of(error) == _NOT_SUPPORTED
+    return state_of(error) in _STATEMENT_INVALID
 
 
 def _wakes_while_waiting(dialect: Dialect) -> bool:

@@ -1,0 +1,128 @@
+"""Records behind PgBouncer, whose transaction pooling gives each statement another connection of
+the server.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psycopg
+import pytest
+from sqlalchemy import make_url, text
+
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.protocol.records import Won
+from celery_leases.stores.sql.database import engine_for, migrating
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.record_case import outcome
+from tests.support.plugin import missing_server
+from tests.support.servers import PgBouncer, PostgresServer, ServerMissing
+
+CLIENTS = 4
+CALLS = 40
+
+
+@pytest.fixture(scope="module")
+def pooler(leases_postgres: PostgresServer) -> Iterator[PgBouncer]:
+    """Two connections of the server for each database."""
+    server = PgBouncer(leases_postgres)
+    try:
+        server.start()
+    except ServerMissing as missing:
+        if os.environ.get("LEASES_NO_PGBOUNCER"):
+            pytest.skip(str(missing))
+        missing_server(str(missing))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def pooled_url(pooler: PgBouncer, leases_postgres_url: str) -> str:
+    """An empty database behind the pooler."""
+    return pooler.url_of(leases_postgres_url)
+
+
+def thresholds(url: str) -> tuple[int | None, int | None]:
+    """When psycopg prepares statements on a connection for tasks, and on one for migrations."""
+    engine = engine_for(url)
+    found = []
+    with migrating(engine) as other:
+        for each in (engine, other):
+            with each.connect() as connection:
+                driver = connection.connection.driver_connection
+                assert isinstance(driver, psycopg.Connection)
+                assert driver.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
+                found.append(driver.prepare_threshold)
+    engine.dispose()
+    return found[0], found[1]
+
+
+def test_every_call_of_several_processes_is_claimed_and_settled(pooled_url: str) -> None:
+    """Each has its own connections; all of them prepare statements under the same names."""
+    stores = [SqlRecordStore(engine_for(pooled_url)) for _ in range(CLIENTS)]
+    stores[0].migrate()
+
+    def run(number: int) -> int:
+        records = stores[number % CLIENTS]
+        claimed = DatabaseLeaseStore(records).acquire(make_claim_request(fresh_key()))
+        assert isinstance(claimed.claim, Won)  # type: ignore[union-attr]
+        record = claimed.claim.record  # type: ignore[union-attr]
+        return records.settle(record, outcome(record))  # type: ignore[return-value]
+
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        settled = list(threads.map(run, range(CLIENTS * CALLS)))
+    assert all(settled)
+    for records in stores:
+        records.database.close()
+
+
+def test_a_connection_to_a_pooler_prepares_no_statements(
+    pooled_url: str, leases_postgres_url: str
+) -> None:
+    """Not even one whose pooler accepts them: it need not say so."""
+    assert thresholds(pooled_url) == (None, None)
+    assert thresholds(leases_postgres_url) == (5, 5)
+
+
+@pytest.mark.parametrize(("given", "threshold"), [("2", 2), ("None", None)])
+def test_a_threshold_in_the_url_decides(
+    pooled_url: str, leases_postgres_url: str, given: str, threshold: int | None
+) -> None:
+    """With and without a pooler."""
+    for url in (pooled_url, leases_postgres_url):
+        chosen = make_url(url).update_query_dict({"prepare_threshold": given})
+        assert thresholds(chosen.render_as_string(False)) == (threshold, threshold)
+
+
+@pytest.mark.parametrize("given", ["never", "-1", "²"])
+def test_a_threshold_that_is_no_number_is_refused(given: str) -> None:
+    """The message shows no password."""
+    url = make_url("postgresql+psycopg://root:secret@nowhere/db")
+    with pytest.raises(
+        LeaseConfigurationError, match="write a number of executions, or None"
+    ) as no:
+        engine_for(url.update_query_dict({"prepare_threshold": given}).render_as_string(False))
+    assert "secret" not in str(no.value)
+
+
+def test_statements_that_another_client_has_deallocated_are_executed_on_a_new_connection(
+    leases_postgres_url: str,
+) -> None:
+    """As a pooler does that resets its connections."""
+    records = SqlRecordStore(engine_for(leases_postgres_url, 1))
+    records.migrate()
+    leases = DatabaseLeaseStore(records)
+    for _ in range(8):
+        leases.acquire(make_claim_request(fresh_key()))
+    with records.database.engine.connect() as connection:
+        assert connection.execute(text("SELECT count(*) FROM pg_prepared_statements")).scalar_one()
+        driver = connection.connection.driver_connection
+        assert isinstance(driver, psycopg.Connection)
+        driver.pgconn.exec_(b"DEALLOCATE ALL")  # psycopg does not see it
+    claimed = leases.acquire(make_claim_request(fresh_key()))
+    assert isinstance(claimed.claim, Won)  # type: ignore[union-attr]
+    records.database.close()
