@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from pathlib import Path
@@ -241,6 +241,22 @@ class Deployment:
         host = f"{(worker or self.worker).name}@{os.uname().nodename}"
         assert self.app.control.add_consumer(queue, destination=[host], reply=True, timeout=10)
 
+    def stop_consuming(self, worker: LocalWorker) -> None:
+        """Make a worker stop consuming, so that it can be killed.
+
+        Of a killed process, kombu loses a message that was only taken from its Redis queue.
+        """
+        host = f"{worker.name}@{os.uname().nodename}"
+        answer = self.app.control.cancel_consumer(
+            self.queue, destination=[host], reply=True, timeout=10
+        )
+        assert answer
+        if self.broker == "redis":
+            with redis.Redis.from_url(self.broker_url) as client:
+                wait_until(
+                    lambda: not _waits_for_messages(client, worker), PATIENCE, "the end of BRPOP"
+                )
+
     def redeliver_expired(self, task: str, *args: Any, **options: Any) -> Any:
         """Deliver a message a second time after its ``expires``; returns its result.
 
@@ -379,3 +395,17 @@ class Deployment:
             return self.left_over()
         except (OSError, RedisError):
             return "busy"
+
+
+def _waits_for_messages(client: redis.Redis, worker: LocalWorker) -> bool:
+    """Whether the main process of *worker* has a BRPOP that Redis has not answered."""
+    sockets = set()
+    for entry in Path(f"/proc/{worker.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            sockets.add(str(entry.readlink()))
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ports = {int(row[1].partition(":")[2], 16) for row in rows if f"socket:[{row[9]}]" in sockets}
+    clients: Any = client.client_list()
+    return any(
+        "b" in each["flags"] and int(each["addr"].rpartition(":")[2]) in ports for each in clients
+    )
