@@ -7,14 +7,15 @@ from typing import Self
 
 
 class CuttingProxy:
-    """Forwards connections to a port of 127.0.0.1; ``cut(pattern)`` arms it for the next match.
+    """Forwards connections to the port *target* of 127.0.0.1, which new connections read;
+    ``cut(pattern)`` arms it for the next match.
 
     ``was_cut`` is set once it has cut; from then on it refuses connections while ``refusing``.
     While ``silent`` it accepts all data and forwards none, as a frozen server does.
     """
 
     def __init__(self, target: int) -> None:
-        self._target = target
+        self.target = target
         self._pattern: bytes | None = None
         self._before = False
         self.refusing = False
@@ -49,7 +50,7 @@ class CuttingProxy:
         with (
             client,
             contextlib.suppress(OSError),
-            socket.create_connection(("127.0.0.1", self._target)) as server,
+            socket.create_connection(("127.0.0.1", self.target)) as server,
         ):
             back = threading.Thread(target=self._answer, args=(server, client, doomed), daemon=True)
             back.start()

@@ -12,7 +12,7 @@ from celery_leases.concurrency.resource_pool import Permit, PoolExhausted, Resou
 from celery_leases.errors import StoreUnavailable
 from celery_leases.stores.redis.cluster import Cluster
 from celery_leases.stores.redis.direct_client import DirectClient, ScriptCall, packed
-from celery_leases.stores.redis.errors import REDIS_ERRORS, unavailable
+from celery_leases.stores.redis.errors import REDIS_ERRORS, is_from_replica, unavailable
 from celery_leases.stores.redis.lease_scripts import Script
 from celery_leases.stores.redis.values import as_text
 
@@ -127,7 +127,13 @@ class RedisCommands:
         return found
 
     def unavailable(self, error: Exception) -> StoreUnavailable:
-        """The error to raise for *error*."""
+        """The error to raise for *error*.
+
+        If the server has become a replica, the connections are closed: the address may lead to the
+        new primary now, and a replica leaves connections open.
+        """
+        if is_from_replica(error):
+            self.close()
         pools = [client.connection_pool for client in self._open_clients()]
         secret = pools[0].connection_kwargs.get("password") if pools else None
         return unavailable(self._name, error, secret, self._prefix)

@@ -73,6 +73,13 @@ def unavailable(
     return StoreUnavailable(f"lease store {store}: {type(error).__name__}: {text}", executed(error))
 
 
+def is_from_replica(error: Exception) -> bool:
+    """Whether a server refused to write because it is a replica. Redis 6 says so inside the error
+    of a script.
+    """
+    return isinstance(error, exceptions.ReadOnlyError) or "READONLY" in str(error)
+
+
 def advice_for(error: BaseException | None) -> str | None:
     """The advice to append to a Redis error that would repeat; ``None`` for any other error."""
     text = str(error)

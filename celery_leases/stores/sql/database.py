@@ -21,6 +21,7 @@ from sqlalchemy import (
     event,
     make_url,
 )
+from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool.base import _ConnectionRecord
@@ -121,6 +122,7 @@ def engine_for(
             f"leases_database_url={display_database_url(parsed)!r} has no driver here ({error}); "
             f"pip install 'celery-leases[{extra}]'"
         ) from None
+    event.listen(engine, "handle_error", _invalidate_outdated)
     if on_mysql:
         event.listen(engine, "connect", mysql.prepare)
         # In autocommit mode a ROLLBACK is unnecessary and would cost a round trip.
@@ -184,6 +186,19 @@ def _is_installed(driver: str) -> bool:
 
 def _nothing(_: Any) -> None:
     pass
+
+
+def _is_outdated(error: BaseException) -> bool:
+    """Whether the statement was not executed, and may be on a new connection."""
+    return (
+        postgresql.is_outdated(error) or postgresql.is_read_only(error) or mysql.is_read_only(error)
+    )
+
+
+def _invalidate_outdated(context: ExceptionContext) -> None:
+    """Replace the connection of a statement that SQLAlchemy has executed."""
+    if _is_outdated(context.original_exception):
+        context.is_disconnect = True
 
 
 def _prepare_sqlite(connection: Any, _: Any) -> None:
@@ -464,7 +479,7 @@ class Database:
         failed, is unusable.
         """
         dialect: Any = self.engine.dialect
-        return dialect.is_disconnect(error, connection, None) or postgresql.is_outdated(error)
+        return dialect.is_disconnect(error, connection, None) or _is_outdated(error)
 
     def _is_reusable(self, error: BaseException) -> bool:
         """Whether a connection may be used again after *error* interrupted its statement.
@@ -503,7 +518,10 @@ class Database:
             or mysql.code_of(error) in mysql.NOT_EXECUTED
         )
         one_writer = self.host_clock and LOCKED in str(cause)
-        executed = False if isinstance(error, PoolTimeout) or refused or one_writer else None
+        not_executed = (
+            isinstance(error, PoolTimeout) or refused or one_writer or _is_outdated(cause)
+        )
+        executed = False if not_executed else None
         text = f"{type(cause).__name__}: {without_secrets(' '.join(str(cause).split()), self.engine.url)}"
         if refused:
             text = (

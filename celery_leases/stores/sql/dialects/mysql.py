@@ -43,6 +43,9 @@ TOO_LARGE: Final = frozenset({1153, 1301, 1366})
 column.
 """
 
+_READ_ONLY: Final = frozenset({1290, 1792, 1836})
+"""The server, or the session, only reads."""
+
 NO_SUCH_TABLE: Final = 1146
 UNDEFINED_COLUMN: Final = 1054
 _DUPLICATE: Final = 1062
@@ -94,6 +97,13 @@ def code_of(error: BaseException) -> int | None:
     """The number of a driver's error, also of one inside an error of SQLAlchemy."""
     given = (getattr(error, "orig", None) or error).args
     return given[0] if given and isinstance(given[0], int) else None
+
+
+def is_read_only(error: BaseException) -> bool:
+    """Whether the server refused to write. It may be a former primary, whose connections it leaves
+    open, so a new connection may lead to the new primary.
+    """
+    return code_of(error) in _READ_ONLY
 
 
 def is_duplicate(error: BaseException) -> bool:

@@ -29,6 +29,7 @@ UNDEFINED_COLUMN: Final = "42703"
 UNIQUE_VIOLATION: Final = "23505"
 UNDEFINED_TABLE: Final = "42P01"
 DEADLOCK: Final = "40P01"
+_READ_ONLY: Final = "25006"
 _STATEMENT_INVALID: Final = {"0A000", "26000", "42P05"}
 """The columns of its table have changed, it does not exist, or its name is in use."""
 
@@ -129,7 +130,14 @@ def state_of(error: BaseException) -> str | None:
     return str(found) if found is not None else None
 
 
-def is_outdated(error: Exception) -> bool:
+def is_read_only(error: BaseException) -> bool:
+    """Whether the server refused to write. It may be a former primary, whose connections a proxy
+    leaves open, so a new connection may lead to the new primary.
+    """
+    return state_of(error) == _READ_ONLY
+
+
+def is_outdated(error: BaseException) -> bool:
     """Whether a prepared statement is not valid on its connection. It was not executed, and works
     on a new connection.
     """
