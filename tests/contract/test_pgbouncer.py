@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import psycopg
 import pytest
@@ -15,6 +17,7 @@ from sqlalchemy import make_url, text
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.protocol.records import Won
 from celery_leases.stores.sql.database import engine_for, migrating
+from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
@@ -107,6 +110,31 @@ def test_a_threshold_that_is_no_number_is_refused(given: str) -> None:
     ) as no:
         engine_for(url.update_query_dict({"prepare_threshold": given}).render_as_string(False))
     assert "secret" not in str(no.value)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        "FATAL:  unsupported startup parameter: options",
+        "FATAL:  unsupported startup parameter in options: lock_timeout",
+        "FATAL:  Feature not supported: RDS Proxy currently doesn\u2019t support command-line options.",
+    ],
+)
+def test_a_connection_that_is_refused_for_its_options_is_opened_without_them(refusal: str) -> None:
+    """As the poolers of PgBouncer, Neon and Amazon word it. Options of the URL are not left out."""
+    tried: list[dict[str, Any]] = []
+
+    def opened(**given: Any) -> str:
+        tried.append(given)
+        if "options" in given:
+            raise psycopg.OperationalError(refusal)
+        return "connected"
+
+    dialect: Any = SimpleNamespace(driver="psycopg2", connect=opened)
+    assert postgresql.connect(dialect, None, [], {"host": "h"}) == "connected"
+    assert tried == [{"host": "h", "options": "-c lock_timeout=1500"}, {"host": "h"}]
+    with pytest.raises(psycopg.OperationalError):
+        postgresql.connect(dialect, None, [], {"options": "-c search_path=x"})
 
 
 def test_statements_that_another_client_has_deallocated_are_executed_on_a_new_connection(

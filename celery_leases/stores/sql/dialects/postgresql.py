@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Generator
 from functools import cache
@@ -35,6 +36,9 @@ _STATEMENT_INVALID: Final = {"0A000", "26000", "42P05"}
 
 PREPARE_THRESHOLD: Final = "prepare_threshold"
 """The parameter of psycopg that says after how many executions a statement is prepared."""
+
+_REFUSES_OPTIONS: Final = re.compile("unsupported startup parameter|command-line options")
+"""What PgBouncer, and what Amazon's RDS Proxy say to ``options``."""
 
 _LIBPQ: Final = {
     "connect_timeout": 5,
@@ -118,7 +122,7 @@ def _with_lock_timeout(
     try:
         return opened(*args, **{**given, "options": f"{own} -c lock_timeout={timeout}".strip()})
     except Exception as error:
-        if own or "unsupported startup parameter" not in str(error):
+        if own or not _REFUSES_OPTIONS.search(str(error)):
             raise
         return opened(*args, **given)
 
