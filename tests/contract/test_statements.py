@@ -19,6 +19,7 @@ from sqlalchemy import (
     Integer,
     bindparam,
     column,
+    insert,
     literal,
     or_,
     select,
@@ -335,6 +336,19 @@ def test_a_server_that_has_restarted_costs_one_repetition(records: SqlRecordStor
     with on_cursors(records.database) as number:
         assert row(records, record.stored_key).owner == record.owner
     assert number == [2]
+
+
+@pytest.mark.parametrize("records", DRIVERS, indirect=True)
+def test_a_key_that_exists_is_an_error_for_a_statement_that_does_not_expect_it(
+    records: SqlRecordStore,
+) -> None:
+    """On a cursor too."""
+    values = {name.key: name.key for name in records.tables.marks.c} | {"expires_at": 1}
+    add = insert(records.tables.marks).values({name: bindparam(name) for name in values})
+    records.database.count(add, values)
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable, match=r"key exists|UNIQUE constraint failed"):
+            records.database.count(add, values)
 
 
 @pytest.mark.parametrize("records", DRIVERS, indirect=True)

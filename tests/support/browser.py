@@ -22,6 +22,8 @@ from tests.support.process import GuardedProcess
 T = TypeVar("T")
 PATIENCE = 60.0
 """Seconds to wait for a page. A busy machine may need many."""
+TRIES = 3
+"""How often ChromeDriver is started if the port that it has chosen is in use."""
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--headless=new",
@@ -49,12 +51,9 @@ class Browser:
         for flag in (*FLAGS, f"--user-data-dir={home / 'profile'}"):
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-        self._process = GuardedProcess(
-            [chromedriver, "--port=0"], log=home / "chromedriver.log", homes=[home]
-        )
+        self._process, port = _started(home, chromedriver)
         try:
-            started = self._process.wait_for_log(r"started successfully on port (\d+)", PATIENCE)
-            self.driver: Any = webdriver.Remote(f"http://127.0.0.1:{started[1]}", options=options)
+            self.driver: Any = webdriver.Remote(f"http://127.0.0.1:{port}", options=options)
         except BaseException:
             self._process.end()
             raise
@@ -135,6 +134,27 @@ class Browser:
         """Write a PNG of a window of this size."""
         self.driver.set_window_size(width, height)
         path.write_bytes(self.driver.get_screenshot_as_png())
+
+
+def _started(home: Path, chromedriver: str) -> tuple[GuardedProcess, str]:
+    """A ChromeDriver, and its port.
+
+    It takes a free port of IPv6, and ends if the same port of IPv4 is in use.
+    """
+    for remaining in reversed(range(TRIES)):
+        home.mkdir(exist_ok=True)
+        process = GuardedProcess(
+            [chromedriver, "--port=0"], log=home / "chromedriver.log", homes=[home]
+        )
+        try:
+            started = process.wait_for_log(r"started successfully on port (\d+)", PATIENCE)
+        except BaseException as error:
+            process.end()
+            if not remaining or "Address already in use" not in str(error):
+                raise
+        else:
+            return process, str(started[1])
+    raise AssertionError("not reached")
 
 
 def missing_browser(what: str) -> None:

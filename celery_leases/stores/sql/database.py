@@ -225,8 +225,10 @@ def host_now() -> int:
     return time.time_ns() // 1000
 
 
-class _KeyPresentError(Exception):
-    """An insert failed because its key exists."""
+class _KeyPresentError(StoreUnavailable):
+    """An insert failed because its key exists. For a statement that does not expect this, it is an
+    error of the store.
+    """
 
 
 def _needs_new_connection(error: DBAPIError) -> bool:
@@ -411,7 +413,8 @@ class Database:
             if mysql.is_duplicate(error) or (
                 postgresql.state_of(error) == postgresql.UNIQUE_VIOLATION
             ):
-                raise _KeyPresentError from error
+                text = f"{display_database_url(self.engine.url)}: a row with this key exists"
+                raise _KeyPresentError(text, False) from error
             raise
 
     def _by_sqlalchemy(
