@@ -88,10 +88,14 @@ def _preparing(dialect: Dialect, opened: Callable[..., Any]) -> Callable[..., An
     def connect(*args: Any, **given: Any) -> Any:
         chosen = given.pop(PREPARE_THRESHOLD, None)
         connection = opened(*args, **given)
-        if chosen is not None:
-            connection.prepare_threshold = None if chosen == "None" else int(chosen)
-        elif _is_pooled(connection):
-            connection.prepare_threshold = None
+        try:
+            if chosen is not None:
+                connection.prepare_threshold = None if chosen == "None" else int(chosen)
+            elif _is_pooled(connection):
+                connection.prepare_threshold = None
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     return connect
@@ -105,11 +109,8 @@ def _is_pooled(connection: Any) -> bool:
     statements under the same names, so a client would find no statement, or one of another client.
     """
     connection.autocommit = True
-    try:
-        (server,) = connection.execute("SELECT pg_backend_pid()").fetchone()
-    finally:
-        if not connection.closed:
-            connection.autocommit = False
+    (server,) = connection.execute("SELECT pg_backend_pid()").fetchone()
+    connection.autocommit = False
     return bool(server != connection.info.backend_pid)
 
 
