@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 import redis
-from sqlalchemy import Engine, Integer, column, text
+from sqlalchemy import Engine, Integer, column, event, make_url, text
 
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.renewal import Renewer
@@ -76,6 +76,31 @@ def in_threads(number: int, call: Callable[[], object]) -> list[BaseException]:
 
 
 # -- the database ----------------------------------------------------------------------------------
+
+
+def test_a_listener_of_an_application_sets_the_user_of_each_connection(server_url: str) -> None:
+    right = make_url(server_url)
+    connected: list[str] = []
+
+    def set_user(_dialect: Any, _record: Any, _args: Any, parameters: dict[str, Any]) -> None:
+        if parameters.get("user") == "expired":
+            connected.append(parameters["user"])
+            parameters["user"] = right.username
+
+    url = right.set(username="expired").render_as_string(hide_password=False)
+    database = Database(engine_for(url))
+    with pytest.raises(StoreUnavailable):
+        database.first(text("SELECT 1"), {})
+    event.listen(Engine, "do_connect", set_user)
+    try:
+        assert database.first(text("SELECT 1 AS one"), {}) == {"one": 1}
+        assert connected == ["expired"]
+        if not is_mysql(database.engine.dialect):
+            waits = text("SELECT current_setting('lock_timeout') AS waits")
+            assert database.first(waits, {}) == {"waits": "1500ms"}
+    finally:
+        event.remove(Engine, "do_connect", set_user)
+        database.close()
 
 
 def backends(engine: Engine) -> int:
