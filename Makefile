@@ -29,7 +29,7 @@ $(VENV)/.pip:
 	@$(PIP) install --upgrade "pip>=25.1"
 	@touch $@
 
-# What is told while pip is silent; on a slow line it takes longer.
+# The times shown before pip runs, because pip prints nothing. On a slow line it takes longer.
 TIME_FOR_demo := about a minute
 TIME_FOR_matrix := about a minute
 
