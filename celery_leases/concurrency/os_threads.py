@@ -110,10 +110,5 @@ def _original(name: str, module: str = "_thread") -> Any:
     if is_gevent():
         return sys.modules["gevent.monkey"].get_original(module, name)
     if _eventlet():
-        original = sys.modules["eventlet.patcher"].original
-        return (
-            getattr(original("threading"), f"_{name}")
-            if module == "_thread"
-            else getattr(original(module), name)
-        )
+        return getattr(sys.modules["eventlet.patcher"].original(module), name)
     return getattr(importlib.import_module(module), name)
