@@ -1,8 +1,9 @@
 """The versions this library is tested with: ``nox`` runs them all, ``nox -s lowest`` the oldest of
 everything.
 
-Every pair of values of two columns stands in some row. ``nox -l`` lists the rows; what follows
-``--`` goes to pytest in place of the default tests. Rows whose Python is not installed are skipped.
+Every pair of values of two columns stands in some row, except that Python 3.14 has only one, with
+the newest of everything. ``nox -l`` lists the rows; what follows ``--`` goes to pytest in place of
+the default tests. Rows whose Python is not installed are skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ OLDEST = (
     "psycopg[binary]==3.1.18",
 )
 
-PYTHONS = ("3.11", "3.12", "3.13")
 CELERY_5_5, CELERY_5_6, CELERY_5_7 = "celery==5.5.*", "celery==5.6.*", "celery==5.7.*"
 OLD_ALCHEMY, NEW_ALCHEMY = "sqlalchemy==2.0.*", "sqlalchemy==2.1.*"
 # The oldest redis-py that Celery and this library allow together, and the newest, which the
@@ -37,6 +37,7 @@ ROWS = (
     ("3.11", CELERY_5_7, OLD_ALCHEMY, NEW_REDIS),
     ("3.12", CELERY_5_7, NEW_ALCHEMY, OLD_REDIS_5_7),
     ("3.13", CELERY_5_7, OLD_ALCHEMY, OLD_REDIS_5_7),
+    ("3.14", CELERY_5_7, NEW_ALCHEMY, NEW_REDIS),
 )
 
 DJANGOS = (("3.11", "django==5.2.*"), ("3.12", "django==6.0.*"), ("3.13", "django==6.1.*"))
