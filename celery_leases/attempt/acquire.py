@@ -96,6 +96,8 @@ class Acquirer:
                 return result
             if self.context.stopping():
                 return Reschedule(waiting.SHORTEST_DELAY, "the worker is stopping")
+            if self.context.clock.now() + result.delay > call.begin_by:
+                return self._too_late()
             self.context.clock.sleep(result.delay)
 
     def _acquire_once(self, call: Call, waited: float) -> ClaimedAttempt | Verdict:
@@ -195,7 +197,7 @@ class Acquirer:
     def _claim(
         self, call: Call, held_lease: HeldLease, sent: float, waited: float
     ) -> ClaimedAttempt | Verdict:
-        claim = self._claim_until_known(held_lease, sent)
+        claim = self._claim_until_known(held_lease, sent, call.begin_by)
         if isinstance(claim, Won):
             return self._claimed(call, held_lease, claim.record)
         if isinstance(claim, BlockedByGate):
@@ -219,9 +221,9 @@ class Acquirer:
         return verdict
 
     def _claim_until_known(
-        self, held_lease: HeldLease, sent: float
+        self, held_lease: HeldLease, sent: float, begin_by: float
     ) -> Won | Refused | BlockedByGate:
-        """Claim, and repeat the claim while its outcome is unknown.
+        """Claim, and repeat the claim while its outcome is unknown, but not after *begin_by*.
 
         Repeating a claim does no harm. A claim that was executed and is not used leaves a row that
         says ``running``.
@@ -240,7 +242,7 @@ class Acquirer:
         try:
             return retrying(
                 lambda: self._claim_once(held_lease, sent),
-                lambda: self.context.clock.now() + held_lease.remaining(),
+                lambda: min(self.context.clock.now() + held_lease.remaining(), begin_by),
                 self.context.clock,
                 repeatable=repeatable,
             )
@@ -305,7 +307,16 @@ class Acquirer:
                 "the claim took longer than the lease lasts",
                 started=True,
             )
+        if self.context.clock.now() > call.begin_by:
+            self._close(call, record, settlement.unrun(call, record, 0.0))
+            return replace(self._too_late(), started=True)
         return ClaimedAttempt(held_lease, record)
+
+    def _too_late(self) -> Reschedule:
+        """Reschedule a call whose body would begin with less than half of its time limit left."""
+        return Reschedule(
+            SHORT_PAUSE + self.context.rand(), "half of its time limit was over before it could begin"
+        )
 
     # -- steps, some of which attempt.run uses too -------------------------------------------------
 

@@ -96,7 +96,6 @@ class Execution:
             resource_pool.max_wait.reset(before)
 
     def _acquire_and_run(self, call: Call, body: Body, store_failures: int) -> Answer:
-        received_at = self.context.clock.now()
         try:
             result = self.acquirer.acquire(call)
         except RowMayBeOpen as unavailable:
@@ -110,7 +109,7 @@ class Execution:
         if not isinstance(result, ClaimedAttempt):
             return self._report_verdict(call, result)
         try:
-            return self._run(call, result, body, store_failures, received_at)
+            return self._run(call, result, body, store_failures)
         finally:
             # Also after an unexpected exception: then the lease expires.
             self.renewer.drop(result.held_lease)
@@ -121,7 +120,6 @@ class Execution:
         claimed_attempt: ClaimedAttempt,
         body: Body,
         store_failures: int,
-        received_at: float,
     ) -> Answer:
         held_lease, record = claimed_attempt.held_lease, claimed_attempt.record
         try:
@@ -144,7 +142,6 @@ class Execution:
                 call,
                 held_lease,
                 ending,
-                received_at,
                 lambda: self.context.records.read(record.stored_key),
             )
             if read is None:
@@ -168,7 +165,6 @@ class Execution:
             call,
             held_lease,
             ending,
-            received_at,
             lambda: self.context.records.settle(record, outcome),
         )
         self.renewer.drop(held_lease)
@@ -317,7 +313,6 @@ class Execution:
         call: Call,
         held_lease: HeldLease,
         ending: Ending,
-        received_at: float,
         step: Callable[[], T],
     ) -> tuple[T] | None:
         """Call *step*, which uses the database, until it succeeds or the time to settle is over;
@@ -327,7 +322,7 @@ class Execution:
         end. It is repeated for a lost lease: while the row says ``running``, the next claim of the
         key takes this process for dead.
         """
-        until = settlement.settle_until(call, self.context.clock.now(), received_at)
+        until = settlement.settle_until(call, self.context.clock.now())
         retried = (
             isinstance(ending, Returned | Raised | Snoozed | ControlFlow)
             or held_lease.lost is not None

@@ -11,6 +11,8 @@ from contextvars import ContextVar
 from typing import Any, Final, Generic, TypeVar
 from weakref import WeakSet
 
+from celery_leases.concurrency import wait_limit
+
 T = TypeVar("T")
 
 max_wait: Final[ContextVar[Callable[[], float] | None]] = ContextVar(
@@ -126,7 +128,7 @@ class ResourcePool(Generic[T]):
 
     def _wait(self) -> T:
         limit = max_wait.get()
-        seconds = self.longest if limit is None else limit()
+        seconds = wait_limit.bounded(self.longest if limit is None else limit())
         waiter: _Waiter[T] = _Waiter()
         # Appended before looking for idle resources, so that one that is released after the look
         # is given to this waiter.

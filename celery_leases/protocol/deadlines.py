@@ -8,6 +8,8 @@ rates.
 
 from __future__ import annotations
 
+import math
+
 RATE_MARGIN = 0.01
 FIXED_MARGIN = 0.002
 RENEWALS_PER_TTL = 3
@@ -65,6 +67,14 @@ def connection_timeout(ttl: float, remaining: float | None = None) -> float:
     """
     allowed = ttl / RENEWALS_PER_TTL if remaining is None else max(remaining / 2, call_timeout(ttl))
     return min(allowed, LONGEST_CONNECTION_TIMEOUT)
+
+
+def begin_by(received_at: float, hard: float | None, soft: float | None) -> float:
+    """When the body of a delivery must have begun at the latest, by its time limits in seconds:
+    at half of the lower one. Later it is rescheduled, and so gets its whole time again.
+    """
+    limit = min(hard or math.inf, soft or math.inf)
+    return received_at + limit / 2
 
 
 def lock_counts_for(ttl: float, *, still: bool = True) -> float:

@@ -284,11 +284,9 @@ def settle_pause(tries: int) -> float:
     return float(min(LONGEST_SETTLE_PAUSE, 0.05 * 2.0 ** min(tries, 10)))
 
 
-def settle_until(call: Call, now: float, taken: float) -> float:
+def settle_until(call: Call, now: float) -> float:
     """Until when to try to write an outcome: for ``leases_settle_timeout``, but not beyond the hard
     time limit.
-
-    *taken* is when the delivery began, which is about when Celery began to count the limit.
     """
     until = now + call.options.settle_timeout
-    return min(until, taken + call.time_limit - 1.0) if call.time_limit else until
+    return min(until, call.received_at + call.time_limit - 1.0) if call.time_limit else until

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,8 +45,13 @@ class Call:
     token: str = ""
     #: The longest countdown after which the broker does not redeliver the message, in seconds.
     longest_countdown: float = LONGEST_COUNTDOWN
+    #: When the delivery began, by the local clock. Celery counts the time limits from about then.
+    received_at: float = 0.0
     #: The hard time limit of the call in seconds, if it has one.
     time_limit: float | None = None
+    #: When the body must have begun at the latest, by the local clock; see
+    #: :func:`celery_leases.protocol.deadlines.begin_by`.
+    begin_by: float = math.inf
     #: The cooldown group of the call.
     group: str | None = None
     #: The message as a signature in JSON, if the record must store it.

@@ -65,7 +65,7 @@ class ExceptionTranslator:
     context: Context
 
     def ending_of(self, error: BaseException, elapsed: float) -> Ending:
-        """The ending of a body that raised *error* *elapsed* seconds after it began."""
+        """The ending of a body that raised *error* *elapsed* seconds after its delivery began."""
         match error:
             case LeaseLost() if limit := _time_limit(self.held_lease.lost) or _time_limit(
                 error.reason

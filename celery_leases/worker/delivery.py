@@ -23,6 +23,7 @@ from celery.utils.time import maybe_timedelta
 
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.common.text_cleaning import printable
+from celery_leases.concurrency import wait_limit
 from celery_leases.errors import (
     Cooldown,
     LeaseHeld,
@@ -33,6 +34,7 @@ from celery_leases.errors import (
 )
 from celery_leases.lease import Lease, enter_body, leave_body
 from celery_leases.protocol.body_endings import Ending, Returned
+from celery_leases.protocol.deadlines import begin_by
 from celery_leases.protocol.decisions import OUTCOME_KNOWN
 from celery_leases.protocol.events import CallDropped, CallRefused, CallRescheduled
 from celery_leases.protocol.message_copies import callbacks_mark
@@ -61,6 +63,7 @@ from celery_leases.worker.body_exceptions import ExceptionTranslator
 from celery_leases.worker.delivery_queue import Routes
 from celery_leases.worker.headers import (
     HEADER,
+    LIMITS,
     MAX_PRIOR,
     WOKEN,
     Header,
@@ -115,6 +118,7 @@ class Delivery:
         self.options = task.lease_options
         self.process = os.getpid()
         self.token = token_of(request)
+        self.time_limits = self._time_limits()
         self.interrupt_guard = interrupt_guard_here(self.process, self.token)
         self.call_id = call_id_of(request.id, request.replaced_task_nesting)
         headers = request.headers
@@ -136,9 +140,19 @@ class Delivery:
         """Handle the delivery to its end: return the result that Celery stores, or raise an
         exception that Celery handles.
         """
+        # This call may run inside the body of another one, whose limit does not apply to it.
+        until = wait_limit.until.get()
+        wait_limit.set_seconds(begin_by(0.0, *self.time_limits))
+        try:
+            return self._handle()
+        finally:
+            wait_limit.until.set(until)
+
+    def _handle(self) -> Any:
         with self.interrupt_guard:
+            began = time.monotonic()
             self.components = self._make_components()
-            self.received_at = self.components.clock.now()
+            self.received_at = self.components.clock.now() - (time.monotonic() - began)
             call = self._call()
             if call.repeat:
                 self._refuse_expired(call)
@@ -154,6 +168,11 @@ class Delivery:
             return self._answer_celery(call, answer)
 
     # -- what Celery delivered ---------------------------------------------------------------------
+
+    def _time_limits(self) -> tuple[float | None, float | None]:
+        """The hard and the soft time limit in seconds. An eager call has none."""
+        limits: tuple[float | None, float | None] = self.request.__dict__.get(LIMITS, (None, None))
+        return limits
 
     def _make_components(self) -> AppComponents:
         """The components of the app. If the process cannot make them, for example because it has no
@@ -172,7 +191,9 @@ class Delivery:
                 why = f"{type(error).__name__}: {error}"
             if not failures:
                 returns = requeue.requeue_count(self.request, self.call_id, Routes(self.task.app))
-                until = time.monotonic() + publish_retry_time(*returns, LONGEST_PUBLISH_RETRY_TIME)
+                until = time.monotonic() + wait_limit.bounded(
+                    publish_retry_time(*returns, LONGEST_PUBLISH_RETRY_TIME)
+                )
                 logger.error(
                     "%s[%s] did not begin, retrying: %s", self.task.name, self.call_id, why
                 )
@@ -204,7 +225,6 @@ class Delivery:
 
     def _call(self) -> Call:
         request, header = self.request, self.header
-        limits = request.timelimit or (None, None)
         group = message = None
         if self.options.cooldown_group is not None:
             group = group_of(
@@ -235,7 +255,9 @@ class Delivery:
             prior=header.prior,
             token=owner_of(self.token or new_token(), self.process),
             longest_countdown=self.components.settings.longest_countdown,
-            time_limit=limits[0] or self.task.time_limit,
+            received_at=self.received_at,
+            time_limit=self.time_limits[0],
+            begin_by=begin_by(self.received_at, *self.time_limits),
             group=group,
             reschedulable=not request.is_eager,
             message=message,
@@ -293,7 +315,7 @@ class Delivery:
         if on_lost == "kill" and self.request.is_eager:
             on_lost = "interrupt"  # an eager call runs in the caller's own process
         before = enter_body(Lease(held_lease, record, services, self.process))
-        began = self.components.clock.now()
+        wait_limit.set_seconds(math.inf)  # for the stores that the body itself calls
         try:
             try:
                 try:
@@ -304,6 +326,8 @@ class Delivery:
             finally:
                 self.interrupt_guard.body_ended()
                 leave_body(before)
+                if call.time_limit:
+                    wait_limit.set_seconds(self._time_left(call))
                 if os.getpid() != self.process:
                     _exit_forked_process()
         except BaseException as error:  # noqa: BLE001 - the translator distinguishes all of them
@@ -315,8 +339,13 @@ class Delivery:
                 held_lease,
                 self.components.context,
             )
-            return translator.ending_of(error, self.components.clock.now() - began)
+            return translator.ending_of(error, self.components.clock.now() - self.received_at)
         return Returned(value, *encode(value, self.options.result_max))
+
+    def _time_left(self, call: Call) -> float:
+        """Seconds until the hard time limit, less one for the end of the delivery."""
+        assert call.time_limit is not None
+        return call.received_at + call.time_limit - 1.0 - self.components.clock.now()
 
     # -- what Celery gets --------------------------------------------------------------------------
 

@@ -43,6 +43,11 @@ WOKEN: Final = "celery_leases_woken"
 for a held key as soon as the key is free.
 """
 
+LIMITS: Final = "celery_leases_limits"
+"""The field of the request that says, in the same way, the hard and the soft time limit of the call
+in seconds: those of its message, its task, or its worker.
+"""
+
 HEADER: Final = OURS
 """The name of the message header, which a call has after its first delivery."""
 

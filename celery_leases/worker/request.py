@@ -19,11 +19,12 @@ from celery_leases.concurrency import os_threads
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.protocol.settlement import ExitCause
 from celery_leases.signals import logger
-from celery_leases.worker import app_components, child_exit
+from celery_leases.worker import app_components, child_exit, database_watch
 from celery_leases.worker.child_exit import DeadChild
 from celery_leases.worker.delivery_queue import ORIGIN, origin_of
 from celery_leases.worker.headers import (
     HEADER,
+    LIMITS,
     OURS,
     TASK_EVENTS,
     TOKEN,
@@ -85,7 +86,10 @@ class LeaseRequest(Request):
         carried["retries"] = retries_of(carried.get("retries"), self.name, self.id)
         self._strip_embedded()
         token = carried[TOKEN] = new_token()
-        carried[ORIGIN] = origin_of(self._message, app_components.current_worker())
+        worker = app_components.current_worker()
+        carried[ORIGIN] = origin_of(self._message, worker)
+        if any(limits := self._effective_limits(worker)):
+            carried[LIMITS] = limits
         self._children: list[int] = []
         self._kill = body_kill_of(token) if _GREEN else None
         events = self._eventer
@@ -94,10 +98,12 @@ class LeaseRequest(Request):
         carried[TASK_EVENTS] = bool(
             events and events.enabled and (not events.groups or "task" in events.groups)
         )
-        if waiting_calls.begins_early(getattr(app_components.current_worker(), "consumer", None)):
+        if waiting_calls.begins_early(getattr(worker, "consumer", None)):
             carried[WOKEN] = True
         if waiting_calls.by_key or HEADER in carried:
             waiting_calls.received(self)
+        if HEADER in carried or self.delivery_info.get("redelivered"):
+            database_watch.watch(self._app)
 
     @property
     def _eta_timer_entry(self) -> Any:
@@ -113,6 +119,17 @@ class LeaseRequest(Request):
     def scheduled_again(self, scheduled: Any) -> None:
         """Note the new timer entry of a request that continues to wait."""
         self._scheduled = scheduled
+
+    def _effective_limits(self, worker: Any) -> tuple[float | None, float | None]:
+        """The hard and the soft time limit that Celery applies: of the message, of the task, which
+        ``celery control time_limit`` may have changed in this process only, or of the worker.
+        """
+        limits = self.time_limits
+        hard, soft = limits if isinstance(limits, list | tuple) and len(limits) == 2 else (None, None)
+        return (
+            _seconds(hard) or self.task.time_limit or getattr(worker, "time_limit", None),
+            _seconds(soft) or self.task.soft_time_limit or getattr(worker, "soft_time_limit", None),
+        )
 
     def _strip_embedded(self) -> None:
         """Remove fields from the third part of the body that Celery does not write there, because
@@ -222,6 +239,11 @@ class LeaseRequest(Request):
             pid,
             cause,
         )
+
+
+def _seconds(limit: Any) -> float | None:
+    """A time limit of a message; ``None`` if it is no number."""
+    return limit if isinstance(limit, int | float) else None
 
 
 def request_class(task: Any) -> type[Request]:

@@ -18,6 +18,7 @@ from redis.sentinel import (
 
 from celery_leases.stores.redis.cluster import Cluster
 from celery_leases.stores.redis.direct_client import DirectClient
+from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.stores.redis.url import (
     CLUSTER,
     LOOPBACK,
@@ -53,7 +54,7 @@ class RedisAddress:
         if self.connection_class is redis.UnixDomainSocketConnection:
             del limits["socket_connect_timeout"]
         pool = redis.ConnectionPool(
-            connection_class=self.connection_class, **limits, **self.parameters
+            connection_class=limited(self.connection_class), **limits, **self.parameters
         )
         return (
             redis.Redis(connection_pool=pool)
@@ -89,7 +90,7 @@ class SentinelAddress:
         pool = SentinelConnectionPool(  # type: ignore[no-untyped-call]
             self.master,
             sentinel,
-            connection_class=self.connection_class,
+            connection_class=limited(self.connection_class),
             **_limits(timeout),
             **self.parameters,
         )

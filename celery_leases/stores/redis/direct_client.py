@@ -135,6 +135,7 @@ class _WatchedConnection:
             call, socket = self.unread
             if socket is not None and socket is connection._sock:  # noqa: SLF001 - redis-py does not expose the socket otherwise; kombu reads it too
                 try:
+                    connection.limit_wait()
                     call.finish(connection)
                 except ResponseError:
                     pass

@@ -38,7 +38,7 @@ class SqlClaims(Claiming):
         self.database = database
         self.tables = tables
         #: Decides whether an expired row that is itself the lease may be taken over.
-        self.availability = Availability()
+        self.availability = Availability(database=self.tables_location)
         self._on_mysql = mysql.is_mysql(database.engine.dialect)
         #: Whether the first step is one statement.
         self._reads_and_inserts = database.engine.dialect.name == "postgresql"

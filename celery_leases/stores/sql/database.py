@@ -26,6 +26,7 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, OperationalErr
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool.base import _ConnectionRecord
 
+from celery_leases.concurrency import wait_limit
 from celery_leases.errors import (
     ColumnMissing,
     LeaseConfigurationError,
@@ -58,6 +59,8 @@ _TO_WRITE: Final = 'write "postgresql+psycopg://host/database", "mysql+pymysql:/
 CURSORS: Final = "celery_leases_cursors"
 """The name under which a connection of the pool has its idle cursors."""
 BUSY_TIMEOUT = 5.0
+BUSY: Final = "celery_leases_busy_timeout"
+"""The name under which a connection of SQLite has its timeout, if that was changed."""
 POOL_SIZE: Final = 10
 SQLITE_ERROR: Final = "OperationalError"
 SQLITE_UNDEFINED_COLUMN: Final = ("no such column", "has no column named")
@@ -124,6 +127,7 @@ def engine_for(
         ) from None
     event.listen(engine, "handle_error", _invalidate_outdated)
     if on_mysql:
+        event.listen(engine, "do_connect", mysql.limit_connect_timeout)
         event.listen(engine, "connect", mysql.prepare)
         # In autocommit mode a ROLLBACK is unnecessary and would cost a round trip.
         engine.dialect.do_rollback = _nothing  # type: ignore[assignment, method-assign]
@@ -206,6 +210,14 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
     # database may be lost.
     for pragma in ("journal_mode=WAL", "synchronous=FULL"):
         connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _limit_busy_timeout(connection: Any, info: MutableMapping[Any, Any]) -> None:
+    """Let a statement on SQLite wait for another writer as long as this delivery may."""
+    seconds = wait_limit.bounded(BUSY_TIMEOUT)
+    if seconds != info.get(BUSY, BUSY_TIMEOUT):
+        connection.execute(f"PRAGMA busy_timeout={int(seconds * 1000)}").close()
+        info[BUSY] = seconds
 
 
 _open: WeakSet[Database] = WeakSet()
@@ -314,6 +326,14 @@ class Database:
         # Psycopg looks up the converters of all values again for each cursor, and for each change
         # of its statement. An open cursor of SQLite may hold a lock.
         self._keeps_cursors = engine.dialect.name == "postgresql"
+        #: Shortens the wait for a reply on a connection. That of PostgreSQL's driver limits itself.
+        self._limit_wait: Callable[[Any, MutableMapping[Any, Any]], None] | None = (
+            _limit_busy_timeout
+            if self.host_clock
+            else mysql.limit_read_timeout
+            if engine.dialect.driver == "pymysql"
+            else None
+        )
         _open.add(self)
 
     def first(self, statement: Executable, values: Mapping[str, Any]) -> Row | None:
@@ -424,6 +444,8 @@ class Database:
         read: Callable[[CursorResult[Any]], T],
     ) -> T:
         with self.engine.connect() as connection:
+            if self._limit_wait is not None:
+                self._limit_wait(connection.connection.dbapi_connection, connection.info)
             try:
                 value = read(connection.execute(statement, values))
             except SQLAlchemyError:
@@ -447,6 +469,8 @@ class Database:
         record, cursor = pool.acquire(), None
         try:
             connection = record.get_connection()
+            if self._limit_wait is not None:
+                self._limit_wait(connection, record.info)
             cursors = _cursors_of(record) if self._keeps_cursors else {}
             cursor = cursors.pop(compiled, None) or connection.cursor()
             cursor.execute(compiled.text, parameters)

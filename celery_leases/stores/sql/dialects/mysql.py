@@ -6,9 +6,12 @@ depend on that level: a statement that needs an unchanged row locks the row.
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any, Final
 
 from sqlalchemy import URL, Dialect
+
+from celery_leases.concurrency import wait_limit
 
 FAMILY: Final = ("mysql", "mariadb")
 DRIVERS: Final = ("pymysql", "mysqldb")
@@ -84,6 +87,21 @@ def connect_args(url: URL, *, migrates: bool = False) -> dict[str, Any]:
 def without_read_timeout(url: URL) -> URL:
     """*url* without a limit on the time of a statement."""
     return url.difference_update_query([_READ])
+
+
+def limit_connect_timeout(_: Dialect, __: Any, ___: list[Any], given: dict[str, Any]) -> None:
+    """Let a new connection take as long as this delivery may wait; whole seconds for MySQLdb."""
+    given["connect_timeout"] = max(1, int(wait_limit.bounded(given["connect_timeout"])))
+
+
+def limit_read_timeout(connection: Any, info: MutableMapping[Any, Any]) -> None:
+    """Let a statement of PyMySQL wait for its reply as long as this delivery may.
+
+    MySQLdb reads its timeout only when it connects.
+    """
+    longest = info.setdefault(_READ, connection._read_timeout)  # noqa: SLF001 - PyMySQL reads it before each reply, and has no setter
+    if longest is not None:
+        connection._read_timeout = wait_limit.bounded(longest)  # noqa: SLF001
 
 
 def prepare(connection: Any, _: Any) -> None:

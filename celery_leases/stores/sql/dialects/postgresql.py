@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from sqlalchemy import URL, Dialect
 
+from celery_leases.concurrency import wait_limit
+
 DRIVERS: Final = ("psycopg", "psycopg2")
 
 SILENCE: Final = 15.0
@@ -170,23 +172,33 @@ def _timed_connection() -> Any:
 
     class TimedConnection(psycopg.Connection[Any]):
         def wait(self, gen: Any, *args: Any, **given: Any) -> Any:
-            return super().wait(self._within(gen, time.monotonic() + SILENCE), *args, **given)
+            # After a timeout, a late reply would be read as that to the next statement.
+            return super().wait(within(gen, SILENCE, self.close), *args, **given)
 
-        def _within(
-            self, gen: Generator[Any, Any, Any], deadline: float
-        ) -> Generator[Any, Any, Any]:
-            """Pass values on between *gen* and psycopg, which sends 0 for each 0.1 s without
-            data.
-            """
-            try:
-                wanted = next(gen)
-                while True:
-                    came = yield wanted
-                    if not came and time.monotonic() > deadline:
-                        self.close()  # a late reply would be read as that to the next statement
-                        raise StatementTimedOut(f"the server has not answered for {SILENCE:g} s")
-                    wanted = gen.send(came)
-            except StopIteration as end:
-                return end.value
+        @classmethod
+        def _connect_gen(cls, *args: Any, **given: Any) -> Any:
+            # The limit for connecting is that of libpq, or less for a delivery with a time limit.
+            return within(super()._connect_gen(*args, **given), SILENCE, _nothing_to_close)
+
+    def within(
+        gen: Generator[Any, Any, Any], longest: float, close: Callable[[], None]
+    ) -> Generator[Any, Any, Any]:
+        """Pass values on between *gen* and psycopg, which sends 0 for each 0.1 s without data."""
+        seconds = wait_limit.bounded(longest)
+        deadline = time.monotonic() + seconds
+        try:
+            wanted = next(gen)
+            while True:
+                came = yield wanted
+                if not came and time.monotonic() > deadline:
+                    close()
+                    raise StatementTimedOut(f"the server has not answered for {seconds:.3g} s")
+                wanted = gen.send(came)
+        except StopIteration as end:
+            return end.value
 
     return TimedConnection
+
+
+def _nothing_to_close() -> None:
+    pass

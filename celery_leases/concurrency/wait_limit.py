@@ -1,0 +1,34 @@
+"""Until when the steps of a delivery may wait for a store in this thread or greenlet.
+
+A body has what its hard time limit leaves after the library's own waits, so these end early.
+Everything that waits asks here: for a connection of the pool, to connect, for a reply.
+"""
+
+from __future__ import annotations
+
+import math
+from contextvars import ContextVar
+from typing import Final
+
+from celery_leases.concurrency.os_threads import boot_clock
+
+SHORTEST: Final = 0.2
+"""Seconds that a store gets to answer when the time is over: the delivery must still be
+rescheduled, which takes some more steps.
+"""
+
+until: Final[ContextVar[float]] = ContextVar("celery_leases_wait_until", default=math.inf)
+"""The time on :func:`~celery_leases.concurrency.os_threads.boot_clock`; infinite: no limit."""
+
+
+def set_seconds(seconds: float) -> None:
+    """Let the waits that follow in this thread or greenlet end *seconds* from now."""
+    until.set(seconds if seconds == math.inf else boot_clock() + seconds)
+
+
+def bounded(seconds: float) -> float:
+    """*seconds*, or as many as are left, but at least :data:`SHORTEST`."""
+    limit = until.get()
+    if limit == math.inf:
+        return seconds
+    return min(seconds, max(SHORTEST, limit - boot_clock()))

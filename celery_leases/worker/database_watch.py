@@ -1,0 +1,55 @@
+"""In the worker's main process: sees for how long the database of the leases has been answering.
+
+A pool child that finds an expired lease may not wait for that evidence as long as it takes: its
+call may have a short time limit. And the next child would begin anew.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final
+
+from celery import Celery
+
+from celery_leases.concurrency.os_threads import boot_clock
+from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.options import DATABASE
+from celery_leases.worker import app_components
+from celery_leases.worker.app_settings import settings_of
+
+INTERVAL: Final = 0.5
+"""Seconds between two questions."""
+WATCH_FOR: Final = 30.0
+"""Seconds for which the database is watched after a delivery that may take over a row."""
+
+_until: dict[int, float] = {}
+
+
+def watch(app: Celery) -> None:
+    """Watch the database for a while, if it has the leases of *app*."""
+    if settings_of(app).leases_url != DATABASE:
+        return
+    running = id(app) in _until
+    _until[id(app)] = boot_clock() + WATCH_FOR
+    if not running:
+        threading.Thread(
+            target=_watch, args=(app,), name="celery_leases database", daemon=True
+        ).start()
+
+
+def _watch(app: Celery) -> None:
+    pause: Any = threading.Event()
+    try:
+        while boot_clock() < _until[id(app)]:
+            records = app_components.components_of(app, eager=False).records
+            sent = boot_clock()
+            try:
+                now = records.now()
+            except StoreUnavailable:
+                records.availability.failed(boot_clock())
+            else:
+                records.availability.answered(sent, boot_clock(), now)
+                records.availability.share()
+            pause.wait(INTERVAL)
+    finally:
+        del _until[id(app)]
