@@ -5,6 +5,7 @@ The result is a claimed attempt, or a verdict: the reason why the call does not 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -307,7 +308,7 @@ class Acquirer:
                 "the claim took longer than the lease lasts",
                 started=True,
             )
-        if self.context.clock.now() > call.begin_by:
+        if call.begin_by < math.inf and self.context.clock.now() > call.begin_by:
             self._close(call, record, settlement.unrun(call, record, 0.0))
             return replace(self._too_late(), started=True)
         return ClaimedAttempt(held_lease, record)
@@ -315,7 +316,8 @@ class Acquirer:
     def _too_late(self) -> Reschedule:
         """Reschedule a call whose body would begin with less than half of its time limit left."""
         return Reschedule(
-            SHORT_PAUSE + self.context.rand(), "half of its time limit was over before it could begin"
+            SHORT_PAUSE + self.context.rand(),
+            "half of its time limit was over before it could begin",
         )
 
     # -- steps, some of which attempt.run uses too -------------------------------------------------

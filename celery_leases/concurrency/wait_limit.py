@@ -1,7 +1,7 @@
 """Until when the steps of a delivery may wait for a store in this thread or greenlet.
 
-A body has what its hard time limit leaves after the library's own waits, so these end early.
-Everything that waits asks here: for a connection of the pool, to connect, for a reply.
+A body has what its time limit leaves after the library's own waits, so these end early. Everything
+that waits asks here: for a connection of the pool, to connect, for a reply.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ rescheduled, which takes some more steps.
 until: Final[ContextVar[float]] = ContextVar("celery_leases_wait_until", default=math.inf)
 """The time on :func:`~celery_leases.concurrency.os_threads.boot_clock`; infinite: no limit."""
 
+in_use = False
+"""Whether this process has had a delivery with a limit. Before, nothing needs to ask."""
+
 
 def set_seconds(seconds: float) -> None:
     """Let the waits that follow in this thread or greenlet end *seconds* from now."""
+    global in_use  # noqa: PLW0603 - once in a process
+    in_use = True
     until.set(seconds if seconds == math.inf else boot_clock() + seconds)
 
 

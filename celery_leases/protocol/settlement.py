@@ -45,12 +45,14 @@ FINISHED_RESULT_MAX = 4096
 
 
 class ExitCause(Enum):
-    """Why a process of the pool ended; the value is the reason in logs and records."""
+    """Why Celery ended a delivery; the value is the reason in logs and records."""
 
     KILLED = "its process died"
     TIME_LIMIT = "hard time limit"
     REVOKED = "revoked"
     STOPPED = "cold shutdown"
+    #: In ``before_start``, for example, or in Celery itself.
+    ERROR = "an error outside of its body"
 
 
 CALL_ENDING_CAUSES: Final = (ExitCause.TIME_LIMIT.value, ExitCause.REVOKED.value)
@@ -64,7 +66,7 @@ def call_has_ended(record: Record) -> bool:
     if record.resumes or record.state not in (State.PENDING, State.COOLING):
         return False
     stopped = record.ended is Ended.TERMINATED and record.reason in CALL_ENDING_CAUSES
-    return stopped or record.ended is Ended.FAILED
+    return stopped or record.ended in (Ended.FAILED, Ended.CRASHED)
 
 
 def after_run(
@@ -129,28 +131,59 @@ def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | 
             assert_never(never)
 
 
-def child_exited(call: Call, record: Record, cause: ExitCause) -> Outcome:
-    """The outcome of an attempt whose process ended without reporting one; another process writes
-    it.
+def child_exited(
+    call: Call, record: Record, cause: ExitCause, *, final: bool | None = None
+) -> Outcome:
+    """The outcome of an attempt that Celery has ended without a report of its own; another process
+    writes it.
 
-    After the hard time limit or a revoke, Celery has a final state for the call, which does not run
-    again by itself. After a cold shutdown the broker delivers the message again.
+    *final*: Celery has a final state for the call, which does not run again by itself. By default
+    this is so after the hard time limit, a revoke and an error; otherwise the broker delivers the
+    message again.
     """
-    closed = replace(_unchanged(call, record), reason=cause.value)
+    if final is None:
+        final = cause not in (ExitCause.KILLED, ExitCause.STOPPED)
+    closed = replace(_unchanged(call, record), reason=cause.value, resumes=not final)
+    not_counted = replace(closed, attempt=record.attempt - 1)
     match cause:
         case ExitCause.STOPPED:
-            closed = replace(closed, ended=Ended.INTERRUPTED, resumes=call.reschedulable)
-            return _with_retention(call, replace(closed, attempt=record.attempt - 1))
-        case ExitCause.REVOKED:
-            closed = replace(closed, ended=Ended.TERMINATED)
-            return _with_retention(call, replace(closed, attempt=record.attempt - 1))
+            return _with_retention(call, replace(not_counted, ended=Ended.INTERRUPTED))
+        case ExitCause.REVOKED | ExitCause.ERROR:
+            return _with_retention(call, replace(not_counted, ended=Ended.TERMINATED))
         case ExitCause.TIME_LIMIT:
             crashed = replace(closed, ended=Ended.TERMINATED)
         case ExitCause.KILLED:
-            crashed = replace(closed, ended=Ended.CRASHED, resumes=True)
+            crashed = replace(closed, ended=Ended.CRASHED)
         case _ as never:
             assert_never(never)
     return _with_retention(call, _after_crash(call, _with_crash(call, record, crashed)))
+
+
+def closed_for_celery(
+    call: Call, row: Record, token: str, cause: ExitCause, *, final: bool, failure: Failure | None
+) -> Outcome | None:
+    """The outcome of *row*, which does not run, after Celery has ended a delivery of *call* under
+    *token*; ``None`` if nothing has to be changed.
+
+    The body was killed while it closed its attempt as an interrupted one: a hard time limit ended
+    it. Or the call still waits in the row, and no delivery of it will come.
+    """
+    if cause is ExitCause.TIME_LIMIT and row.is_attempt(State.PENDING, token):
+        if row.ended is Ended.INTERRUPTED:
+            return child_exited(call, replace(row, attempt=row.attempt + 1), cause, final=final)
+        return None
+    waits = row.state in (State.PENDING, State.COOLING) and (row.resumes or row.queued)
+    if not (final and waits and row.call_id == call.call_id):
+        return None
+    return replace(
+        _unchanged(call, row),
+        state=row.state,
+        ended=Ended.TERMINATED if failure is None else Ended.FAILED,
+        reason=cause.value,
+        failure=failure or row.failure,
+        retry_after=row.waits or None,
+        unrun=row.unrun or row.queued,
+    )
 
 
 def stopped_by_crash_loop(call: Call, record: Record) -> Outcome:

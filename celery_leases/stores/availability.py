@@ -31,10 +31,10 @@ NEVER: Final = -ALWAYS
 """A time before every other time."""
 
 
-_FORM: Final = Struct("<LdQd")
+_FORM: Final = Struct("<?LdQd")
 _memory: Final = mmap(-1, _FORM.size + 4)
-"""Shared by a process and its forks: what the main process of a worker has seen last, and a
-checksum, because a child may read while it is written.
+"""Shared by a process and its forks: true once the main process of the worker has seen something,
+what that was last, and a checksum, because a child may read while it is written.
 """
 
 
@@ -81,6 +81,8 @@ class Availability:
         if not self.grace:
             return ALWAYS
         if self._broken(sent) or answering < self.grace:
+            if not _memory[0]:
+                return NEVER
             last, now, answering = self._seen_by_main_process()
             if sent - last > SILENCE or answering < self.grace:
                 return NEVER
@@ -90,13 +92,13 @@ class Availability:
         """Let the forks of this process use what it has seen. Only one thread of a worker's main
         process may call this.
         """
-        seen = _FORM.pack(self._database, *self._last)
+        seen = _FORM.pack(True, self._database, *self._last)
         _memory[:] = seen + crc32(seen).to_bytes(4, "little")
 
     def _seen_by_main_process(self) -> tuple[float, int, float]:
         read = _memory[:]
         seen, checksum = read[: _FORM.size], int.from_bytes(read[_FORM.size :], "little")
-        database, last, now, answering = _FORM.unpack(seen)
+        _, database, last, now, answering = _FORM.unpack(seen)
         return (
             (last, now, answering)
             if crc32(seen) == checksum and database == self._database

@@ -1,13 +1,13 @@
-"""In the worker's main process: notices at once that a pool child died, closes its attempt and
-releases its key.
+"""In the worker's main process: closes the attempts and the calls that Celery has ended.
 
-These steps compare owner token and fence, as in the child. So they change nothing if the child has
-done them already.
+A pool child that dies is noticed at once, and its key released. A call that gets its final state
+outside of the lease, for example by the hard time limit or by an error of ``before_start``, must
+not seem to wait in its record. These steps compare owner token and fence, as in the child. So they
+change nothing if the child has done them already.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -20,8 +20,8 @@ from celery_leases.attempt.store_retries import retrying
 from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol import events
-from celery_leases.protocol.records import State
-from celery_leases.protocol.settlement import ExitCause, child_exited
+from celery_leases.protocol.records import Failure, Outcome, Record, State
+from celery_leases.protocol.settlement import ExitCause, child_exited, closed_for_celery
 from celery_leases.protocol.verdicts import Call
 from celery_leases.signals import logger
 from celery_leases.worker import app_components
@@ -45,9 +45,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class DeadChild:
-    """One delivery and the pool child that died with it; *args* and *kwargs* are as Celery
-    delivered them.
+class EndedDelivery:
+    """A delivery that Celery has ended because of *cause*, and the process *pid* that had it; 0: no
+    process had it. *args* and *kwargs* are as Celery delivered them.
+
+    *final*: Celery has a final state for the call. *failure* is the error that the callers get.
     """
 
     task: Any
@@ -59,6 +61,8 @@ class DeadChild:
     retries: int
     pid: int
     cause: ExitCause
+    final: bool
+    failure: Failure | None = None
 
     def call(self) -> Call:
         """The call of the delivery; raises what the task's own ``lease_key`` raises."""
@@ -80,8 +84,8 @@ class ChildExit:
     delay other exits.
     """
 
-    def __init__(self, dead_child: DeadChild) -> None:
-        self.dead_child = dead_child
+    def __init__(self, dead: EndedDelivery) -> None:
+        self.dead = dead
         self.ended = False
         #: The stores are called, or waited for.
         self.uses_stores = False
@@ -94,15 +98,15 @@ class ChildExit:
         return self.ended
 
     def _run(self) -> None:
-        task, call_id = self.dead_child.task.name, self.dead_child.call_id
+        task, call_id = self.dead.task.name, self.dead.call_id
         try:
             until = os_threads.boot_clock() + EXIT_TIMEOUT
-            while _exists(self.dead_child.pid) and os_threads.boot_clock() < until:
+            while _exists(self.dead.pid) and os_threads.boot_clock() < until:
                 os_threads.Wakeup().wait(POLL_INTERVAL)
-            call = self.dead_child.call()
+            call = self.dead.call()
             self.uses_stores = True
             with _stores_lock:
-                _close(self.dead_child, call)
+                _close(self.dead, call)
         except BaseException as error:  # noqa: BLE001 - the lease expires, and the next claim counts the crash
             logger.warning(
                 "the process of %s[%s] died, but its key could not be released: %r",
@@ -115,73 +119,52 @@ class ChildExit:
             self._wakeup.notify()
 
 
-def close_dead(dead_child: DeadChild) -> None:
+def close_dead(dead: EndedDelivery) -> None:
     """Close the attempt of a child that has exited or is about to.
 
     Waits until this is done if the child died by itself, so that the next child finds the key free.
     It does not wait after Celery has killed the child, or while the stores have not answered for an
     earlier exit.
     """
-    killed = dead_child.cause is ExitCause.KILLED
-    if dead_child.pid == os.getpid() or (killed and _exists(dead_child.pid)):
+    killed = dead.cause is ExitCause.KILLED
+    if dead.pid == os.getpid() or (killed and _exists(dead.pid)):
         return  # the process is alive: a pool of threads, or billiard gave the delivery to another child
-    child_exit = ChildExit(dead_child)
+    child_exit = ChildExit(dead)
     _unfinished[:] = [unfinished for unfinished in _unfinished if not unfinished.ended]
     timeout = 0.0 if any(unfinished.uses_stores for unfinished in _unfinished) else CLOSE_TIMEOUT
     if killed and not child_exit.wait(timeout):
         _unfinished.append(child_exit)
         logger.warning(
             "the process of %s[%s] died, and its key is not released yet",
-            dead_child.task.name,
-            dead_child.call_id,
+            dead.task.name,
+            dead.call_id,
         )
 
 
-def record_revoke(revoked: DeadChild) -> None:
-    """Write into its record that a call was revoked while it waited; in a thread, because the
-    worker's loop must not wait.
-
-    *revoked* is a delivery that no child had. If the stores do not answer, the record still says
-    that the call runs again; nothing else depends on that.
+def close_ended(ended: EndedDelivery) -> None:
+    """Close a call that Celery has ended while no process ran its body, or in a process that goes
+    on; in a thread, because the worker's loop must not wait.
     """
+    step = partial(_close_ended, ended)
     if os_threads.uses_greenlets():
-        greenlets.spawn(partial(_record_revoke, revoked))
+        greenlets.spawn(step)
     else:
-        os_threads.start_thread(partial(_record_revoke, revoked))
+        os_threads.start_thread(step)
 
 
-def _record_revoke(revoked: DeadChild) -> None:
+def _close_ended(ended: EndedDelivery) -> None:
     try:
-        call, components = (
-            revoked.call(),
-            app_components.components_of(revoked.task.app, eager=False),
-        )
+        call = ended.call()
         with nullcontext() if os_threads.uses_greenlets() else _stores_lock:
-            if _stop_waiting(components, call):
-                event = events.CallDropped(**call.subject, reason="it was revoked while it waited")
-                components.context.observer.observe(event)
-    except Exception as error:  # noqa: BLE001 - see record_revoke
+            _close_in_stores(ended, call)
+    except BaseException as error:  # noqa: BLE001 - a task's own lease_key may raise anything
         logger.warning(
-            "%s[%s] was revoked, but its record could not be updated: %r",
-            revoked.task.name,
-            revoked.call_id,
+            "%s[%s] has ended (%s), but its record could not be updated: %r",
+            ended.task.name,
+            ended.call_id,
+            ended.cause.value,
             error,
         )
-
-
-def _stop_waiting(components: app_components.AppComponents, call: Call) -> bool:
-    """Write into its record that *call* does not run again; return whether it was written.
-
-    Nothing is written if the call runs or has finished, or the record belongs to another call.
-    """
-    record = _with_retries(components.context, lambda: components.records.read(call.key.stored))
-    if (
-        record is None
-        or record.call_id != call.call_id
-        or record.state not in (State.PENDING, State.COOLING)
-    ):
-        return False
-    return _with_retries(components.context, lambda: components.records.call_off(record))
 
 
 def watch(pid: int) -> None:
@@ -245,32 +228,42 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _close(dead_child: DeadChild, call: Call) -> None:
-    if _exists(dead_child.pid):
-        raise TimeoutError(f"process {dead_child.pid} is still there")
-    components = app_components.components_of(dead_child.task.app, eager=False)
+def _close(dead: EndedDelivery, call: Call) -> None:
+    if _exists(dead.pid):
+        raise TimeoutError(f"process {dead.pid} is still there")
+    _close_in_stores(dead, call)
+
+
+def _close_in_stores(ended: EndedDelivery, call: Call) -> None:
+    components = app_components.components_of(ended.task.app, eager=False)
     context = components.context
-    settled: Exception | None = None
+    unsettled: StoreUnavailable | None = None
     try:
-        _settle(context, call, dead_child)
-        if dead_child.cause is ExitCause.REVOKED:  # a child that a signal ended cannot tell why
-            _stop_waiting(components, call)
+        _settle(components, call, ended)
     except StoreUnavailable as error:
-        settled = error
-    if not context.leases.in_records:
-        context.leases.release(call.key.stored, dead_child.token)
-    if call.group is not None:
-        context.gates.release_probe(call.group, dead_child.token)
-    if settled is not None:
-        raise settled
+        unsettled = error
+    if ended.pid:
+        if not context.leases.in_records:
+            context.leases.release(call.key.stored, ended.token)
+        if call.group is not None:
+            context.gates.release_probe(call.group, ended.token)
+    if unsettled is not None:
+        raise unsettled
 
 
-def _settle(context: Context, call: Call, dead_child: DeadChild) -> None:
-    record = _with_retries(context, lambda: context.records.read(call.key.stored))
-    if record is None or not record.is_attempt(State.RUNNING, dead_child.token):
+def _settle(components: app_components.AppComponents, call: Call, ended: EndedDelivery) -> None:
+    """Close the attempt if its row still runs, or the call if it still waits."""
+    context, records = components.context, components.records
+    retry = partial(_with_retries, context, call, ended)
+    record = retry(lambda: records.read(call.key.stored))
+    if record is None:
         return
-    outcome = child_exited(call, record, dead_child.cause)
-    if not _with_retries(context, lambda: context.records.settle(record, outcome)):
+    if not record.is_attempt(State.RUNNING, ended.token):
+        _close_waiting(components, call, ended, retry)
+        return
+    outcome = child_exited(call, record, ended.cause, final=ended.final)
+    if not retry(lambda: records.settle(record, outcome)):  # the child's statement was faster
+        _close_waiting(components, call, ended, retry)
         return
     if outcome.crashes > record.crashes:
         context.observer.observe(
@@ -280,10 +273,41 @@ def _settle(context: Context, call: Call, dead_child: DeadChild) -> None:
     context.observer.observe(events.AttemptSettled.by(call.subject, record, outcome, took, took))
 
 
-def _with_retries(context: Context, step: Callable[[], T]) -> T:
-    """Call *step*, which uses the database, and repeat it a few times if it fails."""
+def _close_waiting(
+    components: app_components.AppComponents,
+    call: Call,
+    ended: EndedDelivery,
+    retry: Callable[[Callable[[], Any]], Any],
+) -> None:
+    def close(row: Record) -> Outcome | None:
+        return closed_for_celery(
+            call, row, ended.token, ended.cause, final=ended.final, failure=ended.failure
+        )
+
+    closed = retry(lambda: components.records.close_waiting(call.key.stored, close))
+    if closed is None:
+        return
+    row, outcome = closed
+    observe = components.context.observer.observe
+    if outcome.crashes > row.crashes:
+        observe(events.CrashSeen(**call.subject, crashes=outcome.crashes, host=row.holder))
+    elif ended.cause is ExitCause.REVOKED:
+        observe(events.CallDropped(**call.subject, reason="it was revoked while it waited"))
+    else:
+        error = ended.failure.text if ended.failure is not None else ended.cause.value
+        observe(events.CallRefused(**call.subject, error=error))
+
+
+def _with_retries(context: Context, call: Call, ended: EndedDelivery, step: Callable[[], T]) -> T:
+    """Call *step*, which uses the database, and repeat it if it fails: a few times, or if no
+    delivery of the call will come that closes its row, as long as an outcome is written.
+    """
+    until = context.clock.now() + call.options.settle_timeout
     return retrying(
-        step, lambda: math.inf, context.clock, repeatable=lambda _, tries: tries < MAX_REPEATS
+        step,
+        lambda: until,
+        context.clock,
+        repeatable=lambda _, tries: ended.final or tries < MAX_REPEATS,
     )
 
 

@@ -1,7 +1,7 @@
 """In the worker's main process: sees for how long the database of the leases has been answering.
 
-A pool child that finds an expired lease may not wait for that evidence as long as it takes: its
-call may have a short time limit. And the next child would begin anew.
+A pool child that finds an expired lease waits until it has seen enough itself, unless its call has
+a short time limit: then it cannot wait, and the next child would begin anew.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from celery import Celery
 from celery_leases.concurrency.os_threads import boot_clock
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.options import DATABASE
+from celery_leases.stores.availability import GRACE
 from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import settings_of
 
@@ -25,9 +26,11 @@ WATCH_FOR: Final = 30.0
 _until: dict[int, float] = {}
 
 
-def watch(app: Celery) -> None:
-    """Watch the database for a while, if it has the leases of *app*."""
-    if settings_of(app).leases_url != DATABASE:
+def watch(app: Celery, longest_wait: float) -> None:
+    """Watch the database for a while, if it has the leases of *app*, and a delivery that may wait
+    *longest_wait* seconds would hardly see enough.
+    """
+    if longest_wait > 2 * GRACE or settings_of(app).leases_url != DATABASE:
         return
     running = id(app) in _until
     _until[id(app)] = boot_clock() + WATCH_FOR

@@ -23,7 +23,7 @@ from celery.utils.time import maybe_timedelta
 
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.common.text_cleaning import printable
-from celery_leases.concurrency import wait_limit
+from celery_leases.concurrency import os_threads, wait_limit
 from celery_leases.errors import (
     Cooldown,
     LeaseHeld,
@@ -62,6 +62,7 @@ from celery_leases.worker.app_components import AppComponents
 from celery_leases.worker.body_exceptions import ExceptionTranslator
 from celery_leases.worker.delivery_queue import Routes
 from celery_leases.worker.headers import (
+    ENDED_UNDER,
     HEADER,
     LIMITS,
     MAX_PRIOR,
@@ -100,7 +101,8 @@ class Delivery:
     """One delivery of one call of *task*, with the arguments that Celery has unpacked."""
 
     components: AppComponents
-    received_at: float
+    #: When a delivery with a time limit began, by the clock of :mod:`os_threads`.
+    received_at = 0.0
 
     def __init__(
         self,
@@ -118,7 +120,10 @@ class Delivery:
         self.options = task.lease_options
         self.process = os.getpid()
         self.token = token_of(request)
-        self.time_limits = self._time_limits()
+        #: The hard and the soft time limit in seconds, if the call has any.
+        self.time_limits: tuple[float | None, float | None] | None = (
+            request.__dict__[LIMITS] if LIMITS in request.__dict__ else None  # noqa: SIM401 - a call less
+        )
         self.interrupt_guard = interrupt_guard_here(self.process, self.token)
         self.call_id = call_id_of(request.id, request.replaced_task_nesting)
         headers = request.headers
@@ -140,39 +145,41 @@ class Delivery:
         """Handle the delivery to its end: return the result that Celery stores, or raise an
         exception that Celery handles.
         """
-        # This call may run inside the body of another one, whose limit does not apply to it.
-        until = wait_limit.until.get()
-        wait_limit.set_seconds(begin_by(0.0, *self.time_limits))
+        before = self._limit_waits() if self.time_limits is not None else None
         try:
-            return self._handle()
-        finally:
-            wait_limit.until.set(until)
-
-    def _handle(self) -> Any:
-        with self.interrupt_guard:
-            began = time.monotonic()
-            self.components = self._make_components()
-            self.received_at = self.components.clock.now() - (time.monotonic() - began)
-            call = self._call()
-            if call.repeat:
-                self._refuse_expired(call)
-            answer = self.components.execution.run(
-                call, partial(self._body, call), self.header.store_failures
-            )
-            if self.interrupt_guard.limited:
-                logger.info(
-                    "%s[%s] dropped a soft time limit that fired outside the body",
-                    call.task,
-                    call.call_id,
+            with self.interrupt_guard:
+                self.components = self._make_components()
+                call = self._call()
+                if call.repeat:
+                    self._refuse_expired(call)
+                answer = self.components.execution.run(
+                    call, partial(self._body, call), self.header.store_failures
                 )
-            return self._answer_celery(call, answer)
+                if self.interrupt_guard.limited:
+                    logger.info(
+                        "%s[%s] dropped a soft time limit that fired outside the body",
+                        call.task,
+                        call.call_id,
+                    )
+                return self._answer_celery(call, answer)
+        except BaseException as error:
+            with suppress(Exception):  # an exception of the user's may allow no attribute
+                setattr(error, ENDED_UNDER, self.token)
+            raise
+        finally:
+            if before is not None:
+                wait_limit.until.set(before)
+
+    def _limit_waits(self) -> float:
+        """Let the library's own waits end at half of the time limit; returns the limit before,
+        which is that of a body that this call runs in.
+        """
+        assert self.time_limits is not None
+        self.received_at, before = os_threads.boot_clock(), wait_limit.until.get()
+        wait_limit.set_seconds(begin_by(0.0, *self.time_limits))
+        return before
 
     # -- what Celery delivered ---------------------------------------------------------------------
-
-    def _time_limits(self) -> tuple[float | None, float | None]:
-        """The hard and the soft time limit in seconds. An eager call has none."""
-        limits: tuple[float | None, float | None] = self.request.__dict__.get(LIMITS, (None, None))
-        return limits
 
     def _make_components(self) -> AppComponents:
         """The components of the app. If the process cannot make them, for example because it has no
@@ -224,7 +231,7 @@ class Delivery:
         raise RescheduleFailed(message, key, why)
 
     def _call(self) -> Call:
-        request, header = self.request, self.header
+        request, header, limits = self.request, self.header, self.time_limits
         group = message = None
         if self.options.cooldown_group is not None:
             group = group_of(
@@ -256,8 +263,8 @@ class Delivery:
             token=owner_of(self.token or new_token(), self.process),
             longest_countdown=self.components.settings.longest_countdown,
             received_at=self.received_at,
-            time_limit=self.time_limits[0],
-            begin_by=begin_by(self.received_at, *self.time_limits),
+            time_limit=limits[0] if limits is not None else None,
+            begin_by=begin_by(self.received_at, *limits) if limits is not None else math.inf,
             group=group,
             reschedulable=not request.is_eager,
             message=message,
@@ -315,7 +322,8 @@ class Delivery:
         if on_lost == "kill" and self.request.is_eager:
             on_lost = "interrupt"  # an eager call runs in the caller's own process
         before = enter_body(Lease(held_lease, record, services, self.process))
-        wait_limit.set_seconds(math.inf)  # for the stores that the body itself calls
+        if self.time_limits is not None:
+            wait_limit.set_seconds(math.inf)  # for the stores that the body itself calls
         try:
             try:
                 try:

@@ -48,6 +48,11 @@ LIMITS: Final = "celery_leases_limits"
 in seconds: those of its message, its task, or its worker.
 """
 
+ENDED_UNDER: Final = "celery_leases_ended_under"
+"""The attribute of an exception that has passed through a delivery, with the owner token: the main
+process need not look at the record.
+"""
+
 HEADER: Final = OURS
 """The name of the message header, which a call has after its first delivery."""
 

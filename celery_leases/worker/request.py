@@ -1,28 +1,32 @@
-"""Celery's request in the worker's main process: makes the owner token of each delivery, and closes
-the attempt of a pool child that died.
+"""Celery's request in the worker's main process: makes the owner token of each delivery, and learns
+how Celery ends it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 from billiard.einfo import ExceptionWithTraceback
 from celery import Task
+from celery.exceptions import Reject, Retry, TimeLimitExceeded, WorkerLostError
 from celery.exceptions import Terminated as ByRevoke
-from celery.exceptions import TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request
 from kombu.utils.imports import symbol_by_name
 
 from celery_leases.concurrency import os_threads
 from celery_leases.errors import LeaseConfigurationError
+from celery_leases.protocol.deadlines import begin_by
+from celery_leases.protocol.results import failure_of
 from celery_leases.protocol.settlement import ExitCause
 from celery_leases.signals import logger
 from celery_leases.worker import app_components, child_exit, database_watch
-from celery_leases.worker.child_exit import DeadChild
+from celery_leases.worker.child_exit import EndedDelivery
 from celery_leases.worker.delivery_queue import ORIGIN, origin_of
 from celery_leases.worker.headers import (
+    ENDED_UNDER,
     HEADER,
     LIMITS,
     OURS,
@@ -88,7 +92,8 @@ class LeaseRequest(Request):
         token = carried[TOKEN] = new_token()
         worker = app_components.current_worker()
         carried[ORIGIN] = origin_of(self._message, worker)
-        if any(limits := self._effective_limits(worker)):
+        limits = self._time_limits_for(worker)
+        if limits is not None:
             carried[LIMITS] = limits
         self._children: list[int] = []
         self._kill = body_kill_of(token) if _GREEN else None
@@ -102,8 +107,8 @@ class LeaseRequest(Request):
             carried[WOKEN] = True
         if waiting_calls.by_key or HEADER in carried:
             waiting_calls.received(self)
-        if HEADER in carried or self.delivery_info.get("redelivered"):
-            database_watch.watch(self._app)
+        if limits is not None and (HEADER in carried or self.delivery_info.get("redelivered")):
+            database_watch.watch(self._app, begin_by(0.0, *limits))
 
     @property
     def _eta_timer_entry(self) -> Any:
@@ -120,16 +125,18 @@ class LeaseRequest(Request):
         """Note the new timer entry of a request that continues to wait."""
         self._scheduled = scheduled
 
-    def _effective_limits(self, worker: Any) -> tuple[float | None, float | None]:
-        """The hard and the soft time limit that Celery applies: of the message, of the task, which
-        ``celery control time_limit`` may have changed in this process only, or of the worker.
+    def _time_limits_for(self, worker: Any) -> tuple[float | None, float | None] | None:
+        """The hard and the soft time limit that Celery applies, if any: of the message, of the
+        task, which ``celery control time_limit`` may have changed in this process only, or of the
+        *worker*.
         """
-        limits = self.time_limits
-        hard, soft = limits if isinstance(limits, list | tuple) and len(limits) == 2 else (None, None)
-        return (
-            _seconds(hard) or self.task.time_limit or getattr(worker, "time_limit", None),
-            _seconds(soft) or self.task.soft_time_limit or getattr(worker, "soft_time_limit", None),
-        )
+        task, of_message = self._task, self.time_limits
+        hard, soft = task.time_limit, task.soft_time_limit
+        if worker is not None:
+            hard, soft = hard or worker.time_limit, soft or worker.soft_time_limit
+        if of_message is not Request.time_limits and len(of_message) == 2:
+            hard, soft = _seconds(of_message[0]) or hard, _seconds(of_message[1]) or soft
+        return (hard, soft) if hard or soft else None
 
     def _strip_embedded(self) -> None:
         """Remove fields from the third part of the body that Celery does not write there, because
@@ -176,7 +183,7 @@ class LeaseRequest(Request):
             waiting_calls.ended(self)
         queued = self.task.lease_options.queues_once and not self._expired
         if revoked and not before and (queued or HEADER in self._request_dict):
-            child_exit.record_revoke(self._dead_child(ExitCause.REVOKED, 0))
+            child_exit.close_ended(self._ended(ExitCause.REVOKED, 0))
         return revoked
 
     def terminate(self, pool: Any, signal: Any = None) -> Any:
@@ -199,7 +206,9 @@ class LeaseRequest(Request):
     def on_failure(
         self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
     ) -> Any:
-        """Free the key of a dead child before its message is returned to the broker."""
+        """Free the key of a dead child before its message is returned to the broker, and close a
+        call that has failed outside of its lease.
+        """
         error = exc_info.exception
         error = error.exc if isinstance(error, ExceptionWithTraceback) else error
         cause = next((cause for kind, cause in _EXIT_CAUSES if isinstance(error, kind)), None)
@@ -207,7 +216,9 @@ class LeaseRequest(Request):
             cause = ExitCause.STOPPED
         if cause is not None:
             for pid in self._children:
-                child_exit.close_dead(self._dead_child(cause, pid))
+                child_exit.close_dead(self._ended(cause, pid))
+        elif getattr(error, ENDED_UNDER, None) != self._request_dict[TOKEN] and _is_final(error):
+            child_exit.close_ended(self._ended(ExitCause.ERROR, 0, error))
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)
         finally:
@@ -217,18 +228,22 @@ class LeaseRequest(Request):
                 waiting_calls.ended(self)
 
     def on_timeout(self, soft: bool, timeout: float) -> Any:
-        """In some pools, only this method is called for a hard time limit."""
+        """In pools of greenlets, only this method is called for a hard time limit."""
+        if not soft and os.getpid() in self._children:
+            child_exit.close_ended(self._ended(ExitCause.TIME_LIMIT, os.getpid()))
         try:
             return super().on_timeout(soft, timeout)
         finally:
             if not soft:
                 waiting_calls.ended(self)
 
-    def _dead_child(self, cause: ExitCause, pid: int) -> DeadChild:
+    def _ended(
+        self, cause: ExitCause, pid: int, error: BaseException | None = None
+    ) -> EndedDelivery:
         fields = self._request_dict
         call_id = call_id_of(self.id, fields.get("replaced_task_nesting"))
         header, owner = read_header(fields, self.task.name, call_id), owner_of(fields[TOKEN], pid)
-        return DeadChild(
+        return EndedDelivery(
             self.task,
             call_id,
             owner,
@@ -238,7 +253,31 @@ class LeaseRequest(Request):
             fields["retries"],
             pid,
             cause,
+            self._is_final(cause),
+            failure_of(error) if error is not None else None,
         )
+
+    def _is_final(self, cause: ExitCause) -> bool:
+        """Whether Celery has a final state for the call, and does not return its message."""
+        task = self.task
+        match cause:
+            case ExitCause.STOPPED:
+                return False
+            case ExitCause.KILLED:
+                return not (task.acks_late and task.reject_on_worker_lost)
+            case ExitCause.TIME_LIMIT:
+                return bool(not task.acks_late or task.acks_on_timeout)
+            case ExitCause.REVOKED | ExitCause.ERROR:
+                return True
+            case _ as never:
+                assert_never(never)
+
+
+def _is_final(error: BaseException) -> bool:
+    """Whether a call that raised *error* outside of its lease does not run again by itself."""
+    return not isinstance(error, Retry | SystemExit | KeyboardInterrupt | MemoryError) and not (
+        isinstance(error, Reject) and error.requeue
+    )
 
 
 def _seconds(limit: Any) -> float | None:

@@ -269,6 +269,25 @@ def limited(self, name, seconds=30.0):
     return {"name": name}
 
 
+def prepares(task_id, args, kwargs):
+    """Take as long as the second argument says, before the lease is acquired."""
+    time.sleep(args[1] if len(args) > 1 else 0)
+
+
+@app.task(
+    base=LeasedTask,
+    bind=True,
+    lease_key="prepared:{name}",
+    lease_queue_once=True,
+    lease_fingerprint=None,
+    before_start=staticmethod(prepares),
+)
+def prepared(self, name, seconds=0.0):
+    """Has a ``before_start``, which runs before the lease is acquired."""
+    begins(self, name)
+    return {"name": name}
+
+
 @app.task(base=LeasedTask, bind=True, lease_key="swallows:{name}")
 def swallows(self, name, stop):
     """The first attempt catches every ``Exception`` until *stop* exists."""

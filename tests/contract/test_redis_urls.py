@@ -36,8 +36,8 @@ def made_of(url: str, **options: Any) -> dict[str, Any]:
         for name in given
         if name in compared or name.startswith(("ssl_", "socket_"))
     }
-    found["tls"] = pool.connection_class is redis.SSLConnection
-    assert (pool.connection_class is redis.UnixDomainSocketConnection) is ("path" in found)
+    found["tls"] = issubclass(pool.connection_class, redis.SSLConnection)
+    assert issubclass(pool.connection_class, redis.UnixDomainSocketConnection) is ("path" in found)
     return found
 
 
@@ -232,7 +232,7 @@ def test_sentinels_are_listed_as_for_kombu() -> None:
             ("b", 7000),
         ]
         for one in asked:
-            assert one.connection_class is redis.SSLConnection
+            assert issubclass(one.connection_class, redis.SSLConnection)
             assert one.connection_kwargs["password"] == "other"
             assert (
                 one.connection_kwargs["socket_timeout"]
@@ -262,7 +262,7 @@ def test_a_cluster_is_named_by_some_of_its_nodes(scheme: str) -> None:
         store = RedisLeaseStore.from_url(f"{scheme}://{rest}", prefix="p", timeout=1.5)
         assert store.name == "redis-cluster:a:6379,b:7000/p"
         pool = store._client._client(("n", 7001)).connection_pool
-        assert (pool.connection_class is redis.SSLConnection) is scheme.startswith(
+        assert issubclass(pool.connection_class, redis.SSLConnection) is scheme.startswith(
             ("rediss", "valkeys")
         )
         given = pool.connection_kwargs

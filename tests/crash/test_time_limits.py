@@ -1,8 +1,16 @@
 """A hard time limit that is shorter than what the library waits for: the body gets its time."""
 
-import pytest
+from functools import partial
+from typing import Any
 
+import pytest
+from celery.exceptions import TimeLimitExceeded
+from sqlalchemy import create_engine, text
+from sqlalchemy.pool import NullPool
+
+from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment
 from tests.integration.deployments import spelled
 from tests.support.servers import PostgresServer
 
@@ -55,3 +63,83 @@ def test_a_database_that_is_silent_for_longer_than_the_limit_ends_no_call(
     for each, result in zip(names, results, strict=True):
         assert result.get(timeout=60)["name"] == each
         assert len(scene.events("begin", name=each)) == 1
+
+
+def make_slow(scene: CrashDeployment, when: str, seconds: float) -> None:
+    """Let the database take *seconds* for writes of a record for which *when* holds."""
+    engine = create_engine(scene.database_url, poolclass=NullPool)
+    body = f"BEGIN IF {when} THEN PERFORM pg_sleep({seconds}); END IF; RETURN NEW; END"
+    with engine.begin() as connection:
+        connection.execute(
+            text(f"CREATE FUNCTION slow() RETURNS trigger AS $$ {body} $$ LANGUAGE plpgsql")
+        )
+        connection.execute(
+            text(
+                "CREATE TRIGGER slow BEFORE INSERT OR UPDATE ON celery_leases_records "
+                "FOR EACH ROW EXECUTE FUNCTION slow()"
+            )
+        )
+
+
+@pytest.mark.both_lease_stores
+@BOTH_LEASES
+def test_a_body_that_begins_late_and_meets_its_limit_is_counted(
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """Celery counts the limit from the delivery, so the body has had less than the limit. While the
+    child writes that it was interrupted it is killed, and its statement is executed all the same.
+    """
+    scene = scene_factory(combination, ttl=30, visibility=60)
+    make_slow(scene, "TG_OP = 'INSERT' OR NEW.ended IN ('interrupted', 'terminated')", 1.0)
+    with pytest.raises(TimeLimitExceeded):
+        scene.tasks.limited.apply_async((name,), time_limit=3).get(timeout=30)
+    wait_until(lambda: row_of(scene, "limited", name)["crashes"] == 1, 20, "the crash")
+    row = row_of(scene, "limited", name)
+    assert (row["state"], row["ended"], row["reason"]) == (
+        "pending",
+        "terminated",
+        "hard time limit",
+    )
+    assert scene.tasks.limited.delay(name).get(timeout=30)["name"] == name
+
+
+def row_of(scene: CrashDeployment, task: str, name: str) -> dict[str, Any]:
+    """The record of *name*."""
+    row = scene.row(task, f"{task}:{name}")
+    assert row is not None
+    return row
+
+
+@pytest.mark.every_argument
+@pytest.mark.parametrize("pool", ["prefork", "gevent"])
+@pytest.mark.parametrize("combination", [DATABASE_LEASES], ids=spelled)
+def test_a_limit_that_only_the_worker_knows_is_counted_as_one_of_the_task(
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...], pool: str
+) -> None:
+    """``celery worker --time-limit``: each call has ended, and is counted."""
+    scene = scene_factory(combination, ttl=30, visibility=60, start=False)
+    scene.another(pool=pool, concurrency=2, options=("--time-limit", "1"))
+    for crashes in (1, 2):
+        with pytest.raises(TimeLimitExceeded):
+            scene.tasks.work.delay(name, 30).get(timeout=30)
+        counted = partial(lambda number: row_of(scene, "work", name)["crashes"] == number, crashes)
+        wait_until(counted, 20, f"crash {crashes}")
+        row = row_of(scene, "work", name)
+        assert (row["ended"], row["reason"]) == ("terminated", "hard time limit")
+
+
+@pytest.mark.both_lease_stores
+@BOTH_LEASES
+def test_a_queued_call_that_its_limit_ends_before_its_lease_makes_room_for_the_next(
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """Its record was written when it was called; nothing waits in it any more."""
+    scene = scene_factory(combination, ttl=30, visibility=60)
+    with pytest.raises(TimeLimitExceeded):
+        scene.tasks.prepared.apply_async((name, 30), time_limit=1).get(timeout=30)
+    wait_until(
+        lambda: (scene.row("prepared", f"prepared:{name}") or {})["ended"] == "terminated",
+        20,
+        "the call to be closed",
+    )
+    assert scene.tasks.prepared.delay(name).get(timeout=30) == {"name": name}

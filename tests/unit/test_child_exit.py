@@ -15,7 +15,7 @@ import pytest
 from celery_leases.protocol.settlement import ExitCause
 from celery_leases.testing.waits import wait_until
 from celery_leases.worker import child_exit
-from celery_leases.worker.child_exit import DeadChild
+from celery_leases.worker.child_exit import EndedDelivery
 
 PATIENCE = 0.2
 
@@ -35,7 +35,7 @@ class Stores:
         self.answer = threading.Event()
         self.closed: list[str] = []
 
-    def close(self, dead_child: DeadChild, call: Any) -> None:
+    def close(self, dead_child: EndedDelivery, call: Any) -> None:
         """Close an attempt."""
         self.answer.wait(10)
         self.closed.append(dead_child.token)
@@ -56,14 +56,14 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stores]:
 
 def dead_child(
     pid: int, token: str, call: Any = lambda: None, cause: ExitCause = ExitCause.KILLED
-) -> DeadChild:
+) -> EndedDelivery:
     """One delivery of a dead child; *call* makes its key."""
 
-    class Known(DeadChild):
+    class Known(EndedDelivery):
         def call(self) -> Any:
             return call()
 
-    return Known(SimpleNamespace(name="work"), "id", token, None, (), {}, 0, pid, cause)
+    return Known(SimpleNamespace(name="work"), "id", token, None, (), {}, 0, pid, cause, False)
 
 
 def took(pid: int, token: str, **given: Any) -> float:

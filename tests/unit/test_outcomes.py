@@ -455,13 +455,10 @@ class TestStoresAway:
         assert (pauses[0], pauses[-1], settle_pause(10_000)) == (0.05, 2.0, 2.0)
 
     def test_an_outcome_is_tried_for_the_settle_timeout(self) -> None:
-        assert (
-            settle_until(a_call(options=LeaseOptions(settle_timeout=60.0)), now=100.0) == 160.0
-        )
+        assert settle_until(a_call(options=LeaseOptions(settle_timeout=60.0)), now=100.0) == 160.0
 
     def test_a_hard_limit_cuts_it_short(self) -> None:
-        limited = {"time_limit": 30.0, "received_at": 90.0}
-        call = a_call(**limited, options=LeaseOptions(settle_timeout=60.0))
+        call = a_call(time_limit=30.0, received_at=90.0, options=LeaseOptions(settle_timeout=60.0))
         assert settle_until(call, now=100.0) == 119.0
-        call = a_call(**limited, options=LeaseOptions(settle_timeout=5.0))
+        call = replace(call, options=LeaseOptions(settle_timeout=5.0))
         assert settle_until(call, now=100.0) == 105.0

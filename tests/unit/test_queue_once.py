@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from celery import Celery, chain, chord, group
 from celery.contrib.testing.worker import start_worker
-from celery.exceptions import TaskRevokedError
+from celery.exceptions import Ignore, Reject, TaskRevokedError
 from celery.signals import before_task_publish
 from celery.worker.state import revoked
 from kombu.transport.virtual import Transport
@@ -397,7 +397,7 @@ def test_a_revoked_call_frees_its_key(
 ) -> None:
     """A worker has discarded its message: no rescue publishes it again, and the next call runs."""
     monkeypatch.setattr(
-        child_exit, "record_revoke", child_exit._record_revoke
+        child_exit, "close_ended", child_exit._close_ended
     )  # in the worker's thread
     first = shop.work.delay(7)
     revoked.add(first.id)
@@ -411,6 +411,63 @@ def test_a_revoked_call_frees_its_key(
     assert record.message is None  # which a rescue would publish
     assert shop.work.delay(7).get(timeout=PATIENCE)["number"] == 7
     assert shop.ran == [1, 7]
+
+
+@pytest.mark.every_argument
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no tenant"), Ignore("no tenant"), Reject("no tenant", requeue=False)],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("task", ["work", "plain"])
+def test_a_call_that_celery_ends_before_its_lease_is_closed_in_its_record(
+    shop: Shop,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    task: str,
+) -> None:
+    """The record says why, no rescue publishes the call again, and the next call runs."""
+    monkeypatch.setattr(child_exit, "close_ended", child_exit._close_ended)
+    called = getattr(shop, task)
+    tenants: list[int] = []
+
+    def before_start(*_: Any) -> None:
+        if not tenants:
+            raise error
+
+    monkeypatch.setattr(type(called), "before_start", staticmethod(before_start))
+    engine = create_engine(shop.app.conf.leases_database_url)
+    LeaseClient.from_app(shop.app)  # creates the tables
+    app_components.components_of(shop.app).records.check()
+    if task == "work":
+        first = called.delay(7)
+    else:  # its record was written by delay_in()
+        with Session(engine) as session, session.begin():
+            first = called.delay_in(session, 7)
+    request.getfixturevalue("worker")
+    shop.strict.delay(1).get(timeout=PATIENCE)  # the worker is past the first
+    record = app_components.components_of(shop.app).records.read(
+        f"t:{task}|{'work' if task == 'work' else 'p'}:7"
+    )
+    assert record is not None
+    assert (record.state, record.ended, record.reason) == (
+        "pending",
+        "failed",
+        "an error outside of its body",
+    )
+    assert record.failure is not None
+    assert "no tenant" in record.failure.message
+    assert (record.message, record.resumes) == (None, False)
+    if isinstance(error, RuntimeError):
+        with pytest.raises(RuntimeError, match="no tenant"):
+            first.get(timeout=PATIENCE)
+    tenants.append(7)
+    again = called.delay(7)
+    assert again.id != first.id
+    assert again.get(timeout=PATIENCE)["number"] == 7
+    assert shop.ran == [1, 7]
+    engine.dispose()
 
 
 def test_an_eager_call_of_a_key_that_cools_down_is_answered(tmp_path: Path) -> None:

@@ -87,6 +87,9 @@ class SentinelAddress:
             self.min_other_sentinels,
             sentinel_kwargs={**self.sentinel_parameters, **limits},
         )
+        for asked in sentinel.sentinels:
+            asked_pool = asked.connection_pool
+            asked_pool.connection_class = limited(asked_pool.connection_class)
         pool = SentinelConnectionPool(  # type: ignore[no-untyped-call]
             self.master,
             sentinel,

@@ -10,7 +10,7 @@ import redis
 from redis.exceptions import NoScriptError, ResponseError
 
 from celery_leases.common.values import value_class
-from celery_leases.concurrency import os_threads
+from celery_leases.concurrency import os_threads, wait_limit
 
 
 class DirectClient(redis.Redis):
@@ -36,7 +36,7 @@ class DirectClient(redis.Redis):
         connection = watched.connection
         try:
             watched.prepare()
-            connection.send_packed_command([command])
+            connection.send_unlimited([command])
             if replies is not None:
                 return [_reply_or_error(connection) for _ in range(replies)]
             return connection.read_response()
@@ -58,7 +58,7 @@ class DirectClient(redis.Redis):
         connection = watched.connection
         try:
             watched.prepare()
-            connection.send_packed_command([call.by_sha])
+            connection.send_unlimited([call.by_sha])
             if call.sha in watched.scripts:
                 watched.unread = call, connection._sock  # noqa: SLF001 - see prepare()
                 return
@@ -131,11 +131,12 @@ class _WatchedConnection:
         closed the connection, or has sent unexpected data.
         """
         connection = self.connection
+        if wait_limit.in_use:
+            connection.limit_wait()
         if self.unread is not None:
             call, socket = self.unread
             if socket is not None and socket is connection._sock:  # noqa: SLF001 - redis-py does not expose the socket otherwise; kombu reads it too
                 try:
-                    connection.limit_wait()
                     call.finish(connection)
                 except ResponseError:
                     pass

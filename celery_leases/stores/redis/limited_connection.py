@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Final, cast
 
 from celery_leases.concurrency import wait_limit
 
 
-@cache
-def limited(connection_class: type[Any]) -> type[Any]:
+def _limited(connection_class: type[Any]) -> type[Any]:
     """*connection_class* with timeouts that are shortened to
     :func:`celery_leases.concurrency.wait_limit.bounded` before each command.
     """
@@ -26,13 +26,17 @@ def limited(connection_class: type[Any]) -> type[Any]:
                 self._current = seconds
 
         def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-            self.limit_wait()
-            super().send_packed_command(command, check_health)
+            if wait_limit.in_use:
+                self.limit_wait()
+            self.send_unlimited(command, check_health)
+
+        #: For a caller that has called :meth:`limit_wait`.
+        send_unlimited = connection_class.send_packed_command
 
         def _connect(self) -> Any:
             name = "socket_connect_timeout"
             given = getattr(self, name, self.socket_timeout)
-            setattr(self, name, wait_limit.bounded(given))
+            setattr(self, name, wait_limit.bounded(cast("float", given)))
             try:
                 sock = super()._connect()
             finally:
@@ -42,3 +46,6 @@ def limited(connection_class: type[Any]) -> type[Any]:
             return sock
 
     return LimitedConnection
+
+
+limited: Final = cast("Callable[[type[Any]], type[Any]]", cache(_limited))

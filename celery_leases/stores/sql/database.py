@@ -127,7 +127,7 @@ def engine_for(
         ) from None
     event.listen(engine, "handle_error", _invalidate_outdated)
     if on_mysql:
-        event.listen(engine, "do_connect", mysql.limit_connect_timeout)
+        event.listen(engine, "do_connect", mysql.connect)
         event.listen(engine, "connect", mysql.prepare)
         # In autocommit mode a ROLLBACK is unnecessary and would cost a round trip.
         engine.dialect.do_rollback = _nothing  # type: ignore[assignment, method-assign]
@@ -331,7 +331,7 @@ class Database:
             _limit_busy_timeout
             if self.host_clock
             else mysql.limit_read_timeout
-            if engine.dialect.driver == "pymysql"
+            if engine.dialect.driver == mysql.PYMYSQL
             else None
         )
         _open.add(self)

@@ -33,7 +33,6 @@ from celery_leases.protocol import repairs
 from celery_leases.protocol.claim_rules import ALWAYS
 from celery_leases.protocol.record_filters import Order, Position, RecordFilter
 from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
-from celery_leases.protocol.settlement import ExitCause
 from celery_leases.stores.sql import record_queries, rows
 from celery_leases.stores.sql.claim_statements import KEY_UNUSABLE_ERRORS, SqlClaims
 from celery_leases.stores.sql.compiled_statements import Row
@@ -383,19 +382,26 @@ class SqlRecordStore(SqlClaims):
             return self.database.count(self.statements.changed(found, after), {}) == 1
         return False
 
-    def call_off(self, seen: Record) -> bool:
-        """Write that the call of *seen* was revoked: it does not run again, and its message is not
-        published again.
+    def close_waiting(
+        self, stored_key: str, close: Callable[[Record], Outcome | None]
+    ) -> tuple[Record, Outcome] | None:
+        """Write the outcome that *close* gives for a row that does not run. Its message is not
+        published again, unless the call still resumes.
 
-        Returns ``False`` if the row has changed or belongs to another call.
+        Returns the row as it was read, and the outcome; ``None`` if there is no row, or *close*
+        returns ``None``.
         """
-        records = self.tables.records
-        row = update(records).where(records.c.stored_key == seen.stored_key, *self._unchanged(seen))
-        values = {"resumes": 0, "ended": Ended.TERMINATED, "reason": ExitCause.REVOKED.value}
-        gone = row.where(records.c.call_id == seen.call_id).values(
-            values | {"message": None, "publish_at": None}
-        )
-        return self.database.count(gone, {}) == 1
+        closed: list[tuple[Record, Outcome]] = []
+
+        def repair(row: Record) -> Record | None:
+            outcome = close(row) if row.state is not State.RUNNING else None
+            if outcome is None:
+                return None
+            closed[:] = [(row, outcome)]
+            after = repairs.settled(row, outcome, row.now)
+            return after if after.resumes else replace(after, message=None, publish_at=None)
+
+        return closed[0] if self._repair(stored_key, None, repair) is not None else None
 
     def end_waits(self, group: str) -> int:
         """End the cooldowns of all keys that are waiting for this cooldown group; returns their

@@ -14,7 +14,8 @@ from sqlalchemy import URL, Dialect
 from celery_leases.concurrency import wait_limit
 
 FAMILY: Final = ("mysql", "mariadb")
-DRIVERS: Final = ("pymysql", "mysqldb")
+PYMYSQL: Final = "pymysql"
+DRIVERS: Final = (PYMYSQL, "mysqldb")
 
 NOW: Final = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
 """The time of the statement in microseconds since the epoch, in any time zone of the session."""
@@ -89,9 +90,21 @@ def without_read_timeout(url: URL) -> URL:
     return url.difference_update_query([_READ])
 
 
-def limit_connect_timeout(_: Dialect, __: Any, ___: list[Any], given: dict[str, Any]) -> None:
-    """Let a new connection take as long as this delivery may wait; whole seconds for MySQLdb."""
-    given["connect_timeout"] = max(1, int(wait_limit.bounded(given["connect_timeout"])))
+def connect(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
+    """Connect as SQLAlchemy does, for as long as this delivery may wait.
+
+    PyMySQL waits for the server's greeting as for any reply. MySQLdb's limits are whole seconds,
+    and stay for the life of the connection.
+    """
+    longest = given.get(_READ)
+    limits = {"connect_timeout": max(1, int(wait_limit.bounded(int(given["connect_timeout"]))))}
+    if dialect.driver != PYMYSQL or longest is None:
+        return dialect.connect(*args, **given | limits)
+    connection: Any = dialect.connect(
+        *args, **given | limits | {_READ: wait_limit.bounded(longest)}
+    )
+    connection._read_timeout = longest  # noqa: SLF001 - see limit_read_timeout
+    return connection
 
 
 def limit_read_timeout(connection: Any, info: MutableMapping[Any, Any]) -> None:

@@ -184,7 +184,7 @@ def _timed_connection() -> Any:
         gen: Generator[Any, Any, Any], longest: float, close: Callable[[], None]
     ) -> Generator[Any, Any, Any]:
         """Pass values on between *gen* and psycopg, which sends 0 for each 0.1 s without data."""
-        seconds = wait_limit.bounded(longest)
+        seconds = wait_limit.bounded(longest) if wait_limit.in_use else longest
         deadline = time.monotonic() + seconds
         try:
             wanted = next(gen)
