@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from celery import Celery, Task
@@ -53,6 +53,7 @@ class _SetWhenBound:
         return getattr(cls, self._name)
 
 
+_HOOKS = ("before_start", "on_success", "on_retry", "on_failure", "after_return")
 _NOT_OPTIONS = frozenset({"lease_options", "lease_status", "lease_signature"})
 
 
@@ -112,6 +113,7 @@ class LeasedMixin:
         super().on_bound(app)  # type: ignore[misc]
         if cls.name:  # type: ignore[attr-defined]
             _set_options(cls, app)
+            _guard_hooks(cls)
             # Celery logs these errors in one line, without a traceback.
             cls.throws = (*cls.throws, AlreadyDone, CoolingDown, LeaseHeld)  # type: ignore[attr-defined]
             _add_django_methods(app, cls)
@@ -290,6 +292,37 @@ def _add_django_methods(app: Celery, cls: Any) -> None:
     for name in _DJANGO_METHODS:
         if not hasattr(cls, name) and (method := getattr(app.Task, name, None)) is not None:
             setattr(cls, name, method)
+
+
+def _guard_hooks(cls: Any) -> None:
+    """Let the hooks that Celery calls around the body only raise an ``Exception``. Any other
+    exception would end the pool process with each delivery of the message.
+    """
+    for name in _HOOKS:
+        hook = inspect.getattr_static(cls, name)
+        if hook is not vars(Task)[name] and not hasattr(hook, "guarded_by_lease"):
+            setattr(cls, name, _guarded(name, hook))
+
+
+def _guarded(name: str, hook: Any) -> Any:
+    bind = getattr(hook, "__get__", None)
+
+    @wraps(hook)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return (bind(self, type(self)) if bind else hook)(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as error:
+            from celery_leases.worker.body_exceptions import as_exception
+            from celery_leases.worker.pools.os_signal_guard import is_sigterm
+
+            if self.request.is_eager or is_sigterm(error):
+                raise
+            raise as_exception(error, f"{name}()") from error
+
+    guarded.guarded_by_lease = True  # type: ignore[attr-defined]
+    return guarded
 
 
 def _signature(cls: Any) -> Parameters:

@@ -45,7 +45,7 @@ from celery_leases.protocol.effects import (
 )
 from celery_leases.protocol.interfaces import Clock, EffectStore
 from celery_leases.protocol.records import Record
-from celery_leases.protocol.results import decode, encode
+from celery_leases.protocol.results import NOT_JSON, decode, encode
 
 RECORD_CHANGED: Final = "the record was changed by another attempt or an operator"
 DEFAULT_RULES: Final = Rules.default()
@@ -272,12 +272,16 @@ class Effects:
     def _write_reply(self, effect: Effect, reply: Any, arguments: EffectArguments) -> EffectReply:
         """Write the reply, even if the lease is lost: the call has been executed."""
         with self.interrupts_deferred():
-            text, missing = encode(reply, self.result_max)
-            reference, reference_error = None, None
+            try:
+                text, missing = encode(reply, self.result_max)
+            except BaseException:  # noqa: BLE001 - a method of the reply raised; the call was made
+                text, missing = None, NOT_JSON
+            reference: str | None = None
+            reference_error: BaseException | None = None
             if arguments.reference is not None:
                 try:
                     reference = reference_of(arguments.reference, reply)
-                except Exception as error:  # noqa: BLE001 - raised below, once the reply is written
+                except BaseException as error:  # noqa: BLE001 - raised below, once the reply is written
                     reference_error = error
             until = self.clock.now() + self.settle_timeout
             accepted = retrying(

@@ -27,6 +27,11 @@ def exit_type() -> type[BaseException]:
     return raised
 
 
+def kills_greenlet(error: BaseException) -> bool:
+    """Whether *error* is the exception that kills a greenlet."""
+    return "greenlet" in sys.modules and isinstance(error, exit_type())
+
+
 def in_spawned_greenlet() -> bool:
     """Whether the running greenlet was spawned: it is neither the hub nor the main greenlet of its
     thread.

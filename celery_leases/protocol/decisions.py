@@ -55,7 +55,8 @@ raised ``Uncertain``                              ``uncertain``; the exception
 raised ``Snooze``                                 ``pending`` for the delay, attempt not counted; rescheduled
 lost its lease                                    ``pending``, attempt not counted; rescheduled
 was interrupted by a shutdown or revoke           ``pending``, attempt not counted; the interruption continues
-ran into the hard time limit, or exited           ``pending``, a crash, ``failed`` after ``lease_max_crashes``;
+ran into the hard time limit, or ended its
+pool process                                      ``pending``, a crash, ``failed`` after ``lease_max_crashes``;
                                                   the interruption continues
 raised ``Retry`` or ``Reject(requeue=True)``      ``pending`` until the countdown is over; the exception
 raised ``Ignore`` or ``Reject``, or called

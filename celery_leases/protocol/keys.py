@@ -176,7 +176,7 @@ def call_key(
     try:
         given = _given(task, signature, args, kwargs)
         key = _filled(task, "key", options.key, given)
-        digests = None if options.rerun else _digests(options, given)
+        digests = None if options.rerun else _digests(task, options, given)
     except RecursionError:
         raise _too_deep(task) from None
     fingerprint = fingerprint_of(digests) if digests is not None else None
@@ -302,10 +302,15 @@ class _Given:
                 del differing[name]
         return differing
 
-    def to(self, maker: Callable[..., Any]) -> Any:
-        """The value that *maker* returns for the arguments."""
+    def to(self, maker: Callable[..., Any], name: str) -> Any:
+        """The value that *maker*, the option *name*, returns for the arguments; raises
+        :class:`KeyUnusable` if it raises.
+        """
         bound = self._bound or self.signature.bind(**self.by_name)
-        return maker(*bound.args, **bound.kwargs)
+        try:
+            return maker(*bound.args, **bound.kwargs)
+        except Exception as error:
+            raise KeyUnusable(f"{name} raised {type(error).__name__}: {error}") from error
 
 
 def _given(
@@ -401,10 +406,7 @@ def _filled(task: str, option: str, maker: str | Callable[..., str], given: _Giv
         except (LookupError, AttributeError, ValueError, TypeError) as error:
             raise KeyUnusable(f"{name}={maker!r} cannot be filled: {error!r}") from None
     else:
-        try:
-            text = given.to(maker)
-        except Exception as error:
-            raise KeyUnusable(f"{name} raised {type(error).__name__}: {error}") from error
+        text = given.to(maker, name)
         if not isinstance(text, str):
             raise KeyUnusable(f"{name} returned {type(text).__name__}; return a str")
     if not text.strip():
@@ -419,7 +421,7 @@ def _filled(task: str, option: str, maker: str | Callable[..., str], given: _Giv
     return text
 
 
-def _digests(options: LeaseOptions, given: _Given) -> dict[str, str] | None:
+def _digests(task: str, options: LeaseOptions, given: _Given) -> dict[str, str] | None:
     chosen = options.fingerprint
     if chosen is False:
         return None
@@ -429,7 +431,7 @@ def _digests(options: LeaseOptions, given: _Given) -> dict[str, str] | None:
     elif isinstance(chosen, tuple):
         compared = {name: given.by_name.get(name) for name in chosen}
     else:
-        made = given.to(chosen)
+        made = given.to(chosen, f"task {task}: lease_fingerprint")
         compared = made if isinstance(made, Mapping) else {"fingerprint": made}
     return {str(name): _hashed(canonical(value), 12) for name, value in compared.items()}
 

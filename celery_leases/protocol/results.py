@@ -28,7 +28,7 @@ NO_LIMIT: Final = 2**62
 
 def encode(value: Any, limit: int) -> tuple[str | None, str | None]:
     """The JSON text of *value* and ``None``; or ``None`` and why it is not stored. *limit* is the
-    number of bytes allowed. Never raises.
+    number of bytes allowed. Only a method of *value* can make it raise.
     """
     kind = type(value)
     if value is None or kind is bool:

@@ -5,23 +5,24 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from billiard.process import current_process
 from celery.exceptions import (
     Ignore,
     Reject,
     Retry,
     SoftTimeLimitExceeded,
-    WorkerShutdown,
-    WorkerTerminate,
 )
 from celery.worker import state as worker_state
 
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HELD_TOO_LONG, NOT_EXTENDED, HeldLease
-from celery_leases.errors import KeyUnusable, LeaseLost, RecordUnreadable, Snooze
+from celery_leases.common.redaction import message_of
+from celery_leases.concurrency import greenlets
+from celery_leases.errors import LeaseLost, RecordUnreadable, Snooze
 from celery_leases.failures.actions import Classification, Reason, permanent
 from celery_leases.protocol.body_endings import (
     ControlFlow,
@@ -34,7 +35,7 @@ from celery_leases.protocol.body_endings import (
 )
 from celery_leases.protocol.keys import call_key
 from celery_leases.protocol.records import Ended
-from celery_leases.protocol.results import failure_of
+from celery_leases.protocol.results import MESSAGE_MAX, failure_of
 from celery_leases.protocol.verdicts import Call
 from celery_leases.worker.headers import state_of
 from celery_leases.worker.pools.interrupt_guard import EarlySoftTimeLimit, InterruptGuard
@@ -134,21 +135,31 @@ class ExceptionTranslator:
         limit = self.call.time_limit
         if limit and elapsed >= limit - max(0.5, limit / 10):
             return Terminated(error, "hard time limit")
-        by_worker = self.interrupt_guard.stopping or isinstance(
-            error, WorkerShutdown | WorkerTerminate
-        )
-        if isinstance(error, SystemExit) and not by_worker:
-            return Terminated(error, "the body ended its process")
-        killed = type(error).__name__ == "GreenletExit"
-        if killed and not self.request.is_eager and self.request.id not in worker_state.revoked:
+        killed = greenlets.kills_greenlet(error)
+        if killed and self.interrupt_guard.stopping and self.request.id not in worker_state.revoked:
             # Pools of greenlets acknowledge the messages of killed bodies, so the call must be
             # rescheduled.
             return Lost("the worker was stopped")
-        if by_worker or killed or isinstance(error, KeyboardInterrupt):
+        if (killed or isinstance(error, SystemExit | KeyboardInterrupt)) and self._is_stopped():
             return Interrupted(error)
-        # The worker is not shutting down: a cancelled coroutine, a timeout of gevent, an exception
-        # of the user.
-        return self._raised(error)
+        eager = self.request.is_eager
+        if isinstance(error, SystemExit) and (eager or in_pool_child()):
+            return Terminated(error, "the body ended its process")
+        if eager and (killed or isinstance(error, KeyboardInterrupt)):
+            return Interrupted(error)  # the caller of an eager call ends
+        # A cancelled coroutine, a timeout of gevent, an exception of the user, or one that only
+        # looks like the end of a worker.
+        ending = self._raised(error)
+        if isinstance(ending, Raised) and not eager:
+            # Celery would take the exception itself for the end of its process: it would deliver
+            # the message again, or, in pools of threads and greenlets, never acknowledge it.
+            return replace(ending, error=as_exception(error, "the body"))
+        return ending
+
+    def _is_stopped(self) -> bool:
+        """Whether the worker is stopping, or the body was revoked."""
+        stops = (worker_state.should_stop, worker_state.should_terminate)
+        return self.interrupt_guard.stopping or any(stop not in (None, False) for stop in stops)
 
     def _retry_delay(self, retry: Retry) -> float | None:
         if self.request.is_eager or retry.when is None:
@@ -166,9 +177,21 @@ class ExceptionTranslator:
             key = call_key(
                 self.task.name, self.task.lease_options, self.task.lease_signature, "", args, kwargs
             )
-        except KeyUnusable:
+        except BaseException:  # noqa: BLE001 - the task's own lease_key may raise anything
             return False
         return key.stored == self.call.key.stored
+
+
+def in_pool_child() -> bool:
+    """Whether this process is a child of a pool, and not the main process of a worker."""
+    return bool(current_process()._name != "MainProcess")  # noqa: SLF001 - as Celery asks
+
+
+def as_exception(error: BaseException, what: str) -> Exception:
+    """*error*, which *what* raised, as an ``Exception``, which Celery can report."""
+    raised = RuntimeError(f"{what} raised {type(error).__name__}: {message_of(error, MESSAGE_MAX)}")
+    raised.__cause__ = error
+    return raised
 
 
 def _time_limit(reason: str | None) -> str | None:

@@ -39,7 +39,7 @@ from celery_leases.protocol.decisions import OUTCOME_KNOWN
 from celery_leases.protocol.events import CallDropped, CallRefused, CallRescheduled
 from celery_leases.protocol.message_copies import callbacks_mark
 from celery_leases.protocol.records import Failure, Record, State
-from celery_leases.protocol.results import encode, failure_of
+from celery_leases.protocol.results import NOT_JSON, encode, failure_of
 from celery_leases.protocol.verdicts import (
     Answer,
     Call,
@@ -59,7 +59,7 @@ from celery_leases.protocol.waiting import (
 from celery_leases.signals import logger
 from celery_leases.worker import app_components, requeue
 from celery_leases.worker.app_components import AppComponents
-from celery_leases.worker.body_exceptions import ExceptionTranslator
+from celery_leases.worker.body_exceptions import ExceptionTranslator, as_exception
 from celery_leases.worker.delivery_queue import Routes
 from celery_leases.worker.headers import (
     ENDED_UNDER,
@@ -348,7 +348,11 @@ class Delivery:
                 self.components.context,
             )
             return translator.ending_of(error, self.components.clock.now() - self.received_at)
-        return Returned(value, *encode(value, self.options.result_max))
+        try:
+            return Returned(value, *encode(value, self.options.result_max))
+        except BaseException as error:  # noqa: BLE001 - a method of the value raised; the work is done
+            # Celery must not read that value. It cannot serialize this one, and says so.
+            return Returned(as_exception(error, "the result"), None, NOT_JSON)
 
     def _time_left(self, call: Call) -> float:
         """Seconds until the hard time limit, less one for the end of the delivery."""
@@ -681,7 +685,7 @@ def _retry_of(again: Reschedule) -> Retry | None:
     when = round(again.delay, 1)
     try:
         return Retry(exc=again.cause, when=when)
-    except Exception:  # noqa: BLE001 - the user's exception may do anything when it is pickled
+    except BaseException:  # noqa: BLE001 - the user's exception may do anything when it is pickled
         return Retry(exc=RuntimeError(type(again.cause).__qualname__), when=when)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
+from celery_leases.common.text_cleaning import text_of
 from celery_leases.common.values import value_class
 from celery_leases.errors import KeyUnusable
 from celery_leases.protocol.keys import (
@@ -357,6 +358,12 @@ def key_of(
         if carried is None:
             raise
         return carried
+    except Exception:
+        raise
+    except BaseException as error:
+        if carried is None:
+            raise _ended_by(task, error) from error
+        return carried
     # The fingerprints in messages of earlier versions can be compared with none of today's.
     if carried is None or (
         carried.stored == made.stored
@@ -383,6 +390,20 @@ def group_of(task: Any, header: Header | None, args: Any, kwargs: Any, retries: 
         if header is None or not _has_begun(header, retries):
             raise
         return header.group
+    except Exception:
+        raise
+    except BaseException as error:
+        raise _ended_by(task, error) from error
+
+
+def _ended_by(task: Any, error: BaseException) -> KeyUnusable:
+    """The error of a call whose function for the key, the fingerprint or the group raised
+    *error*, which would end the worker's process with each delivery.
+    """
+    return KeyUnusable(
+        f"task {task.name}: lease_key, lease_fingerprint or lease_cooldown_group raised "
+        f"{type(error).__name__}: {text_of(error)}"
+    )
 
 
 def _has_begun(header: Header, retries: int) -> bool:

@@ -41,7 +41,7 @@ def traceback_of(error: BaseException) -> str | None:
     """
     try:
         return _traceback(error)
-    except Exception:  # noqa: BLE001 - a broken loader or exception must not hide the failure
+    except BaseException:  # noqa: BLE001 - a broken loader or exception must not hide the failure
         return None
 
 

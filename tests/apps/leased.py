@@ -5,6 +5,7 @@ VISIBILITY, QUORUM (the type of the exchange of a quorum queue, "topic" or "dire
 (the name of another queue).
 """
 
+import asyncio
 import json
 import os
 import sys
@@ -12,7 +13,13 @@ import time
 from pathlib import Path
 
 from celery import Celery
-from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from celery.exceptions import (
+    Ignore,
+    Reject,
+    SoftTimeLimitExceeded,
+    WorkerShutdown,
+    WorkerTerminate,
+)
 from celery.signals import worker_ready
 from celery.worker.request import Request
 from kombu import Exchange, Queue
@@ -343,6 +350,83 @@ def exits(self, name, how, times=100):
         sys.exit(3) if how == "sys" else os._exit(3)
     ends(self, name)
     return {"name": name}
+
+
+class GreenletExit(BaseException):
+    """A class of the user that is named like the exception that kills greenlets."""
+
+
+STOPS: dict[str, type[BaseException]] = {
+    "interrupt": KeyboardInterrupt,
+    "shutdown": WorkerShutdown,
+    "terminate": WorkerTerminate,
+    "exit": SystemExit,
+    "named": GreenletExit,
+    "cancelled": asyncio.CancelledError,
+}
+"""Exceptions that end workers, processes, greenlets or coroutines."""
+
+
+@app.task(
+    base=LeasedTask,
+    bind=True,
+    lease_key="stops:{name}:{how}",
+    lease_max_crashes=2,
+    lease_resume="never",
+)
+def stops(self, name, how):
+    """Raise an exception of :data:`STOPS`, or greenlet's own ``GreenletExit``."""
+    begins(self, name, how=how)
+    raise STOPS[how] if how in STOPS else sys.modules["greenlet"].GreenletExit
+
+
+def ends_process(*_):
+    """Raise what ends the process: as ``lease_key``, or as a hook of Celery."""
+    raise SystemExit
+
+
+class EndsBefore(LeasedTask):
+    """Its hook ends the process before the body."""
+
+    abstract = True
+    before_start = ends_process
+
+
+class EndsAfter(LeasedTask):
+    """Its hook ends the process after the body."""
+
+    abstract = True
+    on_success = ends_process
+
+
+@app.task(base=LeasedTask, lease_key=ends_process)
+def keyed(name):
+    """Never called."""
+
+
+@app.task(base=EndsBefore, bind=True, lease_key="unprepared:{name}")
+def unprepared(self, name):
+    """Never called."""
+
+
+@app.task(base=EndsAfter, bind=True, lease_key="followed:{name}")
+def followed(self, name):
+    """Succeed."""
+    begins(self, name)
+    return name
+
+
+class EndsWhenRead(dict):
+    """A result that ends the process that reads it."""
+
+    items = ends_process
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="unread:{name}")
+def unread(self, name):
+    """Return a value that cannot be read."""
+    begins(self, name)
+    return EndsWhenRead(name=name)
 
 
 @app.task(

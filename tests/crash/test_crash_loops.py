@@ -80,3 +80,21 @@ def test_a_body_that_ends_its_process_counts_as_a_crash_and_ends(
     row = scene.wait_for_state("exits", f"exits:{name}", "failed")
     assert (row["crashes"], row["reason"]) == (2, "crash_loop")
     scene.wait_until_drained()
+
+
+def test_what_ends_a_worker_is_counted_where_nobody_stops_it(
+    scene_factory: CrashDeploymentFactory, name: str
+) -> None:
+    """In a pool process ``WorkerShutdown`` ends the process, as ``sys.exit()`` does: a crash. The
+    others are errors of the body.
+    """
+    scene = scene_factory(BOTH_WAYS[0], ttl=1, visibility=30)
+    results = {how: scene.tasks.stops.delay(name, how) for how in scene.tasks.STOPS}
+    for how, result in results.items():
+        error = result.get(timeout=60, propagate=False)
+        ends = how in ("shutdown", "terminate", "exit")
+        assert isinstance(error, PermanentFailure if ends else RuntimeError), how
+        assert len(scene.events("begin", name=name, how=how)) == (2 if ends else 1), how
+        row = scene.wait_for_state("stops", f"stops:{name}:{how}", "failed" if ends else "cooling")
+        assert (row["crashes"], row["failures"]) == ((2, 0) if ends else (0, 1)), how
+    scene.wait_until_drained()

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from celery import group
+from kombu.exceptions import EncodeError
 
-from celery_leases.errors import AlreadyDone, LeaseHeld
+from celery_leases.errors import AlreadyDone, LeaseHeld, ResultMissing
 from celery_leases.worker.app_components import close_all
 from tests.integration.conftest import DeploymentFactory
 from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, imported_anew, spelled
@@ -290,3 +291,21 @@ def test_an_eager_call_of_a_held_key_raises_lease_held(
     gate.touch()
     value = holder.get(timeout=PATIENCE)
     assert eager.work.delay(name, gate=str(gate)).get() == value
+
+
+def test_code_around_the_body_that_ends_its_process_is_guarded_as_the_body_is(
+    stage: Deployment, name: str
+) -> None:
+    """The process would end with each delivery, and no count would end that."""
+    tasks, children = stage.tasks, stage.worker.children()
+    for task in (tasks.keyed, tasks.unprepared):
+        error = task.delay(name).get(timeout=PATIENCE, propagate=False)
+        assert "raised SystemExit" in str(error), task.name
+    followed = tasks.followed.apply_async((name,), ignore_result=True)
+    stage.wait_for_log(followed.id, "on_success handler raised")
+    with pytest.raises(EncodeError):
+        tasks.unread.delay(name).get(timeout=PATIENCE)
+    with pytest.raises(ResultMissing):
+        tasks.unread.delay(name).get(timeout=PATIENCE)
+    assert stage.worker.children() == children
+    assert len(stage.events("begin", name=name)) == 2

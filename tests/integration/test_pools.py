@@ -98,3 +98,21 @@ def test_check_raises_when_the_lease_was_released_by_an_operator(
     row = stage.row("checks", f"checks:{name}")
     assert row is not None
     assert (row["state"], row["crashes"]) == ("done", 0)
+
+
+def test_a_body_that_raises_what_ends_a_worker_fails_as_with_any_other_error(
+    stage: Deployment, name: str
+) -> None:
+    """Nobody stops the worker, and no process ends: taken for a stop, the call would run again for
+    ever. Celery would never acknowledge it.
+    """
+    hows = [*stage.tasks.STOPS] + (["kill"] if stage.worker.pool in ("gevent", "eventlet") else [])
+    results = {how: stage.tasks.stops.delay(name, how) for how in hows}
+    for how, result in results.items():
+        error = result.get(timeout=PATIENCE, propagate=False)
+        assert isinstance(error, RuntimeError), how
+        assert str(error).startswith("the body raised "), how
+        row = stage.row("stops", f"stops:{name}:{how}")
+        assert row is not None
+        assert (row["state"], row["failures"], row["crashes"]) == ("cooling", 1, 0), how
+        assert len(stage.events("begin", name=name, how=how)) == 1

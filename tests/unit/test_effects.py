@@ -932,6 +932,23 @@ class TestRepliesThatCannotBeKept:
         assert desk.attempt().effect(reference=lambda reply: reply["ID"]).reference == "ch_1"
         assert len(desk.called) == 1
 
+    @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+    def test_neither_does_one_that_raises_what_ends_a_process(
+        self, desk: EffectBench, attempt: Attempt, error: type[BaseException]
+    ) -> None:
+        """Nor a reply whose own methods do: the call was made, and is not in doubt."""
+
+        class Reply(dict[str, str]):
+            def items(self) -> Any:
+                raise error
+
+        def raises(_: Any) -> Any:
+            raise error
+
+        with pytest.raises(error):
+            attempt.effect(Reply(id="ch_1"), reference=raises)
+        assert desk.state == "done"
+
     def test_a_reply_without_a_reference_has_none(self, attempt: Attempt) -> None:
         """It is asked of the saved reply too, and may say so there."""
         assert attempt.effect("ok", reference=lambda _: None).reference is None

@@ -210,6 +210,11 @@ def interrupt_guard_here(pid: int, token: str | None = None) -> InterruptGuard:
     return NestedGuard(_interrupt_guard) if _interrupt_guard.busy else _interrupt_guard
 
 
+def is_sigterm(error: BaseException) -> bool:
+    """Whether *error* is the exit of a pool child by SIGTERM."""
+    return isinstance(error, SystemExit) and error.code == _exit_code(signal.SIGTERM)
+
+
 def _exit_code(signum: int) -> int:
     """The exit code billiard gives a child that ends by *signum*."""
     return -(256 - signum)
