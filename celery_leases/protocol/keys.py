@@ -39,6 +39,10 @@ _surrogate: Final = re.compile("[\ud800-\udfff]").search
 _unfit: Final = re.compile("[\x00\ud800-\udfff]").search
 _HASHED: Final = re.compile(r".*#[0-9a-f]{64}", re.DOTALL)
 KEY_MAX = 1_000_000
+OF_ERRBACK: Final = "celery_leases_errback"
+"""The name in the mappings that an errback gets for ``request``, ``exc`` and ``traceback``. By
+default these are not compared, because two failures of the same work never have the same.
+"""
 DIGEST_LENGTH: Final = 16
 """Characters of a digest: 12 bytes in Base64."""
 FINGERPRINT_LENGTH: Final = 22
@@ -427,7 +431,11 @@ def _digests(task: str, options: LeaseOptions, given: _Given) -> dict[str, str] 
         return None
     compared: Mapping[Any, Any]
     if chosen is None:
-        compared = given.differing_from_defaults()
+        compared = {
+            name: value
+            for name, value in given.differing_from_defaults().items()
+            if not (type(value) is dict and OF_ERRBACK in value)
+        }
     elif isinstance(chosen, tuple):
         compared = {name: given.by_name.get(name) for name in chosen}
     else:

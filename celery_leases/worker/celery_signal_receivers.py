@@ -1,4 +1,4 @@
-"""Receivers of Celery's signals in a process with leased tasks.
+"""Receivers of Celery's signals, and of errbacks, in a process with leased tasks.
 
 Every such process imports this module, even if it only publishes. So the module imports nothing
 else of celery_leases before a worker starts.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from celery import signals
+from celery.backends.base import Backend
 
 
 def _before_work(sender: Any, **_: Any) -> None:
@@ -45,6 +46,23 @@ def _last_counts(**_: Any) -> None:
     end_all()
 
 
+_call_errbacks: Any = Backend._call_task_errbacks  # noqa: SLF001 - there is no signal
+
+
+def _call_or_publish_errbacks(self: Any, request: Any, exc: Any, traceback: Any) -> None:
+    """Publish leased errbacks that Celery would call in this process, without their leases."""
+    from celery_leases.worker import errbacks
+
+    given = request.errbacks
+    try:
+        if others := errbacks.publish_leased(self, request, exc, traceback):
+            request.errbacks = others
+            _call_errbacks(self, request, exc, traceback)
+    finally:
+        request.errbacks = given
+
+
+Backend._call_task_errbacks = _call_or_publish_errbacks  # noqa: SLF001
 signals.worker_process_shutdown.connect(_last_counts, weak=False)
 signals.worker_shutdown.connect(_last_counts, weak=False)
 signals.worker_ready.connect(_when_ready, weak=False)

@@ -37,6 +37,7 @@ from celery_leases.protocol.body_endings import Ending, Returned
 from celery_leases.protocol.deadlines import begin_by
 from celery_leases.protocol.decisions import OUTCOME_KNOWN
 from celery_leases.protocol.events import CallDropped, CallRefused, CallRescheduled
+from celery_leases.protocol.keys import OF_ERRBACK
 from celery_leases.protocol.message_copies import callbacks_mark
 from celery_leases.protocol.records import Failure, Record, State
 from celery_leases.protocol.results import NOT_JSON, encode, failure_of
@@ -61,6 +62,7 @@ from celery_leases.worker import app_components, requeue
 from celery_leases.worker.app_components import AppComponents
 from celery_leases.worker.body_exceptions import ExceptionTranslator, as_exception
 from celery_leases.worker.delivery_queue import Routes
+from celery_leases.worker.errbacks import rebuilt
 from celery_leases.worker.headers import (
     ENDED_UNDER,
     HEADER,
@@ -328,7 +330,10 @@ class Delivery:
             try:
                 try:
                     self.interrupt_guard.body_begins(held_lease, on_lost)
-                    value = self.run_body(self.request, *self.args, **self.kwargs)
+                    args: Any = self.args
+                    if args and type(args[0]) is dict and OF_ERRBACK in args[0]:
+                        args = rebuilt(self.task, args)
+                    value = self.run_body(self.request, *args, **self.kwargs)
                 finally:
                     self.interrupt_guard.body_ended()
             finally:

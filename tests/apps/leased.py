@@ -223,6 +223,12 @@ def fails(self, name):
     raise ValueError(f"no luck with {name}")
 
 
+@app.task(base=LeasedTask, lease_key="refunds:{name}")
+def refunds(request, exc, traceback, name):
+    """An errback of failed calls."""
+    note("refund", name=name, error=repr(exc), traceback=bool(traceback), id=request.id)
+
+
 @app.task(base=LeasedTask, bind=True, lease_key="retries:{name}", max_retries=5)
 def retries(self, name, times, countdown=0.2):
     """Raise ``self.retry()`` *times* times, then succeed."""

@@ -6,6 +6,7 @@ from uuid import uuid4
 
 import pytest
 from celery import chain, chord, group
+from celery.exceptions import ChordError
 
 from tests.integration.deployments import PATIENCE, Deployment
 
@@ -208,3 +209,23 @@ def test_what_would_be_dropped_or_waited_for_still_completes_a_chord(
     value = running.get(timeout=PATIENCE)
     assert result.get(timeout=PATIENCE) == [value, value]
     assert len(stage.events("begin", name=name)) == 1
+
+
+def test_the_leased_errback_of_failed_calls_chains_and_chords_runs_once(
+    stage: Deployment, name: str
+) -> None:
+    """It is published and runs under its lease, although Celery would call it where each failed."""
+    fails, work = stage.tasks.fails, stage.tasks.work
+    errback = stage.tasks.refunds.s(name=name)
+    calls = [
+        fails.apply_async((f"{name}-0",), link_error=errback),
+        chain(fails.si(f"{name}-1"), stage.tasks.plain.s()).apply_async(link_error=errback),
+        chord([work.s(name), fails.s(f"{name}-2")], stage.tasks.plain.s().on_error(errback))(),
+    ]
+    for call in calls:
+        with pytest.raises((ValueError, ChordError)):
+            call.get(timeout=PATIENCE)
+    stage.wait_until_drained()
+    (ran,) = stage.wait_for("refund", name=name)
+    assert ran["key"] == f"refunds:{name}"
+    assert "no luck" in ran["error"]
