@@ -1,22 +1,23 @@
-"""Alembic and Flask-Migrate: exclude the tables of celery_leases from autogenerate, and create or
-migrate them in a revision of the project. See ``docs/alembic.md``.
+"""Alembic and Flask-Migrate: exclude the tables of celery_leases from autogenerate, and create,
+migrate or drop them in a revision of the project. See ``docs/alembic.md``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from sqlalchemy import text
+from sqlalchemy import Connection, Engine, text
 
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.stores.sql.migrations import migrating_on, migration
+from celery_leases.stores.sql.migrations import migrate
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.table_versions import NEWEST, OLDEST
 
 if TYPE_CHECKING:
     from sqlalchemy.schema import SchemaItem
 
-__all__ = ["NEWEST", "downgrade", "include_object", "upgrade"]
+__all__ = ["downgrade", "include_object", "upgrade"]
 
 _TABLES: Final = frozenset(table.name for table in Tables().metadata.tables.values())
 
@@ -40,62 +41,48 @@ def include_object(
     return getattr(table, "name", None) not in _TABLES
 
 
-def upgrade(op: Any, to: int = NEWEST, *, schema: str | None = None) -> None:
-    """Create the tables of celery_leases, or migrate them to version *to*, in a revision of your
-    project.
+def upgrade(op: Any, *, schema: str | None = None) -> None:
+    """Create the tables of celery_leases, or migrate them to the version of this release, in a
+    revision of your project.
 
     *op* is Alembic's ``op``. *schema* is that of ``leases_database_schema``; it is created too.
-    Tables of a later version are not changed. Rows are converted while workers run. Earlier
-    operations of the revision are committed first, because some steps cannot run in a transaction.
-    Running it again is harmless. With ``--sql`` it prints the statements that create new tables.
+    Workers may run meanwhile. Earlier operations of the revision are committed first, because a
+    migration has transactions of its own. Running it again is harmless. With ``--sql`` it prints
+    the statements that create new tables.
 
-    Raises :class:`~celery_leases.errors.LeaseConfigurationError` for a version that this release
-    does not know, and in a transaction that Alembic has not begun;
-    :class:`~celery_leases.errors.SchemaOutdated` and
+    Raises :class:`~celery_leases.errors.LeaseConfigurationError` in a transaction that Alembic has
+    not begun; :class:`~celery_leases.errors.SchemaOutdated` and
     :class:`~celery_leases.errors.StoreUnavailable` as ``leases migrate`` does.
     """
-    _check_version("upgrade", to, OLDEST)
     tables = Tables(schema)
     if _prints(op):
-        if to != NEWEST:
-            raise LeaseConfigurationError(
-                f"upgrade(op, to={to}) with --sql: only the statements for new tables of version {NEWEST} can be "
-                "printed, because rows are read and converted; run the revision on the database"
-            )
         for statement in tables.ddl_statements(op.get_context().dialect):
             op.execute(text(statement.replace(":", "\\:")))
         return
-    with _block(op, "upgrade"), migrating_on(op.get_bind()) as engine:
-        migration(engine, tables).upgrade(to)
+    with _block(op, "upgrade"):
+        migrate(cast(Engine, _OneConnection(op.get_bind())), tables)
 
 
-def downgrade(op: Any, to: int, *, schema: str | None = None) -> None:
-    """Migrate the tables of celery_leases back to version *to*, or with ``to=0`` drop them with all
-    records.
+def downgrade(op: Any, *, schema: str | None = None) -> None:
+    """Drop the tables of celery_leases with all records in them."""
+    for statement in Tables(schema).drop_statements():
+        op.execute(statement)
 
-    Tables of an earlier version are not changed. Everything else is as in :func:`upgrade`.
+
+class _OneConnection:
+    """A replacement for an engine whose statements all run on one given connection, in autocommit
+    mode.
     """
-    _check_version("downgrade", to, 0)
-    tables = Tables(schema)
-    if _prints(op):
-        if to != 0:
-            raise LeaseConfigurationError(
-                f"downgrade(op, to={to}) with --sql: only to=0 can be printed, because rows are read and converted; "
-                "run the revision on the database"
-            )
-        for statement in tables.drop_statements():
-            op.execute(statement)
-        return
-    with _block(op, "downgrade"), migrating_on(op.get_bind()) as engine:
-        migration(engine, tables).downgrade(to)
 
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.dialect = connection.dialect
+        self.url = connection.engine.url
 
-def _check_version(what: str, to: object, least: int) -> None:
-    if isinstance(to, bool) or not isinstance(to, int) or not least <= to <= NEWEST:
-        raise LeaseConfigurationError(
-            f"{what}(op, to={to!r}): this release knows the versions {least} to {NEWEST} of its tables; write one of "
-            "them, or install a later release of celery_leases"
-        )
+    @contextmanager
+    def connect(self) -> Iterator[Connection]:
+        """The connection, which stays open."""
+        yield self._connection
 
 
 def _prints(op: Any) -> bool:

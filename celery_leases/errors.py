@@ -319,15 +319,6 @@ class ValueRefused(StoreUnavailable):
     executed: bool | None
 
 
-class ColumnMissing(StoreUnavailable):
-    """The table does not have a column of the statement, because it was migrated, or changed by
-    hand. Nothing was written.
-    """
-
-    details = ("executed",)
-    executed: bool | None
-
-
 class RecordUnreadable(StoreUnavailable):
     """A column of a record or of an effect has a value that cannot be read. The delivery is not
     lost; the message says what to do.

@@ -1,4 +1,4 @@
-"""``celery leases migrate``: create the tables, and convert them to another version."""
+"""``celery leases migrate``: create the tables, or bring them to the version of this release."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.root import leases
 from celery_leases.components import open_records
-from celery_leases.stores.sql.table_versions import NEWEST, Migrated
+from celery_leases.stores.sql.migrations import Migrated
 from celery_leases.stores.urls import display_database_url
 from celery_leases.worker.app_settings import settings_of
 
@@ -18,33 +18,24 @@ from celery_leases.worker.app_settings import settings_of
 @click.option(
     "--sql", is_flag=True, help="Print the SQL that creates the tables, and change nothing."
 )
-@click.option(
-    "--downgrade",
-    is_flag=True,
-    help="Convert the tables to the previous version, for workers of the previous release.",
-)
 @click.pass_context
 @handle_preload_options
-def migrate(ctx: click.Context, sql: bool, downgrade: bool, **_: Any) -> None:
-    """Create the tables in the records database, or convert those of an older release.
+def migrate(ctx: click.Context, sql: bool, **_: Any) -> None:
+    """Create the tables in the records database, or bring them to the version of this release.
 
     Workers may run meanwhile. The command can be repeated.
     """
-    if sql and downgrade:
-        raise click.UsageError(
-            "--sql prints the SQL that creates new tables; it cannot be used with --downgrade"
-        )
     records = open_records(settings_of(ctx.obj.app))
     if sql:
         click.echo(records.tables.ddl(records.database.engine), nl=False)
         return
-    done = records.migrate(NEWEST - 1 if downgrade else NEWEST)
+    done = records.migrate()
     click.echo(f"{_described(done)}: {display_database_url(records.database.engine.url)}")
 
 
 def _described(done: Migrated) -> str:
     if done.before is None:
         return f"the tables were created in version {done.after}"
-    if done.before == done.after and not done.rows:
+    if done.before == done.after:
         return f"the tables already have version {done.after}"
-    return f"the tables were converted from version {done.before} to {done.after}, with {done.rows} records"
+    return f"the tables were migrated from version {done.before} to {done.after}"

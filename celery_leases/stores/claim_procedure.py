@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from celery_leases.common.values import value_class
 from celery_leases.concurrency import os_threads
-from celery_leases.errors import ColumnMissing, StoreUnavailable
+from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol import claim_rules
 from celery_leases.protocol.claim_rules import ALWAYS, Claim, Question
 from celery_leases.protocol.cooldown_groups import Gate, admits
@@ -109,19 +109,11 @@ class Claiming(ABC):
         fails. So at most one body starts at a half-open gate.
         """
         try:
-            try:
-                return self._try_claim(claim_request, lease_store, slots, age)
-            except ColumnMissing:
-                self.reload_layout()
-                return self._try_claim(claim_request, lease_store, slots, age)
+            return self._try_claim(claim_request, lease_store, slots, age)
         except StoreUnavailable as error:
             if error.executed is not False:  # a locked row shows that the database is available
                 self.availability.failed(os_threads.boot_clock())
             raise
-
-    @abstractmethod
-    def reload_layout(self) -> None:
-        """Read which columns the table has, because it may have been migrated."""
 
     @abstractmethod
     def insert_or_read(self, new: Record, group: str | None) -> InsertOrReadResult:

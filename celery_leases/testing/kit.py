@@ -40,6 +40,7 @@ from celery_leases.protocol.status import LeaseStatus
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import Announcer
 from celery_leases.stores.eager_record_limit import limit_records
+from celery_leases.stores.sql.record_columns import column_values
 from celery_leases.testing.crash_points import (
     CrashableStore,
     CrashPlan,
@@ -417,7 +418,7 @@ class LeaseKit:
         held: Record,
         before: Record | None,
     ) -> None:
-        table = components.records.statements.table
+        table = components.records.tables.records
         ours = (
             table.c.stored_key == claim_request.stored_key,
             table.c.owner == held.owner,
@@ -426,9 +427,7 @@ class LeaseKit:
         if before is None:
             components.records.database.count(table.delete().where(*ours), {})
         else:
-            values = components.records.statements.layout.column_values(
-                replace(before, fence=held.fence)
-            )
+            values = column_values(replace(before, fence=held.fence))
             components.records.database.count(table.update().where(*ours).values(values), {})
         if not components.leases.in_records:
             components.leases.release(claim_request.stored_key, claim_request.token)

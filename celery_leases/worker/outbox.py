@@ -109,7 +109,6 @@ def enqueue(
 
     transaction = JoinedTransaction(given, components.records)
     transaction.join(key.key)
-    transaction.load_layout(key.key)
     other = _write_record(_outbox(components), transaction, call)
     if other is None:
         # Through Django's own connection it works where only that one sees the row: in a test's

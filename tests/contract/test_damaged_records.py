@@ -200,14 +200,6 @@ def test_a_generation_that_is_lost_is_followed_by_one_that_never_was(
     lose_the_generation(sql_records, "details", value)
 
 
-@LOST
-def test_a_generation_that_is_lost_in_tables_of_version_1_too(tmp_path: Path, value: str) -> None:
-    """SQLite stores text in integer columns."""
-    with migrated(f"sqlite:///{tmp_path / 'records.db'}") as records:
-        records.migrate(1)
-        lose_the_generation(records, "generation", value)
-
-
 @pytest.mark.parametrize(
     "value", ['{"generation": 2, "results": 5}', '{"generation": 2, "retries": "x"}']
 )
@@ -220,17 +212,6 @@ def test_a_generation_that_can_be_read_is_followed_by_the_next(
     after = sql_records.reset(record.stored_key, keep=False)
     assert after is not None
     assert after.generation == 3
-
-
-def test_a_generation_made_from_a_fence_survives_a_downgrade(sql_records: SqlRecordStore) -> None:
-    """The column of version 1 can store it."""
-    _, record = of_third_generation(sql_records)
-    change(sql_records, record.stored_key, "details", "{")
-    after = sql_records.reset(record.stored_key, keep=False)
-    assert after is not None
-    for version in (1, 2):
-        sql_records.migrate(version)
-        assert row(sql_records, record.stored_key).generation == after.generation > 2
 
 
 def test_a_broken_row_is_skipped_by_those_who_look_for_messages(

@@ -29,7 +29,6 @@ from celery_leases.stores import health
 from celery_leases.stores.redis.errors import ACL_COMMANDS
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.sql.database import engine_for
-from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.testing.contracts.record_case import closed, won
@@ -204,13 +203,9 @@ def test_a_user_with_few_rights_is_no_finding(
     assert [finding.text for finding in examination.findings] == []
 
 
-def test_tables_that_are_missing_or_old_are_named(makes: Makes, leases_postgres_url: str) -> None:
+def test_tables_that_are_missing_are_named(makes: Makes, leases_postgres_url: str) -> None:
     app = makes(leases_database_url=leases_postgres_url)
     assert "leases migrate" in found(app)["tables"].text
-    records = SqlRecordStore(engine_for(leases_postgres_url))
-    records.migrate()
-    records.migrate(1)
-    assert "version 1" in found(app)["old-tables"].problem
 
 
 def test_rights_that_are_missing_are_named(makes: Makes, leases_postgres_url: str) -> None:

@@ -225,21 +225,3 @@ def test_a_claim_and_its_refusal_do_not_see_the_tag(
     assert tagged.lease_store == tag(mine._process, 1)
     again = replace(make_claim_request(record.stored_key, task="t", key="k"), rerun=True)
     assert won(sql_records, again).generation == 1
-
-
-def test_tables_of_version_1_keep_the_counts_too(
-    store: SqlMetrics, sql_records: SqlRecordStore, counting: Callable[[], Counting]
-) -> None:
-    """Without tags in version 1, the last seconds of a killed process are not counted."""
-    sql_records.migrate(1)
-    mine = counting()
-    count_outcome(mine, run(sql_records, mine, "written"))
-    mine.flush()
-    killed = run(sql_records, mine, "later")
-    row = sql_records.read(killed.stored_key)
-    assert row is not None
-    assert (row.state, row.lease_store) == (State.DONE, killed.lease_store)
-    store.fold(silent=0.0)
-    assert attempts(store) == {"returned": 1}
-    sql_records.migrate()
-    assert attempts(store) == {"returned": 1}

@@ -16,7 +16,7 @@ from sqlalchemy import make_url, text
 
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.protocol.records import Won
-from celery_leases.stores.sql.database import engine_for, migrating
+from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
@@ -49,19 +49,16 @@ def pooled_url(pooler: PgBouncer, leases_postgres_url: str) -> str:
     return pooler.url_of(leases_postgres_url)
 
 
-def thresholds(url: str) -> tuple[int | None, int | None]:
-    """When psycopg prepares statements on a connection for tasks, and on one for migrations."""
+def threshold_of(url: str) -> int | None:
+    """After how many executions psycopg prepares a statement."""
     engine = engine_for(url)
-    found = []
-    with migrating(engine) as other:
-        for each in (engine, other):
-            with each.connect() as connection:
-                driver = connection.connection.driver_connection
-                assert isinstance(driver, psycopg.Connection)
-                assert driver.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
-                found.append(driver.prepare_threshold)
+    with engine.connect() as connection:
+        driver = connection.connection.driver_connection
+        assert isinstance(driver, psycopg.Connection)
+        assert driver.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
+        found = driver.prepare_threshold
     engine.dispose()
-    return found[0], found[1]
+    return found
 
 
 def test_every_call_of_several_processes_is_claimed_and_settled(pooled_url: str) -> None:
@@ -87,8 +84,8 @@ def test_a_connection_to_a_pooler_prepares_no_statements(
     pooled_url: str, leases_postgres_url: str
 ) -> None:
     """Not even one whose pooler accepts them: it need not say so."""
-    assert thresholds(pooled_url) == (None, None)
-    assert thresholds(leases_postgres_url) == (5, 5)
+    assert threshold_of(pooled_url) is None
+    assert threshold_of(leases_postgres_url) == 5
 
 
 @pytest.mark.parametrize(("given", "threshold"), [("2", 2), ("None", None)])
@@ -98,7 +95,7 @@ def test_a_threshold_in_the_url_decides(
     """With and without a pooler."""
     for url in (pooled_url, leases_postgres_url):
         chosen = make_url(url).update_query_dict({"prepare_threshold": given})
-        assert thresholds(chosen.render_as_string(False)) == (threshold, threshold)
+        assert threshold_of(chosen.render_as_string(False)) == threshold
 
 
 @pytest.mark.parametrize("given", ["never", "-1", "²"])

@@ -24,7 +24,6 @@ from celery_leases.client import LeaseClient
 from celery_leases.protocol.keys import stored_key
 from celery_leases.stores.sql.rows import to_record
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.table_versions import WIDE
 from celery_leases.testing.waits import wait_until
 from tests.support.workers import QUEUE_VARIABLE, LocalWorker
 
@@ -315,7 +314,7 @@ class Deployment:
         return seen()
 
     def row(self, task: str, key: str) -> dict[str, Any] | None:
-        """The whole row of a key, with a column for each field of its details."""
+        """The whole row of a key, with the fields of its details."""
         query = text("SELECT * FROM celery_leases_records WHERE stored_key = :key")
         with self._engine.connect() as connection:
             found = (
@@ -326,7 +325,18 @@ class Deployment:
         if found is None:
             return None
         record = to_record({**found, "now": 0}, lenient=True)
-        return {**found, **WIDE.details_values(record), "ended": record.ended}
+        before = record.previous
+        return {
+            **found,
+            "ended": record.ended,
+            "generation": record.generation,
+            "retries": record.retries,
+            "failures": record.failures,
+            "quick_retries": record.quick_retries,
+            "cooldowns": record.cooldowns,
+            "previous_ended": before.ended if before is not None else None,
+            "previous_host": before.host if before is not None else None,
+        }
 
     def wait_for_state(
         self, task: str, key: str, state: str, timeout: float = PATIENCE

@@ -29,7 +29,7 @@ from celery_leases.errors import LeaseConfigurationError
 from celery_leases.protocol.records import State
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.stores.sql.schema import Tables, indexes_of
+from celery_leases.stores.sql.schema import NEWEST, Tables, indexes_of
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import closed, won
 from tests.contract.sql_stores import database_url, server_url
@@ -92,40 +92,30 @@ revision, down_revision = {number!r}, {before!r}
 
 def upgrade():
     {mine_up}
-    leases.upgrade(op, to={to})
+    leases.upgrade(op)
 
 
 def downgrade():
-    leases.downgrade(op, to={back})
-    {mine_down}
+    {down}
 """
 
 
-def project(where: Path, url: str, env: str, *, first: int = 1) -> Config:
-    """An Alembic project with a table of its own and two revisions, of which each has a version of
-    ours.
+def project(where: Path, url: str, env: str) -> Config:
+    """An Alembic project with a table of its own and two revisions: the second one is for a later
+    release of ours.
     """
     scripts = where / "migrations"
     (scripts / "versions").mkdir(parents=True)
     (scripts / "env.py").write_text(SYNC + env)
     (scripts / "script.py.mako").write_text("${upgrades}\n${downgrades}\n")
-    mine = (
-        'op.create_table("mine", sa.Column("id", sa.Integer, primary_key=True))',
-        'op.drop_table("mine")',
-    )
-    written: list[dict[str, Any]] = [
-        {
-            "number": "a",
-            "before": None,
-            "mine_up": mine[0],
-            "mine_down": mine[1],
-            "to": first,
-            "back": 0,
-        },
-        {"number": "b", "before": "a", "mine_up": "pass", "mine_down": "pass", "to": 2, "back": 1},
-    ]
-    for values in written:
-        (scripts / "versions" / f"{values['number']}.py").write_text(REVISION.format(**values))
+    mine = 'op.create_table("mine", sa.Column("id", sa.Integer, primary_key=True))'
+    dropped = 'leases.downgrade(op); op.drop_table("mine")'
+    for values in (
+        {"number": "a", "before": None, "mine_up": mine, "down": dropped},
+        {"number": "b", "before": "a", "mine_up": "pass", "down": "pass"},
+    ):
+        written = REVISION.format(**values)
+        (scripts / "versions" / f"{values['number']}.py").write_text(written)
     config = Config(output_buffer=StringIO())
     config.set_main_option("script_location", str(scripts))
     config.set_main_option("sqlalchemy.url", url.replace("%", "%%"))
@@ -137,46 +127,31 @@ def version_of(url: str) -> int | None:
     """The version of our tables, as they are there."""
     engine = engine_for(url)
     with closing(SqlRecordStore(engine).database):
-        found = Tables().existing_version(engine)
-        if found is not None:
-            assert Tables().layout(engine).version == found
-        return found
+        return Tables().existing_version(engine)
 
 
 def run_through(config: Config, url: str) -> None:
-    """Up, down and up again, with records in the tables that are converted."""
+    """Up, down and up again; a revision that is played again keeps the records."""
     command.upgrade(config, "a")
-    assert version_of(url) == 1
+    assert version_of(url) == NEWEST
     records = SqlRecordStore(engine_for(url))
     records.check()
     kept = closed(records, won(records, make_claim_request(fresh_key()), "database"))
-    assert kept.state is State.DONE
-
-    def is_kept() -> bool:
-        fresh = SqlRecordStore(engine_for(url))
-        with closing(fresh.database):
-            fresh.check()
-            found = fresh.read(kept.stored_key)
-        return found is not None and (found.state, found.result) == (kept.state, kept.result)
-
-    for _ in range(2):
-        command.upgrade(config, "head")
-        assert (version_of(url), is_kept()) == (2, True)
-        command.check(config)
-        command.downgrade(config, "a")
-        assert (version_of(url), is_kept()) == (1, True)
+    command.upgrade(config, "head")
+    command.check(config)
+    command.downgrade(config, "a")
+    found = records.read(kept.stored_key)
+    assert found is not None
+    assert found.state is State.DONE
     records.database.close()
     command.downgrade(config, "base")
     assert version_of(url) is None
     command.upgrade(config, "head")
-    assert version_of(url) == 2
+    assert version_of(url) == NEWEST
     command.check(config)
     engine = engine_for(url)
     with engine.connect() as connection:
         assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar() == "b"
-        assert not any(
-            name.endswith(("_next", "_of")) for name in inspect(connection).get_table_names()
-        )
     engine.dispose()
 
 
@@ -190,9 +165,7 @@ def _quiet() -> Iterator[None]:
     logger.setLevel(level)
 
 
-def test_plain_alembic_makes_converts_and_drops_the_tables(
-    database_url: str, tmp_path: Path
-) -> None:
+def test_plain_alembic_makes_and_drops_the_tables(database_url: str, tmp_path: Path) -> None:
     """On each kind of server; what is there is exactly what ``leases migrate`` makes."""
     config = project(tmp_path, database_url, PLAIN)
     run_through(config, database_url)
@@ -249,15 +222,7 @@ def test_the_session_waits_afterwards_as_it_did_before(server_url: str) -> None:
             leases.upgrade(Operations(context))
         assert waits(connection) == before
     engine.dispose()
-    assert version_of(server_url) == 2
-
-
-def test_tables_of_a_later_version_stay_as_they_are(tmp_path: Path) -> None:
-    """An earlier revision that is played again does not convert them back."""
-    url = f"sqlite:///{tmp_path / 'a.db'}"
-    SqlRecordStore(engine_for(url)).migrate()
-    command.upgrade(project(tmp_path, url, PLAIN), "a")
-    assert version_of(url) == 2
+    assert version_of(server_url) == NEWEST
 
 
 def test_a_transaction_that_alembic_has_not_begun_is_refused(tmp_path: Path) -> None:
@@ -273,34 +238,27 @@ def test_a_transaction_that_alembic_has_not_begun_is_refused(tmp_path: Path) -> 
     engine.dispose()
 
 
-@pytest.mark.parametrize("to", [0, 3, -1, "2", True, None])
-def test_a_version_that_does_not_exist_is_refused(to: Any) -> None:
-    """Before anything is looked at."""
-    with pytest.raises(LeaseConfigurationError, match=r"knows the versions 1 to 2"):
-        leases.upgrade(None, to=to)
-    if to != 0:
-        with pytest.raises(LeaseConfigurationError, match=r"knows the versions 0 to 2"):
-            leases.downgrade(None, to=to)
-
-
 def test_the_sql_of_new_tables_can_be_printed_and_run_twice(
     server_url: str, tmp_path: Path
 ) -> None:
-    """The SQL of a conversion cannot be printed, and the error says so."""
-    config = project(tmp_path, server_url, PLAIN, first=2)
-    buffer = config.output_buffer = StringIO()
-    command.upgrade(config, "b", sql=True)
-    ours = [one for one in buffer.getvalue().split(";\n") if "celery_leases" in one]
+    """As that of ``leases migrate --sql``; the SQL that drops them can be printed too."""
+    config = project(tmp_path, server_url, PLAIN)
+
+    def printed(step: Any, revisions: str) -> list[str]:
+        buffer = config.output_buffer = StringIO()
+        step(config, revisions, sql=True)
+        return [one for one in buffer.getvalue().split(";\n") if "celery_leases" in one]
+
     engine = engine_for(server_url)
-    with engine.connect() as connection:
-        for statement in 2 * ours:
-            connection.execute(text(statement.replace(":", "\\:")))
+    for statements, version in (
+        (2 * printed(command.upgrade, "a"), NEWEST),
+        (2 * printed(command.downgrade, "a:base"), None),
+    ):
+        with engine.connect() as connection:
+            for statement in statements:
+                connection.execute(text(statement.replace(":", "\\:")))
+        assert version_of(server_url) == version
     engine.dispose()
-    assert version_of(server_url) == 2
-    with pytest.raises(LeaseConfigurationError, match="only to=0 can be printed"):
-        command.downgrade(config, "b:a", sql=True)
-    with pytest.raises(LeaseConfigurationError, match="can be printed"):
-        command.upgrade(project(tmp_path / "old", server_url, PLAIN), "a", sql=True)
 
 
 def test_a_schema_of_its_own_is_made_and_left_alone_by_autogenerate(
@@ -318,7 +276,7 @@ def test_a_schema_of_its_own_is_made_and_left_alone_by_autogenerate(
             leases.upgrade(Operations(context), schema="leases of 50%")
         assert compare_metadata(context, mine) == []
         with context.begin_transaction():
-            leases.downgrade(Operations(context), to=0, schema="leases of 50%")
+            leases.downgrade(Operations(context), schema="leases of 50%")
         assert inspect(connection).get_table_names("leases of 50%") == []
     engine.dispose()
 
@@ -345,7 +303,6 @@ def test_flask_migrate_writes_no_drop_and_upgrades(
     db = SQLAlchemy(app)
     Migrate(app, db, include_object=leases.include_object)
     type("Order", (db.Model,), {"__tablename__": "orders", "id": Column(Integer, primary_key=True)})
-    SqlRecordStore(engine_for(url)).migrate()
     runner = app.test_cli_runner()
 
     def types(*words: str) -> str:
@@ -362,12 +319,10 @@ def test_flask_migrate_writes_no_drop_and_upgrades(
     source = source.replace(
         "from alembic import op\n", "from alembic import op\nfrom celery_leases import alembic\n"
     )
-    source = source.replace(
-        "    # ### end Alembic commands ###", "    alembic.downgrade(op, to=1)", 1
-    )
+    source = source.replace("    # ### end Alembic commands ###", "    alembic.upgrade(op)", 1)
     written.write_text(source)
     types("upgrade")
-    assert version_of(url) == 1
+    assert version_of(url) == NEWEST
     types("migrate", "-m", "none")
     assert list((tmp_path / "migrations" / "versions").glob("*.py")) == [
         written
@@ -389,4 +344,4 @@ def test_two_that_upgrade_at_once_do_not_stop_one_another(leases_postgres_url: s
         await asyncio.gather(*(asyncio.to_thread(upgraded) for _ in range(4)))
 
     asyncio.run(both())
-    assert version_of(leases_postgres_url) == 2
+    assert version_of(leases_postgres_url) == NEWEST

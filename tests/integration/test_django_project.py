@@ -13,7 +13,6 @@ from sqlalchemy import Engine, create_engine, inspect, text
 
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.schema import Tables
-from tests.contract.test_migrations import make_old
 from tests.support.commands import run_command
 from tests.support.plugin import WorkerFactory
 from tests.unit.doc_pages import ROOT, blocks, page
@@ -267,18 +266,6 @@ def test_migrations_make_the_tables_that_the_command_makes(
     ours.dispose()
     assert by_django == reflected(engine)
     assert len(by_django) == 5
-    engine.dispose()
-
-
-def test_migrations_convert_tables_of_an_older_release(database_url: str, manage: Manage) -> None:
-    """Those that `leases migrate` has made before the project had the Django app."""
-    make_old(database_url)
-    manage("migrate", "celery_leases", "--verbosity", "0")
-    engine = engine_for(database_url)
-    with engine.connect() as connection:
-        assert (
-            connection.execute(text("SELECT version FROM celery_leases_version")).scalar_one() == 2
-        )
     engine.dispose()
 
 

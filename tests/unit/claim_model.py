@@ -103,9 +103,6 @@ class _Claim(Claiming):
         written: bool = self._step(lambda: self._swap_now(seen, new))
         return written
 
-    def reload_layout(self) -> None:
-        """There are none."""
-
     def await_lock(self, row: Record) -> None:
         """A look locks nothing."""
 

@@ -22,6 +22,7 @@ from celery_leases.protocol.records import Record
 from celery_leases.stores.availability import NEVER
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.record_columns import column_values
 from celery_leases.stores.sql.records import SqlRecordStore
 
 T = TypeVar("T")
@@ -144,9 +145,7 @@ class Rows(MutableMapping[str, Record]):
 
     def __setitem__(self, stored_key: str, record: Record) -> None:
         self.pop(stored_key, None)
-        self._store.database.count(
-            insert(self._table), self._store.statements.layout.column_values(record)
-        )
+        self._store.database.count(insert(self._table), column_values(record))
 
     def __delitem__(self, stored_key: str) -> None:
         deleting = delete(self._table).where(self._table.c.stored_key == stored_key)

@@ -18,7 +18,7 @@ from celery_leases.protocol.claim_rules import Claim, claimed
 from celery_leases.protocol.records import ClaimRequest, Ended, PastAttempt, Record, State
 from celery_leases.protocol.repairs import reset, resolved, settled
 from celery_leases.protocol.status import status_of
-from celery_leases.stores.sql.table_versions import NARROW
+from celery_leases.stores.sql.record_columns import settle_parameters
 from tests.unit.decision_inputs import FAILURE, NOW, OURS, SECOND, TODAY, a_call, a_record, after
 
 BID = ClaimRequest("t:billing.send|k", "billing.send", "k", "token", OURS, 15.0, "vm/1")
@@ -56,7 +56,7 @@ def test_a_first_success_writes_no_history() -> None:
     """Its outcome does not change the document of the claim; it has its own columns."""
     row = claim(None, 0)
     outcome = settlement.after_run(a_call(call_id=OURS), row, Returned(1, "1"))
-    assert "new_details" not in NARROW.settle_parameters(row, outcome)
+    assert "new_details" not in settle_parameters(row, outcome)
     done = succeed(row, 3)
     assert done.history == ()
     assert (
@@ -99,7 +99,7 @@ def test_a_claim_that_is_given_back_unrun_is_no_attempt() -> None:
     failed = fail(claim(None, 0), 2)
     row = claim(failed, 10, "vm/2")
     outcome = settlement.unrun(a_call(call_id=OURS), row, 5.0)
-    assert "new_details" in NARROW.settle_parameters(row, outcome)
+    assert "new_details" in settle_parameters(row, outcome)
     back = settled(row, outcome, NOW + 11 * SECOND)
     assert told(back) == [("failed", 2.0, "vm/1")]
     assert status_of("k", back.task, back, None, wall_time=TODAY).runtime is None

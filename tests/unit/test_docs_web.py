@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from celery_leases.alembic import NEWEST
 from celery_leases.stores.sql.schema import Tables
 from tests.unit.celery_apps import apps
 from tests.unit.doc_pages import blocks, page, section
@@ -121,7 +120,7 @@ def test_the_revision_of_the_alembic_page_makes_and_drops_the_tables(tmp_path: P
         assert names["include_object"](None, table, "table", True, None) is wanted
     tables = Tables()
     engine = create_engine(f"sqlite:///{tmp_path / 'a.db'}")
-    for step, version in (("upgrade", 2), ("upgrade", 2), ("downgrade", None)):
+    for step, version in (("upgrade", 1), ("upgrade", 1), ("downgrade", None)):
         with engine.connect() as connection:
             context = MigrationContext.configure(connection)
             with context.begin_transaction(_per_migration=True), Operations.context(context):
@@ -131,4 +130,3 @@ def test_the_revision_of_the_alembic_page_makes_and_drops_the_tables(tmp_path: P
     assert names["op"] is op
     calls = re.findall(r"\| `(\w+)\(op", section(page("alembic"), "A revision"))
     assert set(calls) == {"upgrade", "downgrade"}
-    assert f"to={NEWEST})" in of_revision

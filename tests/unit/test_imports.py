@@ -89,7 +89,7 @@ def test_every_exception_is_in_the_module_of_the_exceptions() -> None:
         if isinstance(kind, type) and issubclass(kind, BaseException)
     ]
     defined = {kind.__name__ for kind in kinds if not kind.__name__.startswith("_")}
-    internal = {"DescribedError", "RecordUnreadable", "ValueRefused", "ColumnMissing"}
+    internal = {"DescribedError", "RecordUnreadable", "ValueRefused"}
     assert defined - internal == set(errors.__all__)
     assert {kind.__module__ for kind in kinds if kind.__name__ in errors.__all__} == {
         errors.__name__

@@ -25,8 +25,16 @@ from celery_leases.protocol.records import (
 from celery_leases.protocol.repairs import settled
 from celery_leases.stores.claim_procedure import COMPARED
 from celery_leases.stores.sql import rows
+from celery_leases.stores.sql.record_columns import (
+    INSERTED,
+    SETTLED,
+    SWAPPED,
+    column_values,
+    insert_parameters,
+    only_succeeds,
+    settle_parameters,
+)
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.table_versions import LAYOUTS, NARROW, WIDE, Layout
 from tests.unit.decision_inputs import NOW, OURS, a_record
 from tests.unit.test_claim_rules import a_claim
 
@@ -54,50 +62,33 @@ FULL: dict[str, Any] = {
     "progress": '{"generation":0,"value":"1","positions":{}}',
     "finished_calls": ("a!b c", "!", "ü"),
     "finished_results": {"a!b c": "1", "!": None},
-}
-IN_THE_DOCUMENT: dict[str, Any] = {
     "history": (PastAttempt(NOW, NOW + 5, Ended.FAILED, "host-b/18", "E: no", "r"),),
     "unrun": True,
     "traceback": "  File",
 }
-"""Which version 1 does not keep."""
 
 
-EACH_LAYOUT = pytest.mark.parametrize(
-    "layout", LAYOUTS.values(), ids=lambda layout: f"version-{layout.version}"
-)
-
-
-@EACH_LAYOUT
 @pytest.mark.parametrize(
     "record", [a_record(State.PENDING), a_record(State.FAILED, lease_ttl=2.3, **FULL)]
 )
-def test_a_record_is_the_same_after_it_was_written_and_read(record: Record, layout: Layout) -> None:
-    """Each of its fields, in each layout; the table has a column for each value that is written."""
-    row = layout.column_values(record)
+def test_a_record_is_the_same_after_it_was_written_and_read(record: Record) -> None:
+    """Each of its fields; the table has a column for each value that is written."""
+    row = column_values(record)
     assert rows.to_record({**row, "now": record.now}) == record
-    assert set(row) == set(Tables().layouts[layout.version].c.keys())
-
-
-def test_version_2_stores_the_history_too() -> None:
-    """In its document; version 1 has no place for it."""
-    record = a_record(State.FAILED, lease_ttl=2.3, **FULL, **IN_THE_DOCUMENT)
-    assert rows.to_record({**NARROW.column_values(record), "now": record.now}) == record
-    assert rows.to_record({**WIDE.column_values(record), "now": record.now}).history == ()
+    assert set(row) == set(Tables().records.c.keys())
 
 
 def test_a_running_row_has_its_expiry_for_a_success() -> None:
-    """In version 2; as a record it does not, as its retention counts from its outcome."""
+    """As a record it does not, as its retention counts from its outcome."""
     record = a_record(State.RUNNING, retention=9.0)
-    assert NARROW.column_values(record)["expires_at"] == record.started_at + 9_000_000
-    assert WIDE.column_values(record)["expires_at"] is None
-    assert rows.to_record({**NARROW.column_values(record), "now": NOW}) == record
+    assert column_values(record)["expires_at"] == record.started_at + 9_000_000
+    assert rows.to_record({**column_values(record), "now": NOW}) == record
 
 
 def test_a_record_of_a_first_run_has_no_details() -> None:
     """What has its default is left out."""
     plain: dict[str, Any] = {"retention": 7 * 86_400.0, "fingerprint": None, "digests": None}
-    assert NARROW.column_values(a_record(State.DONE, **plain))["details"] is None
+    assert column_values(a_record(State.DONE, **plain))["details"] is None
 
 
 def test_digests_of_earlier_versions_stay_in_their_form() -> None:
@@ -121,7 +112,7 @@ def test_the_full_record_differs_from_an_empty_one_in_each_field() -> None:
     """Or the test above would miss one."""
     empty, full = (
         a_record(State.PENDING),
-        a_record(State.FAILED, lease_ttl=2.3, **FULL, **IN_THE_DOCUMENT),
+        a_record(State.FAILED, lease_ttl=2.3, **FULL),
     )
     same = {
         field.name
@@ -153,21 +144,19 @@ def test_the_full_record_differs_from_an_empty_one_in_each_field() -> None:
     assert same == given
 
 
-@EACH_LAYOUT
 @pytest.mark.parametrize("state", State)
-def test_a_swap_writes_all_that_a_claim_changes(state: State, layout: Layout) -> None:
+def test_a_swap_writes_all_that_a_claim_changes(state: State) -> None:
     """What it compares are columns too."""
     for row in (a_record(state, **FULL), a_record(state, OURS), a_record(state, expires_at=NOW)):
         claim = a_claim(rerun=True, message="m", retention=9.0, fingerprint="f", digests={})
-        before, after = layout.column_values(row), layout.column_values(claimed(row, claim, NOW))
+        before, after = column_values(row), column_values(claimed(row, claim, NOW))
         changed = {name for name in before if before[name] != after[name]}
-        assert changed <= set(layout.swapped)
+        assert changed <= set(SWAPPED)
     assert set(COMPARED) <= set(before)
 
 
-@EACH_LAYOUT
 @pytest.mark.parametrize("failed", [True, False])
-def test_an_outcome_writes_what_it_changes(layout: Layout, failed: bool) -> None:
+def test_an_outcome_writes_what_it_changes(failed: bool) -> None:
     """As the pure function returns it; the times are those of the write."""
     row = replace(a_record(State.RUNNING), failed_at=NOW - 5, finished_calls=("a",))
     given: dict[str, Any] = {
@@ -187,8 +176,8 @@ def test_an_outcome_writes_what_it_changes(layout: Layout, failed: bool) -> None
     outcome = Outcome(
         State.COOLING, Ended.FAILED, 2, 3, 4, 9.0, retry_after=1.0, failed=failed, **given
     )
-    values = layout.settle_parameters(row, outcome)
-    written = {name: values[f"new_{name}"] for name in layout.settled} | {
+    values = settle_parameters(row, outcome)
+    written = {name: values[f"new_{name}"] for name in SETTLED} | {
         "progress": values["new_progress"]
     }
     moments: dict[str, Any] = {
@@ -197,10 +186,8 @@ def test_an_outcome_writes_what_it_changes(layout: Layout, failed: bool) -> None
         "finished_at": NOW,
     }
     moments |= {"lease_until": None}
-    if layout.version == 1:
-        moments |= {"failed_at": NOW if values["failed"] else values["last_failed"]}
-    found = {**layout.column_values(row), **written, **moments, "now": row.now}
-    assert {**found, "progress": None} != {**layout.column_values(row), "now": row.now}
+    found = {**column_values(row), **written, **moments, "now": row.now}
+    assert {**found, "progress": None} != {**column_values(row), "now": row.now}
     found |= {"progress": '{"generation":0,"positions":{}}'}
     expected = replace(settled(row, outcome, NOW), progress=found["progress"])
     assert rows.to_record(found) == expected
@@ -210,12 +197,10 @@ def test_how_most_attempts_end_takes_no_room() -> None:
     """For a done row the default is ``returned``."""
     row = a_record(State.RUNNING)
     done = Outcome(State.DONE, Ended.RETURNED, 1, 0, 0, 9.0, result="1")
-    assert NARROW.settle_parameters(row, done)["new_ended"] is None
-    assert (
-        NARROW.settle_parameters(row, replace(done, ended=Ended.IGNORED))["new_ended"] == "ignored"
-    )
+    assert settle_parameters(row, done)["new_ended"] is None
+    assert settle_parameters(row, replace(done, ended=Ended.IGNORED))["new_ended"] == "ignored"
     for ended in (Ended.RETURNED, Ended.RESOLVED):
-        found = NARROW.column_values(a_record(State.DONE, ended=ended))
+        found = column_values(a_record(State.DONE, ended=ended))
         assert rows.to_record({**found, "now": NOW}).ended is ended
 
 
@@ -223,7 +208,7 @@ def test_the_details_stay_as_they_are_at_a_first_success() -> None:
     """Nothing in them has changed, so they are not written again."""
     row = a_record(State.RUNNING)
     done = Outcome(State.DONE, Ended.RETURNED, 1, 0, 0, 9.0, result="1")
-    assert "new_details" not in NARROW.settle_parameters(row, done)
+    assert "new_details" not in settle_parameters(row, done)
     for change in (
         {"failures": 1},
         {"retries": 1},
@@ -232,19 +217,18 @@ def test_the_details_stay_as_they_are_at_a_first_success() -> None:
         {"crashed_call": "c"},
     ):
         given: dict[str, Any] = change
-        assert "new_details" in NARROW.settle_parameters(row, replace(done, **given))
+        assert "new_details" in settle_parameters(row, replace(done, **given))
 
 
-@EACH_LAYOUT
-def test_the_parameters_of_an_insert_are_the_columns_of_the_new_row(layout: Layout) -> None:
+def test_the_parameters_of_an_insert_are_the_columns_of_the_new_row() -> None:
     """However they are built."""
     for row in (
         a_record(State.RUNNING, retention=9.0, started_at=0),
         a_record(State.PENDING, **FULL),
     ):
-        columns = layout.column_values(row)
-        expected = {f"new_{name}": columns[name] for name in layout.inserted}
-        assert layout.insert_parameters(row) == expected
+        columns = column_values(row)
+        expected = {f"new_{name}": columns[name] for name in INSERTED}
+        assert insert_parameters(row) == expected
 
 
 OTHER_OUTCOMES: dict[str, Any] = {
@@ -275,12 +259,11 @@ def test_a_success_is_written_in_short_only_if_it_changes_nothing_else() -> None
     """
     row = a_record(State.RUNNING)
     done = Outcome(State.DONE, Ended.RETURNED, row.attempt, 0, row.crashes, 9.0, result="1")
-    assert NARROW.only_succeeds(row, done)
-    assert not WIDE.only_succeeds(row, done)
+    assert only_succeeds(row, done)
     written = {"state", "result", "traceback"}
     assert {field.name for field in fields(Outcome)} == written | set(OTHER_OUTCOMES)
     for name, value in OTHER_OUTCOMES.items():
-        assert not NARROW.only_succeeds(row, replace(done, **{name: value})), name
+        assert not only_succeeds(row, replace(done, **{name: value})), name
     other_rows: dict[str, Any] = {"resumes": True, "crashes": 3, "attempt": 2, "failures": 4}
     for name, value in other_rows.items():
-        assert not NARROW.only_succeeds(replace(row, **{name: value}), done), name
+        assert not only_succeeds(replace(row, **{name: value}), done), name

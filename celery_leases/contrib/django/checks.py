@@ -25,7 +25,7 @@ from celery_leases.errors import (
     StoreUnavailable,
 )
 from celery_leases.settings import is_local
-from celery_leases.stores.sql.table_versions import NEWEST
+from celery_leases.stores.sql.schema import NEWEST
 from celery_leases.stores.urls import display_url
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.checks.settings import options_without_lease, redelivery_warning

@@ -12,7 +12,7 @@ from celery_leases.contrib.django import configuration, tables
 
 
 class MigrateTables(Operation):
-    """Creates the tables, or converts those of an older release while workers run.
+    """Creates the tables, or brings them to the version of this release while workers run.
 
     *state_operations* describe the same change to Django's models. Other databases than that of
     the records are not changed.
@@ -36,7 +36,7 @@ class MigrateTables(Operation):
     def database_forwards(
         self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
     ) -> None:
-        """Create or convert the tables; for ``sqlmigrate``, collect the SQL that creates them."""
+        """Create or migrate the tables; for ``sqlmigrate``, collect the SQL that creates them."""
         if not _is_for(schema_editor.connection, app_label):
             return
         if schema_editor.collect_sql:
@@ -57,7 +57,7 @@ class MigrateTables(Operation):
 
     def describe(self) -> str:
         """The text that ``migrate --plan`` shows."""
-        return "Create or convert the tables of celery_leases"
+        return "Create or migrate the tables of celery_leases"
 
 
 def _is_for(connection: Any, app_label: str) -> bool:

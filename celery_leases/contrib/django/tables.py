@@ -1,4 +1,4 @@
-"""Creates, converts and drops the tables in a database that Django is connected to."""
+"""Creates, migrates and drops the tables in a database that Django is connected to."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from celery_leases.contrib.django.configuration import url_of_alias
 from celery_leases.contrib.django.databases import IN_MEMORY
 from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.migrations import Migrated
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.table_versions import NEWEST, Migrated
+from celery_leases.stores.sql.schema import NEWEST, Tables
 
 
 def migrate(connection: Any) -> Migrated:
-    """Create the tables in the database of Django's *connection*, or convert older ones.
+    """Create the tables in the database of Django's *connection*, or migrate older ones.
 
     Workers may run meanwhile. Raises as
     :meth:`~celery_leases.stores.sql.records.SqlRecordStore.migrate` does.

@@ -7,28 +7,23 @@ is no row. A refused claim locks no row.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from sqlalchemy import bindparam, select
 
-from celery_leases.errors import ColumnMissing, KeyUnusable, ValueRefused
+from celery_leases.errors import KeyUnusable, ValueRefused
 from celery_leases.protocol.records import Record
 from celery_leases.stores.availability import Availability
 from celery_leases.stores.claim_procedure import COMPARED, Claiming, InsertOrReadResult
 from celery_leases.stores.cooldown_group_values import gate_name
-from celery_leases.stores.sql import rows
+from celery_leases.stores.sql import record_columns, rows
 from celery_leases.stores.sql.cooldown_groups import gate_of
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.record_statements import RecordStatements
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.table_versions import NARROW, Layout
-
-T = TypeVar("T")
-_known: dict[str, Layout] = {}
-"""The layout of the records table at each location, in this process and its forks."""
 
 
 class SqlClaims(Claiming):
@@ -42,10 +37,7 @@ class SqlClaims(Claiming):
         self._on_mysql = mysql.is_mysql(database.engine.dialect)
         #: Whether the first step is one statement.
         self._reads_and_inserts = database.engine.dialect.name == "postgresql"
-        #: The statements for the layout that the table had when this process last read it.
-        self.statements = RecordStatements(
-            _known.get(self.tables_location, NARROW), database, tables
-        )
+        self.statements = RecordStatements(database, tables)
         records = tables.records
         self._lock = (
             select(records.c.fence)
@@ -58,47 +50,6 @@ class SqlClaims(Claiming):
         """Where the tables are."""
         return f"{self.database.engine.url!r} {self.tables.metadata.schema}"
 
-    @property
-    def is_newest(self) -> bool:
-        """Whether the table is known to have the newest layout. No migration of this release
-        changes that one.
-        """
-        return self.statements.layout is NARROW is _known.get(self.tables_location)
-
-    def use(self, layout: Layout) -> None:
-        """Set the layout of the table, for this process and its forks."""
-        _known[self.tables_location] = layout
-        if self.statements.layout is not layout:
-            self.statements = RecordStatements(layout, self.database, self.tables)
-
-    def forget_layout(self) -> None:
-        """Read the columns again before the next statement in a transaction of the user's, because
-        a statement named a missing column.
-        """
-        _known.pop(self.tables_location, None)
-
-    def layout_has_changed(self, statements: RecordStatements) -> bool:
-        """Read the layout of the table and use it; returns whether *statements* is for another
-        one.
-        """
-        self.reload_layout()
-        return self.statements.layout is not statements.layout
-
-    def reload_layout(self) -> None:
-        """Read the layout of the table and use it."""
-        with self.database.errors():
-            self.use(self.tables.layout(self.database.engine))
-
-    def on_layout(self, run: Callable[[RecordStatements], T]) -> T:
-        """The result of *run*, which runs again if the layout of the table has changed."""
-        statements = self.statements
-        try:
-            return run(statements)
-        except ColumnMissing:
-            if not self.layout_has_changed(statements):
-                raise
-            return run(self.statements)
-
     def insert_or_read(self, new: Record, group: str | None) -> InsertOrReadResult:
         """Insert *new*, or read the row and the gate; see
         :class:`~celery_leases.stores.claim_procedure.Claiming`.
@@ -106,7 +57,7 @@ class SqlClaims(Claiming):
         Raises :class:`KeyUnusable` when the database refuses a value of *new*.
         """
         statements = self.statements
-        values = statements.layout.insert_parameters(new)
+        values = record_columns.insert_parameters(new)
         if group is not None:
             values["gate"] = gate_name(group)
         with KEY_UNUSABLE_ERRORS:
@@ -143,13 +94,12 @@ class SqlClaims(Claiming):
 
         Raises :class:`KeyUnusable` when the database refuses a value of *new*.
         """
-        statements = self.statements
-        before, after = statements.layout.column_values(seen), statements.layout.column_values(new)
+        before, after = record_columns.column_values(seen), record_columns.column_values(new)
         values: dict[str, Any] = {"for_key": seen.stored_key}
         values |= {f"seen_{name}": before[name] for name in COMPARED}
-        values |= {f"new_{name}": after[name] for name in statements.layout.swapped}
+        values |= {f"new_{name}": after[name] for name in record_columns.SWAPPED}
         with KEY_UNUSABLE_ERRORS:
-            return self.database.count(statements.swap, values) == 1
+            return self.database.count(self.statements.swap, values) == 1
 
     def await_lock(self, row: Record) -> None:
         """Lock *row* and release the lock; see

@@ -27,12 +27,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool.base import _ConnectionRecord
 
 from celery_leases.concurrency import wait_limit
-from celery_leases.errors import (
-    ColumnMissing,
-    LeaseConfigurationError,
-    StoreUnavailable,
-    ValueRefused,
-)
+from celery_leases.errors import LeaseConfigurationError, StoreUnavailable, ValueRefused
 from celery_leases.protocol.deadlines import LONGEST_CONNECTION_TIMEOUT
 from celery_leases.stores.python_errors import PYTHON_ERRORS
 from celery_leases.stores.sql.compiled_statements import CompiledStatement, Row, Statements
@@ -43,7 +38,6 @@ from celery_leases.stores.sql.upserts import Writes, touched
 from celery_leases.stores.urls import (
     display_database_url,
     display_url,
-    escaped_url,
     without_secrets,
 )
 
@@ -62,8 +56,6 @@ BUSY_TIMEOUT = 5.0
 BUSY: Final = "celery_leases_busy_timeout"
 """The name under which a connection of SQLite has its timeout, if that was changed."""
 POOL_SIZE: Final = 10
-SQLITE_ERROR: Final = "OperationalError"
-SQLITE_UNDEFINED_COLUMN: Final = ("no such column", "has no column named")
 LOCKED: Final = "database is locked"
 """SQLite's error while another connection writes."""
 
@@ -78,15 +70,12 @@ def engine_for(
     url: str,
     size: int = POOL_SIZE,
     longest_wait: float = LONGEST_CONNECTION_TIMEOUT,
-    *,
-    migrates: bool = False,
 ) -> Engine:
     """An engine for *url* in autocommit mode, with at most *size* connections.
 
     If all connections are in use, a statement waits at most *longest_wait* seconds for one. A
-    statement fails after 15 s without an answer, unless the engine *migrates*: then its statements
-    may take longer. Raises :class:`LeaseConfigurationError` for an unsupported database or a
-    missing driver.
+    statement fails after 15 s without an answer. Raises :class:`LeaseConfigurationError` for an
+    unsupported database or a missing driver.
     """
     parsed = _parsed(url)
     backend, on_mysql = parsed.get_backend_name(), parsed.get_backend_name() in mysql.FAMILY
@@ -109,8 +98,7 @@ def engine_for(
             del options["pool_size"], options["pool_timeout"]
             options["poolclass"] = SingleConnectionPool
     if on_mysql:
-        parsed = mysql.without_read_timeout(parsed) if migrates else parsed
-        options["connect_args"] = mysql.connect_args(parsed, migrates=migrates)
+        options["connect_args"] = mysql.connect_args(parsed)
     try:
         engine = create_engine(
             parsed, isolation_level="AUTOCOMMIT", pool_reset_on_return=None, **options
@@ -134,25 +122,8 @@ def engine_for(
     if backend == "sqlite":
         event.listen(engine, "connect", _prepare_sqlite)
     elif backend == "postgresql":
-        event.listen(
-            engine, "do_connect", postgresql.connect_to_migrate if migrates else postgresql.connect
-        )
+        event.listen(engine, "do_connect", postgresql.connect)
     return engine
-
-
-@contextmanager
-def migrating(engine: Engine) -> Iterator[Engine]:
-    """A context manager with an engine for the same database, whose statements have no time
-    limit.
-    """
-    if engine.dialect.name == "sqlite":
-        yield engine
-        return
-    made = engine_for(escaped_url(engine.url), migrates=True)
-    try:
-        yield made
-    finally:
-        made.dispose()
 
 
 def _parsed(url: str) -> URL:
@@ -249,19 +220,6 @@ def _needs_new_connection(error: DBAPIError) -> bool:
     """
     silent = isinstance(error.orig, TimeoutError) or "timed out" in str(error.orig)
     return error.connection_invalidated and not silent
-
-
-def misses_a_column(error: Exception) -> bool:
-    """Whether *error*, of SQLAlchemy or of the driver, says that a column does not exist."""
-    cause = getattr(error, "orig", None) or error
-    return (
-        postgresql.state_of(error) == postgresql.UNDEFINED_COLUMN
-        or mysql.code_of(error) == mysql.UNDEFINED_COLUMN
-        or (
-            type(cause).__name__ == SQLITE_ERROR
-            and any(words in str(cause) for words in SQLITE_UNDEFINED_COLUMN)
-        )
-    )
 
 
 def _refuses_a_value(error: Exception) -> bool:
@@ -537,9 +495,6 @@ class Database:
             return ValueRefused(
                 f"the database refuses a value: {' '.join(str(cause).split())}", False
             )
-        if misses_a_column(error):
-            message = without_secrets(" ".join(str(cause).split()), self.engine.url)
-            return ColumnMissing(f"{display_database_url(self.engine.url)}: {message}", False)
         refused = (
             postgresql.state_of(error) == postgresql.LOCK_NOT_AVAILABLE
             or mysql.code_of(error) in mysql.NOT_EXECUTED

@@ -4,7 +4,7 @@ of a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from secrets import token_hex
@@ -101,13 +101,6 @@ def first_row(executed: Any) -> Any:
     if row is None or isinstance(row, Mapping):
         return row
     return dict(zip([column[0] for column in executed.description], row, strict=True))
-
-
-def column_names(executed: Any) -> Sequence[str]:
-    """The names of the columns of a result, or of a cursor."""
-    if isinstance(executed, CursorResult):
-        return list(executed.keys())
-    return [column[0] for column in executed.description]
 
 
 def in_transaction(driver: Any) -> bool:

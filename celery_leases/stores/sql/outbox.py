@@ -15,7 +15,7 @@ from celery_leases.protocol.records import Ended, Record, State
 from celery_leases.protocol.settlement import CALL_ENDING_CAUSES
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.dialects import mysql
-from celery_leases.stores.sql.record_statements import RecordStatements
+from celery_leases.stores.sql.record_columns import column_values
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.upserts import Writes, insert_absent
 from celery_leases.stores.sql.values import microseconds
@@ -41,7 +41,7 @@ class Outbox:
 
     @property
     def _table(self) -> Table:
-        return self.records.statements.table
+        return self.records.tables.records
 
     def enqueue_writes(
         self, task: str, key: CallKey, call_id: str, message: str, *, ttl: float, retention: float
@@ -51,14 +51,14 @@ class Outbox:
 
         It touches no row if the key has a record. For an expired record see :meth:`replace_writes`.
         """
-        statements, now = self.records.statements, self.database.now
-        new = statements.layout.column_values(
+        now = self.database.now
+        new = column_values(
             repairs.enqueued(None, task, key, call_id, message, ttl=ttl, retention=retention)
         )
         new |= dict.fromkeys(("fence", "created_at", "started_at"), now) | {
             "publish_at": now + _PUBLISH_GRACE_US
         }
-        return insert_absent(statements.table, self.database.engine.dialect, ("stored_key",), new)
+        return insert_absent(self._table, self.database.engine.dialect, ("stored_key",), new)
 
     def replace_writes(
         self,
@@ -75,9 +75,7 @@ class Outbox:
         changed.
         """
         new = repairs.enqueued(old, task, key, call_id, message, ttl=ttl, retention=retention)
-        values = self.records.statements.layout.column_values(
-            replace(new, publish_at=new.now + _PUBLISH_GRACE_US)
-        )
+        values = column_values(replace(new, publish_at=new.now + _PUBLISH_GRACE_US))
         return (self._unchanged(old).values(values),)
 
     def add_writes(self, record: Record, message: str, call_id: str) -> Writes:
@@ -119,9 +117,7 @@ class Outbox:
             ttl=ttl,
             retention=retention,
         )
-        values = self.records.statements.layout.column_values(
-            replace(new, publish_at=new.now + _PUBLISH_GRACE_US)
-        )
+        values = column_values(replace(new, publish_at=new.now + _PUBLISH_GRACE_US))
         return (self._unchanged(old).values(values),)
 
     def sent(self, stored_key: str, call_id: str) -> None:
@@ -176,7 +172,7 @@ class Outbox:
         it is afterwards.
         """
         taken = replace(record, publish_at=record.now + _PUBLISH_AGAIN_US)
-        as_seen = self._waiting(self.records.statements, record.stored_key, due=due)
+        as_seen = self._waiting(record.stored_key, due=due)
         as_seen = as_seen.where(self._table.c.publish_at == record.publish_at)
         return (as_seen.values(publish_at=taken.publish_at),), taken
 
@@ -192,15 +188,9 @@ class Outbox:
     def oldest_due(self, since: float) -> Record | None:
         """The record whose message has been due longest, if that is at least *since* seconds."""
         before = self.database.now - microseconds(since)
-
-        def query(statements: RecordStatements) -> Select[Any]:
-            return (
-                statements.select_rows.where(statements.table.c.publish_at <= before)
-                .order_by(statements.table.c.publish_at)
-                .limit(1)
-            )
-
-        row = self.records.on_layout(lambda statements: self.database.first(query(statements), {}))
+        due = self._table.c.publish_at
+        query = self.records.statements.select_rows.where(due <= before).order_by(due).limit(1)
+        row = self.database.first(query, {})
         return rows.to_record(row, lenient=True) if row is not None else None
 
     def stranded(self, older: float, limit: int, last: Record | None = None) -> Sequence[Record]:
@@ -215,17 +205,11 @@ class Outbox:
         The result includes rows whose call has ended if a message was published since: check
         whether the message belongs to another call.
         """
-        found = self.records.on_layout(
-            lambda statements: self.database.all(
-                self._stranded(statements, older, last).limit(limit), {}
-            ),
-        )
+        found = self.database.all(self._stranded(older, last).limit(limit), {})
         return [rows.to_record(row, lenient=True) for row in found]
 
-    def _stranded(
-        self, statements: RecordStatements, older: float, last: Record | None
-    ) -> Select[Any]:
-        table = statements.table
+    def _stranded(self, older: float, last: Record | None) -> Select[Any]:
+        table = self._table
         before = self.database.now - microseconds(older)
         waited = or_(table.c.retry_at.is_(None), table.c.retry_at < before)
         moved = case(
@@ -253,7 +237,7 @@ class Outbox:
             moved < before,
             or_(table.c.state == State.RUNNING, and_(idle, waited)),
         )
-        query = statements.select_rows.where(
+        query = self.records.statements.select_rows.where(
             table.c.message.is_not(None),
             or_(table.c.published_at.is_(None), table.c.published_at < before),
             or_(table.c.publish_at <= self.database.now, stuck),
@@ -287,21 +271,13 @@ class Outbox:
     def _take(self, stored_key: str, *, due: bool) -> Record | None:
         if mysql.is_mysql(self.database.engine.dialect):
             return self._take_as_read(stored_key, due=due)
-        row = self.records.on_layout(
-            lambda statements: self.database.first(
-                self._taking(statements, stored_key, due=due), {}
-            )
-        )
+        row = self.database.first(self._taking(stored_key, due=due), {})
         return rows.to_record(row, lenient=True) if row is not None else None
 
-    def _taking(
-        self, statements: RecordStatements, stored_key: str, *, due: bool
-    ) -> ReturningUpdate[Any]:
+    def _taking(self, stored_key: str, *, due: bool) -> ReturningUpdate[Any]:
         now = self.database.now
-        taken = self._waiting(statements, stored_key, due=due).values(
-            publish_at=now + _PUBLISH_AGAIN_US
-        )
-        return taken.returning(*statements.table.c, now.label("now"))
+        taken = self._waiting(stored_key, due=due).values(publish_at=now + _PUBLISH_AGAIN_US)
+        return taken.returning(*self._table.c, now.label("now"))
 
     def _take_as_read(self, stored_key: str, *, due: bool) -> Record | None:
         record = self.records.read(stored_key, lenient=True)
@@ -310,9 +286,9 @@ class Outbox:
         writes, taken = self.take_writes(record, due=due)
         return taken if self.database.touch(writes, {}) else None
 
-    def _waiting(self, statements: RecordStatements, stored_key: str, *, due: bool) -> Update:
-        columns = statements.table.c
-        waiting = update(statements.table).where(
+    def _waiting(self, stored_key: str, *, due: bool) -> Update:
+        columns = self._table.c
+        waiting = update(self._table).where(
             columns.stored_key == stored_key, columns.publish_at.is_not(None)
         )
         return waiting.where(columns.publish_at <= self.database.now) if due else waiting

@@ -1,4 +1,4 @@
-"""The statements that read and write whole records, for one layout of the table."""
+"""The statements that read and write whole records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from sqlalchemy import (
     BigInteger,
     BindParameter,
-    Boolean,
     Column,
     ColumnElement,
     Executable,
@@ -32,20 +31,26 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from celery_leases.protocol.records import Ended, Outcome, Record, State
+from celery_leases.protocol.records import Outcome, Record, State
 from celery_leases.stores.claim_procedure import COMPARED
+from celery_leases.stores.sql import record_columns
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.dialects import mysql
+from celery_leases.stores.sql.record_columns import (
+    DOCUMENT,
+    INSERTED,
+    SETTLED,
+    SETTLED_PLAIN,
+    SWAPPED,
+)
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.table_versions import Layout
 
 
 class RecordStatements:
-    """The statements of a record store for a table in *layout*."""
+    """The statements of a record store for its table."""
 
-    def __init__(self, layout: Layout, database: Database, tables: Tables) -> None:
-        self.layout = layout
-        self.table: Table = tables.layouts[layout.version]
+    def __init__(self, database: Database, tables: Tables) -> None:
+        self.table: Table = tables.records
         self._now = database.now
         self._gates = tables.gates
         self._on_mysql = mysql.is_mysql(database.engine.dialect)
@@ -64,7 +69,7 @@ class RecordStatements:
         self.insert_or_read = {gated: make(gated=gated) for gated in (False, True)}
         #: The second step of a claim.
         self.swap = self._swap_statement()
-        self._settle = self._settle_statement(layout.settled)
+        self._settle = self._settle_statement(SETTLED)
 
     @cached_property
     def insert_or_read_again(self) -> Mapping[bool, Executable]:
@@ -86,31 +91,27 @@ class RecordStatements:
         made = sqlite.insert(self.table).values(self._new_row(self._now))
         return made.on_conflict_do_nothing().returning(self.table.c.fence)
 
-    def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
-        """The statement that writes an outcome under the attempt's fence, and its parameters."""
-        if self.layout.only_succeeds(record, outcome):
-            return self._settle_success, self.layout.success_parameters(record, outcome)
-        values = self.layout.settle_parameters(record, outcome)
-        whole = f"new_{self.layout.settled[-1]}" in values
-        return self._settle if whole else self._settle_without_details, values
-
-    def tagged_settlement(
-        self, record: Record, outcome: Outcome, tag: str
+    def settlement(
+        self, record: Record, outcome: Outcome, tag: str | None
     ) -> tuple[Executable, dict[str, Any]]:
-        """The same, with *tag* in the column ``lease_store``, which has its own meaning only in
-        running rows. In version 1 the tag is not stored.
+        """The statement that writes an outcome under the attempt's fence, and its parameters.
+
+        *tag* is stored in the column ``lease_store``, which has its own meaning only in running
+        rows.
         """
-        if self.layout.version == 1:
-            return self.settlement(record, outcome)
-        values = self.layout.settle_parameters(record, outcome)
-        whole = f"new_{self.layout.settled[-1]}" in values
+        if tag is None and record_columns.only_succeeds(record, outcome):
+            return self._settle_success, record_columns.success_parameters(record, outcome)
+        values = record_columns.settle_parameters(record, outcome)
+        whole = f"new_{DOCUMENT}" in values
+        if tag is None:
+            return self._settle if whole else self._settle_without_details, values
         values["tag"] = tag
         return self._settle_with_tag if whole else self._settle_with_tag_without_details, values
 
     def changed(self, found: Mapping[Any, Any], new: Record) -> Update:
         """The update of the row *found* to *new*, if the ``COMPARED`` columns are unchanged."""
         as_found = [self.table.c[name].is_not_distinct_from(found[name]) for name in COMPARED]
-        written = self.layout.column_values(new)
+        written = record_columns.column_values(new)
         values = {name: value for name, value in written.items() if value != found[name]}
         same = values or {"stored_key": found["stored_key"]}
         return (
@@ -122,7 +123,7 @@ class RecordStatements:
     @cached_property
     def _settle_without_details(self) -> Update:
         """The statement that does not change the column ``details``."""
-        return self._settle_statement(self.layout.settled[:-1])
+        return self._settle_statement(SETTLED_PLAIN)
 
     @cached_property
     def _settle_success(self) -> Update:
@@ -190,11 +191,9 @@ class RecordStatements:
     def _new_row(self, now: ColumnElement[int]) -> dict[str, ColumnElement[Any]]:
         """The columns of a new row by name; its times are relative to *now*."""
         values: dict[str, ColumnElement[Any]] = {
-            name: self._bound("new", name) for name in self.layout.inserted
+            name: self._bound("new", name) for name in INSERTED
         }
-        spans = {
-            name: now + values[name] for name in ("lease_until", "expires_at") if name in values
-        }
+        spans = {name: now + values[name] for name in ("lease_until", "expires_at")}
         moments: dict[str, ColumnElement[Any]] = dict.fromkeys(
             ("fence", "created_at", "started_at"), now
         )
@@ -204,7 +203,7 @@ class RecordStatements:
         columns = self.table.c
         compared = [(columns[name], self._bound("seen", name)) for name in COMPARED]
         as_seen = [_as_seen(column, seen) for column, seen in compared]
-        values = {name: self._bound("new", name) for name in self.layout.swapped}
+        values = {name: self._bound("new", name) for name in SWAPPED}
         return (
             update(self.table)
             .where(columns.stored_key == bindparam("for_key"), *as_seen)
@@ -226,14 +225,8 @@ class RecordStatements:
             ),
             "finished_at": now,
             "lease_until": None,
+            "lease_store": "",  # the name is only needed in running rows
         }
-        if self.layout.version > 1:
-            values["lease_store"] = ""  # the name is only needed in running rows
-        if "failed_at" in columns:
-            failed = bindparam("failed", type_=Boolean)
-            values["failed_at"] = case(
-                (failed, now), else_=bindparam("last_failed", type_=BigInteger)
-            )
         if also_waits:
             wait: BindParameter[int | None] = bindparam("wait", type_=BigInteger)
             progress: BindParameter[str | None] = bindparam(
@@ -267,11 +260,5 @@ def _as_json(alias: str) -> ColumnElement[str]:
 
 
 def _as_seen(column: Column[Any], seen: BindParameter[Any]) -> ColumnElement[bool]:
-    """The condition that a column is unchanged. In a done row ``ended`` may be NULL in version 2
-    where it is ``returned`` in version 1.
-    """
-    if column.name == "ended":
-        return func.coalesce(column, Ended.RETURNED.value) == func.coalesce(
-            seen, Ended.RETURNED.value
-        )
+    """The condition that a column is unchanged."""
     return column.is_not_distinct_from(seen) if column.nullable else column == seen

@@ -28,19 +28,17 @@ from sqlalchemy import (
     update,
 )
 
-from celery_leases.errors import ColumnMissing, StoreUnavailable, ValueRefused
+from celery_leases.errors import StoreUnavailable, ValueRefused
 from celery_leases.protocol import repairs
 from celery_leases.protocol.claim_rules import ALWAYS
 from celery_leases.protocol.record_filters import Order, Position, RecordFilter
 from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
-from celery_leases.stores.sql import record_queries, rows
+from celery_leases.stores.sql import migrations, record_columns, record_queries, rows
 from celery_leases.stores.sql.claim_statements import KEY_UNUSABLE_ERRORS, SqlClaims
 from celery_leases.stores.sql.compiled_statements import Row
-from celery_leases.stores.sql.database import Database, migrating
-from celery_leases.stores.sql.migrations import migration
+from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.record_statements import RecordStatements, is_running
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.table_versions import NEWEST, Migrated
 from celery_leases.stores.sql.upserts import in_subquery, upsert
 from celery_leases.stores.sql.values import MICROSECONDS, microseconds
 
@@ -95,18 +93,16 @@ class SqlRecordStore(SqlClaims):
         On SQLite, create missing tables.
         """
         with self.database.errors():
-            self.use(self.tables.check(self.database.engine))
+            self.tables.check(self.database.engine)
 
-    def migrate(self, to: int = NEWEST) -> Migrated:
-        """Create the tables, or migrate them to version *to* while workers run.
+    def migrate(self) -> migrations.Migrated:
+        """Create the tables, or migrate those of an earlier version while workers run.
 
         Raises :class:`StoreUnavailable` if the database does not answer or the tables stay locked,
         and :class:`SchemaOutdated` for tables of a later release.
         """
         with self.database.errors():
-            with migrating(self.database.engine) as engine:
-                done = migration(engine, self.tables).run(to)
-            self.use(self.tables.layout(self.database.engine))
+            done = migrations.migrate(self.database.engine, self.tables)
         self.identity()
         return done
 
@@ -145,9 +141,8 @@ class SqlRecordStore(SqlClaims):
         If no row matches, the row is read: an earlier try may have been executed whose reply was
         lost. If the database refuses a text of the outcome, the outcome is written without texts.
         """
-        statements = self.statements
         try:
-            return self._settled(statements, record, outcome)
+            return self._settled(record, outcome)
         except ValueRefused as error:
             logger.error(
                 "%s: its outcome was written without result, reason and message: %s",
@@ -155,43 +150,27 @@ class SqlRecordStore(SqlClaims):
                 error,
             )
             plain = rows.without_texts(outcome)
-            return self._settled(statements, replace(record, finished_results=None), plain)
-        except ColumnMissing:
-            if not self.layout_has_changed(statements):
-                raise
-            return self.settle(record, outcome)
+            return self._settled(replace(record, finished_results=None), plain)
 
     def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
         """The statement of :meth:`settle` and its parameters, for a transaction of the user's."""
-        if self.tag is None:
-            return self.statements.settlement(record, outcome)
-        return self.statements.tagged_settlement(record, outcome, self.tag(record))
+        tag = self.tag(record) if self.tag is not None else None
+        return self.statements.settlement(record, outcome, tag)
 
-    def _settled(self, statements: RecordStatements, record: Record, outcome: Outcome) -> bool:
-        statement, values = (
-            statements.settlement(record, outcome)
-            if self.tag is None
-            else statements.tagged_settlement(record, outcome, self.tag(record))
-        )
-        if self.database.count(statement, values):
+    def _settled(self, record: Record, outcome: Outcome) -> bool:
+        tag = self.tag(record) if self.tag is not None else None
+        if self.database.count(*self.statements.settlement(record, outcome, tag)):
             return True
-        row = self.database.first(statements.select_row, {"stored_key": record.stored_key})
+        row = self._row(record.stored_key)
         if row is None or (row["fence"], row["owner"]) != (record.fence, record.owner):
             return False
-        values = statements.layout.settle_parameters(record, outcome)
-        # Version 2 stores NULL for RETURNED, so a migration may have changed the stored form.
-        now = {**row, "ended": row["ended"] or Ended.RETURNED}
-        ours = {**values, "new_ended": values["new_ended"] or Ended.RETURNED}
+        ours = record_columns.settle_parameters(record, outcome)
         return all(
-            now[name] == ours.get(f"new_{name}", now[name]) for name in statements.layout.settled
+            row[name] == ours.get(f"new_{name}", row[name]) for name in record_columns.SETTLED
         )
 
     def _row(self, stored_key: str) -> Row | None:
-        return self.on_layout(
-            lambda statements: self.database.first(
-                statements.select_row, {"stored_key": stored_key}
-            )
-        )
+        return self.database.first(self.statements.select_row, {"stored_key": stored_key})
 
     def stop_resuming(self, record: Record, failure: Failure) -> bool:
         """Write that a call will not run again, because *failure* is raised to its caller.
@@ -215,7 +194,7 @@ class SqlRecordStore(SqlClaims):
 
         Scans the whole table: an index would make the writes of each run more than 5 % slower.
         """
-        return self._list(lambda statements: _latest(statements, states, task, limit))
+        return self._list(_latest(self.statements, states, task, limit))
 
     def find(
         self,
@@ -230,24 +209,17 @@ class SqlRecordStore(SqlClaims):
         """
         now = self.database.now
         return self._list(
-            lambda statements: record_queries.matching(statements, wanted, order, limit, after, now)
+            record_queries.matching(self.statements, wanted, order, limit, after, now)
         )
 
     def how_many(self, wanted: RecordFilter) -> int:
         """An upper bound of the number of rows that match *wanted*. It is exact if SQL alone can
         decide the filter.
         """
-
-        def counting(statements: RecordStatements) -> Row | None:
-            conditions = record_queries.conditions(statements.table, wanted)
-            return self.database.first(
-                select(func.count().label("count"))
-                .select_from(statements.table)
-                .where(*conditions),
-                {},
-            )
-
-        row = self.on_layout(counting)
+        records = self.tables.records
+        counted = select(func.count().label("count")).select_from(records)
+        conditions = record_queries.conditions(records, wanted)
+        row = self.database.first(counted.where(*conditions), {})
         return int(row["count"]) if row is not None else 0
 
     def now(self) -> int:
@@ -259,9 +231,7 @@ class SqlRecordStore(SqlClaims):
         """How many rows there are of each task in each state: ``task``, ``state``, ``count``,
         ``oldest``.
         """
-        return self.on_layout(
-            lambda statements: self.database.all(record_queries.counted(statements.table), {})
-        )
+        return self.database.all(record_queries.counted(self.tables.records), {})
 
     def run_times(self, task: str | None, limit: int) -> dict[str, list[float]]:
         """The durations in seconds of the latest *limit* finished runs of each task."""
@@ -315,24 +285,17 @@ class SqlRecordStore(SqlClaims):
         Raises :class:`KeyUnusable` if the database refuses the key.
         """
         with KEY_UNUSABLE_ERRORS:
-            return self._list(
-                lambda statements: statements.select_rows.where(
-                    statements.table.c.key == key
-                ).limit(20)
-            )
+            of_key = self.tables.records.c.key == key
+            return self._list(self.statements.select_rows.where(of_key).limit(20))
 
     def of_keys(self, stored_keys: Collection[str]) -> list[Record]:
         """The rows of these stored keys, as in :meth:`search`."""
         with KEY_UNUSABLE_ERRORS:
-            return self._list(
-                lambda statements: statements.select_rows.where(
-                    statements.table.c.stored_key.in_(stored_keys)
-                )
-            )
+            wanted = self.tables.records.c.stored_key.in_(stored_keys)
+            return self._list(self.statements.select_rows.where(wanted))
 
-    def _list(self, query: Callable[[RecordStatements], Select[Any]]) -> list[Record]:
-        found = self.on_layout(lambda statements: self.database.all(query(statements), {}))
-        return [rows.to_record(row, lenient=True) for row in found]
+    def _list(self, query: Select[Any]) -> list[Record]:
+        return [rows.to_record(row, lenient=True) for row in self.database.all(query, {})]
 
     def reset(
         self,
@@ -370,17 +333,12 @@ class SqlRecordStore(SqlClaims):
             after = repair(row)
             if after is None:
                 return None
-            if self._write_repair(found, after):
+            if self.database.count(self.statements.changed(found, after), {}) == 1:
                 return replace(after, unreadable=None)
         raise StoreUnavailable(
             f"{stored_key}: its record changed {REPAIR_TRIES} times while it was being written; try again",
             False,
         )
-
-    def _write_repair(self, found: Row, after: Record) -> bool:
-        with suppress(ColumnMissing):  # the next try reads the new layout
-            return self.database.count(self.statements.changed(found, after), {}) == 1
-        return False
 
     def close_waiting(
         self, stored_key: str, close: Callable[[Record], Outcome | None]

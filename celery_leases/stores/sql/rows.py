@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from celery_leases.protocol.records import Ended, Outcome, Record, State
-from celery_leases.stores.sql import table_versions
+from celery_leases.stores.sql import record_columns
 from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.values import (
     SHORT_TEXT,
@@ -80,7 +80,7 @@ def without_texts(outcome: Outcome) -> Outcome:
 
 
 def to_record(found: Row, *, lenient: bool = False) -> Record:
-    """The record in the row *found*, which has all columns of a layout, and ``now``.
+    """The record in the row *found*, which has all columns of the table, and ``now``.
 
     Raises :class:`RecordUnreadable` for an unreadable value, unless no decision depends on it.
     *lenient*, for operators: an unreadable value counts as absent, an unknown state as
@@ -88,7 +88,7 @@ def to_record(found: Row, *, lenient: bool = False) -> Record:
     """
     reader = ColumnReader(found, lenient)
     reader.integers(_INTEGERS, _OR_NULL)
-    more = table_versions.details_in(reader)
+    more = record_columns.details_in(reader)
     row = reader.row
     state = reader.of("state", State) or State.UNCERTAIN
     return Record(

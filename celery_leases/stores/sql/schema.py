@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import count
 from typing import Any, Final
 
 from sqlalchemy import (
@@ -17,14 +15,12 @@ from sqlalchemy import (
     Index,
     Integer,
     MetaData,
-    Select,
     SmallInteger,
     String,
     Table,
     Text,
     inspect,
     select,
-    text,
 )
 from sqlalchemy.dialects.mysql import LONGTEXT
 from sqlalchemy.exc import DBAPIError
@@ -40,24 +36,14 @@ from sqlalchemy.sql.compiler import DDLCompiler
 
 from celery_leases.errors import LeaseConfigurationError, SchemaOutdated
 from celery_leases.stores.sql.dialects import mysql
-from celery_leases.stores.sql.table_versions import (
-    DOCUMENT,
-    NARROW,
-    NEWEST,
-    OLDEST,
-    WIDE,
-    Layout,
-    layout_of,
-)
+from celery_leases.stores.sql.record_columns import DOCUMENT
 from celery_leases.stores.urls import display_database_url
-
-logger = logging.getLogger("celery_leases")
 
 CREATE_TRIES: Final = 10
 MIGRATE: Final = "celery -A <your app> leases migrate"
 
-_select_number: Final = count()
-
+NEWEST: Final = 1
+"""The version of these tables; see :mod:`celery_leases.stores.sql.versions`."""
 RELEASE: Final = "0.1.0"
 RECORDS: Final = "celery_leases_records"
 
@@ -91,14 +77,41 @@ class Tables:
             # The columns that an outcome changes come last, because PostgreSQL leaves the unchanged
             # beginning of a row out of its write-ahead log.
             Column("stored_key", String(255), primary_key=True),
-            *_common_columns(),
+            Column("task", String(255), nullable=False),
+            Column("key", LONG, nullable=False),
+            Column("call_id", String(255), nullable=False),
+            Column("owner", String(64), nullable=False),
+            Column("holder", String(255), nullable=False),
+            Column("fence", BigInteger, nullable=False),
+            Column("created_at", BigInteger, nullable=False),
+            Column("started_at", BigInteger, nullable=False),
+            Column("attempt", Integer, nullable=False),
+            Column("crashes", Integer, nullable=False, server_default="0"),
+            Column("resumes", SmallInteger, nullable=False, server_default="0"),
+            # The lease store of a running row; and the end of the lease if the row is the lease.
+            Column("lease_store", String(255), nullable=False),
+            Column("lease_until", BigInteger),
+            Column("state", String(16), nullable=False),
+            # How the attempt ended; NULL if it returned and the row is done.
+            Column("ended", String(16)),
+            Column("reason", String(255)),
+            Column("result", LONG),
+            Column("error", Text),
+            Column("retry_at", BigInteger),
+            Column("finished_at", BigInteger),
+            Column("expires_at", BigInteger),
+            # When the message is due, NULL if it must not be published; and when a message of the
+            # row was last published.
+            Column("publish_at", BigInteger),
+            Column("published_at", BigInteger),
+            # The last saved progress and its generation, as JSON.
+            Column("progress", LONG),
+            # The call's message as a signature in JSON.
+            Column("message", LONG),
             # The fields that only decisions read; see celery_leases.protocol.record_document.
             Column(DOCUMENT, LONG),
             **mysql.TABLE_OPTIONS,
         )
-        wide = MetaData(schema=schema)
-        #: The records in the layout of each version.
-        self.layouts = {NARROW.version: self.records, WIDE.version: _wide_table(wide)}
         self.effects = Table(
             "celery_leases_effects",
             self.metadata,
@@ -143,7 +156,7 @@ class Tables:
             "celery_leases_version",
             self.metadata,
             Column("version", Integer, primary_key=True, autoincrement=False),
-            # The release that created or last migrated the tables; absent in version 1.
+            # The release that created or last migrated the tables.
             Column("made_by", String(32)),
             **mysql.TABLE_OPTIONS,
         )
@@ -165,9 +178,8 @@ class Tables:
         Index(None, self.effects.c.expires_at)
         Index(None, self.marks.c.expires_at)
 
-    def check(self, engine: Engine) -> Layout:
-        """The layout of the records; raises :class:`SchemaOutdated` if this release does not
-        support the version of the tables.
+    def check(self, engine: Engine) -> None:
+        """Raise :class:`SchemaOutdated` unless the tables have the version of this release.
 
         On SQLite, missing tables are created.
         """
@@ -175,27 +187,16 @@ class Tables:
         if found is None and engine.dialect.name == "sqlite":
             self.create(engine)
             found = NEWEST
-        if found is None:
+        if found is None or found < NEWEST:
+            state = "are missing" if found is None else f"have version {found}, not {NEWEST},"
             raise SchemaOutdated(
-                f"the tables of celery_leases are missing in {display_database_url(engine.url)}; run: {MIGRATE}"
+                f"the tables of celery_leases {state} in {display_database_url(engine.url)}; run: {MIGRATE}"
             )
-        if found < NEWEST:
-            logger.warning(
-                "the tables of celery_leases in %s have version %d, which the next release does not support: run %s",
-                display_database_url(engine.url),
-                found,
-                MIGRATE,
-            )
-        return self.layout(engine)
 
     def create(self, engine: Engine) -> None:
         """Create missing tables and indexes. Several processes may call it at the same time, and
-        repeatedly.
-
-        Tables of an older version are not migrated. Raises :class:`SchemaOutdated` for tables of a
-        later version.
+        repeatedly. Existing tables are not changed.
         """
-        self.existing_version(engine)
         for _ in range(CREATE_TRIES - 1):
             # Another process may be creating the same tables. The next try creates those that are
             # still missing, or fails again.
@@ -203,41 +204,21 @@ class Tables:
                 return self._create(engine)
         return self._create(engine)
 
-    def existing_version(self, engine: Engine) -> int | None:
+    def existing_version(self, engine: Engine, newest: int = NEWEST) -> int | None:
         """The version of the tables, ``None`` if there are none. Raises :class:`SchemaOutdated` for
-        a later version than this release supports.
+        a later version than *newest*.
         """
         with engine.connect() as connection:
             if not inspect(connection).has_table(self.version.name, schema=self.metadata.schema):
                 return None
-            # The text differs each time, as in any_column(): version 1 has one column fewer.
-            noted = select(text(f"* /* {next(_select_number)} */")).select_from(self.version)
-            row = connection.execute(noted).mappings().first()
-        if row is not None and row["version"] > NEWEST:
+            row = connection.execute(select(self.version)).mappings().first()
+        if row is not None and row["version"] > newest:
             raise SchemaOutdated(
                 f"the tables of celery_leases in {display_database_url(engine.url)} have version {row['version']}, "
-                f"this release ({RELEASE}) supports {OLDEST} to {NEWEST}: install celery_leases "
-                f"{row.get('made_by') or 'of a later release'} or later"
+                f"this release ({RELEASE}) supports {newest}: install celery_leases "
+                f"{row['made_by'] or 'of a later release'} or later"
             )
         return row["version"] if row is not None else None
-
-    def layout(self, engine: Engine) -> Layout:
-        """The layout of the records, according to the columns that the table has now."""
-        with engine.connect() as connection:
-            columns = connection.execute(self.any_column()).keys()
-        return layout_of(columns)
-
-    def any_column(self) -> Select[Any]:
-        """Selects no row; the result has the names of the columns. In a transaction it blocks
-        migrations until the transaction ends.
-
-        The text differs each time, because the columns of a prepared statement do not change.
-        """
-        return (
-            select(text(f"* /* {next(_select_number)} */"))
-            .select_from(self.records)
-            .where(text("1 = 0"))
-        )
 
     def ddl(self, engine: Engine) -> str:
         """The SQL that creates the tables. It may be run again."""
@@ -250,8 +231,8 @@ class Tables:
             for statement in self.create_statements(dialect)
         ]
         version = dialect.identifier_preparer.format_table(self.version)
-        once = f"SELECT {NEWEST} FROM (SELECT 1) AS one WHERE NOT EXISTS (SELECT * FROM {version})"  # noqa: S608
-        statements.append(f"INSERT INTO {version} (version) {once}")
+        once = f"SELECT {NEWEST}, '{RELEASE}' FROM (SELECT 1) AS one WHERE NOT EXISTS (SELECT * FROM {version})"  # noqa: S608
+        statements.append(f"INSERT INTO {version} (version, made_by) {once}")
         if dialect.identifier_preparer._double_percents:  # noqa: SLF001
             statements = [statement.replace("%%", "%") for statement in statements]
         return statements
@@ -320,74 +301,6 @@ class Tables:
         ):
             return
         connection.execute(CreateSchema(schema, if_not_exists=True))
-
-
-def _common_columns() -> list[Column[Any]]:
-    """The columns, apart from the key, that are in every layout of the records."""
-    return [
-        Column("task", String(255), nullable=False),
-        Column("key", LONG, nullable=False),
-        Column("call_id", String(255), nullable=False),
-        Column("owner", String(64), nullable=False),
-        Column("holder", String(255), nullable=False),
-        Column("fence", BigInteger, nullable=False),
-        Column("created_at", BigInteger, nullable=False),
-        Column("started_at", BigInteger, nullable=False),
-        Column("attempt", Integer, nullable=False),
-        Column("crashes", Integer, nullable=False, server_default="0"),
-        Column("resumes", SmallInteger, nullable=False, server_default="0"),
-        # The lease store of a running row; and the end of the lease if the row is the lease.
-        Column("lease_store", String(255), nullable=False),
-        Column("lease_until", BigInteger),
-        Column("state", String(16), nullable=False),
-        # How the attempt ended; NULL if it returned and the row is done.
-        Column("ended", String(16)),
-        Column("reason", String(255)),
-        Column("result", LONG),
-        Column("error", Text),
-        Column("retry_at", BigInteger),
-        Column("finished_at", BigInteger),
-        Column("expires_at", BigInteger),
-        # When the message is due, NULL if it must not be published; and when a message of the row
-        # was last published.
-        Column("publish_at", BigInteger),
-        Column("published_at", BigInteger),
-        # The last saved progress and its generation, as JSON.
-        Column("progress", LONG),
-        # The call's message as a signature in JSON.
-        Column("message", LONG),
-    ]
-
-
-def _wide_table(metadata: MetaData) -> Table:
-    """The records table of version 1, which workers still support, and to which tables can be
-    downgraded.
-    """
-    return Table(
-        RECORDS,
-        metadata,
-        Column("stored_key", String(255), primary_key=True),
-        *_common_columns(),
-        Column("retries", Integer, nullable=False, server_default="0"),
-        Column("generation", Integer, nullable=False, server_default="0"),
-        # The next four belong to the generation in ``counted``; in any other they count as 0.
-        Column("failures", Integer, nullable=False, server_default="0"),
-        Column("quick_retries", Integer, nullable=False, server_default="0"),
-        Column("cooldowns", Integer, nullable=False, server_default="0"),
-        Column("failed_at", BigInteger),
-        Column("counted", Integer, nullable=False, server_default="0"),
-        Column("fingerprint", String(80)),
-        Column("digests", Text),
-        Column("lease_ttl", BigInteger, nullable=False, server_default="0"),
-        Column("retention", BigInteger),
-        Column("previous_ended", String(16)),
-        Column("previous_error", Text),
-        Column("previous_host", String(255)),
-        Column("finished_calls", Text),
-        Column("finished_results", LONG),
-        Column("crashed_at", BigInteger),
-        Column("crashed_call", String(255)),
-    )
 
 
 class _CreateWithIndexes(CreateTable):

@@ -17,10 +17,9 @@ from celery_leases.errors import LeaseLost, WrongDatabase
 from celery_leases.protocol.records import Outcome, Record, State
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.commit_hooks import call_at_end, execute_in, extend_at_commit
-from celery_leases.stores.sql.database import LOCKED, misses_a_column
+from celery_leases.stores.sql.database import LOCKED
 from celery_leases.stores.sql.dbapi import (
     TransactionMark,
-    column_names,
     dialect_by_format,
     first_row,
     in_transaction,
@@ -28,7 +27,6 @@ from celery_leases.stores.sql.dbapi import (
 from celery_leases.stores.sql.dialects import mysql, postgresql
 from celery_leases.stores.sql.joining import connection_of, driver_of, refuse_unjoinable
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.stores.sql.table_versions import layout_of
 from celery_leases.stores.sql.upserts import Writes, touched
 from celery_leases.stores.urls import display_database_url
 
@@ -77,7 +75,6 @@ class JoinedTransaction:
         """Write the outcome, which is committed with the user's rows. Raises :class:`LeaseLost` as
         :meth:`guard` does.
         """
-        self.load_layout(record.key)
         self._lock(*self.records.settlement(record, outcome), record)
 
     def write(self, writes: Writes, key: str) -> bool:
@@ -91,23 +88,11 @@ class JoinedTransaction:
         At MySQL's default isolation level a plain SELECT reads the snapshot, but a write changes
         the last committed row.
         """
-        self.load_layout(key)
         found = self.records.statements.select_row
         if newest and self._on_mysql:
             found = found.with_for_update()
         row = self._execute(found, {"stored_key": stored_key}, key, first_row)
         return rows.to_record(row) if row is not None else None
-
-    def load_layout(self, key: str) -> None:
-        """Read the layout of the table, because a statement for the wrong layout would end the
-        transaction.
-
-        Reading the columns also blocks migrations until the transaction ends. Nothing is read if no
-        migration is possible.
-        """
-        if not self.records.is_newest:
-            columns = self._execute(self.records.tables.any_column(), {}, key, column_names)
-            self.records.use(layout_of(columns))
 
     def call_when_ended(self, done: Callable[[], None]) -> bool:
         """Call *done* once the transaction is committed or rolled back; returns ``False`` if that
@@ -211,8 +196,6 @@ class JoinedTransaction:
                 return take(execute_in(connection_of(self._given), statement, values))
             return self._by_cursor(statement, values, take)
         except Exception as error:
-            if misses_a_column(error):  # the tables were downgraded
-                self.records.forget_layout()
             explained = self._explained(key, error)
             if explained is None:
                 raise

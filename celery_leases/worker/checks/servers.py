@@ -65,22 +65,8 @@ class StoreChecks:
             )
         if self._refused("tables", records.check):
             return
-        self._old_tables()
         self._refused("rights", lambda: check_writes(records))
         self._identity = records.identity()
-
-    def _old_tables(self) -> None:
-        from celery_leases.stores.sql.schema import MIGRATE
-        from celery_leases.stores.sql.table_versions import NEWEST
-
-        records = self._components.records
-        found = records.tables.existing_version(records.database.engine)
-        if found is not None and found < NEWEST:
-            self._warn(
-                "old-tables",
-                f"the tables have version {found}, which the next release does not support",
-                f"run {MIGRATE}",
-            )
 
     def _other_database(self, leases: Any, identity: str) -> None:
         """Find leases of workers with another records database: two environments share a prefix."""

@@ -1,6 +1,4 @@
-"""The tables of the records, made as ``leases migrate`` makes them; the models of version 2 of the
-tables.
-"""
+"""The tables of the records, made as ``leases migrate`` makes them, and their models."""
 
 from typing import ClassVar
 
@@ -10,7 +8,7 @@ from celery_leases.contrib.django.operations import MigrateTables
 
 
 class Migration(migrations.Migration):
-    """The first one; it converts tables of an older release too."""
+    """Version 1 of the tables."""
 
     initial = True
     atomic = False

@@ -6,10 +6,11 @@ depend on that level: a statement that needs an unchanged row locks the row.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from sqlalchemy import URL, Dialect
+from sqlalchemy import URL, Connection, Dialect
 
 from celery_leases.concurrency import wait_limit
 
@@ -57,17 +58,15 @@ _DUPLICATE: Final = 1062
 _IN_TRANSACTION: Final = 1
 """The bit ``SERVER_STATUS_IN_TRANS`` of the server's status."""
 
-_TIMEOUTS: Final = {"connect_timeout": 5, "read_timeout": 15, "write_timeout": 15}
 _READ: Final = "read_timeout"
+_TIMEOUTS: Final = {"connect_timeout": 5, _READ: 15, "write_timeout": 15}
 
-STRICT: Final = (
+_SESSION: Final = (
     # A value that is too long is an error instead of being truncated. Lock timeouts are in seconds.
     "SET SESSION sql_mode = CONCAT(@@sql_mode, ',STRICT_ALL_TABLES')",
     "SET SESSION innodb_lock_wait_timeout = 1, lock_wait_timeout = 5",
+    "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
 )
-SESSION_NAMES: Final = ("sql_mode", "innodb_lock_wait_timeout", "lock_wait_timeout")
-"""The session variables that ``STRICT`` and migrations set."""
-_SESSION: Final = (*STRICT, "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
 
 
 def is_mysql(dialect: Dialect) -> bool:
@@ -75,19 +74,10 @@ def is_mysql(dialect: Dialect) -> bool:
     return dialect.name in FAMILY
 
 
-def connect_args(url: URL, *, migrates: bool = False) -> dict[str, Any]:
+def connect_args(url: URL) -> dict[str, Any]:
     """The driver's timeouts and charset; parameters in the URL have precedence."""
     wanted = _TIMEOUTS | {"charset": "utf8mb4"}
-    return {
-        name: value
-        for name, value in wanted.items()
-        if name not in url.query and not (migrates and name == _READ)
-    }
-
-
-def without_read_timeout(url: URL) -> URL:
-    """*url* without a limit on the time of a statement."""
-    return url.difference_update_query([_READ])
+    return {name: value for name, value in wanted.items() if name not in url.query}
 
 
 def connect(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
@@ -122,6 +112,27 @@ def prepare(connection: Any, _: Any) -> None:
     with connection.cursor() as cursor:
         for statement in _SESSION:
             cursor.execute(statement)
+
+
+@contextmanager
+def migration_lock(connection: Connection) -> Iterator[bool]:
+    """Take the lock for migrations of this database; ``False`` if another session has it.
+
+    Meanwhile a statement waits at most a second for a table, because all writes to the table wait
+    behind it.
+    """
+    name = "SELECT {}(CONCAT('celery_leases.', LEFT(SHA1(DATABASE()), 20)){})"
+    if not connection.exec_driver_sql(name.format("GET_LOCK", ", 0")).scalar():
+        yield False
+        return
+    waited = connection.exec_driver_sql("SELECT @@SESSION.lock_wait_timeout").scalar()
+    try:
+        connection.exec_driver_sql("SET SESSION lock_wait_timeout = 1")
+        yield True
+    finally:
+        with suppress(Exception):  # both end with the session
+            connection.exec_driver_sql(f"SET SESSION lock_wait_timeout = {waited}")
+            connection.exec_driver_sql(name.format("RELEASE_LOCK", ""))
 
 
 def code_of(error: BaseException) -> int | None:

@@ -22,9 +22,9 @@ MySQL.
 LOCK_TIMEOUT: Final = 1500
 """Milliseconds for which a statement waits for a locked row. Then the delivery is rescheduled."""
 
-LOCK_TIMEOUT_OF_MIGRATIONS: Final = 60_000
-"""Milliseconds for which ``CREATE INDEX CONCURRENTLY`` waits for transactions that began before
-it.
+LOCK_TIMEOUT_OF_STEPS: Final = 1000
+"""The same for a step between two versions of the tables. It is shorter, because all statements on
+the table wait behind it.
 """
 
 LOCK_NOT_AVAILABLE: Final = "55P03"
@@ -73,13 +73,7 @@ def connect(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) ->
     URL has ``prepare_threshold``.
     """
     opened = _timed_connection().connect if _wakes_while_waiting(dialect) else dialect.connect
-    return _with_lock_timeout(_preparing(dialect, opened), LOCK_TIMEOUT, args, given)
-
-
-def connect_to_migrate(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
-    """Connect for statements that may take long. TCP keepalives still detect a dead server."""
-    opened = _preparing(dialect, dialect.connect)
-    return _with_lock_timeout(opened, LOCK_TIMEOUT_OF_MIGRATIONS, args, given)
+    return _with_lock_timeout(_preparing(dialect, opened), args, given)
 
 
 def _preparing(dialect: Dialect, opened: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,14 +110,14 @@ def _is_pooled(connection: Any) -> bool:
     return bool(server != connection.info.backend_pid)
 
 
-def _with_lock_timeout(
-    opened: Callable[..., Any], timeout: int, args: list[Any], given: dict[str, Any]
-) -> Any:
+def _with_lock_timeout(opened: Callable[..., Any], args: list[Any], given: dict[str, Any]) -> Any:
     own = str(given.get("options") or "")
     if "lock_timeout" in own:
         return opened(*args, **given)
     try:
-        return opened(*args, **{**given, "options": f"{own} -c lock_timeout={timeout}".strip()})
+        return opened(
+            *args, **{**given, "options": f"{own} -c lock_timeout={LOCK_TIMEOUT}".strip()}
+        )
     except Exception as error:
         if own or not _REFUSES_OPTIONS.search(str(error)):
             raise

@@ -9,9 +9,9 @@ revision, down_revision = "0002", "0001"
 
 def upgrade() -> None:
     """Make them."""
-    leases.upgrade(op, to=2)
+    leases.upgrade(op)
 
 
 def downgrade() -> None:
     """Drop them."""
-    leases.downgrade(op, to=0)
+    leases.downgrade(op)
