@@ -280,3 +280,17 @@ def test_no_password_shows_in_a_representation() -> None:
     """Neither in that of the store, nor of its parts."""
     store = RedisLeaseStore.from_url(f"redis://me:{SECRET}@h:1/2")
     assert SECRET not in repr(store) + repr(vars(store)["_reopen"]) + store.name
+
+
+def test_the_name_of_a_store_with_many_nodes_fits_into_its_column() -> None:
+    """And names one store: another node, or another prefix, is another name."""
+    nodes = [f"redis-node-{number}.cache.example.com:6379" for number in range(24)]
+
+    def name(nodes: list[str], prefix: str = "celery_leases") -> str:
+        url = f"redis+cluster://{','.join(nodes)}"
+        return RedisLeaseStore.from_url(url, prefix=prefix).name
+
+    names = {name(nodes), name([*nodes[:-1], "redis-node-25:6379"]), name(nodes, "other")}
+    assert len(names) == 3
+    assert name(nodes) == name(nodes[::-1])
+    assert all(len(one) == 255 for one in names)

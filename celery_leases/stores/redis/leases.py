@@ -23,6 +23,7 @@ from celery_leases.protocol.interfaces import (
     Renewal,
     RenewalResult,
 )
+from celery_leases.protocol.keys import bounded
 from celery_leases.protocol.records import ClaimRequest
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.clients import ClusterAddress, redis_address
@@ -105,7 +106,8 @@ class RedisLeaseStore(RedisGates):
         *timeout* seconds each, and nothing is retried.
 
         :func:`~celery_leases.stores.redis.clients.redis_address` says which URLs and which of
-        kombu's transport *options* are supported. The option ``global_keyprefix`` is put before
+        kombu's transport *options* are supported. The name of the store is shortened to the length
+        of its column in the records. The option ``global_keyprefix`` is put before
         *prefix*. Each call uses one of *permits*, so a server has no more connections than there
         are permits. Raises ``LeaseConfigurationError`` for an unsupported URL or option.
         """
@@ -119,7 +121,7 @@ class RedisLeaseStore(RedisGates):
         return cls(
             address.client(timeout),
             prefix,
-            address.name if prefix == PREFIX else f"{address.name}/{prefix}",
+            bounded(address.name if prefix == PREFIX else f"{address.name}/{prefix}"),
             reopen=address.client,
             permits=permits,
         )
