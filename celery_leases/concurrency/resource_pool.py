@@ -68,11 +68,15 @@ class ResourcePool(Generic[T]):
         self._idle: deque[T] = deque()
         # In order of arrival.
         self._waiting: deque[_Waiter[T]] = deque()
+        # Last, because another thread of a fork must not use what the parent uses.
+        self._process = os.getpid()
 
     def acquire(self) -> T:
         """Return a resource for exclusive use until :meth:`release`; raises
         :class:`PoolExhausted`.
         """
+        if self._process != os.getpid():  # a fork in C, as of a web server, runs no hooks of Python
+            self._begin()
         try:
             return self._idle.pop()
         except IndexError:

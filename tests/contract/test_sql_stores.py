@@ -2,6 +2,7 @@
 the schema.
 """
 
+import ctypes
 import os
 import threading
 import time
@@ -319,16 +320,21 @@ def test_a_connection_that_died_is_replaced_within_the_call(server_records: SqlR
     assert server_records.settle(record, outcome(record))
 
 
-def test_a_client_used_before_a_fork_may_be_used_after_it(server_url: str) -> None:
-    """For example in a web server that loads the application before it forks. No connection is
-    shared by two processes.
+@pytest.mark.parametrize(
+    "fork", [os.fork, ctypes.PyDLL(None).fork], ids=["with hooks", "without hooks"]
+)
+def test_a_client_used_before_a_fork_may_be_used_after_it(
+    server_url: str, fork: Callable[[], int]
+) -> None:
+    """For example in a web server that loads the application before it forks, in Python or in C. No
+    connection is shared by two processes.
     """
     client = LeaseClient("database", server_url)
     client._records.migrate()
     client.status("x", task="t")
     children = []
     for _ in range(3):
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             try:
                 for _ in range(50):
