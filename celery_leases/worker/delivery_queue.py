@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from hashlib import sha256
 from math import ceil
@@ -18,6 +19,7 @@ from kombu.transport.native_delayed_delivery import (
     calculate_routing_key,
     level_name,
 )
+from kombu.transport.virtual.base import Transport
 
 from celery_leases.signals import logger
 
@@ -48,10 +50,26 @@ def origin_of(message: Any, worker: Any) -> dict[str, str]:
         for name, active in dict(getattr(consumer, "_active_tags", None) or {}).items():
             if active == tag:
                 queue = name
-    if queue is None and info.get("exchange") == "":
-        queue = info.get("routing_key")
+    if queue is None and not info.get("exchange"):
+        queue = info.get("routing_key") or _delivering_queue()
     origin = {"content_type": message.content_type} if message.content_type else {}
     return {**origin, "queue": queue} if queue else origin
+
+
+def _delivering_queue() -> str | None:
+    """The queue whose message kombu delivers now, for a broker without consumer tags, such as
+    Redis.
+
+    Only a local variable of kombu has it. A client in another language may publish a message that
+    has neither exchange nor routing key.
+    """
+    frame = sys._getframe()  # noqa: SLF001 - as the traceback module does
+    while frame.f_code is not Transport._deliver.__code__:  # noqa: SLF001
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    queue: str | None = frame.f_locals.get("queue")
+    return queue
 
 
 def queue_of(request: Any) -> str | None:

@@ -19,7 +19,6 @@ from celery_leases.protocol.interfaces import MarkStore
 from celery_leases.protocol.message_copies import Copy, waiter_mark
 from celery_leases.signals import logger
 from celery_leases.worker.delivery_queue import (
-    ORIGIN,
     FixedRoute,
     Routes,
     properties_of,
@@ -27,7 +26,7 @@ from celery_leases.worker.delivery_queue import (
     stamps_of,
     without_broker_headers,
 )
-from celery_leases.worker.headers import HEADER, TASK_EVENTS, TOKEN, WOKEN, Header
+from celery_leases.worker.headers import HEADER, OURS, TASK_EVENTS, Header
 from celery_leases.worker.stored_messages import NotStorable, stored_form
 
 CONFIRM_WITHIN = 5.0
@@ -248,9 +247,10 @@ def _signature(task: Task, header: Header | None) -> Any:
     such a retry would lose.
     """
     request = task.request
-    dropped = {TOKEN, TASK_EVENTS, WOKEN, HEADER, ORIGIN}
     headers = {
-        name: value for name, value in (request.headers or {}).items() if name not in dropped
+        name: value
+        for name, value in (request.headers or {}).items()
+        if not name.startswith(OURS)  # what this worker's main process has added to them
     }
     our_header = {HEADER: header.written()} if header is not None else {}
     return task.signature_from_request(

@@ -1,9 +1,12 @@
 """Messages of rescheduled calls, and messages that a worker cannot serialize again."""
 
+import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
+import redis
 
 from celery_leases.errors import RescheduleFailed
 from tests.integration.conftest import DeploymentFactory
@@ -116,3 +119,21 @@ def test_a_call_whose_headers_make_no_message_fails_at_once(stage: Deployment, n
     with pytest.raises(RescheduleFailed, match="'int' object is not callable"):
         call.get(timeout=PATIENCE)
     assert not stage.log("returned to the broker")
+
+
+def test_a_copy_of_a_message_without_exchange_and_routing_key_returns_to_its_queue(
+    stage: Deployment, name: str
+) -> None:
+    """As a client in another language may publish it to a list of Redis."""
+    if stage.broker != "redis":
+        pytest.skip("RabbitMQ knows exchange and routing key of each message")
+    side, other = stage.side_queue(), stage.side_queue()
+    stage.consume(other)
+    call = stage.tasks.reschedules_once.apply_async((name,), {"delay": 0.1}, queue=side)
+    with redis.Redis.from_url(stage.broker_url) as client:
+        raw: Any = client.rpop(side)
+        message = json.loads(raw)
+        message["properties"]["delivery_info"] = {"exchange": None, "routing_key": None}
+        client.lpush(other, json.dumps(message))
+    assert call.get(timeout=PATIENCE) is not None
+    assert len(stage.events("received", id=call.id)) == 2
