@@ -7,6 +7,7 @@ a second statement.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Final, Protocol
 
 from celery_leases.common.values import value_class
 from celery_leases.concurrency import os_threads
-from celery_leases.errors import StoreUnavailable
+from celery_leases.errors import KeyUnusable, StoreUnavailable
 from celery_leases.protocol import claim_rules
 from celery_leases.protocol.claim_rules import ALWAYS, Claim, Question
 from celery_leases.protocol.cooldown_groups import Gate, admits
@@ -22,6 +23,8 @@ from celery_leases.protocol.interfaces import never_emptied
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.records import ClaimRequest, Record, Refusal, Refused, Won
 from celery_leases.stores.availability import Availability
+
+logger = logging.getLogger("celery_leases")
 
 CLAIM_TRIES: Final = 3
 """How often a claim is tried while other processes change the row between reading and writing.
@@ -110,6 +113,17 @@ class Claiming(ABC):
         """
         try:
             return self._try_claim(claim_request, lease_store, slots, age)
+        except KeyUnusable as error:
+            if claim_request.message is None:
+                raise
+            # The message is only for a rescue, and may be what the database refuses.
+            won = self._try_claim(replace(claim_request, message=None), lease_store, slots, age)
+            logger.warning(
+                "%s: the call could not be stored, so it cannot be rescued: %s",
+                claim_request.key,
+                error,
+            )
+            return won
         except StoreUnavailable as error:
             if error.executed is not False:  # a locked row shows that the database is available
                 self.availability.failed(os_threads.boot_clock())

@@ -149,7 +149,10 @@ class _Autocommit:
     records: SqlRecordStore
 
     def write(self, writes: Writes, key: str) -> bool:
-        return self.records.database.touch(writes, {})
+        from celery_leases.stores.sql.claim_statements import KEY_UNUSABLE_ERRORS
+
+        with KEY_UNUSABLE_ERRORS:
+            return self.records.database.touch(writes, {})
 
     def read(self, stored_key: str, key: str, *, newest: bool = False) -> Record | None:
         return self.records.read(stored_key)

@@ -19,6 +19,7 @@ from celery_leases.errors import KeyUnusable, RecordUnreadable, StoreUnavailable
 from celery_leases.protocol.effects import Found, scope_of
 from celery_leases.protocol.records import Ended, Failure, Record, State, Won
 from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.outbox import Outbox
@@ -326,18 +327,35 @@ def test_any_reason_can_be_written(sql_records: SqlRecordStore, reason: str) -> 
     assert len(written.reason) <= 255
 
 
+def database_in(server: PostgresServer, encoding: str) -> str:
+    """The URL of an empty PostgreSQL database with that encoding."""
+    url = server.new_database()
+    name = url.rpartition("/")[2]
+    with engine_for(server.url).connect() as connection:
+        connection.execute(text(f"DROP DATABASE {name}"))
+        connection.execute(
+            text(f"CREATE DATABASE {name} ENCODING '{encoding}' LOCALE 'C' TEMPLATE template0")
+        )
+    return url
+
+
 @pytest.fixture
 def latin(leases_postgres: PostgresServer) -> Any:
     """A PostgreSQL database whose encoding is Latin-1."""
-    url = leases_postgres.new_database()
-    name = url.rpartition("/")[2]
-    with engine_for(leases_postgres.url).connect() as connection:
-        connection.execute(text(f"DROP DATABASE {name}"))
-        connection.execute(
-            text(f"CREATE DATABASE {name} ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0")
-        )
-    with migrated(url) as store:
+    with migrated(database_in(leases_postgres, "LATIN1")) as store:
         yield store
+
+
+@pytest.mark.parametrize("driver", postgresql.DRIVERS)
+def test_a_database_without_an_encoding_stores_texts_as_utf_8(
+    leases_postgres: PostgresServer, driver: str
+) -> None:
+    """With ``SQL_ASCII`` the server leaves the encoding to its clients."""
+    url = database_in(leases_postgres, "SQL_ASCII").replace("+psycopg:", f"+{driver}:")
+    with migrated(url) as records:
+        record = won(records, make_claim_request(f"{fresh_key()}|\u5f85"))
+        assert records.settle(record, outcome(record, result='"\u5f85"'))
+        assert row(records, record.stored_key).result == '"\u5f85"'
 
 
 @pytest.mark.parametrize(

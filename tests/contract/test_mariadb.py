@@ -250,3 +250,31 @@ def test_tables_may_lie_in_another_database_of_the_server(leases_mariadb: MariaS
     assert records.settle(record, outcome(record))
     with records.database.engine.connect() as connection:
         connection.execute(text("DROP DATABASE jobs"))
+
+
+# -- values that are too large ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [3_000_000, 20_000_000])
+def test_a_call_whose_message_is_too_large_for_the_server_runs_without_it(
+    records: SqlRecordStore, size: int
+) -> None:
+    """The server may close the connection while it receives the value, as in an outage. A key that
+    is too large is an error of its call.
+    """
+
+    def allow(bytes_of_a_packet: int) -> None:
+        engine = records.database.engine
+        engine.dispose()  # the server may have closed its connections
+        with engine.connect() as connection:
+            connection.exec_driver_sql(f"SET GLOBAL max_allowed_packet = {bytes_of_a_packet}")
+        engine.dispose()  # it is the limit of new sessions
+
+    allow(2**21)
+    try:
+        claim_request = make_claim_request(fresh_key(), message="x" * size)
+        assert won(records, claim_request).message is None
+        with pytest.raises(KeyUnusable, match="max_allowed_packet"):
+            records.claim(replace(claim_request, stored_key=fresh_key(), key="k" * size), "store")
+    finally:
+        allow(2**24)

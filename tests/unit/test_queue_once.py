@@ -22,8 +22,10 @@ from celery_leases.errors import (
     AlreadyQueued,
     CoolingDown,
     KeyReused,
+    KeyUnusable,
     LeaseConfigurationError,
     StoreUnavailable,
+    ValueRefused,
 )
 from celery_leases.http import public
 from celery_leases.protocol.options import gather
@@ -362,6 +364,21 @@ def test_arguments_that_a_record_cannot_store_are_refused(shop: Shop) -> None:
     with pytest.raises(LeaseConfigurationError, match="lease_queue_once does not take these"):
         shop.again.apply_async((7, (1, 2)), serializer="pickle")
     assert shop.again.lease_status(7).state == "absent"
+    assert shop.published == []
+
+
+def test_a_value_that_the_database_refuses_is_an_error_of_the_call(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a worker: it is no outage, after which the caller would try again."""
+
+    def refuse(*_: Any) -> None:
+        raise ValueRefused("the database refuses a value", False)
+
+    records = app_components.components_of(shop.app).records
+    monkeypatch.setattr(records.database, "touch", refuse)
+    with pytest.raises(KeyUnusable, match="refuses a value"):
+        shop.work.delay(7)
     assert shop.published == []
 
 

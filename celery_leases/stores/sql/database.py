@@ -60,6 +60,8 @@ LOCKED: Final = "database is locked"
 """SQLite's error while another connection writes."""
 
 ONE_WRITER = "if this task has an open transaction that has written, end it first"
+MAY_BE_TOO_LARGE: Final = 100_000
+"""Bytes of a statement after whose failure a server is asked what it allows."""
 DATABASE_ERRORS: Final = (SQLAlchemyError, *PYTHON_ERRORS)
 """Errors of SQLAlchemy, a driver, a pool or Python."""
 
@@ -374,7 +376,24 @@ class Database:
                     raise
             return self._once(statement, compiled, values, reader)
         except DATABASE_ERRORS as error:
+            if mysql.is_lost(error) and self._is_too_large(values):
+                text = f"{mysql.size_of(values.values())} bytes are more than max_allowed_packet"
+                raise ValueRefused(f"the database refuses a value: {text}", False) from error
             raise self._converted(error) from error
+
+    def _is_too_large(self, values: Mapping[str, Any]) -> bool:
+        """Whether MySQL has closed the connection because *values* are too large for it. Only
+        asked after an error.
+        """
+        size = mysql.size_of(values.values())
+        if size < MAY_BE_TOO_LARGE:
+            return False
+        try:
+            with self.engine.connect() as connection:
+                allowed = connection.exec_driver_sql(mysql.MAX_PACKET).scalar_one()
+        except DATABASE_ERRORS:
+            return False  # an outage
+        return size > int(allowed)
 
     def _once(
         self,

@@ -6,7 +6,8 @@ depend on that level: a statement that needs an unchanged row locks the row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+import re
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
@@ -43,10 +44,17 @@ NOT_EXECUTED: Final = frozenset({1205, DEADLOCK, 1020, 3572})
 transactions.
 """
 
-TOO_LARGE: Final = frozenset({1153, 1301, 1366})
+TOO_LARGE: Final = frozenset({1153, 1301, 1366, 2020})
 """Errors for a value that is larger than ``max_allowed_packet``, or cannot be encoded for its
 column.
 """
+
+_LOST: Final = frozenset({2006, 2013, 2055})
+"""The server has closed the connection. It does so too while it receives a statement that is much
+larger than ``max_allowed_packet``.
+"""
+
+MAX_PACKET: Final = "SELECT @@max_allowed_packet AS size"
 
 _READ_ONLY: Final = frozenset({1290, 1792, 1836})
 """The server, or the session, only reads."""
@@ -54,6 +62,8 @@ _READ_ONLY: Final = frozenset({1290, 1792, 1836})
 NO_SUCH_TABLE: Final = 1146
 UNDEFINED_COLUMN: Final = 1054
 _DUPLICATE: Final = 1062
+
+_ESCAPED: Final = re.compile(r"""[\0\n\r\x1a"'\\]""")
 
 _IN_TRANSACTION: Final = 1
 """The bit ``SERVER_STATUS_IN_TRANS`` of the server's status."""
@@ -67,6 +77,17 @@ _SESSION: Final = (
     "SET SESSION innodb_lock_wait_timeout = 1, lock_wait_timeout = 5",
     "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
 )
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the server has closed the connection."""
+    return code_of(error) in _LOST
+
+
+def size_of(values: Iterable[object]) -> int:
+    """The number of bytes that the driver sends for the texts among *values*."""
+    texts = [value for value in values if isinstance(value, str)]
+    return sum(len(text.encode(errors="replace")) + len(_ESCAPED.findall(text)) for text in texts)
 
 
 def is_mysql(dialect: Dialect) -> bool:

@@ -43,6 +43,8 @@ _REFUSES_OPTIONS: Final = re.compile("unsupported startup parameter|command-line
 """What PgBouncer, and what Amazon's RDS Proxy say to ``options``."""
 
 _LIBPQ: Final = {
+    # With the encoding SQL_ASCII, which is none, the server would leave it to the client.
+    "client_encoding": "utf8",
     "connect_timeout": 5,
     "keepalives_idle": 10,
     "keepalives_interval": 5,
@@ -52,7 +54,9 @@ _LIBPQ: Final = {
 
 
 def connect_args(url: URL) -> dict[str, Any]:
-    """The parameters of libpq that detect a dead server; parameters in the URL have precedence."""
+    """The parameters of libpq for the encoding, and to detect a dead server; parameters in the URL
+    have precedence.
+    """
     return {name: value for name, value in _LIBPQ.items() if name not in url.query}
 
 
