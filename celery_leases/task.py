@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, wraps
@@ -54,6 +55,7 @@ class _SetWhenBound:
 
 
 _HOOKS = ("before_start", "on_success", "on_retry", "on_failure", "after_return")
+_UNSTORED = "celery_leases_unstored"
 _NOT_OPTIONS = frozenset({"lease_options", "lease_status", "lease_signature"})
 
 
@@ -309,6 +311,8 @@ def _guarded(name: str, hook: Any) -> Any:
 
     @wraps(hook)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if name == "on_failure" and hasattr(sys.exception(), _UNSTORED):
+            return None  # the call has not failed
         try:
             return (bind(self, type(self)) if bind else hook)(*args, **kwargs)
         except Exception:

@@ -63,6 +63,18 @@ def _call_or_publish_errbacks(self: Any, request: Any, exc: Any, traceback: Any)
 
 
 Backend._call_task_errbacks = _call_or_publish_errbacks  # noqa: SLF001
+
+
+def _internal_error(
+    sender: Any, request: Any, exception: Exception, traceback: Any, **_: Any
+) -> None:
+    if hasattr(sender, "lease_options"):
+        from celery_leases.worker.requeue import return_unstored
+
+        return_unstored(sender, request, exception, traceback)
+
+
+signals.task_internal_error.connect(_internal_error, weak=False)
 signals.worker_process_shutdown.connect(_last_counts, weak=False)
 signals.worker_shutdown.connect(_last_counts, weak=False)
 signals.worker_ready.connect(_when_ready, weak=False)

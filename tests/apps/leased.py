@@ -40,6 +40,8 @@ app.conf.update(
     leases_ttl=TTL,
     task_default_retry_delay=1,
 )
+if "RESULTS_AWAY" in os.environ:
+    app.loader.override_backends = {"redis": "tests.apps.results_away:Results"}
 if "QUORUM" in os.environ:
     app.conf.update(
         task_default_queue_type="quorum", task_default_exchange_type=os.environ["QUORUM"]
