@@ -42,11 +42,11 @@ from celery_leases.failures.actions import Reason
 from celery_leases.protocol.records import Ended, State
 from celery_leases.protocol.status import (
     ABANDONED,
+    LEASE_ENDED,
     LEASE_STORE_UNAVAILABLE,
     MESSAGES,
     RECORD_UNREADABLE,
     UNREADABLE,
-    WORKER_LOST,
     LeaseStatus,
     MessageCode,
 )
@@ -89,7 +89,7 @@ _PUBLIC: Final = (
     *("reference", "created_at", "queued_at", "started_at", "finished_at"),
 )
 _CODES: Final = frozenset(
-    {*Reason, *Ended, WORKER_LOST, RECORD_UNREADABLE, LEASE_STORE_UNAVAILABLE}
+    {*Reason, *Ended, LEASE_ENDED, RECORD_UNREADABLE, LEASE_STORE_UNAVAILABLE}
 )
 _OUTSTANDING: Final = frozenset({State.PENDING, State.RUNNING, ABANDONED})
 _ENDED: Final = frozenset({State.DONE, State.FAILED, State.UNCERTAIN, UNREADABLE})

@@ -54,6 +54,7 @@ lease_lost = _signal("lease_lost")
 outcome_refused = _signal("outcome_refused")
 attempt_settled = _signal("attempt_settled")
 crash_seen = _signal("crash_seen")
+attempt_abandoned = _signal("attempt_abandoned")
 gate_closed = _signal("gate_closed")
 gate_opened = _signal("gate_opened")
 completion_stands = _signal("completion_stands")
@@ -137,7 +138,12 @@ _SIGNALS: Final[dict[type[Event], tuple[Any, int, str]]] = {
     events.CrashSeen: (
         crash_seen,
         logging.WARNING,
-        "the previous attempt died on {host} without reporting an outcome: crash {crashes} in a row",
+        "its process died on {host} without reporting an outcome: crash {crashes} in a row",
+    ),
+    events.AttemptAbandoned: (
+        attempt_abandoned,
+        logging.WARNING,
+        "the lease of the previous attempt on {host} ended, and nothing was heard of it: suspected crash {crashes}",
     ),
     events.GateClosed: (
         gate_closed,
@@ -331,7 +337,8 @@ def _more(event: Event) -> str:
     if isinstance(event, events.OutcomeRefused):
         if event.state is None:
             return "the record was deleted (by an operator, or because its retention was over)"
-        return f"a later attempt owns the key (now {event.state})"
+        back = "; its suspected crash does not count any more" if event.was_suspected else ""
+        return f"a later attempt owns the key (now {event.state}){back}"
     if not isinstance(event, events.AttemptSettled):
         return ""
     wait = f" for {event.retry_after:.1f} s" if event.retry_after else ""

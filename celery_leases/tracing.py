@@ -57,7 +57,7 @@ def _values(event: events.Event) -> Mapping[str, Any]:
     match event:
         case events.LeaseAcquired():
             return {"attempt": event.attempt, "fence": event.fence}
-        case events.CrashSeen():
+        case events.CrashSeen() | events.AttemptAbandoned():
             return {"crashes": event.crashes}
         case events.ResultReplayed():
             return {"outcome": "replayed", "replayed_call": event.first_call_id}

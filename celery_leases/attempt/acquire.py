@@ -17,7 +17,14 @@ from celery_leases.attempt.store_retries import retrying
 from celery_leases.common.values import value_class
 from celery_leases.concurrency import resource_pool
 from celery_leases.errors import KeyUnusable, LeaseStoreMismatch, RecordUnreadable, StoreUnavailable
-from celery_leases.protocol import claim_rules, decisions, events, settlement, waiting
+from celery_leases.protocol import (
+    attempt_history,
+    claim_rules,
+    decisions,
+    events,
+    settlement,
+    waiting,
+)
 from celery_leases.protocol.cooldown_groups import Gate
 from celery_leases.protocol.decisions import after_claim, before_run
 from celery_leases.protocol.interfaces import (
@@ -27,6 +34,7 @@ from celery_leases.protocol.interfaces import (
     Cooling,
     Held,
     Holder,
+    LosesLeases,
     UnawaitedRelease,
 )
 from celery_leases.protocol.message_copies import callbacks_mark
@@ -292,9 +300,11 @@ class Acquirer:
         if record.just_crashed:
             host = record.previous.host if record.previous else None
             self.context.observer.observe(
-                events.CrashSeen(**call.subject, crashes=record.crashes, host=host)
+                events.AttemptAbandoned(**call.subject, crashes=record.crashes, host=host)
             )
-        verdict = after_claim(call, record)
+        verdict: Verdict = after_claim(call, record)
+        if isinstance(verdict, Raise) and self._holders_may_live(record):
+            verdict = decisions.although_leases_were_lost(record)
         if isinstance(verdict, Raise):
             self._close(call, record, settlement.stopped_by_crash_loop(call, record))
             return verdict
@@ -319,6 +329,20 @@ class Acquirer:
             SHORT_PAUSE + self.context.rand(),
             "half of its time limit was over before it could begin",
         )
+
+    def _holders_may_live(self, record: Record) -> bool:
+        """Whether all crashes in a row of *record* are only suspected, and the lease store may have
+        lost leases of living holders in that time.
+        """
+        leases = self.context.leases
+        crashes = attempt_history.crashes_in_a_row(record)
+        if not isinstance(leases, LosesLeases) or not attempt_history.only_suspected(record):
+            return False
+        since = crashes[-1].started_at if crashes else record.created_at
+        try:
+            return leases.may_have_lost_leases(record.stored_key, (record.now - since) / 1e6)
+        except StoreUnavailable:
+            return True
 
     # -- steps, some of which attempt.run uses too -------------------------------------------------
 

@@ -157,6 +157,8 @@ class Execution:
             ending = self._not_committed(
                 call, record, ending, "the body returned after guard(), but"
             )
+        if record.crashed_at is not None:
+            record = self._with_known_ends(record)
         verdict = self._failed(call, record, ending) if isinstance(ending, Raised) else None
         outcome = settlement.after_run(call, record, ending, verdict)
         if held_lease.body_state.has_unsaved_progress:
@@ -173,9 +175,26 @@ class Execution:
         (written,) = settled
         self._release(call, held_lease, outcome if written else None, verdict)
         if not written:
-            return _for_celery_in_any_case(ending) or self._outcome_refused(call, record)
+            refused = self._outcome_refused(call, record, ending)
+            return _for_celery_in_any_case(ending) or refused
         self.acquirer.report(call, record, outcome, runtime, held_lease)
         return self._answer_of(call, ending, outcome)
+
+    def _with_known_ends(self, record: Record) -> Record:
+        """*record* with what the attempt before, which it has taken over, has written since: that
+        it lives, so that its crash does not count.
+        """
+        with suppress(StoreUnavailable):  # a suspicion that stays is taken back by nobody
+            now = self.context.records.read(record.stored_key)
+            if now is not None and now.is_attempt(State.RUNNING, record.owner, record.fence):
+                return replace(
+                    record,
+                    crashes=now.crashes,
+                    crashed_at=now.crashed_at,
+                    previous=now.previous,
+                    history=now.history,
+                )
+        return record
 
     def _after_unknown_error(self, call: Call, error: Exception, store_failures: int) -> Reschedule:
         """Reschedule a call that got an error which no store is known to raise; its row may say
@@ -404,17 +423,24 @@ class Execution:
         refusal.__cause__ = ending.error
         return Raise(refusal, task_event=task_event)
 
-    def _outcome_refused(self, call: Call, record: Record) -> Answer:
+    def _outcome_refused(self, call: Call, record: Record, ending: Ending) -> Answer:
         """The answer of an attempt whose outcome was refused: a later attempt owns the key, or the
         row was deleted, so what the record says now counts.
+
+        If the later attempt has counted this one as a suspected crash, this is corrected first.
         """
+        ended = Ended.TERMINATED if isinstance(ending, Terminated) else Ended.LOST
         try:
-            now = self.context.records.read(record.stored_key)
+            known = self.context.records.note_end(record.stored_key, record.owner, ended)
+            now = known or self.context.records.read(record.stored_key)
         except StoreUnavailable as error:
             return self.acquirer.after_store_failure(error, 0)
         self.context.observer.observe(
             events.OutcomeRefused(
-                **call.subject, fence=record.fence, state=now.state.value if now else None
+                **call.subject,
+                fence=record.fence,
+                state=now.state.value if now else None,
+                was_suspected=known is not None and ended is Ended.LOST,
             )
         )
         try:

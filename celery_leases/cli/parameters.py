@@ -96,12 +96,12 @@ _FILTERS: Final = (
     ),
     click.option(
         "--reason",
-        help="Only keys with this reason, as `leases list` shows it: rate_limited, worker_lost.",
+        help="Only keys with this reason, as `leases list` shows it: rate_limited, lease_ended.",
     ),
     click.option(
         "--crashed",
         is_flag=True,
-        help="Only keys with crashes: the process died in the latest attempts.",
+        help="Only keys with crashes, known or suspected, in the latest attempts.",
     ),
 )
 

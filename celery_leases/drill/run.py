@@ -46,7 +46,8 @@ _EVENT_TEXTS: Final = {
     "lease_lost": "found the lease of {call} lost",
     "outcome_refused": "reported an outcome of {call}, which was refused",
     "attempt_settled": "wrote the outcome of {call}",
-    "crash_seen": "found that the previous attempt of {call} had died",
+    "crash_seen": "saw that the process of {call} died",
+    "attempt_abandoned": "took over {call}, whose lease had ended",
 }
 """What a worker has done, by the kind of the note."""
 

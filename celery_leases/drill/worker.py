@@ -37,6 +37,7 @@ _NOTED_SIGNALS: Final = (
     "outcome_refused",
     "attempt_settled",
     "crash_seen",
+    "attempt_abandoned",
 )
 
 

@@ -226,6 +226,8 @@ def dated(new: Record, now: int) -> Record:
 
 def _taken(row: Record, claim: Claim, now: int, lease_until: int | None) -> Record:
     claim_request = claim.claim_request
+    for owner in claim_request.prior:
+        row = attempt_history.with_end(row, owner, Ended.LOST) or row
     taken: dict[str, Any] = {
         "task": claim_request.task,
         "state": State.RUNNING,
@@ -242,10 +244,11 @@ def _taken(row: Record, claim: Claim, now: int, lease_until: int | None) -> Reco
     }
     # Its retention is over, or each call has a generation of its own (rerun).
     new_generation = row.expired or (claim_request.rerun and row.call_id != claim_request.call_id)
-    # A running row was not closed by its owner: a crash, unless the call knows that attempt.
+    # A running row was not closed by its owner, of which nothing was heard since its lease ended:
+    # a suspected crash, unless the call knows that attempt.
     crashed = row.state is State.RUNNING and row.owner not in claim_request.prior
     ended = (
-        Ended.CRASHED
+        Ended.ABANDONED
         if crashed
         else Ended.LOST
         if row.state is State.RUNNING

@@ -78,7 +78,7 @@ from typing import Final, assert_never
 
 from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
-from celery_leases.protocol import claim_rules
+from celery_leases.protocol import attempt_history, claim_rules
 from celery_leases.protocol.interfaces import Holder
 from celery_leases.protocol.keys import differing
 from celery_leases.protocol.records import Ended, Failure, Record, Refusal, State
@@ -150,7 +150,21 @@ def after_claim(call: Call, record: Record) -> Run | Reschedule | Raise:
     if record.crashes >= call.options.max_crashes and (record.just_crashed or call.options.rerun):
         return Raise(crash_loop(record))
     pause = crash_pause(record.crashes) if record.just_crashed else 0.0
-    return Reschedule(pause, "it crashed repeatedly", started=True) if pause else Run()
+    return _after_pause(record, pause) if pause else Run()
+
+
+def although_leases_were_lost(record: Record) -> Run | Reschedule:
+    """The verdict on a claimed attempt instead of that of :func:`after_claim`, if the key would
+    fail because of suspected crashes alone, and its lease store has lost leases meanwhile: the
+    holders may have lived.
+    """
+    pause = crash_pause(record.crashes) if record.just_crashed else 0.0
+    return _after_pause(record, pause) if pause else Run()
+
+
+def _after_pause(record: Record, pause: float) -> Reschedule:
+    ended = attempt_history.crashes_in_words(record, record.crashes)
+    return Reschedule(pause, ended, started=True)
 
 
 def permanent_failure(record: Record) -> PermanentFailure:

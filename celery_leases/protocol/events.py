@@ -111,10 +111,13 @@ class LeaseGone(Event):
 class OutcomeRefused(Event):
     """The outcome of an attempt was refused: a later attempt owns the key (now in ``state``), or
     the row was deleted (``None``).
+
+    ``was_suspected``: the attempt counted as a suspected crash, and does not count any more.
     """
 
     fence: int
     state: str | None
+    was_suspected: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,8 +185,18 @@ class GateOpened(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrashSeen(Event):
-    """The previous attempt died without reporting an outcome: the crash number ``crashes`` in a
-    row.
+    """The process of an attempt died without reporting an outcome, as its worker has seen: the
+    crash number ``crashes`` in a row.
+    """
+
+    crashes: int
+    host: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptAbandoned(Event):
+    """The lease of the previous attempt ended, nothing was heard of it, and this attempt has taken
+    over its key: a suspected crash, the number ``crashes`` in a row.
     """
 
     crashes: int

@@ -16,7 +16,7 @@ from celery_leases.protocol.cooldown_group_history import PastClosing
 from celery_leases.protocol.cooldown_groups import Closing, Gate
 from celery_leases.protocol.effects import Begun, Effect, Found, Scope
 from celery_leases.protocol.events import Event
-from celery_leases.protocol.records import ClaimRequest, Outcome, Record, Refused, Won
+from celery_leases.protocol.records import ClaimRequest, Ended, Outcome, Record, Refused, Won
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +245,17 @@ class UnawaitedRelease(Protocol):
 
 
 @runtime_checkable
+class LosesLeases(Protocol):
+    """A lease store that knows whether it may have lost leases that had not expired."""
+
+    def may_have_lost_leases(self, stored_key: str, seconds: float) -> bool:
+        """Whether the server of this key lost its data within the last *seconds*, or evicts keys
+        and has evicted some.
+        """
+        ...
+
+
+@runtime_checkable
 class ClosingStore(Protocol):
     """A gate store that also stores when gates were closed. Workers do not read that."""
 
@@ -332,6 +343,14 @@ class RecordStore(Protocol):
     def settle(self, record: Record, outcome: Outcome) -> bool:
         """Write the outcome, if the row is still running under the record's fence and owner;
         returns whether it was written.
+        """
+        ...
+
+    def note_end(self, stored_key: str, owner: str, ended: Ended) -> Record | None:
+        """Write how an abandoned attempt with the token *owner* has ended, into the row of a later
+        attempt: :func:`celery_leases.protocol.attempt_history.with_end`.
+
+        Returns the row afterwards, or ``None`` if it does not have that attempt.
         """
         ...
 

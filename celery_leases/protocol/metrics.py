@@ -52,7 +52,10 @@ METRICS: Final[Mapping[str, Metric]] = {
             "Attempts that were closed, by how they ended and the rule that decided.",
             ("task", "outcome", "rule"),
         ),
-        Metric("abandonments", "Attempts whose process died without reporting an outcome."),
+        Metric(
+            "crashes", "Processes that died without reporting an outcome, as their workers saw."
+        ),
+        Metric("abandonments", "Attempts whose lease ended and of which nothing was heard."),
         Metric("refused_outcomes", "Outcomes refused because a later attempt owns the key."),
         Metric(
             "duplicate_terminal_states",
@@ -104,12 +107,14 @@ class Tally:
         found[bisect_left(buckets, seconds)] += 1
         found[-1] += max(0, round(seconds * MICROSECONDS))
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Event) -> None:  # noqa: C901, PLR0912 - a branch for each kind of event
         """Count *event*."""
         match event:
             case events.AttemptSettled():
                 self.attempt(event)
             case events.CrashSeen():
+                self.count("crashes", event.task)
+            case events.AttemptAbandoned():
                 self.count("abandonments", event.task)
             case events.OutcomeRefused():
                 self.count("refused_outcomes", event.task)

@@ -13,7 +13,7 @@ from typing import Final, Self
 from celery_leases.common.durations import Duration, seconds
 from celery_leases.errors import LeaseConfigurationError, LeaseMisuse
 from celery_leases.protocol.records import Record, State
-from celery_leases.protocol.status import ABANDONED, RECORD_UNREADABLE, UNREADABLE, WORKER_LOST
+from celery_leases.protocol.status import ABANDONED, LEASE_ENDED, RECORD_UNREADABLE, UNREADABLE
 
 KNOWN_STATES: Final = (*(state.value for state in State), ABANDONED, UNREADABLE)
 """The states that a filter may name; the last two are not in a row."""
@@ -125,14 +125,14 @@ class RecordFilter:
         if UNREADABLE in self.states or self.reason == RECORD_UNREADABLE:
             return ()
         found = {State.RUNNING.value if state == ABANDONED else state for state in self.states}
-        if self.reason == WORKER_LOST:
+        if self.reason == LEASE_ENDED:
             found = found & {State.RUNNING.value} if found else {State.RUNNING.value}
         return tuple(sorted(found))
 
     @property
     def stored_reason(self) -> str | None:
         """The reason, if it is one that rows have; otherwise ``None``."""
-        return None if self.reason in (WORKER_LOST, RECORD_UNREADABLE) else self.reason
+        return None if self.reason in (LEASE_ENDED, RECORD_UNREADABLE) else self.reason
 
     @property
     def decided_by_columns(self) -> bool:
@@ -154,7 +154,7 @@ class RecordFilter:
         if self.reason is None:
             return True
         if self.stored_reason is None:
-            return state == (ABANDONED if self.reason == WORKER_LOST else UNREADABLE)
+            return state == (ABANDONED if self.reason == LEASE_ENDED else UNREADABLE)
         return self.reason in (
             record.reason,
             record.ended,

@@ -33,7 +33,11 @@ class Ended(StrEnum):
 
     RETURNED = "returned"
     FAILED = "failed"
+    #: Its process died.
     CRASHED = "crashed"
+    #: Its lease ended, nothing was heard of it, and another attempt took its row over: a suspected
+    #: crash.
+    ABANDONED = "abandoned"
     TERMINATED = "terminated"
     LOST = "lost"
     INTERRUPTED = "interrupted"
@@ -88,7 +92,7 @@ class PastAttempt:
 
     ``finished_at`` is ``None`` if the attempt reported no outcome: its process died, or another
     attempt took its row. ``error`` is the class and the beginning of the message, ``rule`` the rule
-    that decided.
+    that decided. ``owner``: the token of an abandoned attempt, until it is known how it ended.
     """
 
     started_at: int
@@ -97,6 +101,7 @@ class PastAttempt:
     host: str
     error: str | None = None
     rule: str | None = None
+    owner: str | None = None
 
 
 @value_class(frozen=True, slots=True)
@@ -115,7 +120,7 @@ class Record:
     generation: int
     #: Consecutive failures, compared with ``lease_max_failures``.
     failures: int
-    #: Consecutive crashes, compared with ``lease_max_crashes``.
+    #: Consecutive crashes, known and suspected, compared with ``lease_max_crashes``.
     crashes: int
     #: How often Celery had retried the call of the last claim.
     retries: int
@@ -225,7 +230,9 @@ class Record:
 
     @property
     def just_crashed(self) -> bool:
-        """Whether the claim that returned this row counted the previous attempt as a crash."""
+        """Whether the claim that returned this row counted the previous attempt as a suspected
+        crash.
+        """
         return self.crashed_at is not None and self.crashed_at == self.started_at
 
 

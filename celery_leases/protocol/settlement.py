@@ -12,6 +12,7 @@ from typing import Final, assert_never
 from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import PermanentFailure
 from celery_leases.failures.actions import Reason
+from celery_leases.protocol import attempt_history
 from celery_leases.protocol.body_endings import (
     ControlFlow,
     Ending,
@@ -115,7 +116,7 @@ def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | 
             return replace(not_counted, ended=Ended.INTERRUPTED, resumes=call.reschedulable)
         case Terminated(_, reason):
             exited = replace(closed, ended=Ended.TERMINATED, reason=reason)
-            return _after_crash(call, _with_crash(call, record, exited))
+            return _after_crash(call, record, _with_crash(call, record, exited))
         case ControlFlow(_, runs_again, delay, ended):
             closed = replace(closed, ended=ended, crashes=crashes)
             if runs_again:
@@ -156,7 +157,8 @@ def child_exited(
             crashed = replace(closed, ended=Ended.CRASHED)
         case _ as never:
             assert_never(never)
-    return _with_retention(call, _after_crash(call, _with_crash(call, record, crashed)))
+    counted = _with_crash(call, record, crashed)
+    return _with_retention(call, _after_crash(call, record, counted))
 
 
 def closed_for_celery(
@@ -188,10 +190,10 @@ def closed_for_celery(
 
 def stopped_by_crash_loop(call: Call, record: Record) -> Outcome:
     """The outcome of a claimed attempt that does not run, because its key has crashed too often."""
-    closed = replace(
-        _unchanged(call, record), ended=Ended.CRASHED, attempt=record.attempt - 1, unrun=True
-    )
-    return replace(_after_crash(call, closed), finished=_finished(call, record, NO_RESULT))
+    ended = record.previous.ended if record.previous is not None else Ended.CRASHED
+    closed = replace(_unchanged(call, record), ended=ended, attempt=record.attempt - 1, unrun=True)
+    stopped = _after_crash(call, record, closed, one_known=False)
+    return replace(stopped, finished=_finished(call, record, NO_RESULT))
 
 
 def unrun(call: Call, record: Record, delay: float) -> Outcome:
@@ -271,9 +273,11 @@ def _failed(call: Call, record: Record, closed: Outcome, verdict: AfterFailure) 
 
 
 def crash_loop(record: Record) -> PermanentFailure:
-    """The error for callers of a key whose processes have died too often in a row."""
-    died = f"{printable(record.key)}: its process died {record.crashes} times in a row"
-    return PermanentFailure(f"{died}; not retried until `leases retry`", CRASH_LOOP)
+    """The error for callers of a key with too many crashes in a row, known or suspected."""
+    died = attempt_history.crashes_in_words(record, record.crashes)
+    return PermanentFailure(
+        f"{printable(record.key)}: {died}; not retried until `leases retry`", CRASH_LOOP
+    )
 
 
 def _with_crash(call: Call, record: Record, outcome: Outcome) -> Outcome:
@@ -282,11 +286,17 @@ def _with_crash(call: Call, record: Record, outcome: Outcome) -> Outcome:
     return replace(outcome, crashes=before + 1, crashed_call=call.call_id)
 
 
-def _after_crash(call: Call, outcome: Outcome) -> Outcome:
-    """*outcome*, which counts the crash: a pause before the next attempt, or ``failed``."""
+def _after_crash(
+    call: Call, record: Record, outcome: Outcome, *, one_known: bool = True
+) -> Outcome:
+    """*outcome*, which counts the crash: a pause before the next attempt, or ``failed``.
+
+    *one_known*: the attempt on *record* has crashed.
+    """
     if outcome.crashes < call.options.max_crashes:
         return replace(outcome, retry_after=crash_pause(outcome.crashes) or None)
-    message = f"{printable(call.key.key)}: its process died {outcome.crashes} times in a row"
+    died = attempt_history.crashes_in_words(record, outcome.crashes, one_known=one_known)
+    message = f"{printable(call.key.key)}: {died}"
     failure = Failure(PermanentFailure.__qualname__, message, CRASH_LOOP, CRASH_LOOP, operator=True)
     return replace(outcome, state=State.FAILED, failure=failure, reason=CRASH_LOOP)
 

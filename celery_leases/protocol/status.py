@@ -25,7 +25,7 @@ ABSENT: Final = "absent"
 ABANDONED: Final = "abandoned"
 UNREADABLE: Final = "unreadable"
 RECORD_UNREADABLE: Final = "record_unreadable"
-WORKER_LOST: Final = "worker_lost"
+LEASE_ENDED: Final = "lease_ended"
 LEASE_STORE_UNAVAILABLE: Final = "lease_store_unavailable"
 _WITH_REASON: Final = frozenset(
     f"{kind.__module__}.{kind.__qualname__}" for kind in (Cooldown, RetryLater)
@@ -65,7 +65,7 @@ MESSAGES: Final = {
     MessageCode.WAITING: "Not running: it runs when it is delivered, or called again",
     MessageCode.STARTING: "Starting",
     MessageCode.RUNNING: "Running (attempt {attempt})",
-    MessageCode.ABANDONED: "Its process died; it runs again when the broker delivers it",
+    MessageCode.ABANDONED: "Nothing is heard of its process; it runs again when the broker delivers it",
     MessageCode.DONE: "Done",
     MessageCode.LAST_FAILED: "The last attempt failed; it runs when it is delivered, or called again",
     MessageCode.REVOKED_IN: "Revoked: retry available in {wait}",
@@ -128,9 +128,8 @@ class AttemptStatus:
     """One attempt of a key: ``ended`` says how it ended, or is ``running``.
 
     The times are aware datetimes in UTC. ``runtime`` is the seconds from the claim to the outcome,
-    or until now. It and ``finished_at`` are ``None`` if the process died without reporting an
-    outcome. ``error`` is the class and the beginning of the message, ``rule`` the rule that
-    decided.
+    or until now. It and ``finished_at`` are ``None`` if the attempt reported no outcome. ``error``
+    is the class and the beginning of the message, ``rule`` the rule that decided.
     """
 
     started_at: datetime
@@ -448,7 +447,7 @@ def _attempts(record: Record, *, abandoned: bool) -> tuple[AttemptStatus, ...]:
     found = [_attempt(each) for each in attempt_history.timeline(record)]
     if record.state is State.RUNNING:
         runtime = _runtime(record, abandoned=abandoned)
-        ended = Ended.CRASHED.value if abandoned else State.RUNNING.value
+        ended = Ended.ABANDONED.value if abandoned else State.RUNNING.value
         found.append(AttemptStatus(_moment(record.started_at), None, runtime, ended, record.holder))
     return tuple(found)
 
@@ -516,7 +515,7 @@ def _reason(
     if record is None:
         return None, None
     if record.state is State.RUNNING:
-        return (None if holder else WORKER_LOST), None
+        return (None if holder else LEASE_ENDED), None
     terminated = record.ended is Ended.TERMINATED and record.state in (State.PENDING, State.COOLING)
     if record.failure is not None and record.failure.reason is not None and not terminated:
         return record.failure.reason, _reason_in_body(record.failure)

@@ -20,7 +20,7 @@ from celery_leases.attempt.store_retries import retrying
 from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol import events
-from celery_leases.protocol.records import Failure, Outcome, Record, State
+from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
 from celery_leases.protocol.settlement import ExitCause, child_exited, closed_for_celery
 from celery_leases.protocol.verdicts import Call
 from celery_leases.signals import logger
@@ -259,6 +259,8 @@ def _settle(components: app_components.AppComponents, call: Call, ended: EndedDe
     if record is None:
         return
     if not record.is_attempt(State.RUNNING, ended.token):
+        if ended.pid:
+            _note_end(components, call, ended, retry)
         _close_waiting(components, call, ended, retry)
         return
     outcome = child_exited(call, record, ended.cause, final=ended.final)
@@ -271,6 +273,24 @@ def _settle(components: app_components.AppComponents, call: Call, ended: EndedDe
         )
     took = (record.now - record.started_at) / 1e6
     context.observer.observe(events.AttemptSettled.by(call.subject, record, outcome, took, took))
+
+
+def _note_end(
+    components: app_components.AppComponents,
+    call: Call,
+    ended: EndedDelivery,
+    retry: Callable[[Callable[[], Any]], Any],
+) -> None:
+    """Write how the attempt has ended, if another attempt has taken over its row, for which it was
+    only a suspected crash.
+    """
+    crashed = ended.cause in (ExitCause.KILLED, ExitCause.TIME_LIMIT)
+    how = Ended.CRASHED if crashed else Ended.INTERRUPTED
+    known = retry(lambda: components.records.note_end(call.key.stored, ended.token, how))
+    if known is not None and crashed:
+        context = components.context
+        host = f"{context.host.rpartition('/')[0]}/{ended.pid}"
+        context.observer.observe(events.CrashSeen(**call.subject, crashes=known.crashes, host=host))
 
 
 def _close_waiting(

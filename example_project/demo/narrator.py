@@ -99,9 +99,11 @@ class Narrator:
                 return f"closes its attempt on {key}: {event['ended']}", "yellow"
             case "CrashSeen":
                 return (
-                    f"finds that the attempt on {key} ({event['host']}) died without reporting an outcome",
+                    f"sees that the process of the attempt on {key} ({event['host']}) died",
                     "yellow",
                 )
+            case "AttemptAbandoned":
+                return f"takes {key} over: nothing was heard of {event['host']}", "yellow"
             case "LeaseGone":
                 return f"has lost its lease on {key}: {event['reason']}", "red"
             case "OutcomeRefused":

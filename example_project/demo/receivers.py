@@ -57,6 +57,7 @@ else:
         signals.call_refused,
         signals.result_replayed,
         signals.crash_seen,
+        signals.attempt_abandoned,
         signals.lease_lost,
         signals.outcome_refused,
         signals.gate_closed,

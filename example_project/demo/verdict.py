@@ -96,6 +96,12 @@ class Verdict:
                 lines.append(f"{key}: its callers got different answers")
         return lines
 
+    def crashes(self, key: str) -> int:
+        """How many attempts on *key* have crashed: their process died, or nothing was heard of
+        them.
+        """
+        return len(self.of("CrashSeen", key)) + len(self.of("AttemptAbandoned", key))
+
     def _broken_takeovers(self) -> list[str]:
         lines = []
         for kill in self.kills:
@@ -105,7 +111,7 @@ class Verdict:
             elif takeover.after > kill.bound:
                 late = f"after {takeover.after:.1f} s, promised were {kill.bound:g} s"
                 lines.append(f"{kill.key}: taken over from {kill.what} {late}")
-        crashes = {key: len(self.of("CrashSeen", key)) for key in self.keys}
+        crashes = {key: self.crashes(key) for key in self.keys}
         killed = Counter(kill.key for kill in self.kills)
         lines += [
             f"{key}: {count} crashes were recorded, {killed[key]} happened"
@@ -126,7 +132,7 @@ class Verdict:
                 mails[key],
                 *([plain[key]] if beside else []),
                 len(self.of("LeaseAcquired", key)),
-                len(self.of("CrashSeen", key)),
+                self.crashes(key),
             )
             rows.append([short(key), *map(str, counts), *(self._got(key, web) for web in webs)])
         table(rows)

@@ -286,10 +286,13 @@ class Desk:
             self._log.append({"id": self._logged, "at": at, "text": text})
 
 
+_CRASHED = ("crashed", "abandoned")
+
+
 def _in_the_log(status: LeaseStatus, paid: int) -> str:
     if status.state == "done":
         return f"done, paid {_times(paid)}"
-    crashed = status.previous is not None and status.previous.ended == "crashed"
+    crashed = status.previous is not None and status.previous.ended in _CRASHED
     if status.state == "running" and status.attempt > 1 and crashed:
         done = _pages(status)
         return f"taken over after a crash, attempt {status.attempt} continues after page {done}"

@@ -23,6 +23,7 @@ ALL = (
     signals.outcome_refused,
     signals.attempt_settled,
     signals.crash_seen,
+    signals.attempt_abandoned,
 )
 
 

@@ -143,7 +143,7 @@ def test_a_claim_writes_all_or_nothing_of_a_takeover(records: SqlRecordStore) ->
     assert second.fence > first.fence
     assert (second.attempt, second.crashes, second.crashed_call) == (2, 1, claim_request.call_id)
     assert second.previous is not None
-    assert (second.previous.ended, second.previous.host) == ("crashed", first.holder)
+    assert (second.previous.ended, second.previous.host) == ("abandoned", first.holder)
     done = closed(records, second, State.DONE, result="1")
     third = won(records, make_claim_request(claim_request.stored_key, rerun=True))
     assert (third.attempt, third.generation, third.crashes) == (1, done.generation + 1, 1)

@@ -186,7 +186,7 @@ def test_what_a_killed_process_had_not_written_is_counted_from_the_records(
     found = store.read().tally
     assert found.counts["attempts", "t", "failed", "a-rule"] == 1
     assert found.counts["attempts", "t", "returned", ""] == 4
-    assert found.counts["abandonments", "t"] == 1
+    assert found.counts["crashes", "t"] == 1
     assert sum(found.spans["run", "t"][:-1]) == 5
     assert found.spans["cooldown", "t"][-1] == 40 * counted.MICROSECONDS
 
@@ -210,7 +210,7 @@ def test_a_process_that_counted_as_dead_counts_nothing_twice(
     count_outcome(mine, run(sql_records, mine, "four"))
     mine.flush()
     assert attempts(store) == {"returned": 4}
-    assert store.read().tally.counts["abandonments", "t"] == 1
+    assert store.read().tally.counts["crashes", "t"] == 1
 
 
 def test_a_claim_and_its_refusal_do_not_see_the_tag(

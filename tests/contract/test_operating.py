@@ -184,7 +184,7 @@ def test_each_filter_narrows(client: LeaseClient, put: Callable[..., None]) -> N
     assert found(since=datetime.now(UTC) - timedelta(hours=3), until="1h") == {"done:2"}
     assert found(states=["running"]) == {"run:1"}
     sql(client._records, "UPDATE celery_leases_records SET lease_until = 1 WHERE state = 'running'")
-    assert found(reason="worker_lost") == found(states=["abandoned"]) == {"run:1"}
+    assert found(reason="lease_ended") == found(states=["abandoned"]) == {"run:1"}
     assert found(states=["running"]) == set()
     for wanted, count in (
         ({}, 6),

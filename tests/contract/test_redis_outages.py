@@ -208,6 +208,27 @@ def test_a_restarted_server_is_empty_and_counts_as_new(
     assert holder.token == claim_request.token
 
 
+def test_a_server_may_have_lost_leases_if_it_was_emptied_or_evicts_keys(
+    server: RedisServer, store: RedisLeaseStore
+) -> None:
+    """One that never evicts keys any more has lost none that way."""
+    claim_request = make_claim_request(fresh_key())
+    assert store.acquire(claim_request) == Acquired()
+    key = claim_request.stored_key
+    assert [store.may_have_lost_leases(key, seconds) for seconds in (0.0, 3600.0)] == [False, True]
+    with redis.Redis.from_url(server.url) as admin:
+        admin.config_set("maxmemory-policy", "volatile-ttl")
+        assert not store.may_have_lost_leases(key, 0.0)
+        admin.config_set("maxmemory", 1)
+        with pytest.raises(redis.ResponseError):
+            admin.set("the server", "is full")
+        admin.config_set("maxmemory", 0)
+        assert store.holder(key) is None
+        assert store.may_have_lost_leases(key, 0.0)
+        admin.config_set("maxmemory-policy", "noeviction")
+        assert not store.may_have_lost_leases(key, 0.0)
+
+
 # -- commands the server rejects -------------------------------------------------------------------
 
 

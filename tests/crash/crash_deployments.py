@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from redis.exceptions import RedisError
-from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
 from celery_leases.client import LeaseClient
@@ -116,13 +115,11 @@ class CrashDeployment(Deployment):
         """The lines of all workers' logs that contain *about*."""
         return [line for line in self.logs().splitlines() if about in line]
 
-    def version_of(self, task: str, key: str) -> tuple[Any, ...]:
-        """The row as it is stored, byte for byte; on PostgreSQL with the version of its tuple."""
-        hidden = "" if self.record_store == "sqlite" else "xmin::text, ctid::text, "
-        query = text(f"SELECT {hidden}* FROM celery_leases_records WHERE stored_key = :key")  # noqa: S608
-        with self._engine.connect() as connection:
-            row = connection.execute(query, {"key": stored_key(f"{self.home}.{task}", key)}).one()
-        return tuple(row)
+    def known(self, task: str, name: str) -> dict[str, Any]:
+        """The row without its history, with a column for each field of its details."""
+        row = self.row(task, f"{task}:{name}")
+        assert row is not None
+        return {field: value for field, value in row.items() if field not in ("details", "history")}
 
     def holder(self, task: str, key: str) -> Holder | None:
         """The holder of a live lease of the key; ``None`` if the stores do not answer."""
@@ -143,10 +140,17 @@ class CrashDeployment(Deployment):
         seen = [
             line
             for line in self.log(f"key {task}:{name}:")
-            if "without reporting an outcome" in line
+            if "without reporting an outcome" in line or "nothing was heard of it" in line
         ]
         assert len(seen) == crashes, seen
         return row
+
+
+def corrected(row: dict[str, Any]) -> dict[str, Any]:
+    """*row* of :meth:`CrashDeployment.known` after the attempt that was taken over has been heard
+    of.
+    """
+    return {**row, "previous_ended": "lost"}
 
 
 def kill(pid: int) -> float:

@@ -76,7 +76,7 @@ def test_a_worker_killed_at_any_step_around_a_failure_counts_it_once_and_loses_n
         assert before is not None
         assert before["state"] == ("cooling" if written else "running"), step
         assert (row["failures"], row["crashes"]) == ((1, 0) if written else (0, 1)), step
-        assert run["previous"]["ended"] == ("failed" if written else "crashed"), step  # type: ignore[index]
+        assert run["previous"]["ended"] == ("failed" if written else "abandoned"), step  # type: ignore[index]
         assert not written or run["wall"] >= before["retry_at"] / 1e6, step
     gate.touch()
     for step, result in results.items():
@@ -99,7 +99,7 @@ def test_a_worker_killed_after_it_closed_a_gate_leaves_it_closed(
     scene.another()
     assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
     first, second = paid(scene, name)
-    assert second["previous"]["ended"] == "crashed"
+    assert second["previous"]["ended"] == "abandoned"
     assert second["wall"] - first["wall"] >= 1.5
     assert not scene.client.groups()
 

@@ -75,5 +75,5 @@ def test_counts_and_records_agree_after_kills(
         pass
     tally = metrics.read().tally
     assert attempts(tally) == recorded(scene) == {"returned": 61, "crashed": 1}
-    assert tally.counts["abandonments", scene.tasks.work.name] == 1
+    assert tally.counts["crashes", scene.tasks.work.name] == 1
     assert not [series for series in tally.counts if series[0] == "duplicate_terminal_states"]

@@ -66,7 +66,7 @@ def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to
     assert free - killed < scene.ttl + 3.0
     scene.another()
     second = scene.wait_for("begin", 2, name=name)[1]
-    assert (second["attempt"], second["previous"], second["id"]) == (2, "crashed", first["id"])
+    assert (second["attempt"], second["previous"], second["id"]) == (2, "abandoned", first["id"])
     row = scene.row("work", f"work:{name}")
     assert row is not None
     assert (row["crashes"], row["previous_host"]) == (1, before["holder"])
@@ -94,7 +94,7 @@ def test_another_call_takes_over_from_a_killed_worker_within_the_ttl_and_one_res
     # The duplicate asks every second at first, then every two; the last time may be just before the
     # lease ends.
     assert second["t"] - killed < scene.ttl + scene.ttl + RESCHEDULE_DELAY + 1.5
-    assert second["previous"] == "crashed"
+    assert second["previous"] == "abandoned"
     assert second["fence"] > first["fence"]
     gate.touch()
     answer = {"name": name, "fence": second["fence"]}

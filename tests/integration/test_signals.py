@@ -203,7 +203,7 @@ def test_renewals_and_a_loss_send_events_and_the_outcome_is_refused(
     assert told[-1] == "attempt_settled"
 
 
-def test_the_next_attempt_sends_crash_seen(stage: Deployment, name: str) -> None:
+def test_the_worker_of_a_dead_process_sends_crash_seen(stage: Deployment, name: str) -> None:
     """The body kills its own pool child once; the event has the host and the crashes in a row."""
     call = stage.tasks.dies.delay(name, 1)
     assert call.get(timeout=PATIENCE)["name"] == name

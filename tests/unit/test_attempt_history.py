@@ -79,9 +79,9 @@ def test_the_history_has_each_attempt_once_in_order_with_time_host_and_error() -
     assert row.traceback == "  File x", "the last traceback stays after a success"
 
 
-def test_a_process_that_died_has_no_end_and_counts_as_crashed() -> None:
+def test_an_attempt_of_which_nothing_was_heard_has_no_end_and_counts_as_abandoned() -> None:
     row = claim(claim(None, 0, "vm/7"), 60)
-    assert told(succeed(row, 61)) == [("crashed", None, "vm/7"), ("returned", 1.0, "vm/1")]
+    assert told(succeed(row, 61)) == [("abandoned", None, "vm/7"), ("returned", 1.0, "vm/1")]
 
 
 def test_the_last_ten_attempts_are_stored() -> None:
@@ -132,6 +132,7 @@ def test_a_history_is_the_same_after_it_was_written_and_read() -> None:
         PastAttempt(NOW, None, Ended.CRASHED, "vm/1"),
         PastAttempt(NOW, NOW, Ended.FAILED, "", "E: ü", "rule"),
         PastAttempt(NOW, None, Ended.LOST, "h", None, "rule"),
+        PastAttempt(NOW, None, Ended.ABANDONED, "h", owner="token"),
     )
     assert attempt_history.load(json.loads(json.dumps(attempt_history.dump(attempts)))) == attempts
 
@@ -193,5 +194,5 @@ def test_the_row_of_a_running_attempt_is_the_last_of_its_timeline() -> None:
     found = status_of("k", "t", row, None, wall_time=TODAY)
     assert [(each.ended, each.runtime) for each in found.attempts] == [
         ("failed", 1e-5),
-        ("crashed", None),
+        ("abandoned", None),
     ]

@@ -222,10 +222,10 @@ class TestTheRowAfterwards:
         assert after.previous == Attempt(Ended.FAILED, failure, row.holder)
         assert (after.ended, after.failure, after.just_crashed) == (None, None, False)
 
-    def test_a_running_row_without_an_outcome_is_a_crash(self) -> None:
+    def test_a_running_row_without_an_outcome_is_a_suspected_crash(self) -> None:
         after = claimed(a_record(State.RUNNING, crashes=1), a_claim(), NOW)
         assert (after.crashes, after.crashed_call, after.just_crashed) == (2, THEIRS, True)
-        assert after.previous == Attempt(Ended.CRASHED, None, "host-a/17")
+        assert after.previous == Attempt(Ended.ABANDONED, None, "host-a/17")
 
     def test_a_row_that_the_same_attempt_left_open_is_no_crash(self) -> None:
         after = claimed(a_record(State.RUNNING, crashes=1), a_claim(prior=("token-1",)), NOW)

@@ -48,7 +48,8 @@ class TestClaimed:
     def test_after_a_crash_it_runs_at_once_then_in_5_then_in_30_seconds(
         self, crashes: int, delay: float | None
     ) -> None:
-        verdict = Reschedule(delay, "it crashed repeatedly", started=True) if delay else Run()
+        died = f"its process died {crashes} times in a row"
+        verdict = Reschedule(delay, died, started=True) if delay else Run()
         assert self.verdict(self.claimed(crashes), max_crashes=9) == verdict
 
     @pytest.mark.parametrize("limit", [1, 2, 3])

@@ -183,7 +183,7 @@ CRASH = CrashSeen(task="t", key="k", call_id="c", crashes=1, host=None)
 
 def counts(kept: StoredCounts) -> int:
     """The crashes that were written."""
-    return sum(written.tally.counts["abandonments", "t"] for written, _ in kept.rows.values())
+    return sum(written.tally.counts["crashes", "t"] for written, _ in kept.rows.values())
 
 
 def test_events_of_many_threads_are_counted_once_each_and_the_last_are_written_at_the_end() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from celery_leases.protocol.claim_rules import ALWAYS
-from celery_leases.protocol.events import CrashSeen
+from celery_leases.protocol.events import AttemptAbandoned
 from celery_leases.protocol.records import State
 from celery_leases.protocol.settlement import after_run
 from celery_leases.protocol.verdicts import Call, Reschedule, Return
@@ -60,7 +60,7 @@ class TestAnEmptiedLeaseStore:
         emptied(bench)
         bench.clock.sleep(15.0)
         assert bench.run(bench.call(ttl=2.0)) == Return(1)
-        assert bench.seen.of(CrashSeen)
+        assert bench.seen.of(AttemptAbandoned)
 
     @pytest.mark.parametrize("age", [0.0, 1.0, 100.0])
     def test_a_key_that_does_not_run_costs_what_it_always_does(
@@ -125,7 +125,7 @@ class TestAnEmptiedLeaseStore:
         reply = bench.run(bench.call())
         assert isinstance(reply, Reschedule)
         assert (bench.ran, bench.row.call_id, bench.held) == ([], THEIRS, False)
-        assert not bench.seen.of(CrashSeen)
+        assert not bench.seen.of(AttemptAbandoned)
 
 
 class TestAfterAnOutageOfTheRecords:
@@ -150,7 +150,7 @@ class TestAfterAnOutageOfTheRecords:
 
         settles()
         assert bench.run(bench.call()) == Return(1, THEIRS)
-        assert (bench.ran, bench.seen.of(CrashSeen)) == ([], [])
+        assert (bench.ran, bench.seen.of(AttemptAbandoned)) == ([], [])
 
     def test_once_there_is_evidence_the_key_is_taken_over(self, bench: Bench) -> None:
         runs_elsewhere(bench)
@@ -162,7 +162,7 @@ class TestAfterAnOutageOfTheRecords:
 
         answers()
         assert bench.run(bench.call()) == Return(1)
-        assert len(bench.ran) == len(bench.seen.of(CrashSeen)) == 1
+        assert len(bench.ran) == len(bench.seen.of(AttemptAbandoned)) == 1
 
     @pytest.mark.parametrize("on_held", ["reschedule", "ignore", "raise"])
     def test_a_call_that_may_not_take_over_is_rescheduled(self, bench: Bench, on_held: str) -> None:
@@ -189,7 +189,7 @@ class TestAfterAnOutageOfTheRecords:
         other = runs_elsewhere(bench, prior=())
         bench.clock.sleep(20.0)
         assert bench.run(bench.again(other, prior=(other.token,))) == Return(1)
-        assert not bench.seen.of(CrashSeen)
+        assert not bench.seen.of(AttemptAbandoned)
 
 
 class TestAvailability:

@@ -168,6 +168,21 @@ return left < 0 and {EPOCH_MS} or {EPOCH_MS} - left
 )
 """KEYS: epoch. Returns for how long the server has had its data."""
 
+EVICTED: Final = Script(
+    """
+local function fact(section, pattern)
+    local info = redis.pcall('INFO', section)
+    return type(info) == 'string' and string.match(info, pattern)
+end
+if fact('memory', 'maxmemory_policy:noeviction') then return 0 end
+return tonumber(fact('stats', 'evicted_keys:(%d+)') or 0)
+""",
+    keys=1,
+)
+"""KEYS: any key, for its server. Returns how many keys the server has evicted, if it may evict
+more. If the user may not call ``INFO``, it returns 0.
+"""
+
 RENEW: Final = Script(
     _OURS
     + """

@@ -249,6 +249,16 @@ class RedisLeaseStore(RedisGates):
         """
         return int(self._commands.run(lease_scripts.AGE, self._keys.epoch(stored_key))) / 1000
 
+    def may_have_lost_leases(self, stored_key: str, seconds: float) -> bool:
+        """Whether the server of this key lost its data within the last *seconds*, or evicts keys
+        and has evicted some.
+        """
+        epoch = self._keys.epoch(stored_key)
+        return (
+            self.age(stored_key) < seconds
+            or int(self._commands.run(lease_scripts.EVICTED, epoch)) > 0
+        )
+
     def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult | StoreUnavailable]:
         """Renew many leases in one round trip, with a result for each. A longer remaining time is
         never shortened.

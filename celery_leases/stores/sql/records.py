@@ -29,7 +29,7 @@ from sqlalchemy import (
 )
 
 from celery_leases.errors import StoreUnavailable, ValueRefused
-from celery_leases.protocol import repairs
+from celery_leases.protocol import attempt_history, repairs
 from celery_leases.protocol.claim_rules import ALWAYS
 from celery_leases.protocol.record_filters import Order, Position, RecordFilter
 from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
@@ -338,6 +338,18 @@ class SqlRecordStore(SqlClaims):
         raise StoreUnavailable(
             f"{stored_key}: its record changed {REPAIR_TRIES} times while it was being written; try again",
             False,
+        )
+
+    def note_end(self, stored_key: str, owner: str, ended: Ended) -> Record | None:
+        """Write how an abandoned attempt has ended; see
+        :class:`~celery_leases.protocol.interfaces.RecordStore`.
+        """
+        return self._repair(
+            stored_key,
+            None,
+            lambda row: (
+                attempt_history.with_end(row, owner, ended) if row.unreadable is None else None
+            ),
         )
 
     def close_waiting(

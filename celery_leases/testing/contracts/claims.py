@@ -90,19 +90,41 @@ class ClaimContract(RecordCase):
         assert first.just_crashed
         assert timeless(won(records, claim_request)) == timeless(first)
 
-    def test_a_running_row_whose_lease_is_gone_is_a_crash(
+    def test_a_running_row_whose_lease_is_gone_is_a_suspected_crash(
         self, records: RecordStore, key: str
     ) -> None:
-        """The row is taken over, the crash is counted, and the dead attempt's host is stored."""
+        """The row is taken over, the crash is counted, and the host of the attempt is stored."""
         dead = won(records, make_claim_request(key))
         for crashes in (1, 2):
             record = won(records, make_claim_request(key))
             assert (record.attempt, record.crashes, record.failures) == (1 + crashes, crashes, 0)
             assert record.just_crashed
             assert record.previous is not None
-            assert (record.previous.ended, record.previous.host) == (Ended.CRASHED, dead.holder)
+            assert (record.previous.ended, record.previous.host) == (Ended.ABANDONED, dead.holder)
             assert record.created_at == dead.created_at
             dead = record
+
+    @pytest.mark.parametrize(
+        ("ended", "crashes"), [(Ended.LOST, 1), (Ended.CRASHED, 2)], ids=["lives", "died"]
+    )
+    def test_how_an_abandoned_attempt_ended_can_be_noted_later(
+        self, records: RecordStore, key: str, ended: Ended, crashes: int
+    ) -> None:
+        """Once, and while a later attempt has the row, which keeps it."""
+        first, second, third = (won(records, make_claim_request(key)) for _ in range(3))
+        noted = records.note_end(first.stored_key, first.owner, ended)
+        assert noted is not None
+        assert (noted.crashes, [past.ended for past in noted.history]) == (
+            crashes,
+            [ended, Ended.ABANDONED],
+        )
+        assert records.note_end(first.stored_key, first.owner, ended) is None
+        assert records.note_end(first.stored_key, third.owner, ended) is None
+        assert row(records, key).is_attempt(State.RUNNING, third.owner, third.fence)
+        noted = records.note_end(second.stored_key, second.owner, ended)
+        assert noted is not None
+        assert noted.previous is not None
+        assert (noted.crashes, noted.previous.ended) == (2 * crashes - 2, ended)
 
     def test_a_running_row_is_left_alone_while_its_lease_store_is_younger_than_its_ttl(
         self, records: RecordStore, key: str
