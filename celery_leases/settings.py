@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -10,7 +9,13 @@ from urllib.parse import urlsplit
 
 from celery_leases.common.durations import seconds
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.protocol.options import DATABASE, LONGEST_COUNTDOWN, OPTION_NAMES, renamed
+from celery_leases.protocol.options import (
+    DATABASE,
+    LONGEST_COUNTDOWN,
+    OPTION_NAMES,
+    hint_of,
+    renamed,
+)
 from celery_leases.stores.redis import url
 
 DEFAULT_DATABASE = "sqlite:///celery_leases.db"
@@ -75,25 +80,17 @@ def read_settings(
     """Read the ``leases_*`` settings; raises :class:`LeaseConfigurationError` for unknown, wrong or
     missing ones.
 
-    *broker_url* and its *transport_options* are Celery's; the broker is the lease store unless
-    ``leases_url`` names another one.
+    All names in *conf* must be those of settings. *broker_url* and its *transport_options* are
+    Celery's; the broker is the lease store unless ``leases_url`` names another one.
     """
-    given = {
-        name.removeprefix("leases_"): value
-        for name, value in conf.items()
-        if name.startswith("leases_")
-    }
-    for name in given.keys() - {*_SETTINGS, *OPTION_NAMES}:
+    given = {name.removeprefix("leases_"): value for name, value in conf.items()}
+    for name in sorted(given.keys() - {*_SETTINGS, *OPTION_NAMES}):
         if (instead := renamed("leases", name, given[name])) is not None:
             raise LeaseConfigurationError(instead)
         known = [known for known in (*_SETTINGS, *OPTION_NAMES) if known not in _NOT_APP_WIDE]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = (
-            f"did you mean leases_{near[0]}?"
-            if near
-            else "known are " + ", ".join(f"leases_{n}" for n in known)
-        )
-        raise LeaseConfigurationError(f"unknown setting leases_{name}; {hint}")
+        written = name if name in conf else f"leases_{name}"
+        hint = hint_of("leases_", written, known)
+        raise LeaseConfigurationError(f"unknown setting {written}; {hint}")
     for name in given.keys() & set(_NOT_APP_WIDE):
         raise LeaseConfigurationError(
             f"leases_{name} cannot be set for a whole app; set lease_{name} on each task"
@@ -142,7 +139,10 @@ def read_settings(
 
 def is_setting(name: str) -> bool:
     """Whether *name*, such as ``leases_url``, is a setting of celery_leases."""
-    return name.removeprefix("leases_") in (*_SETTINGS, *OPTION_NAMES)
+    return name.startswith("leases_") and name.removeprefix("leases_") in (
+        *_SETTINGS,
+        *OPTION_NAMES,
+    )
 
 
 def is_local(broker: str) -> bool:

@@ -56,7 +56,7 @@ class _SetWhenBound:
 
 _HOOKS = ("before_start", "on_success", "on_retry", "on_failure", "after_return")
 _UNSTORED = "celery_leases_unstored"
-_NOT_OPTIONS = frozenset({"lease_options", "lease_status", "lease_signature"})
+_NOT_OPTIONS = frozenset({"lease", "lease_options", "lease_status", "lease_signature"})
 
 
 def _check_order(cls: Any) -> None:
@@ -340,7 +340,7 @@ def _signature(cls: Any) -> Parameters:
 
 def _refuse_task_options(task: Any, options: Mapping[str, Any]) -> None:
     for name in options:
-        if name.startswith("lease_"):
+        if name.startswith("lease"):
             value = options[name]
             raise LeaseConfigurationError(
                 f"task {task.name}: {name}={value!r} was given to one call, where it does nothing; it is an option of "
@@ -388,7 +388,7 @@ def _options(cls: Any, app: Celery) -> LeaseOptions:
     given = {
         name.removeprefix("lease_"): getattr(cls, name)
         for name in dir(cls)
-        if name.startswith("lease_") and name not in _NOT_OPTIONS
+        if name.startswith("lease") and name not in _NOT_OPTIONS
     }
     defaults: Mapping[str, Any] = settings_of(app, lenient=True).defaults
     parameters = cls.lease_signature.parameters.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -61,6 +62,7 @@ APP_ONLY: Final = frozenset({"result_max", "settle_timeout"})
 """Settings of the whole app that a task cannot set."""
 _SECONDS: Final = ("ttl", "max_hold", "wait", "retention", "settle_timeout")
 _FLAGS: Final = ("renew", "allow_loss", "idempotent", "store_arguments", "queue_once")
+_PREFIX: Final = re.compile("^leases?_?")
 _COUNTS: Final[Mapping[str, int]] = {
     "max_crashes": 1,
     "result_max": 1,
@@ -146,6 +148,7 @@ def gather(
 ) -> LeaseOptions:
     """The options of *task* from its attributes (*given*) and the app's *defaults*.
 
+    An attribute whose name does not begin with ``lease_`` has its whole name in *given*.
     *parameters* are the names of the body's parameters; ``None``: it accepts any keyword. Raises
     :class:`LeaseConfigurationError` for a wrong value, an unknown name, or options that contradict
     each other.
@@ -182,13 +185,19 @@ def _unknown(task: str, name: str, value: object) -> str:
     if (instead := renamed("lease", name, value)) is not None:
         return f"task {task}: {instead}"
     known = [option for option in OPTION_NAMES if option not in APP_ONLY]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = (
-        f"did you mean lease_{near[0]}?"
-        if near
-        else "known are " + ", ".join(f"lease_{n}" for n in known)
-    )
-    return f"task {task}: unknown option lease_{name}; {hint}"
+    written = name if name.startswith("lease") else f"lease_{name}"
+    return f"task {task}: unknown option {written}; {hint_of('lease_', written, known)}"
+
+
+def hint_of(prefix: str, written: str, known: Sequence[str]) -> str:
+    """What to write instead of the unknown name *written*: the name among the *known* ones that is
+    similar to it, or all of them.
+    """
+    bare = _PREFIX.sub("", written)
+    near = difflib.get_close_matches(bare, known, n=1)
+    if near:
+        return f"did you mean {prefix}{near[0]}?"
+    return "known are " + ", ".join(f"{prefix}{name}" for name in known)
 
 
 def _named(task: str, name: str) -> str:
@@ -347,6 +356,22 @@ def _check_templates(
                 _named(task, name) if name in given else f"{_default_named(name)} (for task {task})"
             )
             _check_template(option, template, parameters)
+            if name in given and parameters and "{" not in template:
+                _check_constant(option, template, parameters)
+
+
+def _check_constant(option: str, template: str, parameters: Sequence[str]) -> None:
+    """Refuse a text without braces that has the name of a parameter: it would be the same for all
+    arguments.
+    """
+    words = re.compile(rf"\b({'|'.join(map(re.escape, parameters))})\b")
+    braced = words.sub(r"{\1}", template)
+    if braced != template:
+        raise _wrong(
+            option,
+            template,
+            f'"{braced}", because without braces it is the same for all arguments',
+        )
 
 
 def _check_template(option: str, template: str, parameters: Sequence[str] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import ismodule
 from typing import Any
 
 from celery import Celery
@@ -52,17 +53,22 @@ def settings_of(app: Celery, *, lenient: bool = False) -> Settings:
 
 def _given(conf: Any) -> dict[str, Any]:
     """The ``leases_*`` settings of a Celery configuration, whose names all begin with its namespace
-    if it has one.
+    if it has one; and other names that begin with ``lease``, which are wrong.
     """
     namespace: str = getattr(conf, "prefix", None) or ""
     given: dict[str, Any] = {}
     for written in map(str, conf):
         name = written.lower().removeprefix(namespace.lower())
-        if not name.startswith("leases_"):
-            continue
+        if not name.startswith("lease") or (namespace and name == "leases"):
+            continue  # CELERY_LEASES is the dict of a Django project
         try:
-            given[name] = conf[name]
+            value = conf[name]
+            # A module with settings may have imported a function or a module.
+            if name.startswith("leases_") or not (callable(value) or ismodule(value)):
+                given[name] = value
         except KeyError:  # the name is in capitals, or lacks the namespace
+            if not name.startswith("leases_"):
+                continue  # it may be a setting of the project
             if not namespace:
                 given.setdefault(name, conf[written])
             elif is_setting(name):

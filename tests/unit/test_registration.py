@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pydantic
@@ -262,6 +262,10 @@ def test_the_call_of_the_class_behind_runs_around_the_body() -> None:
         ({"lease_status": "x"}, "lease_<option>"),
         ({"lease_signature": 1}, "lease_<option>"),
         ({"lease_tll": 30}, "did you mean lease_ttl?"),
+        ({"leases_key": "k"}, "unknown option leases_key; did you mean lease_key?"),
+        ({"leasekey": "k"}, "unknown option leasekey; did you mean lease_key?"),
+        ({"leased": True}, "unknown option leased; known are lease_key, "),
+        ({"lease_key": "send:customer_id"}, 'write "send:{customer_id}", because without braces'),
         ({"lease_scope": "global"}, "lease_scope is replaced by lease_namespace"),
     ],
 )
@@ -450,6 +454,9 @@ def test_a_soft_limit_close_to_the_hard_one_is_noticed(
         ("leases_databse_url", "did you mean leases_database_url?"),
         ("leases_max_failure", "did you mean leases_max_failures?"),
         ("leases_zzz", "known are leases_url, "),
+        ("lease_url", "did you mean leases_url?"),
+        ("leaseurl", "did you mean leases_url?"),
+        ("lease_ttl", "did you mean leases_ttl?"),
     ],
 )
 def test_an_unknown_setting_names_the_one_that_was_meant(setting: str, hint: str) -> None:
@@ -457,6 +464,17 @@ def test_an_unknown_setting_names_the_one_that_was_meant(setting: str, hint: str
     with pytest.raises(LeaseConfigurationError) as caught:
         settings_of(an_app(**{setting: 1}))
     assert str(caught.value).startswith(f"unknown setting {setting}; {hint}")
+
+
+def test_a_module_with_settings_may_import_names_that_begin_with_lease() -> None:
+    """Classes, functions and modules are not settings; nor is what a Django project has in
+    capitals.
+    """
+    module = ModuleType("celeryconfig")
+    vars(module).update(LeasedTask=LeasedTask, leased_tasks=len, leases=pytest, LEASE_OFFICE="x")
+    app = an_app()
+    app.config_from_object(module)
+    assert settings_of(app).prefix == "celery_leases"
 
 
 def test_a_task_that_another_thread_meets_before_it_is_bound_has_its_options() -> None:

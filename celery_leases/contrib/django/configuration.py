@@ -61,11 +61,7 @@ def given_settings() -> Mapping[str, Any]:
         if name in given:
             raise LeaseConfigurationError(f"{SETTING}[{name!r}]: {advice}")
     wrong = next(
-        (
-            name
-            for name in given
-            if not isinstance(name, str) or name.startswith(("leases_", "lease_"))
-        ),
+        (name for name in given if not isinstance(name, str) or name.startswith("lease")),
         None,
     )
     if wrong is not None:

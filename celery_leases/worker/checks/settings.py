@@ -85,7 +85,10 @@ def options_without_lease(app: Celery) -> list[tuple[str, list[str]]]:
     found = []
     for name, task in sorted(app.tasks.items()):
         options = [
-            f"lease_{option}" for option in sorted(OPTION_NAMES) if hasattr(task, f"lease_{option}")
+            f"{prefix}_{option}"
+            for option in sorted(OPTION_NAMES)
+            for prefix in ("lease", "leases")
+            if hasattr(task, f"{prefix}_{option}")
         ]
         if options and not hasattr(task, "lease_options"):
             found.append((name, options))
