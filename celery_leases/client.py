@@ -961,7 +961,7 @@ class LeaseClient:
         if holder is not None and not force:
             raise LeaseIsLive(
                 f"{key} is held by {holder.host} (call {holder.call_id}) for another {holder.remaining:.1f} s; "
-                "wait, or repeat with force",
+                "wait, or repeat with force=True (on the command line --force)",
                 key,
                 holder.remaining,
             )
@@ -970,7 +970,7 @@ class LeaseClient:
     def _has_changed(self, key: str, stored: str) -> LeaseIsLive:
         now, holder = self._records.read(stored, lenient=True), self._leases.holder(stored)
         state = now.state.value if now is not None else "deleted"
-        message = f"{key} has changed meanwhile, and is {state} now; nothing was done: read its status, or use force"
+        message = f"{key} has changed meanwhile, and is {state} now; nothing was done: read its status first"
         return LeaseIsLive(message, key, holder.remaining if holder is not None else 0.0)
 
     def _stored(self, key: str, namespace: str | None) -> str:

@@ -348,7 +348,7 @@ class SchemaOutdated(LeasesError):
 
 
 class LeaseIsLive(LeasesError):
-    """An attempt holds the key under a live lease; use force to take the key from it."""
+    """An attempt holds the key under a live lease; ``force=True`` takes the key from it."""
 
     details = ("key", "remaining")
     key: str

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 import click
 from celery.bin.base import CeleryCommand, handle_preload_options
@@ -15,6 +16,8 @@ from celery_leases.cli.parameters import DURATION, NAME
 from celery_leases.cli.root import client_of, leases
 from celery_leases.client import GroupStatus, LeaseClient
 from celery_leases.common.durations import in_short, in_words
+
+_SPAN: Final = re.compile(r"(\d+(\.\d+)?[a-z]+)+")
 
 
 @leases.group()
@@ -77,13 +80,16 @@ def show_group(ctx: click.Context, name: str, *, as_json: bool, **_: Any) -> Non
 def open_groups(ctx: click.Context, groups: tuple[str, ...], *, as_json: bool, **_: Any) -> None:
     """Open the gate of each GROUP.
 
-    Its trips are set to zero. Keys that wait for the group can run at once.
+    Its trips are set to zero. Keys that wait for the group can run at once. Exits with 1 if a gate
+    was already open, as that of a name that no group has.
     """
     client = client_of(ctx)
-    for name in groups:
-        if not client.open_group(name):
-            echo_line(f"the gate of {name} was already open", err=True)
+    was_open = [name for name in groups if not client.open_group(name)]
     _list(client, as_json=as_json)
+    for name in was_open:
+        echo_line(f"the gate of {name} was already open, so it was not changed", err=True)
+    if was_open:
+        ctx.exit(1)
 
 
 @group.command(name="close", cls=CeleryCommand)
@@ -107,6 +113,9 @@ def close_groups(
 
     Until then no task of the group starts. The first one afterwards is a probe.
     """
+    for name in groups[1:]:
+        if _SPAN.fullmatch(name):
+            raise click.UsageError(f"{name} is a time and not a group: write --for {name}")
     client = client_of(ctx)
     for name in groups:
         client.close_group(name, span, why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -13,9 +13,17 @@ from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeasesError
 from celery_leases.worker.app_settings import leased_tasks
 
+DEFAULT_APP: Final = "default"
+"""The name of the app that Celery makes if none was given."""
+
 
 class _Group(click.Group):
     """Prints an error of celery_leases as one message and exits with 1, without a traceback."""
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """List the whole first sentence of a command's help, which click would cut."""
+        cmd.short_help = " ".join((cmd.help or "").split()).partition(". ")[0].removesuffix(".")
+        super().add_command(cmd, name)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -76,8 +84,18 @@ def task_and_namespace(
 
 
 def app_of(ctx: click.Context) -> Any:
-    """The app of ``celery -A``, with all its tasks imported."""
+    """The app of ``celery -A``, with all its tasks imported.
+
+    Without ``-A`` Celery uses an app of its own, with the settings of a ``celeryconfig`` module if
+    there is one. It is refused if it has no leased task, because its stores are not those of the
+    workers.
+    """
     app = ctx.obj.app
     app.loader.import_default_modules()
     app.finalize()
+    if app.main == DEFAULT_APP and not leased_tasks(app):
+        raise click.UsageError(
+            f"no app was given: write celery -A yourapp leases {ctx.info_name}, with the module of "
+            "your Celery app"
+        )
     return app

@@ -166,7 +166,7 @@ def test_the_gate_of_a_group_is_closed_listed_and_opened(
         "paid": 1,
     }
     again = operator.types("group", "open", group)
-    assert again.returncode == 0
+    assert again.returncode == 1
     assert "was already open" in again.stderr
 
 

@@ -301,6 +301,7 @@ def test_a_call_that_waits_for_a_closed_group_is_with_nobody_only_once_it_is_ope
         (("forget", "k:1", "--retention", "soon"), "'soon' is not usable"),
         (("group", "close", "g", "--for", "soon"), "'soon' is not usable"),
         (("group", "open"), "GROUP"),
+        (("group", "close", "provider", "4m"), "write --for 4m"),
         (("resolve", "k:1"), "--done"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -418,7 +419,27 @@ def test_groups_are_closed_listed_and_opened(types: Types) -> None:
     closed = types("group", "close", "a", "b", "--for", "5m", "--why", "unpaid", "--json").lines
     assert [(row["group"], row["error"]) for row in closed] == [("a", "unpaid"), ("b", "unpaid")]
     assert types("group", "open", "a", "b").out == "all gates are open\n"
-    assert "was already open" in types("group", "open", "a").err
+    assert (again := types("group", "open", "a")).code == 1
+    assert "was already open" in again.err
+
+
+def test_the_summaries_of_the_commands_are_whole_sentences(types: Types) -> None:
+    shown = types("--help").out
+    assert "..." not in shown.partition("Commands:")[2]
+    assert all(command in shown for command in leases.commands)
+
+
+@pytest.mark.parametrize("words", [("list",), ("show", "k:1"), ("doctor",)])
+def test_without_an_app_nothing_is_shown_or_created(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Celery would use an app of its own, whose stores are not those of any worker."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("celery_leases.cli.root.leased_tasks", lambda _: {})  # shared ones of tests
+    nobody = SimpleNamespace(app=Celery("default", set_as_current=False))
+    done = CliRunner().invoke(leases, words, obj=nobody)
+    assert (done.exit_code, done.stdout, [*tmp_path.iterdir()]) == (2, "", [])
+    assert f"write celery -A yourapp leases {words[0]}" in done.stderr
 
 
 def test_a_group_shows_when_it_was_closed(types: Types) -> None:

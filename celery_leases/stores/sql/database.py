@@ -110,10 +110,12 @@ def engine_for(
         SQLAlchemyError,
         TypeError,
     ) as error:  # TypeError: SQLAlchemy is too old for an option
-        extra = "mysql" if on_mysql else backend
+        extra, driver = ("mysql", "pymysql") if on_mysql else ("postgresql", "psycopg")
+        write = f"pip install 'celery-leases[{extra}]'"
+        if parsed.drivername != f"{backend}+{driver}":  # the extra does not bring that driver
+            write = f"write {backend}+{driver}://… and {write}, or install the driver that the URL names"
         raise LeaseConfigurationError(
-            f"leases_database_url={display_database_url(parsed)!r} has no driver here ({error}); "
-            f"pip install 'celery-leases[{extra}]'"
+            f"leases_database_url={display_database_url(parsed)!r} has no driver here ({error}); {write}"
         ) from None
     event.listen(engine, "handle_error", _invalidate_outdated)
     if on_mysql:
