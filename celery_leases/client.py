@@ -9,6 +9,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -302,7 +303,7 @@ class LeaseClient:
         read, size = 0, min(limit, BATCH)
         while True:
             records = self._records.find(wanted, order=ordered, limit=size, after=place)
-            for number, (record, status) in enumerate(self._statuses(records), 1):
+            for number, (record, status) in enumerate(self._statuses(records, wanted), 1):
                 place = Position.of(record, ordered)
                 if wanted.admits(record, status.state):
                     found.append(status)
@@ -324,7 +325,7 @@ class LeaseClient:
         place: Position | None = None
         while True:
             records = self._records.find(wanted, order=Order.KEY, limit=BATCH, after=place)
-            for record, status in self._statuses(records):
+            for record, status in self._statuses(records, wanted):
                 if wanted.admits(record, status.state):
                     yield status
             if len(records) < BATCH:
@@ -458,8 +459,7 @@ class LeaseClient:
                 self._separate_abandoned(counts)
         except StoreUnavailable as error:
             trouble = f"the lease store does not answer: {error}"
-        failures = self._records.errors() if rules else ()
-        by_rule = Counter((failure.rule or "", failure.reason or "") for failure in failures)
+        by_rule = self._records.failures() if rules else Counter[tuple[str, str]]()
         return Stats(
             [
                 StateCount(task, state, count, datetime.fromtimestamp(oldest / 1e6, UTC))
@@ -620,11 +620,23 @@ class LeaseClient:
         self._ready()
         return datetime.fromtimestamp(self._records.now() / 1e6 - seconds(span, "older"), UTC)
 
-    def _statuses(self, records: Sequence[Record]) -> Iterator[tuple[Record, LeaseStatus]]:
-        """The records with their statuses, for which the lease store is read if needed."""
+    def _statuses(
+        self, records: Sequence[Record], wanted: RecordFilter
+    ) -> Iterator[tuple[Record, LeaseStatus]]:
+        """The records with their statuses, for which the lease store is read if needed. The status
+        of a live record has only its state if that state is not *wanted*.
+        """
         gates: dict[str, Gate | None] = {}
         trouble: str | None = None
+        live: set[str] = set()
+        if ABANDONED in wanted.states and State.RUNNING not in wanted.states:
+            running = [record.stored_key for record in records if record.state is State.RUNNING]
+            with suppress(StoreUnavailable):  # the first holder that is read reports it
+                live = self._leases.held(running) if running else set()
         for record in records:
+            if record.stored_key in live:
+                yield record, LeaseStatus(record.key, record.task, State.RUNNING.value)
+                continue
             now, holder, gate = record, None, None
             group = record.failure.group if record.failure is not None else None
             try:

@@ -237,6 +237,39 @@ def test_statistics_count_by_task_and_state_and_by_rule(
     assert stats.trouble is None
 
 
+def test_the_database_counts_the_rules_whatever_is_in_the_texts(
+    client: LeaseClient, put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returns a row for each rule, and not the error of each record."""
+    trap = ',"group":"g","rule":"r","reason":"s"}'
+    failures = {
+        "plain": Failure("E", trap, "r", "s"),
+        "group": Failure("E", trap, "r", "s", "g"),
+        "unsure": Failure("E", "m", "r", "s", ambiguous=True),
+        "strange": Failure(trap, "m", f"a{trap}", f"b{trap}", "g"),
+        "no rule": Failure("E", trap, None, "s"),
+        "neither": Failure("E", trap),
+    }
+    for key, failure in failures.items():
+        for number in range(3):
+            put(f"{key}{number}", State.FAILED, failure=failure)
+    read, rows = client._records.database.all, []
+
+    def counting(*given: Any) -> Any:
+        found = read(*given)
+        rows.append(len(found))
+        return found
+
+    monkeypatch.setattr(client._records.database, "all", counting)
+    assert client._records.failures() == {
+        ("r", "s"): 9,
+        (f"a{trap}", f"b{trap}"): 3,
+        ("", "s"): 3,
+        ("", ""): 3,
+    }
+    assert rows in ([5], [6])
+
+
 def test_many_keys_are_changed_if_they_are_as_they_were_found(
     client: LeaseClient, put: Callable[..., None]
 ) -> None:

@@ -10,10 +10,11 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Select, Table, and_, case, func, not_, or_, select
+from sqlalchemy import ColumnElement, Dialect, Select, Table, and_, case, func, not_, or_, select
 
 from celery_leases.protocol.record_filters import Order, Position, RecordFilter
 from celery_leases.protocol.records import State
+from celery_leases.stores.sql.dialects.names import position
 from celery_leases.stores.sql.record_statements import RecordStatements
 from celery_leases.stores.sql.upserts import in_subquery
 
@@ -102,17 +103,25 @@ def counted(table: Table) -> Select[Any]:
     return rows.group_by(columns.task, columns.state).order_by(columns.task, columns.state)
 
 
-def failures(table: Table, after: str, limit: int) -> Select[Any]:
-    """Stored key and error of rows that are not done and have failed, after the key *after*."""
-    failed = and_(
-        table.c.error.is_not(None), table.c.state.in_(FAILING), table.c.stored_key > after
+def failures(table: Table, dialect: Dialect) -> Select[Any]:
+    """How many rows that are not done have failed, by the part of the error's JSON that has rule
+    and reason.
+
+    In the JSON, as ``protocol/records.py`` writes it, both follow each other, and the group comes
+    next. A quote inside of a text is escaped, so none of the searched texts is inside of one.
+    """
+    error = table.c.error
+    start = position(error, '"rule":', dialect)
+    no_rule = position(error, '"reason":', dialect)
+    tail: ColumnElement[str] = case(
+        (start > 0, func.substr(error, start)),
+        (no_rule > 0, func.substr(error, no_rule)),
+        else_="",
     )
-    return (
-        select(table.c.stored_key, table.c.error)
-        .where(failed)
-        .order_by(table.c.stored_key)
-        .limit(limit)
-    )
+    end = position(tail, ',"group":', dialect)
+    part = case((end > 0, func.substr(tail, 1, end - 1)), else_=tail).label("part")
+    failed = select(part).where(error.is_not(None), table.c.state.in_(FAILING)).subquery()
+    return select(failed.c.part, func.count().label("count")).group_by(failed.c.part)
 
 
 def _place(table: Table, order: Order, now: ColumnElement[int]) -> ColumnElement[int]:

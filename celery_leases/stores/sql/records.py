@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -45,7 +46,6 @@ from celery_leases.stores.sql.values import MICROSECONDS, microseconds
 logger = logging.getLogger("celery_leases")
 
 BATCH = 500
-ERRORS_AT_ONCE: Final = 5000
 PURGE_PATIENCE: Final = 5.0
 """Seconds after which a process that began to purge, and did not finish, counts as dead."""
 _PURGE_MARK: Final = {"for_key": "celery_leases", "for_name": "purge"}
@@ -241,18 +241,15 @@ class SqlRecordStore(SqlClaims):
             found.setdefault(row["task"], []).append(int(row["took"]) / MICROSECONDS)
         return found
 
-    def errors(self) -> Iterator[Failure]:
-        """The last failures of all rows that are not done, without unreadable ones."""
-        after = ""
-        while True:
-            query = record_queries.failures(self.tables.records, after, ERRORS_AT_ONCE)
-            found = self.database.all(query, {})
-            for row in found:
-                with suppress(ValueError, TypeError, RecursionError):
-                    yield rows.failure_in(row["error"])
-            if len(found) < ERRORS_AT_ONCE:
-                return
-            after = found[-1]["stored_key"]
+    def failures(self) -> Counter[tuple[str, str]]:
+        """How many rows that are not done failed last by each rule, with the reason of the rule."""
+        query = record_queries.failures(self.tables.records, self.database.engine.dialect)
+        counts: Counter[tuple[str, str]] = Counter()
+        for row in self.database.all(query, {}):
+            with suppress(ValueError, TypeError, RecursionError):
+                failure = rows.failure_in("{" + row["part"].rstrip("}") + "}")
+                counts[failure.rule or "", failure.reason or ""] += int(row["count"])
+        return counts
 
     def delete_unmoved(
         self, wanted: RecordFilter, limit: int, after: str = ""

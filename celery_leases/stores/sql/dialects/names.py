@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import BigInteger, ColumnElement, Dialect, Table, bindparam, cast, literal_column
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Dialect,
+    Table,
+    bindparam,
+    cast,
+    func,
+    literal_column,
+)
 
 from celery_leases.stores.sql.dialects import mysql
 
@@ -20,6 +29,12 @@ def database_now(dialect: Dialect) -> ColumnElement[int]:
     if mysql.is_mysql(dialect):
         return literal_column(mysql.NOW, BigInteger)
     return cast(literal_column("extract(epoch from statement_timestamp()) * 1000000"), BigInteger)
+
+
+def position(text: ColumnElement[str], part: str, dialect: Dialect) -> ColumnElement[int]:
+    """Where *part* begins in *text*, from 1; 0 if it is not in there."""
+    find = func.strpos if dialect.name == "postgresql" else func.instr
+    return find(text, part)
 
 
 def now_in_text(dialect: Dialect) -> str:
