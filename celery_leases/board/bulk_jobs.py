@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -17,6 +17,7 @@ from celery_leases.client import Change, LeaseStatus
 from celery_leases.common.redaction import redact
 from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeasesError
+from celery_leases.protocol.operator_reports import next_step
 
 logger = logging.getLogger("celery_leases.board")
 
@@ -31,7 +32,8 @@ REASONS_SHOWN: Final = 50
 class Step:
     """A finished part of a job: *count* keys, of which *changed* were changed.
 
-    *line* is its log line; *why* names the unchanged keys and the reason.
+    *line* is its log line; *why* names the unchanged keys and the reason, *next_step* says how the
+    call of a changed key runs again.
     """
 
     line: str
@@ -39,6 +41,7 @@ class Step:
     count: int = 1
     why: str | None = None
     published: bool | None = None
+    next_step: str | None = None
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Job:
     published: int = 0
     refused: int = 0
     reasons: list[str] = field(default_factory=list)
+    next_steps: Counter[str] = field(default_factory=Counter)
     problem: str | None = None
     stopped: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
@@ -132,6 +136,8 @@ def _count(job: Job, step: Step) -> None:
     job.unchanged += step.count - step.changed
     job.published += step.published is True
     job.refused += step.published is False
+    if step.next_step is not None:
+        job.next_steps[step.next_step] += 1
     if step.why is not None and len(job.reasons) < REASONS_SHOWN:
         job.reasons.append(step.why)
     if step.line:
@@ -156,7 +162,7 @@ def steps_of(
         key = printable(before.stored_key or before.key)
         was = f"{key}, which was {before.state} at fence {before.fence}"
         if made.done:
-            yield Step(f"{what} {was}", published=made.published)
+            yield Step(f"{what} {was}", published=made.published, next_step=next_step(what, made))
         else:
             why = printable(redact(made.why or ""), 500)
             reason = why if before.key in why else f"{key}: {why}"

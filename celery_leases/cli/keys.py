@@ -25,9 +25,10 @@ from celery_leases.cli.output import (
 )
 from celery_leases.cli.parameters import DURATION, NAME, filtering, selected
 from celery_leases.cli.root import app_of, client_of, leases, task_and_namespace
-from celery_leases.client import LeaseClient, RecordFilter
+from celery_leases.client import Change, LeaseClient, RecordFilter
 from celery_leases.common.durations import in_short, in_words, seconds
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.protocol.operator_reports import next_step
 from celery_leases.protocol.status import LeaseStatus, next_try
 from celery_leases.worker.app_settings import settings_of
 
@@ -355,6 +356,7 @@ def resolve(
         "force": force,
         "retention": retention,
     }
-    echo_status(client_of(ctx).resolve(key, outcome, **given), as_json=as_json)
+    status = client_of(ctx).resolve(key, outcome, **given)
+    echo_status(status, as_json=as_json)
     if again:
-        click.echo("no message was published: call the task again", err=True)
+        echo_line(f"{next_step('retry', Change(status, True))}", err=True)

@@ -5,6 +5,7 @@ select.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Literal
@@ -18,7 +19,7 @@ from celery_leases.cli.output import echo_json, echo_line, echo_status, echo_tab
 from celery_leases.cli.parameters import DURATION, NAME, filtering, selected
 from celery_leases.cli.root import client_of, leases, task_and_namespace
 from celery_leases.client import Change, LeaseClient, LeaseStatus
-from celery_leases.protocol.operator_reports import why_unchanged
+from celery_leases.protocol.operator_reports import next_step, why_unchanged
 from celery_leases.protocol.record_filters import KNOWN_STATES
 from celery_leases.protocol.records import State
 from celery_leases.protocol.status import ABANDONED
@@ -39,6 +40,7 @@ NEVER: Final = {
 }
 """The states of keys that a command never changes."""
 REASONS_SHOWN: Final = 20
+STEPS_SHOWN: Final = 10
 
 _dry_run = click.option(
     "--dry-run", is_flag=True, help="Show what would be done, and change nothing."
@@ -154,17 +156,8 @@ def _echo_next_step(what: Operation, status: LeaseStatus, published: bool | None
             f"its group {status.group} is still closed; `leases group open {status.group}` opens it",
             err=True,
         )
-    if what == "release":
-        said = "released; no message was published: call the task again, or wait until its message is delivered"
-    elif published:
-        said = "its stored message was published: the call runs when a worker receives it"
-    elif published is False:
-        said = "the broker did not accept its stored message; the next relay or rescue tries again"
-    elif status.resumes:
-        said = "a copy of the call waits at the broker; it is delivered within 10 minutes"
-    else:
-        said = "no message was published: call the task again"
-    click.echo(f"forgotten; {said}" if what == "forget" else said, err=True)
+    said = next_step(what, Change(status, True, published=published))
+    echo_line(f"{said}" if what == "retry" else f"{PAST_TENSE[what]}; {said}", err=True)
 
 
 def _change_keys(
@@ -259,6 +252,7 @@ def _apply(
     **_: Any,
 ) -> None:
     done, published, refused = 0, 0, 0
+    next_steps: Counter[str] = Counter()
     try:
         with _progress(count, what) as advance:
             changes = client.change(
@@ -272,7 +266,11 @@ def _apply(
                     refused + (change.published is False),
                 )
                 _echo_change(change, unchanged, as_json=as_json)
+                if (said := next_step(what, change)) is not None:
+                    next_steps[said] += 1
     finally:
+        for said, number in next_steps.most_common(STEPS_SHOWN):
+            echo_line(f"{_keys(number)}: {said}", err=True)
         more = f", {published} published" if published else ""
         more += f", {refused} not accepted by the broker" if refused else ""
         click.echo(f"{done} {PAST_TENSE[what]}{more}, {unchanged} unchanged", err=True)

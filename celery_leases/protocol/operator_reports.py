@@ -125,6 +125,24 @@ class Change:
         return known | {"done": self.done, "why": self.why, "published": self.published}
 
 
+def next_step(what: str, change: Change) -> str | None:
+    """What an operator must know after *what* (``retry``, ``release``, ``forget``) has changed a
+    key: what was published, and how its call runs again; ``None`` if nothing was changed.
+    """
+    if not change.done:
+        return None
+    if change.published:
+        return "its stored message was published: the call runs when a worker receives it"
+    if change.published is False:
+        return "the broker did not accept its stored message; the next relay or rescue tries again"
+    if change.status.resumes:
+        return "a copy of the call waits at the broker; it is delivered within 10 minutes"
+    wait = ", or wait until its message is delivered" if what == "release" else ""
+    name = f" ({change.status.task}.delay(…))" if change.status.task else ""
+    call = f"call the task again with the arguments of the key{name}"
+    return f"no message was published: {call}{wait}"
+
+
 def why_unchanged(what: str, seen: LeaseStatus, *, force: bool = False) -> str | None:
     """Why the operation *what* (``retry``, ``release`` or ``forget``) does not change a key with
     the status *seen*; ``None`` if it does.

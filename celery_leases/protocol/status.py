@@ -163,7 +163,8 @@ class LeaseStatus:
     ``attempts`` are the last ten, the oldest first. ``traceback`` is that of the last failure,
     shortened and without secrets. ``stored_key`` identifies the record if several tasks have the
     key. ``queued_at``: when the call was published together with its record; ``None`` once a worker
-    has begun it.
+    has begun it. ``message_stored``: the record has the message of the call, so ``leases retry``
+    and ``leases rescue`` can publish it.
     """
 
     key: str
@@ -199,6 +200,7 @@ class LeaseStatus:
     traceback: str | None = None
     stored_key: str | None = None
     queued_at: datetime | None = None
+    message_stored: bool = False
 
     @property
     def message_code(self) -> MessageCode:
@@ -397,6 +399,7 @@ def status_of(
         traceback=record.traceback,
         stored_key=record.stored_key,
         queued_at=_time(record.started_at) if record.queued else None,
+        message_stored=record.message is not None,
         **{"call_id": record.call_id, **shared},
     )
 

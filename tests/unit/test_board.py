@@ -328,12 +328,14 @@ def test_the_overview_shows_what_needs_attention_first(shop: Shop, ann: Visitor)
     shop.put("order:1")
     shop.put("order:2", State.UNCERTAIN)
     shop.put("order:3", State.RUNNING)
+    shop.put("order:4", State.FAILED)
     shop.abandon("order:3")
     shop.client.close_group("openai:x", "5m", f"token={SECRET}")
     page = words(ann.sees("/"))
     assert (
         page.index("order:3")
         < page.index("order:2")
+        < page.index("order:4")
         < page.index("openai:x")
         < page.index(TASK + " 1 1")
     )
@@ -511,6 +513,32 @@ def test_selected_keys_are_changed_only_if_they_are_as_the_page_showed_them(
     assert f"unchanged: t:{TASK}|order:2" in log
     again = words(ann.sends("/keys/act", given).text)
     assert "0 changed , 3 unchanged" in again, "sent twice, done once"
+
+
+def test_a_retry_offers_what_can_be_published_and_says_what_was_done(
+    shop: Shop, ann: Visitor
+) -> None:
+    """A key without a stored message is not published: its task must be called again."""
+    for number in range(3):
+        shop.put(f"order:{number}", State.FAILED)
+    shop.sql(
+        "UPDATE celery_leases_records SET message = "  # noqa: S608
+        f"""'{{"task": "{TASK}", "args": [2], "kwargs": {{}}, "options": {{"task_id": "c"}}}}' """
+        "WHERE key = 'order:2'"
+    )
+    boxes = seen_in(ann.sees("/keys"))
+    asked = [("action", "retry"), ("seen", boxes["order:0"]), ("seen", boxes["order:1"])]
+    given, text = ann.confirms("/keys/confirm", asked)
+    assert "No message of these keys is stored" in text
+    done = words(ann.sends("/keys/act", given).text)
+    assert (
+        f"2 keys: no message was published: call the task again with the arguments of the key ({TASK}"
+        in done
+    )
+    given, text = ann.confirms("/keys/confirm", {"action": "retry", "seen": boxes["order:2"]})
+    assert "publish the stored messages" in text
+    done = words(ann.sends("/keys/act", [*given, ("publish", "yes")]).text)
+    assert "1 key: its stored message was published" in done
 
 
 def test_keys_with_blanks_and_line_breaks_are_found_and_changed(shop: Shop, ann: Visitor) -> None:

@@ -22,9 +22,10 @@ from celery_leases.board.forms import (
     seen_of,
     seen_value,
 )
-from celery_leases.client import LeaseClient, LeaseStatus, RecordFilter
+from celery_leases.client import Change, LeaseClient, LeaseStatus, RecordFilter
 from celery_leases.common.redaction import redact
 from celery_leases.errors import LeasesError, StoreUnavailable
+from celery_leases.protocol.operator_reports import next_step
 from celery_leases.protocol.records import State
 from celery_leases.protocol.status import ABANDONED
 
@@ -86,6 +87,7 @@ def _filter_context(request: ViewRequest, what: Action) -> dict[str, Any]:
         "changed": [],
         "hidden": [*hidden(wanted), ("count", str(count))],
         "scope": "filter",
+        "publishable": None,
         "narrowed": [(name, value) for name, value in hidden(wanted) if name not in _TIMES],
         "narrows": filtered != FilterForm(),
     }
@@ -104,6 +106,7 @@ def _selection_context(client: LeaseClient, seen: list[LeaseStatus]) -> dict[str
         "changed": [now[each.key] for each in seen if each not in same],
         "hidden": [("seen", seen_value(each)) for each in same],
         "scope": "selection",
+        "publishable": sum(now[each.key].message_stored for each in same),
         "narrowed": [],
         "narrows": True,
     }
@@ -155,13 +158,14 @@ def _resolved(
         key = formatting.printed(each.key)
         try:
             outcome: Literal["done", "retry"] = "done" if what == "resolve_done" else "retry"
-            client.resolve(each.key, outcome, result=result, found=each)
+            after = client.resolve(each.key, outcome, result=result, found=each)
         except StoreUnavailable:
             raise
         except LeasesError as error:
             yield Step(f"unchanged: {key}", changed=0, why=formatting.printed(redact(str(error))))
             continue
-        yield Step(f"{what} {key}, which was {each.state} at fence {each.fence}")
+        step = next_step("retry", Change(after, True)) if outcome == "retry" else None
+        yield Step(f"{what} {key}, which was {each.state} at fence {each.fence}", next_step=step)
 
 
 def _result(text: str) -> tuple[str | None, Any]:

@@ -23,6 +23,7 @@ NEEDS_ATTENTION: Final = (
         "their process died; the broker delivers them again, or leases rescue publishes them",
     ),
     (State.UNCERTAIN.value, "they may have been executed: look in the other system, then resolve"),
+    (State.FAILED.value, "they do not run again: end the cause, then retry or forget them"),
 )
 STATES: Final = (
     *(ABANDONED, State.UNCERTAIN.value, UNREADABLE, State.FAILED.value, State.COOLING.value),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
-from celery import _state
+from celery import Celery, _state
 from django.contrib import admin
 
 from celery_leases.client import LeaseClient
 from celery_leases.contrib.django import configuration
 from celery_leases.errors import LeaseConfigurationError
+from celery_leases.worker import app_components
 
+KEYS_AT_ONCE: Final = 500
 STYLES = {"all": ["celery_leases/admin.css"]}
 
 
@@ -40,9 +43,24 @@ class ReadOnlyAdmin(admin.ModelAdmin):
 
 def client() -> LeaseClient:
     """A client for the stores that the workers of the project's Celery app use."""
+    return LeaseClient.from_app(_app(), eager=False)
+
+
+def held(stored_keys: Sequence[str]) -> set[str]:
+    """Those of the keys whose lease an attempt holds now."""
+    leases = app_components.components_of(_app(), eager=False).leases
+    return {
+        key
+        for first in range(0, len(stored_keys), KEYS_AT_ONCE)
+        for key in leases.held(stored_keys[first : first + KEYS_AT_ONCE])
+    }
+
+
+def _app() -> Celery:
     if _state.default_app is None:
         raise LeaseConfigurationError(
             "this project has no Celery app; import it in the project's __init__.py, as Celery's "
             "documentation shows"
         )
-    return LeaseClient.from_app(_state.get_current_app(), eager=False)
+    app: Celery = _state.get_current_app()
+    return app

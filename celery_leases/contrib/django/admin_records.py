@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Final, Literal
@@ -20,11 +21,13 @@ from django.template.response import TemplateResponse
 from django.utils import timezone
 from django.utils.html import format_html
 
-from celery_leases.client import LeaseClient
+from celery_leases.client import LOOK_THROUGH, Change, LeaseClient
 from celery_leases.common.durations import in_words
 from celery_leases.common.redaction import redact, shortened
-from celery_leases.contrib.django.admin_access import STYLES, ReadOnlyAdmin, client
+from celery_leases.contrib.django.admin_access import STYLES, ReadOnlyAdmin, client, held
+from celery_leases.contrib.django.models import LeaseRecord
 from celery_leases.errors import LeasesError, StoreUnavailable
+from celery_leases.protocol.operator_reports import next_step
 from celery_leases.protocol.records import State
 from celery_leases.protocol.status import ABANDONED, LeaseStatus
 from celery_leases.worker.app_settings import leased_tasks
@@ -90,12 +93,12 @@ class StateFilter(_ChoiceFilter):
     title = parameter_name = "state"
 
     def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
-        """All states of a record."""
-        return [(state.value, state.value) for state in State]
+        """All states of a record, and that of a key whose process died."""
+        return [(state, state) for state in (*map(str, State), ABANDONED)]
 
     def wanted(self, value: str) -> dict[str, Any]:
-        """The records in this state."""
-        return {"state": value}
+        """The records in this state; :class:`RecordList` separates running and abandoned ones."""
+        return {"state": State.RUNNING.value if value == ABANDONED else value}
 
 
 class TaskFilter(_ChoiceFilter):
@@ -154,10 +157,18 @@ class RecordList(ChangeList):
         """Read the keys of one page and one more, then the rows: so only keys are sorted."""
         self.page_num = max(1, min(self.page_num, LAST_PAGE))
         first = (self.page_num - 1) * self.list_per_page
-        keys = self.queryset.values_list("pk", flat=True)
+        keys: Any = self.queryset.values_list("pk", flat=True)
+        try:
+            if (state := request.GET.get(StateFilter.parameter_name)) in (State.RUNNING, ABANDONED):
+                running = [*keys[:LOOK_THROUGH]]
+                live = held(running)
+                keys = [key for key in running if (key in live) == (state == State.RUNNING)]
+        except StoreUnavailable:  # mark_abandoned() says so
+            keys = self.queryset.values_list("pk", flat=True)
         found = [*keys[first : first + self.list_per_page + 1]]
         shown = found[: self.list_per_page]
         rows = self.queryset.in_bulk(shown)
+        self.model_admin.mark_abandoned(request, rows)
         self.result_list = [rows[key] for key in shown if key in rows]
         self.result_count = len(self.result_list)
         self.full_result_count = None
@@ -177,7 +188,16 @@ class RecordList(ChangeList):
 class LeaseRecordAdmin(ReadOnlyAdmin):
     """The list of records, the last started first, and the page of one record."""
 
-    list_display = ("key", "state", "task", "started", "retry_in", "runtime", "attempt", "reason")
+    list_display = (
+        "key",
+        "state_now",
+        "task",
+        "started",
+        "retry_in",
+        "runtime",
+        "attempt",
+        "reason",
+    )
     list_filter = (StateFilter, TaskFilter, StartedFilter, CrashedFilter)
     list_per_page = 50
     show_full_result_count = False
@@ -230,6 +250,27 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
         box = super().action_checkbox(obj)
         return format_html('{}<input type="hidden" name="seen" value="{}">', box, _seen(obj))
 
+    def mark_abandoned(self, request: Any, rows: dict[str, Any]) -> None:
+        """Mark those of the *rows*, by their keys, that are running and whose lease no attempt
+        holds.
+        """
+        running = [key for key, row in rows.items() if row.state == State.RUNNING]
+        try:
+            free = set(running) - held(running)
+        except StoreUnavailable as error:
+            text = f"It is not known which running keys are abandoned: {error}"
+            self.message_user(request, text, messages.WARNING)
+            return
+        # A key may have ended between the two reads.
+        for key, row in (self.get_queryset(request).in_bulk(free) if free else {}).items():
+            rows[key] = row
+            row.abandoned = row.state == State.RUNNING
+
+    @admin.display(description="state")
+    def state_now(self, row: Any) -> str:
+        """The state, as the command line and the board show it."""
+        return str(row.shown_state)
+
     @admin.display(description="started")
     def started(self, row: Any) -> str:
         """How long ago the latest attempt began, or a call was queued that has not begun."""
@@ -249,7 +290,7 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
         """How long the latest attempt took, or has taken so far."""
         if row.finished_at is not None:
             return f"{max(0, row.finished_at - row.started_at) / MICROSECONDS:.3f} s"
-        return f"{_ago(row.started_at)} so far" if row.state == State.RUNNING else "-"
+        return f"{_ago(row.started_at)} so far" if row.shown_state == State.RUNNING else "-"
 
     # -- one record --------------------------------------------------------------------------------
 
@@ -323,6 +364,8 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
             for row in rows
             if shown_versions.get(row.stored_key, _version(row)) == _version(row)
         ]
+        self.mark_abandoned(request, shown := {row.pk: row for row in same})
+        same = [*shown.values()]
         for row in rows:
             if row not in same:
                 text = f"Unchanged: {row.key} has changed meanwhile; check it again"
@@ -340,6 +383,7 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
             "means": means,
             "count": _keys(len(rows)),
             "rows": [(row, _seen(row)) for row in rows],
+            "publishable": _with_message(rows) if what == "retry" else 0,
             "checkbox_name": helpers.ACTION_CHECKBOX_NAME,
             "problem": problem,
             "result": request.POST.get("result", ""),
@@ -356,12 +400,13 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
         result: Any,
     ) -> None:
         leases, changed, unchanged = client(), 0, []
+        next_steps: Counter[str] = Counter()
         for row in rows:
             try:
                 if shown_versions.get(row.stored_key) != _version(row):
                     unchanged.append(f"{row.key} has changed meanwhile; check it again")
                     continue
-                why = _changed(
+                why, step = _changed(
                     leases, row, what, result, publish=request.POST.get("publish") == "yes"
                 )
             except StoreUnavailable as error:
@@ -371,11 +416,14 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
                 unchanged.append(why)
                 continue
             changed += 1
+            next_steps.update([step] if step is not None else [])
             self.log_change(
                 request, row, f"{ACTIONS[what][1]}, at fence {row.fence}; it was {row.state}."
             )
         if changed:
             self.message_user(request, f"{ACTIONS[what][1]}: {_keys(changed)}.", messages.SUCCESS)
+        for step, count in next_steps.most_common(REASONS_SHOWN):
+            self.message_user(request, f"{_keys(count)}: {step}", messages.INFO)
         for text in unchanged[:REASONS_SHOWN]:
             self.message_user(request, f"Unchanged: {text}", messages.WARNING)
         if len(unchanged) > REASONS_SHOWN:
@@ -403,23 +451,33 @@ def _action(what: str) -> Callable[[LeaseRecordAdmin, Any, Any], Any]:
     return act
 
 
-def _changed(leases: LeaseClient, row: Any, what: str, result: Any, *, publish: bool) -> str | None:
-    """Change one key unless it has changed meanwhile; returns why it stayed unchanged."""
+def _with_message(rows: Iterable[Any]) -> int:
+    """How many of these rows have a stored message."""
+    found = LeaseRecord.objects.filter(pk__in=[row.pk for row in rows], message__isnull=False)
+    return int(found.count())
+
+
+def _changed(
+    leases: LeaseClient, row: Any, what: str, result: Any, *, publish: bool
+) -> tuple[str | None, str | None]:
+    """Change one key unless it has changed meanwhile; returns why it stayed unchanged, and how its
+    call runs again.
+    """
     seen = leases.status(row.stored_key)
     state = State.RUNNING.value if seen.state == ABANDONED else seen.state
     if seen.fence != row.fence or state not in (row.state, "unreadable"):
-        return f"{row.key} has changed meanwhile; check it again"
+        return f"{row.key} has changed meanwhile; check it again", None
     if what in ("retry", "release", "forget"):
         (change,) = leases.change(what, [seen], publish=publish)  # type: ignore[arg-type]
-        return None if change.done else f"{row.key}: {change.why}"
+        return None if change.done else f"{row.key}: {change.why}", next_step(what, change)
     try:
         outcome: Literal["done", "retry"] = "done" if what == "resolve_done" else "retry"
-        leases.resolve(row.stored_key, outcome, result=result, found=seen)
+        after = leases.resolve(row.stored_key, outcome, result=result, found=seen)
     except StoreUnavailable:
         raise
     except (LeasesError, ValueError) as error:
-        return f"{row.key}: {error}"
-    return None
+        return f"{row.key}: {error}", None
+    return None, next_step("retry", Change(after, True)) if outcome == "retry" else None
 
 
 def _result(request: Any) -> tuple[str | None, Any]:

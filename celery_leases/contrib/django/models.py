@@ -12,6 +12,7 @@ from django.db import models
 
 from celery_leases.contrib.django.configuration import alias_of_records
 from celery_leases.errors import LeaseConfigurationError
+from celery_leases.protocol.status import ABANDONED
 
 
 def _refuse(what: str) -> NoReturn:
@@ -111,6 +112,9 @@ class LeaseRecord(_ReadOnly):
     message = models.TextField(null=True)
     details = models.TextField(null=True)
 
+    #: It is running and no attempt holds its lease, as far as a page has asked the lease store.
+    abandoned = False
+
     class Meta:
         """The table, and the name of its rows in the admin."""
 
@@ -124,6 +128,11 @@ class LeaseRecord(_ReadOnly):
         ]
         verbose_name = "record"
         verbose_name_plural = "records"
+
+    @property
+    def shown_state(self) -> str:
+        """The state as the command line and the board show it."""
+        return ABANDONED if self.abandoned else str(self.state)
 
     def __str__(self) -> str:
         """The key."""

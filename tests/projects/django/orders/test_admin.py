@@ -20,9 +20,10 @@ from starlette.testclient import TestClient
 
 from celery_leases import LeaseClient
 from celery_leases.board import leases_board
+from celery_leases.contrib.django import admin_records
 from celery_leases.contrib.django.board import CHANGE_PERMISSIONS, staff
 from celery_leases.contrib.django.models import LeaseRecord
-from celery_leases.errors import LeaseConfigurationError
+from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.worker import app_components
 from orders.models import Order
 from orders.tasks import charge, refund
@@ -152,6 +153,33 @@ class AdminTests(TransactionTestCase):
                 {key for key in ("charge:1", "refund:2") if f">{key}</a>" in text}, found, query
             )
 
+    def test_a_key_whose_process_died_is_abandoned_everywhere(self) -> None:
+        """In the list, on the page that asks, and for the filter, as the command line says."""
+        self.login("release_leaserecord")
+        died = "UPDATE celery_leases_records SET state = 'running', finished_at = NULL, lease_until = %s"
+        for lease_until, state in ((1, "abandoned"), (2**62, "running")):
+            with connection.cursor() as cursor:
+                cursor.execute(f"{died} WHERE stored_key = %s", [lease_until, self.failed.pk])
+            listed = self.client.get(RECORDS).content.decode()
+            self.assertIn(f'<td class="field-state_now">{state}</td>', listed)
+            self.assertEqual("so far" in listed, state == "running")
+            self.assertIn(f"orders.tasks.refund, {state})", self.post("release", self.failed))
+            for wanted in ("abandoned", "running"):
+                found = self.client.get(f"{RECORDS}?state={wanted}").content.decode()
+                self.assertEqual(">refund:2</a>" in found, wanted == state, wanted)
+
+    def test_running_keys_are_listed_if_the_lease_store_does_not_answer(self) -> None:
+        """The page says that it does not know which of them are abandoned."""
+        self.login()
+        with connection.cursor() as cursor:
+            cursor.execute("UPDATE celery_leases_records SET state = 'running'")
+        gone = mock.patch.object(admin_records, "held", side_effect=StoreUnavailable("away", None))
+        with gone:
+            for query in ("", "?state=running", "?state=abandoned"):
+                text = self.client.get(f"{RECORDS}{query}").content.decode()
+                self.assertIn("It is not known which running keys are abandoned: away", text)
+                self.assertIn(">refund:2</a>", text)
+
     def test_a_page_leads_to_the_next_one(self) -> None:
         """As long as there is one."""
         self.login()
@@ -204,7 +232,11 @@ class AdminTests(TransactionTestCase):
         self.assertIn("Yes, retry", self.post("retry", self.failed))
         self.failed.refresh_from_db()
         self.assertEqual(self.failed.state, "failed")
-        self.assertIn("Retry: 1 key.", self.confirmed("retry", self.failed))
+        self.assertIn("No message of these keys is stored", self.post("retry", self.failed))
+        done = self.confirmed("retry", self.failed, publish="yes")
+        self.assertIn("Retry: 1 key.", done)
+        self.assertIn("1 key: no message was published: call the task again", done)
+        self.assertIn("orders.tasks.refund.delay(…)", done)
         self.failed.refresh_from_db()
         self.assertEqual(self.failed.state, "pending")
         entry = LogEntry.objects.get()
