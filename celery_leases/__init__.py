@@ -55,22 +55,11 @@ _LAZY = {
     "Uncertain": "celery_leases.errors",
     "current_lease": "celery_leases.lease",
 }
-_ELSEWHERE = ("errors", "rules", "client")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on its first use; raises ``ImportError`` for a name of another module of
-    the package.
-    """
+    """Import a public name on its first use."""
     if name not in _LAZY:
-        if name in ("relay", "rescue"):
-            raise ImportError(
-                f"{name}() is a method of LeaseClient; write: LeaseClient.from_app(app).{name}()"
-            )
-        for place in _ELSEWHERE if name[:1] != "_" else ():
-            module = f"{__name__}.{place}"
-            if name in import_module(module).__all__:
-                raise ImportError(f"{name} is in {module}; write: from {module} import {name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_LAZY[name]), name)
     return value

@@ -9,13 +9,7 @@ from urllib.parse import urlsplit
 
 from celery_leases.common.durations import seconds
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.protocol.options import (
-    DATABASE,
-    LONGEST_COUNTDOWN,
-    OPTION_NAMES,
-    hint_of,
-    renamed,
-)
+from celery_leases.protocol.options import DATABASE, LONGEST_COUNTDOWN, OPTION_NAMES, hint_of
 from celery_leases.stores.redis import url
 
 DEFAULT_DATABASE = "sqlite:///celery_leases.db"
@@ -85,8 +79,6 @@ def read_settings(
     """
     given = {name.removeprefix("leases_"): value for name, value in conf.items()}
     for name in sorted(given.keys() - {*_SETTINGS, *OPTION_NAMES}):
-        if (instead := renamed("leases", name, given[name])) is not None:
-            raise LeaseConfigurationError(instead)
         known = [known for known in (*_SETTINGS, *OPTION_NAMES) if known not in _NOT_APP_WIDE]
         written = name if name in conf else f"leases_{name}"
         hint = hint_of("leases_", written, known)

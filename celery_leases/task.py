@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from celery import Celery, Task
 from celery.result import AsyncResult
@@ -240,13 +240,6 @@ class LeasedMixin:
         if check := getattr(self, "__header__", None):
             check(*given, **named)  # as apply_async does
         return outbox.enqueue(self, session_or_connection, given, named, options)
-
-    def enqueue(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise an error that names :meth:`delay_in`, as this method is called now."""
-        name: str = self.name  # type: ignore[attr-defined]
-        raise LeaseConfigurationError(
-            f"task {name}: enqueue() is called delay_in() now; the arguments are the same"
-        )
 
     def lease_status(self, *args: Any, **kwargs: Any) -> LeaseStatus:
         """The status of the key that a call with these arguments has.

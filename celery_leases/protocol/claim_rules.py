@@ -33,8 +33,6 @@ ALWAYS: Final = 2**62
 """A time after every other time."""
 HOLDER_MAX: Final = 255
 """Characters of a stored ``hostname/pid``."""
-_FORMER_END: Final = "/celery_leases"
-"""The end of the names of lease stores in the first records, which had the default prefix too."""
 
 
 class Question(Enum):
@@ -142,7 +140,7 @@ def decide(row: Record | None, claim: Claim) -> Refusal | Question | None:
     """
     if row is None or row.expired or row.state is not State.RUNNING:
         return refusal(row, claim.claim_request)
-    if row.lease_store not in (claim.lease_store, f"{claim.lease_store}{_FORMER_END}"):
+    if row.lease_store != claim.lease_store:
         raise LeaseStoreMismatch(
             f"{row.key} is running under the lease store {row.lease_store}, this worker uses {claim.lease_store}; "
             "give all workers of this database one leases_url (or run `leases release` if the other store is retired)",

@@ -15,7 +15,7 @@ import math
 import re
 import string
 from _string import formatter_field_name_split  # type: ignore[import-not-found]
-from binascii import a2b_base64, b2a_base64
+from binascii import b2a_base64
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from types import NoneType
@@ -43,11 +43,8 @@ OF_ERRBACK: Final = "celery_leases_errback"
 """The name in the mappings that an errback gets for ``request``, ``exc`` and ``traceback``. By
 default these are not compared, because two failures of the same work never have the same.
 """
-DIGEST_LENGTH: Final = 16
-"""Characters of a digest: 12 bytes in Base64."""
 FINGERPRINT_LENGTH: Final = 22
 """Characters of a fingerprint behind its version: 16 bytes in Base64, without padding."""
-OLDER_FINGERPRINT_LENGTH: Final = 32
 
 
 @value_class(frozen=True, slots=True)
@@ -218,51 +215,23 @@ def fingerprint_of(digests: Mapping[str, str]) -> str:
     return f"{VERSION}:{_hashed(_joined(digests), 16)[:FINGERPRINT_LENGTH]}"
 
 
-def older_fingerprint_of(digests: Mapping[str, str]) -> str:
-    """The older form of a fingerprint, made of digests of 12 hexadecimal digits."""
-    return f"{VERSION}:{_sha256(_joined(digests)).hexdigest()[:OLDER_FINGERPRINT_LENGTH]}"
-
-
 def is_fingerprint(text: str | None) -> bool:
     """Whether *text* has the form of the fingerprints of :func:`fingerprint_of`."""
     return text is not None and len(text) == len(VERSION) + 1 + FINGERPRINT_LENGTH
 
 
-def is_older_fingerprint(text: str | None) -> bool:
-    """Whether *text* has the form of the fingerprints of :func:`older_fingerprint_of`."""
-    return text is not None and len(text) == len(VERSION) + 1 + OLDER_FINGERPRINT_LENGTH
-
-
 def same_arguments(one: Compared, other: Compared) -> bool:
     """Whether two calls have the same arguments, or those of one of them are not compared."""
     ours, theirs = one.fingerprint, other.fingerprint
-    if ours is None or theirs is None or ours == theirs:
-        return True
-    if is_older_fingerprint(ours):
-        return is_fingerprint(theirs) and ours == _in_older_form(other.digests)
-    return is_fingerprint(ours) and theirs == _in_older_form(one.digests)
+    return ours is None or theirs is None or ours == theirs
 
 
 def differing(one: Compared, other: Compared) -> list[str]:
     """The names of the arguments whose digests differ."""
     ours, theirs = one.digests or {}, other.digests or {}
-    if is_older_fingerprint(one.fingerprint) != is_older_fingerprint(other.fingerprint):
-        ours, theirs = _older_digests(ours), _older_digests(theirs)
     return sorted(
         name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
     )
-
-
-def _in_older_form(digests: Mapping[str, str] | None) -> str | None:
-    return older_fingerprint_of(_older_digests(digests)) if digests is not None else None
-
-
-def _older_digests(digests: Mapping[str, str]) -> dict[str, str]:
-    """*digests* in their older form, which has the first 6 of their 12 bytes."""
-    return {
-        name: a2b_base64(digest)[:6].hex() if len(digest) == DIGEST_LENGTH else digest
-        for name, digest in digests.items()
-    }
 
 
 def _joined(digests: Mapping[str, str]) -> str:

@@ -47,17 +47,6 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "resume": get_args(Resume),
     "on_queued": get_args(OnQueued),
 }
-_RENAMED_VALUES: Final[Mapping[str, str]] = {"put_back": "reschedule", "fail": "raise"}
-"""Values of ``on_held``, ``on_done`` and ``on_cooling`` that have another name now."""
-_RENAMED: Final[Mapping[str, tuple[str, Mapping[Any, str]]]] = {
-    "on_cooldown": ("on_cooling", _RENAMED_VALUES),
-    "after_cooldown": ("resume", {"resume": "always", "stop": "never"}),
-}
-"""Options that have another name now: that name, and the names of their values."""
-_REPLACED: Final[Mapping[str, str]] = {
-    "scope": 'lease_namespace: tasks with the same lease_namespace="..." share their keys',
-}
-"""Removed options, and what to write instead."""
 APP_ONLY: Final = frozenset({"result_max", "settle_timeout"})
 """Settings of the whole app that a task cannot set."""
 _SECONDS: Final = ("ttl", "max_hold", "wait", "retention", "settle_timeout")
@@ -155,7 +144,7 @@ def gather(
     """
     for name in given:
         if name not in OPTION_NAMES:
-            raise LeaseConfigurationError(_unknown(task, name, given[name]))
+            raise LeaseConfigurationError(_unknown(task, name))
         if name in APP_ONLY:
             raise LeaseConfigurationError(
                 f"task {task}: lease_{name} is no option of a task; write app.conf.leases_{name}={given[name]!r}"
@@ -167,23 +156,7 @@ def gather(
     return options
 
 
-def renamed(prefix: str, name: str, value: object) -> str | None:
-    """What to write instead of the removed option *prefix*_*name*; ``None``: it never existed."""
-    if name in _REPLACED:
-        return f"{prefix}_{name} is replaced by {_REPLACED[name]}"
-    if name not in _RENAMED:
-        return None
-    new_name, values = _RENAMED[name]
-    new_value = values.get(value, value) if isinstance(value, str) else value
-    new_option = f"{prefix}_{new_name}"
-    return (
-        f"the option {prefix}_{name} is called {new_option} now; write {new_option}={new_value!r}"
-    )
-
-
-def _unknown(task: str, name: str, value: object) -> str:
-    if (instead := renamed("lease", name, value)) is not None:
-        return f"task {task}: {instead}"
+def _unknown(task: str, name: str) -> str:
     known = [option for option in OPTION_NAMES if option not in APP_ONLY]
     written = name if name.startswith("lease") else f"lease_{name}"
     return f"task {task}: unknown option {written}; {hint_of('lease_', written, known)}"
@@ -219,7 +192,7 @@ def _wrong(option: str, value: object, write: str) -> LeaseConfigurationError:
 def _checked(option: str, name: str, value: Any) -> Any:
     if name in _CHOICES:
         if value not in _CHOICES[name]:
-            raise _wrong(option, value, _choices(name, value))
+            raise _wrong(option, value, " or ".join(map(repr, _CHOICES[name])))
         return value
     if name in _SECONDS:
         return _seconds(option, name, value)
@@ -232,16 +205,6 @@ def _checked(option: str, name: str, value: Any) -> Any:
             raise _wrong(option, value, f"a whole number of at least {_COUNTS[name]}")
         return value
     return _CHECKS[name](option, value)
-
-
-def _choices(name: str, value: Any) -> str:
-    """What to write instead of *value*, which the option does not accept."""
-    choices = _CHOICES[name]
-    if isinstance(value, str) and _RENAMED_VALUES.get(value) in choices:
-        return f"{_RENAMED_VALUES[value]!r}, as it is called now"
-    if (name, value) == ("on_held", "wait"):
-        return 'lease_wait="30s" instead: a call waits in its process for that long, and then lease_on_held applies'
-    return " or ".join(repr(choice) for choice in choices)
 
 
 def _seconds(option: str, name: str, value: Any) -> float:

@@ -14,12 +14,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from celery_leases.protocol import attempt_history
-from celery_leases.protocol.keys import (
-    fingerprint_of,
-    is_fingerprint,
-    is_older_fingerprint,
-    older_fingerprint_of,
-)
+from celery_leases.protocol.keys import fingerprint_of, is_fingerprint
 from celery_leases.protocol.records import Attempt, Ended, Failure, Record
 
 SAME_AS_FINISHED_AT: Final = True
@@ -31,11 +26,6 @@ RETENTION: Final = 7 * 86_400.0
 """A document without these fields has these values. They are part of the stored form, and do not
 change when the defaults of the options do.
 """
-_WHOLE_DIGEST: Final = 43
-"""The length of a fingerprint in the first documents. It is not used, because the digests that are
-stored beside it give a fingerprint that can be compared with others.
-"""
-
 _FAILURE: Final = frozenset(field.name for field in fields(Failure))
 
 
@@ -64,8 +54,6 @@ def dump(record: Record, *, failed: bool = False) -> str | None:
     fingerprint = record.fingerprint
     if digests is None:
         follows = fingerprint is None
-    elif is_older_fingerprint(fingerprint):
-        found["digests"], follows = digests, True
     else:
         found["args"], follows = digests, is_fingerprint(fingerprint)
     if not follows:  # from the digests
@@ -113,11 +101,8 @@ def load(text: str | None, finished_at: int | None) -> tuple[dict[str, Any], str
             if name not in _NOT_NEEDED:
                 raise
             unreadable = short
-    if found["digests"] is not None and (
-        "print" not in document or len(document["print"] or "") == _WHOLE_DIGEST
-    ):
-        made_of = fingerprint_of if "args" in document else older_fingerprint_of
-        found["fingerprint"] = made_of(found["digests"])
+    if found["digests"] is not None and "print" not in document:
+        found["fingerprint"] = fingerprint_of(found["digests"])
     if document.get("failed_at") is SAME_AS_FINISHED_AT:
         found["failed_at"] = finished_at
     return found, unreadable
@@ -131,15 +116,6 @@ def generation_in(text: str) -> int | None:
         return _integer(_mapping(json.loads(text)).get("generation", 0))
     except (TypeError, ValueError, RecursionError):
         return None
-
-
-def is_readable(short: str, value: Any) -> bool:
-    """Whether :func:`load` accepts *value* for the field with that name in a document."""
-    try:
-        _READ[short][1](value)
-    except Exception:  # noqa: BLE001 - an unknown name, or what a reader raises for a wrong value
-        return False
-    return True
 
 
 def _previous_to(previous: Attempt) -> dict[str, Any]:
@@ -236,7 +212,6 @@ _values: Final = attrgetter(*_NAMES)
 _READ: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     **{short: (name, read) for short, (name, _, read) in _FIELDS.items()},
     "args": ("digests", _digests),
-    "digests": ("digests", _digests),  # 12 hexadecimal digits each, from earlier versions
     "print": ("fingerprint", _text_or_none),
     "before": ("previous", _previous_from),
     "past": ("history", attempt_history.load),

@@ -18,7 +18,6 @@ from celery_leases.protocol.keys import (
     CallKey,
     call_group,
     call_key,
-    is_fingerprint,
     is_shortened,
     stored_key,
     unfit,
@@ -70,9 +69,7 @@ MAX_COUNT: Final = 10**6
 _STATE: Final = "celery_leases_state"
 _TOKEN: Final = re.compile("[0-9A-Za-z+/]{16}", re.ASCII)
 _OWNER: Final = re.compile("[0-9A-Za-z+/]{16,32}-[0-9a-f]{1,8}", re.ASCII)
-_FINGERPRINT: Final = re.compile(
-    "v[0-9]{1,3}:([0-9A-Za-z+/]{22}|[0-9a-f]{32}|[0-9a-f]{64})", re.ASCII
-)
+_FINGERPRINT: Final = re.compile("v[0-9]{1,3}:[0-9A-Za-z+/]{22}", re.ASCII)
 
 
 class HeaderUnusable(Exception):
@@ -364,10 +361,8 @@ def key_of(
         if carried is None:
             raise _ended_by(task, error) from error
         return carried
-    # The fingerprints in messages of earlier versions can be compared with none of today's.
     if carried is None or (
-        carried.stored == made.stored
-        and (carried.fingerprint == made.fingerprint or not is_fingerprint(carried.fingerprint))
+        carried.stored == made.stored and carried.fingerprint in (None, made.fingerprint)
     ):
         return made
     return carried

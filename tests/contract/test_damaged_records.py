@@ -39,7 +39,7 @@ NEEDED = {
         '{"generation": 0, "value": "{"}',
         '{"generation": 0, "positions": 5}',
     ],
-    "details": ["{", "[]", '{"results": 5}', '{"retries": "x"}', '{"digests": "{"}'],
+    "details": ["{", "[]", '{"results": 5}', '{"retries": "x"}', '{"args": "{"}'],
     "state": ["bogus"],
 }
 LOOKED_AT = NEEDED | {"ended": ["bogus"], "result": ["{"]}

@@ -166,11 +166,6 @@ class TestARunningRow:
         assert (caught.value.ours, caught.value.theirs) == ("redis://two", STORE)
         assert decide(a_record(State.PENDING), a_claim("redis://two")) is None
 
-    def test_one_under_the_former_name_of_the_lease_store_may_be_taken(self) -> None:
-        """A worker of the first releases left it running."""
-        former = a_record(State.RUNNING, lease_store=f"{STORE}/celery_leases")
-        assert decide(former, a_claim()) == decide(a_record(State.RUNNING), a_claim())
-
     def test_our_own_is_ours(self) -> None:
         """An earlier try was carried out, and its reply was lost."""
         assert claim_rules.is_ours(a_record(State.RUNNING, owner="token-2"), a_claim_request())

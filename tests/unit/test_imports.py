@@ -72,15 +72,6 @@ def test_every_public_name_can_be_imported_and_is_listed() -> None:
         _ = celery_leases.no_such_name
 
 
-def test_the_error_for_a_name_of_another_module_names_that_module() -> None:
-    """Exceptions and what rules are written with have modules of their own."""
-    for module, name in (("errors", "LeaseHeld"), ("rules", "Rules"), ("client", "GroupStatus")):
-        with pytest.raises(ImportError, match=f"write: from celery_leases.{module} import {name}"):
-            getattr(celery_leases, name)
-    with pytest.raises(AttributeError):
-        celery_leases.nothing  # noqa: B018 - read for what it raises
-
-
 def test_every_exception_is_in_the_module_of_the_exceptions() -> None:
     """Also those at the top; errors that only stores use are not."""
     kinds = [
@@ -94,10 +85,3 @@ def test_every_exception_is_in_the_module_of_the_exceptions() -> None:
     assert {kind.__module__ for kind in kinds if kind.__name__ in errors.__all__} == {
         errors.__name__
     }
-
-
-def test_the_error_for_a_function_that_became_a_method_names_its_class() -> None:
-    """``relay`` and ``rescue`` are asked of a client."""
-    for name in ("relay", "rescue"):
-        with pytest.raises(ImportError, match=rf"write: LeaseClient.from_app\(app\).{name}\(\)"):
-            getattr(celery_leases, name)

@@ -35,7 +35,6 @@ from celery_leases.protocol.keys import (
     call_key,
     canonical,
     differing,
-    same_arguments,
     stored_key,
 )
 from celery_leases.protocol.options import LeaseOptions
@@ -82,23 +81,8 @@ def templated(parameters: str, template: str, *args: Any, **kwargs: Any) -> str:
     return key_of(parameters, *args, _options={"key": template}, **kwargs).key
 
 
-SAME_48_BITS = (11_004_127, 47_618_354)
-"""Two arguments; the first 6 bytes of the SHA-256 of their canonical forms are equal."""
-
-
 def _base64_of(data: bytes, length: int) -> str:
     return base64.b64encode(hashlib.sha256(data).digest()[:length]).decode()
-
-
-def _of_an_earlier_version(key: CallKey, canonical_forms: dict[str, str]) -> CallKey:
-    """*key* with the digests and the fingerprint that earlier versions wrote."""
-    digests = {
-        name: hashlib.sha256(text.encode()).hexdigest()[:12]
-        for name, text in canonical_forms.items()
-    }
-    text = json.dumps(digests, sort_keys=True, separators=(",", ":"))
-    fingerprint = f"v1:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    return replace(key, fingerprint=fingerprint, digests=digests)
 
 
 class TestPublishedForm:
@@ -658,38 +642,6 @@ class TestFingerprint:
         nothing = CallKey("k", "t:t|k")
         assert differing(nothing, nothing) == []
         assert differing(replace(nothing, digests={"a": "1"}), nothing) == ["a"]
-
-    def test_digests_of_earlier_versions_are_compared_by_their_48_bits(self) -> None:
-        """Rows and messages of earlier versions have 12 hexadecimal digits for each argument."""
-        ours = key_of("a, b", 1, 2, _options={"key": "k"})
-        earlier = _of_an_earlier_version(ours, {"a": "1", "b": "2"})
-        other = _of_an_earlier_version(ours, {"a": "1", "b": "3"})
-        for one, another in ((ours, earlier), (earlier, ours), (earlier, earlier), (ours, ours)):
-            assert same_arguments(one, another)
-            assert differing(one, another) == []
-        for one, another in ((ours, other), (other, ours), (earlier, other)):
-            assert not same_arguments(one, another)
-            assert differing(one, another) == ["b"]
-
-    def test_a_fingerprint_alone_is_compared_with_the_digests_of_the_other(self) -> None:
-        """The key in a message has no digests."""
-        ours = key_of("a, b", 1, 2, _options={"key": "k"})
-        earlier = replace(_of_an_earlier_version(ours, {"a": "1", "b": "2"}), digests=None)
-        assert same_arguments(earlier, ours)
-        assert same_arguments(ours, earlier)
-        assert not same_arguments(replace(ours, digests=None), earlier)
-        first = replace(earlier, fingerprint="v1:" + "a" * 64)
-        assert not same_arguments(ours, first)
-        assert not same_arguments(first, earlier)
-
-    def test_two_values_with_one_digest_of_48_bits_are_told_apart(self) -> None:
-        """Found by a search that compares 12 hexadecimal digits."""
-        one, other = (key_of("a", value, _options={"key": "k"}) for value in SAME_48_BITS)
-        assert not same_arguments(one, other)
-        assert same_arguments(
-            _of_an_earlier_version(one, {"a": canonical(SAME_48_BITS[0])}),
-            _of_an_earlier_version(one, {"a": canonical(SAME_48_BITS[1])}),
-        )
 
     def test_digests_hold_no_argument(self) -> None:
         made = key_of("secret", "hunter2", _options={"key": "k"})

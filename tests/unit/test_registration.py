@@ -71,18 +71,9 @@ def test_options_for_failures_are_gathered_from_task_and_app() -> None:
 @pytest.mark.parametrize(
     ("options", "hint"),
     [
-        ({"lease_on_cooldown": "put_back"}, "write lease_on_cooling='reschedule'"),
-        ({"lease_on_cooling": "put_back"}, "write 'reschedule', as it is called now"),
-        ({"lease_on_cooling": "fail"}, "write 'raise', as it is called now"),
-        ({"lease_on_held": "put_back"}, "write 'reschedule', as it is called now"),
-        ({"lease_on_held": "fail"}, "write 'raise', as it is called now"),
-        ({"lease_on_held": "wait"}, 'write lease_wait="30s" instead'),
-        ({"lease_on_done": "fail"}, "write 'raise', as it is called now"),
         ({"lease_on_done": "reschedule"}, "'replay' or 'ignore' or 'raise' or 'rerun'"),
         ({"lease_result_max": 10}, "write app.conf.leases_result_max=10"),
         ({"lease_settle_timeout": 5}, "write app.conf.leases_settle_timeout=5"),
-        ({"lease_after_cooldown": "resume"}, "write lease_resume='always'"),
-        ({"lease_after_cooldown": "stop"}, "write lease_resume='never'"),
         ({"lease_on_cooling": "wait"}, "'raise' or 'reschedule' or 'ignore'"),
         ({"lease_cooldown_group": "openai:{model}"}, ", not 'model'"),
         ({"lease_cooldown": 0}, "lease_cooldown=0 is not usable"),
@@ -266,7 +257,6 @@ def test_the_call_of_the_class_behind_runs_around_the_body() -> None:
         ({"leasekey": "k"}, "unknown option leasekey; did you mean lease_key?"),
         ({"leased": True}, "unknown option leased; known are lease_key, "),
         ({"lease_key": "send:customer_id"}, 'write "send:{customer_id}", because without braces'),
-        ({"lease_scope": "global"}, "lease_scope is replaced by lease_namespace"),
     ],
 )
 def test_what_would_lose_work_or_mean_nothing_is_refused(

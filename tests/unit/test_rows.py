@@ -91,14 +91,8 @@ def test_a_record_of_a_first_run_has_no_details() -> None:
     assert column_values(a_record(State.DONE, **plain))["details"] is None
 
 
-def test_digests_of_earlier_versions_stay_in_their_form() -> None:
-    """Their fingerprint follows from them, as that of today's digests does."""
-    earlier = json.loads('{"digests":{"amount":"3ab57220f1f1","month":"3aa264b7c1e6"}}')
-    found, unreadable = record_document.load(json.dumps(earlier), None)
-    assert (found["digests"], unreadable) == (earlier["digests"], None)
-    assert found["fingerprint"] == "v1:d0e92acc785679c5b67a6f9bc0e8c597"
-    record = a_record(State.DONE, **{"retention": 7 * 86_400.0, **found})
-    assert json.loads(record_document.dump(record) or "") == earlier
+def test_a_fingerprint_is_not_stored_beside_the_digests() -> None:
+    """It is computed from them."""
     today = call_key("t", LeaseOptions(key="k"), signature(lambda *args: args), "c", (1, 2), {})
     record = a_record(
         State.DONE, retention=7 * 86_400.0, fingerprint=today.fingerprint, digests=today.digests
