@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections import deque
@@ -68,15 +69,13 @@ class ResourcePool(Generic[T]):
         self._idle: deque[T] = deque()
         # In order of arrival.
         self._waiting: deque[_Waiter[T]] = deque()
-        # Last, because another thread of a fork must not use what the parent uses.
-        self._process = os.getpid()
 
     def acquire(self) -> T:
         """Return a resource for exclusive use until :meth:`release`; raises
         :class:`PoolExhausted`.
         """
-        if self._process != os.getpid():  # a fork in C, as of a web server, runs no hooks of Python
-            self._begin()
+        if not _not_forked[0]:
+            _reset_after_fork()
         try:
             return self._idle.pop()
         except IndexError:
@@ -157,6 +156,15 @@ class ResourcePool(Generic[T]):
 
 
 _pools: WeakSet[ResourcePool[Any]] = WeakSet()
+_not_forked: Any = bytearray(1)
+"""One byte, which is 0 in a forked process until the pools are reset. On Linux the kernel sets it,
+because a fork in C, as of a web server, runs no hooks of Python; reading it needs no call.
+"""
+with suppress(OSError, AttributeError, ValueError):
+    _page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _page.madvise(18)  # MADV_WIPEONFORK, since Linux 4.14
+    _not_forked = _page
+_not_forked[0] = 1
 
 
 def _reset_after_fork() -> None:
@@ -165,6 +173,7 @@ def _reset_after_fork() -> None:
     """
     for resource_pool in list(_pools):
         resource_pool._begin()  # noqa: SLF001 - of this module
+    _not_forked[0] = 1
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)
