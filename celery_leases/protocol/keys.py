@@ -17,9 +17,12 @@ import string
 from _string import formatter_field_name_split  # type: ignore[import-not-found]
 from binascii import b2a_base64
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date, time
+from decimal import Decimal
 from functools import cached_property, lru_cache
 from types import NoneType
 from typing import Any, Final, Protocol
+from uuid import UUID
 
 from kombu.utils import json as wire
 
@@ -33,6 +36,7 @@ _UNCHANGED: Final = frozenset((str, int, bool, NoneType))
 """The types whose values do not change in a round trip through JSON."""
 _PLAIN: Final = frozenset((str, int, bool, float))
 """The types whose values have the same canonical form only if they have the same ``repr``."""
+_WRITTEN_BY_STR: Final = (int, float, Decimal, UUID, date, time)
 _CONSTANTS: Final = {None: "null", True: "true", False: "false"}
 _quoted: Final = json.encoder.encode_basestring
 _surrogate: Final = re.compile("[\ud800-\udfff]").search
@@ -376,6 +380,8 @@ def _filled(task: str, option: str, maker: str | Callable[..., str], given: _Giv
     if isinstance(maker, str):
         try:
             text = _formatted(maker, given.by_name)
+        except KeyUnusable as error:
+            raise KeyUnusable(f"{name}={maker!r}: {error}") from None
         except (LookupError, AttributeError, ValueError, TypeError) as error:
             raise KeyUnusable(f"{name}={maker!r} cannot be filled: {error!r}") from None
     else:
@@ -400,17 +406,17 @@ def _digests(task: str, options: LeaseOptions, given: _Given) -> dict[str, str] 
         return None
     compared: Mapping[Any, Any]
     if chosen is None:
-        compared = {
-            name: value
-            for name, value in given.differing_from_defaults().items()
-            if not (type(value) is dict and OF_ERRBACK in value)
-        }
+        compared = given.differing_from_defaults()
     elif isinstance(chosen, tuple):
         compared = {name: given.by_name.get(name) for name in chosen}
     else:
         made = given.to(chosen, f"task {task}: lease_fingerprint")
         compared = made if isinstance(made, Mapping) else {"fingerprint": made}
-    return {str(name): _hashed(canonical(value), 12) for name, value in compared.items()}
+    return {
+        str(name): _hashed(canonical(value), 12)
+        for name, value in compared.items()
+        if not (chosen is None and type(value) is dict and OF_ERRBACK in value)
+    }
 
 
 def _is_default(parameter: inspect.Parameter, value: Any) -> bool:
@@ -490,12 +496,16 @@ def _parts(template: str) -> list[tuple[str, str | None]] | None:
 
 
 def _shown(value: Any) -> str:
-    """*value* in a key: text and numbers unchanged, other values in canonical form."""
+    """*value* in a key: text, numbers, dates and UUIDs by ``str()``, others in canonical form.
+
+    Raises :class:`KeyUnusable` for a value without one: the text of a set, or of an object, differs
+    from process to process.
+    """
     if isinstance(value, str):
         return format(value)
-    if isinstance(value, bool | list | dict) or value is None:
-        return canonical(value)
-    return str(value)
+    if isinstance(value, _WRITTEN_BY_STR) and not isinstance(value, bool):
+        return str(value)
+    return canonical(value)
 
 
 class _CanonicalFormatter(string.Formatter):
@@ -515,6 +525,7 @@ class _CanonicalFormatter(string.Formatter):
                 if not is_attribute or isinstance(found, Mapping)
                 else getattr(found, name)
             )
+        canonical(found)  # its text may be made by a conversion or a format, and must be stable
         return found, str(first)
 
     def format_field(self, value: Any, format_spec: str) -> str:

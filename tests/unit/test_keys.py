@@ -437,6 +437,7 @@ class TestTemplates:
             ("{x[1]}", (7, 8), "8"),
             ("{x[name]}", {"name": "Zoë"}, "Zoë"),
             ("{x!r}", "a", "'a'"),
+            ("{x}", b"a", '{"__type__":"bytes","__value__":"a"}'),
             ("{{{x}}}", 1, "{1}"),
         ],
     )
@@ -456,6 +457,17 @@ class TestTemplates:
         with pytest.raises(
             KeyUnusable, match=re.escape(f"lease_key={template!r} cannot be filled")
         ):
+            templated("x", template, value)
+
+    @pytest.mark.parametrize("template", ["{x}", "{x!s}", "{x!r:>9}", "{x:}", "{x[0]}"])
+    @pytest.mark.parametrize(
+        "value",
+        [{"a", "b"}, frozenset("ab"), object(), 1j, len, [{"a"}]],
+        ids=lambda v: str(type(v)),
+    )
+    def test_a_value_without_a_stable_text_is_refused(self, template: str, value: Any) -> None:
+        """Such as a set, which pickle and YAML can carry: its text depends on the process."""
+        with pytest.raises(KeyUnusable, match=re.escape(f"lease_key={template!r}")):
             templated("x", template, value)
 
     @pytest.mark.parametrize("value", ["", " ", "\t\n"])
