@@ -430,6 +430,9 @@ class Delivery:
             held=again.held,
         )
         retry, began = _retry_of(again), self.components.clock.now()
+        if self.time_limits is not None and not self.body_began:
+            # Three quarters of the limit: then the delivery is returned to the broker.
+            wait_limit.set_seconds(1.5 * call.begin_by - 0.5 * call.received_at - began)
         published = self._publish(call, again, delay)
         if again.retrying:
             self._show_retry(again)

@@ -14,6 +14,7 @@ from celery.exceptions import Ignore
 from kombu.exceptions import EncodeError, SerializerNotInstalled
 from kombu.pools import ProducerPool
 
+from celery_leases.concurrency import wait_limit
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.interfaces import MarkStore
 from celery_leases.protocol.message_copies import Copy, waiter_mark
@@ -29,23 +30,18 @@ from celery_leases.worker.delivery_queue import (
 from celery_leases.worker.headers import HEADER, OURS, TASK_EVENTS, Header
 from celery_leases.worker.stored_messages import NotStorable, stored_form
 
-CONFIRM_WITHIN = 5.0
+CONFIRM_WITHIN = (5.0, 2.0, 0.5)
+"""Seconds for which a publish may wait for the broker, and the shorter waits for calls with a short
+time limit.
+"""
 FAILED_AT_ONCE = 1.0
 POOL_SIZE = 10
 OVER = "over"
 """The value of a mark once the call of its copy has ended."""
 
 _ROUTE = {"countdown", "eta", "queue", "exchange", "routing_key", "exchange_type", "redelivered"}
-_AMQP = {"confirm_publish": True, "read_timeout": CONFIRM_WITHIN, "write_timeout": CONFIRM_WITHIN}
-_REDIS = {"socket_timeout": CONFIRM_WITHIN, "socket_connect_timeout": CONFIRM_WITHIN}
-_OPTIONS = {
-    "pyamqp": _AMQP,
-    "amqp": _AMQP,
-    "redis": _REDIS,
-    "rediss": _REDIS,
-    "valkey": _REDIS,
-    "sentinel": _REDIS,
-}
+_AMQP = ("pyamqp", "amqp")
+_REDIS = ("redis", "rediss", "valkey", "sentinel")
 
 
 class NotPublishable(Exception):
@@ -71,6 +67,7 @@ class Publisher:
     def __init__(self, app: Celery) -> None:
         self._app = app
         self._pool: ProducerPool | None = None
+        self._within = CONFIRM_WITHIN[0]
         self._warned: set[str] = set()
         self.routes = Routes(app)
 
@@ -89,7 +86,8 @@ class Publisher:
         if a later copy than this delivery has been published already.
 
         *newest*: publish a copy in any case, as the latest one. Raises the error because of which
-        the broker did not confirm within 5 s; the copy counts as not published then.
+        the broker did not confirm within 5 s, or less for a call
+        with a short time limit; the copy counts as not published then.
         """
         # The number of retries is part of the mark's name, because a retry is not a copy of the
         # previous attempt.
@@ -136,9 +134,9 @@ class Publisher:
         within 5 s.
         """
         signature = Signature.from_dict(call, app=self._app)
-        with self._producers().acquire(block=True, timeout=CONFIRM_WITHIN) as producer:
+        with self._producer() as producer:
             signature.apply_async(
-                producer=producer, retry=False, confirm_timeout=CONFIRM_WITHIN, add_to_parent=False
+                producer=producer, retry=False, confirm_timeout=self._within, add_to_parent=False
             )
 
     def message_of(self, task: Task, header: Header | None) -> str | None:
@@ -166,10 +164,7 @@ class Publisher:
         request = task.request
         if not (request.__dict__.get(TASK_EVENTS) and task.send_events):
             return
-        with (
-            suppress(Exception),
-            self._producers().acquire(block=True, timeout=CONFIRM_WITHIN) as producer,
-        ):
+        with suppress(Exception), self._producer() as producer:
             events = self._app.events.Dispatcher(hostname=request.hostname, enabled=False)
             events.publish(f"task-{what}", {"uuid": request.id, **fields}, producer, retry=False)
 
@@ -195,7 +190,7 @@ class Publisher:
                 self.close()
                 # An immediate failure comes from a connection that was lost while idle, so publish
                 # again; an extra copy does no harm.
-                if last or time.monotonic() - began > FAILED_AT_ONCE:
+                if last or time.monotonic() - began > min(FAILED_AT_ONCE, self._within / 2):
                     raise
         return None
 
@@ -205,10 +200,7 @@ class Publisher:
         except Exception as error:  # the broker was not called, so a retry would fail too
             raise NotPublishable(f"{type(error).__name__}: {error}") from error
         options = {name: value for name, value in copy.options.items() if name not in _ROUTE}
-        with (
-            self._producers().acquire(block=True, timeout=CONFIRM_WITHIN) as producer,
-            _outside_of(task.request),
-        ):
+        with self._producer() as producer, _outside_of(task.request):
             self._app.send_task(
                 task.name,
                 copy.args,
@@ -217,29 +209,43 @@ class Publisher:
                 router=FixedRoute(),
                 producer=producer,
                 retry=False,
-                confirm_timeout=CONFIRM_WITHIN,
+                confirm_timeout=self._within,
                 add_to_parent=False,
                 **(options | self.routes.to_queue_of(producer, task.request, delay)),
             )
 
-    def _producers(self) -> ProducerPool:
+    def _producer(self) -> Any:
+        """A producer of the pool. The timeouts of its connections are shortened, for good, when a
+        call with a shorter time limit needs that.
+        """
+        left = wait_limit.bounded(CONFIRM_WITHIN[0])
+        within = next((each for each in CONFIRM_WITHIN if each <= left), CONFIRM_WITHIN[-1])
+        if within < self._within:
+            self.close()
+            self._within = within
         if self._pool is None:
-            scheme = self._app.connection_for_write().transport_cls
-            options = dict(_OPTIONS.get(scheme, {})) if isinstance(scheme, str) else {}
-            # Try each host once. By default, kombu tries again, with pauses, until the connect
-            # timeout ends.
-            options |= {
-                "max_retries": len(self._app.connection_for_write().alt or ()),
-                "interval_start": 0,
-            }
-            connection = self._app.connection_for_write(
-                connect_timeout=CONFIRM_WITHIN, transport_options=options
-            )
-            connections = connection.Pool(limit=POOL_SIZE)
-            self._pool = ProducerPool(
-                connections, limit=POOL_SIZE, Producer=self._app.amqp.Producer
-            )
-        return self._pool
+            self._pool = self._new_pool()
+        return self._pool.acquire(block=True, timeout=self._within)
+
+    def _new_pool(self) -> ProducerPool:
+        scheme, within = self._app.connection_for_write().transport_cls, self._within
+        options: dict[str, Any] = {}
+        if scheme in _AMQP:
+            options = {"confirm_publish": True, "read_timeout": within, "write_timeout": within}
+        elif scheme in _REDIS:
+            options = {"socket_timeout": within, "socket_connect_timeout": within}
+        # Try each host once. By default, kombu tries again, with pauses, until the connect timeout
+        # ends.
+        options |= {
+            "max_retries": len(self._app.connection_for_write().alt or ()),
+            "interval_start": 0,
+        }
+        connection = self._app.connection_for_write(
+            connect_timeout=within, transport_options=options
+        )
+        return ProducerPool(
+            connection.Pool(limit=POOL_SIZE), limit=POOL_SIZE, Producer=self._app.amqp.Producer
+        )
 
 
 def _signature(task: Task, header: Header | None) -> Any:

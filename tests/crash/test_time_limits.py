@@ -12,7 +12,7 @@ from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import CrashDeploymentFactory
 from tests.crash.crash_deployments import CrashDeployment
 from tests.integration.deployments import spelled
-from tests.support.servers import PostgresServer
+from tests.support.servers import PostgresServer, RabbitServer
 
 REDIS_LEASES = ("rabbit", "redis", "postgres")
 DATABASE_LEASES = ("redis", "database", "postgres")
@@ -143,3 +143,25 @@ def test_a_queued_call_that_its_limit_ends_before_its_lease_makes_room_for_the_n
         "the call to be closed",
     )
     assert scene.tasks.prepared.delay(name).get(timeout=30) == {"name": name}
+
+
+@pytest.mark.nightly  # two servers of its own
+def test_a_broker_that_is_silent_too_keeps_the_call(
+    scene_factory: CrashDeploymentFactory,
+    own_postgres: PostgresServer,
+    own_rabbit: RabbitServer,
+    name: str,
+) -> None:
+    """No copy can be published in time, so the delivery is returned, and delivered again."""
+    urls = {"postgres": own_postgres.new_database(), "rabbit": own_rabbit.url}
+    scene = scene_factory(REDIS_LEASES, urls=urls, visibility=60)
+    scene.tasks.work.delay(f"{name}-first").get(timeout=30)
+    own_postgres.pause()
+    result = scene.tasks.work.apply_async((name,), time_limit=4)
+    scene.wait_for_log(result.id, "received")
+    own_rabbit.pause()
+    scene.wait_for_log(result.id, "returned to the broker")
+    own_postgres.resume()
+    own_rabbit.resume()
+    assert result.get(timeout=60)["name"] == name
+    assert len(scene.events("begin", name=name)) == 1
