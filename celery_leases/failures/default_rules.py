@@ -220,6 +220,8 @@ DEFAULTS: Final = (
             FactIs("invalidated", value=True),
             library_errors.DATABASE_AND_REDIS_ERRORS,
             library_errors.LIBPQ,
+            library_errors.CLOSED_CONNECTION,
+            library_errors.REDIS_REFUSES,
             # The broker refused a connection. It is one's own, so this must not close the gate.
             _named("kombu.OperationalError"),
         ),

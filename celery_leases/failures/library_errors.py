@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
-from celery_leases.failures.conditions import NamedAs
+from celery_leases.failures.conditions import MessageHas, NamedAs
 
 
 def _in_each(packages: str, *names: str) -> frozenset[str]:
@@ -25,17 +26,33 @@ DATABASE_AND_REDIS_ERRORS: Final = NamedAs(
         "ClusterDownError",
         "ConnectionError",
         "MasterDownError",
+        "OutOfMemoryError",
         "ReadOnlyError",
         "TimeoutError",
         "TryAgainError",
     )
-    | {"sqlalchemy.exc.TimeoutError", "psycopg_pool.PoolTimeout", "pymysql.InterfaceError"}
+    | {"sqlalchemy.exc.TimeoutError", "psycopg_pool.PoolTimeout"}
+    | _in_each("pymysql MySQLdb", "InterfaceError")
     | {"celery_leases.StoreUnavailable"}
 )
 """Databases and Redis: not available for a moment, or overloaded."""
 
 LIBPQ: Final = NamedAs(_in_each("psycopg psycopg2", "OperationalError"), itself=True)
 """Only the class itself: subclasses have a SQLSTATE. The connection failed or was lost."""
+
+CLOSED_CONNECTION: Final = (
+    NamedAs(_in_each("psycopg2", "DatabaseError", "InterfaceError"), itself=True),
+    MessageHas(re.compile(r"connection (already closed|not open)|SSL (SYSCALL )?error|libpq")),
+)
+"""psycopg2 has classes without SQLSTATE for a connection that was lost, and for other errors."""
+
+REDIS_REFUSES: Final = (
+    NamedAs(_in_each("redis valkey", "ResponseError")),
+    MessageHas(re.compile(r"(^|[:-] ?)(MISCONF|OOM|NOREPLICAS|BUSY) ")),
+)
+"""Redis takes no commands: it cannot save, is full, has too few replicas, or executes a script. In
+a pipeline, and in a script, other words come before the code.
+"""
 
 DATABASE_WRAPPERS: Final = NamedAs(
     _in_each("pymysql MySQLdb mysql mariadb oracledb pyodbc kombu", "OperationalError")

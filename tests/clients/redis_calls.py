@@ -78,6 +78,10 @@ REDIS = [
                 INFRASTRUCTURE,
             ),
             "CLUSTERDOWN": (redis_server("CLUSTERDOWN The cluster is down"), INFRASTRUCTURE),
+            "MISCONF": (redis_server("MISCONF Redis is configured to save"), INFRASTRUCTURE),
+            "OOM": (redis_server("OOM command not allowed when used memory"), INFRASTRUCTURE),
+            "NOREPLICAS": (redis_server("NOREPLICAS Not enough good replicas"), INFRASTRUCTURE),
+            "BUSY": (redis_server("BUSY Redis is busy running a script"), INFRASTRUCTURE),
             "MASTERDOWN": (redis_server("MASTERDOWN Link with MASTER is down"), INFRASTRUCTURE),
             "WRONGTYPE": (
                 redis_server("WRONGTYPE Operation against a key holding the wrong kind"),

@@ -49,6 +49,7 @@ RequestsTimeout = fake_class("requests.exceptions.Timeout", RequestsError)
 AiohttpConnection = fake_class("aiohttp.client_exceptions.ClientConnectionError")
 AiohttpOs = fake_class("aiohttp.client_exceptions.ClientOSError", AiohttpConnection, OSError)
 RedisConnection = fake_class("redis.exceptions.ConnectionError")
+RedisResponse = fake_class("redis.exceptions.ResponseError")
 PsycopgOperational = fake_class("psycopg.OperationalError")
 
 ROWS: dict[str, list[Any]] = {
@@ -179,6 +180,32 @@ ROWS: dict[str, list[Any]] = {
             for name in ("TryAgainError", "ClusterDownError", "MasterDownError", "ReadOnlyError")
         ),
         caused(RedisConnection(), ConnectionRefusedError(111, "refused")),
+        fake_error("redis.exceptions.OutOfMemoryError", RedisResponse, said="command not allowed"),
+        *(
+            RedisResponse(text)
+            for text in (
+                "MISCONF Redis is configured to save RDB snapshots",
+                "OOM command not allowed when used memory > 'maxmemory'.",
+                "NOREPLICAS Not enough good replicas to write.",
+                "BUSY Redis is busy running a script.",
+                "Command # 1 (SET a 1) of pipeline caused error: MISCONF Redis is configured",
+                "Error running script (call to f_1): @user_script:1: -OOM command not allowed",
+            )
+        ),
+        *(
+            fake_error(f"psycopg2.{name}", fake_class("psycopg2.Error"), said=text)
+            for name, text in (
+                ("InterfaceError", "connection already closed"),
+                ("DatabaseError", "SSL SYSCALL error: EOF detected\n"),
+                ("DatabaseError", "SSL error: decryption failed or bad record mac"),
+                (
+                    "DatabaseError",
+                    "error with status PGRES_TUPLES_OK and no message from the libpq",
+                ),
+                ("OperationalError", "SSL SYSCALL error: EOF detected\n"),
+            )
+        ),
+        fake_error("MySQLdb.InterfaceError", said=(0, "")),
         StoreUnavailable("away"),
         caused(fake_error("kombu.exceptions.OperationalError"), ValueError()),
         caused(
@@ -308,6 +335,8 @@ ROWS: dict[str, list[Any]] = {
         caused(fake_error("openai.APIConnectionError"), SoftTimeLimitExceeded()),
     ],
     "anything-else": [
+        fake_error("psycopg2.InterfaceError", said="cursor already closed"),
+        *(RedisResponse(text) for text in ("WRONGTYPE Operation", "BUSYKEY Target", "ERR OOM")),
         TypeError(),
         KeyError("total"),
         ValueError(),
