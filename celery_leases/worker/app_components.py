@@ -196,6 +196,11 @@ def use(app: Celery, components: AppComponents | None) -> AppComponents | None:
     return before
 
 
+def made_here() -> list[AppComponents]:
+    """The components of all apps in this process, without those of eager calls."""
+    return [made[False] for made in list(_components.values()) if False in made]
+
+
 def set_current_worker(worker: Any) -> None:
     """Remember Celery's worker, in its main process."""
     global _worker, _worker_pid

@@ -6,6 +6,7 @@ else of celery_leases before a worker starts.
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 from celery import signals
@@ -16,13 +17,16 @@ def _before_work(sender: Any, **_: Any) -> None:
     """Check the worker's settings, and import all modules that run tasks, so that the pool children
     that are forked later share them.
     """
-    from celery_leases.worker import app_components
+    from celery_leases.concurrency import os_threads
+    from celery_leases.worker import app_components, child_exit
     from celery_leases.worker.checks import startup
     from celery_leases.worker.waiting_calls import waiting_calls
 
     app_components.set_current_worker(sender)
     waiting_calls.clear()
     startup.check_before_work(sender)
+    if not os_threads.uses_greenlets():
+        atexit.register(child_exit.close_at_exit)
 
 
 signals.worker_init.connect(_before_work, weak=False)

@@ -20,6 +20,7 @@ from celery_leases.attempt.store_retries import retrying
 from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol import events
+from celery_leases.protocol.keys import CallKey
 from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
 from celery_leases.protocol.settlement import ExitCause, child_exited, closed_for_celery
 from celery_leases.protocol.verdicts import Call
@@ -150,6 +151,30 @@ def close_ended(ended: EndedDelivery) -> None:
         greenlets.spawn(step)
     else:
         os_threads.start_thread(step)
+
+
+def close_at_exit() -> None:
+    """Close the attempts whose bodies are cut off by the end of this process: in a pool of threads,
+    by a further signal after that of a cold shutdown.
+
+    After an error, which may be a further Ctrl-C, the leases of the others expire.
+    """
+    for components in app_components.made_here():
+        for held_lease in components.renewer.held_leases:
+            request = held_lease.claim_request
+            task = components.app.tasks[request.task]
+            ended = EndedDelivery(
+                *(task, request.call_id, request.token, None, (), {}, request.retries),
+                *(os.getpid(), ExitCause.STOPPED, False),
+            )
+            key = CallKey(request.key, request.stored_key)
+            options, token, group = task.lease_options, request.token, request.group
+            call = Call(task.name, request.call_id, key, options, token=token, group=group)
+            try:
+                _close_in_stores(ended, call)
+            except BaseException as error:  # noqa: BLE001 - see above
+                logger.warning("a key could not be released at the end: %r", error)
+                return
 
 
 def _close_ended(ended: EndedDelivery) -> None:

@@ -4,6 +4,7 @@
 
 import signal
 import time
+from contextlib import suppress
 
 import celery
 import pytest
@@ -11,7 +12,7 @@ from celery.exceptions import TaskRevokedError
 
 from tests.crash.conftest import CrashDeploymentFactory
 from tests.crash.crash_deployments import CrashDeployment
-from tests.integration.deployments import POOL_STORES
+from tests.integration.deployments import BOTH_WAYS, POOL_STORES, spelled
 
 POOLS = [pool for pool in POOL_STORES if pool != "prefork"]
 
@@ -80,6 +81,37 @@ def test_a_cold_shutdown_loses_nothing_and_counts_no_crash(
     scene.another(pool=pool)
     assert result.get(timeout=30)["name"] == name
     assert scene.done_once("work", name)["attempt"] == 1
+
+
+@pytest.mark.both_lease_stores
+@pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
+def test_a_further_signal_after_a_cold_shutdown_of_threads_gives_the_attempts_back(
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """The process ends without waiting for its bodies, which have not crashed."""
+    scene = scene_factory(combination, visibility=5, start=False)
+    worker = scene.another(pool="threads", concurrency=2)
+    gate = scene.gate()
+    names = [f"{name}-{number}" for number in range(2)]
+    results = [scene.tasks.work.delay(each, gate=str(gate)) for each in names]
+    scene.wait_for("begin", 2)
+    worker.kill(signal.SIGQUIT)
+    worker.wait_for_log("does not implement kill_job", 20)
+    for _ in range(10):
+        worker.kill(signal.SIGINT)
+        with suppress(TimeoutError):
+            assert worker.wait(2) == 1
+            break
+    for each in names:
+        row = scene.row("work", f"work:{each}")
+        assert row is not None
+        assert (row["state"], row["ended"], row["crashes"]) == ("pending", "interrupted", 0)
+        assert not scene.is_held("work", f"work:{each}")
+    gate.touch()
+    scene.another()
+    for each, result in zip(names, results, strict=True):
+        assert result.get(timeout=30)["name"] == each
+        assert scene.done_once("work", each)["attempt"] == 1
 
 
 @pytest.mark.parametrize(

@@ -288,10 +288,11 @@ def _become(task: dict[str, Any], env: dict[str, str]) -> None:
 
 def _exit(code: int) -> None:
     """Do what the interpreter does at its exit."""
-    with contextlib.suppress(BaseException):
-        import threading
+    import threading
 
+    with contextlib.suppress(BaseException):  # a signal during the wait for threads
         threading._shutdown()  # type: ignore[attr-defined]
+    with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()  # type: ignore[attr-defined]
         sys.stdout.flush()
         sys.stderr.flush()
