@@ -15,6 +15,7 @@ from celery_leases.client import LeaseStatus, RecordFilter
 from celery_leases.common.durations import moment
 from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeaseConfigurationError
+from celery_leases.operator_actions import ACTIONS, ActionName
 from celery_leases.protocol.keys import STORED_KEY_MAX
 from celery_leases.protocol.record_filters import KNOWN_STATES, Position
 
@@ -28,7 +29,6 @@ _MAX_TIME: Final = 253_402_300_799_000_000
 """The end of the year 9999, in microseconds since the epoch."""
 URLENCODED: Final = "application/x-www-form-urlencoded"
 
-Action = Literal["retry", "release", "forget", "resolve_done", "resolve_retry"]
 Order = Literal["latest", "slowest"]
 
 
@@ -252,9 +252,9 @@ def is_stored_key(text: str) -> bool:
     return text.startswith("t:") and "|" in text and len(text) <= STORED_KEY_MAX
 
 
-def action_of(given: Fields) -> Action:
+def action_of(given: Fields) -> ActionName:
     """The action that a form asks for."""
     found = given.get("action")
-    if found not in get_args(Action):
+    if found not in ACTIONS:
         raise bad_request("There is no such action.")
     return found  # type: ignore[return-value]

@@ -19,23 +19,17 @@ from celery_leases.cli.output import echo_json, echo_line, echo_status, echo_tab
 from celery_leases.cli.parameters import DURATION, NAME, filtering, selected
 from celery_leases.cli.root import client_of, leases, task_and_namespace
 from celery_leases.client import Change, LeaseClient, LeaseStatus
+from celery_leases.operator_actions import ACTIONS
 from celery_leases.protocol.operator_reports import next_step, why_unchanged
 from celery_leases.protocol.record_filters import KNOWN_STATES
 from celery_leases.protocol.records import State
-from celery_leases.protocol.status import ABANDONED
 
 Operation = Literal["retry", "release", "forget"]
 Advance = Callable[[int], None]
 PAST_TENSE: Final = {"retry": "retried", "release": "released", "forget": "forgotten"}
-DEFAULT_STATES: Final[dict[str, tuple[str, ...]]] = {
-    "retry": (State.PENDING, State.COOLING, State.FAILED),
-    "release": (State.RUNNING, ABANDONED),
-    "forget": (State.PENDING, State.DONE, State.COOLING, State.FAILED, State.UNCERTAIN),
-}
-"""The states that a command selects without ``--state``."""
 NEVER: Final = {
     "retry": frozenset({State.DONE.value}),
-    "release": frozenset(KNOWN_STATES).difference(DEFAULT_STATES["release"]),
+    "release": frozenset(KNOWN_STATES).difference(ACTIONS["release"].states),
     "forget": frozenset[str](),
 }
 """The states of keys that a command never changes."""
@@ -128,7 +122,7 @@ def _change_one(ctx: click.Context, what: Operation, key: str, **options: Any) -
     spans = {"retention": options["retention"]}
     if what == "release":
         status = client.status(key, **given)
-        if status.stored_key is not None and status.state not in DEFAULT_STATES["release"]:
+        if status.stored_key is not None and status.state not in ACTIONS["release"].states:
             echo_status(status, as_json=options["as_json"])
             echo_line(
                 f"no attempt holds the key, so nothing was released. {status.what_next()}", err=True
@@ -185,7 +179,7 @@ def _change_selected(ctx: click.Context, what: Operation, **options: Any) -> Non
             f"{what} does nothing with keys that are {' or '.join(options['states'])}",
             param_hint="--state",
         )
-    options["states"] = options["states"] or DEFAULT_STATES[what]
+    options["states"] = options["states"] or ACTIONS[what].states
     wanted = client.as_of_now(selected(ctx, client, options).wanted)
     if options["dry_run"]:
         _echo_dry_run(ctx, what, client.matching(wanted), **options)

@@ -15,8 +15,8 @@ from celery_leases.board.views.overview import trouble_of
 from celery_leases.client import LeaseClient
 from celery_leases.common.durations import in_words, seconds
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.operator_actions import DEFAULT_DURATION
 
-DEFAULT_DURATION: Final = "5m"
 MAX_GROUPS: Final = 200
 GROUPS_DRAWN: Final = 30
 """For how many groups the closings are drawn."""

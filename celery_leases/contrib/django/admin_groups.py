@@ -14,10 +14,10 @@ from django.template.response import TemplateResponse
 from celery_leases.common.durations import in_words
 from celery_leases.contrib.django.admin_access import STYLES, ReadOnlyAdmin, client
 from celery_leases.errors import LeasesError
+from celery_leases.operator_actions import DEFAULT_DURATION
 
 ACTIONS: Final = {"open": "Open", "close": "Close"}
 PERMISSION: Final = "operate"
-DEFAULT_DURATION: Final = "5m"
 
 
 class LeaseGateAdmin(ReadOnlyAdmin):

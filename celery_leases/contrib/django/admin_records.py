@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final
 
 from celery import _state
 from django.contrib import admin, messages
@@ -21,12 +21,13 @@ from django.template.response import TemplateResponse
 from django.utils import timezone
 from django.utils.html import format_html
 
-from celery_leases.client import LOOK_THROUGH, Change, LeaseClient
+from celery_leases.client import LOOK_THROUGH, LeaseClient
 from celery_leases.common.durations import in_words
 from celery_leases.common.redaction import redact, shortened
 from celery_leases.contrib.django.admin_access import STYLES, ReadOnlyAdmin, client, held
 from celery_leases.contrib.django.models import LeaseRecord
 from celery_leases.errors import LeasesError, StoreUnavailable
+from celery_leases.operator_actions import ACTIONS, ActionName, entered_result, resolve
 from celery_leases.protocol.operator_reports import next_step
 from celery_leases.protocol.records import State
 from celery_leases.protocol.status import ABANDONED, LeaseStatus
@@ -43,35 +44,6 @@ _LISTED: Final = (
     *("attempt", "crashes", "fence", "reason", "resumes"),
 )
 _PERIODS: Final = {"hour": 3600, "day": 86_400, "week": 7 * 86_400}
-
-ACTIONS: Final[dict[str, tuple[str, str, str]]] = {
-    "retry": (
-        "retry",
-        "Retry",
-        "Their cooldown or countdown ends, and failed keys can run again. Failures and crashes are set to zero.",
-    ),
-    "release": (
-        "release",
-        "Release",
-        "They are taken away from their holders. The outcome that such a holder reports afterwards is refused.",
-    ),
-    "forget": (
-        "forget",
-        "Forget",
-        "Their results, failures and counts are deleted: the next call runs the task again.",
-    ),
-    "resolve_done": (
-        "resolve",
-        "Resolve: the work is done",
-        "They do not run again. Later callers get the result that you enter here.",
-    ),
-    "resolve_retry": (
-        "resolve",
-        "Resolve: it did not happen",
-        "The uncertain effects did not happen: the keys may run again.",
-    ),
-}
-"""The permission, the title and the description of each action."""
 
 
 class _ChoiceFilter(admin.SimpleListFilter):
@@ -316,8 +288,8 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
 
     def changelist_view(self, request: Any, extra_context: dict[str, Any] | None = None) -> Any:
         """The list; an action without its permission is refused."""
-        name = request.POST.get("action") if request.method == "POST" else None
-        if name in ACTIONS and not self.is_permitted(request, ACTIONS[name][0]):
+        name: Any = request.POST.get("action") if request.method == "POST" else None
+        if name in ACTIONS and not self.is_permitted(request, ACTIONS[name].operation):
             raise PermissionDenied
         context = {**(extra_context or {}), "leases_board": self.board_url()}
         return super().changelist_view(request, context)
@@ -325,15 +297,15 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
     def get_actions(self, request: Any) -> dict[str, Any]:
         """The actions for which the user has the permission."""
         return {
-            name: (_action(name), name, label)
-            for name, (permission, label, _) in ACTIONS.items()
-            if self.is_permitted(request, permission)
+            name: (_action(name), name, action.title)
+            for name, action in ACTIONS.items()
+            if self.is_permitted(request, action.operation)
         }
 
     def _permitted(self, request: Any) -> list[tuple[str, str]]:
         return [(name, label) for name, (_, _, label) in self.get_actions(request).items()]
 
-    def act(self, request: Any, queryset: Any, what: str) -> Any:
+    def act(self, request: Any, queryset: Any, what: ActionName) -> Any:
         """Ask for confirmation; then do *what* to the selected keys that have not changed since
         the page was shown.
         """
@@ -341,7 +313,8 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
         if not rows or request.POST.get("select_across") == "1":
             self.message_user(request, "Select keys on one page.", messages.WARNING)
             return None
-        problem, result = _result(request) if what == "resolve_done" else (None, None)
+        entered = request.POST.get("result", "") if what == "resolve_done" else ""
+        problem, result = entered_result(entered)
         shown_versions = dict(
             seen.split(" ", 1)[::-1] for seen in request.POST.getlist("seen") if " " in seen
         )
@@ -354,7 +327,7 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
         self,
         request: Any,
         rows: Sequence[Any],
-        what: str,
+        what: ActionName,
         shown_versions: dict[str, str],
         problem: str | None,
     ) -> Any:
@@ -372,15 +345,17 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
                 self.message_user(request, text, messages.WARNING)
         return self._confirm(request, same, what, problem) if same else None
 
-    def _confirm(self, request: Any, rows: Sequence[Any], what: str, problem: str | None) -> Any:
-        _, label, means = ACTIONS[what]
+    def _confirm(
+        self, request: Any, rows: Sequence[Any], what: ActionName, problem: str | None
+    ) -> Any:
+        action = ACTIONS[what]
         context = {
             **self.admin_site.each_context(request),
-            "title": f"{label}: {_keys(len(rows))}?",
+            "title": f"{action.title}: {_keys(len(rows))}?",
             "opts": self.opts,
             "what": what,
-            "label": label,
-            "means": means,
+            "label": action.title,
+            "means": action.description,
             "count": _keys(len(rows)),
             "rows": [(row, _seen(row)) for row in rows],
             "publishable": _with_message(rows) if what == "retry" else 0,
@@ -395,7 +370,7 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
         self,
         request: Any,
         rows: Iterable[Any],
-        what: str,
+        what: ActionName,
         shown_versions: dict[str, str],
         result: Any,
     ) -> None:
@@ -418,10 +393,12 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
             changed += 1
             next_steps.update([step] if step is not None else [])
             self.log_change(
-                request, row, f"{ACTIONS[what][1]}, at fence {row.fence}; it was {row.state}."
+                request, row, f"{ACTIONS[what].title}, at fence {row.fence}; it was {row.state}."
             )
         if changed:
-            self.message_user(request, f"{ACTIONS[what][1]}: {_keys(changed)}.", messages.SUCCESS)
+            self.message_user(
+                request, f"{ACTIONS[what].title}: {_keys(changed)}.", messages.SUCCESS
+            )
         for step, count in next_steps.most_common(REASONS_SHOWN):
             self.message_user(request, f"{_keys(count)}: {step}", messages.INFO)
         for text in unchanged[:REASONS_SHOWN]:
@@ -444,7 +421,7 @@ def _seen(row: Any) -> str:
     return f"{_version(row)} {row.stored_key}"
 
 
-def _action(what: str) -> Callable[[LeaseRecordAdmin, Any, Any], Any]:
+def _action(what: ActionName) -> Callable[[LeaseRecordAdmin, Any, Any], Any]:
     def act(model_admin: LeaseRecordAdmin, request: Any, queryset: Any) -> Any:
         return model_admin.act(request, queryset, what)
 
@@ -458,7 +435,7 @@ def _with_message(rows: Iterable[Any]) -> int:
 
 
 def _changed(
-    leases: LeaseClient, row: Any, what: str, result: Any, *, publish: bool
+    leases: LeaseClient, row: Any, what: ActionName, result: Any, *, publish: bool
 ) -> tuple[str | None, str | None]:
     """Change one key unless it has changed meanwhile; returns why it stayed unchanged, and how its
     call runs again.
@@ -468,27 +445,14 @@ def _changed(
     if seen.fence != row.fence or state not in (row.state, "unreadable"):
         return f"{row.key} has changed meanwhile; check it again", None
     if what in ("retry", "release", "forget"):
-        (change,) = leases.change(what, [seen], publish=publish)  # type: ignore[arg-type]
+        (change,) = leases.change(what, [seen], publish=publish)
         return None if change.done else f"{row.key}: {change.why}", next_step(what, change)
     try:
-        outcome: Literal["done", "retry"] = "done" if what == "resolve_done" else "retry"
-        after = leases.resolve(row.stored_key, outcome, result=result, found=seen)
+        return None, resolve(leases, what, seen, result)
     except StoreUnavailable:
         raise
     except (LeasesError, ValueError) as error:
         return f"{row.key}: {error}", None
-    return None, next_step("retry", Change(after, True)) if outcome == "retry" else None
-
-
-def _result(request: Any) -> tuple[str | None, Any]:
-    """What is wrong with the result that was entered, and the result."""
-    text = request.POST.get("result", "").strip()
-    if not text:
-        return None, None
-    try:
-        return None, json.loads(text)
-    except ValueError as error:
-        return f"The result is not JSON: {error}", None
 
 
 # -- formatting ------------------------------------------------------------------------------------
