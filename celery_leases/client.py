@@ -43,7 +43,7 @@ from celery_leases.protocol.cooldown_group_history import PastClosing
 from celery_leases.protocol.cooldown_groups import Closing, Gate
 from celery_leases.protocol.effects import Effect
 from celery_leases.protocol.findings import Examination, Finding
-from celery_leases.protocol.interfaces import ClosingStore, Holder
+from celery_leases.protocol.interfaces import ClosingStore, Holder, WaiterStore
 from celery_leases.protocol.keys import stored_key
 from celery_leases.protocol.metrics import METRICS
 from celery_leases.protocol.operator_reports import (
@@ -221,6 +221,7 @@ class LeaseClient:
         task: str | None = None,
         namespace: str | None = None,
         group: str | None = None,
+        waiting: bool = False,
     ) -> LeaseStatus:
         """The status of *key*. *namespace* is the ``lease_namespace`` of its *task*, by default the
         name of the task.
@@ -228,7 +229,8 @@ class LeaseClient:
         Neither is needed if *key* is a stored key (``t:namespace|key``), or if only one task of the
         app has a record of it. Records of other tasks are searched if none has. *group* is the
         cooldown group of the key; a key that has failed because of its group does not need it. A
-        key without a record is ``absent``. Raises :class:`~celery_leases.errors.StoreUnavailable`
+        key without a record is ``absent``. *waiting*: also read which calls of the key wait; for
+        that, Redis is scanned. Raises :class:`~celery_leases.errors.StoreUnavailable`
         if the records database does not answer; if only the lease store does not answer, ``reason``
         says so.
         """
@@ -237,7 +239,26 @@ class LeaseClient:
         record = self._records.read(stored, lenient=True)
         record = record if record is None or not record.expired else None
         effects = self._effects.of_key(record) if record is not None else ()
-        return self._status(key, task, stored, record, group, effects)
+        status = self._status(key, task, stored, record, group, effects)
+        return self._with_waiting(status, key, stored) if waiting else status
+
+    def _with_waiting(self, status: LeaseStatus, key: str, stored: str) -> LeaseStatus:
+        """*status* with the calls that wait; without a record, of all tasks of the app that may
+        have the *key*.
+        """
+        store: object = self._leases
+        if not isinstance(store, WaiterStore):
+            return status
+        of_key = {stored}
+        if status.stored_key is None and stored == stored_key("", key):
+            of_key |= self._stored_keys_of_app(key)
+        found: set[str] = set()
+        with suppress(StoreUnavailable):  # this user may not be allowed to SCAN
+            for each in sorted(of_key):
+                found.update(store.waiting(each))
+        if status.state == State.RUNNING:
+            found.discard(status.call_id or "")
+        return replace(status, waiting=tuple(sorted(found)))
 
     def list(
         self, *, states: Sequence[str] = (), task: str | None = None, limit: int = 100
@@ -1001,13 +1022,18 @@ class LeaseClient:
         """The records of *key* of the app's tasks. These are found by their stored keys; a search
         for a key of other tasks reads all records.
         """
+        stored_keys = self._stored_keys_of_app(key)
+        return self._records.of_keys(stored_keys) if stored_keys else []
+
+    def _stored_keys_of_app(self, key: str) -> set[str]:
+        """The stored keys that *key* has for the app's tasks."""
         if self._components is None:
-            return []
+            return set()
         from celery_leases.worker.app_settings import leased_tasks
 
         tasks = leased_tasks(self._components.app).items()
         namespaces = {task.lease_options.namespace or name for name, task in tasks}
-        return self._records.of_keys({stored_key(each, key) for each in namespaces})
+        return {stored_key(each, key) for each in namespaces}
 
 
 def _round_trips(call: Callable[[], object], rounds: int) -> tuple[float, ...]:

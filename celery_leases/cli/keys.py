@@ -31,6 +31,7 @@ from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.protocol.operator_reports import next_step
 from celery_leases.protocol.status import LeaseStatus, next_try
 from celery_leases.worker.app_settings import settings_of
+from celery_leases.worker.checks.servers import NO_WORKER, worker_answers
 
 HEAD: Row = (
     *(
@@ -50,6 +51,8 @@ HEAD: Row = (
 PAGE_SIZE = 500
 LARGEST_PAGE = 10_000
 GROUPS_SHOWN = 5
+ENDED = ("done", "failed", "uncertain", "unreadable")
+"""States of keys for which no worker is needed."""
 OPTIONAL = 4
 """So many of the last columns may be left out on a narrow terminal."""
 
@@ -281,8 +284,10 @@ def show(
     Exits with 1 if the key has no record.
     """
     client = client_of(ctx)
-    status = client.status(key, **task_and_namespace(ctx, task, namespace))
+    status = client.status(key, **task_and_namespace(ctx, task, namespace), waiting=True)
     echo_status(status, as_json=as_json)
+    if not as_json and status.state not in ENDED and worker_answers(app_of(ctx)) is False:
+        echo_line(f"  workers          {NO_WORKER}")
     if status.state == "absent":
         if not as_json:
             _echo_closed_groups(client)

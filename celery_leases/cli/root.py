@@ -70,7 +70,7 @@ def unknown_task(task: str, known: Iterable[str]) -> click.BadParameter:
 
 def task_and_namespace(
     ctx: click.Context, task: str | None, namespace: str | None
-) -> dict[str, str | None]:
+) -> dict[str, Any]:
     """The arguments ``task`` and ``namespace`` for methods of :class:`LeaseClient`.
 
     Without *namespace* it is the one of the app's *task*; an unknown task is refused as in

@@ -205,6 +205,17 @@ class MarkStore(Protocol):
         ...
 
 
+@runtime_checkable
+class WaiterStore(Protocol):
+    """A mark store that finds the marks of a key, for operators."""
+
+    def waiting(self, stored_key: str) -> Sequence[str]:
+        """The ids of the calls whose latest copy is marked: they wait. Raises
+        ``StoreUnavailable``.
+        """
+        ...
+
+
 class GateStore(Protocol):
     """The gates of cooldown groups. Every call raises ``StoreUnavailable`` if the store fails."""
 

@@ -10,6 +10,9 @@ from celery_leases.protocol.keys import bounded
 
 _WRITTEN: Final = re.compile(r"([1-9][0-9]{0,17}) ([0-9a-f]{32})", re.ASCII)
 
+WAITER: Final = "waiter:"
+_WAITER_MARK: Final = re.compile(WAITER + r"(.+?)/[0-9]+(?:/[0-9]{10,})?", re.ASCII | re.DOTALL)
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Copy:
@@ -56,4 +59,12 @@ def waiter_mark(call_id: str, retries: int, failure_fence: int | None = None) ->
     A message that was published after the failure under *failure_fence* is not a copy of the
     earlier messages, and has a mark of its own.
     """
-    return bounded(f"waiter:{call_id}/{retries}" + (f"/{failure_fence}" if failure_fence else ""))
+    return bounded(f"{WAITER}{call_id}/{retries}" + (f"/{failure_fence}" if failure_fence else ""))
+
+
+def waiting_call(name: str, value: str) -> str | None:
+    """The id of the call whose latest copy a mark has; ``None`` for another mark, for that of a
+    call that has ended, and for an id that is too long for the name.
+    """
+    found = _WAITER_MARK.fullmatch(name)
+    return found[1] if found is not None and Copy.read(value) is not None else None

@@ -58,6 +58,8 @@ class MessageCode(StrEnum):
     FAILED_UNSURE = "failed_unsure"
 
 
+LONG_QUEUED: Final = 900.0
+"""Seconds after which a queued call that has not begun is worth a look."""
 _UNSURE: Final = "It failed and may have been executed."
 MESSAGES: Final = {
     MessageCode.NOT_STARTED: "Not started yet",
@@ -95,7 +97,7 @@ _CODE_OF_STATE: Final[Mapping[str, MessageCode]] = {
 
 _RESUMES: Final = "The call runs again by itself."
 _NEXT: Final[Mapping[str, str]] = {
-    ABSENT: "The next call of the task runs the body.",
+    ABSENT: "The next call of the task runs the body, unless the gate of its group is closed.",
     ABANDONED: (
         "The call runs again when the broker delivers its message again: at once on RabbitMQ, on Redis after "
         "the visibility timeout. If no message of it is left, `leases rescue` publishes a stored one; "
@@ -164,7 +166,8 @@ class LeaseStatus:
     shortened and without secrets. ``stored_key`` identifies the record if several tasks have the
     key. ``queued_at``: when the call was published together with its record; ``None`` once a worker
     has begun it. ``message_stored``: the record has the message of the call, so ``leases retry``
-    and ``leases rescue`` can publish it.
+    and ``leases rescue`` can publish it. ``waiting``: the ids of calls of the key that wait, as far
+    as the lease store notes them; only ``status(…, waiting=True)`` reads them.
     """
 
     key: str
@@ -201,6 +204,7 @@ class LeaseStatus:
     stored_key: str | None = None
     queued_at: datetime | None = None
     message_stored: bool = False
+    waiting: tuple[str, ...] = ()
 
     @property
     def message_code(self) -> MessageCode:
@@ -250,9 +254,15 @@ class LeaseStatus:
         do.
         """
         wait = in_words(self.retry_after) if self.retry_after else None
+        waiting = f"{_calls(len(self.waiting))} for it" if self.waiting else ""
         match self.state:
             case State.RUNNING:
-                return "If its process dies, the call runs again when the broker delivers its message again."
+                dies = "If its process dies, the call runs again when the broker delivers its message again."
+                return f"{dies} {waiting}, and more may wait in a worker." if waiting else dies
+            case _ if self.state == ABSENT and self.scope == "group":
+                pass
+            case _ if self.state == ABSENT and waiting:
+                return f"{waiting}: until another call releases the key, or until the gate of its group is open."
             case _ if self.state in _NEXT:
                 return _NEXT[self.state]
         if self.scope == "group":
@@ -261,6 +271,11 @@ class LeaseStatus:
             return f"{shut} {_RESUMES}" if self.resumes else shut
         if self.resumes:
             return f"{_RESUMES} {f'It runs in {wait}' if wait else 'It is due'}; `leases retry` lets it run now."
+        if self.queued_at is not None and (self.age or 0.0) > LONG_QUEUED:
+            return (
+                f"It has been queued for {in_words(self.age or 0.0)}. If no queue has its message, because no worker "
+                "knows the task or could read the message, `leases rescue` publishes it again."
+            )
         if wait:
             return f"It does not run by itself: call the task again in {wait}, or now after `leases retry`."
         return (
@@ -318,6 +333,10 @@ class GroupStatus:
     def as_json(self) -> dict[str, Any]:
         """Plain values, datetimes in ISO 8601."""
         return _plain(asdict(self))
+
+
+def _calls(count: int) -> str:
+    return "1 call waits" if count == 1 else f"{count} calls wait"
 
 
 def next_try(status: LeaseStatus) -> str:

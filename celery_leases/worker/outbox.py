@@ -415,7 +415,13 @@ def stranded(
     app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ONCE
 ) -> list[Record]:
     """The records whose message :func:`rescue` would publish now."""
-    components = app_components.components_of(app)
+    return stranded_in(app_components.components_of(app), older=older, limit=limit)
+
+
+def stranded_in(
+    components: app_components.AppComponents, *, older: float, limit: int
+) -> list[Record]:
+    """The same for the stores of *components*."""
     return _stranded(components, _outbox(components), older, limit)
 
 

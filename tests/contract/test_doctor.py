@@ -46,6 +46,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine answers late, which must not be reported."""
     monkeypatch.setattr(servers, "SLOW", 30.0)
     monkeypatch.setattr(servers, "CLOCKS_APART", 30.0)
+    monkeypatch.setattr(doctor, "worker_answers", lambda _: True)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     "short-ttl": {"task": {"lease_ttl": 2}},
     "always-eager": {"task_always_eager": True},
     "no-result-backend": {"result_backend": None},
+    "no-rescue": {"task": {"lease_store_arguments": True}},
     "short-result-expiry": {"result_expires": 60},
     "lease-store-away": {"leases_url": f"redis://{NOWHERE}/0"},
     "records-away": {"leases_database_url": f"postgresql+psycopg://me:hunter2@{NOWHERE}/x"},
@@ -276,6 +278,37 @@ def test_clocks_versions_and_slow_servers_are_named(
     seen = found(makes())
     assert set(seen) == {"old-redis", "slow-server", "clocks-apart"}
     assert "70.0 s behind" in seen["clocks-apart"].problem
+
+
+def test_a_set_up_without_a_worker_is_named(makes: Makes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the broker can be asked."""
+    monkeypatch.setattr(doctor, "worker_answers", servers.worker_answers)
+    monkeypatch.setattr(doctor, "WORKER_TIMEOUT", 0.1)
+    assert "published calls do not run" in found(makes())["no-worker"].problem
+    assert "no-worker" not in found(makes(broker=f"redis://{NOWHERE}/0"))
+
+
+def test_calls_whose_messages_nobody_publishes_again_are_named(
+    makes: Makes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that no worker knew: its key stays queued."""
+    app = makes(task={"lease_queue_once": True})
+    app.conf.beat_schedule = {"rescue": {"task": "celery_leases.rescue", "schedule": 300.0}}
+    (task,) = [task for name, task in app.tasks.items() if hasattr(task, "lease_options")]
+    task.delay(1)
+    with app.connection_for_read() as connection:
+        connection.default_channel.queue_purge("celery")  # as a worker that does not know the task
+    assert found(app) == {}
+    records = app_components.components_of(app).records
+    with records.database.engine.begin() as connection:
+        long_ago = "published_at = 1, started_at = started_at - 7200000000"
+        connection.execute(text(f"UPDATE celery_leases_records SET {long_ago}"))  # noqa: S608
+    seen = found(app)["unrescued-calls"]
+    assert f"{task.name}, key c:1, pending" in seen.problem
+    assert "celery_leases.rescue" in seen.advice
+    shown = LeaseClient.from_app(app).status("c:1")
+    assert shown.message() == "Queued"
+    assert "It has been queued for 2 hours" in shown.what_next()
 
 
 def test_options_without_a_lease_are_named() -> None:

@@ -80,6 +80,9 @@ def test_a_call_that_comes_while_others_wait_does_not_go_to_a_process(
     second = stage.tasks.rerun.delay(name)
     stage.wait_for_log(second.id, "another call holds the key")
     stage.wait_for_log(second.id, "received", 2)  # its copy waits again
+    shown = stage.client.status(f"rerun:{name}", task=stage.tasks.rerun.name, waiting=True)
+    assert shown.waiting == (second.id,)
+    assert "1 call waits for it" in shown.what_next()
     later = [stage.tasks.rerun.delay(name) for _ in range(5)]
     for call in later:
         stage.wait_for_log(call.id, "received")

@@ -30,6 +30,7 @@ from celery_leases.cli.parameters import TIME
 from celery_leases.client import Page
 from celery_leases.components import open_metrics
 from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.message_copies import UNCOPIED, waiter_mark
 from celery_leases.protocol.metrics import Tally, Written
 from celery_leases.worker.stored_messages import stored_form
 
@@ -351,7 +352,7 @@ def test_release_of_what_nobody_holds_is_not_done_and_says_what_helps(
 
 def test_show_names_closed_groups_where_a_key_has_no_record(types: Types) -> None:
     """A call that meets a closed gate leaves none."""
-    assert "group" not in types("show", "nothing").out
+    assert "  groups  " not in types("show", "nothing").out
     types("group", "close", "openai:x")
     shown = types("show", "nothing")
     assert (shown.code, "calls of openai:x wait, and may have no record yet" in shown.out) == (
@@ -359,6 +360,27 @@ def test_show_names_closed_groups_where_a_key_has_no_record(types: Types) -> Non
         True,
     )
     assert types("show", "nothing", "--json").lines[0]["state"] == "absent"
+
+
+def test_show_names_the_calls_that_wait_and_a_missing_worker(
+    app: Celery, types: Types, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a key of any task of the app, with and without a record."""
+    asked = "The next call of the task runs the body, unless the gate of its group is closed."
+    assert asked in types("show", "k:7").out
+    marks = LeaseClient.from_app(app, eager=False)._leases
+    copy = str(UNCOPIED.after("a" * 32))
+    for key in ("k:7", "k:8"):
+        marks.swap_mark(f"t:{NAME}|{key}", waiter_mark("one", 0), None, copy, 60.0)
+    waits = "1 call waits for it: until another call releases the key, or until the gate"
+    assert waits in types("show", "k:7").out
+    assert types("show", "k:7", "--json").lines[0]["waiting"] == ["one"]
+    call(app, 8)
+    assert types("show", "k:8", "--json").lines[0]["waiting"] == ["one"]
+    assert "worker" not in types("show", "k:7").out
+    monkeypatch.setattr(keys, "worker_answers", lambda _: False)
+    assert "no call runs until a worker is started" in types("show", "k:7").out
+    assert "worker" not in types("show", "k:8").out, "it is done"
 
 
 def test_show_has_the_times_of_this_machine(

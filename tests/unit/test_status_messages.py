@@ -13,6 +13,7 @@ import pytest
 
 from celery_leases.errors import Cooldown, RetryLater
 from celery_leases.failures.actions import Reason
+from celery_leases.protocol.cooldown_groups import Gate
 from celery_leases.protocol.interfaces import Holder
 from celery_leases.protocol.records import Ended, Failure, Record, State
 from celery_leases.protocol.results import failure_of
@@ -144,3 +145,11 @@ def test_the_reason_a_body_gives_is_the_detail(error: Exception, detail: str | N
     failure = replace(failure_of(error), reason=Reason.ASKED.value)
     status = told(replace(ROW, state=State.COOLING, failure=failure, ended=Ended.FAILED))
     assert (status.reason, status.detail) == ("asked", detail)
+
+
+def test_a_key_without_a_record_at_a_closed_gate_says_what_it_waits_for() -> None:
+    """The next call does not run the body then."""
+    gate = Gate("openai:x", 2, 60.0, "rate_limited", "rate-limited", "Too many.")
+    shown = status_of("k", "shop.work", None, None, gate=gate, wall_time=0.0)
+    assert (shown.state, shown.scope) == ("absent", "group")
+    assert shown.what_next().startswith("Its group openai:x opens in 60 seconds")

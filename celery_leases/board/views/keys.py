@@ -19,7 +19,7 @@ from celery_leases.board.forms import (
     page_token_of,
     seen_value,
 )
-from celery_leases.board.views.overview import trouble_in
+from celery_leases.board.views.overview import no_worker, trouble_in
 from celery_leases.client import LeaseClient, LeaseStatus
 from celery_leases.errors import RecordUnreadable
 from celery_leases.failures.actions import Reason
@@ -76,6 +76,7 @@ def one(request: ViewRequest) -> HtmlPage:
         "timeline": timeline(status.attempts, datetime.now(UTC)),
         "arguments": _arguments(client, stored),
         "trouble": formatting.redacted(trouble) if trouble else None,
+        "no_worker": no_worker(request),
     }
     return HtmlPage("key.html", context)
 

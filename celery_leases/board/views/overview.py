@@ -13,6 +13,7 @@ from celery_leases.common.redaction import redact
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.records import State
 from celery_leases.protocol.status import ABANDONED, LEASE_STORE_UNAVAILABLE, UNREADABLE
+from celery_leases.worker.checks.servers import NO_WORKER, worker_answers
 
 SHOWN: Final = 10
 READ_TIMEOUT: Final = 0.5
@@ -66,6 +67,7 @@ def overview(request: ViewRequest) -> HtmlPage:
         "rules": stats.rules if stats else [],
         "counted_at": counted.at if counted is not None else None,
         "counting": counted is None,
+        "no_worker": no_worker(request),
         "reading": attention is None,
         "trouble": redact(trouble) if trouble else None,
     }
@@ -82,6 +84,13 @@ def _attention(client: LeaseClient) -> _Attention:
         return _Attention(pages, [*client.groups()], None)
     except StoreUnavailable as error:
         return _Attention(pages, [], trouble_of(error))
+
+
+def no_worker(request: ViewRequest) -> str | None:
+    """A sentence if no worker answers; it is not waited for."""
+    board = request.board
+    asked = board.cached("workers", lambda: worker_answers(board.app), 10.0).get(0.0)
+    return f"Workers: {NO_WORKER}." if asked is not None and asked.value is False else None
 
 
 def trouble_of(error: StoreUnavailable) -> str:

@@ -12,6 +12,7 @@ from celery_leases.client import LeaseClient
 from celery_leases.contrib.django import configuration
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.worker import app_components
+from celery_leases.worker.checks.servers import NO_WORKER, worker_answers
 
 KEYS_AT_ONCE: Final = 500
 STYLES = {"all": ["celery_leases/admin.css"]}
@@ -54,6 +55,11 @@ def held(stored_keys: Sequence[str]) -> set[str]:
         for first in range(0, len(stored_keys), KEYS_AT_ONCE)
         for key in leases.held(stored_keys[first : first + KEYS_AT_ONCE])
     }
+
+
+def no_worker() -> str | None:
+    """A text if no worker of the project answers."""
+    return NO_WORKER if worker_answers(_app()) is False else None
 
 
 def _app() -> Celery:

@@ -24,7 +24,7 @@ from django.utils.html import format_html
 from celery_leases.client import LOOK_THROUGH, LeaseClient
 from celery_leases.common.durations import in_words
 from celery_leases.common.redaction import redact, shortened
-from celery_leases.contrib.django.admin_access import STYLES, ReadOnlyAdmin, client, held
+from celery_leases.contrib.django.admin_access import STYLES, ReadOnlyAdmin, client, held, no_worker
 from celery_leases.contrib.django.models import LeaseRecord
 from celery_leases.errors import LeasesError, StoreUnavailable
 from celery_leases.operator_actions import ACTIONS, ActionName, entered_result, resolve
@@ -461,13 +461,15 @@ def _changed(
 def _shown(row: Any) -> dict[str, Any]:
     """The context of the page of one record."""
     try:
-        status = client().status(row.stored_key)
+        status = client().status(row.stored_key, waiting=True)
     except LeasesError as error:
         return {"leases_trouble": str(error)}
     return {
         "status": status,
         "leases_facts": [
-            (name, text) for name, text in _facts(status) if text not in (None, "", "-")
+            (name, text)
+            for name, text in [*_facts(status), ("Workers", no_worker())]
+            if text not in (None, "", "-")
         ],
         "attempts": [
             {
@@ -514,6 +516,7 @@ def _facts(status: LeaseStatus) -> list[tuple[str, str | None]]:
         ("Call id", status.call_id),
         ("Fence", str(status.fence)),
         ("Holder", status.holder),
+        ("Waiting calls", ", ".join(status.waiting)),
         ("Lease ends in", f"{status.lease_remaining:.1f} s" if status.lease_remaining else None),
         ("Reference", status.reference),
         ("Created", _at(status.created_at)),

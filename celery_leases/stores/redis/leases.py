@@ -24,6 +24,7 @@ from celery_leases.protocol.interfaces import (
     RenewalResult,
 )
 from celery_leases.protocol.keys import bounded
+from celery_leases.protocol.message_copies import waiting_call
 from celery_leases.protocol.records import ClaimRequest
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.clients import ClusterAddress, redis_address
@@ -366,6 +367,23 @@ class RedisLeaseStore(RedisGates):
         """Read a mark."""
         found = self._commands.execute("GET", self._keys.mark(stored_key, name))
         return None if found is None else as_text(found)
+
+    def waiting(self, stored_key: str) -> list[str]:
+        """The ids of the calls of the key that wait, as their marks say; scans the database with
+        ``SCAN``.
+        """
+        names = [
+            name
+            for page in self._commands.scan(self._keys.marks_pattern(stored_key))
+            for name in page
+        ]
+        values = [self._commands.execute("GET", name) for name in names]
+        calls = (
+            waiting_call(self._keys.mark_name(name), as_text(value))
+            for name, value in zip(names, values, strict=True)
+            if value is not None
+        )
+        return sorted({call for call in calls if call is not None})
 
     def swap_mark(
         self, stored_key: str, name: str, expected: str | None, value: str, ttl: float

@@ -38,7 +38,7 @@ class Keys:
     def __init__(self, prefix: str, *, clustered: bool = False) -> None:
         self.prefix = prefix
         self._clustered = clustered
-        literally = re.sub(r"([\\*?\[\]])", r"\\\1", prefix)
+        literally = _literally(prefix)
         #: A pattern for ``SCAN`` that matches every lease.
         self.lease_pattern = literally + ":{*}:lease"
         #: The same for every gate that is not open.
@@ -61,6 +61,14 @@ class Keys:
         of another stored key.
         """
         return f"{self.prefix}:{{{stored_key}}}:mark:{_escaped(name)}"
+
+    def marks_pattern(self, stored_key: str) -> str:
+        """A pattern for ``SCAN`` that matches every mark of a key."""
+        return f"{_literally(self.mark(stored_key, ''))}*"
+
+    def mark_name(self, key: str) -> str:
+        """The name of the mark with this key."""
+        return unquote(key[key.rindex("}:mark:") + len("}:mark:") :])
 
     def gate(self, group: str) -> tuple[str, str, str]:
         """The keys ``trips``, ``closed`` and ``probe`` of a gate."""
@@ -85,6 +93,11 @@ def _tags() -> dict[int, int]:
         if len(tags) == REDIS_CLUSTER_HASH_SLOTS:
             return tags
     raise AssertionError("unreachable: each slot has numbers")
+
+
+def _literally(text: str) -> str:
+    """*text* in a pattern for ``SCAN``."""
+    return re.sub(r"([\\*?\[\]])", r"\\\1", text)
 
 
 def _escaped(name: str) -> str:

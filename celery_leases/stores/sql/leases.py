@@ -23,6 +23,7 @@ from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.cooldown_groups import admits
 from celery_leases.protocol.decisions import holder_of_row
 from celery_leases.protocol.interfaces import BlockedByGate, Claimed, Holder, Renewal, RenewalResult
+from celery_leases.protocol.message_copies import waiting_call
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.records import ClaimRequest, Ended, Refused, State, Won
 from celery_leases.stores.sql.cooldown_groups import SqlGates, later_of
@@ -160,6 +161,15 @@ class DatabaseLeaseStore(SqlGates):
             "ttl": microseconds(ttl),
         }
         return self.database.touch(self._swap_mark_writes, values)
+
+    def waiting(self, stored_key: str) -> list[str]:
+        """The ids of the calls of the key that wait, as their marks say."""
+        marks = self._marks
+        found = select(marks.c.name, marks.c.value).where(
+            marks.c.stored_key == stored_key, marks.c.expires_at > self.database.now
+        )
+        calls = (waiting_call(row["name"], row["value"]) for row in self.database.all(found, {}))
+        return sorted({call for call in calls if call is not None})
 
     def delete_marks(self, stored_keys: Sequence[str]) -> None:
         """Delete all marks of these keys."""

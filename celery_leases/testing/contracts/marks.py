@@ -7,7 +7,8 @@ from threading import Barrier
 
 import pytest
 
-from celery_leases.protocol.interfaces import MarkStore
+from celery_leases.protocol.interfaces import MarkStore, WaiterStore
+from celery_leases.protocol.message_copies import UNCOPIED, callbacks_mark, waiter_mark
 from celery_leases.testing.contracts.claim_requests import fresh_key
 from celery_leases.testing.waits import wait_until
 
@@ -96,6 +97,26 @@ class MarkStoreContract:
         assert [marks.mark(*name) for name in names] == [
             str(number) for number in range(len(names))
         ]
+
+    @pytest.mark.parametrize("call", ["1-2", "{a}/b", "new\nline"])
+    def test_the_calls_that_wait_for_a_key_are_found(
+        self, marks: MarkStore, key: str, call: str
+    ) -> None:
+        """Only those of that key, and not those that have ended."""
+        if not isinstance(marks, WaiterStore):
+            pytest.skip("this store does not find marks")
+        copy = str(UNCOPIED.after("a" * 32))
+        for of_key, name, value in (
+            (key, waiter_mark(call, 0), copy),
+            (key, waiter_mark(call, 1, 1_700_000_000_000_000), copy),
+            (key, waiter_mark("ended", 0), "over"),
+            (key, callbacks_mark("other"), copy),
+            (f"{key}*", waiter_mark("longer", 0), copy),
+            (f"*{key[1:]}", waiter_mark("pattern", 0), copy),
+        ):
+            assert marks.swap_mark(of_key, name, None, value, self.ttl)
+        assert marks.waiting(key) == [call]
+        assert marks.waiting(f"*{key[1:]}") == ["pattern"]
 
     def test_one_of_many_at_once_sets_it(self, marks: MarkStore, key: str) -> None:
         """Of eight threads that expect the same value, one sets the mark."""

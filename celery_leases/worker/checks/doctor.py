@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+
 from celery import Celery
 
+from celery_leases.common.durations import in_words
+from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.protocol.findings import Examination, Finding, Severity
 from celery_leases.protocol.record_filters import Order, RecordFilter
-from celery_leases.worker import app_components
+from celery_leases.protocol.records import Record
+from celery_leases.worker import app_components, outbox
 from celery_leases.worker.app_settings import leased_tasks
-from celery_leases.worker.checks.servers import StoreChecks
+from celery_leases.worker.checks.servers import WORKER_TIMEOUT, StoreChecks, worker_answers
 from celery_leases.worker.checks.settings import (
+    RESCUE_ADVICE,
     TimeLimits,
     findings_without_lease,
     greenlets_of,
     setting_findings,
 )
 
+UNRESCUED = 2 * outbox.RESCUE_AFTER
+"""Seconds after which a rescue that runs regularly would have published a message again."""
+LOST_SHOWN = 100
 SLOWEST = 200
 """How many records, those with the longest runs, are read for the longest run of each task."""
 
@@ -37,11 +47,37 @@ def examine(app: Celery) -> Examination:
     )
     greenlets = greenlets_of(app.conf.worker_pool, app.conf.worker_concurrency)
     of_settings = setting_findings(app, tasks, components.settings, limits, greenlets)
-    findings += [*checks.findings, *of_settings]
+    findings += [*checks.findings, *of_settings, *_unserved_calls(app, components)]
     order = [*Severity]
     return Examination(
         checks.servers, sorted(findings, key=lambda found: order.index(found.severity))
     )
+
+
+def _unserved_calls(app: Celery, components: app_components.AppComponents) -> Iterator[Finding]:
+    """What keeps published calls from being run: no worker, or a lost message that nobody publishes
+    again.
+    """
+    if worker_answers(app) is False:
+        yield Finding(
+            "no-worker",
+            Severity.NOTE,
+            f"no worker answered within {WORKER_TIMEOUT:g} s: published calls do not run",
+            "start a worker; one with the pool solo does not answer while a body runs",
+        )
+    lost: list[Record] = []
+    with suppress(StoreUnavailable, LeaseConfigurationError):
+        lost = outbox.stranded_in(components, older=UNRESCUED, limit=LOST_SHOWN)
+    if lost:
+        first = f"{lost[0].task}, key {printable(lost[0].key)}, {lost[0].state.value}"
+        more = f"{LOST_SHOWN} or more" if len(lost) == LOST_SHOWN else str(len(lost))
+        yield Finding(
+            "unrescued-calls",
+            Severity.WARNING,
+            f"{more} calls have not moved for {in_words(UNRESCUED)}, and their stored messages were not published "
+            f"again: the keys stay as they are, the oldest is {first}",
+            f"start a worker that knows the task, and {RESCUE_ADVICE}",
+        )
 
 
 def _longest_runs(components: app_components.AppComponents) -> dict[str, float]:

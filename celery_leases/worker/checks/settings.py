@@ -26,6 +26,13 @@ _ADVISED_BROKER: Final = (
 )
 
 
+RESCUE_ADVICE: Final = (
+    "run `leases rescue` every few minutes, or let beat do it: app.conf.beat_schedule = "
+    '{"rescue": {"task": "celery_leases.rescue", "schedule": 300.0}} with '
+    '"celery_leases.builtin_tasks" in app.conf.include'
+)
+
+
 @dataclass(frozen=True, slots=True)
 class TimeLimits:
     """A worker's time limits for all tasks, in seconds, and the longest known run of each task."""
@@ -70,6 +77,7 @@ def setting_findings(
     yield from _redelivery_findings(app, tasks, settings, limits)
     yield from _greenlet_findings(app, greenlets)
     yield from _result_findings(app, tasks)
+    yield from _rescue_findings(app, tasks)
 
 
 def greenlets_of(pool: object, concurrency: int | None) -> int:
@@ -298,6 +306,23 @@ def _result_findings(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]
             f"result_expires is {float(expires):g} s, and records store results for {retention:g} s: "
             "a call of a key whose task has replaced itself gets ResultMissing after that time",
             f"write app.conf.result_expires = {retention:.0f}",
+        )
+
+
+def _rescue_findings(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
+    storing = sorted(
+        name
+        for name, task in tasks.items()
+        if task.lease_options.store_arguments or task.lease_options.queues_once
+    )
+    entries = dict(app.conf.beat_schedule or {}).values()
+    if storing and not any(entry.get("task") == "celery_leases.rescue" for entry in entries):
+        yield Finding(
+            "no-rescue",
+            Severity.NOTE,
+            f"{', '.join(storing)} store the messages of their calls, and the beat_schedule has no rescue: a "
+            "message that is lost, or that no worker could read, is not published again, and its key stays queued",
+            RESCUE_ADVICE,
         )
 
 
