@@ -331,6 +331,7 @@ class Deployment:
             "ended": record.ended,
             "generation": record.generation,
             "retries": record.retries,
+            "retention": record.retention,
             "failures": record.failures,
             "quick_retries": record.quick_retries,
             "cooldowns": record.cooldowns,

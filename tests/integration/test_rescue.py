@@ -156,7 +156,7 @@ def test_an_enqueued_record_knows_the_retention_of_its_task(
     """Before a worker has claimed it."""
     with engine.begin() as connection:
         stage.tasks.order.delay_in(connection, name)
-    assert record(stage, name)["retention"] == stage.tasks.order.lease_options.retention * 1e6
+    assert record(stage, name)["retention"] == stage.tasks.order.lease_options.retention
     stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
 
 
