@@ -37,7 +37,7 @@ from celery_leases.protocol.body_endings import Ending, Returned
 from celery_leases.protocol.deadlines import begin_by
 from celery_leases.protocol.decisions import OUTCOME_KNOWN
 from celery_leases.protocol.events import CallDropped, CallRefused, CallRescheduled
-from celery_leases.protocol.keys import OF_ERRBACK
+from celery_leases.protocol.keys import OF_ERRBACK, is_short_form
 from celery_leases.protocol.message_copies import callbacks_mark
 from celery_leases.protocol.records import Failure, Record, State
 from celery_leases.protocol.results import NOT_JSON, encode, failure_of
@@ -397,7 +397,11 @@ class Delivery:
         backend, expires = self.task.backend, maybe_timedelta(self.task.app.conf.result_expires)
         lasts = expires.total_seconds() if expires else math.inf
         # The RPC backend sends each result to its caller, and no other process can read it.
-        hidden = isinstance(backend, DisabledBackend | RPCBackend) or self.request.is_eager
+        hidden = (
+            isinstance(backend, DisabledBackend | RPCBackend)
+            or self.request.is_eager
+            or is_short_form(follow.call_id)  # the record has not the whole id
+        )
         if hidden or follow.age > lasts:
             raise follow.missing
         try:

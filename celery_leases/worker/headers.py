@@ -15,7 +15,9 @@ from celery_leases.common.text_cleaning import text_of
 from celery_leases.common.values import value_class
 from celery_leases.errors import KeyUnusable
 from celery_leases.protocol.keys import (
+    STORED_KEY_MAX,
     CallKey,
+    bounded,
     call_group,
     call_key,
     is_shortened,
@@ -66,6 +68,10 @@ MAX_PRIOR: Final = 8
 MAX_COUNT: Final = 10**6
 """The highest count that a header may contain."""
 
+_NESTED: Final = "~replaced~"
+"""Joins Celery's id and the nesting, in the id of a call. People choose ids that look like any
+shorter mark.
+"""
 _STATE: Final = "celery_leases_state"
 _TOKEN: Final = re.compile("[0-9A-Za-z+/]{16}", re.ASCII)
 _OWNER: Final = re.compile("[0-9A-Za-z+/]{16,32}-[0-9a-f]{1,8}", re.ASCII)
@@ -300,16 +306,27 @@ def token_of(request: Any) -> str | None:
 
 
 def call_id_of(request_id: str, nesting: int | None) -> str:
-    """The id of a call. A task that replaces itself continues under the same Celery id, so the
-    nesting distinguishes the calls.
+    """The id of a call, in at most 255 characters: that of Celery, unless that is longer. Two calls
+    never have one id.
+
+    A task that replaces itself continues under the same Celery id, so the nesting distinguishes
+    the calls.
     """
-    return f"{request_id}~{nesting}" if nesting else request_id
+    if (
+        not nesting
+        and type(request_id) is str
+        and _NESTED not in request_id
+        and not request_id[STORED_KEY_MAX - 1 :]
+    ):
+        return request_id
+    text = str(request_id)
+    return bounded(f"{text}{_NESTED}{nesting or 0}" if nesting or _NESTED in text else text)
 
 
 def celery_id_of(call_id: str) -> str:
-    """Celery's id of a call."""
-    request_id, mark, nesting = call_id.rpartition("~")
-    return request_id if mark and nesting.isdecimal() else call_id
+    """Celery's id of a call, with more than 255 characters its short form."""
+    request_id, mark, _ = call_id.rpartition(_NESTED)
+    return request_id if mark else call_id
 
 
 @dataclass

@@ -26,13 +26,20 @@ from celery_leases.errors import (
     StoreUnavailable,
 )
 from celery_leases.protocol.decisions import permanent_failure
-from celery_leases.protocol.keys import CallKey, Compared, call_key, differing, same_arguments
+from celery_leases.protocol.keys import (
+    CallKey,
+    Compared,
+    call_key,
+    differing,
+    is_short_form,
+    same_arguments,
+)
 from celery_leases.protocol.records import Ended, Record, State
 from celery_leases.protocol.results import decode_stored, unreadable
 from celery_leases.protocol.settlement import call_has_ended
 from celery_leases.signals import logger
 from celery_leases.worker import app_components
-from celery_leases.worker.headers import HEADER, celery_id_of
+from celery_leases.worker.headers import HEADER, call_id_of, celery_id_of
 from celery_leases.worker.stored_messages import NotStorable, as_delivered, has_expired, stored_form
 
 if TYPE_CHECKING:
@@ -274,20 +281,26 @@ def publish_once(
     args, kwargs = tuple(given.pop("args", None) or ()), dict(given.pop("kwargs", None) or {})
     if check := getattr(task, "__header__", None):
         check(*args, **kwargs)  # as apply_async does
-    call_id = given.pop("task_id", None) or str(uuid4())
+    task_id = given.pop("task_id", None) or str(uuid4())
+    call_id = call_id_of(task_id, None)
+    if is_short_form(call_id):
+        # A caller of another call of the key gets the result of this one by its whole id.
+        raise LeaseConfigurationError(
+            f"task {task.name}: lease_queue_once takes a task_id of at most 255 characters"
+        )
     components = app_components.components_of(app)
     components.check_once()
     key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs)
     keeps = {name: value for name, value in given.items() if name in STORED_OPTIONS}
     outbox = _outbox(components)
-    message = _message(task, args, kwargs, call_id, keeps, "lease_queue_once")
+    message = _message(task, args, kwargs, task_id, keeps, "lease_queue_once")
     other = _write_queued(outbox, components.records, _NewCall(task, key, call_id, message))
     if other is not None:
         return _result_of_other(task, publish, other, args, kwargs)
     if app.conf.task_always_eager:
         outbox.sent(key.stored, call_id)  # an eager call is not published again
     try:
-        result = publish(args, kwargs, task_id=call_id, **given)
+        result = publish(args, kwargs, task_id=task_id, **given)
     except BaseException:
         with suppress(StoreUnavailable):  # the relay publishes the message, as after a crash
             outbox.withdraw(key.stored, call_id, options.retention)
@@ -315,7 +328,7 @@ def _result_of_other(
     if task.app.conf.task_always_eager and other.state is not State.RUNNING:
         # No backend has the result of an eager call, so this call is run to get it.
         return publish(args, kwargs)
-    return AsyncResult(celery_id_of(call_id), app=task.app)
+    return AsyncResult(call_id, app=task.app)
 
 
 def _write_queued(outbox: Outbox, records: SqlRecordStore, call: _NewCall) -> Record | None:
@@ -546,8 +559,13 @@ def _has_message_of_another(record: Record) -> bool:
     """
     if record.published_at is None or record.published_at <= (record.finished_at or 0):
         return False
-    call_id = _message_of(record).get("options", {}).get("task_id")
-    return call_id is not None and call_id != record.call_id.partition("~")[0]
+    task_id = _message_of(record).get("options", {}).get("task_id")
+    return task_id is not None and not _is_of(record, task_id)
+
+
+def _is_of(record: Record, task_id: Any) -> bool:
+    """Whether the record belongs to the call with that Celery id, or to one that replaced it."""
+    return bool(celery_id_of(call_id_of(task_id, None)) == celery_id_of(record.call_id))
 
 
 def _is_live(components: app_components.AppComponents, record: Record) -> bool:
@@ -601,16 +619,16 @@ def _message_of(record: Record) -> dict[str, Any]:
 
 
 def _has_begun(record: Record, options: Mapping[str, Any]) -> bool:
-    return record.attempt > 0 and options.get("task_id") == record.call_id.partition("~")[0]
+    return record.attempt > 0 and _is_of(record, options.get("task_id"))
 
 
 def _queued_call(record: Record) -> str:
-    """The id of the call that a record belongs to: the call of the stored message if that is due or
-    was published after the last attempt, otherwise the call of the last attempt.
+    """Celery's id of the call that a record belongs to: the call of the stored message if that is
+    due or was published after the last attempt, otherwise the call of the last attempt.
     """
     queued = record.publish_at is not None or _has_message_of_another(record)
     message = _message_of(record) if queued else {}
-    return str(message.get("options", {}).get("task_id") or record.call_id)
+    return str(message.get("options", {}).get("task_id") or celery_id_of(record.call_id))
 
 
 def _existing_record(rows: _RowAccess, key: CallKey) -> Record:
@@ -692,7 +710,7 @@ def _current_message(record: Record) -> dict[str, Any]:
     """
     message = _message_of(record)
     options = message.setdefault("options", {})
-    if options.get("task_id") == record.call_id and record.retries:
+    if call_id_of(options.get("task_id"), None) == record.call_id and record.retries:
         options["retries"] = record.retries
     if _has_begun(record, options):
         options["expires"] = None

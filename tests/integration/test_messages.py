@@ -121,12 +121,11 @@ def test_a_call_whose_headers_make_no_message_fails_at_once(stage: Deployment, n
     assert not stage.log("returned to the broker")
 
 
+@pytest.mark.only(broker="redis")
 def test_a_copy_of_a_message_without_exchange_and_routing_key_returns_to_its_queue(
     stage: Deployment, name: str
 ) -> None:
     """As a client in another language may publish it to a list of Redis."""
-    if stage.broker != "redis":
-        pytest.skip("RabbitMQ knows exchange and routing key of each message")
     side, other = stage.side_queue(), stage.side_queue()
     stage.consume(other)
     call = stage.tasks.reschedules_once.apply_async((name,), {"delay": 0.1}, queue=side)
@@ -137,3 +136,14 @@ def test_a_copy_of_a_message_without_exchange_and_routing_key_returns_to_its_que
         client.lpush(other, json.dumps(message))
     assert call.get(timeout=PATIENCE) is not None
     assert len(stage.events("received", id=call.id)) == 2
+
+
+@pytest.mark.only(broker="redis")
+def test_a_task_id_of_ones_own_may_have_any_length_and_form(stage: Deployment, name: str) -> None:
+    """RabbitMQ takes at most 255 bytes."""
+    for number in (7, 8):
+        task_id = f"{name}~{number}" if number == 7 else f"{name}~8{'x' * 300}~8"
+        named = (f"{name}-{number}",), {"delay": 0.1}
+        call = stage.tasks.reschedules_once.apply_async(*named, task_id=task_id)
+        call.get(timeout=PATIENCE)
+        assert len(stage.events("received", id=task_id)) == 2

@@ -21,6 +21,7 @@ from celery_leases.worker.headers import (
     Header,
     RequestState,
     call_id_of,
+    celery_id_of,
     group_of,
     key_of,
     owner_of,
@@ -58,10 +59,28 @@ def test_an_owner_fits_its_column() -> None:
     assert len(owner_of("f" * 16, 2**22)) <= 64
 
 
-@pytest.mark.parametrize(("nesting", "call_id"), [(None, "a"), (0, "a"), (1, "a~1")])
-def test_a_replacement_is_another_call(nesting: int | None, call_id: str) -> None:
-    """It goes on under the id of the task it replaces."""
-    assert call_id_of("a", nesting) == call_id
+@pytest.mark.parametrize(
+    "task_id",
+    ["a", "job~2026", "a~1", "a~replaced~1", "a~replaced~1~replaced~0", "", "~", "ü" * 239],
+)
+def test_a_replacement_is_another_call(task_id: str) -> None:
+    """It goes on under the id of the task it replaces, whatever people have chosen as that id."""
+    calls = [call_id_of(task_id, nesting) for nesting in (0, 1, 2)]
+    assert call_id_of(task_id, None) == calls[0]
+    assert {celery_id_of(call) for call in calls} == {task_id}
+    ids = ("a", "a~1", "a~replaced~0", "a~replaced~1", "a~replaced~1~replaced~0")
+    every = {call_id_of(one, nesting) for one in ids for nesting in (0, 1, 2)}
+    assert len(every) == 3 * len(ids)
+
+
+@pytest.mark.parametrize("nesting", [None, 1])
+def test_the_id_of_a_call_fits_its_column(nesting: int | None) -> None:
+    """Celery takes a longer one, and two that differ stay two calls."""
+    one, other = ("x" * 300 + end for end in "ab")
+    assert len(call_id_of(one, nesting)) == 255
+    assert call_id_of(one, nesting) != call_id_of(other, nesting)
+    exactly = call_id_of(one, None)
+    assert call_id_of(exactly, None) not in (exactly, call_id_of(one, nesting))
 
 
 class TestAHeader:

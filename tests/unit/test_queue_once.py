@@ -367,6 +367,14 @@ def test_arguments_that_a_record_cannot_store_are_refused(shop: Shop) -> None:
     assert shop.published == []
 
 
+def test_a_task_id_of_ones_own_is_returned_whole(shop: Shop) -> None:
+    """A number after a tilde does not mean anything. A longer id than a record has is refused."""
+    calls = [shop.work.apply_async((7,), task_id="job~2026"), shop.work.delay(7)]
+    assert [call.id for call in calls] == ["job~2026", "job~2026"]
+    with pytest.raises(LeaseConfigurationError, match="255"):
+        shop.work.apply_async((8,), task_id="x" * 256)
+
+
 def test_a_value_that_the_database_refuses_is_an_error_of_the_call(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

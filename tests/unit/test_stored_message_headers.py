@@ -28,7 +28,12 @@ def test_a_call_that_celery_has_retried_is_published_with_its_retries(
 
 @pytest.mark.parametrize(
     ("attempt", "call_id", "begun"),
-    [(0, "call-1", False), (1, "call-1", True), (1, "call-1~1", True), (1, "call-2", False)],
+    [
+        (0, "call-1", False),
+        (1, "call-1", True),
+        (1, "call-1~replaced~1", True),
+        (1, "call-2", False),
+    ],
 )
 def test_a_stored_call_expires_until_it_has_begun(attempt: int, call_id: str, begun: bool) -> None:
     """Then it is published without an end, as a copy that is rescheduled is."""
