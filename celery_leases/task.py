@@ -256,7 +256,12 @@ class LeasedMixin:
                 f"task {name} has no lease_key, so its keys are Celery's ids; "
                 f'ask LeaseClient.status(<task id>, task="{name}"), or give the task a lease_key'
             )
-        key = call_key(name, self.lease_options, self.lease_signature, "", args, kwargs)
+        headers = None
+        if self.lease_options.tenant is not None:
+            from celery_leases.worker import outbox
+
+            headers = outbox.headers_of(self, args, kwargs)
+        key = call_key(name, self.lease_options, self.lease_signature, "", args, kwargs, headers)
         group = call_group(name, self.lease_options, self.lease_signature, args, kwargs)
         app: Celery = self.app  # type: ignore[attr-defined]
         client = LeaseClient.from_app(app)

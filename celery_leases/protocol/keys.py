@@ -171,8 +171,10 @@ def call_key(
     call_id: str,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    headers: Mapping[str, Any] | None = None,
 ) -> CallKey:
-    """The key of one call of *task*; without ``lease_key`` it is the id of the call.
+    """The key of one call of *task*; without ``lease_key`` it is the id of the call. *headers* are
+    those of its message, for ``lease_tenant``.
 
     Raises :class:`KeyUnusable` if the arguments do not fit the signature, or make no usable key.
     """
@@ -181,6 +183,8 @@ def call_key(
     try:
         given = _given(task, signature, args, kwargs)
         key = _filled(task, "key", options.key, given)
+        if options.tenant is not None:
+            key = _of_tenant(task, options.tenant, headers or {}, key)
         digests = None if options.rerun else _digests(task, options, given)
     except RecursionError:
         raise _too_deep(task) from None
@@ -397,6 +401,28 @@ def _filled(task: str, option: str, maker: str | Callable[..., str], given: _Giv
         )
     if reason := unfit(text):
         raise KeyUnusable(f"{name} gave {bounded(text)!r}: {reason}")
+    return text
+
+
+def _of_tenant(
+    task: str,
+    maker: Callable[[Mapping[str, Any]], Any],
+    headers: Mapping[str, Any],
+    key: str,
+) -> str:
+    """*key* with its tenant before it. No two tenants have a key in common."""
+    name = f"task {task}: lease_tenant"
+    try:
+        tenant = maker(headers)
+    except Exception as error:
+        raise KeyUnusable(f"{name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(tenant, str) or not tenant.strip():
+        raise KeyUnusable(f"{name} returned {tenant!r}; return the name of a tenant")
+    text = f"{tenant.replace('%', '%25').replace(':', '%3A')}:{key}"
+    if reason := unfit(text):
+        raise KeyUnusable(f"{name} gave {bounded(text)!r}: {reason}")
+    if len(text) > KEY_MAX:
+        raise KeyUnusable(f"{name} and lease_key gave {len(text)} characters; {KEY_MAX} at most")
     return text
 
 

@@ -36,6 +36,7 @@ OnQueued = Literal["return", "raise"]
 _Cooling = Literal["raise", "reschedule", "ignore"]
 OnCooling = _Cooling | None
 Resume = Literal["transient", "always", "never"]
+TenantMaker = Callable[[Mapping[str, Any]], Any] | None
 KeyMaker = str | Callable[..., str] | None
 FingerprintMaker = Callable[..., Any] | tuple[str, ...] | Literal[False] | None
 
@@ -70,6 +71,8 @@ class LeaseOptions:
     #: The namespace of the key in the stores; ``None``: the name of the task.
     namespace: str | None = None
     fingerprint: FingerprintMaker = None
+    #: The tenant of a call, as a function of the headers of its message; it begins the key.
+    tenant: TenantMaker = None
     ttl: float = DEFAULT_TTL
     renew: bool = True
     max_hold: float = DAY
@@ -244,6 +247,16 @@ def _maker(option: str, value: Any) -> KeyMaker:
     raise _wrong(option, value, f'a template such as "{example}", or a callable of the arguments')
 
 
+def _tenant(option: str, value: Any) -> TenantMaker:
+    if value is None or callable(value):
+        return cast(TenantMaker, value)
+    raise _wrong(
+        option,
+        value,
+        'a function of the message headers, such as lambda headers: headers["tenant"]',
+    )
+
+
 def _rules(option: str, value: Any) -> Rules:
     from celery_leases.failures.classifier import Rules
 
@@ -260,6 +273,7 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "key": _maker,
     "namespace": _namespace,
     "fingerprint": _fingerprint,
+    "tenant": _tenant,
     "cooldown": _policy,
     "cooldown_group": _maker,
     "rules": _rules,

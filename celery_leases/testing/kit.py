@@ -55,6 +55,7 @@ from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.pools.os_signal_guard import interrupt_guard_here
 from celery_leases.worker.reschedule import Publisher
+from celery_leases.worker.stored_messages import HeaderRecorder
 
 HOLD_SECONDS: Final = 10 * 365 * 86_400.0
 """The ttl of :meth:`LeaseKit.hold` in memory: longer than any test moves the clock."""
@@ -299,6 +300,10 @@ class LeaseKit:
             if task._get_app() is not self.app:  # noqa: SLF001 - task.app calls it too
                 return publish(task, args, kwargs, task_id, **options)
             given, named, call_id = tuple(args or ()), dict(kwargs or {}), task_id or str(uuid4())
+            recorder = options.get("producer") or options.get("router")
+            if isinstance(recorder, HeaderRecorder):
+                recorder.publish(headers=options.get("headers"))
+                return AsyncResult(call_id, app=self.app)
             if task.typing and (check := getattr(task, "__header__", None)):
                 check(*given, **named)
             call = self._record_published(task.name, given, named, call_id, options)

@@ -175,7 +175,13 @@ class ExceptionTranslator:
         args, kwargs = signature.get("args") or (), signature.get("kwargs") or {}
         try:
             key = call_key(
-                self.task.name, self.task.lease_options, self.task.lease_signature, "", args, kwargs
+                self.task.name,
+                self.task.lease_options,
+                self.task.lease_signature,
+                "",
+                args,
+                kwargs,
+                self.request.headers,
             )
         except BaseException:  # noqa: BLE001 - the task's own lease_key may raise anything
             return False

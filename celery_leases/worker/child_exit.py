@@ -64,11 +64,13 @@ class EndedDelivery:
     cause: ExitCause
     final: bool
     failure: Failure | None = None
+    #: Those of the message.
+    headers: Mapping[str, Any] | None = None
 
     def call(self) -> Call:
         """The call of the delivery; raises what the task's own ``lease_key`` raises."""
         args, kwargs = self.args or (), self.kwargs or {}
-        key = key_of(self.task, self.header, self.call_id, args, kwargs, self.retries)
+        key = key_of(self.task, self.header, self.call_id, args, kwargs, self.retries, self.headers)
         group = group_of(self.task, self.header, args, kwargs, self.retries)
         return Call(
             self.task.name,

@@ -225,6 +225,7 @@ class Delivery:
             self.args,
             self.kwargs,
             self.request.retries,
+            self.request.headers,
         ).key
         message = (
             f"{printable(key)}: the call did not begin, and cannot be rescheduled "
@@ -251,6 +252,7 @@ class Delivery:
                 self.args,
                 self.kwargs,
                 request.retries,
+                request.headers,
             ),
             options=self.options,
             repeat=self.received_header is not None or self.redelivered or request.retries > 0,

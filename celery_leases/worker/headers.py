@@ -352,10 +352,16 @@ def state_of(request: Any) -> RequestState:
 
 
 def key_of(
-    task: Any, header: Header | None, call_id: str, args: Any, kwargs: Any, retries: int
+    task: Any,
+    header: Header | None,
+    call_id: str,
+    args: Any,
+    kwargs: Any,
+    retries: int,
+    headers: Mapping[str, Any] | None = None,
 ) -> CallKey:
     """The key of a call of a leased *task*: from its arguments, or from its *header* if the call
-    has begun.
+    has begun. *headers* are those of its message.
 
     A retry may have other arguments, and still has the key of its header. Raises
     :class:`~celery_leases.errors.KeyUnusable` if there is no key.
@@ -367,7 +373,7 @@ def key_of(
         else None
     )
     try:
-        made = call_key(task.name, options, task.lease_signature, call_id, args, kwargs)
+        made = call_key(task.name, options, task.lease_signature, call_id, args, kwargs, headers)
     except KeyUnusable:
         if carried is None:
             raise

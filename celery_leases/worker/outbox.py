@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from celery import Celery, Signature
 from celery.result import AsyncResult
+from celery.signals import before_task_publish
 from celery.utils.time import maybe_make_aware
 
 from celery_leases.common.text_cleaning import printable
@@ -40,7 +41,13 @@ from celery_leases.protocol.settlement import call_has_ended
 from celery_leases.signals import logger
 from celery_leases.worker import app_components
 from celery_leases.worker.headers import HEADER, call_id_of, celery_id_of
-from celery_leases.worker.stored_messages import NotStorable, as_delivered, has_expired, stored_form
+from celery_leases.worker.stored_messages import (
+    HeaderRecorder,
+    NotStorable,
+    as_delivered,
+    has_expired,
+    stored_form,
+)
 
 if TYPE_CHECKING:
     from celery_leases.stores.sql.outbox import Outbox
@@ -108,8 +115,10 @@ def enqueue(
             'lease_on_done="rerun" all calls of a key share one; leave lease_key out, or publish after the commit'
         )
     components = app_components.components_of(app)
-    key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs)
-    call = _NewCall(task, key, call_id, _message(task, args, kwargs, call_id, options_of_call))
+    headers = headers_of(task, args, kwargs, options_of_call.get("headers"), call_id)
+    key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs, headers)
+    stored = {**options_of_call, "headers": headers} if headers else options_of_call
+    call = _NewCall(task, key, call_id, _message(task, args, kwargs, call_id, stored))
     if components.in_memory:
         return _enqueue_in_memory(components, given, call)
     from celery_leases.stores.sql.transactions import JoinedTransaction
@@ -163,6 +172,49 @@ class _Autocommit:
 
     def read(self, stored_key: str, key: str, *, newest: bool = False) -> Record | None:
         return self.records.read(stored_key)
+
+
+def headers_of(
+    task: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    given: Mapping[str, Any] | None = None,
+    call_id: str | None = None,
+) -> Mapping[str, Any]:
+    """The headers that a message of *task* gets if it is published here and now, without those of
+    Celery; *given* are the caller's own.
+
+    Task classes and apps add headers of a tenant, a user or a trace, so the call is published to
+    nowhere. With a *call_id*, receivers of ``before_task_publish`` add theirs too.
+    """
+    app = task.app
+    receivers = call_id is not None and bool(before_task_publish.receivers)
+    if app.conf.task_always_eager or not (receivers or _headers_are_added(task)):
+        return dict(given or {})
+    recorder = HeaderRecorder(app.connection_for_write(), stops=not receivers)
+    call_id = call_id or str(uuid4())
+    with _publishing_stored_message({"task": task.name, "options": {"task_id": call_id}}):
+        recorder.record(task, args, kwargs, given, call_id)
+    of_celery = app.amqp.create_task_message(call_id, task.name).headers.keys()
+    return {
+        name: value
+        for name, value in recorder.headers.items()
+        if name not in of_celery and name not in ("stamps", "stamped_headers")
+    }
+
+
+def _headers_are_added(task: Any) -> bool:
+    """Whether a class of the user or of a library publishes in its own way. What is patched into
+    Celery's own classes does not count.
+    """
+    return any(
+        name in vars(base) and base.__module__ not in _PUBLISHING
+        for kind, name in ((type(task), "apply_async"), (type(task.app), "send_task"))
+        for base in kind.__mro__
+    )
+
+
+_PUBLISHING: Final = frozenset({"celery.app.base", "celery.app.task", "celery_leases.task"})
 
 
 def _write_record(outbox: Outbox, rows: _RowAccess, call: _NewCall) -> str | None:
@@ -231,7 +283,8 @@ def must_be_published(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     :class:`StoreUnavailable`.
     """
     options = task.lease_options
-    key = call_key(task.name, options, task.lease_signature, "", args, kwargs)
+    headers = headers_of(task, args, kwargs) if options.tenant is not None else None
+    key = call_key(task.name, options, task.lease_signature, "", args, kwargs, headers)
     records = app_components.components_of(task.app).records
     records.check()
     record = records.read(key.stored)
@@ -290,8 +343,11 @@ def publish_once(
         )
     components = app_components.components_of(app)
     components.check_once()
-    key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs)
+    headers = headers_of(task, args, kwargs, given.get("headers"))
+    key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs, headers)
     keeps = {name: value for name, value in given.items() if name in STORED_OPTIONS}
+    if headers:
+        keeps["headers"] = headers
     outbox = _outbox(components)
     message = _message(task, args, kwargs, task_id, keeps, "lease_queue_once")
     other = _write_queued(outbox, components.records, _NewCall(task, key, call_id, message))

@@ -255,6 +255,7 @@ class LeaseRequest(Request):
             cause,
             self._is_final(cause),
             failure_of(error) if error is not None else None,
+            fields,
         )
 
     def _is_final(self, cause: ExitCause) -> bool:

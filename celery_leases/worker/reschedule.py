@@ -28,7 +28,7 @@ from celery_leases.worker.delivery_queue import (
     without_broker_headers,
 )
 from celery_leases.worker.headers import HEADER, OURS, TASK_EVENTS, Header
-from celery_leases.worker.stored_messages import NotStorable, stored_form
+from celery_leases.worker.stored_messages import HeaderKeeper, NotStorable, stored_form
 
 CONFIRM_WITHIN = (5.0, 2.0, 0.5)
 """Seconds for which a publish may wait for the broker, and the shorter waits for calls with a short
@@ -135,8 +135,10 @@ class Publisher:
         """
         signature = Signature.from_dict(call, app=self._app)
         with self._producer() as producer:
+            # This process may belong to another tenant, user or trace than the caller.
+            keeper = HeaderKeeper(producer, signature.options.get("headers") or {})
             signature.apply_async(
-                producer=producer, retry=False, confirm_timeout=self._within, add_to_parent=False
+                producer=keeper, retry=False, confirm_timeout=self._within, add_to_parent=False
             )
 
     def message_of(self, task: Task, header: Header | None) -> str | None:

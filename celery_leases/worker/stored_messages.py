@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from kombu.exceptions import KombuError
 from kombu.serialization import dumps, registry
@@ -13,6 +14,72 @@ from celery_leases.protocol.results import NO_LIMIT, decode, encode
 
 _SIGNATURE: Final = {"task", "args", "kwargs", "options"}
 _FOLLOWING: Final = ("link", "link_error", "chain", "chord")
+
+
+class _Recorded(BaseException):
+    """The headers are recorded, so nothing more is done."""
+
+
+class HeaderRecorder:
+    """Records the headers of a message that is published to nowhere.
+
+    *stops*: it is the router of the publish, and stops it there. Otherwise it is the producer, so
+    that receivers of Celery's signals see the publish.
+    """
+
+    def __init__(self, connection: Any, *, stops: bool) -> None:
+        self.connection = connection
+        self.headers: dict[str, Any] = {}
+        self._stops = stops
+
+    def record(
+        self,
+        task: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        headers: Mapping[str, Any] | None,
+        call_id: str,
+    ) -> None:
+        """Publish a call of *task* to nowhere."""
+        to: dict[str, Any] = {"router": self} if self._stops else {"producer": self, "retry": False}
+        with suppress(_Recorded):
+            task.apply_async(
+                tuple(args),
+                dict(kwargs),
+                task_id=call_id,
+                headers=dict(headers or {}),
+                ignore_result=True,
+                add_to_parent=False,
+                **to,
+            )
+
+    def route(self, options: Mapping[str, Any], *_: Any, **__: Any) -> NoReturn:
+        """Record the headers as the router of a publish."""
+        self.headers = dict(options.get("headers") or {})
+        raise _Recorded
+
+    def publish(self, *_: Any, headers: Mapping[str, Any] | None = None, **__: Any) -> None:
+        """Record the headers as the producer, unless they belong to an event about the message."""
+        self.headers = self.headers or dict(headers or {})
+
+
+class HeaderKeeper:
+    """A kombu producer whose messages have *headers*, whatever this process adds when it publishes
+    them.
+    """
+
+    def __init__(self, producer: Any, headers: Mapping[str, Any]) -> None:
+        self._producer = producer
+        self._headers = headers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._producer, name)
+
+    def publish(self, *args: Any, headers: Mapping[str, Any] | None = None, **named: Any) -> Any:
+        """Publish with these headers. An event about the message does not get them."""
+        if headers and "task" in headers:
+            headers = {**headers, **self._headers}
+        return self._producer.publish(*args, headers=headers, **named)
 
 
 class NotStorable(Exception):

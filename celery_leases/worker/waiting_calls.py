@@ -326,6 +326,7 @@ class WaitingCalls:
             options.on_held != "reschedule"
             or callable(options.key)
             or callable(options.fingerprint)
+            or options.tenant is not None
         ):
             return None  # the main process must not call functions of the user
         try:

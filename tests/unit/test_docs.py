@@ -82,6 +82,7 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
         "max_hold": "`time_limit`, else 24 h",
         "on_cooling": '`"raise"` for a cooling key, `"reschedule"` at a closed gate',
         "cooldown_group": "none",
+        "tenant": "none",
         "rules": "`Rules.default()`",
     }
     for name in OPTION_NAMES:
