@@ -10,6 +10,7 @@ from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from celery import Celery, Task
+from celery.exceptions import Ignore, Reject
 from celery.result import AsyncResult
 
 from celery_leases.errors import (
@@ -56,6 +57,11 @@ class _SetWhenBound:
 
 _HOOKS = ("before_start", "on_success", "on_retry", "on_failure", "after_return")
 _UNSTORED = "celery_leases_unstored"
+_LAZY = (
+    (inspect.iscoroutinefunction, "a coroutine"),
+    (inspect.isgeneratorfunction, "a generator"),
+    (inspect.isasyncgenfunction, "an asynchronous generator"),
+)
 _NOT_OPTIONS = frozenset({"lease", "lease_options", "lease_status", "lease_signature"})
 
 
@@ -141,7 +147,7 @@ class LeasedMixin:
             with leased(UNLEASED):
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
         state.running = True
-        return delivery(self, request, args, kwargs, self._run_body).handle()
+        return delivery(self, request, args, kwargs, self._run_body, state).handle()
 
     def _run_body(self, request: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run the body as Celery does: by the ``__call__`` of the next class, if that is not
@@ -189,14 +195,70 @@ class LeasedMixin:
             _refuse_task_options(self, options)
         return super().apply(*args, **options)  # type: ignore[misc]
 
+    def retry(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        exc: Any = None,
+        throw: bool = True,
+        eta: Any = None,
+        countdown: Any = None,
+        max_retries: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Retry the task as Celery does. The worker publishes the message as soon as the body has
+        ended, whatever the body returns or raises then. Only the last retry of an attempt counts.
+        """
+        from celery_leases.worker.headers import state_of
+
+        request: Any = self.request  # type: ignore[attr-defined]
+        given = (args, kwargs, exc, throw, eta, countdown, max_retries)
+        if request.called_directly or request.is_eager:
+            return super().retry(*given, **options)  # type: ignore[misc]
+        request.is_eager = True  # then Celery makes the message, and does not publish it
+        try:
+            retry = super().retry(args, kwargs, exc, False, *given[4:], **options)  # type: ignore[misc]
+        finally:
+            request.is_eager = False
+        retry.is_eager = False
+        check = getattr(self, "__header__", None) if self.typing else None  # type: ignore[attr-defined]
+        if check is not None:
+            try:
+                check(*retry.sig.args, **retry.sig.kwargs)  # as apply_async does
+            except TypeError as error:
+                raise Reject(error, requeue=False) from error
+        state = state_of(request)
+        state.goes_on, state.published_retries = retry, None
+        if throw:
+            raise retry
+        return retry
+
     def replace(self, sig: Any) -> Any:
         """Replace this task as Celery does. The key is done, unless the replacement has the same
         key.
         """
         from celery_leases.worker.headers import state_of
 
-        state_of(self.request).replacement = sig  # type: ignore[attr-defined]
-        return super().replace(sig)  # type: ignore[misc]
+        try:
+            return super().replace(sig)  # type: ignore[misc]
+        except Ignore as replaced:
+            state = state_of(self.request)  # type: ignore[attr-defined]
+            if state.goes_on is None:
+                state.goes_on, state.replacement = replaced, sig
+            raise
+
+    def update_state(
+        self, task_id: Any = None, state: Any = None, meta: Any = None, **options: Any
+    ) -> None:
+        """Set the state of a call as Celery does. A call that sets its own state to ``FAILURE`` and
+        then raises ``Ignore`` has failed.
+        """
+        request: Any = self.request  # type: ignore[attr-defined]
+        super().update_state(task_id, state, meta, **options)  # type: ignore[misc]
+        if not request.called_directly and task_id in (None, request.id):
+            from celery_leases.worker.headers import state_of
+
+            state_of(request).reported = state
 
     def delay_in(self, session_or_connection: Any, /, *args: Any, **kwargs: Any) -> AsyncResult:
         """Call this task in the caller's own transaction, as ``delay()`` does outside one; see
@@ -348,6 +410,7 @@ def _refuse_task_options(task: Any, options: Mapping[str, Any]) -> None:
 
 def _set_options(cls: Any, app: Celery) -> None:
     _check_class(cls)
+    _check_body(cls)
     cls.lease_signature = _signature(cls)
     cls.lease_options = _options(cls, app)
 
@@ -380,6 +443,19 @@ def _check_class(cls: Any) -> None:
         raise LeaseConfigurationError(
             f"task {cls.name}: {wrong[0]} is no option; write each as lease_<option>"
         )
+
+
+def _check_body(cls: Any) -> None:
+    """Refuse a body of which a call runs nothing: a coroutine or generator function."""
+    bases = cls.__mro__[cls.__mro__.index(LeasedMixin) + 1 :]
+    if next(base for base in bases if "__call__" in vars(base)) is not Task:
+        return  # that class may run the coroutine
+    for kind, named in _LAZY:
+        if kind(cls.run):
+            raise LeaseConfigurationError(
+                f"task {cls.name}: its body is {named}, of which Celery would run nothing; write a plain "
+                "function that runs it, as with asyncio.run() or list(), and returns the result"
+            )
 
 
 def _options(cls: Any, app: Celery) -> LeaseOptions:

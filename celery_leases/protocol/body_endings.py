@@ -66,16 +66,20 @@ class Terminated:
 
 @dataclass(frozen=True, slots=True)
 class ControlFlow:
-    """The body raised one of Celery's control-flow exceptions, such as ``Retry`` or ``Ignore``.
+    """The body raised one of Celery's control-flow exceptions, such as ``Retry`` or ``Ignore``, or
+    has retried, replaced or published its call, whatever it did afterwards.
 
-    Celery gets the exception. The call runs again after ``delay`` seconds (``runs_again``), or ends
-    without a result.
+    Celery gets the exception. The call runs again after ``delay`` seconds (``runs_again``), with
+    the number ``retries`` in its message (by default one more after a retry). Otherwise it has
+    failed, as ``ended`` and ``failure`` say, or ends without a result.
     """
 
     error: BaseException
     runs_again: bool
     delay: float | None = None
     ended: Ended = Ended.RETRIED
+    retries: int | None = None
+    failure: Failure | None = None
 
 
 Ending = Returned | Raised | Snoozed | Lost | Interrupted | Terminated | ControlFlow

@@ -106,7 +106,9 @@ def refusal(row: Record | None, call: Claimant) -> Refusal | None:
         return Refusal.FAILED
     if finished_by(call.call_id, row):
         return Refusal.FINISHED
-    if ours and row.failure_delivered and call.is_copy_of(row.fence):
+    # A rejected message that comes back from a dead-letter queue may look like a copy: it runs.
+    failed = row.ended is Ended.FAILED and row.failure_delivered
+    if ours and failed and call.is_copy_of(row.fence):
         return Refusal.REPORTED
     if (
         ours

@@ -35,9 +35,9 @@ anything else                                     ``Run``
 
 A call that has begun is never dropped or refused because of another call: it is rescheduled, or
 gets the saved result. A delivery that carries chain, chord, group or link is never dropped because
-of another call either. Without a result ends a call that raises ``Ignore`` or ``Reject`` or calls
-``replace()``, and with ``rerun`` also a call that failed for good before another call ran. A call
-whose caller has its failure no longer reserves the key for its arguments.
+of another call either. Without a result ends a call that raises ``Ignore`` or calls ``replace()``,
+and with ``rerun`` also a call that failed for good before another call ran. A call whose caller has
+its failure no longer reserves the key for its arguments.
 
 After the run
 
@@ -58,9 +58,11 @@ was interrupted by a shutdown or revoke           ``pending``, attempt not count
 ran into the hard time limit, or ended its
 pool process                                      ``pending``, a crash, ``failed`` after ``lease_max_crashes``;
                                                   the interruption continues
-raised ``Retry`` or ``Reject(requeue=True)``      ``pending`` until the countdown is over; the exception
-raised ``Ignore`` or ``Reject``, or called
-``replace()``                                     ``done`` without a result; the exception
+called ``retry()``, published its call again,
+or raised ``Reject(requeue=True)``                ``pending`` until the countdown is over; the exception
+called ``replace()``, or raised ``Ignore``        ``done`` without a result; the exception
+raised ``Reject``, ``Ignore`` after it had set
+its state to ``FAILURE``, or its own ``Retry``    ``pending``: the call has failed, the next one runs; the exception
 ================================================  ==================================================
 
 A failure of the group first closes the gate of ``lease_cooldown_group``. A probe that succeeds

@@ -51,6 +51,13 @@ class Ended(StrEnum):
     WAITING = "waiting"
 
 
+CALLER_HAS_FAILURE: Final = (Ended.FAILED, Ended.REJECTED, Ended.RETRIED)
+"""How the last call of a key ended that does not run again by itself, and that has not done its
+work: it failed, its message was rejected, or its body raised a ``Retry`` of which there is no
+message.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A stored exception: the dotted name of its class, and its message, cut and without secrets.
@@ -223,7 +230,7 @@ class Record:
         has the failure.
         """
         return (
-            self.ended is Ended.FAILED
+            self.ended in CALLER_HAS_FAILURE
             and not self.resumes
             and self.state in (State.PENDING, State.COOLING)
         )

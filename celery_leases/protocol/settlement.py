@@ -30,13 +30,21 @@ from celery_leases.protocol.failure_decisions import (
     Fail,
     RetryAfter,
 )
-from celery_leases.protocol.records import Attempt, Ended, Failure, Outcome, Record, State
+from celery_leases.protocol.records import (
+    CALLER_HAS_FAILURE,
+    Attempt,
+    Ended,
+    Failure,
+    Outcome,
+    Record,
+    State,
+)
 from celery_leases.protocol.verdicts import Call
 
 CRASH_LOOP = Reason.CRASH_LOOP.value
 NO_RESULT = ""
 """Stands for the result of a finished call that has none."""
-WITHOUT_RESULT = (Ended.IGNORED, Ended.REJECTED, Ended.REPLACED)
+WITHOUT_RESULT = (Ended.IGNORED, Ended.REPLACED)
 LONGEST_SETTLE_PAUSE = 2.0
 """Seconds between two tries to write an outcome, at most."""
 FINISHED_CALLS_MAX = 16
@@ -67,7 +75,7 @@ def call_has_ended(record: Record) -> bool:
     if record.resumes or record.state not in (State.PENDING, State.COOLING):
         return False
     stopped = record.ended is Ended.TERMINATED and record.reason in CALL_ENDING_CAUSES
-    return stopped or record.ended in (Ended.FAILED, Ended.CRASHED)
+    return stopped or record.ended in (*CALLER_HAS_FAILURE, Ended.CRASHED)
 
 
 def after_run(
@@ -117,13 +125,16 @@ def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | 
         case Terminated(_, reason):
             exited = replace(closed, ended=Ended.TERMINATED, reason=reason)
             return _after_crash(call, record, _with_crash(call, record, exited))
-        case ControlFlow(_, runs_again, delay, ended):
+        case ControlFlow(_, runs_again, delay, ended, retries, failure):
             closed = replace(closed, ended=ended, crashes=crashes)
             if runs_again:
-                retries = record.retries + 1 if ended is Ended.RETRIED else record.retries
+                if retries is None:
+                    retries = record.retries + (ended is Ended.RETRIED)
                 return replace(
                     closed, retry_after=delay, retries=retries, resumes=call.reschedulable
                 )
+            if ended in CALLER_HAS_FAILURE:  # the next call runs
+                return replace(closed, failure=failure)
             finished = _finished(call, record, NO_RESULT)
             return replace(
                 _without_failures(closed), state=State.DONE, reason=ended.value, finished=finished

@@ -16,6 +16,7 @@ from celery.exceptions import (
     Retry,
     SoftTimeLimitExceeded,
 )
+from celery.states import EXCEPTION_STATES
 from celery.worker import state as worker_state
 
 from celery_leases.attempt.context import Context
@@ -34,7 +35,7 @@ from celery_leases.protocol.body_endings import (
     Terminated,
 )
 from celery_leases.protocol.keys import call_key
-from celery_leases.protocol.records import Ended
+from celery_leases.protocol.records import Ended, Failure
 from celery_leases.protocol.results import MESSAGE_MAX, failure_of
 from celery_leases.protocol.verdicts import Call
 from celery_leases.worker.headers import state_of
@@ -79,15 +80,23 @@ class ExceptionTranslator:
             case EarlySoftTimeLimit():
                 return Lost("the soft time limit fired before the body began")
             case Retry():
-                return ControlFlow(error, runs_again=True, delay=self._retry_delay(error))
+                # Its message is not published: Celery runs an eager retry itself, and any other is
+                # one that retry() has not made.
+                again = self.request.is_eager and error.sig is not None
+                failure = None if again else failure_of(error)
+                return ControlFlow(error, runs_again=again, failure=failure)
+            case Reject() if error.requeue:
+                return ControlFlow(error, runs_again=True, ended=Ended.REJECTED)
             case Reject():
-                return ControlFlow(error, runs_again=bool(error.requeue), ended=Ended.REJECTED)
+                return self.rejected(error)
             case Ignore():
-                replaced = state_of(self.request).replacement
-                if replaced is None:
+                reported = state_of(self.request).reported
+                if reported not in EXCEPTION_STATES:
                     return ControlFlow(error, runs_again=False, ended=Ended.IGNORED)
-                # If the replacement continues with the same key, the key must be free for it.
-                return ControlFlow(error, runs_again=self._same_key(replaced), ended=Ended.REPLACED)
+                failure = Failure(
+                    failure_of(error).type, f"the body has set the state of its call to {reported}"
+                )
+                return ControlFlow(error, runs_again=False, ended=Ended.FAILED, failure=failure)
             case NotImplementedError() if "does not implement kill_job" in str(error):
                 # In the solo pool, a cold shutdown ends the body with this error.
                 return Lost("the worker was stopped")
@@ -95,6 +104,33 @@ class ExceptionTranslator:
                 return self._raised(error)
             case _:
                 return self._killed_or_stopped(error, elapsed)
+
+    def ending_after(self, goes_on: Retry | Ignore) -> ControlFlow:
+        """The ending of a body whose call goes on in another message, which is published."""
+        state = state_of(self.request)
+        if isinstance(goes_on, Retry):
+            delay = self._retry_delay(goes_on)
+            return ControlFlow(goes_on, True, delay, retries=state.published_retries)
+        # If the replacement continues with the same key, the key must be free for it.
+        return ControlFlow(goes_on, self._same_key(state.replacement), ended=Ended.REPLACED)
+
+    def rejected(self, error: Reject) -> ControlFlow:
+        """The ending of a body whose message is rejected for good."""
+        failure = failure_of(error)
+        return ControlFlow(error, runs_again=False, ended=Ended.REJECTED, failure=failure)
+
+    def ending_of_returned(self, value: Any) -> Ending:
+        """The ending of a body that has returned the ``Retry`` of an eager call, or a coroutine or
+        generator.
+        """
+        if isinstance(value, Retry):
+            return self.ending_of(value, 0.0)
+        return self._raised(
+            TypeError(
+                f"the body returned a {type(value).__name__}, so nothing of it has run; write a body that "
+                "runs it to its end, as with asyncio.run() or list(), and returns the result"
+            )
+        )
 
     def _held_too_long(self, error: BaseException, reason: str) -> Ending:
         """The ending of a body that held its lease for too long: it fails as after a time limit.

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,10 +16,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 from celery import signals, states
+from celery._state import get_current_task
 from celery.backends.base import DisabledBackend
 from celery.backends.rpc import RPCBackend
-from celery.exceptions import Ignore, Retry
-from celery.utils.time import maybe_timedelta
+from celery.exceptions import Ignore, Reject, Retry
+from celery.utils.time import maybe_iso8601, maybe_timedelta
 
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.common.text_cleaning import printable
@@ -33,13 +34,13 @@ from celery_leases.errors import (
     StoreUnavailable,
 )
 from celery_leases.lease import Lease, enter_body, leave_body
-from celery_leases.protocol.body_endings import Ending, Returned
+from celery_leases.protocol.body_endings import ControlFlow, Ending, Raised, Returned
 from celery_leases.protocol.deadlines import begin_by
 from celery_leases.protocol.decisions import OUTCOME_KNOWN
 from celery_leases.protocol.events import CallDropped, CallRefused, CallRescheduled
 from celery_leases.protocol.keys import OF_ERRBACK, is_short_form
 from celery_leases.protocol.message_copies import callbacks_mark
-from celery_leases.protocol.records import Failure, Record, State
+from celery_leases.protocol.records import Ended, Failure, Record, State
 from celery_leases.protocol.results import NOT_JSON, encode, failure_of
 from celery_leases.protocol.verdicts import (
     Answer,
@@ -70,6 +71,7 @@ from celery_leases.worker.headers import (
     MAX_PRIOR,
     WOKEN,
     Header,
+    RequestState,
     call_id_of,
     celery_id_of,
     group_of,
@@ -83,6 +85,9 @@ from celery_leases.worker.headers import (
 from celery_leases.worker.pools.os_signal_guard import interrupt_guard_here
 from celery_leases.worker.reschedule import KeyIsHeld, NotPublishable
 from celery_leases.worker.stored_messages import has_expired
+
+_ENDINGS_RETURNED = (Retry, Awaitable, Generator, AsyncGenerator)
+"""What a body returns, and what is no result: nothing of the work has run."""
 
 POLL_INTERVAL = 0.5
 """Seconds between two reads of the record while a copy of the call runs."""
@@ -99,6 +104,10 @@ CALLBACKS_MARK_TTL = 86_400.0
 _marks_callbacks = False
 
 
+class NotConfirmed(Exception):
+    """The broker does not accept a message; the text says why."""
+
+
 class Delivery:
     """One delivery of one call of *task*, with the arguments that Celery has unpacked."""
 
@@ -113,8 +122,10 @@ class Delivery:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         run_body: Callable[..., Any],
+        state: RequestState,
     ) -> None:
         self.task = task
+        self.state = state
         self.run_body = run_body
         self.request = request
         self.args = args
@@ -346,20 +357,64 @@ class Delivery:
                 if os.getpid() != self.process:
                     _exit_forked_process()
         except BaseException as error:  # noqa: BLE001 - the translator distinguishes all of them
-            translator = ExceptionTranslator(
-                self.task,
-                self.request,
-                self.interrupt_guard,
-                call,
-                held_lease,
-                self.components.context,
-            )
-            return translator.ending_of(error, self.components.clock.now() - self.received_at)
+            elapsed = self.components.clock.now() - self.received_at
+            ending = self._translator(call, held_lease).ending_of(error, elapsed)
+            goes_on = self.state.goes_on
+            if goes_on is None or _comes_again(ending, goes_on):
+                return ending
+            return self._goes_on(call, held_lease, goes_on, error)
+        if self.state.goes_on is not None:
+            return self._goes_on(call, held_lease, self.state.goes_on, None)
         try:
-            return Returned(value, *encode(value, self.options.result_max))
+            result, missing = encode(value, self.options.result_max)
         except BaseException as error:  # noqa: BLE001 - a method of the value raised; the work is done
             # Celery must not read that value. It cannot serialize this one, and says so.
             return Returned(as_exception(error, "the result"), None, NOT_JSON)
+        if missing is not None and isinstance(value, _ENDINGS_RETURNED):
+            return self._translator(call, held_lease).ending_of_returned(value)
+        return Returned(value, result, missing)
+
+    def _translator(self, call: Call, held_lease: HeldLease) -> ExceptionTranslator:
+        return ExceptionTranslator(
+            self.task,
+            self.request,
+            self.interrupt_guard,
+            call,
+            held_lease,
+            self.components.context,
+        )
+
+    def _goes_on(
+        self,
+        call: Call,
+        held_lease: HeldLease,
+        goes_on: Retry | Ignore,
+        error: BaseException | None,
+    ) -> Ending:
+        """The ending of a body that has retried, replaced or published its call, and has then
+        returned or raised *error*. Publishes the message of a retry.
+
+        If the broker does not accept that message, the delivery is returned to the broker.
+        """
+        translator = self._translator(call, held_lease)
+        if error is not None and not isinstance(error, Retry | Ignore):
+            text = "%s[%s] raised after retry() or replace(), and goes on in another message"
+            logger.warning(text, call.task, call.call_id, exc_info=error)
+        if isinstance(goes_on, Retry) and goes_on.sig is not None:
+            publisher, before = self.components.publisher, self._requeue_count(call)
+            try:
+                self._until_confirmed(call, lambda: publisher.publish_retry(goes_on.sig))
+            except NotPublishable as failed:  # as Celery's own retry
+                return translator.rejected(Reject(failed, requeue=False))
+            except NotConfirmed as failed:
+                if not may_be_returned(*before):
+                    return translator.rejected(Reject(failed, requeue=False))
+                what = "could not be retried"
+                try:
+                    requeue.requeue_delivery(call.task, call.call_id, what, str(failed))
+                except Reject as returned:
+                    return ControlFlow(returned, runs_again=True, ended=Ended.REJECTED)
+        return translator.ending_after(goes_on)
 
     def _time_left(self, call: Call) -> float:
         """Seconds until the hard time limit, less one for the end of the delivery."""
@@ -479,12 +534,11 @@ class Delivery:
         """
         components = self.components
         before, limit = self._requeue_count(call)
-        until = self._publish_deadline(call)
         newest = self.body_began or self.header_unreadable or (call.fresh and again.unavailable)
-        failures = 0
-        while True:
-            try:
-                published = components.publisher.reschedule(
+        try:
+            return self._until_confirmed(
+                call,
+                lambda: components.publisher.reschedule(
                     self.task,
                     self.header,
                     delay,
@@ -492,24 +546,36 @@ class Delivery:
                     call.key.stored,
                     self.options.ttl,
                     newest=newest,
-                )
-            except NotPublishable as error:
-                self._fail(call, again, f"its message cannot be written: {error}")
+                ),
+            )
+        except NotPublishable as error:
+            self._fail(call, again, f"its message cannot be written: {error}")
+        except NotConfirmed as error:
+            if may_be_returned(before, limit):
+                self._requeue(call, again, str(error))
+            why = f"the broker accepts no copy of it after {before + 1} deliveries: {error}"
+            self._fail(call, again, why)
+
+    def _until_confirmed(self, call: Call, publish: Callable[[], bool]) -> bool:
+        """Call *publish*, and retry for a while; raises :class:`NotConfirmed` if the broker does
+        not accept the message.
+        """
+        until = self._publish_deadline(call)
+        failures = 0
+        while True:
+            try:
+                published = publish()
+            except NotPublishable:
+                raise
             except Exception as error:  # noqa: BLE001 - whatever the broker said, the message must survive
                 why = f"{type(error).__name__}: {error}"
             else:
                 requeue.clear_count(call.call_id)
                 return published
             pause = publish_retry_pause(failures)
-            if self.interrupt_guard.stopping or components.clock.now() + pause > until:
-                if may_be_returned(before, limit):
-                    self._sleep(pause)
-                    self._requeue(call, again, why)
-                self._fail(
-                    call,
-                    again,
-                    f"the broker accepts no copy of it after {before + 1} deliveries: {why}",
-                )
+            if self.interrupt_guard.stopping or self.components.clock.now() + pause > until:
+                self._sleep(pause)
+                raise NotConfirmed(why)
             if not failures:
                 logger.error(
                     "%s[%s] could not be rescheduled, retrying: %s", call.task, call.call_id, why
@@ -685,6 +751,48 @@ def _mark_callbacks_sent(sender: Any, **_: Any) -> None:
             # Without the mark, a copy would send the callbacks again, which the guarantees allow.
             with suppress(StoreUnavailable):
                 marks.swap_mark(stored_key, callbacks_mark(call_id), None, "out", ttl)
+
+
+def _comes_again(ending: Ending, goes_on: Retry | Ignore) -> bool:
+    """Whether the message of this delivery comes again, so that a retry need not be published."""
+    if isinstance(ending, ControlFlow):
+        return isinstance(goes_on, Ignore) and ending.runs_again
+    return not isinstance(ending, Raised)
+
+
+def _publisher_of_itself(sender: str, headers: Any) -> Any:
+    """The request of the running body, if it publishes a message of its own call."""
+    task = get_current_task()
+    if task is None or task.name != sender or not hasattr(task, "lease_options"):
+        return None
+    request = task.request
+    if request.called_directly or request.is_eager or headers.get("id") != request.id:
+        return None
+    # The message of replace() has the same id, and is another call.
+    same = (headers.get("replaced_task_nesting") or 0) == (request.replaced_task_nesting or 0)
+    return request if same else None
+
+
+def _before_publish(sender: str, headers: Any, **_: Any) -> None:
+    """Give a message with which a body publishes its call again the header of the call, so that it
+    is no duplicate of the running delivery.
+    """
+    request = _publisher_of_itself(sender, headers)
+    if request is not None and (ours := (request.headers or {}).get(HEADER)) is not None:
+        headers.setdefault(HEADER, ours)
+
+
+def _after_publish(sender: str, headers: Any, **_: Any) -> None:
+    """Note that a body has published its call again: the attempt is closed as retried."""
+    request = _publisher_of_itself(sender, headers)
+    if request is not None and (state := state_of(request)).goes_on is None:
+        when = maybe_iso8601(headers.get("eta"))
+        state.goes_on = Retry("the body has published its call again", when=when)
+        state.published_retries = headers.get("retries") or 0
+
+
+signals.before_task_publish.connect(_before_publish, weak=False)
+signals.after_task_publish.connect(_after_publish, weak=False)
 
 
 def _retry_of(again: Reschedule) -> Retry | None:

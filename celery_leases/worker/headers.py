@@ -339,8 +339,15 @@ class RequestState:
     running: bool = False
     #: The stored key and the id of the call whose callbacks are to be marked as sent.
     callbacks_of: tuple[str, str] | None = None
+    #: The exception by which Celery learns that the call goes on in another message: ``Retry``
+    #: after ``retry()`` and if the body publishes its call again, ``Ignore`` after ``replace()``.
+    goes_on: Any = None
     #: The signature with which the task has replaced itself.
     replacement: Any = None
+    #: The number of retries in the message with which the body has published its call again.
+    published_retries: int | None = None
+    #: The state that the body has set last for its call.
+    reported: str | None = None
 
 
 def state_of(request: Any) -> RequestState:

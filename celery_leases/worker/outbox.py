@@ -323,12 +323,14 @@ def publish_once(
     """Publish a call of *task* by *publish*, Celery's own ``apply_async``, if no other call of its
     key is queued or runs; see ``lease_queue_once``.
 
-    Retries, calls that other calls wait for, and stored messages are published in any case.
+    Retries, calls that other calls wait for, stored messages, and calls that their own body
+    publishes again are published in any case.
     """
     given = dict(zip(_ORDER, positional, strict=False)) | dict(named)
     carries = any(given.get(name) for name in _CANVAS) or HEADER in (given.get("headers") or {})
     stored = _publishing_stored.get() == (task.name, given.get("task_id"))
-    if stored or given.get("retries") or carries:
+    itself = given.get("task_id") is not None and given["task_id"] == task.request.id
+    if stored or given.get("retries") or carries or itself:
         return publish(*positional, **named)
     app, options = task.app, task.lease_options
     args, kwargs = tuple(given.pop("args", None) or ()), dict(given.pop("kwargs", None) or {})

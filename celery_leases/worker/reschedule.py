@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from uuid import uuid4
 
 from celery import Celery, Task
 from celery.canvas import Signature
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, QueueNotFound
 from kombu.exceptions import EncodeError, SerializerNotInstalled
 from kombu.pools import ProducerPool
 
@@ -141,6 +142,20 @@ class Publisher:
                 producer=keeper, retry=False, confirm_timeout=self._within, add_to_parent=False
             )
 
+    def publish_retry(self, retry: Any) -> bool:
+        """Publish the message of one of Celery's retries; raises the error because of which the
+        broker did not confirm within 5 s.
+        """
+        self._with_second_try(lambda: self._publish_retry_once(retry))
+        return True
+
+    def _publish_retry_once(self, retry: Any) -> None:
+        with self._producer() as producer:
+            try:
+                retry.apply_async(producer=producer, retry=False, confirm_timeout=self._within)
+            except (EncodeError, SerializerNotInstalled, QueueNotFound, TypeError) as error:
+                raise NotPublishable(f"{type(error).__name__}: {error}") from error
+
     def message_of(self, task: Task, header: Header | None) -> str | None:
         """The message of the running delivery as its record stores it; ``None``, with a warning, if
         it cannot be stored.
@@ -179,15 +194,19 @@ class Publisher:
             pool.connections.force_close_all()
 
     def _publish(self, task: Task, header: Header | None, delay: float) -> None:
+        try:
+            self._with_second_try(lambda: self._publish_once(task, header, delay))
+        except (EncodeError, SerializerNotInstalled) as error:
+            serializer = properties_of(task.request).get("serializer")
+            raise NotPublishable(f"{error} (serializer {serializer})") from error
+
+    def _with_second_try(self, publish: Callable[[], None]) -> None:
         began = time.monotonic()
         for last in (False, True):
             try:
-                return self._publish_once(task, header, delay)
-            except NotPublishable:
+                return publish()
+            except (NotPublishable, EncodeError, SerializerNotInstalled):
                 raise
-            except (EncodeError, SerializerNotInstalled) as error:
-                serializer = properties_of(task.request).get("serializer")
-                raise NotPublishable(f"{error} (serializer {serializer})") from error
             except Exception:
                 self.close()
                 # An immediate failure comes from a connection that was lost while idle, so publish

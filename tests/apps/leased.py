@@ -267,6 +267,10 @@ def passes(self, name, how):
         raise Reject("no", requeue=False)
     if how == "requeue" and self.lease.attempt == 1:
         raise Reject("again", requeue=True)
+    if how == "retry and return" and not self.request.retries:
+        self.retry(countdown=0.1, throw=False)
+    if how == "publish itself" and self.lease.attempt == 1:
+        self.apply_async((name, how), task_id=self.request.id)
     if how == "replace":
         raise self.replace(plain.s(name))
     if how.startswith("/"):

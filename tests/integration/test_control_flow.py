@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from celery import group
+from celery.exceptions import Reject
 from kombu.exceptions import EncodeError
 
 from celery_leases.errors import AlreadyDone, LeaseHeld, ResultMissing
@@ -71,18 +72,43 @@ def test_a_retry_without_attempts_left_raises_the_last_error(stage: Deployment, 
     assert not stage.is_held("auto", f"auto:{name}")
 
 
-@pytest.mark.parametrize(("how", "ended"), [("ignore", "ignored"), ("reject", "rejected")])
-def test_what_the_body_ignores_or_rejects_is_done_without_a_result(
-    stage: Deployment, name: str, how: str, ended: str
-) -> None:
+def test_what_the_body_ignores_is_done_without_a_result(stage: Deployment, name: str) -> None:
     """A copy of that call is dropped; the key stays done."""
-    call = stage.tasks.passes.delay(name, how)
+    call = stage.tasks.passes.delay(name, "ignore")
     row = stage.wait_for_state("passes", f"passes:{name}", "done")
-    assert (row["reason"], row["result"], row["ended"]) == (ended, None, ended)
-    stage.send("passes", name, how, task_id=call.id)
-    stage.wait_for_log(call.id, f"dropped: it was {ended} by the task itself")
+    assert (row["reason"], row["result"], row["ended"]) == ("ignored", None, "ignored")
+    stage.send("passes", name, "ignore", task_id=call.id)
+    stage.wait_for_log(call.id, "dropped: it was ignored by the task itself")
     assert len(stage.events("begin", name=name)) == 1
     assert not stage.is_held("passes", f"passes:{name}")
+
+
+def test_what_the_body_rejects_has_failed_and_runs_when_it_is_moved_back(
+    stage: Deployment, name: str
+) -> None:
+    """The caller has the failure; a dead letter that is moved back runs, and so does another
+    call.
+    """
+    call = stage.tasks.passes.delay(name, "reject")
+    with pytest.raises(Reject):
+        call.get(timeout=PATIENCE)
+    row = stage.wait_for_state("passes", f"passes:{name}", "pending")
+    assert (row["ended"], row["resumes"], row["failures"]) == ("rejected", 0, 0)
+    stage.send("passes", name, "reject", task_id=call.id)
+    assert len(stage.wait_for("begin", 2, name=name)) == 2
+    assert stage.tasks.passes.delay(name, "return").get(timeout=PATIENCE) == {"name": name}
+
+
+@pytest.mark.parametrize("how", ["retry and return", "publish itself"])
+def test_a_call_that_goes_on_in_another_message_is_not_done(
+    stage: Deployment, name: str, how: str
+) -> None:
+    """Whatever its body returns; what follows in its chain is sent when it has ended."""
+    steps = (stage.tasks.passes.si(name, how) | stage.tasks.plain.s())()
+    assert steps.get(timeout=PATIENCE) == {"name": name}
+    begun = stage.events("begin", name=name)
+    assert [event["attempt"] for event in begun] == [1, 2]
+    assert len({event["id"] for event in begun}) == 1
 
 
 def test_what_the_body_rejects_for_another_time_runs_again(stage: Deployment, name: str) -> None:

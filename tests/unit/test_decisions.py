@@ -62,7 +62,7 @@ class TestFinishedByThisCall:
         done = a_record(State.DONE, OURS, result="1")
         assert decide(a_call(), done, held_by(THEIRS)) == Return(1, OURS)
 
-    @pytest.mark.parametrize("ended", [Ended.IGNORED, Ended.REJECTED])
+    @pytest.mark.parametrize("ended", [Ended.IGNORED, Ended.REPLACED])
     def test_what_the_task_itself_ended_without_a_result_is_dropped(self, ended: Ended) -> None:
         done = a_record(State.DONE, OURS, reason=ended.value)
         assert isinstance(decide(a_call(canvas=True), done), Drop)

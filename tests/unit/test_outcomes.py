@@ -170,10 +170,18 @@ class TestAfterTheRun:
         assert (outcome.attempt, outcome.failures, outcome.crashes) == (4, 2, 0)
         assert (outcome.quick_retries, outcome.cooldowns, outcome.failed) == (3, 2, False)
 
-    @pytest.mark.parametrize("ended", [Ended.IGNORED, Ended.REJECTED])
-    def test_the_users_ignore_and_reject_are_done_without_a_result(self, ended: Ended) -> None:
+    @pytest.mark.parametrize("ended", [Ended.IGNORED, Ended.REPLACED])
+    def test_the_users_ignore_and_replace_are_done_without_a_result(self, ended: Ended) -> None:
         outcome = closed(ControlFlow(Exception(), runs_again=False, ended=ended))
         assert (outcome.state, outcome.result, outcome.reason) == (State.DONE, None, ended.value)
+
+    @pytest.mark.parametrize("ended", [Ended.REJECTED, Ended.FAILED, Ended.RETRIED])
+    def test_a_call_that_has_not_done_its_work_leaves_the_key_to_the_next_one(
+        self, ended: Ended
+    ) -> None:
+        outcome = closed(ControlFlow(Exception(), runs_again=False, ended=ended, failure=FAILURE))
+        assert (outcome.state, outcome.ended, outcome.failure) == (State.PENDING, ended, FAILURE)
+        assert (outcome.resumes, outcome.retry_after, outcome.failures) == (False, None, 2)
 
     @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
     def test_no_ending_leaves_the_row_running(self, ending: Ending) -> None:

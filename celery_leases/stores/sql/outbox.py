@@ -11,7 +11,7 @@ from sqlalchemy.sql.dml import ReturningUpdate
 
 from celery_leases.protocol import repairs
 from celery_leases.protocol.keys import CallKey
-from celery_leases.protocol.records import Ended, Record, State
+from celery_leases.protocol.records import CALLER_HAS_FAILURE, Ended, Record, State
 from celery_leases.protocol.settlement import CALL_ENDING_CAUSES
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.dialects import mysql
@@ -220,7 +220,7 @@ class Outbox:
             table.c.reason.is_not(None),
             table.c.reason.in_(CALL_ENDING_CAUSES),
         )
-        failed = table.c.ended.is_not_distinct_from(Ended.FAILED)
+        failed = and_(table.c.ended.is_not(None), table.c.ended.in_(CALLER_HAS_FAILURE))
         has_ended = and_(table.c.resumes == 0, or_(failed, stopped))
         published_since = and_(
             table.c.published_at.is_not(None),
