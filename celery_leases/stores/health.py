@@ -25,7 +25,7 @@ class RedisServerFacts:
     """Facts about a Redis server; ``None`` for a fact that this user may not read.
 
     ``persistent``: whether the server writes its data to disk. ``policy``: its
-    ``maxmemory-policy``.
+    ``maxmemory-policy``. ``alone``: a primary that accepts writes when it has lost its replicas.
     """
 
     version: str | None
@@ -33,6 +33,7 @@ class RedisServerFacts:
     clock_ahead: float | None
     policy: str | None
     persistent: bool | None
+    alone: bool | None = None
 
     @property
     def too_old(self) -> bool:
@@ -60,7 +61,9 @@ def redis_facts(client: Any) -> RedisServerFacts:
         saves = client.config_get("save").get("save")
         persistent = bool(saves) or bool(info.get("aof_enabled"))
     version = info.get("redis_version")
-    return RedisServerFacts(version, latency, ahead, policy, persistent)
+    # Redis only shows the number of its good replicas if min-replicas-to-write is set.
+    alone = "min_slaves_good_slaves" not in info if info else None
+    return RedisServerFacts(version, latency, ahead, policy, persistent, alone)
 
 
 def records_facts(records: SqlRecordStore) -> ServerFacts:

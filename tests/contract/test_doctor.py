@@ -34,6 +34,7 @@ from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.testing.contracts.record_case import closed, won
 from celery_leases.worker import app_components
 from celery_leases.worker.checks import doctor, servers, startup
+from tests.support.servers import RedisSentinels
 from tests.support.servers.redis import RedisServer
 
 TIMEOUT = 90
@@ -246,6 +247,15 @@ def test_a_redis_that_deletes_or_forgets_is_named(
             assert set(found(makes())) == codes
         finally:
             admin.config_set(option, before)
+
+
+def test_a_primary_behind_sentinel_that_accepts_writes_alone_is_named(makes: Makes) -> None:
+    with RedisSentinels() as sentinels:
+        app = makes(leases_url=sentinels.url)
+        assert "min-replicas-to-write" in found(app)["lonely-primary"].advice
+        with redis.Redis(port=sentinels.primary.port) as admin:
+            admin.config_set("min-replicas-to-write", 1)
+        assert found(app) == {}
 
 
 def test_two_environments_on_one_prefix_are_named(makes: Makes, server: RedisServer) -> None:

@@ -113,6 +113,33 @@ def test_a_lease_that_was_not_replicated_is_missing(
     assert isinstance(store.acquire(make_claim_request(claim_request.stored_key)), Held)
 
 
+def test_a_renewal_finds_the_new_primary_while_the_old_one_still_answers(
+    sentinels: RedisSentinels, store: RedisLeaseStore
+) -> None:
+    """The old primary was frozen and continues, and the Sentinels have not demoted it yet: it would
+    renew a lease that another attempt holds at the new primary.
+    """
+    renewing = store.bounded(TIMEOUT)
+    claim_request = make_claim_request(fresh_key(), ttl=60.0)
+    assert renewing.acquire(claim_request) == Acquired()
+    wait_until(lambda: replicated(sentinels), 10, "the replica")
+    old = sentinels.primary
+    old.pause()
+    wait_until(lambda: sentinels.primary is not old, 30, "the failover")
+    with redis.Redis(port=sentinels.primary.port) as admin:
+        wait_until(lambda: admin.info("replication")["role"] == "master", 30, "the promotion")
+        admin.flushall()
+    newcomer = RedisLeaseStore.from_url(sentinels.url, timeout=TIMEOUT)
+    taken = make_claim_request(claim_request.stored_key, ttl=60.0)
+    assert newcomer.acquire(taken) == Acquired()
+    newcomer.close()
+    for sentinel in sentinels.sentinels[1:]:
+        sentinel.pause()  # alone, the first one does not demote the old primary
+    old.resume()
+    assert renewed(renewing, claim_request) is RenewalResult.OTHER
+    renewing.close()
+
+
 def test_a_primary_that_steps_down_executes_nothing_more(
     sentinels: RedisSentinels, store: RedisLeaseStore
 ) -> None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any, Final, Self
 
 from redis.exceptions import ResponseError
+from redis.sentinel import SentinelConnectionPool
 
 from celery_leases.concurrency.resource_pool import Permit, ResourcePool
 from celery_leases.errors import LeaseConfigurationError, LeaseStoreMismatch, StoreUnavailable
@@ -32,7 +34,7 @@ from celery_leases.stores.redis.cluster import Cluster
 from celery_leases.stores.redis.commands import ClusterCommands, DirectCommands, RedisCommands
 from celery_leases.stores.redis.cooldown_groups import RedisGates
 from celery_leases.stores.redis.direct_client import DirectClient
-from celery_leases.stores.redis.errors import advice_for
+from celery_leases.stores.redis.errors import REDIS_ERRORS, advice_for
 from celery_leases.stores.redis.values import (
     Keys,
     as_text,
@@ -92,6 +94,11 @@ class RedisLeaseStore(RedisGates):
         self.prefix = prefix
         self._client = client
         self._reopen = reopen
+        #: Whether Sentinels name the server.
+        self.behind_sentinel = isinstance(
+            getattr(client, "connection_pool", None), SentinelConnectionPool
+        )
+        self._asks_sentinels = False
 
     @classmethod
     def from_url(
@@ -129,7 +136,8 @@ class RedisLeaseStore(RedisGates):
 
     def bounded(self, timeout: float, longest_wait: float = LONGEST_CONNECTION_TIMEOUT) -> Self:
         """The same store over a separate connection, on which connecting and reading take at most
-        *timeout* seconds each.
+        *timeout* seconds each. Behind Sentinel each renewal first asks for the primary, because an
+        old one may still answer.
 
         Calls wait for that connection for *longest_wait* seconds, or less if their leases end
         earlier. A store that was made without *reopen* returns itself.
@@ -137,9 +145,11 @@ class RedisLeaseStore(RedisGates):
         if self._reopen is None:
             return self
         permits = ResourcePool(1, Permit, longest_wait)
-        return type(self)(
+        found = type(self)(
             self._reopen(timeout), self.prefix, self.name, reopen=self._reopen, permits=permits
         )
+        found._asks_sentinels = found.behind_sentinel  # noqa: SLF001 - of this class
+        return found
 
     def check(self) -> str | None:
         """Run a script that writes; returns warnings.
@@ -268,6 +278,10 @@ class RedisLeaseStore(RedisGates):
         result is the error. If all leases fail, the first error is raised. A probe slot has the
         form of a lease and is renewed like one.
         """
+        if self._asks_sentinels:
+            with suppress(*REDIS_ERRORS):  # without an answer the known primary counts
+                # Closes the connection to a former primary.
+                self._client.connection_pool.get_master_address()
         leases = [(self._keys.lease(renewal.stored_key), renewal) for renewal in renewals]
         slots = [
             (self._keys.gate(renewal.probe)[2], renewal)

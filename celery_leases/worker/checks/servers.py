@@ -119,6 +119,14 @@ class StoreChecks:
                     "scripts need",
                     "install Redis or Valkey 6.2 or later",
                 )
+            if leases.behind_sentinel and facts.alone:
+                self._warn(
+                    "lonely-primary",
+                    f"the lease store {leases.name} has min-replicas-to-write 0: after a failover "
+                    "an old primary that some workers still reach continues to grant and renew "
+                    "leases, and two bodies of a key may run at once",
+                    "write min-replicas-to-write 1 and min-replicas-max-lag 3 in redis.conf",
+                )
         warnings: list[str | None] = []
         self._refused("lease-store", lambda: warnings.append(leases.check()))
         for warning in filter(None, warnings):
