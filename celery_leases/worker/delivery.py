@@ -165,6 +165,8 @@ class Delivery:
                 call = self._call()
                 if call.repeat:
                     self._refuse_expired(call)
+                if self.header.due is not None:
+                    self._wait_until_due(call, self.header.due)
                 answer = self.components.execution.run(
                     call, partial(self._body, call), self.header.store_failures
                 )
@@ -320,6 +322,15 @@ class Delivery:
             sender=self.task, request=self.request, terminated=False, signum=None, expired=True
         )
         self._drop(call, "it expired before it began")
+
+    def _wait_until_due(self, call: Call, due: float) -> None:
+        """Reschedule the call if the user's countdown is not over yet."""
+        left = due - self.components.context.wall_time()
+        if left > 0:
+            reason = "its countdown is not over"
+            self._reschedule(call, Reschedule(left, reason, event_type=""))
+        self.header = replace(self.header, due=None)
+        self.request.eta = datetime.fromtimestamp(due, UTC).isoformat()
 
     # -- the body ----------------------------------------------------------------------------------
 

@@ -5,8 +5,10 @@ how Celery ends it.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any, assert_never
 
 from billiard.einfo import ExceptionWithTraceback
@@ -23,6 +25,7 @@ from celery_leases.protocol.results import failure_of
 from celery_leases.protocol.settlement import ExitCause
 from celery_leases.signals import logger
 from celery_leases.worker import app_components, child_exit, database_watch
+from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.child_exit import EndedDelivery
 from celery_leases.worker.delivery_queue import ORIGIN, origin_of
 from celery_leases.worker.headers import (
@@ -33,6 +36,7 @@ from celery_leases.worker.headers import (
     TASK_EVENTS,
     TOKEN,
     WOKEN,
+    Header,
     call_id_of,
     new_token,
     owner_of,
@@ -73,6 +77,7 @@ class LeaseRequest(Request):
     #: Until when it waits at most, by the monotonic clock.
     waits_until = 0.0
     _scheduled: Any = None
+    _eta: Any
     #: It has expired. The record shows that by itself.
     _expired = False
     #: Celery reports a cold shutdown like a revoke.
@@ -95,6 +100,8 @@ class LeaseRequest(Request):
         limits = self._time_limits_for(worker)
         if limits is not None:
             carried[LIMITS] = limits
+        if self._eta is not None:
+            self._wait_in_hops()
         self._children: list[int] = []
         self._kill = body_kill_of(token) if _GREEN else None
         events = self._eventer
@@ -109,6 +116,26 @@ class LeaseRequest(Request):
             waiting_calls.received(self)
         if limits is not None and (HEADER in carried or self.delivery_info.get("redelivered")):
             database_watch.watch(self._app, begin_by(0.0, *limits))
+
+    def _wait_in_hops(self) -> None:
+        """Shorten a countdown that is longer than the broker leaves a message with a worker. Then
+        the child publishes a copy, which waits for the rest.
+
+        Otherwise the broker would deliver the waiting message again and again, and this process
+        would hold each delivery until the countdown is over.
+        """
+        now, due = time.time(), self._eta.timestamp()
+        longest = settings_of(self._app).longest_countdown
+        carried = self._request_dict
+        if due - now <= longest:
+            return
+        call_id = call_id_of(self.id, carried.get("replaced_task_nesting"))
+        header = read_header(carried, self.task.name, call_id)
+        if header is None and HEADER in carried:
+            return
+        header = replace(header or Header(self.task.name, call_id), due=due)
+        carried[HEADER] = header.written()
+        self._eta = datetime.fromtimestamp(now + longest, UTC)
 
     @property
     def _eta_timer_entry(self) -> Any:

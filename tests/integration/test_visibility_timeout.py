@@ -2,6 +2,7 @@
 that still runs.
 """
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -48,3 +49,19 @@ def test_c3_a_call_that_outlives_the_visibility_timeout_runs_once_and_ends(
     row = stage.row(task, f"{task}:{name}" if task != "keyless" else running.id)
     assert row is not None
     assert (row["state"], row["attempt"], row["crashes"]) == ("done", 1, 0)
+
+
+def test_a_far_countdown_waits_in_hops_and_only_once(stage: Deployment, name: str) -> None:
+    """The broker would deliver the waiting message again and again, and the worker would hold each
+    delivery until the countdown is over. It restores the message of no hop.
+    """
+    sent = time.time()
+    waits = stage.send("work", name, countdown=5 * VISIBILITY)
+    stage.wait_for_log(waits.id, "rescheduled in", 3)
+    assert not stage.events("begin", name=name)
+    assert waits.get(timeout=PATIENCE)["name"] == name
+    assert time.time() - sent >= 5 * VISIBILITY
+    stage.wait_until_drained()
+    assert len(stage.events("begin", name=name)) == 1
+    hops = len(stage.log(f"{waits.id}] key work:{name}: rescheduled in"))
+    assert len(stage.log(f"{waits.id}] received")) == hops + 1

@@ -44,6 +44,7 @@ FULL = Header(
     prior=(OWNER,),
     started=True,
     failure_fence=17,
+    due=1795745140.5,
 )
 PLAIN = Header("billing.send", "call")
 
@@ -148,6 +149,9 @@ class TestAHeader:
             {"met": "17"},
             {"met": -1},
             {"met": 2**63},
+            {"due": "soon"},
+            {"due": -1},
+            {"due": float("inf")},
             {"task": 7},
             {"id": None},
         ],
