@@ -21,7 +21,7 @@ READ_TIMEOUT: Final = 0.5
 NEEDS_ATTENTION: Final = (
     (
         ABANDONED,
-        "their process died; the broker delivers them again, or leases rescue publishes them",
+        "nothing is heard of their process; the broker delivers them again, or leases rescue publishes them",
     ),
     (State.UNCERTAIN.value, "they may have been executed: look in the other system, then resolve"),
     (State.FAILED.value, "they do not run again: end the cause, then retry or forget them"),

@@ -65,7 +65,7 @@ class StateFilter(_ChoiceFilter):
     title = parameter_name = "state"
 
     def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
-        """All states of a record, and that of a key whose process died."""
+        """All states of a record, and that of a running key without a lease."""
         return [(state, state) for state in (*map(str, State), ABANDONED)]
 
     def wanted(self, value: str) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class StartedFilter(_ChoiceFilter):
 
 
 class CrashedFilter(_ChoiceFilter):
-    """Filters records whose process has died."""
+    """Filters records with crashes, known or suspected."""
 
     title = parameter_name = "crashed"
 
