@@ -390,12 +390,40 @@ def _guarded(name: str, hook: Any) -> Any:
 
 
 def _signature(cls: Any) -> Parameters:
-    parameters = list(inspect.signature(cls.run).parameters.values())
-    return Parameters(
+    """The signature of what is called. A decorator that accepts any arguments is expected to pass
+    them on, so it has the signature of the function that it decorates.
+    """
+    called, decorated = (
+        _parameters(cls, inspect.signature(cls.run, follow_wrapped=follow))
+        for follow in (False, True)
+    )
+    signature = Parameters(decorated if _passes_on(called, decorated) else called)
+    if called != decorated:
+        signature.called = inspect.Signature(called)
+    return signature
+
+
+def _parameters(cls: Any, signature: inspect.Signature) -> list[inspect.Parameter]:
+    parameters = list(signature.parameters.values())
+    alone = isinstance(inspect.getattr_static(cls, "run"), staticmethod)
+    # A decorator may get the task itself as one of *args.
+    return (
         parameters
-        if isinstance(inspect.getattr_static(cls, "run"), staticmethod)
+        if alone or parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
         else parameters[1:]
     )
+
+
+def _passes_on(called: list[inspect.Parameter], decorated: list[inspect.Parameter]) -> bool:
+    """Whether a decorator with the parameters *called* accepts any arguments, and those that it
+    names are the first ones of the *decorated* function.
+    """
+    named = [
+        each.name for each in called if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    return len(called) == len(named) + 2 and named == [
+        each.name for each in decorated[: len(named)]
+    ]
 
 
 def _refuse_task_options(task: Any, options: Mapping[str, Any]) -> None:

@@ -85,6 +85,9 @@ class Compared(Protocol):
 class Parameters(inspect.Signature):
     """The signature of a task's body, which computes once what binding a plain call needs."""
 
+    #: The signature of the body's decorator, if the decorated function has another one.
+    called: inspect.Signature | None = None
+
     @cached_property
     def plain(self) -> tuple[tuple[str, ...], Mapping[str, Any]] | None:
         """Names and defaults of the parameters if each of them can be given by position and by
@@ -255,16 +258,28 @@ def _too_deep(task: str) -> KeyUnusable:
     )
 
 
+_DECORATED: Final = (
+    "; a decorator of the body adds or removes arguments: name its own parameters, as in "
+    "def wrapper(customer_id), give the arguments by keyword, or write a callable"
+)
+
+
 class _Given:
     """The arguments of one call with defaults applied, as a worker receives them."""
 
     def __init__(
-        self, signature: inspect.Signature, by_name: dict[str, Any], bound: Any = None
+        self,
+        signature: inspect.Signature,
+        by_name: dict[str, Any],
+        bound: Any = None,
+        advice: str = "",
     ) -> None:
         self.signature = signature
         #: The arguments by the names of the parameters.
         self.by_name = by_name
         self._bound = bound
+        #: What to write if a template cannot be filled.
+        self.advice = advice
 
     def differing_from_defaults(self) -> dict[str, Any]:
         """The arguments that are not equal to the defaults of their parameters."""
@@ -303,8 +318,41 @@ def _given(
         and (plain := _plainly_bound(signature, args, kwargs)) is not None
     ):
         return _Given(signature, plain)
-    bound = _bound(task, signature, args, kwargs)
-    return _Given(signature, _by_name(signature, bound), bound)
+    called = signature.called if isinstance(signature, Parameters) else None
+    try:
+        bound = _bound(task, signature, args, kwargs)
+    except KeyUnusable:
+        if called is None:
+            raise
+        signature = _with_other_keywords(signature, args, kwargs) or called
+        bound = _bound(task, signature, args, kwargs)
+    advice = _DECORATED if called is not None else ""
+    return _Given(signature, _by_name(signature, bound), bound, advice)
+
+
+def _with_other_keywords(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.Signature | None:
+    """The signature that a decorator has, if it adds keyword-only arguments to those of the call,
+    or removes some that were given by keyword; ``None`` if it does something else.
+
+    What it adds could otherwise be given by position, so nobody knows what the positions mean.
+    """
+    parameters = [
+        each
+        for each in signature.parameters.values()
+        if each.kind is not each.KEYWORD_ONLY
+        or each.default is not each.empty
+        or each.name in kwargs
+    ]
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        parameters.append(inspect.Parameter("more", inspect.Parameter.VAR_KEYWORD))
+    found = inspect.Signature(parameters)
+    try:
+        found.bind(*args, **kwargs)
+    except TypeError:
+        return None
+    return found
 
 
 def _plainly_bound(
@@ -387,7 +435,8 @@ def _filled(task: str, option: str, maker: str | Callable[..., str], given: _Giv
         except KeyUnusable as error:
             raise KeyUnusable(f"{name}={maker!r}: {error}") from None
         except (LookupError, AttributeError, ValueError, TypeError) as error:
-            raise KeyUnusable(f"{name}={maker!r} cannot be filled: {error!r}") from None
+            unfilled = f"{name}={maker!r} cannot be filled: {error!r}"
+            raise KeyUnusable(f"{unfilled}{given.advice}") from None
     else:
         text = given.to(maker, name)
         if not isinstance(text, str):

@@ -159,8 +159,9 @@ class ExceptionTranslator:
 
     def _arguments_fit(self) -> bool:
         """Whether the body can be called with the arguments of the message."""
+        signature = self.task.lease_signature
         try:
-            self.task.lease_signature.bind(
+            (signature.called or signature).bind(
                 *(self.request.args or ()), **(self.request.kwargs or {})
             )
         except TypeError:

@@ -339,7 +339,7 @@ def test_a_renamed_task_answers_with_what_was_done_under_the_old_name(tmp_path: 
     """docs/keys.md renames a task: new name and alias have the records of the old one, and its keys
     are found.
     """
-    (source,) = blocks(page("keys"), "python")
+    (source,) = blocks(section(page("keys"), "Renaming a task"), "python")
     with executed(_renamed(source, tmp_path, old=True), "billing") as before:
         done = before["app"].tasks["billing.send"].apply((7,))
         assert done.get() == {"invoice": 7, "run": 1}
