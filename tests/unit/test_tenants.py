@@ -173,7 +173,6 @@ def test_a_schema_of_tenant_schemas_celery_is_the_tenant(
 ) -> None:
     """Its app adds the schema of Django's connection to each message that has none."""
     library = pytest.importorskip("tenant_schemas_celery.task")
-    pytest.importorskip("django_tenants")
     schema = SimpleNamespace(schema_name="acme")
     monkeypatch.setattr(library, "connection", schema)
 
