@@ -116,3 +116,13 @@ def test_a_body_that_raises_what_ends_a_worker_fails_as_with_any_other_error(
         assert row is not None
         assert (row["state"], row["failures"], row["crashes"]) == ("cooling", 1, 0), how
         assert len(stage.events("begin", name=name, how=how)) == 1
+
+
+@pytest.mark.parametrize("how", ["retry and return", "publish itself"])
+def test_a_call_that_goes_on_in_another_message_runs_again_in_every_pool(
+    stage: Deployment, name: str, how: str
+) -> None:
+    """The task of a publish is that of its own thread or greenlet."""
+    assert stage.tasks.passes.delay(name, how).get(timeout=PATIENCE) == {"name": name}
+    begun = stage.events("begin", name=name)
+    assert [event["attempt"] for event in begun] == [1, 2]
