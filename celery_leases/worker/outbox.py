@@ -165,7 +165,7 @@ class _Autocommit:
     records: SqlRecordStore
 
     def write(self, writes: Writes, key: str) -> bool:
-        from celery_leases.stores.sql.claim_statements import KEY_UNUSABLE_ERRORS
+        from celery_leases.stores.sql.records import KEY_UNUSABLE_ERRORS
 
         with KEY_UNUSABLE_ERRORS:
             return self.records.database.touch(writes, {})
