@@ -278,6 +278,8 @@ _outages = _Outages()
 def _log(event: Event) -> None:
     """Log one line, with the event as plain values for structured logs."""
     signal, level, text = _SIGNALS[type(event)]
+    if isinstance(event, events.CallRescheduled) and event.still:
+        level = logging.DEBUG
     if (
         isinstance(event, events.CallRescheduled)
         and event.unavailable

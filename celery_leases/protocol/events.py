@@ -54,6 +54,8 @@ class CallRescheduled(Event):
     confirmed: bool = True
     #: A store did not answer, or cannot be used.
     unavailable: bool = False
+    #: It was rescheduled before for the same cause, and has waited since; its log line is DEBUG.
+    still: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

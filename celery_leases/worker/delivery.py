@@ -85,6 +85,13 @@ from celery_leases.worker.headers import (
 from celery_leases.worker.pools.os_signal_guard import interrupt_guard_here
 from celery_leases.worker.reschedule import KeyIsHeld, NotPublishable
 from celery_leases.worker.stored_messages import has_expired
+from celery_leases.worker.waiting_log import (
+    AGAIN,
+    RESCHEDULED,
+    STILL,
+    cause_after,
+    name_reschedules,
+)
 
 _ENDINGS_RETURNED = (Retry, Awaitable, Generator, AsyncGenerator)
 """What a body returns, and what is no result: nothing of the work has run."""
@@ -492,6 +499,9 @@ class Delivery:
                 raise StoreUnavailable(why, None if again.started else False)
             held = f"{printable(call.key.key)}: {again.reason}, and an eager call cannot be rescheduled"
             raise again.refusal or LeaseHeld(held, call.key.key, delay)
+        cause = cause_after(self.header.cause, again)
+        still = cause.startswith(AGAIN)
+        name_reschedules()
         self._update_header(
             call,
             reschedules=call.reschedules + 1,
@@ -500,6 +510,7 @@ class Delivery:
             started=self.header.started or again.started,
             failure_fence=self._failure_fence(call, again),
             held=again.held,
+            cause=cause,
         )
         retry, began = _retry_of(again), self.components.clock.now()
         if self.time_limits is not None and not self.body_began:
@@ -512,7 +523,11 @@ class Delivery:
             self._drop(call, "another copy of this call waits already")
         self._observe(
             CallRescheduled(
-                **call.subject, delay=delay, reason=again.reason, unavailable=again.unavailable
+                **call.subject,
+                delay=delay,
+                reason=again.reason,
+                unavailable=again.unavailable,
+                still=still,
             )
         )
         self._announce(call, again.task_event)
@@ -530,7 +545,7 @@ class Delivery:
             self.components.clock.now() - began > delay and self._celery_has_outcome()
         ):
             raise retry from again.cause
-        reason = f"rescheduled: {again.reason}"
+        reason = f"{STILL if still else RESCHEDULED}{again.reason}"
         raise (
             KeyIsHeld(reason, call.key.stored, call.key.fingerprint)
             if again.held

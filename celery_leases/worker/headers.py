@@ -28,6 +28,7 @@ from celery_leases.protocol.message_copies import UNCOPIED, Copy
 from celery_leases.protocol.options import LeaseOptions
 from celery_leases.signals import logger
 from celery_leases.stores.cooldown_group_values import GATE_NAME_MAX, gate_name
+from celery_leases.worker.waiting_log import LONGEST_CAUSE
 
 OURS: Final = "celery_leases"
 """The prefix of every name that celery_leases writes into a message."""
@@ -91,7 +92,8 @@ class Header:
     a row because a store did not answer. ``prior``: the owners of attempts that may still be open.
     ``failure_fence``: see :class:`~celery_leases.protocol.verdicts.Call`. ``held``: the call waits
     because another call holds its key. ``due``: the user's countdown ends then, in seconds since
-    1970; the call waits for it in hops.
+    1970; the call waits for it in hops. ``cause``: what the call waits for, see
+    :func:`~celery_leases.worker.waiting_log.cause_after`.
     """
 
     task: str
@@ -108,6 +110,7 @@ class Header:
     failure_fence: int | None = None
     held: bool = False
     due: float | None = None
+    cause: str = ""
 
     def of_key(self, key: CallKey, group: str | None) -> Self:
         """This header for a call of that key and cooldown group."""
@@ -152,6 +155,7 @@ class Header:
             written["copy"] = str(self.copy)
         if self.reschedules:
             written["tries"] = self.reschedules
+            written["cause"] = self.cause
         if self.store_failures:
             written["away"] = self.store_failures
         if self.prior:
@@ -193,6 +197,7 @@ class Header:
             failure_fence=found.fence("met"),
             held=found.flag("held"),
             due=found.time("due"),
+            cause=found.text("cause", LONGEST_CAUSE, ""),
         )
 
 

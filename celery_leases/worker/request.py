@@ -46,6 +46,7 @@ from celery_leases.worker.headers import (
 from celery_leases.worker.pools.greenlet_guard import BodyKill, body_kill_of
 from celery_leases.worker.reschedule import KeyIsHeld
 from celery_leases.worker.waiting_calls import KeyWaiters, waiting_calls
+from celery_leases.worker.waiting_log import AGAIN, leave_out_arrival
 
 _OURS = "celery_leases.worker.request:LeaseRequest"
 _EMBEDDED = frozenset({"callbacks", "errbacks", "chain", "chord"})
@@ -112,6 +113,8 @@ class LeaseRequest(Request):
         )
         if waiting_calls.begins_early(getattr(worker, "consumer", None)):
             carried[WOKEN] = True
+        if HEADER in carried:
+            self._leave_out_arrival(carried[HEADER])
         if waiting_calls.by_key or HEADER in carried:
             waiting_calls.received(self)
         if limits is not None and (HEADER in carried or self.delivery_info.get("redelivered")):
@@ -136,6 +139,11 @@ class LeaseRequest(Request):
         header = replace(header or Header(self.task.name, call_id), due=due)
         carried[HEADER] = header.written()
         self._eta = datetime.fromtimestamp(now + longest, UTC)
+
+    def _leave_out_arrival(self, header: Any) -> None:
+        """Leave out the log line about the arrival of a copy whose call waits on."""
+        if isinstance(header, Mapping) and str(header.get("cause", "")).startswith(AGAIN):
+            leave_out_arrival(self.id)
 
     @property
     def _eta_timer_entry(self) -> Any:

@@ -41,6 +41,7 @@ class CrashDeployment(Deployment):
         ttl: float = 2,
         visibility: float = 2,
         concurrency: int = 1,
+        log_level: str = "INFO",
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
@@ -51,7 +52,7 @@ class CrashDeployment(Deployment):
             urls,
             directory,
             env=given | dict(env or {}),
-            worker={"concurrency": concurrency},
+            worker={"concurrency": concurrency, "log_level": log_level},
             **options,
         )
         self.concurrency = concurrency

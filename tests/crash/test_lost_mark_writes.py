@@ -55,7 +55,7 @@ def test_a_call_that_waits_for_a_key_outlives_a_mark_that_was_not_set(
     """Its second copy is not taken for superfluous because of the first one, which it has
     replaced.
     """
-    scene = scene_of(scene_factory, proxy, ttl=15)
+    scene = scene_of(scene_factory, proxy, ttl=15, log_level="DEBUG")
     gate, holder, waiter = held_and_waited_for(scene, name)
     proxy.cut(NOTING, before=True)
     assert proxy.was_cut.wait(PATIENCE)

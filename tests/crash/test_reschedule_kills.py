@@ -24,7 +24,9 @@ def test_c6_a_copy_that_met_the_holder_is_not_the_last_copy(
     (first,) = scene.wait_for("begin", name=name)
     scene.another()
     scene.wait_for_log(result.id, "rescheduled in")
-    wait_until(lambda: "ignored" in scene.workers[1].full_log(), 20, "the end of the old delivery")
+    wait_until(
+        lambda: "] rescheduled\n" in scene.workers[1].full_log(), 20, "the end of the old delivery"
+    )
     scene.kill_worker()
     gate.touch()
     assert result.get(timeout=30)["name"] == name

@@ -32,7 +32,8 @@ def module_stage(
     request: pytest.FixtureRequest, stage_factory: DeploymentFactory
 ) -> Iterator[Deployment]:
     """Eight children; at the end nothing may be left in the queue."""
-    made = stage_factory(request.param, home=COOLING, worker={"concurrency": 8})
+    worker = {"concurrency": 8, "log_level": "DEBUG"}
+    made = stage_factory(request.param, home=COOLING, worker=worker)
     yield made
     made.close_when_drained(request.session)
 

@@ -2,13 +2,25 @@
 begun.
 """
 
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 import pytest
 from celery.exceptions import TaskRevokedError
 
-from tests.integration.deployments import PATIENCE, Deployment
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, spelled
+
+
+@pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
+    """Its worker logs each hop of a wait."""
+    made = stage_factory(request.param, worker={"log_level": "DEBUG"})
+    yield made
+    made.close_when_drained(request.session)
 
 
 def test_a_copy_with_expires_never_revokes_a_call_that_has_begun(
@@ -21,6 +33,9 @@ def test_a_copy_with_expires_never_revokes_a_call_that_has_begun(
     stage.send("keyless", name, 0.0, str(gate), task_id=call, expires=1)
     # The second time comes three seconds after the first.
     stage.wait_for_log(call, "rescheduled in", 2)
+    hops = ["INFO" in line for line in stage.log(call) if "rescheduled in" in line]
+    assert hops[:2] == [True, False], "a wait that goes on is no news"
+    assert not [line for line in stage.log(call) if line.endswith("ignored")]
     gate.touch()
     assert running.get(timeout=PATIENCE)["name"] == name
     stage.wait_for_log(call, "answered with the saved result")

@@ -241,7 +241,7 @@ def test_c2_a_copy_of_a_running_member_never_fails_it(stage: Deployment, name: s
     result = chord([member, stage.tasks.plain.s(1)], stage.tasks.gather.s())()
     (call,) = stage.forward(side, copies=2)
     stage.wait_for_log(call, "a copy of this call is running")
-    stage.wait_for_log(call, "ignored")
+    stage.wait_for_log(call, "] rescheduled")
     assert stage.app.AsyncResult(call).state == "PENDING"
     gate.touch()
     assert result.get(timeout=PATIENCE)[0]["name"] == name

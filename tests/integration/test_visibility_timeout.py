@@ -24,7 +24,8 @@ def module_stage(
     request: pytest.FixtureRequest, stage_factory: DeploymentFactory
 ) -> Iterator[Deployment]:
     """A Redis broker that restores after one second, looked at every second."""
-    made = stage_factory(request.param, env={"VISIBILITY": str(VISIBILITY)})
+    env = {"VISIBILITY": str(VISIBILITY)}
+    made = stage_factory(request.param, env=env, worker={"log_level": "DEBUG"})
     yield made
     made.close()
 
