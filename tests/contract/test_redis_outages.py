@@ -13,6 +13,7 @@ import redis
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.interfaces import Acquired, Renewal, RenewalResult
 from celery_leases.stores.redis.leases import RedisLeaseStore
+from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.group_case import closing
 from celery_leases.testing.waits import wait_until
@@ -148,14 +149,15 @@ def test_a_server_that_dies_with_the_command_may_have_executed_it(
     store = RedisLeaseStore.from_url(server.url, timeout=20.0)
     assert store.holder("x") is None
     sent = threading.Event()
-    send: Any = redis.connection.AbstractConnection.send_packed_command
+    connections: Any = limited(redis.Connection)
+    send: Any = connections.send_unlimited
 
     def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
         answer = send(self, *args, **kwargs)
         sent.set()
         return answer
 
-    monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", seen)
+    monkeypatch.setattr(connections, "send_unlimited", seen)
     errors: list[StoreUnavailable] = []
 
     def ask() -> None:
