@@ -57,6 +57,8 @@ def tenants(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Celery]:
     app.conf.update(
         leases_url="database",
         leases_database_url=f"sqlite:///{tmp_path}/leases.db",
+        # Messages in memory are those of the whole process.
+        task_default_queue=f"queue-{tmp_path.name}",
         leases_tenant=lambda headers: headers["tenant"] if headers else TENANT[-1],
     )
     base = TenantTask if request.param == "task" else LeasedTask
