@@ -82,6 +82,10 @@ def name_reschedules() -> None:
 
 
 def leave_out_arrival(call_id: str) -> None:
-    """Leave out Celery's line about the message of this call, which it writes next."""
+    """Leave out Celery's line about the message of this call, which it writes next, unless the
+    hops of a wait are logged for debugging.
+    """
+    if logging.getLogger("celery_leases").isEnabledFor(logging.DEBUG):
+        return
     _arrivals.expected = call_id
     logging.getLogger(_STRATEGY).addFilter(_arrivals)
