@@ -271,7 +271,7 @@ def test_migrations_make_the_tables_that_the_command_makes(
 
 def test_every_check_is_explained() -> None:
     """docs/django.md has each id that the checks give."""
-    source = (ROOT / "celery_leases" / "contrib" / "django" / "checks.py").read_text()
+    source = (ROOT / "celery_leases" / "django" / "checks.py").read_text()
     given = set(re.findall(r'id="celery_leases\.(\w+)"', source))
     assert given == set(re.findall(r"`celery_leases\.([EW]\d+)`", page("django")))
 
@@ -316,7 +316,7 @@ def test_a_worker_runs_what_a_transaction_has_enqueued(
 def test_the_examples_of_the_page_pass(tmp_path: Path) -> None:
     """docs/django.md shows an app, its settings, a function and a test, which go together."""
     settings, task, configured, buying, testing = blocks(page("django"), "python")
-    assert "celery_leases.contrib.django" in settings
+    assert "celery_leases.django" in settings
     names: dict[str, Any] = {}
     exec(configured, names)  # noqa: S102 - our own page
     told = tmp_path / "told"

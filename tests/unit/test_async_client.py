@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from celery_leases import LeaseClient, LeaseStatus
-from celery_leases.async_client import AsyncLeaseClient, version_of
 from celery_leases.errors import LeaseMisuse, StoreUnavailable
+from celery_leases.web.async_client import AsyncLeaseClient, version_of
 
 KEY = "order:7"
 LONG = 30.0
@@ -128,7 +128,7 @@ def test_a_key_that_does_not_change_is_looked_at_more_and_more_rarely() -> None:
     async def watch(monkeypatch: pytest.MonkeyPatch) -> None:
         async with on(client) as reads:
             with monkeypatch.context() as patch:
-                patch.setattr("celery_leases.async_client.asyncio.sleep", sleep)
+                patch.setattr("celery_leases.web.async_client.asyncio.sleep", sleep)
                 try:
                     async for _ in reads.changes(KEY):
                         pass
@@ -268,7 +268,7 @@ def test_a_forked_process_reads_in_threads_of_its_own() -> None:
     script = """
 import asyncio, os
 from celery_leases import LeaseStatus
-from celery_leases.async_client import AsyncLeaseClient
+from celery_leases.web.async_client import AsyncLeaseClient
 
 
 class Client:
@@ -293,7 +293,7 @@ def test_it_needs_neither_celery_nor_a_framework() -> None:
     """As docs/fastapi.md says."""
     script = """
 import sys
-import celery_leases.async_client, celery_leases.http
+import celery_leases.web.async_client, celery_leases.web.http
 print({"celery", "fastapi", "flask", "sqlalchemy", "redis"} & {*sys.modules})
 """
     done = subprocess.run(

@@ -26,11 +26,6 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import RedirectResponse
 
-from celery_leases.board import Operator, Passwords, charts, leases_board
-from celery_leases.board.bulk_jobs import Jobs, Step, TooManyJobs
-from celery_leases.board.cached_reads import CachedRead, value_of
-from celery_leases.board.forms import seen_value
-from celery_leases.board.views import ROUTES
 from celery_leases.cli import leases
 from celery_leases.client import (
     AttemptStatus,
@@ -40,6 +35,11 @@ from celery_leases.client import (
     LeaseClient,
 )
 from celery_leases.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
+from celery_leases.ops.board import Operator, Passwords, charts, leases_board
+from celery_leases.ops.board.bulk_jobs import Jobs, Step, TooManyJobs
+from celery_leases.ops.board.cached_reads import CachedRead, value_of
+from celery_leases.ops.board.forms import seen_value
+from celery_leases.ops.board.views import ROUTES
 from celery_leases.protocol.records import State
 from celery_leases.testing.waits import wait_until
 from tests.support.boards import SECRET, TASK, Shop, Visitor, seen_in, sqlite, words
@@ -483,7 +483,7 @@ def test_selected_keys_are_changed_only_if_they_are_as_the_page_showed_them(
     """A key that changes after the list or after the confirmation page stays unchanged. The log has
     the operator, the action and the keys.
     """
-    caplog.set_level(logging.INFO, "celery_leases.board")
+    caplog.set_level(logging.INFO, "celery_leases.ops.board")
     for number in range(4):
         shop.put(f"order:{number}", State.FAILED)
     boxes = seen_in(ann.sees("/keys"))
@@ -741,7 +741,7 @@ def test_concurrent_requests_share_one_slow_read(monkeypatch: pytest.MonkeyPatch
     assert failed is not None
     with pytest.raises(StoreUnavailable):
         value_of(failed)
-    monkeypatch.setattr("celery_leases.board.cached_reads.FRESH_AFTER_ERROR", 0.0)
+    monkeypatch.setattr("celery_leases.ops.board.cached_reads.FRESH_AFTER_ERROR", 0.0)
     better = cached.get(PATIENCE)
     assert better is not None
     assert value_of(better) == 3

@@ -10,8 +10,8 @@ from django.core import mail
 from django.test.utils import _TestState
 from sqlalchemy import create_engine, make_url
 
-from celery_leases.contrib.django.configuration import under_test
-from celery_leases.contrib.django.databases import url_of
+from celery_leases.django.configuration import under_test
+from celery_leases.django.databases import url_of
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.stores.urls import escaped_url
 

@@ -15,9 +15,9 @@ from click.testing import CliRunner, Result
 
 from celery_leases import LeasedTask
 from celery_leases.cli import leases
-from celery_leases.drill.event_file import Notes
-from celery_leases.drill.report import Bounds, StepReport, Takeover, Taker
-from celery_leases.drill.task import TASK
+from celery_leases.ops.drill.event_file import Notes
+from celery_leases.ops.drill.report import Bounds, StepReport, Takeover, Taker
+from celery_leases.ops.drill.task import TASK
 from celery_leases.protocol.tuning import Delivery
 
 Types = Callable[..., Result]

@@ -24,7 +24,7 @@ from celery_leases.cli import leases
 from celery_leases.client import SavedRuns
 from celery_leases.errors import StoreUnavailable
 from celery_leases.metrics_counting import Counting
-from celery_leases.prometheus import GAUGES, LeaseCollector
+from celery_leases.ops.prometheus import GAUGES, LeaseCollector
 from celery_leases.protocol import claim_rules
 from celery_leases.protocol.events import CrashSeen, LeaseRenewed
 from celery_leases.protocol.metrics import METRICS, PREFIX, Tally, Written

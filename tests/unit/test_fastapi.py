@@ -24,11 +24,11 @@ from celery import Celery  # noqa: E402
 from fastapi import FastAPI, Header, HTTPException, Request  # noqa: E402
 
 from celery_leases import LeasedTask  # noqa: E402
-from celery_leases.async_client import AsyncLeaseClient, version_of  # noqa: E402
-from celery_leases.contrib import fastapi as ours  # noqa: E402
-from celery_leases.contrib.fastapi import add_exception_handlers, leases_router, submit  # noqa: E402
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable  # noqa: E402
-from celery_leases.http import idempotency_key  # noqa: E402
+from celery_leases.web import fastapi as ours  # noqa: E402
+from celery_leases.web.async_client import AsyncLeaseClient, version_of  # noqa: E402
+from celery_leases.web.fastapi import add_exception_handlers, leases_router, submit  # noqa: E402
+from celery_leases.web.http import idempotency_key  # noqa: E402
 from tests.unit.celery_apps import apps  # noqa: E402
 from tests.unit.test_async_client import KEY, LONG, Scripted, a_status  # noqa: E402
 

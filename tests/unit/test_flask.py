@@ -23,9 +23,9 @@ from kombu.exceptions import OperationalError  # noqa: E402
 from sqlalchemy import Column, Integer, String, func, make_url, select  # noqa: E402
 
 from celery_leases import cli  # noqa: E402
-from celery_leases.contrib.flask import CeleryLeases, FlaskTask, LeasedTask, leases_blueprint  # noqa: E402
 from celery_leases.errors import KeyReused, LeaseConfigurationError, StoreUnavailable  # noqa: E402
-from celery_leases.http import idempotency_key  # noqa: E402
+from celery_leases.web.flask import CeleryLeases, FlaskTask, LeasedTask, leases_blueprint  # noqa: E402
+from celery_leases.web.http import idempotency_key  # noqa: E402
 from tests.unit.celery_apps import apps  # noqa: E402
 
 __all__ = ["apps"]

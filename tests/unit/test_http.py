@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 
 from celery_leases import CoolingDown, LeaseStatus, PermanentFailure, Uncertain, errors
 from celery_leases.errors import LeaseMisuse, LeasesError, RecordUnreadable
-from celery_leases.http import HttpAnswer, IdempotencyKeyRefused, answer, idempotency_key, public
 from celery_leases.protocol.records import Attempt, Ended, Failure
 from celery_leases.protocol.status import EffectStatus
+from celery_leases.web.http import (
+    HttpAnswer,
+    IdempotencyKeyRefused,
+    answer,
+    idempotency_key,
+    public,
+)
 from tests.unit.doc_pages import blocks, markdown_rows, page, section
 
 SECRET = "s3cret-of-the-exception"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from celery_leases.prometheus import GAUGES
+from celery_leases.ops.prometheus import GAUGES
 from celery_leases.protocol.metrics import METRICS, PREFIX
 from tests.unit.doc_pages import markdown_rows, page, section
 

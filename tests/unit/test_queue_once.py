@@ -27,9 +27,9 @@ from celery_leases.errors import (
     StoreUnavailable,
     ValueRefused,
 )
-from celery_leases.http import public
 from celery_leases.protocol.options import gather
 from celery_leases.testing.kit import LeaseKit
+from celery_leases.web.http import public
 from celery_leases.worker import app_components, child_exit, outbox
 
 PATIENCE = 60.0

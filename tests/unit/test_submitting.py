@@ -14,8 +14,8 @@ from celery_leases.errors import (
     KeyUnusable,
     LeaseConfigurationError,
 )
-from celery_leases.http import answer
-from celery_leases.submitting import submit
+from celery_leases.web.http import answer
+from celery_leases.web.submitting import submit
 from tests.unit.celery_apps import apps
 
 __all__ = ["apps"]

@@ -19,11 +19,11 @@ from shop.celery import app
 from starlette.testclient import TestClient
 
 from celery_leases import LeaseClient
-from celery_leases.board import leases_board
-from celery_leases.contrib.django import admin_records
-from celery_leases.contrib.django.board import CHANGE_PERMISSIONS, staff
-from celery_leases.contrib.django.models import LeaseRecord
+from celery_leases.django import admin_records
+from celery_leases.django.board import CHANGE_PERMISSIONS, staff
+from celery_leases.django.models import LeaseRecord
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.ops.board import leases_board
 from celery_leases.worker import app_components
 from orders.models import Order
 from orders.tasks import charge, refund
@@ -183,7 +183,7 @@ class AdminTests(TransactionTestCase):
     def test_a_page_leads_to_the_next_one(self) -> None:
         """As long as there is one."""
         self.login()
-        from celery_leases.contrib.django.admin_records import LeaseRecordAdmin
+        from celery_leases.django.admin_records import LeaseRecordAdmin
 
         before, LeaseRecordAdmin.list_per_page = LeaseRecordAdmin.list_per_page, 1
         try:

@@ -15,8 +15,8 @@ from django.test import SimpleTestCase, TestCase, TransactionTestCase
 from shop.celery import app
 
 from celery_leases import LeaseClient, LeasedTask, testing
-from celery_leases.contrib.django.models import LeaseRecord
-from celery_leases.contrib.django.operations import MigrateTables
+from celery_leases.django.models import LeaseRecord
+from celery_leases.django.operations import MigrateTables
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.stores.sql.schema import NEWEST, Tables
 from celery_leases.worker import app_components

@@ -54,7 +54,7 @@ INSTALLED_APPS = [
     "django.contrib.contenttypes",
     "django.contrib.sessions",
     "django.contrib.messages",
-    "celery_leases.contrib.django",
+    "celery_leases.django",
     "orders",
 ]
 MIDDLEWARE = [

@@ -5,13 +5,13 @@ from typing import Annotated
 from fastapi import Depends, FastAPI, Header, HTTPException
 from fastapi.responses import Response
 
-from celery_leases.contrib.fastapi import (
+from celery_leases.web.fastapi import (
     AsyncLeaseClient,
     add_exception_handlers,
     leases_router,
     submit,
 )
-from celery_leases.http import idempotency_key
+from celery_leases.web.http import idempotency_key
 from shop import tasks
 
 app = FastAPI()

@@ -8,7 +8,7 @@ from flask_migrate import Migrate
 from flask_sqlalchemy import SQLAlchemy
 
 from celery_leases.alembic import include_object
-from celery_leases.contrib.flask import CeleryLeases, leases_blueprint
+from celery_leases.web.flask import CeleryLeases, leases_blueprint
 
 db = SQLAlchemy()
 migrate = Migrate(include_object=include_object)

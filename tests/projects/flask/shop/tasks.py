@@ -8,7 +8,7 @@ from typing import Any
 from celery import shared_task
 from sqlalchemy import Column, Integer, String
 
-from celery_leases.contrib.flask import LeasedTask
+from celery_leases.web.flask import LeasedTask
 from shop import db
 
 

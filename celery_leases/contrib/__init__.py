@@ -1,1 +1,0 @@
-"""Integrations with web frameworks: one module or package for each."""

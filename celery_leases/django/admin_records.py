@@ -1,0 +1,568 @@
+"""Records in Django's admin: the list, the page of one record, and actions with a confirmation."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any, ClassVar, Final
+
+from celery import _state
+from django.contrib import admin, messages
+from django.contrib.admin import helpers
+from django.contrib.admin.utils import unquote
+from django.contrib.admin.views.main import PAGE_VAR, ChangeList
+from django.core.exceptions import PermissionDenied
+from django.db.models import Q
+from django.http import HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.utils import timezone
+from django.utils.html import format_html
+
+from celery_leases.client import LOOK_THROUGH, LeaseClient
+from celery_leases.common.durations import in_words
+from celery_leases.common.redaction import redact, shortened
+from celery_leases.django.admin_access import STYLES, ReadOnlyAdmin, client, held, no_worker
+from celery_leases.django.models import LeaseRecord
+from celery_leases.errors import LeasesError, StoreUnavailable
+from celery_leases.operator_actions import ACTIONS, ActionName, entered_result, resolve
+from celery_leases.protocol.operator_reports import next_step
+from celery_leases.protocol.records import State
+from celery_leases.protocol.status import ABANDONED, LeaseStatus
+from celery_leases.worker.app_settings import leased_tasks
+
+MICROSECONDS: Final = 1_000_000
+LAST_PAGE: Final = 200
+"""The last page that is shown: later ones would make the database sort more and more rows."""
+REASONS_SHOWN: Final = 10
+"""For how many unchanged keys the reason is shown."""
+MAX_TEXT: Final = 20_000
+_LISTED: Final = (
+    *("stored_key", "key", "task", "state", "started_at", "finished_at", "retry_at"),
+    *("attempt", "crashes", "fence", "reason", "resumes"),
+)
+_PERIODS: Final = {"hour": 3600, "day": 86_400, "week": 7 * 86_400}
+
+
+class _ChoiceFilter(admin.SimpleListFilter):
+    """A filter whose choices are not read from the database."""
+
+    def queryset(self, request: Any, queryset: Any) -> Any:
+        """The rows that match the choice."""
+        value = self.value()
+        return queryset if value is None else queryset.filter(**self.wanted(value))
+
+    def wanted(self, value: str) -> dict[str, Any]:
+        """The lookup for one choice."""
+        raise NotImplementedError
+
+
+class StateFilter(_ChoiceFilter):
+    """Filters by state."""
+
+    title = parameter_name = "state"
+
+    def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
+        """All states of a record, and that of a running key without a lease."""
+        return [(state, state) for state in (*map(str, State), ABANDONED)]
+
+    def wanted(self, value: str) -> dict[str, Any]:
+        """The records in this state; :class:`RecordList` separates running and abandoned ones."""
+        return {"state": State.RUNNING.value if value == ABANDONED else value}
+
+
+class TaskFilter(_ChoiceFilter):
+    """Filters by task; the choices are the project's leased tasks."""
+
+    title = parameter_name = "task"
+
+    def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
+        """The leased tasks of the app, and the task that the request names."""
+        app = _state.get_current_app() if _state.default_app is not None else None
+        names = {
+            *(leased_tasks(app) if app is not None else ()),
+            *filter(None, [request.GET.get("task")]),
+        }
+        return [(name, name) for name in sorted(names)]
+
+    def wanted(self, value: str) -> dict[str, Any]:
+        """The records of this task."""
+        return {"task": value}
+
+
+class StartedFilter(_ChoiceFilter):
+    """Filters by the start of the latest attempt."""
+
+    title, parameter_name = "started", "started"
+
+    def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
+        """Periods that end now."""
+        return [(name, f"past {name}") for name in _PERIODS]
+
+    def wanted(self, value: str) -> dict[str, Any]:
+        """The records whose latest attempt started in this period."""
+        return {"started_at__gte": int((time.time() - _PERIODS.get(value, 0)) * MICROSECONDS)}
+
+
+class CrashedFilter(_ChoiceFilter):
+    """Filters records with crashes, known or suspected."""
+
+    title = parameter_name = "crashed"
+
+    def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
+        """One choice."""
+        return [("yes", "in the latest attempts")]
+
+    def wanted(self, value: str) -> dict[str, Any]:
+        """The records with a crash since their last progress."""
+        return {"crashes__gt": 0}
+
+
+class RecordList(ChangeList):
+    """One page, and whether there is a next one; rows are not counted."""
+
+    page_num: int
+
+    def get_results(self, request: Any) -> None:
+        """Read the keys of one page and one more, then the rows: so only keys are sorted."""
+        self.page_num = max(1, min(self.page_num, LAST_PAGE))
+        first = (self.page_num - 1) * self.list_per_page
+        keys: Any = self.queryset.values_list("pk", flat=True)
+        try:
+            if (state := request.GET.get(StateFilter.parameter_name)) in (State.RUNNING, ABANDONED):
+                running = [*keys[:LOOK_THROUGH]]
+                live = held(running)
+                keys = [key for key in running if (key in live) == (state == State.RUNNING)]
+        except StoreUnavailable:  # mark_abandoned() says so
+            keys = self.queryset.values_list("pk", flat=True)
+        found = [*keys[first : first + self.list_per_page + 1]]
+        shown = found[: self.list_per_page]
+        rows = self.queryset.in_bulk(shown)
+        self.model_admin.mark_abandoned(request, rows)
+        self.result_list = [rows[key] for key in shown if key in rows]
+        self.result_count = len(self.result_list)
+        self.full_result_count = None
+        self.show_full_result_count = False
+        self.show_admin_actions = bool(rows)
+        self.can_show_all = self.multi_page = False
+        more = len(found) > self.list_per_page and self.page_num < LAST_PAGE
+        self.next_page = self.get_query_string({PAGE_VAR: self.page_num + 1}) if more else None
+        self.previous_page = (
+            self.get_query_string({PAGE_VAR: self.page_num - 1}) if self.page_num > 1 else None
+        )
+        self.paginator = self.model_admin.get_paginator(
+            request, self.result_list, self.list_per_page
+        )
+
+
+class LeaseRecordAdmin(ReadOnlyAdmin):
+    """The list of records, the last started first, and the page of one record."""
+
+    list_display = (
+        "key",
+        "state_now",
+        "task",
+        "started",
+        "retry_in",
+        "runtime",
+        "attempt",
+        "reason",
+    )
+    list_filter = (StateFilter, TaskFilter, StartedFilter, CrashedFilter)
+    list_per_page = 50
+    show_full_result_count = False
+    show_facets = admin.ShowFacets.NEVER  # facets are counts
+    search_fields = ("key",)
+    search_help_text = "The beginning of a key"
+    ordering = ("-started_at",)
+    sortable_by = ()
+    actions: ClassVar[list[str]] = [*ACTIONS]
+    change_form_template = "admin/celery_leases/leaserecord/record.html"
+
+    class Media:
+        """The stylesheet: a content security policy may forbid inline styles."""
+
+        css = STYLES
+
+    # -- the list ----------------------------------------------------------------------------------
+
+    def get_changelist(self, request: Any, **_: Any) -> type[ChangeList]:
+        """The list that does not count rows."""
+        return RecordList
+
+    def get_queryset(self, request: Any) -> Any:
+        """The records without those of forgotten keys, and only the columns of the list.
+
+        Other columns may be large.
+        """
+        forgotten = {"state": State.PENDING.value, "call_id": "", "ended": None, "message": None}
+        return super().get_queryset(request).exclude(**forgotten).only(*_LISTED)
+
+    def lookup_allowed(self, lookup: str, value: Any, request: Any = None) -> bool:
+        """Allow the filters of the list alone.
+
+        With a lookup such as ``?message__contains=`` a user could find out, guess by guess, what
+        the pages hide because it may be secret.
+        """
+        own = {getattr(choice, "parameter_name", choice) for choice in self.list_filter}
+        return lookup.partition("__")[0] in own
+
+    def get_search_results(self, request: Any, queryset: Any, search_term: str) -> tuple[Any, bool]:
+        """The keys that start with the search term."""
+        if not search_term:
+            return queryset, False
+        return queryset.filter(Q(key__startswith=search_term) | Q(stored_key=search_term)), False
+
+    def action_checkbox(self, obj: Any) -> Any:
+        """The box that selects a key, and what the list shows of it, as it must still be when it is
+        acted on.
+        """
+        box = super().action_checkbox(obj)
+        return format_html('{}<input type="hidden" name="seen" value="{}">', box, _seen(obj))
+
+    def mark_abandoned(self, request: Any, rows: dict[str, Any]) -> None:
+        """Mark those of the *rows*, by their keys, that are running and whose lease no attempt
+        holds.
+        """
+        running = [key for key, row in rows.items() if row.state == State.RUNNING]
+        try:
+            free = set(running) - held(running)
+        except StoreUnavailable as error:
+            text = f"It is not known which running keys are abandoned: {error}"
+            self.message_user(request, text, messages.WARNING)
+            return
+        # A key may have ended between the two reads.
+        for key, row in (self.get_queryset(request).in_bulk(free) if free else {}).items():
+            rows[key] = row
+            row.abandoned = row.state == State.RUNNING
+
+    @admin.display(description="state")
+    def state_now(self, row: Any) -> str:
+        """The state, as the command line and the board show it."""
+        return str(row.shown_state)
+
+    @admin.display(description="started")
+    def started(self, row: Any) -> str:
+        """How long ago the latest attempt began, or a call was queued that has not begun."""
+        ago = f"{_ago(row.started_at)} ago"
+        return f"queued {ago}" if row.state == State.PENDING and not row.attempt else ago
+
+    @admin.display(description="retry in")
+    def retry_in(self, row: Any) -> str:
+        """The time until the key can run again."""
+        if row.state not in (State.PENDING, State.COOLING) or row.retry_at is None:
+            return "-"
+        left = row.retry_at / MICROSECONDS - time.time()
+        return in_words(left) if left > 0 else "due"
+
+    @admin.display(description="runtime")
+    def runtime(self, row: Any) -> str:
+        """How long the latest attempt took, or has taken so far."""
+        if row.finished_at is not None:
+            return f"{max(0, row.finished_at - row.started_at) / MICROSECONDS:.3f} s"
+        return f"{_ago(row.started_at)} so far" if row.shown_state == State.RUNNING else "-"
+
+    # -- one record --------------------------------------------------------------------------------
+
+    def change_view(
+        self,
+        request: Any,
+        object_id: str,
+        form_url: str = "",
+        extra_context: dict[str, Any] | None = None,
+    ) -> Any:
+        """The page of one record."""
+        context = {
+            **(extra_context or {}),
+            "leases_actions": self._permitted(request),
+            "leases_board": self.board_url(),
+        }
+        row = self.get_object(request, unquote(object_id))
+        if row is not None and self.has_view_permission(request, row):
+            context |= _shown(row) | {"leases_seen": _seen(row)}
+        return super().change_view(request, object_id, form_url, context)
+
+    # -- actions -----------------------------------------------------------------------------------
+
+    def changelist_view(self, request: Any, extra_context: dict[str, Any] | None = None) -> Any:
+        """The list; an action without its permission is refused."""
+        name: Any = request.POST.get("action") if request.method == "POST" else None
+        if name in ACTIONS and not self.is_permitted(request, ACTIONS[name].operation):
+            raise PermissionDenied
+        context = {**(extra_context or {}), "leases_board": self.board_url()}
+        return super().changelist_view(request, context)
+
+    def get_actions(self, request: Any) -> dict[str, Any]:
+        """The actions for which the user has the permission."""
+        return {
+            name: (_action(name), name, action.title)
+            for name, action in ACTIONS.items()
+            if self.is_permitted(request, action.operation)
+        }
+
+    def _permitted(self, request: Any) -> list[tuple[str, str]]:
+        return [(name, label) for name, (_, _, label) in self.get_actions(request).items()]
+
+    def act(self, request: Any, queryset: Any, what: ActionName) -> Any:
+        """Ask for confirmation; then do *what* to the selected keys that have not changed since
+        the page was shown.
+        """
+        rows = [*queryset]
+        if not rows or request.POST.get("select_across") == "1":
+            self.message_user(request, "Select keys on one page.", messages.WARNING)
+            return None
+        entered = request.POST.get("result", "") if what == "resolve_done" else ""
+        problem, result = entered_result(entered)
+        shown_versions = dict(
+            seen.split(" ", 1)[::-1] for seen in request.POST.getlist("seen") if " " in seen
+        )
+        if request.POST.get("confirmed") != "yes" or problem:
+            return self._confirm_unchanged(request, rows, what, shown_versions, problem)
+        self._do(request, rows, what, shown_versions, result)
+        return HttpResponseRedirect(request.get_full_path())
+
+    def _confirm_unchanged(
+        self,
+        request: Any,
+        rows: Sequence[Any],
+        what: ActionName,
+        shown_versions: dict[str, str],
+        problem: str | None,
+    ) -> Any:
+        """Ask for confirmation for the rows that have not changed since a page showed them."""
+        same = [
+            row
+            for row in rows
+            if shown_versions.get(row.stored_key, _version(row)) == _version(row)
+        ]
+        self.mark_abandoned(request, shown := {row.pk: row for row in same})
+        same = [*shown.values()]
+        for row in rows:
+            if row not in same:
+                text = f"Unchanged: {row.key} has changed meanwhile; check it again"
+                self.message_user(request, text, messages.WARNING)
+        return self._confirm(request, same, what, problem) if same else None
+
+    def _confirm(
+        self, request: Any, rows: Sequence[Any], what: ActionName, problem: str | None
+    ) -> Any:
+        action = ACTIONS[what]
+        context = {
+            **self.admin_site.each_context(request),
+            "title": f"{action.title}: {_keys(len(rows))}?",
+            "opts": self.opts,
+            "what": what,
+            "label": action.title,
+            "means": action.description,
+            "count": _keys(len(rows)),
+            "rows": [(row, _seen(row)) for row in rows],
+            "publishable": _with_message(rows) if what == "retry" else 0,
+            "checkbox_name": helpers.ACTION_CHECKBOX_NAME,
+            "problem": problem,
+            "result": request.POST.get("result", ""),
+            "media": self.media,
+        }
+        return TemplateResponse(request, "admin/celery_leases/leaserecord/confirm.html", context)
+
+    def _do(
+        self,
+        request: Any,
+        rows: Iterable[Any],
+        what: ActionName,
+        shown_versions: dict[str, str],
+        result: Any,
+    ) -> None:
+        leases, changed, unchanged = client(), 0, []
+        next_steps: Counter[str] = Counter()
+        for row in rows:
+            try:
+                if shown_versions.get(row.stored_key) != _version(row):
+                    unchanged.append(f"{row.key} has changed meanwhile; check it again")
+                    continue
+                why, step = _changed(
+                    leases, row, what, result, publish=request.POST.get("publish") == "yes"
+                )
+            except StoreUnavailable as error:
+                self.message_user(request, f"{row.key}: {error}", messages.ERROR)
+                break
+            if why is not None:
+                unchanged.append(why)
+                continue
+            changed += 1
+            next_steps.update([step] if step is not None else [])
+            self.log_change(
+                request, row, f"{ACTIONS[what].title}, at fence {row.fence}; it was {row.state}."
+            )
+        if changed:
+            self.message_user(
+                request, f"{ACTIONS[what].title}: {_keys(changed)}.", messages.SUCCESS
+            )
+        for step, count in next_steps.most_common(REASONS_SHOWN):
+            self.message_user(request, f"{_keys(count)}: {step}", messages.INFO)
+        for text in unchanged[:REASONS_SHOWN]:
+            self.message_user(request, f"Unchanged: {text}", messages.WARNING)
+        if len(unchanged) > REASONS_SHOWN:
+            self.message_user(
+                request,
+                f"{_keys(len(unchanged) - REASONS_SHOWN)} more are unchanged.",
+                messages.WARNING,
+            )
+
+
+def _version(row: Any) -> str:
+    """The fence and the state of a row; an action requires that they are still the same."""
+    return f"{row.fence}:{row.state}"
+
+
+def _seen(row: Any) -> str:
+    """The version and the key of a row, for a form field."""
+    return f"{_version(row)} {row.stored_key}"
+
+
+def _action(what: ActionName) -> Callable[[LeaseRecordAdmin, Any, Any], Any]:
+    def act(model_admin: LeaseRecordAdmin, request: Any, queryset: Any) -> Any:
+        return model_admin.act(request, queryset, what)
+
+    return act
+
+
+def _with_message(rows: Iterable[Any]) -> int:
+    """How many of these rows have a stored message."""
+    found = LeaseRecord.objects.filter(pk__in=[row.pk for row in rows], message__isnull=False)
+    return int(found.count())
+
+
+def _changed(
+    leases: LeaseClient, row: Any, what: ActionName, result: Any, *, publish: bool
+) -> tuple[str | None, str | None]:
+    """Change one key unless it has changed meanwhile; returns why it stayed unchanged, and how its
+    call runs again.
+    """
+    seen = leases.status(row.stored_key)
+    state = State.RUNNING.value if seen.state == ABANDONED else seen.state
+    if seen.fence != row.fence or state not in (row.state, "unreadable"):
+        return f"{row.key} has changed meanwhile; check it again", None
+    if what in ("retry", "release", "forget"):
+        (change,) = leases.change(what, [seen], publish=publish)
+        return None if change.done else f"{row.key}: {change.why}", next_step(what, change)
+    try:
+        return None, resolve(leases, what, seen, result)
+    except StoreUnavailable:
+        raise
+    except (LeasesError, ValueError) as error:
+        return f"{row.key}: {error}", None
+
+
+# -- formatting ------------------------------------------------------------------------------------
+
+
+def _shown(row: Any) -> dict[str, Any]:
+    """The context of the page of one record."""
+    try:
+        status = client().status(row.stored_key, waiting=True)
+    except LeasesError as error:
+        return {"leases_trouble": str(error)}
+    return {
+        "status": status,
+        "leases_facts": [
+            (name, text)
+            for name, text in [*_facts(status), ("Workers", no_worker())]
+            if text not in (None, "", "-")
+        ],
+        "attempts": [
+            {
+                "started": _at(attempt.started_at),
+                "took": f"{attempt.runtime:.3f} s" if attempt.runtime is not None else "-",
+                "ended": attempt.ended,
+                "host": attempt.host,
+                "error": attempt.error or "-",
+                "rule": attempt.rule or "-",
+            }
+            for attempt in status.attempts
+        ],
+        "effects": [
+            (
+                effect.name,
+                effect.state,
+                effect.reference or "-",
+                _at(effect.sent_at),
+                _at(effect.done_at),
+            )
+            for effect in status.effects
+        ],
+        "leases_error": _error(status),
+        "leases_arguments": _arguments(row.message),
+        "leases_progress": _json(status.progress),
+        "leases_result": _json(status.result),
+    }
+
+
+def _facts(status: LeaseStatus) -> list[tuple[str, str | None]]:
+    return [
+        ("Key", status.key),
+        ("Task", status.task),
+        ("State", status.state),
+        ("What happens next", status.what_next()),
+        ("Retry at", _at(status.retry_at)),
+        ("Waits for", f"group {status.group}" if status.scope == "group" else status.scope),
+        ("Reason", status.reason),
+        ("Detail", status.detail),
+        ("Rule", status.rule),
+        ("Attempt", str(status.attempt)),
+        ("Failures", str(status.failures)),
+        ("Crashes in a row", str(status.crashes)),
+        ("Call id", status.call_id),
+        ("Fence", str(status.fence)),
+        ("Holder", status.holder),
+        ("Waiting calls", ", ".join(status.waiting)),
+        ("Lease ends in", f"{status.lease_remaining:.1f} s" if status.lease_remaining else None),
+        ("Reference", status.reference),
+        ("Created", _at(status.created_at)),
+        ("Queued", _at(status.queued_at)),
+        ("Started", _at(status.started_at)),
+        ("Finished", _at(status.finished_at)),
+        ("Stored key", status.stored_key),
+    ]
+
+
+def _error(status: LeaseStatus) -> str | None:
+    failure = status.error
+    if failure is None:
+        return None
+    unsure = "It may have been executed.\n" if failure.ambiguous else ""
+    return f"{unsure}{failure.type}: {failure.message}\n\n{status.traceback or ''}".strip()
+
+
+def _arguments(message: str | None) -> str | None:
+    """The arguments in a stored message, without secrets."""
+    if message is None:
+        return None
+    try:
+        stored = json.loads(message)
+        return _json({"args": stored.get("args"), "kwargs": stored.get("kwargs")})
+    except (ValueError, AttributeError):
+        return "The message cannot be read."
+
+
+def _json(value: Any) -> str | None:
+    if value is None:
+        return None
+    return shortened(redact(json.dumps(value, indent=2, default=str, ensure_ascii=False)), MAX_TEXT)
+
+
+def _at(moment: datetime | None) -> str:
+    if moment is None:
+        return "-"
+    shown = timezone.localtime(moment) if timezone.is_aware(moment) else moment
+    return shown.strftime("%Y-%m-%d %H:%M:%S %Z")
+
+
+def _ago(microseconds: int) -> str:
+    then = datetime.fromtimestamp(microseconds / MICROSECONDS, UTC)
+    return in_words(max(0.0, (datetime.now(UTC) - then).total_seconds()))
+
+
+def _keys(count: int) -> str:
+    return f"{count} key{'' if count == 1 else 's'}"

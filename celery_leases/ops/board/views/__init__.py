@@ -1,0 +1,33 @@
+"""The routes of the board: its pages and actions, by method and path."""
+
+from typing import Final
+
+from celery_leases.ops.board.application import View
+from celery_leases.ops.board.views import (
+    actions,
+    doctor,
+    groups,
+    jobs,
+    keys,
+    overview,
+    runtimes,
+    upkeep,
+)
+
+ROUTES: Final[tuple[tuple[str, str, View], ...]] = (
+    ("GET", "/", overview.overview),
+    ("GET", "/keys", keys.listed),
+    ("GET", "/key", keys.one),
+    ("POST", "/keys/confirm", actions.confirm),
+    ("POST", "/keys/act", actions.act),
+    ("GET", "/groups", groups.listed),
+    ("POST", "/groups/confirm", groups.confirm),
+    ("POST", "/groups/act", groups.act),
+    ("GET", "/runtimes", runtimes.runtimes),
+    ("GET", "/doctor", doctor.doctor),
+    ("GET", "/upkeep", upkeep.upkeep),
+    ("POST", "/upkeep/confirm", upkeep.confirm),
+    ("POST", "/upkeep/act", upkeep.act),
+    ("GET", "/jobs", jobs.one),
+    ("POST", "/jobs/stop", jobs.stop),
+)

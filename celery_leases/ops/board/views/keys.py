@@ -1,0 +1,114 @@
+"""The list of keys, and the page of one key."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from starlette.exceptions import HTTPException
+
+from celery_leases.client import LeaseClient, LeaseStatus
+from celery_leases.errors import RecordUnreadable
+from celery_leases.failures.actions import Reason
+from celery_leases.ops.board import formatting
+from celery_leases.ops.board.application import HtmlPage, ViewRequest
+from celery_leases.ops.board.charts import timeline
+from celery_leases.ops.board.forms import (
+    FilterForm,
+    bad_request,
+    is_stored_key,
+    order_of,
+    page_token_of,
+    seen_value,
+)
+from celery_leases.ops.board.views.overview import no_worker, trouble_in
+from celery_leases.protocol.record_filters import KNOWN_STATES
+from celery_leases.protocol.status import LEASE_STORE_UNAVAILABLE
+from celery_leases.worker.app_settings import leased_tasks
+
+PAGE_SIZE: Final = 50
+MIN_REFRESH: Final = 5.0
+"""Seconds until the page refreshes its list, unless reading it takes long."""
+REFRESH_FACTOR: Final = 20
+"""The list is refreshed after at least this many times the time that reading it took."""
+
+
+def listed(request: ViewRequest) -> HtmlPage:
+    """One page of the keys that a filter selects; they are not counted."""
+    filtered = FilterForm.read(request.query)
+    wanted = filtered.wanted()
+    order, after = order_of(request.query), page_token_of(request.query)
+    started = time.monotonic()
+    page = request.client.page(wanted, order=order, limit=PAGE_SIZE, after=after)
+    took = time.monotonic() - started
+    shown_order = order if order != "latest" else None
+    context = {
+        "filter": filtered,
+        "filtered": filtered != FilterForm(),
+        "order": order,
+        "known_states": KNOWN_STATES,
+        "tasks": sorted(leased_tasks(request.board.app)),
+        "reasons": [reason.value for reason in Reason],
+        "rows": [(status, seen_value(status)) for status in page.statuses],
+        "first": f"/keys{filtered.query(order=shown_order)}" if after else None,
+        "next": f"/keys{filtered.query(order=shown_order, after=page.next)}" if page.next else None,
+        "trouble": trouble_in(page),
+        "every": round(max(MIN_REFRESH, REFRESH_FACTOR * took)),
+    }
+    return HtmlPage("keys.html", context)
+
+
+def one(request: ViewRequest) -> HtmlPage:
+    """One key: its status, its attempts, and the actions for it."""
+    stored = next(iter(request.query.all("stored")), "")  # not stripped: a key may end with blanks
+    if not is_stored_key(stored):
+        raise bad_request("There is no such key: open it from the list.")
+    client = request.client
+    status = client.status(stored)
+    if status.stored_key is None:
+        raise HTTPException(404, f"There is no record of {formatting.printed(stored)}.")
+    trouble = status.detail if status.reason == LEASE_STORE_UNAVAILABLE else None
+    context = {
+        "status": status,
+        "seen": seen_value(status),
+        "facts": [(name, text) for name, text in _facts(status) if text],
+        "timeline": timeline(status.attempts, datetime.now(UTC)),
+        "arguments": _arguments(client, stored),
+        "trouble": formatting.redacted(trouble) if trouble else None,
+        "no_worker": no_worker(request),
+    }
+    return HtmlPage("key.html", context)
+
+
+def _arguments(client: LeaseClient, stored: str) -> Any:
+    try:
+        return client.arguments(stored)
+    except RecordUnreadable as error:
+        return str(error)
+
+
+def _facts(status: LeaseStatus) -> list[tuple[str, str]]:
+    waits_for = f"group {status.group}" if status.scope == "group" else status.scope
+    return [
+        ("Task", formatting.printed(status.task)),
+        ("In this state for", formatting.short(status.age)),
+        ("Retry at", formatting.moment(status.retry_at)),
+        ("Waits for", formatting.printed(waits_for)),
+        ("Reason", formatting.printed(status.reason)),
+        ("Detail", formatting.redacted(status.detail)),
+        ("Rule", formatting.printed(status.rule)),
+        ("Attempt", str(status.attempt)),
+        ("Failures", str(status.failures)),
+        ("Crashes in a row", str(status.crashes)),
+        ("Call id", formatting.printed(status.call_id)),
+        ("Fence", str(status.fence)),
+        ("Holder", formatting.printed(status.holder)),
+        ("Lease ends in", formatting.short(status.lease_remaining)),
+        ("Reference", formatting.redacted(status.reference)),
+        ("Created", formatting.moment(status.created_at)),
+        ("Queued", formatting.moment(status.queued_at)),
+        ("Started", formatting.moment(status.started_at)),
+        ("Finished", formatting.moment(status.finished_at)),
+        ("Stored key", formatting.printed(status.stored_key)),
+    ]

@@ -1,0 +1,101 @@
+"""Upkeep: delete old records, and publish messages that a crashed process did not publish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any, Final
+
+from celery_leases.client import LeaseClient, RecordFilter
+from celery_leases.common.durations import seconds
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.ops.board import formatting
+from celery_leases.ops.board.application import HtmlPage, Redirect, ViewRequest
+from celery_leases.ops.board.bulk_jobs import Step
+from celery_leases.ops.board.forms import Fields, bad_request, time_of
+from celery_leases.protocol.records import State
+
+DEFAULT_AGES: Final = {"purge": "30d", "rescue": "15m"}
+MAX_MESSAGES: Final = 100
+"""How many messages are published at once."""
+STATES: Final = tuple(state.value for state in State if state is not State.RUNNING)
+LABELS: Final = {
+    "purge": "Delete records that have not changed for",
+    "purge_expired": "Delete records whose retention is over",
+    "rescue": "Publish the messages of records that have stopped for",
+    "relay": "Publish messages of delay_in() that are due",
+}
+
+
+def upkeep(_: ViewRequest) -> HtmlPage:
+    """The forms."""
+    return HtmlPage("upkeep.html", {"default_ages": DEFAULT_AGES, "states": STATES})
+
+
+def confirm(request: ViewRequest) -> HtmlPage:
+    """Ask for confirmation and show the number of records; nothing is changed."""
+    wanted = _wanted(request.form)
+    client, count, since = request.client, None, None
+    if wanted["what"] == "purge":
+        since = client.so_long_ago(wanted["older"])
+    if wanted["what"] in ("purge", "purge_expired"):
+        count = client.how_many(client.purgeable(_filter(client, wanted), since))
+    moment = round(since.timestamp() * 1e6) if since is not None else None
+    counted = {"count": count, "at_most": MAX_MESSAGES, "since": moment}
+    return HtmlPage("confirm_upkeep.html", wanted | counted)
+
+
+def act(request: ViewRequest) -> HtmlPage | Redirect:
+    """Delete the records, or publish the messages."""
+    if request.form.get("confirmed") != "yes":
+        raise bad_request("Confirm the action first.")
+    wanted, client = _wanted(request.form), request.client
+    words = [wanted["label"], wanted["older"], *wanted["states"], wanted["task"]]
+    name = " ".join(formatting.printed(word) for word in words if word)
+    since = time_of(request.form, "since") if wanted["what"] == "purge" else None
+    steps = (
+        _purged(client, wanted, since)
+        if wanted["what"].startswith("purge")
+        else _published(client, wanted)
+    )
+    total = request.form.number("count") or 0
+    return request.board.job_page(request.board.jobs.start(name, request.who, total, steps))
+
+
+def _wanted(form: Fields) -> dict[str, Any]:
+    what, states = form.get("action"), form.all("state")
+    if what not in LABELS or set(states).difference(STATES):
+        raise bad_request("There is no such action.")
+    older = form.get("older") or DEFAULT_AGES.get(what) if what in DEFAULT_AGES else None
+    try:
+        if older is not None:
+            seconds(older, "For")
+    except LeaseConfigurationError as error:
+        raise bad_request(formatting.printed(error)) from None
+    return {
+        "what": what,
+        "label": LABELS[what],
+        "older": older,
+        "states": states if what == "purge" else [],
+        "task": form.get("task") if what == "purge" else "",
+    }
+
+
+def _filter(client: LeaseClient, wanted: dict[str, Any]) -> RecordFilter:
+    return client.where(states=wanted["states"], task=wanted["task"] or None)
+
+
+def _purged(client: LeaseClient, wanted: dict[str, Any], since: datetime | None) -> Iterator[Step]:
+    """Delete what was counted: nothing that has changed since, or has become old enough since."""
+    for deleted in client.purge(_filter(client, wanted), older=since):
+        yield Step(f"{deleted} records deleted", changed=deleted, count=deleted)
+
+
+def _published(client: LeaseClient, wanted: dict[str, Any]) -> Iterator[Step]:
+    older = wanted["older"]
+    done = client.rescue(older=older, limit=MAX_MESSAGES) if older else client.relay(MAX_MESSAGES)
+    for record in done.published:
+        yield Step(f"published {formatting.printed(record.stored_key)}", published=True)
+    for record in done.refused:
+        key = formatting.printed(record.stored_key)
+        yield Step(f"not published {key}", changed=0, why=f"{key}: the broker did not accept it")

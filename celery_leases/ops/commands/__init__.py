@@ -1,0 +1,1 @@
+"""The commands for operators, which ``celery leases`` adds to its own."""

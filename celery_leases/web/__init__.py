@@ -1,0 +1,1 @@
+"""For web processes: HTTP answers, submitting, Flask, FastAPI. The core does not import it."""

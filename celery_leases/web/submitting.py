@@ -1,0 +1,79 @@
+"""``submit()``: publishes a call for a web request if that is needed, and returns the HTTP
+response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kombu.exceptions import OperationalError
+
+from celery_leases.common.redaction import redact
+from celery_leases.errors import AlreadyQueued, BrokerUnavailable, LeaseConfigurationError
+from celery_leases.protocol.records import State
+from celery_leases.protocol.status import ABSENT, LeaseStatus
+from celery_leases.web.http import POLL_AFTER, HttpAnswer, answer
+from celery_leases.worker import outbox
+
+__all__ = ["submit"]
+
+
+def submit(
+    task: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    location: Callable[[LeaseStatus], str | None] | str | None = None,
+    idempotent: bool = False,
+    session: Any = None,
+    poll_after: float = POLL_AFTER,
+    **options: Any,
+) -> HttpAnswer:
+    """Publish a call of a leased *task* with a ``lease_key`` if its work is not done or
+    outstanding, and return the HTTP response; see ``docs/http.md``.
+
+    The call is published only if the status code is 202 and no message and no worker has the work
+    already. *location* is the URL of the status, or a function of the status that returns it.
+    *idempotent*: the key is made of an ``Idempotency-Key``. With *session*, a SQLAlchemy session or
+    a connection on the records' database, the call is published by ``apply_async_in`` after the
+    caller's commit. *options* are those of ``apply_async``. Two requests at the same time may both
+    publish; then one call gets the saved result of the other. With a *session* one of them waits.
+
+    Raises :class:`~celery_leases.errors.KeyReused` if the key belongs to a call with other
+    arguments, :class:`~celery_leases.errors.BrokerUnavailable` if the broker does not answer, and
+    the other errors of ``lease_status`` and of publishing. :func:`celery_leases.web.http.answer`
+    also makes responses for these.
+    """
+    given, named = tuple(args), dict(kwargs or {})
+    if getattr(task, "lease_options", None) is None:
+        raise LeaseConfigurationError(
+            f"{getattr(task, 'name', task)!s} is not a leased task: give it base=LeasedTask and a lease_key"
+        )
+
+    def look() -> tuple[LeaseStatus, HttpAnswer]:
+        status: LeaseStatus = task.lease_status(*given, **named)
+        if status.state == State.DONE and task.lease_options.rerun:
+            status = replace(status, state=ABSENT, result=None)  # each call runs
+        where = location(status) if callable(location) else location
+        asked: Any = {"asked": "work", "idempotent": idempotent, "poll_after": poll_after}
+        return status, answer(status, location=where, **asked)
+
+    status, sent = look()
+    if status.state in (State.FAILED, State.UNCERTAIN):
+        return sent
+    if outbox.must_be_published(task, given, named) and sent.accepted:
+        try:
+            if session is not None:
+                task.apply_async_in(session, given, named, **options)
+            else:
+                task.apply_async(given, named, **options)
+        except AlreadyQueued:  # by another request, since the status was read
+            return look()[1]
+        except OperationalError as error:
+            raise BrokerUnavailable(
+                f"{status.key}: the broker does not accept the call: {redact(str(error))}",
+                status.key,
+            ) from error
+    return sent
