@@ -223,6 +223,7 @@ def test_a_broken_row_is_skipped_by_those_who_look_for_messages(
     change(sql_records, keys[1], "progress", "{")
     for key in keys:
         change(sql_records, key, "finished_at", 1)
+        change(sql_records, key, "resumes", 1)
     found = {
         record.stored_key: record.unreadable for record in Outbox(sql_records).stranded(1.0, 10)
     }

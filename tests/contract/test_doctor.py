@@ -75,6 +75,7 @@ def makes(server: RedisServer, tmp_path: Path) -> Iterator[Makes]:
                 "unacked_restore_throttle": 1,
             },
             "broker_connection_retry": False,
+            "beat_schedule": {"rescue": {"task": "celery_leases.rescue", "schedule": 300.0}},
         }
         app.conf.update(healthy | conf)
 
@@ -112,7 +113,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     "short-ttl": {"task": {"lease_ttl": 2}},
     "always-eager": {"task_always_eager": True},
     "no-result-backend": {"result_backend": None},
-    "no-rescue": {"task": {"lease_store_arguments": True}},
+    "no-rescue": {"task": {"lease_store_arguments": True}, "beat_schedule": {}},
     "short-result-expiry": {"result_expires": 60},
     "lease-store-away": {"leases_url": f"redis://{NOWHERE}/0"},
     "records-away": {"leases_database_url": f"postgresql+psycopg://me:hunter2@{NOWHERE}/x"},

@@ -16,6 +16,7 @@ from celery_leases.protocol.records import ClaimRequest
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.cluster import Cluster
 from celery_leases.stores.redis.leases import RedisLeaseStore
+from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.stores.redis.values import Keys
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.group_case import closed, found, half_open
@@ -138,13 +139,14 @@ def test_a_request_in_a_group_takes_two_round_trips_and_three_at_a_closed_gate(
     claim_request = make_claim_request(fresh_key(), group="half-open")
     assert store.acquire(claim_request) == Acquired(probe=True)
     sent: list[Any] = []
-    send: Any = redis.connection.AbstractConnection.send_packed_command
+    connections: Any = limited(redis.Connection)
+    send: Any = connections.send_unlimited
 
     def counted(self: Any, command: Any, check_health: bool = True) -> Any:
         sent.append(command)
         return send(self, command, check_health)
 
-    monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counted)
+    monkeypatch.setattr(connections, "send_unlimited", counted)
     steps: tuple[tuple[int, Callable[[], Any]], ...] = (
         (1, lambda: store.acquire(make_claim_request(fresh_key()))),
         (2, lambda: store.acquire(make_claim_request(fresh_key(), group="open"))),

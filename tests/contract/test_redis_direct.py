@@ -15,6 +15,7 @@ from celery_leases.protocol.interfaces import Acquired
 from celery_leases.stores.redis.clients import redis_address
 from celery_leases.stores.redis.direct_client import DirectClient, packed
 from celery_leases.stores.redis.leases import RedisLeaseStore
+from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.waits import wait_until
 from tests.support.servers import RedisServer
@@ -50,20 +51,21 @@ def connections(url: str) -> int:
         return len(admin.client_list(_type="normal")) - 1
 
 
-@pytest.mark.parametrize("where", ["send_packed_command", "read_response"])
+@pytest.mark.parametrize("where", ["send_unlimited", "read_response"])
 def test_an_interruption_leaves_no_reply_for_the_next_command(
     client: DirectClient, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """It is raised after the command was sent, while the reply is late, and the caller gets it."""
-    usual: Any = getattr(redis.connection.AbstractConnection, where)
+    connections: Any = limited(redis.Connection)
+    usual: Any = getattr(connections, where)
 
     def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
         monkeypatch.undo()
-        if where == "send_packed_command":
+        if where == "send_unlimited":
             usual(self, *args, **kwargs)
         raise Interruption
 
-    monkeypatch.setattr(redis.connection.AbstractConnection, where, interrupted)
+    monkeypatch.setattr(connections, where, interrupted)
     with pytest.raises(Interruption):
         client.send(packed(["BLPOP", "nobody-pushes", 0]))
     assert client.send(packed(["ECHO", "ours"])) == b"ours"
@@ -205,7 +207,7 @@ def test_a_release_that_is_never_answered_fails_no_later_command(
     store.release_unawaited(request.stored_key, request.token)  # is awaited
     assert isinstance(store.acquire(request), Acquired)
     with monkeypatch.context() as lost:
-        lost.setattr(redis.connection.AbstractConnection, "send_packed_command", lambda *_: None)
+        lost.setattr(limited(redis.Connection), "send_unlimited", lambda *_: None)
         store.release_unawaited(request.stored_key, request.token)
     assert client.send(packed(["ECHO", "ours"])) == b"ours"
     client.disconnect()

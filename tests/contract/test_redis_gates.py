@@ -10,6 +10,7 @@ import redis
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.protocol.interfaces import Acquired, BlockedByGate, Cooling, Held, Renewal
 from celery_leases.stores.redis.leases import RedisLeaseStore
+from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.testing.contracts import GateHistoryContract, GateStoreContract
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.group_case import POLICY, closed, closing, found, half_open
@@ -109,13 +110,14 @@ def test_every_step_is_one_round_trip_and_closing_two(
     store.renew([Renewal(claim_request.stored_key, claim_request.token, 15.0, GROUP)])
     store.open_gate("open", "x")
     sent: list[bytes] = []
-    send: Any = redis.connection.AbstractConnection.send_packed_command
+    connections: Any = limited(redis.Connection)
+    send: Any = connections.send_unlimited
 
     def counted(self: Any, command: Any, check_health: bool = True) -> Any:
         sent.append(b"".join([command] if isinstance(command, bytes) else command))
         return send(self, command, check_health)
 
-    monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counted)
+    monkeypatch.setattr(connections, "send_unlimited", counted)
     for trips, step in (
         (1, lambda: store.acquire(plain)),
         (1, lambda: store.acquire(make_claim_request(fresh_key(), group="open"))),

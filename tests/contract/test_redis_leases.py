@@ -21,6 +21,7 @@ from celery_leases.protocol.interfaces import (
     RenewalResult,
 )
 from celery_leases.stores.redis.leases import RedisLeaseStore
+from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.testing.contracts import MarkStoreContract, SeparateLeaseStoreContract
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.group_case import closed
@@ -310,13 +311,14 @@ def test_every_step_is_one_round_trip(
     store.renew(renewals)
     store.release(claim_requests[0].stored_key, claim_requests[0].token)
     sent = []
-    send: Any = redis.connection.AbstractConnection.send_packed_command
+    connections: Any = limited(redis.Connection)
+    send: Any = connections.send_unlimited
 
     def counted(self: Any, command: Any, check_health: bool = True) -> Any:
         sent.append(command)
         return send(self, command, check_health)
 
-    monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counted)
+    monkeypatch.setattr(connections, "send_unlimited", counted)
     for step in (
         lambda: store.acquire(claim_requests[1]),
         lambda: store.acquire(make_claim_request(claim_requests[1].stored_key)),

@@ -29,8 +29,9 @@ def module_stage(
     request: pytest.FixtureRequest, stage_factory: DeploymentFactory
 ) -> Iterator[Deployment]:
     """Two workers with four children each; at the end nothing may be left in the queue."""
-    made = stage_factory(request.param, home=COOLING)
-    second = made.new_worker().start()
+    # A wait that goes on is logged for debugging only.
+    made = stage_factory(request.param, home=COOLING, worker={"log_level": "DEBUG"})
+    second = made.new_worker(log_level="DEBUG").start()
     yield made
     try:
         if not request.session.testsfailed:

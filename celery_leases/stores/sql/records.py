@@ -479,6 +479,8 @@ class SqlRecordStore(Claiming):
                 return None
             closed[:] = [(row, outcome)]
             after = repairs.settled(row, outcome, row.now)
+            if outcome.state is row.state and outcome.retry_after == (row.waits or None):
+                after = replace(after, retry_at=row.retry_at)  # also if that time is over
             return after if after.resumes else replace(after, message=None, publish_at=None)
 
         return closed[0] if self._repair(stored_key, None, repair) is not None else None
