@@ -2,8 +2,8 @@
 the schema.
 """
 
-import ctypes
-import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import text
 
-from celery_leases.client import LeaseClient
 from celery_leases.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
 from celery_leases.protocol import claim_rules
 from celery_leases.protocol.claim_rules import Claim
@@ -320,31 +319,41 @@ def test_a_connection_that_died_is_replaced_within_the_call(server_records: SqlR
     assert server_records.settle(record, outcome(record))
 
 
-@pytest.mark.parametrize(
-    "fork", [os.fork, ctypes.PyDLL(None).fork], ids=["with hooks", "without hooks"]
-)
-def test_a_client_used_before_a_fork_may_be_used_after_it(
-    server_url: str, fork: Callable[[], int]
-) -> None:
+FORKS = """
+import ctypes, os, sys
+from celery_leases.client import LeaseClient
+
+url, how = sys.argv[1:]
+fork = {"with hooks": os.fork, "without hooks": ctypes.PyDLL(None).fork}[how]
+client = LeaseClient("database", url)
+client._records.migrate()
+client.status("x", task="t")
+children = []
+for _ in range(3):
+    pid = fork()
+    if pid == 0:
+        try:
+            for _ in range(50):
+                client.status("x", task="t")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    children.append(pid)
+assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0, 0]
+assert client.status("x", task="t").state == "absent"
+"""
+
+
+@pytest.mark.parametrize("how", ["with hooks", "without hooks"])
+def test_a_client_used_before_a_fork_may_be_used_after_it(server_url: str, how: str) -> None:
     """For example in a web server that loads the application before it forks, in Python or in C. No
     connection is shared by two processes.
+
+    The process that forks has no other threads: without Python's hooks, a child may wait for ever
+    for one that had asked for the interpreter's lock.
     """
-    client = LeaseClient("database", server_url)
-    client._records.migrate()
-    client.status("x", task="t")
-    children = []
-    for _ in range(3):
-        pid = fork()
-        if pid == 0:
-            try:
-                for _ in range(50):
-                    client.status("x", task="t")
-                os._exit(0)
-            finally:
-                os._exit(1)
-        children.append(pid)
-    assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0, 0]
-    assert client.status("x", task="t").state == "absent"
+    command = [sys.executable, "-c", FORKS, server_url, how]
+    subprocess.run(command, check=True, timeout=60)
 
 
 def test_a_database_without_tables_stops_with_the_command_to_run(server_url: str) -> None:
