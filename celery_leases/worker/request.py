@@ -302,7 +302,8 @@ class LeaseRequest(Request):
             case ExitCause.KILLED:
                 return not (task.acks_late and task.reject_on_worker_lost)
             case ExitCause.TIME_LIMIT:
-                return bool(not task.acks_late or task.acks_on_timeout)
+                older = getattr(task, "acks_on_failure_or_timeout", True)  # before Celery 5.7
+                return bool(not task.acks_late or getattr(task, "acks_on_timeout", older))
             case ExitCause.REVOKED | ExitCause.ERROR:
                 return True
             case _ as never:
