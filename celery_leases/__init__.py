@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         Uncertain,
     )
     from celery_leases.lease import current_lease
-    from celery_leases.protocol.status import LeaseStatus
+    from celery_leases.status import LeaseStatus
     from celery_leases.task import LeasedMixin, LeasedTask
 
 __all__ = [
@@ -46,7 +46,7 @@ _LAZY = {
     "CoolingDown": "celery_leases.errors",
     "LeaseClient": "celery_leases.client",
     "LeaseLost": "celery_leases.errors",
-    "LeaseStatus": "celery_leases.protocol.status",
+    "LeaseStatus": "celery_leases.status",
     "LeasedMixin": "celery_leases.task",
     "LeasedTask": "celery_leases.task",
     "PermanentFailure": "celery_leases.errors",

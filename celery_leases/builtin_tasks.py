@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from celery import current_app, shared_task
 
-from celery_leases.worker import outbox
+from celery_leases.outbox import calls as outbox
 
 
 @shared_task(name="celery_leases.relay", ignore_result=True)

@@ -18,8 +18,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 from uuid import uuid4
 
-from celery_leases.common.durations import Duration, seconds
-from celery_leases.common.redaction import redact
 from celery_leases.components import (
     AnyStore,
     lease_store,
@@ -27,6 +25,8 @@ from celery_leases.components import (
     open_metrics,
     open_records,
 )
+from celery_leases.decide.answers import Holder
+from celery_leases.effect import Effect
 from celery_leases.errors import (
     AlreadyDone,
     KeyUnusable,
@@ -39,14 +39,12 @@ from celery_leases.errors import (
 )
 from celery_leases.failures.actions import Reason
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.protocol.cooldown_group_history import PastClosing
-from celery_leases.protocol.cooldown_groups import Closing, Gate
-from celery_leases.protocol.effects import Effect
-from celery_leases.protocol.findings import Examination, Finding
-from celery_leases.protocol.interfaces import ClosingStore, Holder, WaiterStore
-from celery_leases.protocol.keys import stored_key
-from celery_leases.protocol.metrics import METRICS
-from celery_leases.protocol.operator_reports import (
+from celery_leases.findings import Examination, Finding
+from celery_leases.groups.group import Closing, Gate
+from celery_leases.groups.history import PastClosing
+from celery_leases.keys import stored_key
+from celery_leases.metrics_totals import METRICS
+from celery_leases.operator_reports import (
     Change,
     Page,
     RuleCount,
@@ -55,10 +53,11 @@ from celery_leases.protocol.operator_reports import (
     Stats,
     why_unchanged,
 )
-from celery_leases.protocol.record_filters import Order, Position, RecordFilter
-from celery_leases.protocol.records import Record, State
-from celery_leases.protocol.results import NO_LIMIT, encode
-from celery_leases.protocol.status import (
+from celery_leases.record import Record, State
+from celery_leases.record_filters import Order, Position, RecordFilter
+from celery_leases.results import NO_LIMIT, encode
+from celery_leases.settings import read_settings
+from celery_leases.status import (
     ABANDONED,
     UNREADABLE,
     AttemptStatus,
@@ -70,8 +69,10 @@ from celery_leases.protocol.status import (
     status_of_group,
     status_of_open_group,
 )
-from celery_leases.protocol.tuning import Lateness
-from celery_leases.settings import read_settings
+from celery_leases.stores.interfaces import ClosingStore, WaiterStore
+from celery_leases.text.durations import Duration, seconds
+from celery_leases.text.redaction import redact
+from celery_leases.tuning import Lateness
 
 __all__ = [
     "AttemptStatus",
@@ -95,9 +96,9 @@ __all__ = [
 if TYPE_CHECKING:
     from celery import Celery
 
+    from celery_leases.outbox.calls import RelayResult
     from celery_leases.stores.sql.records import SqlRecordStore
     from celery_leases.worker.app_components import AppComponents
-    from celery_leases.worker.outbox import RelayResult
 
 LOOK_THROUGH = 10_000
 """Records that are read for one page, at most."""
@@ -193,7 +194,7 @@ class LeaseClient:
         :class:`~celery_leases.errors.LeaseConfigurationError`. Raises
         :class:`~celery_leases.errors.StoreUnavailable`.
         """
-        from celery_leases.worker import outbox
+        from celery_leases.outbox import calls as outbox
 
         return outbox.relay(self._app("relay"), limit)
 
@@ -203,7 +204,7 @@ class LeaseClient:
 
         See ``leases rescue``. Raises the errors of :meth:`relay`.
         """
-        from celery_leases.worker import outbox
+        from celery_leases.outbox import calls as outbox
 
         return outbox.rescue(self._app("rescue"), older=seconds(older, "older"), limit=limit)
 
@@ -436,7 +437,7 @@ class LeaseClient:
         the call that waits at the broker is harmless. Needs a client made by :meth:`from_app`.
         Raises the errors of :meth:`relay`.
         """
-        from celery_leases.worker import outbox
+        from celery_leases.outbox import calls as outbox
 
         app = self._app("publish")
         self._ready()

@@ -16,21 +16,21 @@ from celery_leases.attempt.context import Context
 from celery_leases.attempt.renewal import Renewer
 from celery_leases.attempt.run import Execution
 from celery_leases.concurrency import os_threads
-from celery_leases.metrics_counting import Counting
-from celery_leases.protocol.deadlines import (
+from celery_leases.deadlines import (
     LONGEST_CONNECTION_TIMEOUT,
     call_timeout,
     connection_timeout,
 )
-from celery_leases.protocol.interfaces import (
+from celery_leases.metrics_counting import Counting
+from celery_leases.options import DATABASE, DEFAULT_TTL
+from celery_leases.settings import IN_MEMORY, Settings
+from celery_leases.stores.interfaces import (
     Clock,
     LeaseStoreSettings,
     MarkStore,
     Observer,
     SeparateLeaseStore,
 )
-from celery_leases.protocol.options import DATABASE, DEFAULT_TTL
-from celery_leases.settings import IN_MEMORY, Settings
 from celery_leases.stores.registry import open_lease_store
 
 if TYPE_CHECKING:  # SQLAlchemy and redis-py are imported when the first store is opened

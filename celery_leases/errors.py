@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Any, ClassVar, Final, Literal
 
-from celery_leases.common.base_errors import DescribedError, LeaseConfigurationError, LeasesError
-from celery_leases.common.durations import seconds
+from celery_leases.text.base_errors import DescribedError, LeaseConfigurationError, LeasesError
+from celery_leases.text.durations import seconds
 
 __all__ = [
     "AlreadyCompleted",

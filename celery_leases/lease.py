@@ -11,12 +11,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from celery_leases.attempt.effect_arguments import EffectReply, checked_arguments
-from celery_leases.attempt.effects import RECORD_CHANGED
+from celery_leases import progress as saved
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.lease_services import LeaseServices, UserTransaction
-from celery_leases.attempt.null_lease import Unleased
-from celery_leases.common import durations
+from celery_leases.body.effect_arguments import EffectReply, checked_arguments
+from celery_leases.body.effects import RECORD_CHANGED
+from celery_leases.body.lease_services import LeaseServices, UserTransaction
+from celery_leases.body.null_lease import Unleased
+from celery_leases.effect import VERIFY_AFTER, OnUncertain
 from celery_leases.errors import (
     AlreadyCompleted,
     EffectMisused,
@@ -25,10 +26,9 @@ from celery_leases.errors import (
     LeaseLost,
     LeaseMisuse,
 )
-from celery_leases.protocol import progress as saved
-from celery_leases.protocol.effects import VERIFY_AFTER, OnUncertain
-from celery_leases.protocol.records import Attempt, Record
-from celery_leases.protocol.results import decode
+from celery_leases.record import Attempt, Record
+from celery_leases.results import decode
+from celery_leases.text import durations
 
 T = TypeVar("T")
 FORKED: Final = (

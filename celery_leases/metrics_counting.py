@@ -17,12 +17,12 @@ from contextlib import suppress
 from typing import Final, Protocol
 from weakref import WeakSet
 
+from celery_leases import events
 from celery_leases.concurrency import os_threads
-from celery_leases.protocol import events
-from celery_leases.protocol.events import Event
-from celery_leases.protocol.interfaces import Observer
-from celery_leases.protocol.metrics import Tally, Written
-from celery_leases.protocol.records import Record
+from celery_leases.events import Event
+from celery_leases.metrics_totals import Tally, Written
+from celery_leases.record import Record
+from celery_leases.stores.interfaces import Observer
 
 logger = logging.getLogger("celery_leases")
 

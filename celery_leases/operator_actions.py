@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from celery_leases.client import Change, LeaseClient, LeaseStatus
-from celery_leases.protocol.operator_reports import next_step
-from celery_leases.protocol.records import State
-from celery_leases.protocol.status import ABANDONED
+from celery_leases.operator_reports import next_step
+from celery_leases.record import State
+from celery_leases.status import ABANDONED
 
 ActionName = Literal["retry", "release", "forget", "resolve_done", "resolve_retry"]
 DEFAULT_DURATION: Final = "5m"

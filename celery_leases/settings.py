@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from celery_leases.common.durations import seconds
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.protocol.options import DATABASE, LONGEST_COUNTDOWN, OPTION_NAMES, hint_of
+from celery_leases.options import DATABASE, LONGEST_COUNTDOWN, OPTION_NAMES, hint_of
 from celery_leases.stores.redis import url
+from celery_leases.text.durations import seconds
 
 DEFAULT_DATABASE = "sqlite:///celery_leases.db"
 IN_MEMORY = "sqlite://"

@@ -1,7 +1,7 @@
 """Events of leased tasks, as Celery-style signals and one log line each.
 
 Connect a receiver as to any Celery signal; ``sender`` is the task, ``event`` one of the frozen
-values of :mod:`celery_leases.protocol.events`::
+values of :mod:`celery_leases.events`::
 
     @lease_lost.connect
     def alert(sender, event, **kwargs): ...
@@ -29,12 +29,12 @@ from typing import Any, Final
 
 from celery.utils.dispatch import Signal
 
-from celery_leases.common.redaction import shortened
-from celery_leases.common.text_cleaning import SHOWN, printable
+from celery_leases import events
 from celery_leases.concurrency import greenlets, os_threads
-from celery_leases.protocol import events
-from celery_leases.protocol.events import Event
-from celery_leases.protocol.records import MAY_HAVE_BEEN_EXECUTED
+from celery_leases.events import Event
+from celery_leases.record import MAY_HAVE_BEEN_EXECUTED
+from celery_leases.text.cleaning import SHOWN, printable
+from celery_leases.text.redaction import shortened
 from celery_leases.tracing import SDK, annotate_span, recording_span
 
 
@@ -168,7 +168,7 @@ _DURING_A_RUN: Final = (events.LeaseRenewed, events.RenewalFailed, events.LeaseG
 
 
 class Announcer:
-    """An :class:`~celery_leases.protocol.interfaces.Observer` that logs each event and sends its
+    """An :class:`~celery_leases.stores.interfaces.Observer` that logs each event and sends its
     signal.
 
     Renewals run in system threads in every pool. Under gevent and eventlet their events are handled

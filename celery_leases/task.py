@@ -22,17 +22,17 @@ from celery_leases.errors import (
     PermanentFailure,
     RetryLater,
 )
-from celery_leases.protocol.keys import Parameters, call_group, call_key
-from celery_leases.protocol.options import LeaseOptions, gather
+from celery_leases.keys import Parameters, call_group, call_key
+from celery_leases.options import LeaseOptions, gather
 from celery_leases.worker import celery_signal_receivers  # noqa: F401 - connects them
 from celery_leases.worker.app_settings import settings_of
 
 # Modules that run tasks or open stores are imported on first use: a process that only publishes
 # does not need them.
 if TYPE_CHECKING:
-    from celery_leases.attempt.null_lease import Unleased
+    from celery_leases.body.null_lease import Unleased
     from celery_leases.lease import Lease
-    from celery_leases.protocol.status import LeaseStatus
+    from celery_leases.status import LeaseStatus
 
 _DJANGO_METHODS = ("delay_on_commit", "apply_async_on_commit")
 
@@ -90,7 +90,7 @@ class LeasedMixin:
     MyTask(LeasedMixin, OtherTask)``.
 
     Options are the attributes ``lease_*``, see
-    :class:`~celery_leases.protocol.options.LeaseOptions`; defaults for the app are the settings
+    :class:`~celery_leases.options.LeaseOptions`; defaults for the app are the settings
     ``leases_*``. Wrong options raise :class:`~celery_leases.errors.LeaseConfigurationError` at
     registration.
     """
@@ -181,7 +181,7 @@ class LeasedMixin:
         if options:
             _refuse_task_options(self, options)
         if self.lease_options.queues_once:
-            from celery_leases.worker import outbox
+            from celery_leases.outbox import calls as outbox
 
             publish: Any = super().apply_async  # type: ignore[misc]
             return outbox.publish_once(self, publish, args, options)
@@ -294,7 +294,7 @@ class LeasedMixin:
         :class:`~celery_leases.PermanentFailure`, :class:`~celery_leases.errors.WrongDatabase`,
         :class:`~celery_leases.errors.LeaseConfigurationError` and the errors of the database.
         """
-        from celery_leases.worker import outbox
+        from celery_leases.outbox import calls as outbox
 
         given, named = tuple(args or ()), dict(kwargs or {})
         if options:
@@ -320,7 +320,7 @@ class LeasedMixin:
             )
         headers = None
         if self.lease_options.tenant is not None:
-            from celery_leases.worker import outbox
+            from celery_leases.outbox import calls as outbox
 
             headers = outbox.headers_of(self, args, kwargs)
         key = call_key(name, self.lease_options, self.lease_signature, "", args, kwargs, headers)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from celery_leases.common.text_cleaning import printable
-from celery_leases.protocol import events
+from celery_leases import events
+from celery_leases.text.cleaning import printable
 
 TRACING: Final = "opentelemetry.trace"
 SDK: Final = "opentelemetry.sdk.trace"

@@ -11,34 +11,23 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from celery_leases import events
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.store_retries import retrying
-from celery_leases.common.values import value_class
+from celery_leases.call import Call
 from celery_leases.concurrency import resource_pool
+from celery_leases.decide import after_run as settlement
+from celery_leases.decide import attempt_history, waiting
+from celery_leases.decide import before_run as decisions
+from celery_leases.decide import claim as claim_rules
+from celery_leases.decide.answers import Acquired, BlockedByGate, Claimed, Cooling, Held, Holder
+from celery_leases.decide.before_run import after_claim, before_run
+from celery_leases.decide.copies import callbacks_mark
+from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Run, Verdict, Wait
 from celery_leases.errors import KeyUnusable, LeaseStoreMismatch, RecordUnreadable, StoreUnavailable
-from celery_leases.protocol import (
-    attempt_history,
-    claim_rules,
-    decisions,
-    events,
-    settlement,
-    waiting,
-)
-from celery_leases.protocol.cooldown_groups import Gate
-from celery_leases.protocol.decisions import after_claim, before_run
-from celery_leases.protocol.interfaces import (
-    Acquired,
-    BlockedByGate,
-    Claimed,
-    Cooling,
-    Held,
-    Holder,
-    LosesLeases,
-    UnawaitedRelease,
-)
-from celery_leases.protocol.message_copies import callbacks_mark
-from celery_leases.protocol.records import (
+from celery_leases.groups.group import Gate
+from celery_leases.record import (
     ClaimRequest,
     Outcome,
     Record,
@@ -47,16 +36,8 @@ from celery_leases.protocol.records import (
     State,
     Won,
 )
-from celery_leases.protocol.verdicts import (
-    Call,
-    Drop,
-    Facts,
-    Raise,
-    Reschedule,
-    Run,
-    Verdict,
-    Wait,
-)
+from celery_leases.stores.interfaces import LosesLeases, UnawaitedRelease
+from celery_leases.value_class import value_class
 
 SHORT_PAUSE = 1.0
 READ_PAUSE = 0.05

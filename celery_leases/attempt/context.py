@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from celery_leases.protocol.interfaces import (
+from celery_leases.stores.interfaces import (
     Clock,
     GateStore,
     LeaseStore,

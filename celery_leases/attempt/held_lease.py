@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 from typing import Final
 
+from celery_leases import deadlines
 from celery_leases.attempt.body_state import BodyState
-from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeaseLost, StoreUnavailable
-from celery_leases.protocol import deadlines
-from celery_leases.protocol.interfaces import Clock
-from celery_leases.protocol.records import ClaimRequest
+from celery_leases.record import ClaimRequest
+from celery_leases.stores.interfaces import Clock
+from celery_leases.text.cleaning import printable
 
 DEADLINE: Final = "not renewed in time"
 HELD_TOO_LONG: Final = "held for lease_max_hold"
@@ -81,11 +81,11 @@ class HeldLease:
 
     @property
     def stop_deadline(self) -> float:
-        """When the body must stop; see :func:`celery_leases.protocol.deadlines.stop_deadline`.
+        """When the body must stop; see :func:`celery_leases.deadlines.stop_deadline`.
 
         With database leases, a transaction of the body's own that has locked the row blocks every
         claim, and every renewal too. Then that lock is the lease: it counts for
-        :func:`~celery_leases.protocol.deadlines.lock_counts_for` after it was last seen, and at
+        :func:`~celery_leases.deadlines.lock_counts_for` after it was last seen, and at
         most until ``lease_max_hold``.
         """
         if not self._locked_since_renewal:

@@ -12,15 +12,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from operator import attrgetter
 
+from celery_leases import deadlines
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.concurrency import os_threads
+from celery_leases.decide.answers import Renewal, RenewalResult
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol import deadlines
-from celery_leases.protocol.events import LeaseGone, LeaseRenewed, RenewalFailed, Subject
-from celery_leases.protocol.interfaces import RecordStore, Renewal, RenewalResult
-from celery_leases.protocol.keys import bounded
-from celery_leases.protocol.records import Record, State
+from celery_leases.events import LeaseGone, LeaseRenewed, RenewalFailed, Subject
+from celery_leases.keys import bounded
+from celery_leases.record import Record, State
+from celery_leases.stores.interfaces import RecordStore
 
 HELD_BY_OTHER = "held by another owner"
 SUPERSEDED = "missing in the lease store, and a later attempt owns the record"

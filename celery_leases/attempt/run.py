@@ -10,15 +10,44 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar, assert_never
 
+from celery_leases import events
 from celery_leases.attempt.acquire import SHORT_PAUSE, Acquirer, ClaimedAttempt, RowMayBeOpen
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.renewal import Renewer
 from celery_leases.attempt.store_retries import retrying
-from celery_leases.common.durations import in_words
-from celery_leases.common.redaction import message_of
-from celery_leases.common.text_cleaning import printable
+from celery_leases.call import Call
 from celery_leases.concurrency import resource_pool
+from celery_leases.decide import after_run as settlement
+from celery_leases.decide.after_failure import (
+    AfterFailure,
+    EnterCooldown,
+    after_failure,
+    leaves_gate_half_open,
+)
+from celery_leases.decide.endings import (
+    ControlFlow,
+    Ending,
+    Interrupted,
+    Lost,
+    Raised,
+    Returned,
+    Snoozed,
+    Terminated,
+)
+from celery_leases.decide.verdicts import (
+    Answer,
+    Drop,
+    Follow,
+    Raise,
+    Reschedule,
+    Return,
+    Run,
+    TaskEvent,
+    Verdict,
+    Wait,
+)
+from celery_leases.decide.waiting import RETRY_GRACE
 from celery_leases.errors import (
     CompletionNotCommitted,
     Cooldown,
@@ -31,39 +60,11 @@ from celery_leases.errors import (
     StoreUnavailable,
 )
 from celery_leases.failures.default_rules import ANYTHING_ELSE
-from celery_leases.protocol import events, settlement
-from celery_leases.protocol.body_endings import (
-    ControlFlow,
-    Ending,
-    Interrupted,
-    Lost,
-    Raised,
-    Returned,
-    Snoozed,
-    Terminated,
-)
-from celery_leases.protocol.failure_decisions import (
-    AfterFailure,
-    EnterCooldown,
-    after_failure,
-    leaves_gate_half_open,
-)
-from celery_leases.protocol.records import Ended, Outcome, Record, State
-from celery_leases.protocol.results import MESSAGE_MAX, as_decoded, decode, failure_of
-from celery_leases.protocol.verdicts import (
-    Answer,
-    Call,
-    Drop,
-    Follow,
-    Raise,
-    Reschedule,
-    Return,
-    Run,
-    TaskEvent,
-    Verdict,
-    Wait,
-)
-from celery_leases.protocol.waiting import RETRY_GRACE
+from celery_leases.record import Ended, Outcome, Record, State
+from celery_leases.results import MESSAGE_MAX, as_decoded, decode, failure_of
+from celery_leases.text.cleaning import printable
+from celery_leases.text.durations import in_words
+from celery_leases.text.redaction import message_of
 
 logger = logging.getLogger("celery_leases")
 

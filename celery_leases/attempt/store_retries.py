@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from celery_leases.decide.after_run import settle_pause
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.interfaces import Clock
-from celery_leases.protocol.settlement import settle_pause
+from celery_leases.stores.interfaces import Clock
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from celery_leases.cli.output import echo_json, echo_line, echo_table
 from celery_leases.cli.parameters import DURATION, NAME
 from celery_leases.cli.root import client_of, leases
 from celery_leases.client import GroupStatus, LeaseClient
-from celery_leases.common.durations import in_short, in_words
+from celery_leases.text.durations import in_short, in_words
 
 _SPAN: Final = re.compile(r"(\d+(\.\d+)?[a-z]+)+")
 

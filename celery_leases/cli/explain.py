@@ -11,13 +11,10 @@ from typing import Any
 import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
+from celery_leases.call import Call
 from celery_leases.cli.output import as_json, echo_fields, echo_json, echo_line
 from celery_leases.cli.root import app_of, leases, unknown_task
-from celery_leases.failures.actions import Classification
-from celery_leases.failures.cooldown_policies import MANY
-from celery_leases.failures.error_facts import ErrorFacts, facts_of
-from celery_leases.protocol.body_endings import Raised
-from celery_leases.protocol.failure_decisions import (
+from celery_leases.decide.after_failure import (
     AfterFailure,
     AwaitOperator,
     EnterCooldown,
@@ -25,10 +22,13 @@ from celery_leases.protocol.failure_decisions import (
     RetryAfter,
     after_failure,
 )
-from celery_leases.protocol.keys import CallKey
-from celery_leases.protocol.options import LeaseOptions
-from celery_leases.protocol.records import Failure, Record, State
-from celery_leases.protocol.verdicts import Call
+from celery_leases.decide.endings import Raised
+from celery_leases.failures.actions import Classification
+from celery_leases.failures.cooldown_policies import MANY
+from celery_leases.failures.error_facts import ErrorFacts, facts_of
+from celery_leases.keys import CallKey
+from celery_leases.options import LeaseOptions
+from celery_leases.record import Failure, Record, State
 from celery_leases.worker.app_settings import leased_tasks
 
 _A_RECORD = Record("", "", "", State.RUNNING, 0, "", "", "", 1, 0, 0, 0, 0, "", 0.0, 0, 0, 0)

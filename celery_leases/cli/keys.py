@@ -26,10 +26,10 @@ from celery_leases.cli.output import (
 from celery_leases.cli.parameters import DURATION, NAME, filtering, selected
 from celery_leases.cli.root import app_of, client_of, leases, task_and_namespace
 from celery_leases.client import Change, LeaseClient, RecordFilter
-from celery_leases.common.durations import in_short, in_words, seconds
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.protocol.operator_reports import next_step
-from celery_leases.protocol.status import LeaseStatus, next_try
+from celery_leases.operator_reports import next_step
+from celery_leases.status import LeaseStatus, next_try
+from celery_leases.text.durations import in_short, in_words, seconds
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.checks.servers import NO_WORKER, worker_answers
 

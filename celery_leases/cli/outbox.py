@@ -10,9 +10,9 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.output import AT_MOST, echo_table
 from celery_leases.cli.root import app_of, leases
-from celery_leases.common.durations import seconds
-from celery_leases.protocol.records import Record
-from celery_leases.worker import outbox
+from celery_leases.outbox import calls as outbox
+from celery_leases.record import Record
+from celery_leases.text.durations import seconds
 
 
 @leases.command(cls=CeleryCommand)

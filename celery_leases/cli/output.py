@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import click
 
-from celery_leases.common.durations import in_short
-from celery_leases.common.text_cleaning import printable
-from celery_leases.protocol.status import AttemptStatus, LeaseStatus
+from celery_leases.status import AttemptStatus, LeaseStatus
+from celery_leases.text.cleaning import printable
+from celery_leases.text.durations import in_short
 
 as_json = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON, one object on each line."

@@ -11,10 +11,10 @@ import click
 
 from celery_leases.cli.root import check_task
 from celery_leases.client import LeaseClient, RecordFilter
-from celery_leases.common.durations import moment, seconds
-from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.protocol.record_filters import KNOWN_STATES
+from celery_leases.record_filters import KNOWN_STATES
+from celery_leases.text.cleaning import printable
+from celery_leases.text.durations import moment, seconds
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -20,9 +20,9 @@ from celery_leases.cli.parameters import DURATION, NAME, filtering, selected
 from celery_leases.cli.root import client_of, leases, task_and_namespace
 from celery_leases.client import Change, LeaseClient, LeaseStatus
 from celery_leases.operator_actions import ACTIONS
-from celery_leases.protocol.operator_reports import next_step, why_unchanged
-from celery_leases.protocol.record_filters import KNOWN_STATES
-from celery_leases.protocol.records import State
+from celery_leases.operator_reports import next_step, why_unchanged
+from celery_leases.record import State
+from celery_leases.record_filters import KNOWN_STATES
 
 Operation = Literal["retry", "release", "forget"]
 Advance = Callable[[int], None]

@@ -9,8 +9,8 @@ from typing import Any, Final
 import click
 
 from celery_leases.client import LeaseClient
-from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeasesError
+from celery_leases.text.cleaning import printable
 from celery_leases.worker.app_settings import leased_tasks
 
 DEFAULT_APP: Final = "default"

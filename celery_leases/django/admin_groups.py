@@ -11,10 +11,10 @@ from django.core.exceptions import PermissionDenied
 from django.http import HttpResponseRedirect
 from django.template.response import TemplateResponse
 
-from celery_leases.common.durations import in_words
 from celery_leases.django.admin_access import STYLES, ReadOnlyAdmin, client
 from celery_leases.errors import LeasesError
 from celery_leases.operator_actions import DEFAULT_DURATION
+from celery_leases.text.durations import in_words
 
 ACTIONS: Final = {"open": "Open", "close": "Close"}
 PERMISSION: Final = "operate"

@@ -22,15 +22,15 @@ from django.utils import timezone
 from django.utils.html import format_html
 
 from celery_leases.client import LOOK_THROUGH, LeaseClient
-from celery_leases.common.durations import in_words
-from celery_leases.common.redaction import redact, shortened
 from celery_leases.django.admin_access import STYLES, ReadOnlyAdmin, client, held, no_worker
 from celery_leases.django.models import LeaseRecord
 from celery_leases.errors import LeasesError, StoreUnavailable
 from celery_leases.operator_actions import ACTIONS, ActionName, entered_result, resolve
-from celery_leases.protocol.operator_reports import next_step
-from celery_leases.protocol.records import State
-from celery_leases.protocol.status import ABANDONED, LeaseStatus
+from celery_leases.operator_reports import next_step
+from celery_leases.record import State
+from celery_leases.status import ABANDONED, LeaseStatus
+from celery_leases.text.durations import in_words
+from celery_leases.text.redaction import redact, shortened
 from celery_leases.worker.app_settings import leased_tasks
 
 MICROSECONDS: Final = 1_000_000

@@ -22,7 +22,7 @@ from django.db import DEFAULT_DB_ALIAS, connections
 
 from celery_leases.django.databases import IN_MEMORY, url_of
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.protocol.options import DATABASE as IN_DATABASE
+from celery_leases.options import DATABASE as IN_DATABASE
 
 SETTING: Final = "CELERY_LEASES"
 DATABASE: Final = "database"

@@ -12,7 +12,7 @@ from django.db import models
 
 from celery_leases.django.configuration import alias_of_records
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.protocol.status import ABANDONED
+from celery_leases.status import ABANDONED
 
 
 def _refuse(what: str) -> NoReturn:

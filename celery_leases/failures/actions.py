@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from celery_leases.common.durations import Duration, seconds
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.failures.cooldown_policies import SIX_HOURS, CooldownPolicy
+from celery_leases.text.durations import Duration, seconds
 
 Kind = Literal["retry", "cooldown", "permanent"]
 Scope = Literal["key", "group"]

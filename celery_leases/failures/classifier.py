@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from celery_leases.common.redaction import message_of
 from celery_leases.errors import Cooldown, LeaseConfigurationError, RetryLater, Snooze
 from celery_leases.failures import rule_syntax
 from celery_leases.failures.actions import Classification, Reason, exact_delay, reason_of
@@ -27,6 +26,7 @@ from celery_leases.failures.exception_chain import error_chain
 from celery_leases.failures.rule import Hook, Phase, Rule, RuleFunction, matching
 from celery_leases.failures.rule_functions import ruling_by
 from celery_leases.failures.safe_attribute_reader import Reader
+from celery_leases.text.redaction import message_of
 
 __all__ = ["Hook", "Rule", "RuleFunction", "Rules"]
 

@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from celery_leases.common.durations import Duration, seconds
 from celery_leases.errors import LeaseConfigurationError
+from celery_leases.text.durations import Duration, seconds
 
 SIX_HOURS: Final = 6 * 3600.0
 SHORTEST_QUIET: Final = 86_400.0
@@ -25,7 +25,7 @@ class CooldownPolicy:
 
     ``jitter`` is the part of a delay that is random: with 0.5 the delay is uniformly distributed
     between half of its full length and its full length, which is the upper bound that users see.
-    Durations may have any form of :func:`~celery_leases.common.durations.seconds`. A value out of
+    Durations may have any form of :func:`~celery_leases.text.durations.seconds`. A value out of
     range raises :class:`LeaseConfigurationError`.
     """
 

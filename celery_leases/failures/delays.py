@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Final
 
-from celery_leases.common.durations import parsed
 from celery_leases.failures.cooldown_policies import SIX_HOURS
 from celery_leases.failures.error_facts import ErrorFacts
+from celery_leases.text.durations import parsed
 
 LIMITING: Final = frozenset({None, 403, 413, 429, 503, 509, 529})
 """The statuses with which the headers about a rate limit's window explain the failure. Some servers

@@ -6,10 +6,10 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
-from celery_leases.common.redaction import message_of
 from celery_leases.failures import error_codes, error_responses, retry_info
 from celery_leases.failures.exception_chain import error_chain
 from celery_leases.failures.safe_attribute_reader import Reader, as_seconds, members
+from celery_leases.text.redaction import message_of
 
 MESSAGE_MAX: Final = 500
 NAMES_MAX: Final = 24

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from celery_leases.common.durations import Duration
 from celery_leases.failures.actions import Reason, Ruling
 from celery_leases.failures.conditions import Condition
 from celery_leases.failures.error_facts import ErrorFacts
+from celery_leases.text.durations import Duration
 
 Hook = Callable[[BaseException, ErrorFacts], Ruling | Duration | bool | None]
 """The functions that ``Rules.use`` accepts."""

@@ -10,7 +10,7 @@ from datetime import timedelta
 from itertools import islice
 from typing import Any, Final
 
-from celery_leases.common.durations import parsed
+from celery_leases.text.durations import parsed
 
 MEMBERS = 300
 """Members of an unknown collection that are read, at most."""

@@ -32,8 +32,8 @@ from prometheus_client.registry import Collector
 from celery_leases.client import LeaseClient
 from celery_leases.components import open_metrics
 from celery_leases.errors import LeasesError
-from celery_leases.protocol.metrics import METRICS, MICROSECONDS, PREFIX, Tally
-from celery_leases.protocol.operator_reports import Stats
+from celery_leases.metrics_totals import METRICS, MICROSECONDS, PREFIX, Tally
+from celery_leases.operator_reports import Stats
 from celery_leases.worker import app_components
 
 logger = logging.getLogger("celery_leases")

@@ -14,8 +14,8 @@ from struct import Struct
 from typing import Final
 from zlib import crc32
 
-from celery_leases.protocol.claim_rules import ALWAYS
-from celery_leases.protocol.settlement import LONGEST_SETTLE_PAUSE
+from celery_leases.decide.after_run import LONGEST_SETTLE_PAUSE
+from celery_leases.decide.claim import ALWAYS
 
 GRACE: Final = LONGEST_SETTLE_PAUSE + 1.0
 """Seconds for which the database must have answered: a live holder retries its outcome within

@@ -13,16 +13,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Protocol
 
-from celery_leases.common.values import value_class
 from celery_leases.concurrency import os_threads
+from celery_leases.decide import claim as claim_rules
+from celery_leases.decide.claim import ALWAYS, Claim, Question
 from celery_leases.errors import KeyUnusable, StoreUnavailable
-from celery_leases.protocol import claim_rules
-from celery_leases.protocol.claim_rules import ALWAYS, Claim, Question
-from celery_leases.protocol.cooldown_groups import Gate, admits
-from celery_leases.protocol.interfaces import never_emptied
-from celery_leases.protocol.options import DATABASE
-from celery_leases.protocol.records import ClaimRequest, Record, Refusal, Refused, Won
+from celery_leases.groups.group import Gate, admits
+from celery_leases.options import DATABASE
+from celery_leases.record import ClaimRequest, Record, Refusal, Refused, Won
 from celery_leases.stores.availability import Availability
+from celery_leases.stores.interfaces import never_emptied
+from celery_leases.value_class import value_class
 
 logger = logging.getLogger("celery_leases")
 
@@ -79,7 +79,7 @@ class ProbeSlots(Protocol):
 
 
 class Claiming(ABC):
-    """The claims of a :class:`~celery_leases.protocol.interfaces.RecordStore` that can replace a
+    """The claims of a :class:`~celery_leases.stores.interfaces.RecordStore` that can replace a
     row by compare-and-set.
     """
 
@@ -93,7 +93,7 @@ class Claiming(ABC):
         *,
         age: Callable[[], float] = never_emptied,
     ) -> Won | Refused:
-        """Claim the row; see :class:`~celery_leases.protocol.interfaces.RecordStore`."""
+        """Claim the row; see :class:`~celery_leases.stores.interfaces.RecordStore`."""
         return self.claim_at_gate(claim_request, lease_store, None, age=age)[0]
 
     def claim_at_gate(

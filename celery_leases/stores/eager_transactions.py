@@ -12,8 +12,8 @@ from sqlalchemy import Connection
 from sqlalchemy.orm import Session, scoped_session
 
 from celery_leases.errors import LeaseLost
-from celery_leases.protocol.keys import CallKey
-from celery_leases.protocol.records import Outcome, Record, State
+from celery_leases.keys import CallKey
+from celery_leases.record import Outcome, Record, State
 from celery_leases.stores.sql.eager_after_commit import do_after_commit
 from celery_leases.stores.sql.transactions import JoinedTransaction, open_check
 

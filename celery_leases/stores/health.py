@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
-from celery_leases.protocol.findings import ServerFacts
+from celery_leases.findings import ServerFacts
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.urls import display_database_url
 

@@ -2,8 +2,8 @@
 
 A distribution registers its store under the URL's scheme in the entry point group
 ``celery_leases.stores``. The entry point names a callable that takes one
-:class:`~celery_leases.protocol.interfaces.LeaseStoreSettings` and returns a
-:class:`~celery_leases.protocol.interfaces.SeparateLeaseStore`.
+:class:`~celery_leases.stores.interfaces.LeaseStoreSettings` and returns a
+:class:`~celery_leases.stores.interfaces.SeparateLeaseStore`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, cast
 
-from celery_leases.common.redaction import message_of
 from celery_leases.concurrency.resource_pool import Permit, ResourcePool
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.protocol.interfaces import (
+from celery_leases.stores.interfaces import (
     GateStore,
     LeaseStore,
     LeaseStoreSettings,
@@ -23,6 +22,7 @@ from celery_leases.protocol.interfaces import (
     SeparateLeaseStore,
 )
 from celery_leases.stores.redis import url
+from celery_leases.text.redaction import message_of
 
 GROUP: Final = "celery_leases.stores"
 """The entry point group of lease stores; the name of an entry point is the scheme of its URLs."""

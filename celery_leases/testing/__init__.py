@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from celery import Celery
     from celery.result import EagerResult
 
-    from celery_leases.common.durations import Duration
     from celery_leases.failures.actions import Classification
-    from celery_leases.protocol.status import LeaseStatus
+    from celery_leases.status import LeaseStatus
     from celery_leases.testing.kit import CrashedCall, LeaseKit, QueuedCall
+    from celery_leases.text.durations import Duration
 
 __all__ = [
     "assert_queued",

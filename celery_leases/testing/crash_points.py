@@ -24,8 +24,8 @@ from weakref import WeakSet
 from sqlalchemy import event
 from sqlalchemy.orm import Session, SessionTransaction
 
+from celery_leases.effect import Begun
 from celery_leases.lease import active_lease
-from celery_leases.protocol.effects import Begun
 
 PACKAGE: Final = str(Path(__file__).parents[1])
 EFFECTS: Final = "effect"

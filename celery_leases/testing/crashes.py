@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from celery_leases.protocol.records import State
-from celery_leases.protocol.status import LeaseStatus
+from celery_leases.record import State
+from celery_leases.status import LeaseStatus
 from celery_leases.testing.crash_points import EFFECTS, CrashPlan, ExternalCall
 
 Run = Callable[[int | None], tuple[CrashPlan, Any, LeaseStatus]]

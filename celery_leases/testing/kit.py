@@ -24,21 +24,20 @@ from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.renewal import HELD_BY_OTHER, Renewer
 from celery_leases.attempt.run import Execution
 from celery_leases.client import LeaseClient
-from celery_leases.common.durations import Duration, seconds
 from celery_leases.components import Components, build
 from celery_leases.concurrency.os_threads import boot_clock
+from celery_leases.decide.after_failure import resumes_after_cooldown
+from celery_leases.decide.answers import Acquired, Claimed
 from celery_leases.errors import CoolingDown, KeyUnusable, LeaseConfigurationError
+from celery_leases.events import Event, LeaseAcquired, ResultReplayed
 from celery_leases.failures.actions import Classification
 from celery_leases.failures.classifier import Rules
-from celery_leases.protocol.events import Event, LeaseAcquired, ResultReplayed
-from celery_leases.protocol.failure_decisions import resumes_after_cooldown
-from celery_leases.protocol.interfaces import Acquired, Claimed
-from celery_leases.protocol.keys import CallKey, call_group, call_key, stored_key
-from celery_leases.protocol.options import DATABASE, DEFAULT_TTL
-from celery_leases.protocol.records import ClaimRequest, Record, State, Won
-from celery_leases.protocol.status import LeaseStatus
+from celery_leases.keys import CallKey, call_group, call_key, stored_key
+from celery_leases.options import DATABASE, DEFAULT_TTL
+from celery_leases.record import ClaimRequest, Record, State, Won
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import Announcer
+from celery_leases.status import LeaseStatus
 from celery_leases.stores.eager_record_limit import limit_records
 from celery_leases.stores.sql.record_columns import column_values
 from celery_leases.testing.crash_points import (
@@ -51,6 +50,7 @@ from celery_leases.testing.crash_points import (
     watched,
 )
 from celery_leases.testing.crashes import check_survival
+from celery_leases.text.durations import Duration, seconds
 from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.pools.os_signal_guard import interrupt_guard_here
@@ -181,7 +181,7 @@ class LeaseKit:
         self.eager = eager
         #: The calls published since the start or the last :meth:`reset`, the oldest first.
         self.published: list[QueuedCall] = []
-        #: The events of leased calls since then; see :mod:`celery_leases.protocol.events`.
+        #: The events of leased calls since then; see :mod:`celery_leases.events`.
         self.events: list[Event] = []
         self._crash_points = CrashPoints()
         self._reset_functions: list[Callable[[], None]] = []

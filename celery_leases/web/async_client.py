@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from celery_leases.client import LeaseClient
-from celery_leases.common.durations import Duration, seconds
 from celery_leases.errors import LeaseMisuse
-from celery_leases.protocol.records import State
-from celery_leases.protocol.status import ABANDONED, ABSENT, UNREADABLE, LeaseStatus
+from celery_leases.record import State
+from celery_leases.status import ABANDONED, ABSENT, UNREADABLE, LeaseStatus
+from celery_leases.text.durations import Duration, seconds
 from celery_leases.web.http import public
 
 if TYPE_CHECKING:

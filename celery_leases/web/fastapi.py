@@ -19,9 +19,9 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response, StreamingResponse
 from fastapi.routing import APIRoute
 
-from celery_leases.common.durations import Duration, seconds
 from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnavailable, UnknownKey
-from celery_leases.protocol.status import LeaseStatus
+from celery_leases.status import LeaseStatus
+from celery_leases.text.durations import Duration, seconds
 from celery_leases.web.async_client import ENDED, AsyncLeaseClient, version_of
 from celery_leases.web.http import (
     POLL_AFTER,

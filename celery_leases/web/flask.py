@@ -21,7 +21,7 @@ from celery_leases.web.http import POLL_AFTER, HttpAnswer, answer, forbidden
 from celery_leases.web.submitting import submit
 
 if TYPE_CHECKING:
-    from celery_leases.protocol.status import LeaseStatus
+    from celery_leases.status import LeaseStatus
 
 __all__ = ["CeleryLeases", "FlaskTask", "LeasedTask", "leases_blueprint", "response"]
 

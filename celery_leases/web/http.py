@@ -18,7 +18,6 @@ from http import HTTPStatus
 from typing import Any, Final, Literal
 from urllib.parse import quote
 
-from celery_leases.common.durations import in_words
 from celery_leases.errors import (
     AlreadyDone,
     AlreadyQueued,
@@ -39,8 +38,8 @@ from celery_leases.errors import (
     UnknownKey,
 )
 from celery_leases.failures.actions import Reason
-from celery_leases.protocol.records import Ended, State
-from celery_leases.protocol.status import (
+from celery_leases.record import Ended, State
+from celery_leases.status import (
     ABANDONED,
     LEASE_ENDED,
     LEASE_STORE_UNAVAILABLE,
@@ -50,6 +49,7 @@ from celery_leases.protocol.status import (
     LeaseStatus,
     MessageCode,
 )
+from celery_leases.text.durations import in_words
 
 __all__ = [
     "HttpAnswer",

@@ -10,12 +10,12 @@ from typing import Any
 
 from kombu.exceptions import OperationalError
 
-from celery_leases.common.redaction import redact
 from celery_leases.errors import AlreadyQueued, BrokerUnavailable, LeaseConfigurationError
-from celery_leases.protocol.records import State
-from celery_leases.protocol.status import ABSENT, LeaseStatus
+from celery_leases.outbox import calls as outbox
+from celery_leases.record import State
+from celery_leases.status import ABSENT, LeaseStatus
+from celery_leases.text.redaction import redact
 from celery_leases.web.http import POLL_AFTER, HttpAnswer, answer
-from celery_leases.worker import outbox
 
 __all__ = ["submit"]
 

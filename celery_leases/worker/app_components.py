@@ -13,21 +13,21 @@ from weakref import WeakKeyDictionary, ref
 
 from celery import Celery
 
-from celery_leases.attempt.effects import Effects
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.lease_services import LeaseServices
+from celery_leases.body.effects import Effects
+from celery_leases.body.lease_services import LeaseServices
+from celery_leases.call import Call
 from celery_leases.components import Components, build
+from celery_leases.decide.after_run import after_run
+from celery_leases.decide.endings import Returned
+from celery_leases.effect import scope_of
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.body_endings import Returned
-from celery_leases.protocol.effects import scope_of
-from celery_leases.protocol.interfaces import Clock
-from celery_leases.protocol.options import DATABASE, DEFAULT_TTL
-from celery_leases.protocol.records import Outcome, Record
-from celery_leases.protocol.results import encode
-from celery_leases.protocol.settlement import after_run
-from celery_leases.protocol.verdicts import Call
+from celery_leases.options import DATABASE, DEFAULT_TTL
+from celery_leases.record import Outcome, Record
+from celery_leases.results import encode
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import Announcer
+from celery_leases.stores.interfaces import Clock
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.pools.os_signal_guard import interrupt_guard_here
 from celery_leases.worker.reschedule import Publisher

@@ -1,5 +1,5 @@
 """Translates the exception of a body into an ending, see
-:mod:`celery_leases.protocol.body_endings`.
+:mod:`celery_leases.decide.endings`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from celery.worker import state as worker_state
 
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HELD_TOO_LONG, NOT_EXTENDED, HeldLease
-from celery_leases.common.redaction import message_of
+from celery_leases.call import Call
 from celery_leases.concurrency import greenlets
-from celery_leases.errors import LeaseLost, RecordUnreadable, Snooze
-from celery_leases.failures.actions import Classification, Reason, permanent
-from celery_leases.protocol.body_endings import (
+from celery_leases.decide.endings import (
     ControlFlow,
     Ending,
     Interrupted,
@@ -34,10 +32,12 @@ from celery_leases.protocol.body_endings import (
     Snoozed,
     Terminated,
 )
-from celery_leases.protocol.keys import call_key
-from celery_leases.protocol.records import Ended, Failure
-from celery_leases.protocol.results import MESSAGE_MAX, failure_of
-from celery_leases.protocol.verdicts import Call
+from celery_leases.errors import LeaseLost, RecordUnreadable, Snooze
+from celery_leases.failures.actions import Classification, Reason, permanent
+from celery_leases.keys import call_key
+from celery_leases.record import Ended, Failure
+from celery_leases.results import MESSAGE_MAX, failure_of
+from celery_leases.text.redaction import message_of
 from celery_leases.worker.headers import state_of
 from celery_leases.worker.pools.interrupt_guard import EarlySoftTimeLimit, InterruptGuard
 from celery_leases.worker.tracebacks import traceback_of

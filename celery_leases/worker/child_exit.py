@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from celery_leases import events
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.store_retries import retrying
+from celery_leases.call import Call
 from celery_leases.concurrency import greenlets, os_threads
+from celery_leases.decide.after_run import ExitCause, child_exited, closed_for_celery
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol import events
-from celery_leases.protocol.keys import CallKey
-from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
-from celery_leases.protocol.settlement import ExitCause, child_exited, closed_for_celery
-from celery_leases.protocol.verdicts import Call
+from celery_leases.keys import CallKey
+from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.signals import logger
 from celery_leases.worker import app_components
 from celery_leases.worker.headers import Header, group_of, key_of

@@ -13,7 +13,7 @@ from celery import Celery
 
 from celery_leases.concurrency.os_threads import boot_clock
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.options import DATABASE
+from celery_leases.options import DATABASE
 from celery_leases.stores.availability import GRACE
 from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import settings_of

@@ -23,8 +23,19 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import maybe_iso8601, maybe_timedelta
 
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.common.text_cleaning import printable
+from celery_leases.call import Call
 from celery_leases.concurrency import os_threads, wait_limit
+from celery_leases.deadlines import begin_by
+from celery_leases.decide.before_run import OUTCOME_KNOWN
+from celery_leases.decide.copies import callbacks_mark
+from celery_leases.decide.endings import ControlFlow, Ending, Raised, Returned
+from celery_leases.decide.verdicts import Answer, Drop, Follow, Raise, Reschedule, Return, TaskEvent
+from celery_leases.decide.waiting import (
+    LONGEST_PUBLISH_RETRY_TIME,
+    may_be_returned,
+    publish_retry_pause,
+    publish_retry_time,
+)
 from celery_leases.errors import (
     Cooldown,
     LeaseHeld,
@@ -33,32 +44,13 @@ from celery_leases.errors import (
     RetryLater,
     StoreUnavailable,
 )
+from celery_leases.events import CallDropped, CallRefused, CallRescheduled
+from celery_leases.keys import OF_ERRBACK, is_short_form
 from celery_leases.lease import Lease, enter_body, leave_body
-from celery_leases.protocol.body_endings import ControlFlow, Ending, Raised, Returned
-from celery_leases.protocol.deadlines import begin_by
-from celery_leases.protocol.decisions import OUTCOME_KNOWN
-from celery_leases.protocol.events import CallDropped, CallRefused, CallRescheduled
-from celery_leases.protocol.keys import OF_ERRBACK, is_short_form
-from celery_leases.protocol.message_copies import callbacks_mark
-from celery_leases.protocol.records import Ended, Failure, Record, State
-from celery_leases.protocol.results import NOT_JSON, encode, failure_of
-from celery_leases.protocol.verdicts import (
-    Answer,
-    Call,
-    Drop,
-    Follow,
-    Raise,
-    Reschedule,
-    Return,
-    TaskEvent,
-)
-from celery_leases.protocol.waiting import (
-    LONGEST_PUBLISH_RETRY_TIME,
-    may_be_returned,
-    publish_retry_pause,
-    publish_retry_time,
-)
+from celery_leases.record import Ended, Failure, Record, State
+from celery_leases.results import NOT_JSON, encode, failure_of
 from celery_leases.signals import logger
+from celery_leases.text.cleaning import printable
 from celery_leases.worker import app_components, requeue
 from celery_leases.worker.app_components import AppComponents
 from celery_leases.worker.body_exceptions import ExceptionTranslator, as_exception
@@ -720,7 +712,7 @@ class Delivery:
 
     def _failure_fence(self, call: Call, again: Reschedule) -> int | None:
         """The ``failure_fence`` for the header of the copy, see
-        :class:`~celery_leases.protocol.verdicts.Call`.
+        :class:`~celery_leases.call.Call`.
         """
         if again.failure_fence is not None or self.body_began:
             return again.failure_fence

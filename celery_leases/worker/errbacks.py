@@ -19,7 +19,7 @@ from celery.utils.serialization import ensure_serializable
 from kombu.exceptions import EncodeError
 from kombu.serialization import dumps
 
-from celery_leases.protocol.keys import OF_ERRBACK
+from celery_leases.keys import OF_ERRBACK
 from celery_leases.signals import logger
 from celery_leases.worker.headers import OURS
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
-from celery_leases.common.text_cleaning import text_of
-from celery_leases.common.values import value_class
+from celery_leases.decide.copies import UNCOPIED, Copy
 from celery_leases.errors import KeyUnusable
-from celery_leases.protocol.keys import (
+from celery_leases.groups.values import GATE_NAME_MAX, gate_name
+from celery_leases.keys import (
     STORED_KEY_MAX,
     CallKey,
     bounded,
@@ -24,10 +24,10 @@ from celery_leases.protocol.keys import (
     stored_key,
     unfit,
 )
-from celery_leases.protocol.message_copies import UNCOPIED, Copy
-from celery_leases.protocol.options import LeaseOptions
+from celery_leases.options import LeaseOptions
 from celery_leases.signals import logger
-from celery_leases.stores.cooldown_group_values import GATE_NAME_MAX, gate_name
+from celery_leases.text.cleaning import text_of
+from celery_leases.value_class import value_class
 from celery_leases.worker.waiting_log import LONGEST_CAUSE
 
 OURS: Final = "celery_leases"
@@ -90,7 +90,7 @@ class Header:
     ``key`` is empty if it is too long for a header; ``stored``, its stored form, is empty
     otherwise. ``reschedules``: how often the call was rescheduled; ``store_failures``: how often in
     a row because a store did not answer. ``prior``: the owners of attempts that may still be open.
-    ``failure_fence``: see :class:`~celery_leases.protocol.verdicts.Call`. ``held``: the call waits
+    ``failure_fence``: see :class:`~celery_leases.call.Call`. ``held``: the call waits
     because another call holds its key. ``due``: the user's countdown ends then, in seconds since
     1970; the call waits for it in hops. ``cause``: what the call waits for, see
     :func:`~celery_leases.worker.waiting_log.cause_after`.

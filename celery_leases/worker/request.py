@@ -19,10 +19,10 @@ from celery.worker.request import Request
 from kombu.utils.imports import symbol_by_name
 
 from celery_leases.concurrency import os_threads
+from celery_leases.deadlines import begin_by
+from celery_leases.decide.after_run import ExitCause
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.protocol.deadlines import begin_by
-from celery_leases.protocol.results import failure_of
-from celery_leases.protocol.settlement import ExitCause
+from celery_leases.results import failure_of
 from celery_leases.signals import logger
 from celery_leases.worker import app_components, child_exit, database_watch
 from celery_leases.worker.app_settings import settings_of

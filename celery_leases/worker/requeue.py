@@ -14,9 +14,9 @@ from typing import Any, Final, NoReturn
 from celery.app.task import Context, Task
 from celery.exceptions import Reject
 
-from celery_leases.attempt.effects import DEFAULT_RULES
+from celery_leases.body.effects import DEFAULT_RULES
+from celery_leases.decide.waiting import may_be_returned
 from celery_leases.failures.default_rules import ANYTHING_ELSE
-from celery_leases.protocol.waiting import may_be_returned
 from celery_leases.signals import logger
 from celery_leases.worker.delivery_queue import Routes, earlier_deliveries_of
 from celery_leases.worker.headers import call_id_of

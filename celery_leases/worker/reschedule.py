@@ -16,10 +16,10 @@ from kombu.exceptions import EncodeError, SerializerNotInstalled
 from kombu.pools import ProducerPool
 
 from celery_leases.concurrency import wait_limit
+from celery_leases.decide.copies import Copy, waiter_mark
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.interfaces import MarkStore
-from celery_leases.protocol.message_copies import Copy, waiter_mark
 from celery_leases.signals import logger
+from celery_leases.stores.interfaces import MarkStore
 from celery_leases.worker.delivery_queue import (
     FixedRoute,
     Routes,

@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn
 from kombu.exceptions import KombuError
 from kombu.serialization import dumps, registry
 
-from celery_leases.protocol.results import NO_LIMIT, decode, encode
+from celery_leases.results import NO_LIMIT, decode, encode
 
 _SIGNATURE: Final = {"task", "args", "kwargs", "options"}
 _FOLLOWING: Final = ("link", "link_error", "chain", "chord")

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from celery_leases.common.redaction import shortened
-from celery_leases.common.text_cleaning import storable, text_of
+from celery_leases.text.cleaning import storable, text_of
+from celery_leases.text.redaction import shortened
 
 TRACEBACK_MAX: Final = 1000
 """The longest stored traceback, in characters."""

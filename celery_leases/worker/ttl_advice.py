@@ -7,8 +7,8 @@ from typing import Any
 
 from celery import Celery
 
-from celery_leases.protocol.options import DATABASE
-from celery_leases.protocol.tuning import Delivery, RunTimes, unrenewed_ttl
+from celery_leases.options import DATABASE
+from celery_leases.tuning import Delivery, RunTimes, unrenewed_ttl
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.checks.settings import redelivery_of
 
@@ -29,7 +29,7 @@ def advice_of(
     """The advice for a task from its run times, as plain values; times are seconds.
 
     *took* are the run times of the task, *known* the leased tasks of the app. *guard* and *jitter*
-    are those of :func:`~celery_leases.protocol.tuning.unrenewed_ttl`.
+    are those of :func:`~celery_leases.tuning.unrenewed_ttl`.
     """
     found = RunTimes.of(took)
     task = known.get(name)

@@ -37,8 +37,8 @@ from celery.worker import state
 from celery.worker.request import Request
 
 from celery_leases.concurrency import greenlets, os_threads
+from celery_leases.decide.waiting import FIRST_COUNTDOWN_UNTIL_FREE
 from celery_leases.errors import LeasesError
-from celery_leases.protocol.waiting import FIRST_COUNTDOWN_UNTIL_FREE
 from celery_leases.signals import logger
 from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import settings_of

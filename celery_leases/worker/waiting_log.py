@@ -10,8 +10,8 @@ import logging
 import re
 from typing import Any, Final
 
+from celery_leases.decide.verdicts import Reschedule
 from celery_leases.errors import CoolingDown
-from celery_leases.protocol.verdicts import Reschedule
 
 RESCHEDULED: Final = "rescheduled: "
 STILL: Final = "still waits: "

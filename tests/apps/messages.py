@@ -13,7 +13,7 @@ from kombu import Exchange, Queue
 from kombu.serialization import register
 
 from celery_leases import LeasedTask, Snooze
-from celery_leases.protocol import waiting
+from celery_leases.decide import waiting
 from celery_leases.worker.reschedule import Publisher
 from tests.apps.leased import app, note, wait_for
 

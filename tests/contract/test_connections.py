@@ -18,7 +18,7 @@ from celery_leases.attempt.renewal import Renewer
 from celery_leases.components import Components, build
 from celery_leases.concurrency.resource_pool import Permit, ResourcePool, max_wait
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.protocol.records import State
+from celery_leases.record import State
 from celery_leases.settings import read_settings
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.sql.database import Database, engine_for

@@ -15,9 +15,9 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy import text
 
 from celery_leases.client import LeaseClient
+from celery_leases.effect import Found, scope_of
 from celery_leases.errors import KeyUnusable, RecordUnreadable, StoreUnavailable
-from celery_leases.protocol.effects import Found, scope_of
-from celery_leases.protocol.records import Ended, Failure, Record, State, Won
+from celery_leases.record import Ended, Failure, Record, State, Won
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.effects import SqlEffectStore

@@ -24,7 +24,7 @@ from sqlalchemy import create_engine, text
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.cli import leases
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.protocol.findings import Examination, Finding, Severity
+from celery_leases.findings import Examination, Finding, Severity
 from celery_leases.stores import health
 from celery_leases.stores.redis.errors import ACL_COMMANDS
 from celery_leases.stores.redis.leases import RedisLeaseStore

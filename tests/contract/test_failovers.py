@@ -13,9 +13,9 @@ import redis
 from redis.credentials import UsernamePasswordCredentialProvider
 from sqlalchemy import event, text
 
+from celery_leases.decide.answers import Acquired
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.interfaces import Acquired
-from celery_leases.protocol.records import Won
+from celery_leases.record import Won
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.dialects.mysql import is_mysql

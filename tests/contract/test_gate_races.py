@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol import cooldown_groups
-from celery_leases.protocol.cooldown_groups import Closing, Gate
-from celery_leases.stores import cooldown_group_closing
+from celery_leases.groups import group as cooldown_groups
+from celery_leases.groups.group import Closing, Gate
+from celery_leases.stores import group_closing as cooldown_group_closing
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore

@@ -23,9 +23,9 @@ from sqlalchemy.pool import NullPool
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.renewal import HELD_BY_OTHER, Renewer
+from celery_leases.decide.answers import Claimed, Renewal, RenewalResult
 from celery_leases.errors import LeaseLost, StoreUnavailable, WrongDatabase
-from celery_leases.protocol.interfaces import Claimed, Renewal, RenewalResult
-from celery_leases.protocol.records import Record, Refused, Won
+from celery_leases.record import Record, Refused, Won
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.dialects.mysql import is_mysql

@@ -15,7 +15,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.pool import NullPool
 
 from celery_leases.errors import WrongDatabase
-from celery_leases.protocol.keys import CallKey
+from celery_leases.keys import CallKey
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.stores.sql.records import SqlRecordStore

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import text
 
 from celery_leases.errors import KeyUnusable
-from celery_leases.protocol.records import Refused, State, Won
+from celery_leases.record import Refused, State, Won
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.effects import SqlEffectStore

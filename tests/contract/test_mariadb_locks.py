@@ -13,8 +13,8 @@ import pytest
 from sqlalchemy import Connection, text
 
 from celery_leases.errors import LeaseLost, StoreUnavailable, WrongDatabase
-from celery_leases.protocol.keys import CallKey
-from celery_leases.protocol.records import Refused
+from celery_leases.keys import CallKey
+from celery_leases.record import Refused
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import select
 
+from celery_leases import metrics_totals as counted
+from celery_leases.events import AttemptSettled, CrashSeen, Event, Subject
 from celery_leases.metrics_counting import Counting
-from celery_leases.protocol import metrics as counted
-from celery_leases.protocol.events import AttemptSettled, CrashSeen, Event, Subject
-from celery_leases.protocol.metrics import Tally, Written
-from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
+from celery_leases.metrics_totals import Tally, Written
+from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.stores.sql import metrics as rows
 from celery_leases.stores.sql.metrics import SqlMetrics, tag
 from celery_leases.stores.sql.records import SqlRecordStore

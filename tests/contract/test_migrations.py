@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Connection, inspect, text
 
 from celery_leases.errors import SchemaOutdated, StoreUnavailable
-from celery_leases.protocol.records import State
+from celery_leases.record import State
 from celery_leases.stores.sql import migrations
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.migrations import Migrated

@@ -16,8 +16,8 @@ from celery_leases import LeasedTask
 from celery_leases.client import LeaseClient
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable, UnknownKey
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.protocol.cooldown_groups import Closing
-from celery_leases.protocol.records import Ended, Failure, State
+from celery_leases.groups.group import Closing
+from celery_leases.record import Ended, Failure, State
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.claim_requests import make_claim_request

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import make_url, text
 
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.protocol.records import Won
+from celery_leases.record import Won
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.leases import DatabaseLeaseStore

@@ -9,10 +9,10 @@ import psycopg
 import pytest
 from sqlalchemy import insert, select, text
 
+from celery_leases.decide.answers import Claimed
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.interfaces import Claimed
-from celery_leases.protocol.record_filters import RecordFilter
-from celery_leases.protocol.records import Refused, Won
+from celery_leases.record import Refused, Won
+from celery_leases.record_filters import RecordFilter
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.leases import DatabaseLeaseStore

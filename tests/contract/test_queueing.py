@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from celery_leases.protocol.keys import CallKey
-from celery_leases.protocol.records import Ended, Record, State
+from celery_leases.keys import CallKey
+from celery_leases.record import Ended, Record, State
 from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request

@@ -10,9 +10,9 @@ import pytest
 import redis
 from redis.crc import key_slot
 
+from celery_leases.decide.answers import Acquired, BlockedByGate, Held, Renewal, RenewalResult
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.protocol.interfaces import Acquired, BlockedByGate, Held, Renewal, RenewalResult
-from celery_leases.protocol.records import ClaimRequest
+from celery_leases.record import ClaimRequest
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.cluster import Cluster
 from celery_leases.stores.redis.leases import RedisLeaseStore

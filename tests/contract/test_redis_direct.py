@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from celery_leases.concurrency import os_threads
-from celery_leases.protocol.interfaces import Acquired
+from celery_leases.decide.answers import Acquired
 from celery_leases.stores.redis.clients import redis_address
 from celery_leases.stores.redis.direct_client import DirectClient, packed
 from celery_leases.stores.redis.leases import RedisLeaseStore

@@ -4,7 +4,7 @@ Sentinel, and in a cluster.
 
 import pytest
 
-from celery_leases.protocol.interfaces import LeaseStore, MarkStore
+from celery_leases.stores.interfaces import LeaseStore, MarkStore
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts import (
     GateHistoryContract,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import redis
 
+from celery_leases.decide.answers import Acquired, BlockedByGate, Cooling, Held, Renewal
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.protocol.interfaces import Acquired, BlockedByGate, Cooling, Held, Renewal
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.testing.contracts import GateHistoryContract, GateStoreContract

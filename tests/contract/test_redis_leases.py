@@ -10,16 +10,9 @@ from typing import Any
 import pytest
 import redis
 
+from celery_leases.decide.answers import Acquired, Cooling, Held, Renewal, RenewalResult
 from celery_leases.errors import LeaseStoreMismatch, StoreUnavailable
-from celery_leases.protocol.interfaces import (
-    Acquired,
-    Cooling,
-    Held,
-    LeaseStore,
-    MarkStore,
-    Renewal,
-    RenewalResult,
-)
+from celery_leases.stores.interfaces import LeaseStore, MarkStore
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.testing.contracts import MarkStoreContract, SeparateLeaseStoreContract

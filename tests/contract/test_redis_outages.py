@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import redis
 
+from celery_leases.decide.answers import Acquired, Renewal, RenewalResult
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.interfaces import Acquired, Renewal, RenewalResult
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request

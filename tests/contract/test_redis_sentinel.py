@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from celery_leases.decide.answers import Acquired, Held, Renewal, RenewalResult
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.interfaces import Acquired, Held, Renewal, RenewalResult
-from celery_leases.protocol.records import ClaimRequest
+from celery_leases.record import ClaimRequest
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.waits import wait_until

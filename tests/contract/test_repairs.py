@@ -10,8 +10,8 @@ from sqlalchemy import text
 
 from celery_leases.client import LOOK_THROUGH, LeaseClient
 from celery_leases.errors import LeaseIsLive
-from celery_leases.protocol.record_filters import RecordFilter
-from celery_leases.protocol.records import Ended, Record, State
+from celery_leases.record import Ended, Record, State
+from celery_leases.record_filters import RecordFilter
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request

@@ -11,9 +11,9 @@ import pytest
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 
+from celery_leases.effect import Begun, Effect, EffectState, Found
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.effects import Begun, Effect, EffectState, Found
-from celery_leases.protocol.records import Record, Won
+from celery_leases.record import Record, Won
 from celery_leases.stores.sql import database
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.effects import SqlEffectStore

@@ -10,11 +10,11 @@ import pytest
 from sqlalchemy import text
 
 from celery_leases.client import LeaseClient
+from celery_leases.decide.answers import BlockedByGate, Claimed, Renewal, RenewalResult
 from celery_leases.errors import StoreUnavailable
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.protocol.interfaces import BlockedByGate, Claimed, Renewal, RenewalResult
-from celery_leases.protocol.options import DATABASE
-from celery_leases.protocol.records import Ended, Record, Refusal, Refused, State, Won
+from celery_leases.options import DATABASE
+from celery_leases.record import Ended, Record, Refusal, Refused, State, Won
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts import GateHistoryContract, GateStoreContract

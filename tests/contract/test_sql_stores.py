@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import text
 
+from celery_leases.decide import claim as claim_rules
+from celery_leases.decide.answers import Renewal, RenewalResult
+from celery_leases.decide.claim import Claim
 from celery_leases.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
-from celery_leases.protocol import claim_rules
-from celery_leases.protocol.claim_rules import Claim
-from celery_leases.protocol.interfaces import Renewal, RenewalResult
-from celery_leases.protocol.records import Ended, Record, Refusal, Refused, State, Won
+from celery_leases.record import Ended, Record, Refusal, Refused, State, Won
 from celery_leases.stores.claim_procedure import CLAIM_TRIES
 from celery_leases.stores.sql import records
 from celery_leases.stores.sql.database import engine_for

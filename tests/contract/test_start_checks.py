@@ -19,9 +19,9 @@ from celery import Celery, _state
 from sqlalchemy import Connection, Engine, create_engine, make_url, text
 
 from celery_leases import LeaseClient, LeasedTask
-from celery_leases.protocol.interfaces import Renewal, RenewalResult
-from celery_leases.protocol.keys import CallKey
-from celery_leases.protocol.records import State
+from celery_leases.decide.answers import Renewal, RenewalResult
+from celery_leases.keys import CallKey
+from celery_leases.record import State
 from celery_leases.stores.sql import migrations
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.effects import SqlEffectStore

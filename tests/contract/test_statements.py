@@ -28,7 +28,7 @@ from sqlalchemy import (
 )
 
 from celery_leases.errors import KeyUnusable, StoreUnavailable, ValueRefused
-from celery_leases.protocol.records import State
+from celery_leases.record import State
 from celery_leases.stores.sql import record_columns
 from celery_leases.stores.sql.database import Database, _cursors_of, engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore

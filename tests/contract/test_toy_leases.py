@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from celery_leases.client import LeaseClient
-from celery_leases.protocol.interfaces import LeaseStoreSettings, MarkStore, SeparateLeaseStore
+from celery_leases.stores.interfaces import LeaseStoreSettings, MarkStore, SeparateLeaseStore
 from celery_leases.stores.registry import open_lease_store
 from celery_leases.testing.contracts import (
     GateStoreContract,

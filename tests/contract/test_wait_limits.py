@@ -14,8 +14,8 @@ import pytest
 from celery_leases.concurrency import wait_limit
 from celery_leases.concurrency.resource_pool import Permit, PoolExhausted, ResourcePool
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.interfaces import LeaseStoreSettings
 from celery_leases.settings import POOL_SIZE
+from celery_leases.stores.interfaces import LeaseStoreSettings
 from celery_leases.stores.registry import open_lease_store
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.records import SqlRecordStore

@@ -13,9 +13,9 @@ from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 
 from celery_leases.client import LeaseClient
+from celery_leases.decide.answers import Holder
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.interfaces import Holder
-from celery_leases.protocol.keys import stored_key
+from celery_leases.keys import stored_key
 from celery_leases.testing.waits import wait_until
 from tests.integration.deployments import PATIENCE, Deployment
 from tests.support.workers import LocalWorker

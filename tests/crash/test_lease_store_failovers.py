@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from celery_leases.protocol.keys import stored_key
+from celery_leases.keys import stored_key
 from celery_leases.stores.redis.values import Keys
 from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import CrashDeploymentFactory

@@ -5,7 +5,7 @@ import time
 import pytest
 import redis
 
-from celery_leases.protocol.keys import stored_key
+from celery_leases.keys import stored_key
 from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import CrashDeploymentFactory
 from tests.crash.crash_deployments import CrashDeployment

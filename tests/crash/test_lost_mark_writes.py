@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 import pytest
 from celery.result import AsyncResult
 
-from celery_leases.protocol.keys import stored_key
-from celery_leases.protocol.message_copies import Copy, waiter_mark
+from celery_leases.decide.copies import Copy, waiter_mark
+from celery_leases.keys import stored_key
 from celery_leases.stores.redis import lease_scripts
 from celery_leases.worker import app_components
 from celery_leases.worker.reschedule import OVER

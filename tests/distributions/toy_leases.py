@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from celery_leases.errors import LeaseStoreMismatch
-from celery_leases.protocol.cooldown_groups import Closing, Gate, admits, closed, gate_retention
-from celery_leases.protocol.interfaces import (
+from celery_leases.decide.answers import (
     Acquired,
     BlockedByGate,
     Cooling,
     Held,
     Holder,
-    LeaseStoreSettings,
     Renewal,
     RenewalResult,
 )
-from celery_leases.protocol.records import ClaimRequest
+from celery_leases.errors import LeaseStoreMismatch
+from celery_leases.groups.group import Closing, Gate, admits, closed, gate_retention
+from celery_leases.record import ClaimRequest
+from celery_leases.stores.interfaces import LeaseStoreSettings
 
 
 @dataclass
@@ -56,7 +56,7 @@ def open_store(settings: LeaseStoreSettings) -> ToyLeaseStore:
 
 
 class ToyLeaseStore:
-    """A :class:`~celery_leases.protocol.interfaces.SeparateLeaseStore`."""
+    """A :class:`~celery_leases.stores.interfaces.SeparateLeaseStore`."""
 
     in_records = False
 

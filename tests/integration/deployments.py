@@ -21,7 +21,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
 from celery_leases.client import LeaseClient
-from celery_leases.protocol.keys import stored_key
+from celery_leases.keys import stored_key
 from celery_leases.stores.sql.rows import to_record
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.testing.waits import wait_until

@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy import Engine, create_engine, event, make_url, text
 from sqlalchemy.pool import NullPool
 
-from celery_leases.protocol.keys import stored_key
-from celery_leases.worker import outbox
+from celery_leases.keys import stored_key
+from celery_leases.outbox import calls as outbox
 from tests.integration.conftest import DeploymentFactory
 from tests.integration.deployments import PATIENCE, Deployment, spelled
 from tests.integration.terminal import Terminal

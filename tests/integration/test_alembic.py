@@ -26,7 +26,7 @@ from sqlalchemy import Column, Integer, MetaData, Table, create_engine, inspect,
 
 from celery_leases import alembic as leases
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.protocol.records import State
+from celery_leases.record import State
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.schema import NEWEST, Tables, indexes_of

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from celery_leases.protocol.records import Failure, State
+from celery_leases.record import Failure, State
 from tests.support.boards import SECRET, TASK, Shop, sqlite
 from tests.support.browser import Browser
 from tests.support.process import GuardedProcess

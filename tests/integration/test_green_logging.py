@@ -13,7 +13,7 @@ PROGRAM = """
     {library}
     import logging
     from celery_leases.concurrency import os_threads
-    from celery_leases.protocol.events import LeaseAcquired, LeaseRenewed
+    from celery_leases.events import LeaseAcquired, LeaseRenewed
     from celery_leases.signals import Announcer, lease_renewed
 
     class Slow(logging.Handler):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from celery_leases.protocol.records import Failure, State
+from celery_leases.record import Failure, State
 from tests.integration.test_django_project import manage_with
 from tests.support.boards import TASK, Shop, sqlite
 from tests.support.browser import Browser

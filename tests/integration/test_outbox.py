@@ -19,9 +19,10 @@ from sqlalchemy.pool import NullPool
 
 from celery_leases import LeaseClient, PermanentFailure
 from celery_leases.errors import KeyReused, LeaseConfigurationError, WrongDatabase
-from celery_leases.protocol.keys import stored_key
+from celery_leases.keys import stored_key
+from celery_leases.outbox import calls as outbox
 from celery_leases.testing.waits import wait_until
-from celery_leases.worker import app_components, outbox
+from celery_leases.worker import app_components
 from tests.integration.conftest import DeploymentFactory
 from tests.integration.deployments import PATIENCE, Deployment
 from tests.integration.outbox_helpers import (
@@ -208,7 +209,7 @@ DYING = """
 import os, signal
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
-from celery_leases.worker import outbox
+from celery_leases.outbox import calls as outbox
 from tests.apps.outbox_tasks import order
 outbox._publish_after_commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 with Session(create_engine(os.environ["LEASES_DATABASE_URL"])) as session, session.begin():

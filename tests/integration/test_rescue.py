@@ -10,10 +10,11 @@ from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
 from celery_leases.errors import AlreadyDone, LeaseIsLive, UnknownKey
-from celery_leases.protocol.keys import stored_key
+from celery_leases.keys import stored_key
+from celery_leases.outbox import calls as outbox
 from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.testing.waits import wait_until
-from celery_leases.worker import app_components, outbox
+from celery_leases.worker import app_components
 from tests.integration.conftest import DeploymentFactory
 from tests.integration.deployments import PATIENCE, Deployment
 from tests.integration.outbox_helpers import (

@@ -8,7 +8,7 @@ import pytest
 from celery.result import AsyncResult
 from sqlalchemy import text
 
-from celery_leases.protocol.keys import stored_key
+from celery_leases.keys import stored_key
 from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import waiting_in
 from tests.integration.conftest import DeploymentFactory

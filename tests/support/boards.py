@@ -12,7 +12,7 @@ from celery import Celery
 from sqlalchemy import text
 
 from celery_leases import LeaseClient, LeasedTask
-from celery_leases.protocol.records import Ended, Failure, Record, State
+from celery_leases.record import Ended, Failure, Record, State
 from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.testing.contracts.record_case import closed, won
 from celery_leases.testing.waits import wait_until

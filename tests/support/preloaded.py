@@ -54,7 +54,7 @@ _MODULES: Final = (
     *("sqlalchemy.dialects.postgresql.psycopg", "sqlalchemy.dialects.mysql.pymysql"),
     *("sqlalchemy.dialects.sqlite", "sqlalchemy.orm", "psycopg", "pymysql"),
     *("celery_leases.client", "celery_leases.worker.request", "celery_leases.worker.delivery"),
-    *("celery_leases.worker.child_exit", "celery_leases.worker.outbox"),
+    *("celery_leases.worker.child_exit", "celery_leases.outbox.calls"),
     *("celery_leases.worker.checks.startup", "celery_leases.components"),
     *("celery_leases.attempt.run", "celery_leases.builtin_tasks", "celery_leases.cli"),
     *("celery_leases.stores.sql.records", "celery_leases.stores.redis.leases"),

@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from celery_leases.protocol.claim_rules import Claim, claimed, decide, is_ours
-from celery_leases.protocol.options import DATABASE
-from celery_leases.protocol.records import ClaimRequest, Ended, Record, Refused, State
+from celery_leases.decide.claim import Claim, claimed, decide, is_ours
+from celery_leases.options import DATABASE
+from celery_leases.record import ClaimRequest, Ended, Record, Refused, State
 from celery_leases.stores.claim_procedure import COMPARED, Claiming, InsertOrReadResult
 from tests.unit.memory_stores import EPOCH, SECOND, FixedAvailability
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from celery_leases.failures.actions import Classification, Reason, Ruling
-from celery_leases.protocol.body_endings import Raised
-from celery_leases.protocol.cooldown_groups import Gate
-from celery_leases.protocol.decisions import before_run
-from celery_leases.protocol.failure_decisions import (
+from celery_leases.call import Call
+from celery_leases.decide.after_failure import (
     AfterFailure,
     EnterCooldown,
     RetryAfter,
     after_failure,
 )
-from celery_leases.protocol.interfaces import Holder
-from celery_leases.protocol.keys import CallKey
-from celery_leases.protocol.options import OPTION_NAMES, LeaseOptions, OnDone, OnHeld
-from celery_leases.protocol.records import Failure, Record, State
-from celery_leases.protocol.verdicts import Call, Facts, Raise, Reschedule, Verdict
+from celery_leases.decide.answers import Holder
+from celery_leases.decide.before_run import before_run
+from celery_leases.decide.endings import Raised
+from celery_leases.decide.verdicts import Facts, Raise, Reschedule, Verdict
+from celery_leases.failures.actions import Classification, Reason, Ruling
+from celery_leases.groups.group import Gate
+from celery_leases.keys import CallKey
+from celery_leases.options import OPTION_NAMES, LeaseOptions, OnDone, OnHeld
+from celery_leases.record import Failure, Record, State
 
 NOW = 1_000_000_000_000
 SECOND = 1_000_000

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from celery_leases.attempt.effect_arguments import EffectReply, checked_arguments
-from celery_leases.attempt.effects import Effects
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.lease_services import LeaseServices
+from celery_leases.body.effect_arguments import EffectReply, checked_arguments
+from celery_leases.body.effects import Effects
+from celery_leases.body.lease_services import LeaseServices
+from celery_leases.decide.after_run import after_run
+from celery_leases.effect import Begun, Effect, Found, scope_of
 from celery_leases.errors import StoreUnavailable
 from celery_leases.failures.classifier import Rules
 from celery_leases.lease import Lease
-from celery_leases.protocol.effects import Begun, Effect, Found, scope_of
-from celery_leases.protocol.records import Outcome, Record, Won
-from celery_leases.protocol.settlement import after_run
+from celery_leases.record import Outcome, Record, Won
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.testing.contracts.claim_requests import make_claim_request
 from tests.unit.decision_inputs import a_call

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 from sqlalchemy import delete, insert, select
 
+from celery_leases.decide.claim import ALWAYS
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.claim_rules import ALWAYS
-from celery_leases.protocol.events import Event
-from celery_leases.protocol.records import Record
+from celery_leases.events import Event
+from celery_leases.record import Record
 from celery_leases.stores.availability import NEVER
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore

@@ -13,11 +13,12 @@ import pytest
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.run import Execution
+from celery_leases.call import Call
+from celery_leases.decide.endings import Ending, Returned
+from celery_leases.decide.verdicts import Answer, Raise
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry
-from celery_leases.protocol.body_endings import Ending, Returned
-from celery_leases.protocol.cooldown_groups import Closing, Gate
-from celery_leases.protocol.records import Record, State
-from celery_leases.protocol.verdicts import Answer, Call, Raise
+from celery_leases.groups.group import Closing, Gate
+from celery_leases.record import Record, State
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from tests.distributions.toy_leases import Memory, ToyLeaseStore
 from tests.unit.decision_inputs import GROUP, KEY, TODAY, a_call, raised

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.protocol.options import LeaseOptions, gather
+from celery_leases.options import LeaseOptions, gather
 
 PARAMETERS = ("customer_id", "month")
 

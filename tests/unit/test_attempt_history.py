@@ -11,13 +11,15 @@ import pytest
 from celery import Celery
 
 from celery_leases import LeaseClient, LeasedTask
+from celery_leases.decide import after_run as settlement
+from celery_leases.decide import attempt_history
+from celery_leases.decide.claim import Claim, claimed
+from celery_leases.decide.endings import Raised, Returned
+from celery_leases.decide.repairs import reset, resolved, settled
 from celery_leases.failures.actions import Classification, Reason, Ruling
-from celery_leases.protocol import attempt_history, record_document, settlement
-from celery_leases.protocol.body_endings import Raised, Returned
-from celery_leases.protocol.claim_rules import Claim, claimed
-from celery_leases.protocol.records import ClaimRequest, Ended, PastAttempt, Record, State
-from celery_leases.protocol.repairs import reset, resolved, settled
-from celery_leases.protocol.status import status_of
+from celery_leases.record import ClaimRequest, Ended, PastAttempt, Record, State
+from celery_leases.status import status_of
+from celery_leases.stores.sql import record_document
 from celery_leases.stores.sql.record_columns import settle_parameters
 from tests.unit.decision_inputs import FAILURE, NOW, OURS, SECOND, TODAY, a_call, a_record, after
 

@@ -40,7 +40,7 @@ from celery_leases.ops.board.bulk_jobs import Jobs, Step, TooManyJobs
 from celery_leases.ops.board.cached_reads import CachedRead, value_of
 from celery_leases.ops.board.forms import seen_value
 from celery_leases.ops.board.views import ROUTES
-from celery_leases.protocol.records import State
+from celery_leases.record import State
 from celery_leases.testing.waits import wait_until
 from tests.support.boards import SECRET, TASK, Shop, Visitor, seen_in, sqlite, words
 from tests.support.servers.local import free_port

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from celery_leases.errors import KeyUnusable
-from celery_leases.protocol.keys import call_group
-from celery_leases.protocol.options import KeyMaker, LeaseOptions
+from celery_leases.keys import call_group
+from celery_leases.options import KeyMaker, LeaseOptions
 
 
 def ask(prompt: str, model: str = "large", *, tags: Any = ()) -> None:

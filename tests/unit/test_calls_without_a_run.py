@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from celery_leases.decide.verdicts import Raise, Reschedule, Return
 from celery_leases.errors import CoolingDown
-from celery_leases.protocol.records import State
-from celery_leases.protocol.verdicts import Raise, Reschedule, Return
+from celery_leases.record import State
 from tests.distributions.toy_leases import Lease
 from tests.unit.decision_inputs import KEY, OURS, THEIRS
 from tests.unit.memory_worker import KINDS, OF_THE_GROUP, OF_THE_KEY, Bench

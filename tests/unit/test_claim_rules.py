@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from celery_leases.call import Call
+from celery_leases.decide import claim as claim_rules
+from celery_leases.decide.before_run import before_run
+from celery_leases.decide.claim import Claim, Question, claimed, dated, decide, refusal
+from celery_leases.decide.verdicts import Facts, Run
 from celery_leases.errors import LeaseStoreMismatch
-from celery_leases.protocol import claim_rules
-from celery_leases.protocol.claim_rules import Claim, Question, claimed, dated, decide, refusal
-from celery_leases.protocol.decisions import before_run
-from celery_leases.protocol.options import DATABASE
-from celery_leases.protocol.records import (
+from celery_leases.options import DATABASE
+from celery_leases.record import (
     Attempt,
     ClaimRequest,
     Ended,
@@ -25,7 +27,6 @@ from celery_leases.protocol.records import (
     Refusal,
     State,
 )
-from celery_leases.protocol.verdicts import Call, Facts, Run
 from tests.unit.decision_inputs import KEY, NOW, ON_DONE, OURS, SECOND, THEIRS, a_call, a_record
 from tests.unit.test_combinations import COOLED, FINGERPRINTS, ROWS, rows
 

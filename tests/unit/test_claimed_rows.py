@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from celery_leases.decide import after_run as settlement
+from celery_leases.decide.before_run import after_claim
+from celery_leases.decide.verdicts import Raise, Reschedule, Run
 from celery_leases.errors import PermanentFailure
-from celery_leases.protocol import settlement
-from celery_leases.protocol.decisions import after_claim
-from celery_leases.protocol.options import LeaseOptions
-from celery_leases.protocol.records import Record, State
-from celery_leases.protocol.verdicts import Raise, Reschedule, Run
+from celery_leases.options import LeaseOptions
+from celery_leases.record import Record, State
 from tests.unit.decision_inputs import (
     NOW,
     OURS,

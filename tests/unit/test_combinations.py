@@ -10,23 +10,15 @@ from functools import cache
 from itertools import product
 from typing import Any, get_args
 
+from celery_leases.call import Call
+from celery_leases.decide import before_run as decisions
+from celery_leases.decide import claim as claim_rules
+from celery_leases.decide.before_run import before_run
+from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Return, Run, Verdict, Wait
+from celery_leases.decide.waiting import SHORTEST_DELAY
 from celery_leases.errors import AlreadyDone, CoolingDown, KeyReused, LeaseHeld
-from celery_leases.protocol import claim_rules, decisions
-from celery_leases.protocol.decisions import before_run
-from celery_leases.protocol.records import Ended, Failure, Record, State
-from celery_leases.protocol.results import TOO_LARGE
-from celery_leases.protocol.verdicts import (
-    Call,
-    Drop,
-    Facts,
-    Raise,
-    Reschedule,
-    Return,
-    Run,
-    Verdict,
-    Wait,
-)
-from celery_leases.protocol.waiting import SHORTEST_DELAY
+from celery_leases.record import Ended, Failure, Record, State
+from celery_leases.results import TOO_LARGE
 from tests.unit.decision_inputs import (
     NOW,
     ON_DONE,

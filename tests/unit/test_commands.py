@@ -29,9 +29,9 @@ from celery_leases.cli import keys, leases, output
 from celery_leases.cli.parameters import TIME
 from celery_leases.client import Page
 from celery_leases.components import open_metrics
+from celery_leases.decide.copies import UNCOPIED, waiter_mark
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.message_copies import UNCOPIED, waiter_mark
-from celery_leases.protocol.metrics import Tally, Written
+from celery_leases.metrics_totals import Tally, Written
 from celery_leases.worker.stored_messages import stored_form
 
 

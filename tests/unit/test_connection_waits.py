@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 import pytest
 
 from celery_leases.concurrency.resource_pool import max_wait
-from celery_leases.protocol.deadlines import (
+from celery_leases.deadlines import (
     LONGEST_CONNECTION_TIMEOUT,
     call_timeout,
     connection_timeout,
 )
-from celery_leases.protocol.verdicts import Return
+from celery_leases.decide.verdicts import Return
 from tests.unit.memory_worker import Bench
 
 T = TypeVar("T")

@@ -7,7 +7,8 @@ from itertools import permutations
 
 import pytest
 
-from celery_leases.protocol.cooldown_group_history import (
+from celery_leases.groups.group import Gate
+from celery_leases.groups.history import (
     CLOSINGS_MAX,
     PastClosing,
     dump,
@@ -15,7 +16,6 @@ from celery_leases.protocol.cooldown_group_history import (
     with_closing,
     with_opening,
 )
-from celery_leases.protocol.cooldown_groups import Gate
 
 NOW = 1_000_000.0
 SHUT = Gate("g", 1, 60.0, "rate_limited", "status:429", "a secret")

@@ -18,8 +18,8 @@ from uuid import uuid4
 
 import pytest
 
+from celery_leases.decide.copies import Copy, waiter_mark
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.message_copies import Copy, waiter_mark
 from celery_leases.signals import logger
 from celery_leases.worker import reschedule
 from celery_leases.worker.headers import Header

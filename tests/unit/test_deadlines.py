@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.protocol.deadlines import (
+from celery_leases.deadlines import (
     call_timeout,
     hard_deadline,
     renewal_due,

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from celery_leases.decide.verdicts import Drop, Follow, Raise, Reschedule, Return, Run, Wait
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
-from celery_leases.protocol.cooldown_groups import Gate
-from celery_leases.protocol.options import LeaseOptions, OnDone, OnHeld
-from celery_leases.protocol.records import Ended, Failure, State
-from celery_leases.protocol.results import NOT_JSON, TOO_LARGE
-from celery_leases.protocol.verdicts import Drop, Follow, Raise, Reschedule, Return, Run, Wait
+from celery_leases.groups.group import Gate
+from celery_leases.options import LeaseOptions, OnDone, OnHeld
+from celery_leases.record import Ended, Failure, State
+from celery_leases.results import NOT_JSON, TOO_LARGE
 from tests.unit.decision_inputs import (
     FAILURE,
     KEY,

@@ -19,17 +19,17 @@ from celery.events.state import Task as WatchedTask
 
 import celery_leases
 from celery_leases import CoolingDown, LeaseClient, LeaseStatus, cli, signals
+from celery_leases.decide import before_run as decisions
+from celery_leases.decide.after_failure import AfterFailure
+from celery_leases.decide.verdicts import Verdict
+from celery_leases.events import AttemptSettled, CrashSeen
 from celery_leases.failures.actions import Reason
-from celery_leases.protocol import decisions
-from celery_leases.protocol.cooldown_groups import Gate
-from celery_leases.protocol.events import AttemptSettled, CrashSeen
-from celery_leases.protocol.failure_decisions import AfterFailure
-from celery_leases.protocol.options import APP_ONLY, OPTION_NAMES, LeaseOptions
-from celery_leases.protocol.records import Ended, Failure, State
-from celery_leases.protocol.status import MESSAGES, status_of_group
-from celery_leases.protocol.verdicts import Verdict
+from celery_leases.groups.group import Gate
+from celery_leases.options import APP_ONLY, OPTION_NAMES, LeaseOptions
+from celery_leases.record import Ended, Failure, State
 from celery_leases.rules import CooldownPolicy, Rules
 from celery_leases.settings import _SETTINGS, read_settings
+from celery_leases.status import MESSAGES, status_of_group
 from celery_leases.stores.sql.schema import Tables
 from tests.unit.doc_pages import (
     PAGES,

@@ -16,7 +16,7 @@ import pytest
 
 import celery_leases
 from celery_leases import CoolingDown, LeaseClient
-from celery_leases.protocol.options import LeaseOptions
+from celery_leases.options import LeaseOptions
 from celery_leases.rules import CooldownPolicy, Rules, cooldown, permanent, retry
 from tests.unit.doc_pages import blocks, eagerly, executed, markdown_rows, page, section
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from celery_leases import signals
-from celery_leases.protocol.events import AttemptSettled, CrashSeen
-from celery_leases.protocol.options import OPTION_NAMES
-from celery_leases.protocol.records import Failure
+from celery_leases.events import AttemptSettled, CrashSeen
+from celery_leases.options import OPTION_NAMES
+from celery_leases.record import Failure
 from celery_leases.settings import _SETTINGS
 from tests.unit.doc_pages import blocks, eagerly, executed, markdown_rows, page, section
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.common.durations import LONGEST, in_words, parsed, seconds
 from celery_leases.errors import LeaseConfigurationError
+from celery_leases.text.durations import LONGEST, in_words, parsed, seconds
 
 RIGHT = [
     (5, 5.0),

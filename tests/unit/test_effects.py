@@ -14,9 +14,25 @@ from typing import Any
 
 import pytest
 
-from celery_leases.attempt.effect_arguments import EffectReply
-from celery_leases.attempt.lease_services import LeaseServices
-from celery_leases.attempt.null_lease import Unleased
+from celery_leases.body.effect_arguments import EffectReply
+from celery_leases.body.lease_services import LeaseServices
+from celery_leases.body.null_lease import Unleased
+from celery_leases.decide.endings import Lost, Returned
+from celery_leases.effect import (
+    NAME_MAX,
+    AskOperator,
+    Effect,
+    EffectState,
+    RepeatCall,
+    UseSaved,
+    Verify,
+    VerifyLater,
+    idempotency_key,
+    is_valid_name,
+    on_found,
+    reference_of,
+    was_executed,
+)
 from celery_leases.errors import (
     Cooldown,
     EffectMisused,
@@ -32,22 +48,6 @@ from celery_leases.errors import (
 from celery_leases.failures.actions import cooldown, permanent, retry
 from celery_leases.failures.classifier import Rules
 from celery_leases.lease import Lease
-from celery_leases.protocol.body_endings import Lost, Returned
-from celery_leases.protocol.effects import (
-    NAME_MAX,
-    AskOperator,
-    Effect,
-    EffectState,
-    RepeatCall,
-    UseSaved,
-    Verify,
-    VerifyLater,
-    idempotency_key,
-    is_valid_name,
-    on_found,
-    reference_of,
-    was_executed,
-)
 from tests.unit.effect_attempts import CHARGE, KEY, Attempt, EffectBench
 from tests.unit.fake_errors import fake_error, http_error
 

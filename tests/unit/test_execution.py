@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from celery_leases.errors import Cooldown, CoolingDown, PermanentFailure, RetryLater, Snooze
-from celery_leases.failures.actions import Reason, cooldown, retry
-from celery_leases.protocol.body_endings import (
+from celery_leases.decide.endings import (
     ControlFlow,
     Ending,
     Interrupted,
@@ -20,11 +18,13 @@ from celery_leases.protocol.body_endings import (
     Snoozed,
     Terminated,
 )
-from celery_leases.protocol.events import AttemptSettled, GateClosed, GateOpened
-from celery_leases.protocol.records import Ended, State
-from celery_leases.protocol.results import failure_of
-from celery_leases.protocol.verdicts import Drop, Raise, Reschedule, Return, TaskEvent
-from celery_leases.protocol.waiting import RETRY_GRACE
+from celery_leases.decide.verdicts import Drop, Raise, Reschedule, Return, TaskEvent
+from celery_leases.decide.waiting import RETRY_GRACE
+from celery_leases.errors import Cooldown, CoolingDown, PermanentFailure, RetryLater, Snooze
+from celery_leases.events import AttemptSettled, GateClosed, GateOpened
+from celery_leases.failures.actions import Reason, cooldown, retry
+from celery_leases.record import Ended, State
+from celery_leases.results import failure_of
 from tests.unit.decision_inputs import FAILURE, GROUP, KEY, OURS, THEIRS, TODAY, classified, raised
 from tests.unit.memory_worker import FOR_GOOD, OF_THE_GROUP, OF_THE_KEY, RATE_LIMITED, SOON, Bench
 

@@ -22,12 +22,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.cli import leases
 from celery_leases.client import SavedRuns
+from celery_leases.decide import claim as claim_rules
 from celery_leases.errors import StoreUnavailable
+from celery_leases.events import CrashSeen, LeaseRenewed
 from celery_leases.metrics_counting import Counting
+from celery_leases.metrics_totals import METRICS, PREFIX, Tally, Written
 from celery_leases.ops.prometheus import GAUGES, LeaseCollector
-from celery_leases.protocol import claim_rules
-from celery_leases.protocol.events import CrashSeen, LeaseRenewed
-from celery_leases.protocol.metrics import METRICS, PREFIX, Tally, Written
 from celery_leases.worker import app_components
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -10,6 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from celery_leases.decide.after_failure import (
+    LONGEST_JITTER,
+    SHORTEST_SERVER_DELAY,
+    AwaitOperator,
+    Counts,
+    EnterCooldown,
+    Fail,
+    RetryAfter,
+    leaves_gate_half_open,
+)
+from celery_leases.decide.endings import Raised
 from celery_leases.errors import Uncertain
 from celery_leases.failures.actions import (
     DelayUse,
@@ -23,18 +34,7 @@ from celery_leases.failures.actions import (
     retry_exactly,
 )
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.protocol.body_endings import Raised
-from celery_leases.protocol.failure_decisions import (
-    LONGEST_JITTER,
-    SHORTEST_SERVER_DELAY,
-    AwaitOperator,
-    Counts,
-    EnterCooldown,
-    Fail,
-    RetryAfter,
-    leaves_gate_half_open,
-)
-from celery_leases.protocol.options import Resume
+from celery_leases.options import Resume
 from tests.unit.decision_inputs import (
     FAILURE,
     FRESH,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.protocol.cooldown_groups import Closing, Gate, closed, gate_retention
+from celery_leases.groups.group import Closing, Gate, closed, gate_retention
 from tests.unit.decision_inputs import GROUP, closed_gate, probed
 
 POLICY = CooldownPolicy(30.0, cap=3600.0)

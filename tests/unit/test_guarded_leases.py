@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
-from celery_leases.attempt.lease_services import LeaseServices
 from celery_leases.attempt.renewal import HELD_BY_OTHER, RELEASED
+from celery_leases.body.lease_services import LeaseServices
+from celery_leases.deadlines import lock_counts_for, renewal_retry
+from celery_leases.decide.answers import Renewal, RenewalResult
 from celery_leases.errors import LeaseLost, StoreUnavailable
+from celery_leases.events import LeaseGone, LeaseRenewed
 from celery_leases.lease import Lease
-from celery_leases.protocol.deadlines import lock_counts_for, renewal_retry
-from celery_leases.protocol.events import LeaseGone, LeaseRenewed
-from celery_leases.protocol.interfaces import Renewal, RenewalResult
-from celery_leases.protocol.records import State
+from celery_leases.record import State
 from tests.unit.decision_inputs import NOW, a_record
 from tests.unit.test_renewal import HARD, STOP, THEIRS, TTL, Bench, Row, running, until
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from celery.app.task import Context
 
+from celery_leases.decide.copies import Copy
 from celery_leases.errors import KeyUnusable
-from celery_leases.protocol.keys import STORED_KEY_MAX, CallKey, call_key, stored_key
-from celery_leases.protocol.message_copies import Copy
-from celery_leases.protocol.options import LeaseOptions
+from celery_leases.keys import STORED_KEY_MAX, CallKey, call_key, stored_key
+from celery_leases.options import LeaseOptions
 from celery_leases.worker.headers import (
     HEADER,
     LONGEST_KEY,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from celery_leases.errors import Cooldown, LeaseLost
 from celery_leases.failures.classifier import Rules
 from celery_leases.failures.error_facts import facts_of
-from celery_leases.protocol.results import failure_of
+from celery_leases.results import failure_of
 from tests.unit.fake_errors import fake_error, http_error
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from celery_leases import CoolingDown, LeaseStatus, PermanentFailure, Uncertain, errors
 from celery_leases.errors import LeaseMisuse, LeasesError, RecordUnreadable
-from celery_leases.protocol.records import Attempt, Ended, Failure
-from celery_leases.protocol.status import EffectStatus
+from celery_leases.record import Attempt, Ended, Failure
+from celery_leases.status import EffectStatus
 from celery_leases.web.http import (
     HttpAnswer,
     IdempotencyKeyRefused,

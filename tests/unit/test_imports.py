@@ -37,8 +37,8 @@ def test_a_task_class_loads_nothing_that_runs_tasks() -> None:
     assert (
         not {
             "celery_leases.attempt.run",
-            "celery_leases.protocol.records",
-            "celery_leases.common.redaction",
+            "celery_leases.record",
+            "celery_leases.text.redaction",
         }
         & loaded
     )

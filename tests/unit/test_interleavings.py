@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from celery_leases.decide.endings import Interrupted, Lost, Snoozed
+from celery_leases.decide.verdicts import Answer, Raise, Reschedule, Return
 from celery_leases.errors import CoolingDown, KeyReused, PermanentFailure, Snooze
-from celery_leases.protocol.body_endings import Interrupted, Lost, Snoozed
-from celery_leases.protocol.events import GateOpened
-from celery_leases.protocol.records import State
-from celery_leases.protocol.verdicts import Answer, Raise, Reschedule, Return
+from celery_leases.events import GateOpened
+from celery_leases.record import State
 from celery_leases.stores.claim_procedure import COMPARED
 from tests.unit import claim_model
 from tests.unit.claim_model import Broken, beginnings, search, walk

@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 from kombu.utils import json as wire
 
 from celery_leases.errors import KeyUnusable
-from celery_leases.protocol.keys import (
+from celery_leases.groups.values import gate_name
+from celery_leases.keys import (
     STORED_KEY_MAX,
     CallKey,
     Parameters,
@@ -37,8 +38,7 @@ from celery_leases.protocol.keys import (
     differing,
     stored_key,
 )
-from celery_leases.protocol.options import LeaseOptions
-from celery_leases.stores.cooldown_group_values import gate_name
+from celery_leases.options import LeaseOptions
 
 #: What an argument may be, text that no store holds included.
 ARGUMENTS = st.recursive(

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from celery_leases.call import Call
+from celery_leases.decide.endings import Raised
+from celery_leases.decide.verdicts import Raise, Reschedule, Return
 from celery_leases.errors import PermanentFailure
-from celery_leases.protocol.body_endings import Raised
-from celery_leases.protocol.verdicts import Call, Raise, Reschedule, Return
 from tests.unit.decision_inputs import THEIRS
 from tests.unit.memory_worker import FOR_GOOD, OF_THE_GROUP, OF_THE_KEY, Bench, error
 

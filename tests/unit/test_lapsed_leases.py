@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import pytest
 
-from celery_leases.protocol.claim_rules import ALWAYS
-from celery_leases.protocol.events import AttemptAbandoned
-from celery_leases.protocol.records import State
-from celery_leases.protocol.settlement import after_run
-from celery_leases.protocol.verdicts import Call, Reschedule, Return
-from celery_leases.protocol.waiting import LAPSED_LEASE_WAIT
+from celery_leases.call import Call
+from celery_leases.decide.after_run import after_run
+from celery_leases.decide.claim import ALWAYS
+from celery_leases.decide.verdicts import Reschedule, Return
+from celery_leases.decide.waiting import LAPSED_LEASE_WAIT
+from celery_leases.events import AttemptAbandoned
+from celery_leases.record import State
 from celery_leases.stores.availability import GRACE, NEVER, SILENCE, Availability
 from tests.unit.decision_inputs import THEIRS
 from tests.unit.memory_worker import DONE, Bench

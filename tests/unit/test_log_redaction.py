@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from celery_leases import signals
-from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import KeyReused
-from celery_leases.protocol.events import CallRefused, Event, LeaseHeldElsewhere
-from celery_leases.protocol.records import Failure
+from celery_leases.events import CallRefused, Event, LeaseHeldElsewhere
+from celery_leases.record import Failure
 from celery_leases.signals import LINE_MAX, Announcer, logger
+from celery_leases.text.cleaning import printable
 
 
 class RenewalResult(logging.Handler):

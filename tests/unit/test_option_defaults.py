@@ -11,7 +11,7 @@ import pytest
 
 from celery_leases.failures.classifier import Rules
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.protocol.options import LeaseOptions
+from celery_leases.options import LeaseOptions
 from tests.unit.task_options import gathered_options, refused
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [

@@ -12,7 +12,7 @@ import pytest
 
 from celery_leases.failures.classifier import Rules
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.protocol.options import (
+from celery_leases.options import (
     APP_ONLY,
     OPTION_NAMES,
     LeaseOptions,

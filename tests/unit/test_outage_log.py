@@ -9,7 +9,7 @@ import logging
 import pytest
 
 from celery_leases import signals
-from celery_leases.protocol.events import CallRescheduled
+from celery_leases.events import CallRescheduled
 
 
 @pytest.fixture

@@ -11,25 +11,9 @@ from typing import Any
 
 import pytest
 
-from celery_leases.errors import PermanentFailure, Snooze, Uncertain
-from celery_leases.failures.actions import Ruling, cooldown, permanent, retry
-from celery_leases.protocol import settlement
-from celery_leases.protocol.body_endings import (
-    ControlFlow,
-    Ending,
-    Interrupted,
-    Lost,
-    Raised,
-    Returned,
-    Snoozed,
-    Terminated,
-)
-from celery_leases.protocol.decisions import after_claim
-from celery_leases.protocol.failure_decisions import after_failure
-from celery_leases.protocol.options import LeaseOptions
-from celery_leases.protocol.records import Attempt, Ended, Outcome, Record, State
-from celery_leases.protocol.results import NOT_JSON
-from celery_leases.protocol.settlement import (
+from celery_leases.decide import after_run as settlement
+from celery_leases.decide.after_failure import after_failure
+from celery_leases.decide.after_run import (
     CRASH_LOOP,
     ExitCause,
     after_run,
@@ -41,7 +25,23 @@ from celery_leases.protocol.settlement import (
     store_pause,
     unrun,
 )
-from celery_leases.protocol.verdicts import Raise
+from celery_leases.decide.before_run import after_claim
+from celery_leases.decide.endings import (
+    ControlFlow,
+    Ending,
+    Interrupted,
+    Lost,
+    Raised,
+    Returned,
+    Snoozed,
+    Terminated,
+)
+from celery_leases.decide.verdicts import Raise
+from celery_leases.errors import PermanentFailure, Snooze, Uncertain
+from celery_leases.failures.actions import Ruling, cooldown, permanent, retry
+from celery_leases.options import LeaseOptions
+from celery_leases.record import Attempt, Ended, Outcome, Record, State
+from celery_leases.results import NOT_JSON
 from tests.unit.decision_inputs import (
     FAILURE,
     GROUP,

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from celery_leases.attempt.acquire import ClaimedAttempt
-from celery_leases.errors import CoolingDown, LeaseStoreMismatch, PermanentFailure, Snooze
-from celery_leases.failures.actions import Reason, cooldown, permanent, retry
-from celery_leases.protocol.body_endings import (
+from celery_leases.call import Call
+from celery_leases.decide.endings import (
     ControlFlow,
     Ending,
     Interrupted,
@@ -22,9 +21,11 @@ from celery_leases.protocol.body_endings import (
     Snoozed,
     Terminated,
 )
-from celery_leases.protocol.events import GateOpened
-from celery_leases.protocol.records import Ended, Record, State
-from celery_leases.protocol.verdicts import Call, Raise, Reschedule, Return
+from celery_leases.decide.verdicts import Raise, Reschedule, Return
+from celery_leases.errors import CoolingDown, LeaseStoreMismatch, PermanentFailure, Snooze
+from celery_leases.events import GateOpened
+from celery_leases.failures.actions import Reason, cooldown, permanent, retry
+from celery_leases.record import Ended, Record, State
 from tests.unit.decision_inputs import GROUP, KEY, THEIRS, a_record, raised, waiting
 from tests.unit.memory_worker import DONE, RATE_LIMITED, Bench
 

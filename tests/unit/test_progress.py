@@ -12,7 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from celery_leases.attempt.null_lease import Unleased
+from celery_leases.body.null_lease import Unleased
+from celery_leases.call import Call
+from celery_leases.decide.after_failure import after_failure
+from celery_leases.decide.after_run import after_run
+from celery_leases.decide.endings import Interrupted, Lost, Raised, Snoozed, Terminated
 from celery_leases.errors import (
     EffectMisused,
     GuardOpen,
@@ -24,13 +28,9 @@ from celery_leases.errors import (
 )
 from celery_leases.failures.actions import cooldown
 from celery_leases.lease import SAVE_EVERY, Lease
-from celery_leases.protocol.body_endings import Interrupted, Lost, Raised, Snoozed, Terminated
-from celery_leases.protocol.failure_decisions import after_failure
-from celery_leases.protocol.progress import Progress, checked, dump, load
-from celery_leases.protocol.records import State
-from celery_leases.protocol.settlement import after_run
-from celery_leases.protocol.status import status_of
-from celery_leases.protocol.verdicts import Call
+from celery_leases.progress import Progress, checked, dump, load
+from celery_leases.record import State
+from celery_leases.status import status_of
 from tests.unit.decision_inputs import a_call, raised
 from tests.unit.effect_attempts import Attempt, EffectBench
 

@@ -27,10 +27,11 @@ from celery_leases.errors import (
     StoreUnavailable,
     ValueRefused,
 )
-from celery_leases.protocol.options import gather
+from celery_leases.options import gather
+from celery_leases.outbox import calls as outbox
 from celery_leases.testing.kit import LeaseKit
 from celery_leases.web.http import public
-from celery_leases.worker import app_components, child_exit, outbox
+from celery_leases.worker import app_components, child_exit
 
 PATIENCE = 60.0
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from celery_leases.decide.after_failure import Counts, EnterCooldown, Fail, RetryAfter
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry
-from celery_leases.protocol.failure_decisions import Counts, EnterCooldown, Fail, RetryAfter
 from tests.unit.decision_inputs import FRESH, GROUP, MOST, after, cooled, in_a_row, raised, retried
 
 

@@ -6,7 +6,7 @@ import pytest
 from celery import Celery
 from kombu import Queue
 
-from celery_leases.protocol.waiting import may_be_returned, publish_retry_time
+from celery_leases.decide.waiting import may_be_returned, publish_retry_time
 from celery_leases.settings import read_settings
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.delivery_queue import without_broker_headers

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.common.redaction import REDACTED, redact, shortened
+from celery_leases.text.redaction import REDACTED, redact, shortened
 from tests.unit.case_ids import stable_id
 
 SECRET = "Zx9-secretvalue_1"

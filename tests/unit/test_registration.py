@@ -18,8 +18,8 @@ from celery_leases import LeaseClient, LeasedMixin, LeasedTask
 from celery_leases.errors import AlreadyDone, CoolingDown, LeaseConfigurationError, LeaseHeld
 from celery_leases.failures.actions import permanent
 from celery_leases.failures.classifier import Rules
-from celery_leases.protocol.keys import call_key
-from celery_leases.protocol.results import NOT_JSON, encode
+from celery_leases.keys import call_key
+from celery_leases.results import NOT_JSON, encode
 from celery_leases.settings import is_local
 from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import settings_of

@@ -14,10 +14,10 @@ import pytest
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
 from celery_leases.attempt.renewal import HELD_BY_OTHER, RELEASED, SUPERSEDED, Renewer
+from celery_leases.decide.answers import Renewal, RenewalResult
 from celery_leases.errors import LeaseLost, StoreUnavailable
-from celery_leases.protocol.events import LeaseGone, LeaseRenewed, RenewalFailed
-from celery_leases.protocol.interfaces import Renewal, RenewalResult
-from celery_leases.protocol.records import ClaimRequest, Record, State
+from celery_leases.events import LeaseGone, LeaseRenewed, RenewalFailed
+from celery_leases.record import ClaimRequest, Record, State
 from tests.unit.memory_stores import ManualClock, Seen
 
 TTL = 6.0

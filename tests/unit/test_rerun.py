@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from celery_leases.errors import CoolingDown, PermanentFailure, ResultMissing
-from celery_leases.failures.actions import cooldown, permanent
-from celery_leases.protocol.body_endings import Returned
-from celery_leases.protocol.decisions import after_claim
-from celery_leases.protocol.failure_decisions import after_failure
-from celery_leases.protocol.records import Record, State
-from celery_leases.protocol.settlement import (
+from celery_leases.decide.after_failure import after_failure
+from celery_leases.decide.after_run import (
     FINISHED_CALLS_MAX,
     FINISHED_RESULT_MAX,
     after_run,
     stopped_by_crash_loop,
 )
-from celery_leases.protocol.verdicts import Drop, Raise, Reschedule, Return, Run
+from celery_leases.decide.before_run import after_claim
+from celery_leases.decide.endings import Returned
+from celery_leases.decide.verdicts import Drop, Raise, Reschedule, Return, Run
+from celery_leases.errors import CoolingDown, PermanentFailure, ResultMissing
+from celery_leases.failures.actions import cooldown, permanent
+from celery_leases.record import Record, State
 from tests.unit.decision_inputs import (
     NOW,
     OURS,

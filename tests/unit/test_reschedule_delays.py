@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from celery_leases.protocol.decisions import before_run
-from celery_leases.protocol.records import State
-from celery_leases.protocol.verdicts import Facts, Reschedule
-from celery_leases.protocol.waiting import SHORTEST_DELAY, after_store_was_emptied
+from celery_leases.decide.before_run import before_run
+from celery_leases.decide.verdicts import Facts, Reschedule
+from celery_leases.decide.waiting import SHORTEST_DELAY, after_store_was_emptied
+from celery_leases.record import State
 from tests.unit.decision_inputs import (
     OURS,
     THEIRS,

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from kombu.serialization import dumps, loads
 
-from celery_leases.protocol.results import (
+from celery_leases.results import (
     CONTENT_TYPE,
     NOT_JSON,
     TOO_LARGE,

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from celery_leases.protocol import record_document
-from celery_leases.protocol.claim_rules import claimed
-from celery_leases.protocol.keys import call_key
-from celery_leases.protocol.options import LeaseOptions
-from celery_leases.protocol.records import (
+from celery_leases.decide.claim import claimed
+from celery_leases.decide.repairs import settled
+from celery_leases.keys import call_key
+from celery_leases.options import LeaseOptions
+from celery_leases.record import (
     Attempt,
     Ended,
     Failure,
@@ -22,9 +22,8 @@ from celery_leases.protocol.records import (
     Record,
     State,
 )
-from celery_leases.protocol.repairs import settled
 from celery_leases.stores.claim_procedure import COMPARED
-from celery_leases.stores.sql import rows
+from celery_leases.stores.sql import record_document, rows
 from celery_leases.stores.sql.record_columns import (
     INSERTED,
     SETTLED,

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.errors import Snooze
-from celery_leases.failures.actions import Reason, cooldown, permanent, retry, retry_exactly
-from celery_leases.protocol.body_endings import (
+from celery_leases.call import Call
+from celery_leases.decide.endings import (
     ControlFlow,
     Ending,
     Interrupted,
@@ -19,10 +18,12 @@ from celery_leases.protocol.body_endings import (
     Snoozed,
     Terminated,
 )
-from celery_leases.protocol.options import OnDone
-from celery_leases.protocol.records import Ended, Record, State
-from celery_leases.protocol.verdicts import Call, Drop
-from celery_leases.protocol.waiting import early_grace
+from celery_leases.decide.verdicts import Drop
+from celery_leases.decide.waiting import early_grace
+from celery_leases.errors import Snooze
+from celery_leases.failures.actions import Reason, cooldown, permanent, retry, retry_exactly
+from celery_leases.options import OnDone
+from celery_leases.record import Ended, Record, State
 from tests.unit.decision_inputs import GROUP, KEY, OURS, THEIRS, raised
 from tests.unit.memory_worker import Bench
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from celery_leases.decide.after_run import ExitCause
+from celery_leases.decide.answers import Holder
 from celery_leases.errors import Cooldown, RetryLater
 from celery_leases.failures.actions import Reason
-from celery_leases.protocol.cooldown_groups import Gate
-from celery_leases.protocol.interfaces import Holder
-from celery_leases.protocol.records import Ended, Failure, Record, State
-from celery_leases.protocol.results import failure_of
-from celery_leases.protocol.settlement import ExitCause
-from celery_leases.protocol.status import LeaseStatus, MessageCode, status_of
+from celery_leases.groups.group import Gate
+from celery_leases.record import Ended, Failure, Record, State
+from celery_leases.results import failure_of
+from celery_leases.status import LeaseStatus, MessageCode, status_of
 
 SECRET_TEXT = "Server error '500' for url 'http://127.0.0.1:18099/a'\nFor more information check http://127.0.0.1"
 HOLDER = Holder("token", "call-1", "host/1", 15.0, 10.0)

@@ -6,8 +6,8 @@ from datetime import datetime
 
 import pytest
 
-from celery_leases.protocol.records import Record, State
-from celery_leases.worker.outbox import _current_message, _has_expired
+from celery_leases.outbox.calls import _current_message, _has_expired
+from celery_leases.record import Record, State
 
 RECORD = Record(
     "t:a|1", "a", "1", State.PENDING, 1, "", "call-1", "", 1, 0, 0, 0, 0, "", 15.0, 0, 0, 0

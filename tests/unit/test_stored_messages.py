@@ -9,7 +9,7 @@ from uuid import UUID
 import pytest
 from celery import Celery, chord, signature
 
-from celery_leases.protocol.results import decode
+from celery_leases.results import decode
 from celery_leases.worker.stored_messages import NotStorable, as_delivered, stored_form
 
 APP = Celery("kept", set_as_current=False)

@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 
 from celery_leases.attempt.acquire import ClaimedAttempt
+from celery_leases.call import Call
+from celery_leases.decide import attempt_history
+from celery_leases.decide.endings import Ending, Interrupted, Terminated
+from celery_leases.decide.verdicts import Answer, Raise, Reschedule, Return
 from celery_leases.errors import PermanentFailure, StoreUnavailable
-from celery_leases.protocol import attempt_history
-from celery_leases.protocol.body_endings import Ending, Interrupted, Terminated
-from celery_leases.protocol.events import AttemptAbandoned, CrashSeen, OutcomeRefused
-from celery_leases.protocol.records import Attempt, Ended, PastAttempt, Record, State
-from celery_leases.protocol.verdicts import Answer, Call, Raise, Reschedule, Return
+from celery_leases.events import AttemptAbandoned, CrashSeen, OutcomeRefused
+from celery_leases.record import Attempt, Ended, PastAttempt, Record, State
 from tests.unit.decision_inputs import NOW, OURS, SECOND, a_record
 from tests.unit.memory_worker import DONE, Bench, error
 

@@ -17,8 +17,8 @@ from sqlalchemy import create_engine
 
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.errors import KeyUnusable, LeaseConfigurationError
-from celery_leases.protocol.keys import call_key
-from celery_leases.worker import outbox
+from celery_leases.keys import call_key
+from celery_leases.outbox import calls as outbox
 from celery_leases.worker.headers import key_of
 
 TENANT: list[str] = ["public"]

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from celery_leases.protocol.deadlines import begin_by
-from celery_leases.protocol.records import State
-from celery_leases.protocol.verdicts import Call, Reschedule
+from celery_leases.call import Call
+from celery_leases.deadlines import begin_by
+from celery_leases.decide.verdicts import Reschedule
+from celery_leases.record import State
 from celery_leases.stores.availability import Availability
 from tests.unit.decision_inputs import THEIRS
 from tests.unit.memory_worker import KINDS, Bench

@@ -17,9 +17,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from celery_leases import LeasedTask, tracing
-from celery_leases.protocol import events
-from celery_leases.protocol.records import Failure
+from celery_leases import LeasedTask, events, tracing
+from celery_leases.record import Failure
 from celery_leases.signals import Announcer, logger
 from tests.unit.celery_apps import apps
 from tests.unit.doc_pages import markdown_rows, page, section

@@ -16,7 +16,7 @@ from sqlalchemy import update
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.cli import leases
 from celery_leases.components import open_metrics
-from celery_leases.protocol.metrics import Tally, Written
+from celery_leases.metrics_totals import Tally, Written
 
 Types = Callable[..., Result]
 RUN_TIMES = [number / 10 for number in range(1, 201)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_leases.protocol.tuning import (
+from celery_leases.tuning import (
     Delivery,
     Lateness,
     ProcessPause,

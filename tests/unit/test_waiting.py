@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.common.durations import in_words
+from celery_leases.decide.verdicts import Drop, Raise, Reschedule, Return, Run, Verdict
+from celery_leases.decide.waiting import RETRY_GRACE
 from celery_leases.errors import CoolingDown
-from celery_leases.protocol.cooldown_groups import Gate
-from celery_leases.protocol.options import OnCooling, OnHeld
-from celery_leases.protocol.records import Ended, Failure, Record, State
-from celery_leases.protocol.verdicts import Drop, Raise, Reschedule, Return, Run, Verdict
-from celery_leases.protocol.waiting import RETRY_GRACE
+from celery_leases.groups.group import Gate
+from celery_leases.options import OnCooling, OnHeld
+from celery_leases.record import Ended, Failure, Record, State
+from celery_leases.text.durations import in_words
 from tests.unit.decision_inputs import (
     GROUP,
     KEY,

@@ -23,8 +23,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeaseConfigurationError
+from celery_leases.text.cleaning import printable
 
 logger = logging.getLogger("celery_leases.ops.board")
 

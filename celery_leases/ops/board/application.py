@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from celery_leases.client import LeaseClient
-from celery_leases.common.redaction import redact
 from celery_leases.errors import (
     AlreadyDone,
     KeyUnusable,
@@ -39,6 +38,7 @@ from celery_leases.ops.board.access import (
 from celery_leases.ops.board.bulk_jobs import Job, Jobs, TooManyJobs
 from celery_leases.ops.board.cached_reads import CachedRead
 from celery_leases.ops.board.forms import Fields, form_of
+from celery_leases.text.redaction import redact
 from celery_leases.web.async_client import AsyncLeaseClient
 
 logger = logging.getLogger("celery_leases.ops.board")

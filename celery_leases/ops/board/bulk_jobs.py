@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from celery_leases.client import Change, LeaseStatus
-from celery_leases.common.redaction import redact
-from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeasesError
-from celery_leases.protocol.operator_reports import next_step
+from celery_leases.operator_reports import next_step
+from celery_leases.text.cleaning import printable
+from celery_leases.text.redaction import redact
 
 logger = logging.getLogger("celery_leases.ops.board")
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from celery_leases.common.durations import in_short
-from celery_leases.protocol.status import AttemptStatus, ClosingStatus, GroupStatus
+from celery_leases.status import AttemptStatus, ClosingStatus, GroupStatus
+from celery_leases.text.durations import in_short
 
 WIDTH: Final = 860
 LABEL_WIDTH: Final = 150

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from celery_leases.common.durations import in_short, in_words
-from celery_leases.common.redaction import redact, shortened
-from celery_leases.common.text_cleaning import printable
 from celery_leases.ops.board.charts import precise
-from celery_leases.protocol.status import next_try
+from celery_leases.status import next_try
+from celery_leases.text.cleaning import printable
+from celery_leases.text.durations import in_short, in_words
+from celery_leases.text.redaction import redact, shortened
 
 MAX_LENGTH: Final = 20_000
 

@@ -12,12 +12,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from celery_leases.client import LeaseStatus, RecordFilter
-from celery_leases.common.durations import moment
-from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeaseConfigurationError
+from celery_leases.keys import STORED_KEY_MAX
 from celery_leases.operator_actions import ACTIONS, ActionName
-from celery_leases.protocol.keys import STORED_KEY_MAX
-from celery_leases.protocol.record_filters import KNOWN_STATES, Position
+from celery_leases.record_filters import KNOWN_STATES, Position
+from celery_leases.text.cleaning import printable
+from celery_leases.text.durations import moment
 
 MAX_BODY: Final = 4_000_000
 """Bytes of a form; 500 selected keys take at most two thirds, because they are quoted twice."""

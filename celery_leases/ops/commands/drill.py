@@ -11,11 +11,11 @@ from celery_leases.cli.output import as_json as printing_json
 from celery_leases.cli.output import echo_json, echo_line
 from celery_leases.cli.parameters import DURATION
 from celery_leases.cli.root import app_of, leases, unknown_task
-from celery_leases.common.durations import in_short, seconds
 from celery_leases.ops.drill import steps
 from celery_leases.ops.drill.report import STEPS, Bounds, StepName, StepReport, Takeover, Taker
 from celery_leases.ops.drill.run import WORKERS, Drill
-from celery_leases.protocol.options import DATABASE, DEFAULT_TTL, MINIMUM_TTL
+from celery_leases.options import DATABASE, DEFAULT_TTL, MINIMUM_TTL
+from celery_leases.text.durations import in_short, seconds
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.checks.settings import redelivery_of
 

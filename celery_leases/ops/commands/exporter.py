@@ -12,7 +12,7 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 from celery_leases.cli.output import echo_line
 from celery_leases.cli.parameters import DURATION
 from celery_leases.cli.root import app_of, leases
-from celery_leases.common.durations import seconds
+from celery_leases.text.durations import seconds
 from celery_leases.worker.app_settings import settings_of
 
 PORT: Final = 9808

@@ -12,8 +12,8 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 from celery_leases.cli.output import AT_MOST, Row, as_json, echo_json, echo_line, echo_table
 from celery_leases.cli.parameters import DURATION
 from celery_leases.cli.root import app_of, check_task, client_of, leases
-from celery_leases.common.durations import in_short, seconds
-from celery_leases.protocol.tuning import (
+from celery_leases.text.durations import in_short, seconds
+from celery_leases.tuning import (
     ENOUGH_MEASUREMENTS,
     Delivery,
     ProcessPause,

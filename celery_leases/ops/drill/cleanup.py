@@ -8,11 +8,11 @@ from typing import Any
 
 from celery import Celery
 
+from celery_leases.decide.copies import callbacks_mark, waiter_mark
+from celery_leases.keys import stored_key
 from celery_leases.ops.drill.task import TASK
-from celery_leases.protocol.interfaces import MarkStore
-from celery_leases.protocol.keys import stored_key
-from celery_leases.protocol.message_copies import callbacks_mark, waiter_mark
-from celery_leases.protocol.record_filters import RecordFilter
+from celery_leases.record_filters import RecordFilter
+from celery_leases.stores.interfaces import MarkStore
 from celery_leases.worker.app_components import AppComponents
 
 SCAN_COUNT = 1000

@@ -7,9 +7,9 @@ from itertools import islice
 
 from redis.exceptions import ResponseError
 
-from celery_leases.protocol import cooldown_group_history
-from celery_leases.protocol.cooldown_groups import Gate
-from celery_leases.stores.cooldown_group_closing import GateClosing
+from celery_leases.groups import history as cooldown_group_history
+from celery_leases.groups.group import Gate
+from celery_leases.stores.group_closing import GateClosing
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.commands import RedisCommands
 from celery_leases.stores.redis.values import (
@@ -23,7 +23,7 @@ from celery_leases.stores.redis.values import (
 
 
 class RedisGates(GateClosing):
-    """A :class:`~celery_leases.protocol.interfaces.GateStore` in Redis.
+    """A :class:`~celery_leases.stores.interfaces.GateStore` in Redis.
 
     If the server loses its data, all gates are open. The next failure of a group closes its gate
     again.

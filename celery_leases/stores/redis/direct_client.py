@@ -9,8 +9,8 @@ from typing import Any
 import redis
 from redis.exceptions import NoScriptError, ResponseError
 
-from celery_leases.common.values import value_class
 from celery_leases.concurrency import os_threads, wait_limit
+from celery_leases.value_class import value_class
 
 
 class DirectClient(redis.Redis):

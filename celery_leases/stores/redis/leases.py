@@ -14,9 +14,8 @@ from redis.exceptions import ResponseError
 from redis.sentinel import SentinelConnectionPool
 
 from celery_leases.concurrency.resource_pool import Permit, ResourcePool
-from celery_leases.errors import LeaseConfigurationError, LeaseStoreMismatch, StoreUnavailable
-from celery_leases.protocol.deadlines import LONGEST_CONNECTION_TIMEOUT
-from celery_leases.protocol.interfaces import (
+from celery_leases.deadlines import LONGEST_CONNECTION_TIMEOUT
+from celery_leases.decide.answers import (
     Acquired,
     BlockedByGate,
     Cooling,
@@ -25,9 +24,10 @@ from celery_leases.protocol.interfaces import (
     Renewal,
     RenewalResult,
 )
-from celery_leases.protocol.keys import bounded
-from celery_leases.protocol.message_copies import waiting_call
-from celery_leases.protocol.records import ClaimRequest
+from celery_leases.decide.copies import waiting_call
+from celery_leases.errors import LeaseConfigurationError, LeaseStoreMismatch, StoreUnavailable
+from celery_leases.keys import bounded
+from celery_leases.record import ClaimRequest
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.clients import ClusterAddress, redis_address
 from celery_leases.stores.redis.cluster import Cluster
@@ -53,7 +53,7 @@ name leaves the default out.
 
 
 class RedisLeaseStore(RedisGates):
-    """A :class:`~celery_leases.protocol.interfaces.LeaseStore`, ``MarkStore`` and ``GateStore`` in
+    """A :class:`~celery_leases.stores.interfaces.LeaseStore`, ``MarkStore`` and ``GateStore`` in
     Redis.
 
     *client* is a redis-py client of one server, or a :class:`Cluster`. It must not retry commands,
@@ -189,7 +189,7 @@ class RedisLeaseStore(RedisGates):
 
     def acquire(self, claim_request: ClaimRequest) -> Acquired | Held | Cooling | BlockedByGate:
         """Take the lease in one round trip; see
-        :class:`~celery_leases.protocol.interfaces.LeaseStore`.
+        :class:`~celery_leases.stores.interfaces.LeaseStore`.
 
         The first of these that exists decides: the request's own lease, another lease, a cooldown,
         the group's gate. On a cluster the gate may be on another node: a second round trip reads

@@ -13,10 +13,10 @@ from urllib.parse import unquote
 
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
-from celery_leases.protocol.cooldown_groups import Gate
-from celery_leases.protocol.interfaces import Holder
-from celery_leases.protocol.records import ClaimRequest
-from celery_leases.stores.cooldown_group_values import gate_from, gate_name, reason_json
+from celery_leases.decide.answers import Holder
+from celery_leases.groups.group import Gate
+from celery_leases.groups.values import gate_from, gate_name, reason_json
+from celery_leases.record import ClaimRequest
 from celery_leases.stores.redis.lease_scripts import COOLING
 
 VERSION: Final = 1

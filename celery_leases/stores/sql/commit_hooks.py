@@ -14,9 +14,9 @@ from typing import Any, Final
 from sqlalchemy import Connection, CursorResult, Executable, RootTransaction, event
 from sqlalchemy.orm import Session, SessionTransaction
 
+from celery_leases import deadlines
 from celery_leases.concurrency.os_threads import boot_clock
-from celery_leases.protocol import deadlines
-from celery_leases.protocol.records import Record
+from celery_leases.record import Record
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.records import SqlRecordStore
 

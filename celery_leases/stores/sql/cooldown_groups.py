@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Update, and_, case, delete, not_, select, update
 
-from celery_leases.protocol.cooldown_group_history import RETENTION
-from celery_leases.protocol.cooldown_groups import Gate
-from celery_leases.protocol.interfaces import Renewal
-from celery_leases.stores.cooldown_group_closing import GateClosing
-from celery_leases.stores.cooldown_group_values import gate_from, gate_name, reason_json
+from celery_leases.decide.answers import Renewal
+from celery_leases.groups.group import Gate
+from celery_leases.groups.history import RETENTION
+from celery_leases.groups.values import gate_from, gate_name, reason_json
+from celery_leases.stores.group_closing import GateClosing
 from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.schema import Tables
@@ -28,7 +28,7 @@ PAST_STATE: Final = "noted"
 
 
 class SqlGates(GateClosing):
-    """A :class:`~celery_leases.protocol.interfaces.GateStore` in the tables of one database."""
+    """A :class:`~celery_leases.stores.interfaces.GateStore` in the tables of one database."""
 
     def __init__(self, database: Database, tables: Tables) -> None:
         self.database = database

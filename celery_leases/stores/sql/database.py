@@ -27,8 +27,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool.base import _ConnectionRecord
 
 from celery_leases.concurrency import wait_limit
+from celery_leases.deadlines import LONGEST_CONNECTION_TIMEOUT
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable, ValueRefused
-from celery_leases.protocol.deadlines import LONGEST_CONNECTION_TIMEOUT
 from celery_leases.stores.python_errors import PYTHON_ERRORS
 from celery_leases.stores.sql.compiled_statements import CompiledStatement, Row, Statements
 from celery_leases.stores.sql.connections import BoundedPool, ConnectionLender, SingleConnectionPool

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, event
 from sqlalchemy.orm import Session, SessionTransaction, scoped_session
 
 from celery_leases.errors import WrongDatabase
-from celery_leases.protocol.keys import CallKey
+from celery_leases.keys import CallKey
 
 WAITING: Final = "celery_leases_after_commit"
 """The key of ``info``, of a session or connection, for the calls that wait for its commit."""

@@ -19,8 +19,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql.selectable import TextualSelect
 
-from celery_leases.errors import RecordUnreadable, ValueRefused
-from celery_leases.protocol.effects import (
+from celery_leases.effect import (
     Begun,
     Effect,
     EffectState,
@@ -29,8 +28,9 @@ from celery_leases.protocol.effects import (
     scopes_of,
     unreadable,
 )
-from celery_leases.protocol.records import Record
-from celery_leases.protocol.results import decode
+from celery_leases.errors import RecordUnreadable, ValueRefused
+from celery_leases.record import Record
+from celery_leases.results import decode
 from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.dialects import mysql
@@ -70,7 +70,7 @@ WHERE e.stored_key = :stored_key AND e.name = :name AND e.scope = :scope AND e.s
 
 
 class SqlEffectStore:
-    """An :class:`~celery_leases.protocol.interfaces.EffectStore` for the records of *tables* in
+    """An :class:`~celery_leases.stores.interfaces.EffectStore` for the records of *tables* in
     *database*.
     """
 
@@ -94,7 +94,7 @@ class SqlEffectStore:
         taken: int | None = None,
     ) -> Begun | Found | None:
         """Commit the intent in one statement; see
-        :class:`~celery_leases.protocol.interfaces.EffectStore`.
+        :class:`~celery_leases.stores.interfaces.EffectStore`.
         """
         values = {
             "stored_key": record.stored_key,
@@ -124,7 +124,7 @@ class SqlEffectStore:
         return self.database.first(self._select_running, attempt_parameters(record)) is not None
 
     def finish(self, effect: Effect, result: str | None, reference: str | None) -> bool:
-        """Store the reply; see :class:`~celery_leases.protocol.interfaces.EffectStore`.
+        """Store the reply; see :class:`~celery_leases.stores.interfaces.EffectStore`.
 
         If the database refuses the text of the reply, the effect is stored as done without it.
         """
@@ -163,7 +163,7 @@ class SqlEffectStore:
         )
 
     def withdraw(self, effect: Effect) -> bool:
-        """Delete the intent; see :class:`~celery_leases.protocol.interfaces.EffectStore`."""
+        """Delete the intent; see :class:`~celery_leases.stores.interfaces.EffectStore`."""
         return self.database.count(delete(self.effects).where(*self._intent(effect)), {}) == 1
 
     def read(self, stored_key: str, name: str, scope: str) -> Effect | None:
@@ -192,7 +192,7 @@ class SqlEffectStore:
 
     def forget_sent(self, record: Record) -> int:
         """Delete the intents without a reply of all attempts up to that of *record*; see
-        :class:`~celery_leases.protocol.interfaces.EffectStore`.
+        :class:`~celery_leases.stores.interfaces.EffectStore`.
         """
         effects = self.effects
         sent = delete(effects).where(

@@ -19,13 +19,13 @@ from sqlalchemy import (
     select,
 )
 
+from celery_leases.decide.answers import BlockedByGate, Claimed, Holder, Renewal, RenewalResult
+from celery_leases.decide.before_run import holder_of_row
+from celery_leases.decide.copies import waiting_call
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.cooldown_groups import admits
-from celery_leases.protocol.decisions import holder_of_row
-from celery_leases.protocol.interfaces import BlockedByGate, Claimed, Holder, Renewal, RenewalResult
-from celery_leases.protocol.message_copies import waiting_call
-from celery_leases.protocol.options import DATABASE
-from celery_leases.protocol.records import ClaimRequest, Ended, Refused, State, Won
+from celery_leases.groups.group import admits
+from celery_leases.options import DATABASE
+from celery_leases.record import ClaimRequest, Ended, Refused, State, Won
 from celery_leases.stores.sql.cooldown_groups import SqlGates, later_of
 from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.records import SqlRecordStore
@@ -34,7 +34,7 @@ from celery_leases.stores.sql.values import microseconds
 
 
 class DatabaseLeaseStore(SqlGates):
-    """A :class:`~celery_leases.protocol.interfaces.LeaseStore`, ``MarkStore`` and ``GateStore`` in
+    """A :class:`~celery_leases.stores.interfaces.LeaseStore`, ``MarkStore`` and ``GateStore`` in
     the tables of *records*.
     """
 

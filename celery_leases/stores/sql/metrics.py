@@ -28,8 +28,8 @@ from typing import Any, Final
 
 from sqlalchemy import BigInteger, and_, bindparam, delete, func, or_, select, update
 
-from celery_leases.protocol.metrics import MICROSECONDS, Tally, Total, Written, summed
-from celery_leases.protocol.records import Ended, State
+from celery_leases.metrics_totals import MICROSECONDS, Tally, Total, Written, summed
+from celery_leases.record import Ended, State
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.database import Database

@@ -9,10 +9,10 @@ from typing import Any, Final
 from sqlalchemy import Select, Table, Update, and_, case, not_, or_, select, update
 from sqlalchemy.sql.dml import ReturningUpdate
 
-from celery_leases.protocol import repairs
-from celery_leases.protocol.keys import CallKey
-from celery_leases.protocol.records import CALLER_HAS_FAILURE, Ended, Record, State
-from celery_leases.protocol.settlement import CALL_ENDING_CAUSES
+from celery_leases.decide import repairs
+from celery_leases.decide.after_run import CALL_ENDING_CAUSES
+from celery_leases.keys import CallKey
+from celery_leases.record import CALLER_HAS_FAILURE, Ended, Record, State
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.record_columns import column_values

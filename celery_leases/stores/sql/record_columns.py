@@ -2,7 +2,7 @@
 changes.
 
 One column has the JSON document of the fields that only decisions read; see
-:mod:`celery_leases.protocol.record_document`.
+:mod:`celery_leases.stores.sql.record_document`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from celery_leases.protocol import record_document
-from celery_leases.protocol.records import Ended, Outcome, Record, State
-from celery_leases.protocol.repairs import settled
+from celery_leases.decide.repairs import settled
+from celery_leases.record import Ended, Outcome, Record, State
+from celery_leases.stores.sql import record_document
 from celery_leases.stores.sql.values import MICROSECONDS, ColumnReader, microseconds, short, written
 
 DOCUMENT: Final = "details"
@@ -63,7 +63,7 @@ SWAPPED: Final = (
     "lease_store",
     DOCUMENT,
 )
-"""The columns that a claim changes; see :func:`celery_leases.protocol.claim_rules.claimed`."""
+"""The columns that a claim changes; see :func:`celery_leases.decide.claim.claimed`."""
 SETTLED_PLAIN: Final = (
     "state",
     "ended",

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Dialect, Select, Table, and_, case, func, not_, or_, select
 
-from celery_leases.protocol.record_filters import Order, Position, RecordFilter
-from celery_leases.protocol.records import State
+from celery_leases.record import State
+from celery_leases.record_filters import Order, Position, RecordFilter
 from celery_leases.stores.sql.dialects.names import position
 from celery_leases.stores.sql.record_statements import RecordStatements
 from celery_leases.stores.sql.upserts import in_subquery

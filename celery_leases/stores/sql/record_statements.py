@@ -31,7 +31,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from celery_leases.protocol.records import Outcome, Record, State
+from celery_leases.record import Outcome, Record, State
 from celery_leases.stores.claim_procedure import COMPARED
 from celery_leases.stores.sql import record_columns
 from celery_leases.stores.sql.database import Database

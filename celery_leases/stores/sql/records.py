@@ -36,14 +36,14 @@ from sqlalchemy import (
     update,
 )
 
+from celery_leases.decide import attempt_history, repairs
+from celery_leases.decide.claim import ALWAYS
 from celery_leases.errors import KeyUnusable, StoreUnavailable, ValueRefused
-from celery_leases.protocol import attempt_history, repairs
-from celery_leases.protocol.claim_rules import ALWAYS
-from celery_leases.protocol.record_filters import Order, Position, RecordFilter
-from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
+from celery_leases.groups.values import gate_name
+from celery_leases.record import Ended, Failure, Outcome, Record, State
+from celery_leases.record_filters import Order, Position, RecordFilter
 from celery_leases.stores.availability import Availability
 from celery_leases.stores.claim_procedure import COMPARED, Claiming, InsertOrReadResult
-from celery_leases.stores.cooldown_group_values import gate_name
 from celery_leases.stores.sql import migrations, record_columns, record_queries, rows
 from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.cooldown_groups import gate_of
@@ -85,7 +85,7 @@ KEY_UNUSABLE_ERRORS: Final = _KeyUnusableErrors()
 
 
 class SqlRecordStore(Claiming):
-    """A :class:`~celery_leases.protocol.interfaces.RecordStore` in one database."""
+    """A :class:`~celery_leases.stores.interfaces.RecordStore` in one database."""
 
     def __init__(self, engine: Engine, tables: Tables | None = None) -> None:
         self.database = Database(engine)
@@ -417,7 +417,7 @@ class SqlRecordStore(Claiming):
         seen: Record | None = None,
     ) -> Record | None:
         """Take the row from its holder; see
-        :class:`~celery_leases.protocol.interfaces.RecordStore`.
+        :class:`~celery_leases.stores.interfaces.RecordStore`.
         """
         return self._repair(
             stored_key,
@@ -452,7 +452,7 @@ class SqlRecordStore(Claiming):
 
     def note_end(self, stored_key: str, owner: str, ended: Ended) -> Record | None:
         """Write how an abandoned attempt has ended; see
-        :class:`~celery_leases.protocol.interfaces.RecordStore`.
+        :class:`~celery_leases.stores.interfaces.RecordStore`.
         """
         return self._repair(
             stored_key,
@@ -547,7 +547,7 @@ class SqlRecordStore(Claiming):
 
     def purge_in_turn(self, limit: int, every: float) -> bool:
         """Purge a batch unless another process is purging or has finished purging within *every*
-        seconds; see :class:`~celery_leases.protocol.interfaces.RecordStore`.
+        seconds; see :class:`~celery_leases.stores.interfaces.RecordStore`.
 
         A mark decides which process purges. It expires after a few seconds, because its process may
         die. After a complete purge it lasts *every* seconds.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from celery_leases.protocol.records import Ended, Outcome, Record, State
+from celery_leases.record import Ended, Outcome, Record, State
 from celery_leases.stores.sql import record_columns
 from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.values import (

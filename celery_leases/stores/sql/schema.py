@@ -108,7 +108,7 @@ class Tables:
             Column("progress", LONG),
             # The call's message as a signature in JSON.
             Column("message", LONG),
-            # The fields that only decisions read; see celery_leases.protocol.record_document.
+            # The fields that only decisions read; see celery_leases.stores.sql.record_document.
             Column(DOCUMENT, LONG),
             **mysql.TABLE_OPTIONS,
         )

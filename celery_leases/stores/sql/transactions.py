@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Executable
 from sqlalchemy.orm import Session, scoped_session
 
 from celery_leases.errors import LeaseLost, WrongDatabase
-from celery_leases.protocol.records import Outcome, Record, State
+from celery_leases.record import Outcome, Record, State
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.commit_hooks import call_at_end, execute_in, extend_at_commit
 from celery_leases.stores.sql.database import LOCKED
@@ -36,7 +36,7 @@ NO_SUCH_TABLE: Final = "no such table"
 
 class JoinedTransaction:
     """An open transaction of the user's; see
-    :class:`celery_leases.attempt.lease_services.UserTransaction`.
+    :class:`celery_leases.body.lease_services.UserTransaction`.
     """
 
     def __init__(self, given: Any, records: SqlRecordStore) -> None:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
-from celery_leases.common.text_cleaning import storable
+from celery_leases import progress
 from celery_leases.errors import RecordUnreadable
-from celery_leases.protocol import progress
-from celery_leases.protocol.record_document import failure_from, failure_to
-from celery_leases.protocol.records import Failure
-from celery_leases.protocol.results import decode, unreadable
+from celery_leases.record import Failure
+from celery_leases.results import decode, unreadable
+from celery_leases.stores.sql.record_document import failure_from, failure_to
+from celery_leases.text.cleaning import storable
 
 logger = logging.getLogger("celery_leases")
 

@@ -7,15 +7,8 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from celery_leases.protocol.interfaces import (
-    Acquired,
-    BlockedByGate,
-    Claimed,
-    Cooling,
-    Held,
-    Holder,
-)
-from celery_leases.protocol.records import ClaimRequest, State, Won
+from celery_leases.decide.answers import Acquired, BlockedByGate, Claimed, Cooling, Held, Holder
+from celery_leases.record import ClaimRequest, State, Won
 
 Answer = Acquired | Held | Cooling | BlockedByGate | Claimed
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from celery_leases.decide.waiting import RETRY_GRACE
 from celery_leases.errors import LeaseStoreMismatch, StoreUnavailable
-from celery_leases.protocol.interfaces import RecordStore
-from celery_leases.protocol.records import Ended, Failure, Record, Refusal, Refused, State, Won
-from celery_leases.protocol.waiting import RETRY_GRACE
+from celery_leases.record import Ended, Failure, Record, Refusal, Refused, State, Won
+from celery_leases.stores.interfaces import RecordStore
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import (
     STORE,

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from celery_leases.protocol.effects import Begun, Effect, Found, scope_of
-from celery_leases.protocol.interfaces import EffectStore, RecordStore
-from celery_leases.protocol.records import Record
+from celery_leases.effect import Begun, Effect, Found, scope_of
+from celery_leases.record import Record
+from celery_leases.stores.interfaces import EffectStore, RecordStore
 from celery_leases.testing.contracts.record_case import RecordCase
 
 CHARGE = "charge"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from celery_leases.protocol.effects import EffectState, Found
-from celery_leases.protocol.interfaces import EffectStore, RecordStore
-from celery_leases.protocol.records import ClaimRequest, Record
+from celery_leases.effect import EffectState, Found
+from celery_leases.record import ClaimRequest, Record
+from celery_leases.stores.interfaces import EffectStore, RecordStore
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.effect_case import (
     CHARGE,

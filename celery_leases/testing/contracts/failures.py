@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from celery_leases.protocol.interfaces import RecordStore
-from celery_leases.protocol.records import Ended, Failure, Record, State
+from celery_leases.record import Ended, Failure, Record, State
+from celery_leases.stores.interfaces import RecordStore
 from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.testing.contracts.record_case import (
     PassTime,

@@ -7,16 +7,11 @@ from uuid import uuid4
 
 import pytest
 
+from celery_leases.decide.answers import Acquired, BlockedByGate, Claimed
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.protocol.cooldown_groups import Closing, Gate
-from celery_leases.protocol.interfaces import (
-    Acquired,
-    BlockedByGate,
-    Claimed,
-    GateStore,
-    LeaseStore,
-)
-from celery_leases.protocol.records import ClaimRequest
+from celery_leases.groups.group import Closing, Gate
+from celery_leases.record import ClaimRequest
+from celery_leases.stores.interfaces import GateStore, LeaseStore
 from celery_leases.testing.contracts.claim_requests import (
     Answer,
     acquired,

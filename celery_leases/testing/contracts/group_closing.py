@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.protocol.cooldown_groups import Gate
+from celery_leases.groups.group import Gate
 from celery_leases.testing.contracts.claim_requests import acquired, make_claim_request
 from celery_leases.testing.contracts.group_case import (
     PATIENCE,

@@ -8,8 +8,8 @@ from threading import Barrier
 from typing import Protocol
 from uuid import uuid4
 
-from celery_leases.protocol.cooldown_group_history import CLOSINGS_MAX, PastClosing
-from celery_leases.protocol.interfaces import ClosingStore
+from celery_leases.groups.history import CLOSINGS_MAX, PastClosing
+from celery_leases.stores.interfaces import ClosingStore
 from celery_leases.testing.contracts.group_case import (
     PATIENCE,
     GateCase,

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 
-from celery_leases.protocol.interfaces import BlockedByGate, Renewal, RenewalResult
+from celery_leases.decide.answers import BlockedByGate, Renewal, RenewalResult
 from celery_leases.testing.contracts.claim_requests import Answer, acquired, held
 from celery_leases.testing.contracts.group_case import (
     PATIENCE,

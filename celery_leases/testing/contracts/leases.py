@@ -9,7 +9,8 @@ from uuid import uuid4
 
 import pytest
 
-from celery_leases.protocol.interfaces import LeaseStore, Renewal, RenewalResult
+from celery_leases.decide.answers import Renewal, RenewalResult
+from celery_leases.stores.interfaces import LeaseStore
 from celery_leases.testing.contracts.claim_requests import (
     acquired,
     fresh_key,

@@ -6,8 +6,9 @@ import random
 import time
 from uuid import uuid4
 
-from celery_leases.protocol.deadlines import hard_deadline
-from celery_leases.protocol.interfaces import LeaseStore, Renewal
+from celery_leases.deadlines import hard_deadline
+from celery_leases.decide.answers import Renewal
+from celery_leases.stores.interfaces import LeaseStore
 from celery_leases.testing.contracts.claim_requests import acquired, make_claim_request
 
 TURNS = 12

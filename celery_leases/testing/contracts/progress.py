@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from celery_leases.protocol.effects import Begun
-from celery_leases.protocol.interfaces import EffectStore, RecordStore
-from celery_leases.protocol.records import Ended, State
+from celery_leases.effect import Begun
+from celery_leases.record import Ended, State
+from celery_leases.stores.interfaces import EffectStore, RecordStore
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.effect_case import (
     EffectCase,

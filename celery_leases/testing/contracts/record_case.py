@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from celery_leases.protocol.interfaces import RecordStore
-from celery_leases.protocol.records import ClaimRequest, Ended, Outcome, Record, Refused, State, Won
+from celery_leases.record import ClaimRequest, Ended, Outcome, Record, Refused, State, Won
+from celery_leases.stores.interfaces import RecordStore
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 
 STORE = "redis:one"

@@ -9,14 +9,8 @@ from uuid import uuid4
 
 import pytest
 
-from celery_leases.protocol.interfaces import (
-    Acquired,
-    Cooling,
-    LeaseStore,
-    Renewal,
-    RenewalResult,
-    SeparateLeaseStore,
-)
+from celery_leases.decide.answers import Acquired, Cooling, Renewal, RenewalResult
+from celery_leases.stores.interfaces import LeaseStore, SeparateLeaseStore
 from celery_leases.testing.contracts.claim_requests import acquired, held, make_claim_request
 from celery_leases.testing.contracts.leases import PATIENCE, LeaseStoreContract
 from celery_leases.testing.waits import wait_until

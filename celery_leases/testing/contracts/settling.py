@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from celery_leases.protocol.interfaces import RecordStore
-from celery_leases.protocol.records import Ended, Failure, State
+from celery_leases.record import Ended, Failure, State
+from celery_leases.stores.interfaces import RecordStore
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import (
     PassTime,

@@ -7,13 +7,14 @@ from contextlib import suppress
 
 from celery import Celery
 
-from celery_leases.common.durations import in_words
-from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.protocol.findings import Examination, Finding, Severity
-from celery_leases.protocol.record_filters import Order, RecordFilter
-from celery_leases.protocol.records import Record
-from celery_leases.worker import app_components, outbox
+from celery_leases.findings import Examination, Finding, Severity
+from celery_leases.outbox import calls as outbox
+from celery_leases.record import Record
+from celery_leases.record_filters import Order, RecordFilter
+from celery_leases.text.cleaning import printable
+from celery_leases.text.durations import in_words
+from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import leased_tasks
 from celery_leases.worker.checks.servers import WORKER_TIMEOUT, StoreChecks, worker_answers
 from celery_leases.worker.checks.settings import (

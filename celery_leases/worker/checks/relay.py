@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from celery import Celery
 
-from celery_leases.common.durations import in_words
-from celery_leases.common.text_cleaning import printable
 from celery_leases.errors import LeasesError
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import logger
+from celery_leases.text.cleaning import printable
+from celery_leases.text.durations import in_words
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 
 if TYPE_CHECKING:

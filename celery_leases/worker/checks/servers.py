@@ -9,7 +9,7 @@ from typing import Any, Final
 from celery import Celery
 
 from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnavailable
-from celery_leases.protocol.findings import Finding, ServerFacts, Severity
+from celery_leases.findings import Finding, ServerFacts, Severity
 from celery_leases.settings import REDIS_SCHEMES
 from celery_leases.worker.app_components import AppComponents
 

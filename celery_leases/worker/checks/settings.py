@@ -10,10 +10,10 @@ from typing import Any, Final
 from celery import Celery
 from celery.backends.base import DisabledBackend
 
-from celery_leases.protocol.findings import Finding, Severity
-from celery_leases.protocol.options import ADVISED_TTL, OPTION_NAMES
-from celery_leases.protocol.tuning import Delivery
+from celery_leases.findings import Finding, Severity
+from celery_leases.options import ADVISED_TTL, OPTION_NAMES
 from celery_leases.settings import DEFAULT_DATABASE, REDIS_SCHEMES, Settings
+from celery_leases.tuning import Delivery
 from celery_leases.worker.rabbitmq_consumer_timeout import consumer_timeout_warning
 
 TIME_TO_END: Final = 1.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnavailable
-from celery_leases.protocol.findings import Severity
+from celery_leases.findings import Severity
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import logger
 from celery_leases.worker import app_components

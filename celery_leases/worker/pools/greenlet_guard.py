@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.concurrency import greenlets
 from celery_leases.errors import LeaseLost
-from celery_leases.protocol.options import OnLost
+from celery_leases.options import OnLost
 from celery_leases.worker.pools.interrupt_guard import RaisingGuard
 
 Handler = Callable[[int, FrameType | None], Any]

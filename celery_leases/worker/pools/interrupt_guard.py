@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.protocol.options import OnLost
+from celery_leases.options import OnLost
 
 
 class EarlySoftTimeLimit(BaseException):

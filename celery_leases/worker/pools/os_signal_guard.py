@@ -17,11 +17,11 @@ from types import FrameType
 from typing import Any
 
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.common.text_cleaning import printable
 from celery_leases.concurrency import os_threads
 from celery_leases.concurrency.kill_timer import KillTimer
 from celery_leases.errors import LeaseLost
-from celery_leases.protocol.options import OnLost
+from celery_leases.options import OnLost
+from celery_leases.text.cleaning import printable
 from celery_leases.worker.pools.greenlet_guard import greenlet_guard
 from celery_leases.worker.pools.interrupt_guard import (
     EarlySoftTimeLimit,

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Final
 
 from celery_leases.client import LeaseClient, LeaseStatus, RecordFilter
-from celery_leases.common.redaction import redact
 from celery_leases.errors import LeasesError, StoreUnavailable
 from celery_leases.operator_actions import ACTIONS, ActionName, entered_result, resolve
 from celery_leases.ops.board import formatting
@@ -24,8 +23,9 @@ from celery_leases.ops.board.forms import (
     seen_of,
     seen_value,
 )
-from celery_leases.protocol.records import State
-from celery_leases.protocol.status import ABANDONED
+from celery_leases.record import State
+from celery_leases.status import ABANDONED
+from celery_leases.text.redaction import redact
 
 
 def confirm(request: ViewRequest) -> HtmlPage | Redirect:

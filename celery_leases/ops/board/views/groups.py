@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from celery_leases.client import LeaseClient
-from celery_leases.common.durations import in_words, seconds
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.operator_actions import DEFAULT_DURATION
 from celery_leases.ops.board import formatting
@@ -16,6 +15,7 @@ from celery_leases.ops.board.bulk_jobs import Step
 from celery_leases.ops.board.charts import closings
 from celery_leases.ops.board.forms import Fields, bad_request
 from celery_leases.ops.board.views.overview import trouble_of
+from celery_leases.text.durations import in_words, seconds
 
 MAX_GROUPS: Final = 200
 GROUPS_DRAWN: Final = 30

@@ -23,8 +23,8 @@ from celery_leases.ops.board.forms import (
     seen_value,
 )
 from celery_leases.ops.board.views.overview import no_worker, trouble_in
-from celery_leases.protocol.record_filters import KNOWN_STATES
-from celery_leases.protocol.status import LEASE_STORE_UNAVAILABLE
+from celery_leases.record_filters import KNOWN_STATES
+from celery_leases.status import LEASE_STORE_UNAVAILABLE
 from celery_leases.worker.app_settings import leased_tasks
 
 PAGE_SIZE: Final = 50

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from celery_leases.client import GroupStatus, LeaseClient, Page, Stats
-from celery_leases.common.redaction import redact
 from celery_leases.errors import StoreUnavailable
 from celery_leases.ops.board.application import HtmlPage, ViewRequest
 from celery_leases.ops.board.cached_reads import value_of
-from celery_leases.protocol.records import State
-from celery_leases.protocol.status import ABANDONED, LEASE_STORE_UNAVAILABLE, UNREADABLE
+from celery_leases.record import State
+from celery_leases.status import ABANDONED, LEASE_STORE_UNAVAILABLE, UNREADABLE
+from celery_leases.text.redaction import redact
 from celery_leases.worker.checks.servers import NO_WORKER, worker_answers
 
 SHOWN: Final = 10

@@ -11,7 +11,7 @@ from celery_leases.ops.board.application import HtmlPage, ViewRequest
 from celery_leases.ops.board.cached_reads import value_of
 from celery_leases.ops.board.charts import histogram
 from celery_leases.ops.board.views.overview import READ_TIMEOUT, trouble_of
-from celery_leases.protocol.tuning import (
+from celery_leases.tuning import (
     ENOUGH_MEASUREMENTS,
     SHORTEST_GUARD,
     ProcessPause,

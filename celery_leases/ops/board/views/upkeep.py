@@ -7,13 +7,13 @@ from datetime import datetime
 from typing import Any, Final
 
 from celery_leases.client import LeaseClient, RecordFilter
-from celery_leases.common.durations import seconds
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.ops.board import formatting
 from celery_leases.ops.board.application import HtmlPage, Redirect, ViewRequest
 from celery_leases.ops.board.bulk_jobs import Step
 from celery_leases.ops.board.forms import Fields, bad_request, time_of
-from celery_leases.protocol.records import State
+from celery_leases.record import State
+from celery_leases.text.durations import seconds
 
 DEFAULT_AGES: Final = {"purge": "30d", "rescue": "15m"}
 MAX_MESSAGES: Final = 100

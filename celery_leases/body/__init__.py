@@ -1,0 +1,1 @@
+"""What a body writes through self.lease: effects, progress, its own transaction."""

@@ -1,0 +1,309 @@
+"""External actions of an attempt: commits the intent, makes the call, writes the reply."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, assert_never
+
+from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.store_retries import retrying
+from celery_leases.body.effect_arguments import EffectArguments, EffectReply
+from celery_leases.effect import (
+    NAME_MAX,
+    AskOperator,
+    Begun,
+    Effect,
+    Found,
+    RepeatCall,
+    Scope,
+    UseSaved,
+    Verify,
+    VerifyLater,
+    idempotency_key,
+    is_valid_name,
+    on_found,
+    outcome_unknown,
+    reference_of,
+    reply_not_stored,
+    was_executed,
+)
+from celery_leases.errors import (
+    Cooldown,
+    EffectMisused,
+    LeaseLost,
+    PermanentFailure,
+    RetryLater,
+    Snooze,
+    StoreUnavailable,
+    Uncertain,
+)
+from celery_leases.failures.actions import Classification
+from celery_leases.failures.classifier import Rules
+from celery_leases.record import Record
+from celery_leases.results import NOT_JSON, decode, encode
+from celery_leases.stores.interfaces import Clock, EffectStore
+
+RECORD_CHANGED: Final = "the record was changed by another attempt or an operator"
+DEFAULT_RULES: Final = Rules.default()
+
+
+@dataclass
+class Effects:
+    """Performs the effects of one attempt.
+
+    ``classify`` classifies an error by the task's rules. ``interrupts_deferred`` defers signals
+    during a step. ``prefix`` begins all keys of the app. ``scope`` is that of the attempt's
+    effects. ``settle_timeout``: for how many seconds to retry a write.
+    """
+
+    held_lease: HeldLease
+    record: Record
+    store: EffectStore
+    clock: Clock
+    classify: Callable[[BaseException], Classification]
+    interrupts_deferred: Callable[[], AbstractContextManager[None]]
+    prefix: str
+    scope: Scope
+    settle_timeout: float
+    result_max: int
+    _names: set[str] = field(default_factory=set, init=False)
+
+    def perform(self, name: str, arguments: EffectArguments) -> EffectReply:
+        """Make the effect *name* happen once; see :meth:`celery_leases.lease.Lease.effect`."""
+        self._check_name(name)
+        key = idempotency_key(self.prefix, self.record.stored_key, name, self.scope.name)
+        begun = self._begin(name, key)
+        if isinstance(begun, Found):
+            return self._settle_found(begun.effect, arguments)
+        return self._call(begun.effect, arguments)
+
+    def _check_name(self, name: str) -> None:
+        if not is_valid_name(name):
+            raise EffectMisused(
+                f"effect({name!r}): give a name of 1 to {NAME_MAX} characters",
+                self.record.key,
+            )
+        if name in self._names:
+            message = (
+                f"{self.record.key}: effect {name!r} was used twice in one attempt; "
+                "give each effect a name of its own"
+            )
+            raise EffectMisused(message, self.record.key, name)
+        self._names.add(name)
+
+    def _begin(self, name: str, key: str, take_over: int | None = None) -> Begun | Found:
+        """Commit the intent, and repeat that while its outcome is unknown. Repeating does no harm;
+        an intent that was committed unnoticed would be an effect with an unknown outcome.
+
+        *take_over*: the fence of an earlier attempt whose intent this attempt takes over.
+        """
+
+        def may_be_open(error: StoreUnavailable, _: int) -> bool:
+            return error.executed is not False
+
+        until = self.clock.now() + self.settle_timeout
+        return retrying(
+            lambda: self._begin_once(name, key, take_over),
+            lambda: until,
+            self.clock,
+            repeatable=may_be_open,
+        )
+
+    def _begin_once(self, name: str, key: str, take_over: int | None) -> Begun | Found:
+        self.held_lease.check()
+        begun: Begun | Found | None = None
+        try:
+            with self.interrupts_deferred():
+                begun = self.store.begin(self.record, name, key, self.scope, take_over)
+        except BaseException:  # an interrupt that was deferred ends the body, so no call is made
+            if isinstance(begun, Begun) and take_over is None:
+                self._withdraw(begun.effect)
+            raise
+        if begun is None:
+            raise LeaseLost(
+                f"{self.record.key}: the lease is lost: {RECORD_CHANGED}",
+                self.record.key,
+                RECORD_CHANGED,
+            )
+        return begun
+
+    def _take_over(self, effect: Effect) -> Effect:
+        begun = self._begin(effect.name, effect.idempotency_key, effect.fence)
+        if isinstance(begun, Found):  # the attempt that made the call has just written the reply
+            message = f"{self.record.key}: another attempt has changed effect {effect.name!r}"
+            raise Snooze(1.0, message)
+        return begun.effect
+
+    def _settle_found(self, effect: Effect, arguments: EffectArguments) -> EffectReply:
+        what = on_found(
+            effect,
+            verifies=arguments.verify is not None,
+            verify_after=arguments.verify_after,
+            uncertain=arguments.uncertain,
+        )
+        match what:
+            case UseSaved():
+                return self._saved_reply(effect, arguments)
+            case VerifyLater(delay):
+                raise Snooze(
+                    delay,
+                    f"the outcome of effect {effect.name!r} is unknown, and verify_after has not passed yet",
+                )
+            case Verify():
+                return self._verify(effect, arguments)
+            case RepeatCall():
+                return self._call(self._take_over(effect), arguments, doubted=True)
+            case AskOperator():
+                raise outcome_unknown(self.record.key, effect, "no verify was given")
+            case _ as never:
+                assert_never(never)
+
+    def _saved_reply(self, effect: Effect, arguments: EffectArguments) -> EffectReply:
+        if effect.result is None and effect.reference is None:
+            return self._reply_by_verify(effect, arguments)
+        value, reference = decode(effect.result), effect.reference
+        if reference is None and arguments.reference is not None:  # it raised an error before
+            reference = reference_of(arguments.reference, value)
+        return EffectReply(value, reference, effect.idempotency_key, saved=True)
+
+    def _reply_by_verify(self, effect: Effect, arguments: EffectArguments) -> EffectReply:
+        """The reply that ``verify`` returns for a done effect without a stored reply; writes
+        nothing.
+        """
+        if arguments.verify is None:
+            raise reply_not_stored(self.record.key, effect, "no verify was given to look it up")
+        try:
+            found = self._call_verify(effect, arguments)
+        except Uncertain as error:
+            raise reply_not_stored(self.record.key, effect, str(error)) from error
+        if found is None:
+            raise reply_not_stored(self.record.key, effect, "verify did not find it")
+        self.held_lease.check()
+        text, missing = encode(found, self.result_max)
+        reference = (
+            reference_of(arguments.reference, found) if arguments.reference is not None else None
+        )
+        if missing is not None and reference is None:
+            raise reply_not_stored(self.record.key, effect, missing)
+        return EffectReply(decode(text), reference, effect.idempotency_key, saved=True)
+
+    def _verify(self, effect: Effect, arguments: EffectArguments) -> EffectReply:
+        try:
+            found = self._call_verify(effect, arguments)
+        except Uncertain as error:
+            raise outcome_unknown(self.record.key, effect, str(error)) from error
+        ours = self._take_over(effect)
+        if found is None:
+            return self._call(ours, arguments)
+        return replace(self._write_reply(ours, found, arguments), saved=True)
+
+    def _call_verify(self, effect: Effect, arguments: EffectArguments) -> Any:
+        """The result of ``verify``. A value that cannot be a reply is refused; the effect stays
+        unchanged.
+        """
+        assert arguments.verify is not None
+        found = arguments.verify(effect.idempotency_key)
+        if found is False or _has_not_run(found):
+            raise EffectMisused(
+                f"{self.record.key}: effect {effect.name!r}: verify returned {found!r}; return the reply that the "
+                "call would have returned, or None if the other system has none",
+                self.record.key,
+                effect.name,
+            )
+        return found
+
+    def _call(
+        self, effect: Effect, arguments: EffectArguments, *, doubted: bool = False
+    ) -> EffectReply:
+        """Make the call. *doubted*: an earlier call may have been executed, so the intent stays
+        whatever the outcome of this call.
+        """
+        outside = sys.exc_info()[1]
+        try:
+            self.held_lease.check()  # committing the intent may have taken long
+        except (LeaseLost, StoreUnavailable):
+            if not doubted:
+                self._withdraw(effect)
+            raise
+        try:
+            reply = arguments.call(effect.idempotency_key)
+        except (Exception, Snooze) as error:
+            # Deferred, so that an exception in here comes from the error's attributes and is not an
+            # interrupt.
+            with self.interrupts_deferred():
+                if not doubted and self._was_executed(error, outside) is False:
+                    self._withdraw(effect)
+            raise
+        if _has_not_run(reply):
+            if not doubted:
+                self._withdraw(effect)
+            raise EffectMisused(
+                f"{self.record.key}: effect {effect.name!r}: the callable returned a {type(reply).__name__}, so "
+                "nothing was called yet; run it to its end, for example with asyncio.run(), and return the reply",
+                self.record.key,
+                effect.name,
+            )
+        return self._write_reply(effect, reply, arguments)
+
+    def _was_executed(self, error: BaseException, outside: BaseException | None) -> bool | None:
+        """Whether a call that raised was executed; ``None``: unknown.
+
+        If the callable raised Cooldown, RetryLater or the like, classify the error it was raised
+        from. An error that existed *outside* the call proves nothing about the call.
+        """
+        while isinstance(error, Cooldown | RetryLater | Snooze | PermanentFailure):
+            cause = error.__cause__ or error.__context__
+            if cause is None or cause is outside:
+                return None  # it may have been raised before the request, or after a reply
+            error = cause
+        return was_executed(
+            DEFAULT_RULES.classify(error, 0.0, self.clock.now), self.classify(error)
+        )
+
+    def _withdraw(self, effect: Effect) -> None:
+        # If the store does not answer, the outcome stays unknown, and the next attempt verifies it.
+        with suppress(StoreUnavailable), self.interrupts_deferred():
+            self.store.withdraw(effect)
+
+    def _write_reply(self, effect: Effect, reply: Any, arguments: EffectArguments) -> EffectReply:
+        """Write the reply, even if the lease is lost: the call has been executed."""
+        with self.interrupts_deferred():
+            try:
+                text, missing = encode(reply, self.result_max)
+            except BaseException:  # noqa: BLE001 - a method of the reply raised; the call was made
+                text, missing = None, NOT_JSON
+            reference: str | None = None
+            reference_error: BaseException | None = None
+            if arguments.reference is not None:
+                try:
+                    reference = reference_of(arguments.reference, reply)
+                except BaseException as error:  # noqa: BLE001 - raised below, once the reply is written
+                    reference_error = error
+            until = self.clock.now() + self.settle_timeout
+            accepted = retrying(
+                lambda: self.store.finish(effect, text, reference),
+                lambda: until,
+                self.clock,
+            )
+            if accepted and self.record.crashes and not self.held_lease.body_state.progressed:
+                with suppress(StoreUnavailable):  # the next step of the body raises it
+                    self.store.clear_crashes(self.record)
+            self.held_lease.body_state.progressed |= accepted
+        if not accepted:
+            message = f"{self.record.key}: a later attempt has taken over effect {effect.name!r}"
+            raise LeaseLost(message, self.record.key, RECORD_CHANGED)
+        if reference_error is not None:
+            raise reference_error
+        if missing is not None and reference is None:
+            raise reply_not_stored(self.record.key, effect, missing)
+        self.held_lease.check()
+        return EffectReply(decode(text), reference, effect.idempotency_key)
+
+
+def _has_not_run(given: object) -> bool:
+    """Whether *given* is a coroutine or generator, which has called nothing yet."""
+    return inspect.isawaitable(given) or inspect.isgenerator(given) or inspect.isasyncgen(given)

@@ -1,0 +1,1 @@
+"""Decisions: pure functions of values, without I/O, clock, randomness or framework."""

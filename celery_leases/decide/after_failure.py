@@ -1,0 +1,244 @@
+"""What a failure means for its key: a cooldown, a quick retry, or failed for good. Pure functions
+of the classification and of the counts in the record.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, assert_never
+
+from celery_leases.call import Call
+from celery_leases.decide.endings import Raised
+from celery_leases.errors import Uncertain
+from celery_leases.failures.actions import Classification, Reason, Ruling, cooldown
+from celery_leases.failures.cooldown_policies import CooldownPolicy
+from celery_leases.groups.group import Closing
+from celery_leases.options import LeaseOptions
+from celery_leases.record import Failure, Record
+
+JITTER: Final = 0.1
+LONGEST_JITTER: Final = 5.0
+"""A delay from a server is made longer by up to a tenth, at most 5 s. In a simulation with a limit
+that counts rejected calls too, 600 keys that ran again exactly at the given time never finished.
+"""
+SHORTEST_SERVER_DELAY: Final = 1.0
+"""Seconds of a cooldown at least. Some servers send delays of milliseconds, which do not grow."""
+
+_AMBIGUOUS: Final = cooldown("60s", ambiguous=True)
+"""The action for an ambiguous failure whose rule has none, if the task is not idempotent."""
+_RETRIES_USED_UP: Final = cooldown()
+"""The action after the last quick retry, if the rule has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Counts in a record: consecutive failures and cooldowns, and quick retries since the last
+    cooldown.
+    """
+
+    failures: int = 0
+    quick_retries: int = 0
+    cooldowns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EnterCooldown:
+    """The key cools down for ``delay`` seconds. With ``closing``, the gate of its group is closed
+    too, possibly for longer.
+
+    ``resume``: the call runs again by itself; otherwise its caller gets the exception now.
+    """
+
+    delay: float
+    failure: Failure
+    counts: Counts
+    resume: bool
+    closing: Closing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RetryAfter:
+    """Reschedule the call by ``delay`` seconds."""
+
+    delay: float
+    failure: Failure
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The key has failed for good."""
+
+    failure: Failure
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitOperator:
+    """The outcome or the reply of an effect is unknown: an operator decides what happens next."""
+
+    failure: Failure
+    counts: Counts
+
+
+AfterFailure = EnterCooldown | RetryAfter | Fail | AwaitOperator
+
+
+def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> AfterFailure:
+    """Decide what a failure means for its key; *rand* is a random number in [0, 1) for jitter."""
+    classification = raised.classification
+    counts = _current_counts(call, record, classification)
+    if isinstance(raised.error, Uncertain):
+        known = {"rule": Reason.UNCERTAIN.value, "reason": Reason.UNCERTAIN.value}
+        return AwaitOperator(
+            replace(raised.failure, **known, ambiguous=True, operator=True), counts
+        )
+    ruling, reason = _effective(call, classification, counts)
+    in_group = ruling.scope == "group" and call.group is not None
+    failure = replace(
+        raised.failure,
+        rule=classification.rule,
+        reason=reason,
+        group=call.group if in_group else None,
+        ambiguous=ruling.ambiguous,
+        operator=ruling.operator,
+    )
+    match ruling.kind:
+        case "permanent":
+            return Fail(failure, replace(counts, failures=counts.failures + 1))
+        case "retry":
+            delay = _delay(
+                ruling,
+                ruling.policy or call.options.cooldown,
+                classification,
+                counts.quick_retries + 1,
+                rand,
+            )
+            return RetryAfter(
+                delay, failure, replace(counts, quick_retries=counts.quick_retries + 1)
+            )
+        case "cooldown":
+            return _cool_down(call, ruling, classification, failure, counts, rand)
+        case _ as never:
+            assert_never(never)
+
+
+def resumes_after_cooldown(
+    options: LeaseOptions, classification: Classification, ruling: Ruling
+) -> bool:
+    """Whether a call runs again by itself after a cooldown; *ruling* is the action that applies.
+
+    With ``lease_resume="transient"`` it does if the failure is transient: its rule says retry, or
+    the group failed, or the server or the body has given a delay. A call that may have been
+    executed runs again only if its task is ``lease_idempotent``.
+    """
+    if options.resume != "transient":
+        return options.resume == "always"
+    if ruling.ambiguous and not options.idempotent:
+        return False
+    timed = classification.delay is not None and ruling.server_delay != "ignore"
+    asked = classification.reason is Reason.ASKED
+    return classification.ruling.kind == "retry" or ruling.scope == "group" or timed or asked
+
+
+def leaves_gate_half_open(verdict: AfterFailure) -> bool:
+    """Whether a probe that failed so leaves its gate half-open: the failure does not show whether
+    the group works.
+    """
+    unrelated = verdict.failure.reason in (Reason.INFRASTRUCTURE, Reason.RETRIES_USED_UP)
+    return isinstance(verdict, RetryAfter) or verdict.failure.ambiguous or unrelated
+
+
+def _current_counts(call: Call, record: Record, classification: Classification) -> Counts:
+    """The counts in the record; zero if the last failure was long ago."""
+    if record.failed_at is not None and (record.started_at - record.failed_at) / 1e6 > _quiet(
+        call, classification
+    ):
+        return Counts()
+    return Counts(record.failures, record.quick_retries, record.cooldowns)
+
+
+def _quiet(call: Call, classification: Classification) -> float:
+    """Seconds without a failure after which the counts start again at zero: longer than any wait
+    that the key may have had.
+    """
+    ruling = classification.ruling
+    rulings = [one for one in (ruling, ruling.if_not_idempotent, ruling.then) if one is not None]
+    policies = [call.options.cooldown, *(one.policy for one in rulings if one.policy is not None)]
+    return max(2 * (classification.delay or 0.0), *(policy.quiet for policy in policies))
+
+
+def _effective(call: Call, classification: Classification, counts: Counts) -> tuple[Ruling, Reason]:
+    """The action that applies to this task now, and its reason: an ambiguous failure, a failure
+    after the last retry and the last failure that is allowed get another action than their rule's.
+    """
+    ruling, reason = classification.ruling, classification.reason
+    while ruling.kind == "retry":
+        if ruling.ambiguous and not call.options.idempotent:
+            ruling = ruling.if_not_idempotent or _AMBIGUOUS
+            continue
+        retries = ruling.max if ruling.max is not None else call.options.max_retries
+        if counts.quick_retries < retries:
+            break
+        ambiguous = ruling.ambiguous
+        reason = reason if ruling.then else Reason.RETRIES_USED_UP
+        ruling = ruling.then or _RETRIES_USED_UP
+        ruling = replace(ruling, ambiguous=ruling.ambiguous or ambiguous)
+    # Failures of the group do not count: the key does not cause a rate limit or an empty quota.
+    too_many = ruling.scope == "key" and counts.failures + 1 >= call.options.max_failures
+    if ruling.kind == "cooldown" and too_many:
+        return Ruling(
+            "permanent", ambiguous=ruling.ambiguous, operator=ruling.operator
+        ), Reason.TOO_MANY_FAILURES
+    return ruling, reason
+
+
+def _cool_down(
+    call: Call,
+    ruling: Ruling,
+    classification: Classification,
+    failure: Failure,
+    counts: Counts,
+    rand: float,
+) -> EnterCooldown:
+    policy = ruling.policy or call.options.cooldown
+    resume = call.reschedulable and resumes_after_cooldown(call.options, classification, ruling)
+    if failure.group is not None:
+        given = _server_delay(ruling, classification, rand)
+        closing = Closing(
+            policy,
+            failure.reason or "",
+            failure.rule,
+            failure.message,
+            given,
+            ruling.server_delay == "instead",
+        )
+        return EnterCooldown(
+            closing.wait(1), failure, replace(counts, quick_retries=0), resume, closing
+        )
+    delay = _delay(ruling, policy, classification, counts.cooldowns + 1, rand)
+    failures = counts.failures + (ruling.scope == "key")
+    return EnterCooldown(delay, failure, Counts(failures, 0, counts.cooldowns + 1), resume)
+
+
+def _delay(
+    ruling: Ruling, policy: CooldownPolicy, classification: Classification, number: int, rand: float
+) -> float:
+    given = _server_delay(ruling, classification, rand)
+    if given is not None and ruling.server_delay == "instead":
+        return given
+    return max(policy.delay(number, rand), ruling.at_least, given or 0.0)
+
+
+def _server_delay(ruling: Ruling, classification: Classification, rand: float) -> float | None:
+    """The delay that the server or the body has given; that of a server with jitter added."""
+    if classification.delay is None or ruling.server_delay == "ignore":
+        return None
+    if classification.reason is Reason.ASKED:
+        return classification.delay
+    given = (
+        max(classification.delay, SHORTEST_SERVER_DELAY)
+        if ruling.kind == "cooldown"
+        else classification.delay
+    )
+    return given + min(LONGEST_JITTER, JITTER * given) * rand

@@ -1,0 +1,346 @@
+"""How an attempt is closed, and how long to wait when a store fails: the second table of
+``decisions``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import Enum
+from typing import Final, assert_never
+
+from celery_leases.call import Call
+from celery_leases.decide import attempt_history
+from celery_leases.decide.after_failure import (
+    AfterFailure,
+    AwaitOperator,
+    EnterCooldown,
+    Fail,
+    RetryAfter,
+)
+from celery_leases.decide.endings import (
+    ControlFlow,
+    Ending,
+    Interrupted,
+    Lost,
+    Raised,
+    Returned,
+    Snoozed,
+    Terminated,
+)
+from celery_leases.errors import PermanentFailure
+from celery_leases.failures.actions import Reason
+from celery_leases.record import (
+    CALLER_HAS_FAILURE,
+    Attempt,
+    Ended,
+    Failure,
+    Outcome,
+    Record,
+    State,
+)
+from celery_leases.text.cleaning import printable
+
+CRASH_LOOP = Reason.CRASH_LOOP.value
+NO_RESULT = ""
+"""Stands for the result of a finished call that has none."""
+WITHOUT_RESULT = (Ended.IGNORED, Ended.REPLACED)
+LONGEST_SETTLE_PAUSE = 2.0
+"""Seconds between two tries to write an outcome, at most."""
+FINISHED_CALLS_MAX = 16
+"""How many finished calls a record of a ``rerun`` task lists."""
+FINISHED_RESULT_MAX = 4096
+"""Characters of the longest result that is stored in that list."""
+
+
+class ExitCause(Enum):
+    """Why Celery ended a delivery; the value is the reason in logs and records."""
+
+    KILLED = "its process died"
+    TIME_LIMIT = "hard time limit"
+    REVOKED = "revoked"
+    STOPPED = "cold shutdown"
+    #: In ``before_start``, for example, or in Celery itself.
+    ERROR = "an error outside of its body"
+
+
+CALL_ENDING_CAUSES: Final = (ExitCause.TIME_LIMIT.value, ExitCause.REVOKED.value)
+"""After these, Celery gives the call a final state too."""
+
+
+def call_has_ended(record: Record) -> bool:
+    """Whether Celery has a final state for the record's last call, although its key is ``pending``
+    or ``cooling``: that call does not run again by itself.
+    """
+    if record.resumes or record.state not in (State.PENDING, State.COOLING):
+        return False
+    stopped = record.ended is Ended.TERMINATED and record.reason in CALL_ENDING_CAUSES
+    return stopped or record.ended in (*CALLER_HAS_FAILURE, Ended.CRASHED)
+
+
+def after_run(
+    call: Call, record: Record, ending: Ending, verdict: AfterFailure | None = None
+) -> Outcome:
+    """The outcome of the attempt on *record*; *verdict* is what ``after_failure`` has decided, if
+    the body raised.
+    """
+    return _with_retention(call, _closed(call, record, ending, verdict))
+
+
+def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | None) -> Outcome:
+    crashes = record.crashes if _crashes_of_another_call(call, record) else 0
+    if isinstance(ending, Returned):  # at once, because replace() is slow
+        return Outcome(
+            State.DONE,
+            Ended.RETURNED,
+            record.attempt,
+            failures=0,
+            crashes=crashes,
+            retention=call.options.retention,
+            retries=record.retries,
+            result=ending.result,
+            reason=ending.missing,
+            finished=_finished(call, record, ending.result),
+            crashed_call=record.crashed_call,
+        )
+    closed = _unchanged(call, record)
+    not_counted = replace(closed, attempt=record.attempt - 1)
+    match ending:
+        case Raised(traceback=traceback):
+            assert verdict is not None
+            closed = replace(closed, ended=Ended.FAILED, crashes=crashes, traceback=traceback)
+            return _failed(call, record, closed, verdict)
+        case Snoozed(_, delay, reason):
+            return replace(
+                not_counted,
+                ended=Ended.SNOOZED,
+                reason=reason,
+                retry_after=delay or None,
+                resumes=call.reschedulable,
+            )
+        case Lost(reason):
+            return replace(not_counted, ended=Ended.LOST, reason=reason, resumes=call.reschedulable)
+        case Interrupted():
+            return replace(not_counted, ended=Ended.INTERRUPTED, resumes=call.reschedulable)
+        case Terminated(_, reason):
+            exited = replace(closed, ended=Ended.TERMINATED, reason=reason)
+            return _after_crash(call, record, _with_crash(call, record, exited))
+        case ControlFlow(_, runs_again, delay, ended, retries, failure):
+            closed = replace(closed, ended=ended, crashes=crashes)
+            if runs_again:
+                if retries is None:
+                    retries = record.retries + (ended is Ended.RETRIED)
+                return replace(
+                    closed, retry_after=delay, retries=retries, resumes=call.reschedulable
+                )
+            if ended in CALLER_HAS_FAILURE:  # the next call runs
+                return replace(closed, failure=failure)
+            finished = _finished(call, record, NO_RESULT)
+            return replace(
+                _without_failures(closed), state=State.DONE, reason=ended.value, finished=finished
+            )
+        case _ as never:
+            assert_never(never)
+
+
+def child_exited(
+    call: Call, record: Record, cause: ExitCause, *, final: bool | None = None
+) -> Outcome:
+    """The outcome of an attempt that Celery has ended without a report of its own; another process
+    writes it.
+
+    *final*: Celery has a final state for the call, which does not run again by itself. By default
+    this is so after the hard time limit, a revoke and an error; otherwise the broker delivers the
+    message again.
+    """
+    if final is None:
+        final = cause not in (ExitCause.KILLED, ExitCause.STOPPED)
+    closed = replace(_unchanged(call, record), reason=cause.value, resumes=not final)
+    not_counted = replace(closed, attempt=record.attempt - 1)
+    match cause:
+        case ExitCause.STOPPED:
+            return _with_retention(call, replace(not_counted, ended=Ended.INTERRUPTED))
+        case ExitCause.REVOKED | ExitCause.ERROR:
+            return _with_retention(call, replace(not_counted, ended=Ended.TERMINATED))
+        case ExitCause.TIME_LIMIT:
+            crashed = replace(closed, ended=Ended.TERMINATED)
+        case ExitCause.KILLED:
+            crashed = replace(closed, ended=Ended.CRASHED)
+        case _ as never:
+            assert_never(never)
+    counted = _with_crash(call, record, crashed)
+    return _with_retention(call, _after_crash(call, record, counted))
+
+
+def closed_for_celery(
+    call: Call, row: Record, token: str, cause: ExitCause, *, final: bool, failure: Failure | None
+) -> Outcome | None:
+    """The outcome of *row*, which does not run, after Celery has ended a delivery of *call* under
+    *token*; ``None`` if nothing has to be changed.
+
+    The body was killed while it closed its attempt as an interrupted one: a hard time limit ended
+    it. Or the call still waits in the row, and no delivery of it will come.
+    """
+    if cause is ExitCause.TIME_LIMIT and row.is_attempt(State.PENDING, token):
+        if row.ended is Ended.INTERRUPTED:
+            return child_exited(call, replace(row, attempt=row.attempt + 1), cause, final=final)
+        return None
+    waits = row.state in (State.PENDING, State.COOLING) and (row.resumes or row.queued)
+    if not (final and waits and row.call_id == call.call_id):
+        return None
+    return replace(
+        _unchanged(call, row),
+        state=row.state,
+        ended=Ended.TERMINATED if failure is None else Ended.FAILED,
+        reason=cause.value,
+        failure=failure or row.failure,
+        retry_after=row.waits or None,
+        unrun=row.unrun or row.queued,
+    )
+
+
+def stopped_by_crash_loop(call: Call, record: Record) -> Outcome:
+    """The outcome of a claimed attempt that does not run, because its key has crashed too often."""
+    ended = record.previous.ended if record.previous is not None else Ended.CRASHED
+    closed = replace(_unchanged(call, record), ended=ended, attempt=record.attempt - 1, unrun=True)
+    stopped = _after_crash(call, record, closed, one_known=False)
+    return replace(stopped, finished=_finished(call, record, NO_RESULT))
+
+
+def unrun(call: Call, record: Record, delay: float) -> Outcome:
+    """The outcome of a claimed attempt that does not run now. The row shows again how the previous
+    attempt ended.
+    """
+    previous = record.previous or Attempt(Ended.WAITING)
+    closed = replace(
+        _unchanged(call, record),
+        ended=previous.ended,
+        failure=previous.error,
+        attempt=record.attempt - 1,
+        unrun=True,
+        retry_after=delay or None,
+        resumes=call.reschedulable,
+    )
+    return _with_retention(call, closed)
+
+
+def _crashes_of_another_call(call: Call, record: Record) -> bool:
+    """With on_done="rerun", crash counts belong to one call: another call's success does not reset
+    them.
+    """
+    return call.options.rerun and record.crashed_call not in (None, call.call_id)
+
+
+def _unchanged(call: Call, record: Record) -> Outcome:
+    """A ``pending`` outcome with all counts of *record*."""
+    return Outcome(
+        State.PENDING,
+        Ended.RETURNED,
+        record.attempt,
+        record.failures,
+        record.crashes,
+        call.options.retention,
+        record.retries,
+        quick_retries=record.quick_retries,
+        cooldowns=record.cooldowns,
+        crashed_call=record.crashed_call,
+    )
+
+
+def _with_retention(call: Call, outcome: Outcome) -> Outcome:
+    """*outcome* with a retention that ends after its wait, and not before its counts are reset."""
+    if outcome.state not in (State.PENDING, State.COOLING):
+        return outcome
+    retention = max(call.options.retention, call.options.cooldown.quiet)
+    return replace(outcome, retention=(outcome.retry_after or 0.0) + retention)
+
+
+def _without_failures(outcome: Outcome) -> Outcome:
+    return replace(outcome, failures=0, quick_retries=0, cooldowns=0)
+
+
+def _failed(call: Call, record: Record, closed: Outcome, verdict: AfterFailure) -> Outcome:
+    counts = verdict.counts
+    failed = replace(
+        closed,
+        failures=counts.failures,
+        quick_retries=counts.quick_retries,
+        cooldowns=counts.cooldowns,
+        failed=True,
+        failure=verdict.failure,
+        reason=verdict.failure.reason,
+    )
+    match verdict:
+        case Fail():
+            return replace(failed, state=State.FAILED, finished=_finished(call, record, NO_RESULT))
+        case RetryAfter(delay):
+            return replace(failed, retry_after=delay, resumes=call.reschedulable)
+        case AwaitOperator():
+            return replace(failed, state=State.UNCERTAIN, retention=None)
+        case EnterCooldown(delay, resume=resume):
+            return replace(failed, state=State.COOLING, retry_after=delay, resumes=resume)
+        case _ as never:
+            assert_never(never)
+
+
+def crash_loop(record: Record) -> PermanentFailure:
+    """The error for callers of a key with too many crashes in a row, known or suspected."""
+    died = attempt_history.crashes_in_words(record, record.crashes)
+    return PermanentFailure(
+        f"{printable(record.key)}: {died}; not retried until `leases retry`", CRASH_LOOP
+    )
+
+
+def _with_crash(call: Call, record: Record, outcome: Outcome) -> Outcome:
+    """*outcome* with one crash more."""
+    before = 0 if _crashes_of_another_call(call, record) else record.crashes
+    return replace(outcome, crashes=before + 1, crashed_call=call.call_id)
+
+
+def _after_crash(
+    call: Call, record: Record, outcome: Outcome, *, one_known: bool = True
+) -> Outcome:
+    """*outcome*, which counts the crash: a pause before the next attempt, or ``failed``.
+
+    *one_known*: the attempt on *record* has crashed.
+    """
+    if outcome.crashes < call.options.max_crashes:
+        return replace(outcome, retry_after=crash_pause(outcome.crashes) or None)
+    died = attempt_history.crashes_in_words(record, outcome.crashes, one_known=one_known)
+    message = f"{printable(call.key.key)}: {died}"
+    failure = Failure(PermanentFailure.__qualname__, message, CRASH_LOOP, CRASH_LOOP, operator=True)
+    return replace(outcome, state=State.FAILED, failure=failure, reason=CRASH_LOOP)
+
+
+def _finished(call: Call, record: Record, result: str | None) -> Mapping[str, str | None] | None:
+    if not call.options.rerun:
+        return None
+    results = record.finished_results or {}
+    others = [(name, results.get(name)) for name in record.finished_calls if name != call.call_id]
+    stored = result if result is not None and len(result) <= FINISHED_RESULT_MAX else None
+    return dict([*others, (call.call_id, stored)][-FINISHED_CALLS_MAX:])
+
+
+def crash_pause(crashes: int) -> float:
+    """Seconds to wait before the next attempt after *crashes* in a row."""
+    return 0.0 if crashes < 2 else 5.0 if crashes == 2 else 30.0
+
+
+def store_pause(tries: int, rand: float) -> float:
+    """Seconds by which a delivery is rescheduled because a store did not answer: 5 s, doubling with
+    *tries* up to 60 s, with jitter that only shortens.
+    """
+    return float(min(60.0, 5.0 * 2.0 ** min(tries, 10)) * (0.8 + 0.2 * rand))
+
+
+def settle_pause(tries: int) -> float:
+    """Seconds to wait before the next try to write an outcome."""
+    return float(min(LONGEST_SETTLE_PAUSE, 0.05 * 2.0 ** min(tries, 10)))
+
+
+def settle_until(call: Call, now: float) -> float:
+    """Until when to try to write an outcome: for ``leases_settle_timeout``, but not beyond the hard
+    time limit.
+    """
+    until = now + call.options.settle_timeout
+    return min(until, call.received_at + call.time_limit - 1.0) if call.time_limit else until

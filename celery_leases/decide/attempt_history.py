@@ -1,0 +1,160 @@
+"""The history of a record: how its last attempts ended. Pure.
+
+The columns of a row describe the latest attempt, the history has the attempts before. A claim moves
+the attempt of the columns into the history. So a first success writes no history, and no attempt is
+in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from celery_leases.failures.actions import Reason
+from celery_leases.record import Ended, PastAttempt, Record, State
+
+HISTORY_MAX: Final = 9
+"""Attempts in a history, at most: with the attempt in the columns they are ten."""
+ERROR_MAX: Final = 160
+"""Characters of an error in a history, at most."""
+_UNCOUNTED: Final = (Ended.LOST, Ended.INTERRUPTED, Ended.SNOOZED, Ended.WAITING)
+"""After these the next crash is still one in a row."""
+
+
+def latest_ended(row: Record) -> PastAttempt | None:
+    """The attempt that the columns of *row* describe, if it has ended; otherwise ``None``."""
+    if row.state is State.RUNNING or row.ended is None or row.unrun or row.finished_at is None:
+        return None
+    return _attempt(row, row.ended, row.finished_at)
+
+
+def taken_over(row: Record, ended: Ended, at: int | None = None) -> PastAttempt:
+    """The attempt of a running *row* that another attempt takes over; *at*: when it ended, if
+    known.
+    """
+    attempt = _attempt(row, ended, at)
+    return replace(attempt, owner=row.owner) if ended is Ended.ABANDONED else attempt
+
+
+def crashes_in_a_row(row: Record) -> Sequence[PastAttempt]:
+    """The crashes of *row*, known and suspected, since its last attempt that ended otherwise, the
+    latest first; only those that the history still has.
+    """
+    found = []
+    for attempt in reversed(timeline(row)):
+        if attempt.ended in (Ended.CRASHED, Ended.ABANDONED, Ended.TERMINATED):
+            found.append(attempt)
+        elif attempt.ended not in _UNCOUNTED:
+            break
+    return found[: row.crashes]
+
+
+def with_end(row: Record, owner: str, ended: Ended) -> Record | None:
+    """*row* after the abandoned attempt with the token *owner* is known to have *ended*; ``None``
+    if the history has no such attempt.
+
+    ``CRASHED`` and ``TERMINATED`` confirm its crash, any other end takes the crash back. If the key
+    has failed for good because of that crash, it may run again.
+    """
+    past = next((each for each in row.history if each.owner == owner), None)
+    if past is None:
+        return None
+    known = replace(past, ended=ended, owner=None)
+    changes: dict[str, Any] = {
+        "history": tuple(known if each is past else each for each in row.history)
+    }
+    known_crash = ended in (Ended.CRASHED, Ended.TERMINATED)
+    if past is row.history[-1]:
+        if row.previous is not None and row.previous.ended is Ended.ABANDONED:
+            changes["previous"] = replace(row.previous, ended=ended)
+        if not known_crash:
+            changes["crashed_at"] = None
+    if known_crash or past not in crashes_in_a_row(row):
+        return replace(row, **changes)
+    changes["crashes"] = row.crashes - 1
+    if row.state is State.FAILED and row.reason == Reason.CRASH_LOOP:
+        changes |= {"state": State.PENDING, "failure": None, "reason": None}
+        changes["ended"] = ended if row.ended is Ended.ABANDONED else row.ended
+        changes["finished_calls"] = tuple(
+            call_id for call_id in row.finished_calls if call_id != row.call_id
+        )
+    return replace(row, **changes)
+
+
+def only_suspected(row: Record) -> bool:
+    """Whether no crash in a row of *row* is known: its process may live each time."""
+    return all(each.ended is Ended.ABANDONED for each in crashes_in_a_row(row))
+
+
+def crashes_in_words(row: Record, crashes: int, *, one_known: bool = False) -> str:
+    """What *crashes* in a row mean; *one_known*: the attempt that *row* describes has crashed."""
+    ended = {each.ended for each in crashes_in_a_row(row)}
+    if Ended.ABANDONED not in ended:
+        return f"its process died {crashes} times in a row"
+    if not one_known and len(ended) == 1:
+        return f"its lease ended {crashes} times in a row and nothing was heard of its process"
+    return f"its process died, or its lease ended and nothing was heard of it, {crashes} times in a row"
+
+
+def with_attempt(row: Record, latest: PastAttempt | None) -> tuple[PastAttempt, ...]:
+    """The history of *row* with *latest* added, if it is not ``None``."""
+    return (*row.history, latest)[-HISTORY_MAX:] if latest is not None else row.history
+
+
+def timeline(row: Record) -> Sequence[PastAttempt]:
+    """All ended attempts of *row*, the oldest first."""
+    latest = latest_ended(row)
+    return row.history if latest is None else (*row.history, latest)
+
+
+def dump(history: Sequence[PastAttempt]) -> list[list[Any]]:
+    """*history* for a JSON document: a list for each attempt, with times in microseconds."""
+    return [_written(each) for each in history]
+
+
+def load(value: Any) -> tuple[PastAttempt, ...]:
+    """The history that :func:`dump` has written; raises any exception for another value."""
+    if not isinstance(value, list):
+        raise TypeError(f"{type(value).__name__}, not a list")
+    return tuple(map(_read, value))
+
+
+def _attempt(row: Record, ended: Ended, at: int | None) -> PastAttempt:
+    failure = row.failure
+    if failure is None:
+        return PastAttempt(row.started_at, at, ended, row.holder)
+    text = ": ".join(part for part in (failure.type, failure.message) if part)
+    error = text if len(text) <= ERROR_MAX else f"{text[: ERROR_MAX - 1]}…"
+    return PastAttempt(row.started_at, at, ended, row.holder, error, failure.rule)
+
+
+def _written(attempt: PastAttempt) -> list[Any]:
+    runtime = attempt.finished_at - attempt.started_at if attempt.finished_at is not None else None
+    values = [
+        attempt.started_at,
+        runtime,
+        attempt.ended.value,
+        attempt.host,
+        attempt.error,
+        attempt.rule,
+        attempt.owner,
+    ]
+    while values[-1] is None:
+        del values[-1]
+    return values
+
+
+def _read(value: Any) -> PastAttempt:
+    started, runtime, ended, host, error, rule, owner = [*value, None, None, None][:7]
+    if type(started) is not int or not (runtime is None or type(runtime) is int):
+        raise TypeError("not the times of an attempt")
+    if (
+        not isinstance(host, str)
+        or not isinstance(error, str | None)
+        or not isinstance(rule, str | None)
+        or not isinstance(owner, str | None)
+    ):
+        raise TypeError("not the texts of an attempt")
+    finished = started + runtime if runtime is not None else None
+    return PastAttempt(started, finished, Ended(ended), host, error, rule, owner)

@@ -1,0 +1,190 @@
+"""How long a delivery waits before it may run, and the error for a call that does not wait. Pure
+functions of facts.
+"""
+
+from __future__ import annotations
+
+from typing import Final, assert_never
+
+from celery_leases.call import Call
+from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Verdict, Wait
+from celery_leases.errors import CoolingDown
+from celery_leases.failures.actions import Reason
+from celery_leases.record import MAY_HAVE_BEEN_EXECUTED, Ended, Record, State
+from celery_leases.text.cleaning import printable
+from celery_leases.text.durations import in_words
+
+RETRY_GRACE: Final = 1.0
+"""Seconds by which Celery's own retry of a call may arrive before ``retry_at``."""
+SHORTEST_DELAY: Final = 0.05
+"""Seconds of the shortest countdown."""
+FIRST_PUBLISH_RETRY_TIME: Final = 5.0
+LONGEST_PUBLISH_RETRY_TIME: Final = 60.0
+FIRST_COUNTDOWN_UNTIL_FREE: Final = 60.0
+"""Seconds of the first countdown of a call that its worker begins as soon as the key is free."""
+LAPSED_LEASE_WAIT: Final = 15.0
+"""Seconds for which a delivery waits in its process for the holder of an expired lease, which may
+still renew it or write its outcome.
+"""
+
+
+def is_waiting(call_id: str, record: Record) -> bool:
+    """Whether the key itself must still wait before that call may run."""
+    return record.state in (State.PENDING, State.COOLING) and record.waits > early_grace(
+        record, call_id
+    )
+
+
+def early_grace(record: Record, call_id: str) -> float:
+    """Seconds by which a call may run before ``retry_at``.
+
+    Celery publishes a retry before the row is closed, but ``retry_at`` counts from the closing. A
+    call that celery_leases rescheduled is never early.
+    """
+    return RETRY_GRACE if record.call_id == call_id and record.ended is Ended.RETRIED else 0.0
+
+
+def not_due_yet(call: Call, record: Record | None, facts: Facts) -> Verdict:
+    """The verdict on a key that must wait: until its own ``retry_at``, or until the gate of its
+    group no longer blocks. *record* is ``None`` if the key has no record.
+    """
+    # These also hold for a key without a wait of its own, if another key has closed the gate.
+    started = record is not None and record.call_id == call.call_id
+    retrying = record is not None and started and record.resumes and record.ended is Ended.FAILED
+    failure_fence = (
+        record.fence if record is not None and started and record.failure_delivered else None
+    )
+    if record is not None and not is_waiting(call.call_id, record):
+        record = None
+    wait = max(
+        record.waits if record is not None else 0.0,
+        facts.gate.blocked_for if facts.gate is not None else 0.0,
+    )
+    refusal = _cooling_down(call, record, facts, wait)
+    probed = facts.gate is not None and facts.gate.half_open and wait <= facts.gate.probe_for
+    # A call that waits for a probe looks again before the slot ends: the probe may end sooner.
+    delay = min(wait, 2.0 ** min(call.reschedules, 20)) if probed else wait
+    pending = facts.gate is None and record is not None and record.state is State.PENDING
+    event_type = "backoff" if pending else "cooldown"
+    reschedule = Reschedule(
+        countdown(call, delay + spread(facts)),
+        str(refusal),
+        started=started,
+        refusal=refusal,
+        event_type=event_type,
+        retrying=retrying,
+        failure_fence=failure_fence,
+    )
+    if started or call.started or pending:
+        return reschedule
+    key_cools = record is not None and record.state is State.COOLING
+    match call.options.on_cooling or ("raise" if key_cools and not call.canvas else "reschedule"):
+        case "reschedule":
+            return reschedule
+        case "raise":
+            return Raise(refusal)
+        case "ignore":
+            return reschedule if call.canvas else Drop(str(refusal))
+        case _ as never:
+            assert_never(never)
+
+
+def _cooling_down(call: Call, record: Record | None, facts: Facts, wait: float) -> CoolingDown:
+    gate, failure = facts.gate, record.failure if record is not None else None
+    by_gate = gate is not None and (record is None or gate.blocked_for >= record.waits)
+    name = (
+        f"cooldown group {gate.group}" if by_gate and gate is not None else printable(call.key.key)
+    )
+    reason = gate.reason if by_gate and gate is not None else failure.reason if failure else None
+    rule = gate.rule if by_gate and gate is not None else failure.rule if failure else None
+    asked = gate.message if by_gate and gate is not None and reason == Reason.ASKED else None
+    ambiguous = (
+        MAY_HAVE_BEEN_EXECUTED
+        if failure is not None and failure.ambiguous and not by_gate
+        else None
+    )
+    why = "; ".join(part for part in (printable(asked) if asked else reason, ambiguous) if part)
+    why = f" ({why})" if why else ""
+    message = f"Retry available in {in_words(wait)}: {name} is cooling down{why}"
+    of_group = by_gate or (failure is not None and failure.group is not None)
+    scope = "group" if of_group else "key"
+    return CoolingDown(message, call.key.key, facts.wall_time + wait, wait, reason, rule, scope)
+
+
+def after_store_was_emptied(call: Call, record: Record, age: float, rand: float) -> Reschedule:
+    """The verdict on a running row whose lease store lost its leases *age* seconds ago.
+
+    A live holder writes its lease again with its next renewal, so the delivery waits until the ttl
+    of the row is over.
+    """
+    return Reschedule(
+        countdown(call, record.lease_ttl - age + 0.4 * rand), "the lease store was emptied"
+    )
+
+
+def after_lapsed_lease(waited: float, rand: float) -> Reschedule | Wait:
+    """The verdict on a running row whose lease has expired, but which a claim may not take over
+    yet. *waited*: seconds for which the delivery has waited in this process.
+
+    The database may not have answered meanwhile, so the holder gets time to renew its lease or to
+    write its outcome.
+    """
+    if waited < LAPSED_LEASE_WAIT:
+        return Wait(0.2 + 0.3 * rand)
+    return Reschedule(
+        1.0 + rand, "its lease has expired, and its holder may still write the outcome"
+    )
+
+
+def countdown(call: Call, delay: float) -> float:
+    """The countdown of the next message of a call that must wait *delay* seconds."""
+    return max(SHORTEST_DELAY, min(delay, call.longest_countdown))
+
+
+def countdown_until_free(call: Call, facts: Facts) -> float:
+    """The countdown of a call that its worker begins as soon as the key is free.
+
+    It only matters if that worker does not begin the call. It doubles with each reschedule, and is
+    spread so that calls of one key do not run at the same time.
+    """
+    return (
+        FIRST_COUNTDOWN_UNTIL_FREE * 2.0 ** min(call.reschedules, 20) * (0.75 + 0.25 * facts.rand)
+    )
+
+
+def publish_retry_time(returns: int, limit: int | None, longest: float) -> float:
+    """Seconds for which a copy that the broker does not accept is published again, before its
+    delivery is returned to the broker.
+
+    *returns*: how often it was returned before. *limit*: how many deliveries the queue allows, if
+    it has a limit; each return uses one. The last two deliveries are kept for *longest* seconds.
+    """
+    if limit is not None and returns >= limit - 1:
+        return longest
+    return min(
+        FIRST_PUBLISH_RETRY_TIME * 2.0 ** min(returns, 10), LONGEST_PUBLISH_RETRY_TIME, longest
+    )
+
+
+def may_be_returned(returns: int, limit: int | None) -> bool:
+    """Whether the broker delivers a message again that was returned *returns* times. Above the
+    queue's *limit* the broker discards it.
+    """
+    return limit is None or returns < limit
+
+
+def publish_retry_pause(tries: int) -> float:
+    """Seconds to wait before a copy is published again."""
+    return float(min(15.0, 2.0 ** min(tries, 10)))
+
+
+def jitter(facts: Facts) -> float:
+    """Seconds to add to a wait for one key, so that its calls do not run at the same time."""
+    return 0.1 + 0.4 * facts.rand
+
+
+def spread(facts: Facts) -> float:
+    """Seconds to add to a wait that ends at a fixed time: more for a gate, for which all keys of a
+    group wait.
+    """
+    return jitter(facts) if facts.gate is None else 0.1 + 1.9 * facts.rand

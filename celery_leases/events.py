@@ -1,0 +1,213 @@
+"""Events of a leased call, as frozen values for signals, logs and metrics. Times are seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self, TypedDict
+
+from celery_leases.record import Ended, Failure, Outcome, Record, State
+
+
+class Subject(TypedDict):
+    """The call that an event is about."""
+
+    task: str
+    key: str
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened to a key; ``call_id`` is Celery's task id."""
+
+    task: str
+    key: str
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseAcquired(Event):
+    """An attempt begins."""
+
+    fence: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseHeldElsewhere(Event):
+    """The key is held by another attempt: of the same call (``same_call``) or of another."""
+
+    holder: str
+    holder_call_id: str
+    remaining: float
+    same_call: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRescheduled(Event):
+    """A fresh message of the call was published, which is due in ``delay`` seconds; or
+    (``confirmed=False``) the delivery was returned to the broker.
+    """
+
+    delay: float
+    reason: str
+    confirmed: bool = True
+    #: A store did not answer, or cannot be used.
+    unavailable: bool = False
+    #: It was rescheduled before for the same cause, and has waited since; its log line is DEBUG.
+    still: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallDropped(Event):
+    """The delivery was superfluous and ended without a run."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultReplayed(Event):
+    """The delivery got the saved result of ``first_call_id``."""
+
+    first_call_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRefused(Event):
+    """The delivery got an error instead of a run."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRenewed(Event):
+    """A renewal succeeded, for ``remaining`` seconds.
+
+    ``reasserted``: the store had lost the lease, and the renewal wrote it again. ``late``: how many
+    seconds after it was due the renewal was sent; ``None`` if it was not due.
+    """
+
+    remaining: float
+    reasserted: bool = False
+    late: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewalFailed(Event):
+    """A renewal failed and will be retried; the lease expires in ``remaining`` seconds."""
+
+    error: str
+    remaining: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseGone(Event):
+    """The lease is lost: another owner took it, it was not renewed in time, the store lost it, or
+    it was held too long.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomeRefused(Event):
+    """The outcome of an attempt was refused: a later attempt owns the key (now in ``state``), or
+    the row was deleted (``None``).
+
+    ``was_suspected``: the attempt counted as a suspected crash, and does not count any more.
+    """
+
+    fence: int
+    state: str | None
+    was_suspected: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptSettled(Event):
+    """An attempt was closed: ``ended`` says how, ``state`` is the state of the key afterwards.
+
+    ``runtime`` is the run time of the body, ``held`` the time for which the attempt held the key.
+    ``retry_after``: how long the key must wait now. ``repeated``: the key was done before in the
+    same generation, and its body has run again.
+    """
+
+    state: str
+    ended: str
+    attempt: int
+    runtime: float
+    failure: Failure | None = None
+    reason: str | None = None
+    retry_after: float | None = None
+    fence: int = 0
+    held: float = 0.0
+    repeated: bool = False
+
+    @classmethod
+    def by(
+        cls, subject: Subject, record: Record, outcome: Outcome, runtime: float, held: float
+    ) -> Self:
+        """The event for *outcome* of the attempt on *record*; *runtime* and *held* are seconds."""
+        previous = record.previous
+        return cls(
+            **subject,
+            state=outcome.state.value,
+            ended=outcome.ended.value,
+            attempt=outcome.attempt,
+            runtime=runtime,
+            failure=outcome.failure,
+            reason=outcome.reason,
+            retry_after=outcome.retry_after,
+            fence=record.fence,
+            held=held,
+            repeated=outcome.state is State.DONE
+            and previous is not None
+            and previous.ended is Ended.RETURNED,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateClosed(Event):
+    """A failure closed the gate of a cooldown group, which is closed for ``closed_for`` seconds
+    now.
+    """
+
+    group: str
+    closed_for: float
+    trips: int
+    reason: str
+    rule: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateOpened(Event):
+    """A probe opened the gate of its cooldown group."""
+
+    group: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrashSeen(Event):
+    """The process of an attempt died without reporting an outcome, as its worker has seen: the
+    crash number ``crashes`` in a row.
+    """
+
+    crashes: int
+    host: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptAbandoned(Event):
+    """The lease of the previous attempt ended, nothing was heard of it, and this attempt has taken
+    over its key: a suspected crash, the number ``crashes`` in a row.
+    """
+
+    crashes: int
+    host: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionStands(Event):
+    """The body committed its done record by ``complete()``, and then ended with ``error``."""
+
+    fence: int
+    error: str

@@ -1,0 +1,1 @@
+"""The state of cooldown groups, and the rules by which they are closed and opened."""

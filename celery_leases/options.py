@@ -1,0 +1,375 @@
+"""The options of one leased task: gathered and validated once, and frozen."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast, get_args
+
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.failures.cooldown_policies import CooldownPolicy
+from celery_leases.text.durations import seconds
+
+if TYPE_CHECKING:  # a process that only publishes needs no rules
+    from celery_leases.failures.classifier import Rules
+
+DATABASE: Final = "database"
+"""The value of ``leases_url`` for leases in the records' own database."""
+LONGEST_COUNTDOWN: Final = 600.0
+"""Seconds of the longest countdown with which a call is rescheduled."""
+DEFAULT_TTL: Final = 15.0
+"""Seconds of ``lease_ttl`` by default."""
+DAY: Final = 86_400.0
+MINIMUM_TTL: Final = 1.0
+ADVISED_TTL: Final = 10.0
+LONGEST_NAMESPACE: Final = 150
+
+OnLost = Literal["interrupt", "flag", "kill"]
+OnHeld = Literal["reschedule", "ignore", "raise"]
+OnDone = Literal["replay", "ignore", "raise", "rerun"]
+OnQueued = Literal["return", "raise"]
+_Cooling = Literal["raise", "reschedule", "ignore"]
+OnCooling = _Cooling | None
+Resume = Literal["transient", "always", "never"]
+TenantMaker = Callable[[Mapping[str, Any]], Any] | None
+KeyMaker = str | Callable[..., str] | None
+FingerprintMaker = Callable[..., Any] | tuple[str, ...] | Literal[False] | None
+
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "on_lost": get_args(OnLost),
+    "on_held": get_args(OnHeld),
+    "on_done": get_args(OnDone),
+    "on_cooling": get_args(_Cooling),
+    "resume": get_args(Resume),
+    "on_queued": get_args(OnQueued),
+}
+APP_ONLY: Final = frozenset({"result_max", "settle_timeout"})
+"""Settings of the whole app that a task cannot set."""
+_SECONDS: Final = ("ttl", "max_hold", "wait", "retention", "settle_timeout")
+_FLAGS: Final = ("renew", "allow_loss", "idempotent", "store_arguments", "queue_once")
+_PREFIX: Final = re.compile("^leases?_?")
+_COUNTS: Final[Mapping[str, int]] = {
+    "max_crashes": 1,
+    "result_max": 1,
+    "max_retries": 0,
+    "max_failures": 1,
+}
+
+
+@dataclass(frozen=True)
+class LeaseOptions:
+    """The ``lease_*`` options of one task, with the app's ``leases_*`` settings as defaults. Times
+    are seconds, sizes bytes.
+    """
+
+    key: KeyMaker = None
+    #: The namespace of the key in the stores; ``None``: the name of the task.
+    namespace: str | None = None
+    fingerprint: FingerprintMaker = None
+    #: The tenant of a call, as a function of the headers of its message; it begins the key.
+    tenant: TenantMaker = None
+    ttl: float = DEFAULT_TTL
+    renew: bool = True
+    max_hold: float = DAY
+    on_lost: OnLost = "interrupt"
+    on_held: OnHeld = "reschedule"
+    #: How long a call waits in its process for a held key before ``on_held`` applies.
+    wait: float = 0.0
+    on_done: OnDone = "replay"
+    #: ``None``: ``"raise"`` for a key that cools down itself, unless the delivery carries chain,
+    #: chord, group or link; otherwise ``"reschedule"``.
+    on_cooling: OnCooling = None
+    resume: Resume = "transient"
+    cooldown: CooldownPolicy = field(default_factory=CooldownPolicy)
+    cooldown_group: KeyMaker = None
+    #: The rules that classify failures; ``None``: the default rules. Read :attr:`classifier`.
+    rules: Rules | None = None
+    idempotent: bool = False
+    max_retries: int = 5
+    max_failures: int = 10
+    max_crashes: int = 3
+    retention: float = 7 * DAY
+    result_max: int = 256 * 1024
+    settle_timeout: float = 60.0
+    store_arguments: bool = False
+    #: Publishing a call also writes its record; a call of a key that is queued, runs, cools down or
+    #: has ended is not published. Read :attr:`queues_once`.
+    queue_once: bool = False
+    on_queued: OnQueued = "return"
+    allow_loss: bool = False
+
+    @cached_property
+    def classifier(self) -> Rules:
+        """The rules that classify failures of the task."""
+        from celery_leases.failures.classifier import Rules
+
+        return Rules.default() if self.rules is None else self.rules
+
+    @cached_property
+    def compares(self) -> bool:
+        """Whether all calls of a key must have the same fingerprint."""
+        return self.key is not None and self.fingerprint is not False and not self.rerun
+
+    @cached_property
+    def queues_once(self) -> bool:
+        """Whether publishing a call writes its record, as ``queue_once`` says; never without
+        ``lease_key``.
+        """
+        return self.queue_once and self.key is not None
+
+    @cached_property
+    def rerun(self) -> bool:
+        """Whether each call of a key runs, one after the other (``lease_on_done="rerun"``)."""
+        return self.on_done == "rerun"
+
+
+_DEFAULTS: Final = LeaseOptions()
+OPTION_NAMES: Final = tuple(field.name for field in fields(LeaseOptions))
+
+
+def gather(
+    task: str,
+    given: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    parameters: Sequence[str] | None,
+) -> LeaseOptions:
+    """The options of *task* from its attributes (*given*) and the app's *defaults*.
+
+    An attribute whose name does not begin with ``lease_`` has its whole name in *given*.
+    *parameters* are the names of the body's parameters; ``None``: it accepts any keyword. Raises
+    :class:`LeaseConfigurationError` for a wrong value, an unknown name, or options that contradict
+    each other.
+    """
+    for name in given:
+        if name not in OPTION_NAMES:
+            raise LeaseConfigurationError(_unknown(task, name))
+        if name in APP_ONLY:
+            raise LeaseConfigurationError(
+                f"task {task}: lease_{name} is no option of a task; write app.conf.leases_{name}={given[name]!r}"
+            )
+    chosen = {name: _checked(_default_named(name), name, value) for name, value in defaults.items()}
+    chosen |= {name: _checked(_named(task, name), name, value) for name, value in given.items()}
+    options = LeaseOptions(**chosen)
+    _check_together(task, options, given.keys(), parameters)
+    return options
+
+
+def _unknown(task: str, name: str) -> str:
+    known = [option for option in OPTION_NAMES if option not in APP_ONLY]
+    written = name if name.startswith("lease") else f"lease_{name}"
+    return f"task {task}: unknown option {written}; {hint_of('lease_', written, known)}"
+
+
+def hint_of(prefix: str, written: str, known: Sequence[str]) -> str:
+    """What to write instead of the unknown name *written*: the name among the *known* ones that is
+    similar to it, or all of them.
+    """
+    bare = _PREFIX.sub("", written)
+    near = difflib.get_close_matches(bare, known, n=1)
+    if near:
+        return f"did you mean {prefix}{near[0]}?"
+    return "known are " + ", ".join(f"{prefix}{name}" for name in known)
+
+
+def _named(task: str, name: str) -> str:
+    return f"task {task}: lease_{name}"
+
+
+def _default_named(name: str) -> str:
+    if name in ("key", "namespace") or name not in OPTION_NAMES:
+        raise LeaseConfigurationError(
+            f"app.conf: leases_{name} is no default of the task options; leave it out"
+        )
+    return f"app.conf: leases_{name}"
+
+
+def _wrong(option: str, value: object, write: str) -> LeaseConfigurationError:
+    return LeaseConfigurationError(f"{option}={value!r} is not usable; write {write}")
+
+
+def _checked(option: str, name: str, value: Any) -> Any:
+    if name in _CHOICES:
+        if value not in _CHOICES[name]:
+            raise _wrong(option, value, " or ".join(map(repr, _CHOICES[name])))
+        return value
+    if name in _SECONDS:
+        return _seconds(option, name, value)
+    if name in _FLAGS:
+        if not isinstance(value, bool):
+            raise _wrong(option, value, "True or False")
+        return value
+    if name in _COUNTS:
+        if isinstance(value, bool) or not isinstance(value, int) or value < _COUNTS[name]:
+            raise _wrong(option, value, f"a whole number of at least {_COUNTS[name]}")
+        return value
+    return _CHECKS[name](option, value)
+
+
+def _seconds(option: str, name: str, value: Any) -> float:
+    span = seconds(value, option)
+    if name == "ttl" and span < MINIMUM_TTL:
+        raise _wrong(
+            option,
+            value,
+            f"at least {MINIMUM_TTL:.0f} (seconds); {ADVISED_TTL:.0f} or more is advised",
+        )
+    return span
+
+
+def _fingerprint(option: str, value: Any) -> FingerprintMaker:
+    if value is None or value is False or callable(value):
+        return cast(FingerprintMaker, value)
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        return tuple(value)
+    raise _wrong(option, value, "a list of argument names, a callable of the arguments, or False")
+
+
+def _namespace(option: str, value: Any) -> str | None:
+    usable = isinstance(value, str) and value.strip() and value.isprintable() and "|" not in value
+    if value is not None and not (usable and len(value) <= LONGEST_NAMESPACE):
+        raise _wrong(
+            option,
+            value,
+            f'a name of at most {LONGEST_NAMESPACE} characters without "|", such as "billing.send"',
+        )
+    return cast("str | None", value)
+
+
+def _maker(option: str, value: Any) -> KeyMaker:
+    if value is None or (isinstance(value, str) and value) or callable(value):
+        return cast(KeyMaker, value)
+    example = "openai:{model}" if option.endswith("group") else "invoice:{customer_id}"
+    raise _wrong(option, value, f'a template such as "{example}", or a callable of the arguments')
+
+
+def _tenant(option: str, value: Any) -> TenantMaker:
+    if value is None or callable(value):
+        return cast(TenantMaker, value)
+    raise _wrong(
+        option,
+        value,
+        'a function of the message headers, such as lambda headers: headers["tenant"]',
+    )
+
+
+def _rules(option: str, value: Any) -> Rules:
+    from celery_leases.failures.classifier import Rules
+
+    if isinstance(value, Rules):
+        return value
+    raise _wrong(option, value, "Rules.default().on(...), or Rules() for your own rules alone")
+
+
+def _policy(option: str, value: Any) -> CooldownPolicy:
+    return CooldownPolicy.of(value, option)
+
+
+_CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
+    "key": _maker,
+    "namespace": _namespace,
+    "fingerprint": _fingerprint,
+    "tenant": _tenant,
+    "cooldown": _policy,
+    "cooldown_group": _maker,
+    "rules": _rules,
+}
+
+
+def _check_together(
+    task: str, options: LeaseOptions, given: AbstractSet[str], parameters: Sequence[str] | None
+) -> None:
+    def refuse(name: str, why: str) -> NoReturn:
+        value = getattr(options, name)
+        raise LeaseConfigurationError(f"{_named(task, name)}={value!r} {why}")
+
+    if options.key is None:
+        for name in ("namespace", "fingerprint", "on_held", "wait"):
+            if name in given and getattr(options, name) != getattr(_DEFAULTS, name):
+                refuse(
+                    name,
+                    "needs a lease_key: without one, only copies of one call share a key; add lease_key",
+                )
+        if "queue_once" in given and options.queue_once:
+            refuse(
+                "queue_once",
+                "needs a lease_key: without one, each call has a key of its own; add lease_key",
+            )
+        if "on_done" in given and options.on_done in ("ignore", "raise"):
+            refuse(
+                "on_done",
+                "needs a lease_key: without one, another call cannot have finished the work; add lease_key",
+            )
+    if options.rerun and options.fingerprint is not None and "fingerprint" in given:
+        refuse(
+            "fingerprint", 'is never compared under lease_on_done="rerun"; leave one of them out'
+        )
+    if "on_queued" in given and not options.queue_once:
+        refuse("on_queued", "does nothing without lease_queue_once=True; add that, or leave it out")
+    if options.max_hold < options.ttl and "max_hold" in given:
+        refuse(
+            "max_hold",
+            f"is below lease_ttl={options.ttl:g}; raise lease_max_hold or shorten lease_ttl",
+        )
+    _check_templates(task, options, given, parameters)
+    if isinstance(options.fingerprint, tuple) and parameters is not None and "fingerprint" in given:
+        for name in sorted(set(options.fingerprint) - set(parameters)):
+            refuse(
+                "fingerprint",
+                f"names {name!r}, which is not a parameter of the task; name its parameters",
+            )
+
+
+def _check_templates(
+    task: str, options: LeaseOptions, given: AbstractSet[str], parameters: Sequence[str] | None
+) -> None:
+    for name in ("key", "cooldown_group"):
+        if isinstance(template := getattr(options, name), str):
+            option = (
+                _named(task, name) if name in given else f"{_default_named(name)} (for task {task})"
+            )
+            _check_template(option, template, parameters)
+            if name in given and parameters and "{" not in template:
+                _check_constant(option, template, parameters)
+
+
+def _check_constant(option: str, template: str, parameters: Sequence[str]) -> None:
+    """Refuse a text without braces that has the name of a parameter: it would be the same for all
+    arguments.
+    """
+    words = re.compile(rf"\b({'|'.join(map(re.escape, parameters))})\b")
+    braced = words.sub(r"{\1}", template)
+    if braced != template:
+        raise _wrong(
+            option,
+            template,
+            f'"{braced}", because without braces it is the same for all arguments',
+        )
+
+
+def _check_template(option: str, template: str, parameters: Sequence[str] | None) -> None:
+    try:
+        fields_found = [part for part in string.Formatter().parse(template) if part[1] is not None]
+    except ValueError as error:
+        raise _wrong(option, template, f"a template with balanced braces ({error})") from None
+    for _, name, _, conversion in fields_found:
+        if conversion not in (None, "r", "s", "a"):
+            raise _wrong(
+                option,
+                template,
+                f"no conversion, or one of !r, !s, !a; not {conversion!r}",
+            )
+        root = (name or "").split(".")[0].split("[")[0]
+        if not root or root.isdigit():
+            raise _wrong(option, template, "the names of parameters in the braces, not positions")
+        if parameters is not None and root not in parameters:
+            known = ", ".join(parameters) or "none"
+            raise _wrong(
+                option,
+                template,
+                f"names of the task's parameters ({known}), not {root!r}",
+            )
