@@ -2,8 +2,6 @@
 reports nothing.
 """
 
-# ruff: noqa: D103 - the names describe the behaviour; a docstring is added where a name is not enough
-
 from __future__ import annotations
 
 import json

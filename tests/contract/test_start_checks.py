@@ -2,8 +2,6 @@
 that evicts keys.
 """
 
-# ruff: noqa: D103 - names state the behaviour
-
 from __future__ import annotations
 
 import logging

@@ -35,7 +35,6 @@ def test_a_retry_is_soon_and_grows_to_five_minutes() -> None:
 
 
 def test_a_cooldown_follows_the_policy_of_the_task_or_its_own() -> None:
-    """With a delay it doubles up to six hours."""
     assert cooldown() == Ruling("cooldown")
     assert cooldown(scope="group", ambiguous=True, operator=True) == Ruling(
         "cooldown", scope="group", ambiguous=True, operator=True
@@ -46,7 +45,6 @@ def test_a_cooldown_follows_the_policy_of_the_task_or_its_own() -> None:
 
 
 def test_a_permanent_failure_may_call_an_operator() -> None:
-    """It has no wait."""
     assert (permanent(), permanent(operator=True)) == (
         Ruling("permanent"),
         Ruling("permanent", operator=True),
@@ -54,7 +52,6 @@ def test_a_permanent_failure_may_call_an_operator() -> None:
 
 
 def test_an_exact_retry_neither_grows_nor_jitters_nor_uses_a_server_delay() -> None:
-    """``exactly`` seven seconds are seven seconds."""
     ruling = retry_exactly("7s")
     assert ruling.policy is not None
     assert [ruling.policy.delay(n, rand) for n, rand in ((1, 0.0), (5, 0.9))] == [7.0, 7.0]
@@ -93,20 +90,17 @@ WRONG: list[tuple[Any, dict[str, Any]]] = [
     ("word", "options"), WRONG, ids=lambda value: getattr(value, "__name__", str(value))
 )
 def test_a_wrong_value_is_refused_where_it_is_written(word: Any, options: dict[str, Any]) -> None:
-    """Long before a task fails."""
     with pytest.raises(LeaseConfigurationError):
         word(**options)
 
 
 def test_rulings_are_plain_values() -> None:
-    """They compare, hash and pickle."""
     ruling = retry(then=cooldown("1m", scope="group"))
     assert pickle.loads(pickle.dumps(ruling)) == ruling  # noqa: S301 - our own bytes
     assert len({ruling, retry(then=cooldown(60, scope="group")), retry()}) == 2
 
 
 def test_reasons_are_their_stable_codes() -> None:
-    """Programs compare them as text."""
     assert (
         str(Reason.RATE_LIMITED)
         == f"{Reason.RATE_LIMITED}"

@@ -54,8 +54,6 @@ def urls(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_it_reads_what_a_client_reads(urls: tuple[str, str]) -> None:
-    """On stores of its own, which it closes."""
-
     async def ask() -> LeaseStatus:
         async with AsyncLeaseClient.from_urls(*urls) as client:
             return await client.status(KEY, task="shop.order")
@@ -65,7 +63,6 @@ def test_it_reads_what_a_client_reads(urls: tuple[str, str]) -> None:
 
 
 def test_the_loop_goes_on_while_a_store_does_not_answer() -> None:
-    """A read that waits for its store does not block other reads."""
     answered, turns = threading.Event(), []
 
     class Silent:
@@ -87,7 +84,6 @@ def test_the_loop_goes_on_while_a_store_does_not_answer() -> None:
 
 
 def test_each_change_is_yielded_once_and_the_last_one_is_the_end_of_the_work() -> None:
-    """An unchanged status is not yielded again, even if its times have changed."""
     running = a_status("running", attempt=1, fence=1)
     cooling = a_status("cooling", attempt=1, fence=1, retry_after=9.0)
     client = Scripted(
@@ -117,7 +113,6 @@ def test_each_change_is_yielded_once_and_the_last_one_is_the_end_of_the_work() -
 
 
 def test_a_key_that_does_not_change_is_looked_at_more_and_more_rarely() -> None:
-    """0.1 s, 0.2 s, … up to the slowest."""
     client, slept = Scripted(a_status("running")), []
 
     async def sleep(span: float) -> None:
@@ -141,8 +136,6 @@ def test_a_key_that_does_not_change_is_looked_at_more_and_more_rarely() -> None:
 
 
 def test_waiting_for_a_state_ends_with_it_and_by_default_with_the_work() -> None:
-    """Each of the states that no worker changes."""
-
     async def wait(client: Any, *states: str) -> str:
         async with on(client) as reads:
             return (await reads.wait_for(KEY, *states, timeout=LONG)).state
@@ -158,8 +151,6 @@ def test_waiting_for_a_state_ends_with_it_and_by_default_with_the_work() -> None
 
 
 def test_a_timeout_while_waiting_names_the_state_of_the_key() -> None:
-    """A timeout of the caller's own is passed on."""
-
     async def wait(span: Any) -> None:
         async with on(Scripted(a_status("running"))) as reads:
             await reads.wait_for(KEY, timeout=span)
@@ -190,8 +181,6 @@ def test_a_state_that_does_not_exist_is_refused() -> None:
 
 
 def test_a_store_that_does_not_answer_raises_in_the_waiting_caller() -> None:
-    """Not swallowed."""
-
     async def wait() -> None:
         async with on(Scripted(a_status("running"), StoreUnavailable("away", False))) as reads:
             await reads.wait_for(KEY, timeout=LONG)
@@ -201,7 +190,6 @@ def test_a_store_that_does_not_answer_raises_in_the_waiting_caller() -> None:
 
 
 def test_a_read_whose_caller_was_cancelled_ends_by_itself() -> None:
-    """Who is cancelled is free at once, and closing waits for the thread."""
     began, answered = threading.Event(), threading.Event()
 
     class Slow:
@@ -225,7 +213,6 @@ def test_a_read_whose_caller_was_cancelled_ends_by_itself() -> None:
 
 
 def test_as_many_reads_go_on_at_once_as_there_are_threads() -> None:
-    """And no more: the others wait for their turn."""
     client = Scripted(a_status("done"))
 
     async def many() -> None:
@@ -252,7 +239,6 @@ def test_a_version_changes_with_what_a_client_sees() -> None:
 
 
 def test_the_stores_of_an_app_are_those_that_its_settings_name_when_it_is_asked() -> None:
-    """Settings may change after the import of a web app."""
     first, second = Scripted(a_status("running")), Scripted(a_status("done"))
     clients: list[Any] = [first, second]
 
@@ -290,7 +276,6 @@ os._exit(0)
 
 
 def test_it_needs_neither_celery_nor_a_framework() -> None:
-    """As docs/fastapi.md says."""
     script = """
 import sys
 import celery_leases.web.async_client, celery_leases.web.http

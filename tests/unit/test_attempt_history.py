@@ -1,7 +1,5 @@
 """The history of a record: what each attempt writes, and what its status shows."""
 
-# ruff: noqa: D103 - names state the behaviour; a docstring follows where the name is not enough
-
 from __future__ import annotations
 
 import json
@@ -55,7 +53,6 @@ def told(row: Record) -> list[tuple[str, float | None, str]]:
 
 
 def test_a_first_success_writes_no_history() -> None:
-    """Its outcome does not change the document of the claim; it has its own columns."""
     row = claim(None, 0)
     outcome = settlement.after_run(a_call(call_id=OURS), row, Returned(1, "1"))
     assert "new_details" not in settle_parameters(row, outcome)
@@ -112,7 +109,6 @@ def test_a_claim_that_is_given_back_unrun_is_no_attempt() -> None:
 
 
 def test_what_an_operator_does_is_no_attempt() -> None:
-    """Release ends the running attempt, forget deletes all, and the others do not change them."""
     running = replace(claim(None, 0), now=NOW + 5 * SECOND)
     assert told(reset(running, keep=True)) == [("released", 5.0, "vm/1")]
     failed = replace(fail(running, 2), now=NOW + 5 * SECOND)
@@ -141,7 +137,6 @@ def test_a_history_is_the_same_after_it_was_written_and_read() -> None:
 
 @pytest.mark.parametrize("damage", ["past", "trace", "unrun"])
 def test_a_history_that_cannot_be_read_is_left_out(damage: str) -> None:
-    """It decides nothing: the claim goes on."""
     row = replace(
         fail(claim(None, 0), 2, "  File x"),
         unrun=True,
@@ -155,9 +150,6 @@ def test_a_history_that_cannot_be_read_is_left_out(damage: str) -> None:
 
 
 def test_the_status_of_an_eager_task_has_its_attempts(tmp_path: object) -> None:
-    """Through the stores: runtimes, errors without secrets, and the traceback of the last
-    failure.
-    """
     app = Celery("history", broker="memory://", set_as_current=False)
     app.conf.update(
         leases_url="database",

@@ -96,7 +96,6 @@ def test_a_board_without_an_authoriser_is_not_made(shop: Shop) -> None:
 
 
 def test_a_user_whom_the_authoriser_refuses_sees_and_changes_nothing(shop: Shop) -> None:
-    """Not even static files. If the authoriser raises, the request is refused."""
     shop.put("order:1", State.FAILED)
     visitor = Visitor(board_of(shop))
     for path in (*PAGES, "/static/board.css", "/nowhere"):
@@ -134,7 +133,6 @@ def test_a_reader_has_no_buttons_and_is_refused(shop: Shop) -> None:
 
 
 def test_a_password_is_asked_for(shop: Shop, tmp_path: Path) -> None:
-    """Without one, or with a wrong one, the answer is 401. The file must be private."""
     path = tmp_path / "passwords"
     path.write_text("ann:correct horse battery\n\nbob:another long one\n")
     path.chmod(0o644)
@@ -181,9 +179,6 @@ def test_no_action_is_a_get(ann: Visitor) -> None:
 
 
 def test_a_form_of_another_origin_is_refused(shop: Shop) -> None:
-    """Its ``Origin`` header and its token are checked. The form is accepted behind a proxy that
-    terminates TLS, and from an origin that the board was given.
-    """
     shop.put("order:1", State.FAILED)
     visitor = Visitor(board_of(shop, origins=["https://ops.example.com"]))
     act = {"action": "retry", "seen": box(shop, "order:1"), "confirmed": "yes"}
@@ -221,7 +216,6 @@ def test_an_unknown_host_name_is_refused(shop: Shop) -> None:
 
 
 def test_pages_have_a_strict_content_security_policy(shop: Shop, ann: Visitor) -> None:
-    """Pages have no inline scripts, styles or handlers, and all have the security headers."""
     shop.put("order:1", State.FAILED)
     for path in (*PAGES, f"/key?stored=t:{TASK}|order:1", "/nowhere"):
         found = ann.http.get(path)
@@ -312,7 +306,6 @@ def test_a_form_that_cannot_be_read_is_400_and_changes_nothing(shop: Shop, ann: 
 
 
 def test_other_content_types_and_large_forms_are_refused(ann: Visitor) -> None:
-    """A large form is refused before all of it was read."""
     sent = {"Origin": ann.origin, "Content-Type": "application/json"}
     assert ann.http.post("/keys/act", content="{}", headers=sent).status_code == 415
     assert ann.posts("/keys/act", {"action": "x" * 5_000_000}).status_code == 413
@@ -347,7 +340,6 @@ def test_the_overview_shows_what_needs_attention_first(shop: Shop, ann: Visitor)
 def test_keys_are_filtered_and_paged_without_a_count(
     shop: Shop, ann: Visitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first page does not read every record."""
     for number in range(60):
         shop.put(f"order:{number:02}", State.FAILED if number % 2 else State.DONE)
     for name in ("how_many", "stats", "matching", "run_times"):
@@ -365,7 +357,6 @@ def test_keys_are_filtered_and_paged_without_a_count(
 
 
 def test_the_page_of_a_key_shows_everything_but_secrets(shop: Shop, ann: Visitor) -> None:
-    """Status, attempts, error and arguments, with all markup escaped."""
     shop.put("<b>&1", State.FAILED)
     message = (
         f'{{"args": [1], "kwargs": {{"password": "{SECRET}", "to": "ann<i>"}}, "options": {{}}}}'
@@ -386,7 +377,6 @@ def test_the_page_of_a_key_shows_everything_but_secrets(shop: Shop, ann: Visitor
 def test_the_page_of_a_key_shows_effects_progress_and_result(
     shop: Shop, ann: Visitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a running attempt, in a group that is closed."""
     shop.put("order:1")
     now = datetime.now(UTC)
     effects = (
@@ -411,7 +401,6 @@ def test_the_page_of_a_key_shows_effects_progress_and_result(
 
 
 def test_a_result_that_html_cannot_contain_is_escaped(shop: Shop, ann: Visitor) -> None:
-    """Half a surrogate pair, and bidirectional control characters."""
     shop.put("order:1", result='{"half": "\\ud800", "turned": "\\u202e"}')
     page = words(ann.sees(f"/key?stored=t:{TASK}|order:1"))
     assert r'"half": "\ud800"' in page
@@ -431,7 +420,6 @@ def test_run_times_are_drawn_with_ttl_and_limit(shop: Shop, ann: Visitor) -> Non
 
 
 def test_the_board_stays_readable_without_the_lease_store(apps: None, tmp_path: Path) -> None:
-    """Each incomplete page says so, and an action says why nothing was changed."""
     shop = Shop(sqlite(tmp_path), f"redis://127.0.0.1:{free_port()}/0")
     shop.put("order:1", State.FAILED)
     shop.put("order:2", State.RUNNING)
@@ -448,7 +436,6 @@ def test_the_board_stays_readable_without_the_lease_store(apps: None, tmp_path: 
 
 
 def test_the_board_says_that_the_records_do_not_answer(apps: None, tmp_path: Path) -> None:
-    """The answer is 503 with the reason, without the password in the URL."""
     shop = Shop(f"postgresql+psycopg://ann:{SECRET}@127.0.0.1:{free_port()}/nothing")
     for path in ("/", "/keys", "/runtimes"):
         found = Visitor(board_of(shop)).sees(path, 503)
@@ -480,9 +467,6 @@ def test_an_unexpected_error_is_not_shown(
 def test_selected_keys_are_changed_only_if_they_are_as_the_page_showed_them(
     shop: Shop, ann: Visitor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A key that changes after the list or after the confirmation page stays unchanged. The log has
-    the operator, the action and the keys.
-    """
     caplog.set_level(logging.INFO, "celery_leases.ops.board")
     for number in range(4):
         shop.put(f"order:{number}", State.FAILED)
@@ -518,7 +502,6 @@ def test_selected_keys_are_changed_only_if_they_are_as_the_page_showed_them(
 def test_a_retry_offers_what_can_be_published_and_says_what_was_done(
     shop: Shop, ann: Visitor
 ) -> None:
-    """A key without a stored message is not published: its task must be called again."""
     for number in range(3):
         shop.put(f"order:{number}", State.FAILED)
     shop.sql(
@@ -542,7 +525,6 @@ def test_a_retry_offers_what_can_be_published_and_says_what_was_done(
 
 
 def test_keys_with_blanks_and_line_breaks_are_found_and_changed(shop: Shop, ann: Visitor) -> None:
-    """A browser sends each line break in a form as CR and LF."""
     keys = ("order:1", "order:1 ", "order:1\n2", "order:1\r2", "order:%0A|é")
     for key in keys:
         shop.put(key, State.FAILED)
@@ -557,7 +539,6 @@ def test_keys_with_blanks_and_line_breaks_are_found_and_changed(shop: Shop, ann:
 
 
 def test_a_filter_selects_the_keys_as_of_the_confirmation_page(shop: Shop, ann: Visitor) -> None:
-    """Keys that match or change later stay unchanged."""
     for number in range(3):
         shop.put(f"order:{number}", State.FAILED)
     shop.put("order:9")
@@ -581,7 +562,6 @@ def test_a_filter_selects_the_keys_as_of_the_confirmation_page(shop: Shop, ann: 
 
 
 def test_an_uncertain_key_is_resolved(shop: Shop, ann: Visitor) -> None:
-    """The result must be JSON."""
     shop.put("order:1", State.UNCERTAIN)
     fields = [("action", "resolve_done"), ("seen", box(shop, "order:1"))]
     given, _ = ann.confirms("/keys/confirm", fields)
@@ -597,7 +577,6 @@ def test_an_uncertain_key_is_resolved(shop: Shop, ann: Visitor) -> None:
 def test_a_key_that_changes_just_before_it_is_resolved_stays_unchanged(
     shop: Shop, ann: Visitor, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
-    """A later attempt became uncertain; it is not resolved by the older answer."""
     shop.put("order:1", State.UNCERTAIN)
     given, _ = ann.confirms("/keys/confirm", [("action", action), ("seen", box(shop, "order:1"))])
     look, came = LeaseClient._read, []
@@ -636,7 +615,6 @@ def test_groups_are_closed_and_opened(shop: Shop, ann: Visitor) -> None:
 
 
 def test_closings_are_drawn_on_one_axis_that_ends_now() -> None:
-    """710 units are 710 s. A bar ends when the gate opened, when its time was over, or now."""
     now = datetime(2026, 4, 1, 12, tzinfo=UTC)
 
     def closing(ago: float, lasts: float, opened: float | None = None) -> ClosingStatus:
@@ -682,7 +660,6 @@ def test_old_records_are_counted_and_then_deleted(shop: Shop, ann: Visitor) -> N
 
 
 def test_it_is_mounted_in_fastapi(shop: Shop) -> None:
-    """Links, forms, files and the cookie use the path of the mount."""
     shop.put("order:1", State.FAILED)
     site = FastAPI()
     site.mount("/ops/leases", board_of(shop))
@@ -703,7 +680,6 @@ def test_it_is_mounted_in_fastapi(shop: Shop) -> None:
 
 
 def test_the_documented_example_refuses_unknown_users(apps: None) -> None:
-    """docs/board.md mounts the board in FastAPI, with an authoriser that reads a header."""
     (example,) = doc_pages.blocks(doc_pages.page("board"), "python")
     with doc_pages.executed(example, "board_example") as names:
         visitor = Visitor(names["site"], under="/leases")
@@ -718,7 +694,6 @@ def test_the_documented_example_refuses_unknown_users(apps: None) -> None:
 
 
 def test_concurrent_requests_share_one_slow_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request waits as long as it asks for. A failed read raises its error and is repeated."""
     go, calls = threading.Event(), []
 
     def read() -> int:

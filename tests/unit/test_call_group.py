@@ -24,7 +24,6 @@ def group_of(group: KeyMaker, *args: Any, **kwargs: Any) -> str | None:
 
 
 def test_without_the_option_a_call_has_no_group() -> None:
-    """Its failures of scope *group* are then the key's alone."""
     assert group_of(None, "hello") is None
 
 

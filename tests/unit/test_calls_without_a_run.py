@@ -24,7 +24,6 @@ class TestAKeyThatCools:
     """The lease store's value only saves the way to the record, which is the truth."""
 
     def test_another_call_gets_its_answer_from_the_record(self, bench: Bench) -> None:
-        """And the value stays."""
         bench.run(bench.call(), OF_THE_KEY)
         bench.journal.clear()
         reply = bench.run(bench.call(call_id=THEIRS))
@@ -34,7 +33,6 @@ class TestAKeyThatCools:
         assert bench.cools
 
     def test_the_copy_that_comes_too_early_asks_the_record_alone(self, bench: Bench) -> None:
-        """A hop on the way, however often, costs one read and changes nothing."""
         call = bench.call()
         bench.run(call, OF_THE_KEY)
         before = bench.row
@@ -44,7 +42,6 @@ class TestAKeyThatCools:
         assert bench.row == before
 
     def test_events_have_the_whole_wait_and_not_one_reschedule(self, bench: Bench) -> None:
-        """The broker is trusted with 10 s at a time; the key waits for a minute."""
         call = bench.call(longest_countdown=10.0)
         bench.run(call, OF_THE_KEY)
         reply = bench.run(bench.again(call))
@@ -57,7 +54,6 @@ class TestAKeyThatCools:
         )
 
     def test_the_copy_runs_when_its_time_has_come(self, bench: Bench) -> None:
-        """As the next attempt, with its counts."""
         call = bench.call()
         bench.run(call, OF_THE_KEY)
         bench.clock.sleep(60.0)
@@ -94,7 +90,6 @@ class TestAKeyThatCools:
         assert bench.steps() == ["acquire", "read"]
 
     def test_a_store_that_forgot_the_cooldown_changes_nothing(self, bench: Bench) -> None:
-        """The claim is refused by the row, and the lease given back."""
         bench.run(bench.call(), OF_THE_KEY)
         bench.memory.leases.clear()
         bench.journal.clear()
@@ -125,7 +120,6 @@ class TestAShutGate:
 
     @KINDS
     def test_no_body_starts_and_nothing_is_taken(self, in_records: bool) -> None:
-        """Neither lease nor row is written; the call gets the group's wait."""
         bench = Bench(in_records)
         bench.close_gate()
         reply = bench.run(bench.call(on_cooling="raise"))
@@ -139,7 +133,6 @@ class TestAShutGate:
 
     @KINDS
     def test_finished_work_is_replayed_through_it(self, in_records: bool) -> None:
-        """To its own call and to another."""
         bench = Bench(in_records)
         call = bench.call()
         bench.run(call)
@@ -150,7 +143,6 @@ class TestAShutGate:
 
     @KINDS
     def test_a_call_without_a_group_does_not_see_it(self, in_records: bool) -> None:
-        """Another dependency."""
         bench = Bench(in_records)
         bench.close_gate()
         assert bench.run(bench.call(group=None)) == Return(1)
@@ -159,7 +151,6 @@ class TestAShutGate:
     def test_a_call_that_failed_because_of_the_group_resumes_as_the_probe(
         self, in_records: bool
     ) -> None:
-        """Its own time and the gate's end together."""
         bench = Bench(in_records)
         call = bench.call()
         bench.run(call, OF_THE_GROUP)

@@ -101,7 +101,6 @@ def test_stores_that_do_not_answer_delay_only_the_first_child_exit(
 def test_a_key_that_cannot_be_made_here_does_not_affect_others(
     stores: Stores, dead: int, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The task's own code runs in a thread of its own, and may do what it likes there."""
     stores.answer.set()
 
     def raising() -> None:
@@ -114,7 +113,6 @@ def test_a_key_that_cannot_be_made_here_does_not_affect_others(
 
 
 def test_a_key_function_that_hangs_does_not_affect_others(stores: Stores, dead: int) -> None:
-    """The wait for it times out; the wait for the others does not change."""
     stores.answer.set()
     go_on = threading.Event()
     assert took(dead, "hangs", call=lambda: go_on.wait(10)) >= PATIENCE
@@ -125,7 +123,6 @@ def test_a_key_function_that_hangs_does_not_affect_others(stores: Stores, dead: 
 
 
 def test_a_child_that_lives_is_left_alone(stores: Stores) -> None:
-    """Billiard may have given the delivery to a second one."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert took(child.pid, "lives") < PATIENCE
@@ -135,7 +132,6 @@ def test_a_child_that_lives_is_left_alone(stores: Stores) -> None:
 
 
 def test_only_the_handling_of_the_exit_waits_for_a_child_that_celery_kills(stores: Stores) -> None:
-    """The hard limit is reported before the process has ended."""
     stores.answer.set()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert took(child.pid, "limited", cause=ExitCause.TIME_LIMIT) < PATIENCE
@@ -162,9 +158,6 @@ class Hub:
 def test_a_child_is_watched_by_one_handle_however_often_the_loop_forgets_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Celery resets its loop with each lost connection; the child's end is noticed then too, and
-    the handle closed.
-    """
     hub, reaped = Hub(), []
     pool = SimpleNamespace(maintain_pool=lambda: reaped.append(True))
     monkeypatch.setattr(

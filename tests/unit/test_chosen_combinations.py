@@ -72,9 +72,6 @@ def items(pytester: pytest.Pytester) -> list[pytest.Item]:
 
 
 def test_each_test_runs_once_and_each_part_is_used(items: list[pytest.Item]) -> None:
-    """One combination each, two where both lease stores are asked for, and no part of a combination
-    is left out.
-    """
     found = by_test(chosen(items, everywhere=False))
     assert set(found) == set(by_test(items))
     for test, places in found.items():
@@ -84,9 +81,6 @@ def test_each_test_runs_once_and_each_part_is_used(items: list[pytest.Item]) -> 
 
 
 def test_the_tests_of_a_module_share_its_combinations_evenly(items: list[pytest.Item]) -> None:
-    """No combination is used a second time before all were used once, where the tests leave the
-    choice.
-    """
     free = [
         item for item in items if "test_somewhere" not in item.name and "test_both" not in item.name
     ]
@@ -98,7 +92,6 @@ def test_the_tests_of_a_module_share_its_combinations_evenly(items: list[pytest.
 
 
 def test_a_part_that_no_test_would_use_costs_one_test_more(items: list[pytest.Item]) -> None:
-    """A single test runs on three combinations more, which have all that the first has not."""
     one = [item for item in items if "test_one" in item.name]
     (places,) = by_test(chosen(one, everywhere=False)).values()
     used = {part for place in places for part in place.items()}
@@ -110,7 +103,6 @@ def test_a_part_that_no_test_would_use_costs_one_test_more(items: list[pytest.It
 def test_a_mark_leaves_out_where_a_test_makes_no_sense(
     items: list[pytest.Item], everywhere: bool
 ) -> None:
-    """Also with all combinations."""
     found = by_test(chosen(items, everywhere=everywhere))
     places = [
         place for test, places in found.items() if "::test_somewhere" in test for place in places
@@ -123,7 +115,6 @@ def test_a_mark_leaves_out_where_a_test_makes_no_sense(
 
 
 def test_both_lease_stores_means_one_combination_with_each(items: list[pytest.Item]) -> None:
-    """A Redis lease and a lease in the row."""
     ((first, second),) = (
         places
         for test, places in by_test(chosen(items, everywhere=False)).items()
@@ -133,7 +124,6 @@ def test_both_lease_stores_means_one_combination_with_each(items: list[pytest.It
 
 
 def test_all_combinations_leave_nothing_out_that_makes_sense(items: list[pytest.Item]) -> None:
-    """In the order in which they were collected."""
     everything = chosen(items, everywhere=True)
     assert [item for item in items if "test_somewhere" not in item.name] == [
         item for item in everything if "test_somewhere" not in item.name
@@ -168,7 +158,6 @@ def test_steps_at_night(step):
 
 
 def test_tests_with_workers_take_turns_in_their_arguments(pytester: pytest.Pytester) -> None:
-    """Each runs with one set of them; elsewhere, and in ``make test-all``, with all."""
     crash = pytester.mkdir("crash")
     (crash / "test_many.py").write_text(MANY)
     items = pytester.getitems(MANY) + list(
@@ -188,7 +177,6 @@ def test_tests_with_workers_take_turns_in_their_arguments(pytester: pytest.Pytes
 def test_each_process_gets_its_part_of_the_slow_tests_and_quick_ones_between(
     items: list[pytest.Item], pytester: pytest.Pytester
 ) -> None:
-    """The shares of the processes are parts of one list, and nothing gets lost."""
     crash = pytester.mkdir("crash")
     slow = []
     for name in ("test_a.py", "test_b.py", "test_c.py"):

@@ -1,7 +1,5 @@
 """The rule of the claim: who may have a row, and what the row is afterwards."""
 
-# ruff: noqa: D101, D102, D103 - names state the behaviour; a docstring follows where the name is not enough
-
 from __future__ import annotations
 
 import math
@@ -67,7 +65,6 @@ def a_claim(
 class TestRowsOfNewKeys:
     @pytest.mark.parametrize("store", [STORE, DATABASE])
     def test_the_row_of_an_insert_is_the_row_that_is_claimed_then(self, store: str) -> None:
-        """The time of the insert is known only afterwards."""
         claim = a_claim(store)
         assert dated(claimed(None, claim, 0), NOW) == claimed(None, claim, NOW)
 
@@ -78,7 +75,6 @@ class TestOneRule:
             assert refusal(row, call) == refusal(row, a_claim_request(call)), (row, call)
 
     def test_what_is_decided_before_the_claim_is_what_the_claim_decides(self) -> None:
-        """A delivery goes on exactly if nothing in the row refuses it."""
         verdicts = [before_run(call, Facts(record=row)) for row, call in situations()]
         refusals = [refusal(row, call) for row, call in situations()]
         assert [isinstance(verdict, Run) for verdict in verdicts] == [
@@ -117,7 +113,6 @@ class TestARunningRow:
     def test_a_lapsed_lease_is_taken_by_a_look_that_was_carried_out_in_time(
         self, takeover_until: int, why: Refusal | None
     ) -> None:
-        """A third of the row's ttl is allowed for the way."""
         row = a_record(State.RUNNING, lease_store=DATABASE, lease_until=NOW - SECOND)
         assert decide(row, a_claim(DATABASE, takeover_until=takeover_until)) is why
         assert (
@@ -131,7 +126,6 @@ class TestARunningRow:
     def test_one_under_a_store_that_came_up_empty_is_left_alone_for_its_own_ttl(
         self, age: float, why: Refusal | None
     ) -> None:
-        """The ttl of the claim request does not matter."""
         for ttl in (0.1, 600.0):
             assert decide(a_record(State.RUNNING), a_claim(age=age, ttl=ttl)) is why
         assert decide(a_record(State.RUNNING), a_claim(age=age, prior=("token-1",))) is None
@@ -141,7 +135,6 @@ class TestARunningRow:
     def test_the_age_of_the_lease_store_is_asked_only_where_the_row_of_another_attempt_would_be_taken(
         self,
     ) -> None:
-        """If the row is the lease, no other store can lose it."""
         running = a_record(State.RUNNING)
         assert decide(running, a_claim(age=None)) is Question.AGE
         assert decide(running, a_claim(age=None, prior=("token-1",))) is None
@@ -168,7 +161,6 @@ class TestARunningRow:
         assert decide(a_record(State.PENDING), a_claim("redis://two")) is None
 
     def test_our_own_is_ours(self) -> None:
-        """An earlier try was carried out, and its reply was lost."""
         assert claim_rules.is_ours(a_record(State.RUNNING, owner="token-2"), a_claim_request())
         assert not claim_rules.is_ours(a_record(State.PENDING, owner="token-2"), a_claim_request())
         assert not claim_rules.is_ours(a_record(State.RUNNING), a_claim_request())
@@ -236,7 +228,6 @@ class TestTheRowAfterwards:
         assert claimed(row, a_claim(rerun=True), NOW).crashes == crashes
 
     def test_another_call_of_a_rerun_task_begins_a_generation(self) -> None:
-        """What has finished is remembered."""
         counts: dict[str, Any] = {
             "failures": 2,
             "quick_retries": 1,

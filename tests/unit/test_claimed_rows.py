@@ -1,7 +1,5 @@
 """What a claimed row is answered with: a run, a pause after a crash, or the end of a crash loop."""
 
-# ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough
-
 from __future__ import annotations
 
 from typing import Any
@@ -63,7 +61,6 @@ class TestClaimed:
 
     @pytest.mark.parametrize("crashes", [2, 3, 9])
     def test_a_crash_is_answered_once(self, crashes: int) -> None:
-        """After the pause the row is claimed from pending, and the crash was not just now."""
         assert self.verdict(self.claimed(crashes, just_now=False), max_crashes=9) == Run()
 
     def test_a_row_claimed_after_its_retention_runs(self) -> None:

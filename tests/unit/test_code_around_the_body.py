@@ -31,8 +31,6 @@ def body() -> None:
 def test_a_function_of_the_arguments_that_ends_its_process_makes_no_key(
     error: type[BaseException], option: str
 ) -> None:
-    """The worker asks it before the body."""
-
     def raises(name: str) -> str:
         raise error("no")
 
@@ -51,8 +49,6 @@ def test_a_function_of_the_arguments_that_ends_its_process_makes_no_key(
 
 
 def test_a_fingerprint_that_raises_is_named() -> None:
-    """As a key that raises is."""
-
     @app().task(
         base=LeasedTask,
         name="around",
@@ -75,8 +71,6 @@ def test_a_fingerprint_that_raises_is_named() -> None:
 def test_a_hook_that_ends_its_process_raises_an_error(
     error: type[BaseException], hook: str, kind: Any
 ) -> None:
-    """Celery reports an ``Exception`` of a hook, and goes on."""
-
     def raises(*_: Any) -> None:
         raise error("no")
 
@@ -90,8 +84,6 @@ def test_a_hook_that_ends_its_process_raises_an_error(
 
 
 def test_a_hook_is_ended_by_the_worker() -> None:
-    """A cold shutdown ends a pool process by SIGTERM, whose exit is not an error of the hook."""
-
     class Base(LeasedTask):
         abstract = True
 
@@ -107,8 +99,6 @@ def test_a_hook_is_ended_by_the_worker() -> None:
 def test_a_result_whose_methods_end_the_process_does_not_undo_success(
     error: type[BaseException],
 ) -> None:
-    """The work is done; only the result cannot be stored."""
-
     class Result(dict[str, str]):
         def items(self) -> Any:
             raise error

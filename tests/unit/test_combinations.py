@@ -1,7 +1,5 @@
 """What must hold for every combination of facts, before the run."""
 
-# ruff: noqa: D101, D102, D103 - names state the behaviour; a docstring follows where the name is not enough
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -205,8 +203,6 @@ class TestEveryCombination:
         )
 
     def test_nothing_is_dropped_unasked(self) -> None:
-        """A drop is finished business of this call, or what ``ignore`` asks for."""
-
         def unasked(one: Combination) -> bool:
             options = one.call.options
             asked = (options.on_held == "ignore" and one.live) or options.on_done == "ignore"
@@ -271,7 +267,6 @@ class TestEveryCooldown:
         assert self.breaches(early) == []
 
     def test_a_gate_changes_nothing_but_a_run_or_a_wait(self) -> None:
-        """Replays, drops and refusals are the same at an open and at a closed gate."""
         answers: dict[Any, Verdict] = {}
         for one in cooldowns():
             known = (repr(one.facts.record), repr(one.call))
@@ -281,8 +276,6 @@ class TestEveryCooldown:
                 assert repr(answers[known]) == repr(one.verdict), one
 
     def test_a_call_that_has_begun_is_never_refused_or_dropped_for_a_cooldown(self) -> None:
-        """Whether its message knows that it has begun, or only the row does."""
-
         def refused(one: Combination) -> bool:
             dropped = isinstance(one.verdict, Drop) and not one.finished
             told = isinstance(one.verdict, Raise) and isinstance(one.verdict.error, CoolingDown)

@@ -1,7 +1,5 @@
 """``celery leases`` in this process: what its commands print, change, refuse and exit with."""
 
-# ruff: noqa: D103 - names state the behaviour; a docstring follows where the name is not enough
-
 from __future__ import annotations
 
 import json
@@ -178,9 +176,6 @@ def test_without_metrics_the_statistics_name_the_setting(app: Celery, types: Typ
 
 
 def test_runs_saved_are_shown_by_task(app: Celery, types: Types) -> None:
-    """Calls that the first result answered, as the processes have counted them; those of processes
-    that have ended count too.
-    """
     app.conf.leases_metrics = True
     assert "No run was saved so far." in types("stats").out
     store = open_metrics(LeaseClient.from_app(app)._records)
@@ -351,7 +346,6 @@ def test_release_of_what_nobody_holds_is_not_done_and_says_what_helps(
 
 
 def test_show_names_closed_groups_where_a_key_has_no_record(types: Types) -> None:
-    """A call that meets a closed gate leaves none."""
     assert "  groups  " not in types("show", "nothing").out
     types("group", "close", "openai:x")
     shown = types("show", "nothing")
@@ -365,7 +359,6 @@ def test_show_names_closed_groups_where_a_key_has_no_record(types: Types) -> Non
 def test_show_names_the_calls_that_wait_and_a_missing_worker(
     app: Celery, types: Types, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a key of any task of the app, with and without a record."""
     asked = "The next call of the task runs the body, unless the gate of its group is closed."
     assert asked in types("show", "k:7").out
     marks = LeaseClient.from_app(app, eager=False)._leases
@@ -386,7 +379,6 @@ def test_show_names_the_calls_that_wait_and_a_missing_worker(
 def test_show_has_the_times_of_this_machine(
     app: Celery, types: Types, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As ``list --since`` reads them, and ``group show`` has them."""
     call(app, 0)
     (status,) = types("show", "k:0", "--json").lines
     started = datetime.fromisoformat(status["started_at"])
@@ -430,7 +422,6 @@ def test_watch_exits_with_1_where_the_last_look_found_no_database(
 
 
 def test_a_long_list_is_read_in_larger_and_larger_pages() -> None:
-    """As each page reads all records."""
     asked: list[int] = []
 
     class Client:
@@ -495,7 +486,6 @@ def test_a_group_shows_when_it_was_closed(types: Types) -> None:
 
 
 def test_a_time_is_a_moment_or_a_span_before_now() -> None:
-    """Without a zone it is by the local clock."""
     assert (
         TIME.convert("2026-04-01T03:00:00+02:00", None, None).isoformat()
         == "2026-04-01T01:00:00+00:00"
@@ -535,7 +525,6 @@ echo_table([HEAD, (*row, "rate_limited", "1", "0", "0", "vm/10508")], optional=O
 
 @pytest.mark.parametrize("columns", [12, 24, 40, 60, 80, 100, 120, 200])
 def test_the_list_fits_on_any_terminal(columns: int) -> None:
-    """On one of 80 columns the keys can still be told apart."""
     head, row = on_a_terminal(LISTING, columns)
     assert max(map(output._width, (head, row))) <= columns
     if columns >= 80:
@@ -565,7 +554,6 @@ echo_table([("STATE", "KEY", "REASON"), *((f"s{n}", "k" * 300, "é界" * 40) for
 
 
 def test_a_table_is_cut_to_the_terminal() -> None:
-    """And only there; characters of East Asia take two columns."""
     lines = on_a_terminal(PRINTING % 2, 60)
     assert len(lines) == 3
     assert max(map(output._width, lines)) <= 60
@@ -577,7 +565,6 @@ def test_a_table_is_cut_to_the_terminal() -> None:
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    """As after ``| head``: nothing is printed about it."""
     code = f"import click\n@click.command()\ndef main():\n    exec({PRINTING % 100_000!r})\nmain()"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

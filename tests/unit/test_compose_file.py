@@ -27,13 +27,11 @@ def check(path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_compose_file_is_valid() -> None:
-    """The specification's schema accepts the file."""
     done = check(ROOT / "docker-compose.yml")
     assert done.returncode == 0, done.stdout
 
 
 def test_a_misspelt_key_is_found(tmp_path: Path) -> None:
-    """The check can fail: an unknown key of a service is refused."""
     broken = tmp_path / "docker-compose.yml"
     broken.write_text(
         (ROOT / "docker-compose.yml").read_text().replace("healthcheck:", "heathcheck:", 1)
@@ -44,9 +42,6 @@ def test_a_misspelt_key_is_found(tmp_path: Path) -> None:
 
 
 def test_every_server_is_waited_for_until_it_is_healthy() -> None:
-    """What the schema cannot say: each server has a health check, and the workers and the page wait
-    for all of them.
-    """
     services = YAML(typ="safe").load(ROOT / "docker-compose.yml")["services"]
     servers = {name for name, service in services.items() if "image" in service}
     assert servers == {"redis", "postgres", "rabbitmq"}
@@ -61,7 +56,6 @@ def test_every_server_is_waited_for_until_it_is_healthy() -> None:
 
 
 def test_every_module_that_a_service_runs_exists() -> None:
-    """Programs and included tasks; and a worker can be killed, which comes back."""
     services = YAML(typ="safe").load(ROOT / "docker-compose.yml")["services"]
     commands = [" ".join(service.get("command", ())) for service in services.values()]
     modules = {

@@ -52,7 +52,6 @@ def waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> dict[str, float | No
 def test_a_step_waits_for_half_of_what_is_left_of_the_lease(
     bench: Bench, waits: dict[str, float | None]
 ) -> None:
-    """A lease of 12 s stops to count 9.878 s after its request was sent."""
     left = 9.878
 
     def during(_: object) -> None:
@@ -70,14 +69,11 @@ def test_a_step_waits_for_half_of_what_is_left_of_the_lease(
 def test_after_the_deadline_a_step_waits_for_a_moment_that_ends_before_the_lease(
     bench: Bench, waits: dict[str, float | None]
 ) -> None:
-    """The outcome is written all the same, where the row is still ours."""
     bench.run(bench.call(ttl=TTL), during=lambda _: bench.clock.sleep(11.0))
     assert waits["settle"] == call_timeout(TTL) == pytest.approx(TTL / 10)
 
 
 def test_a_call_inside_the_body_of_another_has_a_patience_of_its_own(bench: Bench) -> None:
-    """And the outer one has its own again."""
-
     def inside(_: object) -> None:
         outer = now()
         other = Bench()
@@ -93,7 +89,6 @@ def test_a_call_inside_the_body_of_another_has_a_patience_of_its_own(bench: Benc
 def test_it_ends_with_its_block_after_any_exception(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """The thread goes on to other work."""
     step: Callable[[str, Callable[[], Any]], Any] = bench.journal.step
 
     def failing(name: str, action: Callable[[], T]) -> T:
@@ -111,9 +106,6 @@ def test_it_ends_with_its_block_after_any_exception(
 @pytest.mark.parametrize("ttl", [0.1, 1.0, 15.0, 60.0, 86_400.0])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.8])
 def test_a_wait_ends_before_the_lease(ttl: float, share: float) -> None:
-    """From whenever it begins; a sixth of the ttl, at most 5 s, lies between the last moment of a
-    body and that.
-    """
     remaining = share * ttl
     assert connection_timeout(ttl, remaining) < remaining + min(ttl / 6, 5.0)
     assert connection_timeout(ttl, remaining) <= LONGEST_CONNECTION_TIMEOUT

@@ -23,21 +23,18 @@ FIRST = PastClosing(NOW, NOW + 60.0, 1, "rate_limited", "status:429")
 
 
 def test_a_gate_that_is_not_closed_starts_a_new_closing() -> None:
-    """The latest comes first."""
     assert with_closing([], SHUT, NOW) == [FIRST]
     later = PastClosing(NOW + 70.0, NOW + 130.0, 1, "rate_limited", "status:429")
     assert with_closing([FIRST], SHUT, NOW + 70.0) == [later, FIRST]
 
 
 def test_a_standing_closing_is_extended() -> None:
-    """It keeps its beginning."""
     (found,) = with_closing([FIRST], Gate("g", 1, 600.0, "quota"), NOW + 10.0)
     assert found == PastClosing(NOW, NOW + 610.0, 1, "quota")
 
 
 @pytest.mark.parametrize("order", [*permutations(range(3))])
 def test_failures_that_are_noted_in_any_order_are_one_closing(order: tuple[int, ...]) -> None:
-    """From the first of them, for the longest time."""
     past: list[PastClosing] = []
     for number in order:
         past = with_closing(past, Gate("g", 1, 60.0 + number, str(number)), NOW + number)
@@ -48,19 +45,14 @@ def test_failures_that_are_noted_in_any_order_are_one_closing(order: tuple[int, 
     "past", [[], [PastClosing(NOW - 90.0, NOW - 30.0, 1, "old")], with_opening([FIRST], NOW)]
 )
 def test_a_closing_that_is_over_is_not_extended(past: list[PastClosing]) -> None:
-    """Its time is over, or the gate was opened; or nothing is known, as an earlier release had
-    closed the gate.
-    """
     assert len(with_closing(past, SHUT, NOW + 10.0)) == len(past) + 1
 
 
 def test_the_next_trip_is_a_closing_of_its_own() -> None:
-    """Also where clocks differ, and the closing before does not seem to be over."""
     assert len(with_closing([FIRST], replace(SHUT, trips=2), NOW + 59.9)) == 2
 
 
 def test_only_the_latest_are_stored() -> None:
-    """Twenty."""
     past: list[PastClosing] = []
     for number in range(30):
         past = with_closing(past, SHUT, NOW + 100 * number)
@@ -70,7 +62,6 @@ def test_only_the_latest_are_stored() -> None:
 
 
 def test_an_opening_belongs_to_the_latest_closing_and_is_recorded_once() -> None:
-    """What happened before stays as it was."""
     opened = with_opening([FIRST, FIRST], NOW + 5.0)
     assert [each.opened_at for each in opened] == [NOW + 5.0, None]
     assert with_opening(opened, NOW + 9.0) == opened
@@ -78,7 +69,6 @@ def test_an_opening_belongs_to_the_latest_closing_and_is_recorded_once() -> None
 
 
 def test_what_is_stored_is_read_again() -> None:
-    """Without the message, and with what a later release adds."""
     past = [*with_opening([FIRST], NOW + 5.0), FIRST]
     assert load(dump(past)) == past
     assert "secret" not in dump(with_closing([], SHUT, NOW))
@@ -94,5 +84,4 @@ def test_what_is_stored_is_read_again() -> None:
     ],
 )
 def test_what_cannot_be_read_is_nothing(text: str | None) -> None:
-    """No operator's page fails for it."""
     assert load(text) == []

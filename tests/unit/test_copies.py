@@ -270,7 +270,6 @@ def _nonces_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["one after the other", "side by side", "redelivered while it runs", "two messages"],
 )
 def test_no_schedule_loses_a_waiting_call(world: World) -> None:
-    """Stores and processes may fail at every step: some message or process is always left."""
     states, lost = explore(world)
     print(f"{states} states")
     assert lost is None, " -> ".join(lost)
@@ -289,7 +288,6 @@ def drained(world: World) -> World:
 
 
 def test_without_faults_one_copy_waits() -> None:
-    """Of five deliveries of one message, after each round."""
     world = World(queue=(Message(),) * 5, faults=0)
     for _ in range(3):
         world = drained(world)
@@ -297,7 +295,6 @@ def test_without_faults_one_copy_waits() -> None:
 
 
 def test_two_copies_that_were_published_side_by_side_become_one() -> None:
-    """Whichever the mark names."""
     world = World(faults=0, doubles=1)
     for nonces in ((3, 9), (9, 3)):
         first, second = (
@@ -319,7 +316,6 @@ def test_two_copies_that_were_published_side_by_side_become_one() -> None:
 def test_a_mark_that_fails_in_any_way_undoes_no_publish(
     monkeypatch: pytest.MonkeyPatch, step: str, error: Exception
 ) -> None:
-    """The copy is with the broker: the delivery ends, and is not given to the broker once more."""
     published: list[Any] = []
 
     def fail(*_: Any) -> None:
@@ -339,12 +335,10 @@ def test_a_mark_that_fails_in_any_way_undoes_no_publish(
     "text", [None, "", "x", "1", "0 " + "a" * 32, f"1 {'g' * 32}", f"{10**18} {'a' * 32}", 1, {}]
 )
 def test_what_is_no_copy_is_no_evidence_of_one(text: object) -> None:
-    """Marks and headers that we have not written."""
     assert Copy.read(text) is None
 
 
 def test_a_copy_is_read_as_it_was_written() -> None:
-    """And comes after the one before it."""
     first = Copy().after("f" * 32)
     second = first.after("0" * 32)
     assert Copy.read(str(second)) == second
@@ -353,7 +347,6 @@ def test_a_copy_is_read_as_it_was_written() -> None:
 
 @pytest.mark.parametrize("length", [200, 240, 247, 255, 300, 100_000])
 def test_marks_have_names_of_bounded_length(length: int) -> None:
-    """Those of two calls, and of two retries, are two names all the same."""
     one, other = "x" * (length - 1) + "1", "x" * (length - 1) + "2"
     names = {waiter_mark(call, retries) for call in (one, other) for retries in (0, 1)}
     assert len(names) == 4

@@ -20,11 +20,6 @@ def test_one_of_six(number):
 def test_a_test_that_ends_its_process_fails_once_and_the_others_run(
     pytester: pytest.Pytester, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the options of ``make test``, on two processes.
-
-    The tests take a moment each: pytest-xdist ends with an internal error when it moves tests away
-    from a process that is just ending.
-    """
     makefile = (pytestconfig.rootpath / "Makefile").read_text()
     (options,) = re.findall(r"^PYTEST_ARGS \?= -n \S+ (.*)$", makefile, re.MULTILINE)
     pytester.makepyfile(test_first=MODULE, test_second=MODULE.replace("== 2", "> 6"))

@@ -1,7 +1,5 @@
 """The arithmetic of a lease's end, at its boundaries."""
 
-# ruff: noqa: D103 - names state the behaviour
-
 from __future__ import annotations
 
 import pytest
@@ -48,7 +46,6 @@ def test_a_renewal_is_due_before_the_body_must_stop_and_that_before_the_lease_en
 def test_a_failed_renewal_can_be_tried_again_before_the_body_must_stop(
     sent: float, ttl: float
 ) -> None:
-    """Due, timed out, tried again and timed out again: the second answer still comes in time."""
     second = renewal_retry(renewal_due(sent, ttl) + call_timeout(ttl), ttl)
     assert second + call_timeout(ttl) < stop_deadline(hard_deadline(sent, ttl), ttl)
 

@@ -1,7 +1,5 @@
 """The decision table row by row, and its traps."""
 
-# ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -113,7 +111,6 @@ class TestDoneByAnotherCall:
         assert reason in str(error)
 
     def test_the_result_of_a_call_that_replaced_itself_is_asked_of_celery(self) -> None:
-        """The record has none: the replacement may be any task, and has the call's id."""
         gone_on = a_record(State.DONE, reason="replaced", finished_at=NOW - 40 * SECOND)
         delays = []
         for reschedules in (0, 3, 30):
@@ -130,9 +127,6 @@ class TestDoneByAnotherCall:
     def test_a_copy_of_a_call_that_was_replayed_is_dropped_once_its_callbacks_are_out(
         self, on_done: OnDone
     ) -> None:
-        """Callbacks of one Celery id are sent once, also for the duplicate that got the first
-        call's result.
-        """
         verdict = decide(
             a_call(on_done=on_done, canvas=True),
             a_record(State.DONE, result="7"),
@@ -184,7 +178,6 @@ class TestABegunCall:
 
     @pytest.mark.parametrize("state", WAITING)
     def test_a_copy_of_a_call_that_resumes_waits_and_runs(self, state: State) -> None:
-        """It may be the rescheduled copy, or the only one that is left."""
         failed: dict[str, Any] = {"ended": Ended.FAILED, "failure": FAILURE, "resumes": True}
         assert isinstance(
             decide(a_call(repeat=True), waiting(state, 60, OURS, **failed)), Reschedule
@@ -195,7 +188,6 @@ class TestABegunCall:
     def test_a_new_message_with_the_id_of_a_call_whose_caller_got_the_error_runs(
         self, state: State
     ) -> None:
-        """From a dead-letter queue, or sent again by hand: another run is wanted."""
         assert (
             decide(
                 a_call(repeat=False), waiting(state, 0, OURS, ended=Ended.FAILED, failure=FAILURE)
@@ -207,7 +199,6 @@ class TestABegunCall:
     def test_a_new_message_that_was_rescheduled_waits_for_the_failure_that_it_has_seen(
         self, state: State
     ) -> None:
-        """And for no later one: its copy is a copy of the run that it has had."""
         told: dict[str, Any] = {"ended": Ended.FAILED, "failure": FAILURE, "fence": 17}
         verdict = decide(a_call(), waiting(state, 60, OURS, **told))
         assert isinstance(verdict, Reschedule)
@@ -269,7 +260,6 @@ class TestOtherContent:
     def test_where_one_side_has_no_fingerprint_nothing_is_compared(
         self, ours: str | None, theirs: str | None
     ) -> None:
-        """So a deploy that turns fingerprints on, or rerun off, refuses nobody."""
         call = a_call(key=replace(KEY, fingerprint=ours))
         assert decide(call, a_record(State.DONE, result="7", fingerprint=theirs)) == Return(
             7, THEIRS
@@ -319,7 +309,6 @@ class TestFailedForGood:
     def test_the_error_has_its_class_and_says_whether_it_may_have_been_executed(
         self, failure: Failure, said: str
     ) -> None:
-        """A message that the body itself has given needs no class."""
         assert (
             str(refusal(decide(a_call(), a_record(State.FAILED, THEIRS, failure=failure)))) == said
         )
@@ -338,7 +327,6 @@ class TestHeldByThisCall:
     def test_a_copy_is_rescheduled_until_the_lease_ends_with_any_options(
         self, on_held: OnHeld, on_done: OnDone, canvas: bool
     ) -> None:
-        """A redelivered copy may be the last copy."""
         verdict = decide(
             a_call(on_held=on_held, on_done=on_done, canvas=canvas),
             holder=held_by(OURS, 9.0),

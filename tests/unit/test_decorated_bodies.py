@@ -122,7 +122,6 @@ def task_of(decorator: Any, function: Any, **options: Any) -> Any:
 def test_a_key_is_made_of_the_arguments_of_the_call(
     decorator: Any, function: Any, call: Call
 ) -> None:
-    """By the names that the decorator or the decorated function gives them."""
     task = task_of(decorator, function, lease_key="n:{number}")
     assert task.apply(*call).get() == 5
     assert (
@@ -132,8 +131,6 @@ def test_a_key_is_made_of_the_arguments_of_the_call(
 
 @pytest.mark.parametrize("call", [BY_POSITION, BY_NAME])
 def test_a_decorator_may_get_the_task_itself_among_all_arguments(call: Call) -> None:
-    """With ``bind=True``."""
-
     def bound(self: Any, number: int) -> int:
         return number
 
@@ -161,8 +158,6 @@ def test_a_key_of_positions_that_nobody_knows_is_refused_with_what_to_write(
 def test_a_type_error_of_a_decorated_body_is_no_wrong_call(
     decorator: Any, function: Any, call: Call
 ) -> None:
-    """The arguments fit what is called, so the error is one of the body: it is not permanent."""
-
     @functools.wraps(function)
     def fails(*_: Any, **__: Any) -> None:
         raise TypeError("in the body")

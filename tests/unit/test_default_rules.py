@@ -365,7 +365,6 @@ def said(error: BaseException) -> str:
     ("row", "error"), CASES, ids=[f"{row}: {said(error)}" for row, error in CASES]
 )
 def test_an_error_lands_in_its_row(row: str, error: BaseException) -> None:
-    """By the table of the documentation."""
     assert classified(error).rule == row
 
 
@@ -446,7 +445,6 @@ def ruling_of(row: str) -> Ruling:
 
 @pytest.mark.parametrize("row", DOES)
 def test_each_row_of_the_table_has_its_verdict(row: str) -> None:
-    """Kind, scope, flags and reason; what is not named has its default."""
     wanted = {
         "scope": "key",
         "ambiguous": False,
@@ -462,7 +460,6 @@ def test_each_row_of_the_table_has_its_verdict(row: str) -> None:
 
 @pytest.mark.parametrize("row", WAITS)
 def test_each_row_of_the_table_has_its_wait(row: str) -> None:
-    """The upper bounds, before jitter shortens them."""
     policy = ruling_of(row).policy
     assert policy is not None
     assert [policy.longest(n) for n, _ in enumerate(WAITS[row], 1)] == pytest.approx(WAITS[row])
@@ -470,7 +467,6 @@ def test_each_row_of_the_table_has_its_wait(row: str) -> None:
 
 @pytest.mark.parametrize("row", sorted(set(DOES) - set(WAITS) - {"broken-answer"}))
 def test_the_other_rows_follow_the_policy_of_the_task(row: str) -> None:
-    """``lease_cooldown``."""
     assert ruling_of(row).policy is None
 
 
@@ -502,7 +498,6 @@ def test_what_a_retry_becomes_is_part_of_its_row() -> None:
 
 
 def test_names_are_what_an_operator_can_read() -> None:
-    """In kebab-case, and one name means one thing."""
     assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", rule.name) for rule in Rules.default().rows())
     by_name = {rule.name: (rule.ruling, rule.reason) for rule in DEFAULTS}
     assert all(by_name[rule.name] == (rule.ruling, rule.reason) for rule in DEFAULTS)
@@ -512,7 +507,6 @@ def test_names_are_what_an_operator_can_read() -> None:
 
 
 def test_a_rate_limit_has_the_server_delay() -> None:
-    """With where it was found, and whether it was cut."""
     classification = classified(http_error(429, retry_after="37"))
     assert (classification.delay, classification.source, classification.clamped) == (
         37.0,
@@ -526,7 +520,6 @@ def test_a_rate_limit_has_the_server_delay() -> None:
 
 
 def test_a_cooling_down_error_retains_its_details() -> None:
-    """The error of another leased task, met in the body of this one."""
     assert (
         classified(CoolingDown("not now", key="k", retry_at=NOW + 5, retry_after=5.0)).delay == 5.0
     )

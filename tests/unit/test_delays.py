@@ -74,14 +74,12 @@ RIGHT: list[tuple[dict[str, str], float, str]] = [
 def test_a_delay_is_read_from_each_place_and_format(
     headers: dict[str, str], seconds: float, source: str
 ) -> None:
-    """With the name of where it was found."""
     found = told(**headers)
     assert found is not None
     assert (round(found.seconds, 3), found.source, found.clamped) == (seconds, source, False)
 
 
 def test_the_places_are_asked_in_a_fixed_order() -> None:
-    """The most exact word first: taking one away lets the next one speak."""
     headers = {
         "retry-after-ms": "2000",
         "retry-after": "3",
@@ -134,12 +132,10 @@ WRONG: list[dict[str, str]] = [
 def test_malformed_past_or_unrelated_values_are_ignored(
     headers: dict[str, str],
 ) -> None:
-    """The policy decides then."""
     assert told(**headers) is None
 
 
 def test_what_is_malformed_lets_the_next_place_speak() -> None:
-    """One broken header does not hide another one."""
     found = told(retry_after_ms="soon", retry_after="nan", x_amz_retry_after="1500")
     assert found == ServerDelay(1.5, "x-amz-retry-after")
 
@@ -163,7 +159,6 @@ def test_a_long_delay_is_cut_to_six_hours_and_says_so() -> None:
     ids=str,
 )
 def test_moments_are_measured_by_the_clock_of_the_answer(headers: dict[str, str]) -> None:
-    """Our clock may be wrong, and so may theirs."""
     ten_seconds_on = format_datetime(MOMENT + timedelta(seconds=10), usegmt=True)
     found = told(**headers, date=ten_seconds_on)
     assert found is not None
@@ -172,14 +167,12 @@ def test_moments_are_measured_by_the_clock_of_the_answer(headers: dict[str, str]
 
 
 def test_seconds_do_not_depend_on_any_clock() -> None:
-    """A date beside them changes nothing."""
     assert told(retry_after="20", date="Wed, 01 Apr 2020 12:00:00 GMT") == ServerDelay(
         20.0, "retry-after"
     )
 
 
 def test_of_several_empty_windows_the_last_to_fill_counts() -> None:
-    """The request needs all of them."""
     openai = {
         "x_ratelimit_remaining_requests": "0",
         "x_ratelimit_reset_requests": "1s",
@@ -232,6 +225,5 @@ def test_the_state_of_a_limit_does_not_apply_to_other_failures(status: int) -> N
     )
 )
 def test_no_header_value_breaks_the_parser(headers: dict[str, str]) -> None:
-    """A delay is above 0 and at most six hours, or none."""
     found = server_delay(ErrorFacts(status=429, headers=headers), NOW)
     assert found is None or 0 < found.seconds <= 21_600

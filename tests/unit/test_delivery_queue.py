@@ -19,7 +19,6 @@ from celery_leases.worker.delivery_queue import origin_of
 def test_the_queue_of_a_message_without_exchange_and_routing_key_is_known(
     route: dict[str, Any],
 ) -> None:
-    """A client in another language may publish such a message to a broker without exchanges."""
     seen = []
     with Connection("memory://") as connection, connection.channel() as channel:
         queues = [Queue(name, Exchange(name), name) for name in ("first", "second")]

@@ -36,7 +36,6 @@ ABSENT = (
     ],
 )
 def test_a_demo_imports_only_what_its_group_installs(module: str) -> None:
-    """Of celery_leases, of the tests' servers and of itself."""
     probe = PROBE.format(absent=ABSENT, module=module)
     done = subprocess.run(
         [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=False

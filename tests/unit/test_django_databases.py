@@ -38,7 +38,6 @@ def of_mysql(**given: Any) -> dict[str, Any]:
 
 
 def test_every_character_of_a_password_survives() -> None:
-    """A URL has signs of its own."""
     given = {
         "NAME": "shop",
         "USER": "a:b@c",
@@ -57,7 +56,6 @@ def test_every_character_of_a_password_survives() -> None:
 
 
 def test_options_of_libpq_are_passed_on() -> None:
-    """TLS, the search path, time-outs; what only Django's own connection needs is not."""
     options = {
         "sslmode": "verify-full",
         "sslrootcert": Path("/etc/ca.pem"),
@@ -102,7 +100,6 @@ def test_options_of_libpq_are_passed_on() -> None:
     ids=["socket by default", "socket", "several hosts", "service", "role"],
 )
 def test_ways_to_a_postgresql_server(given: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Those of libpq, by its own words."""
     assert of_postgres(**given) == wanted
 
 
@@ -131,7 +128,6 @@ def test_ways_to_a_postgresql_server(given: dict[str, Any], wanted: dict[str, An
     ids=str,
 )
 def test_options_of_mysql_are_passed_on(options: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """In the words of the driver that is here, whatever those of Django's are."""
     assert of_mysql(NAME="shop", HOST="db", OPTIONS=options) == {
         "database": "shop",
         "host": "db",
@@ -140,7 +136,6 @@ def test_options_of_mysql_are_passed_on(options: dict[str, Any], wanted: dict[st
 
 
 def test_a_socket_of_mysql_is_a_host_with_a_slash() -> None:
-    """As Django has it."""
     assert of_mysql(NAME="shop", HOST="/run/my.sock", PORT="") == {
         "database": "shop",
         "unix_socket": "/run/my.sock",
@@ -159,7 +154,6 @@ def test_a_socket_of_mysql_is_a_host_with_a_slash() -> None:
     ids=str,
 )
 def test_files_of_sqlite(name: Any, wanted: str) -> None:
-    """One in memory is Django's own; the records have another one."""
     assert connected_with("sqlite", NAME=name)[0] == [wanted]
 
 
@@ -192,7 +186,6 @@ def test_what_cannot_be_passed_on_is_named(vendor: str, given: dict[str, Any], n
 
 
 def test_a_url_is_rewritten_as_it_was() -> None:
-    """A migration opens connections of its own by it."""
     options = {"options": "-c search_path=a,b", "sslmode": "require"}
     given = {"NAME": "shop", "USER": "a:b@c", "PASSWORD": "p@:/?#%20 ü", "OPTIONS": options}
     url = make_url(url_of("default", "postgresql", given))
@@ -201,7 +194,6 @@ def test_a_url_is_rewritten_as_it_was() -> None:
 
 
 def test_a_mailbox_in_memory_is_no_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ``locmem`` backend makes one in any process, whose records stay in its database."""
     monkeypatch.setattr(mail, "outbox", [], raising=False)
     assert not under_test()
     monkeypatch.setattr(_TestState, "saved_data", object(), raising=False)

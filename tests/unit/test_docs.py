@@ -65,14 +65,12 @@ def spelled(name: str, value: object) -> str:
 
 
 def test_the_decision_tables_are_those_of_the_code() -> None:
-    """docs/decisions.md draws the tables of the docstring again, row by row."""
     docstring = rest_rows(decisions.__doc__ or "")
     assert len(docstring) > 15
     assert markdown_rows(section(page("decisions"), "The tables")) == docstring
 
 
 def test_the_option_table_names_every_option_with_its_default() -> None:
-    """The README has all options, no other ones, and their defaults."""
     rows = {row[0].strip("`"): row[1] for row in markdown_rows(section(README, "Task options"))[1:]}
     assert rows.keys() == {f"lease_{name}" for name in OPTION_NAMES if name not in APP_ONLY}
     worded = {
@@ -106,7 +104,6 @@ def test_the_rights_are_those_of_every_table() -> None:
 
 
 def test_the_settings_table_names_every_setting() -> None:
-    """The README has all settings that are not defaults of options."""
     rows = {row[0].strip("`"): row[1] for row in markdown_rows(section(README, "Settings"))[1:]}
     assert rows.keys() == {f"leases_{name}" for name in {*_SETTINGS, *APP_ONLY}}
     for name in APP_ONLY:
@@ -117,7 +114,6 @@ def test_the_settings_table_names_every_setting() -> None:
 
 
 def test_the_signals_table_names_every_signal_with_its_fields_and_level() -> None:
-    """docs/events.md has every signal, what its event carries, and how loud its log line is."""
     rows = {row[0].strip("`"): row for row in markdown_rows(section(page("events"), "Signals"))[1:]}
     known = {signal.name: (event, level) for event, (signal, level, _) in signals._SIGNALS.items()}
     assert rows.keys() == known.keys()
@@ -139,9 +135,6 @@ def drawn(diagram: str) -> set[str]:
 
 
 def test_the_state_diagrams_know_every_state() -> None:
-    """docs/decisions.md draws the states of records and those of gates, which are shown by the same
-    names.
-    """
     records, gates = blocks(page("decisions"), "mermaid")
     assert drawn(records) == set(State)
     shut = (
@@ -153,21 +146,16 @@ def test_the_state_diagrams_know_every_state() -> None:
 
 
 def test_every_verdict_is_explained() -> None:
-    """docs/decisions.md says what each verdict means, those before the run first."""
     rows = [row[0].strip("`") for row in markdown_rows(section(page("decisions"), "The verdicts"))]
     assert rows == [kind.__name__ for kind in (*get_args(Verdict), *get_args(AfterFailure))]
 
 
 def test_every_reason_is_explained() -> None:
-    """docs/events.md says what each stable code means, in the order of the code."""
     rows = [row[0].strip("`") for row in markdown_rows(section(page("events"), "Reasons"))[1:]]
     assert rows == list(Reason)
 
 
 def test_the_task_events_are_sent_under_their_names() -> None:
-    """docs/events.md names task events that the package sends, and the states that Celery makes
-    of them.
-    """
     source = "".join(path.read_text() for path in (ROOT / "celery_leases").rglob("*.py"))
     rows = [
         row[:2]
@@ -185,7 +173,6 @@ def test_the_task_events_are_sent_under_their_names() -> None:
 
 
 def test_the_rooms_are_those_of_the_import_contract() -> None:
-    """docs/how-it-works.md walks through the layers from top to bottom and forgets no module."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (contract,) = (
         one for one in project["tool"]["importlinter"]["contracts"] if one["id"] == "layers"
@@ -201,7 +188,6 @@ def test_the_rooms_are_those_of_the_import_contract() -> None:
 
 
 def test_the_status_table_names_every_field() -> None:
-    """The README says what all fields of a status mean."""
     rows = markdown_rows(section(README, "In the body, and outside"))
     start = next(number for number, row in enumerate(rows) if "message()" in row[0])
     named = [name for row in rows[start + 1 :] for name in re.findall(r"`(\w+)`", row[0])]
@@ -210,7 +196,6 @@ def test_the_status_table_names_every_field() -> None:
 
 
 def test_every_message_is_listed_with_its_code() -> None:
-    """docs/events.md says what a status may tell, word for word."""
     rows = markdown_rows(section(page("events"), "Messages"))[1:]
     assert {row[0].strip("`"): row[1] for row in rows} == {
         code.value: text for code, text in MESSAGES.items()
@@ -218,7 +203,6 @@ def test_every_message_is_listed_with_its_code() -> None:
 
 
 def test_every_method_of_the_client_is_named() -> None:
-    """The README has what can be asked and repaired from outside."""
     for name in vars(LeaseClient).keys() - {"on", "close"}:
         assert name.startswith("_") or f"{name}(" in section(README, "In the body, and outside"), (
             name
@@ -226,7 +210,6 @@ def test_every_method_of_the_client_is_named() -> None:
 
 
 def test_every_way_an_attempt_ends_is_explained() -> None:
-    """docs/events.md says what each ``ended`` means."""
     rows = {
         row[0].strip("`") for row in markdown_rows(section(page("events"), "How attempts end"))[1:]
     }
@@ -234,7 +217,6 @@ def test_every_way_an_attempt_ends_is_explained() -> None:
 
 
 def test_every_command_is_shown_with_its_options() -> None:
-    """docs/command-line.md shows every subcommand, and names each of its options."""
     text = page("command-line")
     for name, command in cli.leases.commands.items():
         assert f"leases {name}" in text
@@ -264,7 +246,6 @@ def readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
 
 
 def test_the_first_example_sends_one_mail_for_two_calls(readme: dict[str, Any]) -> None:
-    """Its two calls at the end have run: one body, and a third call gets the first result."""
     assert readme["invoices"].mailed == [(1842, b"%PDF-")]
     assert readme["send_invoice"].delay(1842, month="2026-04").get() == {
         "customer": 1842,
@@ -274,13 +255,11 @@ def test_the_first_example_sends_one_mail_for_two_calls(readme: dict[str, Any]) 
 
 
 def test_the_first_example_is_about_twenty_lines() -> None:
-    """As the README says of itself."""
     lines = [line for line in blocks(README, "python")[0].splitlines() if line.strip()]
     assert 15 <= len(lines) <= 22
 
 
 def test_the_status_example_shows_the_state_of_an_invoice(readme: dict[str, Any]) -> None:
-    """The client sees what the task did, and knows nothing of other invoices."""
     assert readme["invoice_state"](1842, "2026-04") == (
         "done",
         "Done",
@@ -293,14 +272,12 @@ def test_the_status_example_shows_the_state_of_an_invoice(readme: dict[str, Any]
 def test_the_signal_example_receives_a_crash(
     readme: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The receiver is called with an event as the code makes it."""
     crash = CrashSeen(task="t", key="invoice:1:2026-04", call_id="c", crashes=2, host="h/1")
     signals.Announcer().observe(crash)
     assert capsys.readouterr().out == "invoice:1:2026-04: 2 crashes in a row, the last on h/1\n"
 
 
 def test_the_reminder_example_cools_down_on_request(readme: dict[str, Any]) -> None:
-    """The README's own rules are taken, and its body's wish is done."""
     assert readme["send_reminder"].lease_options.rules is readme["RULES"]
     with pytest.raises(CoolingDown, match=r"Retry available in 60 minutes: .*: draft not ready"):
         readme["send_reminder"].delay(7, "")
@@ -310,7 +287,6 @@ def test_the_reminder_example_cools_down_on_request(readme: dict[str, Any]) -> N
 def test_the_alert_example_reports_failures_that_need_an_operator(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """docs/events.md shows a receiver that does."""
     names: dict[str, Any] = {}
     (source,) = (block for block in blocks(page("events"), "python") if "def alert" in block)
     exec(source, names)  # noqa: S102 - our own page
@@ -336,9 +312,6 @@ def test_the_alert_example_reports_failures_that_need_an_operator(
 
 
 def test_a_renamed_task_answers_with_what_was_done_under_the_old_name(tmp_path: Path) -> None:
-    """docs/keys.md renames a task: new name and alias have the records of the old one, and its keys
-    are found.
-    """
     (source,) = blocks(section(page("keys"), "Renaming a task"), "python")
     with executed(_renamed(source, tmp_path, old=True), "billing") as before:
         done = before["app"].tasks["billing.send"].apply((7,))
@@ -357,7 +330,6 @@ def test_a_renamed_task_answers_with_what_was_done_under_the_old_name(tmp_path: 
 def test_five_calls_are_one_run_and_the_key_is_free_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/comparison.md says how; once the retention is over the next call runs."""
     (source,) = blocks(page("comparison"), "python")
     eager = "app.conf.leases_eager_stores = True\napp.conf.leases_url = 'database'\nruns = []\n"
     source = source.replace(
@@ -399,7 +371,6 @@ def _renamed(source: str, tmp_path: Path, *, old: bool = False) -> str:
 
 
 def test_the_eager_example_for_unit_tests_passes() -> None:
-    """docs/testing.md shows two tests; they pass."""
     with executed(blocks(page("testing"), "python")[0], "shop") as names:
         examples = [value for name, value in names.items() if name.startswith("test_")]
         assert len(examples) == 2
@@ -410,13 +381,11 @@ def test_the_eager_example_for_unit_tests_passes() -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_every_python_block_compiles(path: Path) -> None:
-    """No example has a syntax error."""
     for block in blocks(path.read_text(), "python"):
         compile(block, path.name, "exec")
 
 
 def test_every_public_name_that_is_mentioned_exists() -> None:
-    """What the pages write as ``celery_leases.name`` or import from there can be imported."""
     for path in PAGES:
         text = path.read_text()
         for module, names in re.findall(
@@ -448,7 +417,6 @@ def anchors(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_within_the_project_lead_somewhere(path: Path) -> None:
-    """Files and headings that are linked to exist."""
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text()):
         name, _, anchor = target.partition("#")
         linked = (path.parent / name).resolve() if name else path
@@ -457,7 +425,6 @@ def test_links_within_the_project_lead_somewhere(path: Path) -> None:
 
 
 def test_the_index_lists_every_page() -> None:
-    """docs/README.md fits one screen and leads to all pages."""
     index = page("README")
     assert len(index.splitlines()) <= 40
     for path in (ROOT / "docs").glob("*.md"):

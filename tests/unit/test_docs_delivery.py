@@ -92,7 +92,6 @@ def deliver(app: Celery, task: Any) -> None:
 def test_the_picture_of_a_delivery_shows_its_calls(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A first run with leases in Redis: each arrow is a call, and they are in this order."""
     server = fakeredis.FakeServer()
 
     def opened(url: str, *, prefix: str, **_: Any) -> RedisLeaseStore:

@@ -134,7 +134,6 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
 
 def test_the_rule_table_is_that_of_the_code() -> None:
-    """docs/failures.md has every default rule in its place, with its verdict and its delay."""
     rules = default_rules()
     assert [[row[0], *row[2:]] for row in rule_table()] == [
         [f"`{rule.name}`", verdict_cell(rule), delay_cell(rule)] for rule in rules
@@ -143,7 +142,6 @@ def test_the_rule_table_is_that_of_the_code() -> None:
 
 
 def test_the_text_about_the_rule_table_counts_right() -> None:
-    """What is asked first and last, who has another jitter, and which answers' delays count how."""
     rules, text = default_rules(), section(PAGE, "The default rules")
     phases = [rule.phase.value for rule in rules]
     assert phases == ["first"] * 7 + ["each"] * (len(rules) - 11) + ["last"] * 4
@@ -169,7 +167,6 @@ def test_the_text_about_the_rule_table_counts_right() -> None:
 
 
 def test_the_statuses_in_the_rule_table_meet_their_rules() -> None:
-    """A cell that begins with statuses names all that meet the rule without a header or a code."""
     met: dict[str, set[int]] = defaultdict(set)
     for status in range(400, 600):
         met[Rules.default().classify(Answered(status), time.time()).rule].add(status)
@@ -187,9 +184,6 @@ def test_the_statuses_in_the_rule_table_meet_their_rules() -> None:
 
 
 def test_delays_are_taken_from_the_answer_in_the_order_of_the_page() -> None:
-    """docs/failures.md lists where a delay comes from; each counts once those before it are
-    gone.
-    """
     rows = markdown_rows(section(PAGE, "Where a delay comes from"))[1:]
     page = [name for row in rows for name in re.findall(r"`([^`]+)`", row[0])]
     empty = {"x-ratelimit-remaining-requests": "0", "x-ratelimit-remaining-tokens": "0"}
@@ -222,9 +216,6 @@ def test_delays_are_taken_from_the_answer_in_the_order_of_the_page() -> None:
 
 
 def test_the_ways_to_write_a_ruling_have_their_parameters() -> None:
-    """docs/failures.md names all parameters of ``retry``, ``cooldown`` and ``permanent``, and of
-    ``Rules.on``.
-    """
     text = section(PAGE, "Rules of your own")
     for function in (retry, cooldown, permanent):
         (written,) = re.findall(rf"^\| `{function.__name__}\((.*)\)` \|", text, re.MULTILINE)
@@ -242,7 +233,6 @@ def test_the_ways_to_write_a_ruling_have_their_parameters() -> None:
 
 
 def test_the_numbers_in_the_text_are_the_defaults() -> None:
-    """Defaults that docs/failures.md repeats in its sentences."""
     options = LeaseOptions()
     assert f"`lease_max_retries` ({options.max_retries})" in PAGE
     assert f"`lease_max_failures`-th failure ({options.max_failures})" in PAGE
@@ -259,7 +249,6 @@ def test_the_numbers_in_the_text_are_the_defaults() -> None:
 
 
 def test_a_hook_is_given_the_facts_that_the_page_names() -> None:
-    """docs/failures.md lists what a function can look at."""
     seen: list[Any] = []
     Rules().use(lambda _, facts: seen.append(facts)).classify(Answered(500), time.time())
     text = section(PAGE, "Rules of your own")
@@ -271,9 +260,6 @@ def test_a_hook_is_given_the_facts_that_the_page_names() -> None:
 
 
 def test_the_example_of_a_limit_is_one_paid_call_for_twenty_presses(texts: dict[str, Any]) -> None:
-    """docs/failures.md says what the button shows, for this document and for others, and that it
-    ends.
-    """
     with pytest.raises(Answered):
         texts["summarise"].delay(7)
     for document in [7] * 19 + [8]:
@@ -292,7 +278,6 @@ def test_the_example_of_a_limit_is_one_paid_call_for_twenty_presses(texts: dict[
 
 
 def test_the_rules_of_the_example_do_what_the_page_says(texts: dict[str, Any]) -> None:
-    """Each rule that docs/failures.md writes is met, the hook before the others."""
     rules, now = texts["RULES"], time.time()
     assert rules is texts["send_order"].lease_options.rules
     pending = Answered(404)
@@ -317,7 +302,6 @@ def test_the_rules_of_the_example_do_what_the_page_says(texts: dict[str, Any]) -
 
 
 def test_what_the_body_asks_for_is_done(texts: dict[str, Any]) -> None:
-    """docs/failures.md shows four ways to say no, and one to say yes."""
     send = texts["send_report"]
     for month, draft, message, state in (
         ("2026-01", "missing", "nobody has written it", "failed"),
@@ -335,7 +319,6 @@ def test_what_the_body_asks_for_is_done(texts: dict[str, Any]) -> None:
 
 
 def test_the_example_that_looks_first_pays_once(texts: dict[str, Any]) -> None:
-    """A payment whose answer was lost is found by the attempt after it."""
     with pytest.raises(TimeoutError):
         texts["pay_out"].delay(31, 100)
     status = texts["pay_out"].lease_status(31, 100)

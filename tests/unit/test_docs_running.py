@@ -47,9 +47,6 @@ def reports() -> Iterator[list[dict[str, Any]]]:
 def test_the_sentry_page_reports_what_only_a_person_can_mend(
     reports: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """A cooldown that ends by itself is not reported; a failure for good and a crash are, with
-    their key.
-    """
     (source,) = blocks(page("sentry"), "python")
     with executed(eagerly(source, tmp_path, DATABASE), "billing") as names:
         try:
@@ -79,7 +76,6 @@ def test_the_sentry_page_reports_what_only_a_person_can_mend(
 
 
 def test_the_errors_that_sentry_does_not_see_are_those_that_a_task_throws(tmp_path: Path) -> None:
-    """As its integration leaves out."""
     (row,) = (row for row in markdown_rows(page("sentry")) if "throws" in row[1])
     (source,) = blocks(page("opentelemetry"), "python")
     pytest.importorskip("opentelemetry.sdk", reason="the SDK of OpenTelemetry is not installed")
@@ -89,7 +85,6 @@ def test_the_errors_that_sentry_does_not_see_are_those_that_a_task_throws(tmp_pa
 
 
 def test_the_opentelemetry_page_makes_spans_of_its_own_in_the_body(tmp_path: Path) -> None:
-    """And runs beside them."""
     pytest.importorskip("opentelemetry.sdk", reason="the SDK of OpenTelemetry is not installed")
     (source,) = blocks(page("opentelemetry"), "python")
     with executed(eagerly(source, tmp_path, DATABASE), "billing") as names:
@@ -97,7 +92,6 @@ def test_the_opentelemetry_page_makes_spans_of_its_own_in_the_body(tmp_path: Pat
 
 
 def test_what_was_done_under_an_old_template_is_not_done_again(tmp_path: Path) -> None:
-    """docs/changing-settings.md asks for the old key in the body."""
     _, source = blocks(page("changing-settings"), "python")
     template = '"invoice:{tenant}:{customer}:{month}"'
     assert template in source
@@ -114,7 +108,6 @@ def test_what_was_done_under_an_old_template_is_not_done_again(tmp_path: Path) -
 
 
 def test_a_record_is_kept_for_longer_on_request(tmp_path: Path) -> None:
-    """By the client, as docs/changing-settings.md writes it: for a key that is there."""
     from celery_leases import LeaseClient, errors
 
     first, _ = blocks(page("changing-settings"), "python")
@@ -130,7 +123,6 @@ def test_a_record_is_kept_for_longer_on_request(tmp_path: Path) -> None:
 
 
 def test_the_tables_of_changes_name_what_there_is() -> None:
-    """Options of tasks and settings of the app."""
     known = {f"lease_{name}" for name in OPTION_NAMES} | {
         f"leases_{name}" for name in (*_SETTINGS, *OPTION_NAMES)
     }

@@ -15,7 +15,6 @@ PAGE = page("testing-your-tasks")
 
 
 def test_the_project_of_the_page_passes_its_tests(pytester: pytest.Pytester) -> None:
-    """Under pytest and unittest, in Flask, eagerly and with a worker."""
     written = 0
     for block in blocks(PAGE, "python"):
         name = re.match(r"# ([\w/]+\.py)", block)
@@ -32,7 +31,6 @@ def test_the_project_of_the_page_passes_its_tests(pytester: pytest.Pytester) -> 
 
 
 def test_the_page_names_every_function() -> None:
-    """And shows what a failure says."""
     table = PAGE.partition("## Reference")[2]
     assert {*re.findall(r"`(\w+)\(", table)} >= {*testing.__all__}
     assert "charge: 2 calls instead of 1" in table

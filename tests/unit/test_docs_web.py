@@ -26,7 +26,6 @@ EAGER = {
 def test_the_flask_page_makes_an_invoice_once(
     apps: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a request; who is not known sees no status."""
     pytest.importorskip(
         "flask", reason="Flask is not installed: it is in the dependency group test"
     )
@@ -63,7 +62,6 @@ def test_the_flask_page_makes_an_invoice_once(
 def test_the_fastapi_page_makes_an_invoice_and_waits_for_it(
     apps: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a request; and the client of the page sees it done."""
     pytest.importorskip(
         "fastapi", reason="FastAPI is not installed: it is in the dependency group test"
     )
@@ -99,7 +97,6 @@ def test_the_fastapi_page_makes_an_invoice_and_waits_for_it(
 
 
 def test_the_revision_of_the_alembic_page_makes_and_drops_the_tables(tmp_path: Path) -> None:
-    """And its filter is asked beside ours."""
     pytest.importorskip(
         "alembic", reason="Alembic is not installed: it is in the dependency group test"
     )

@@ -1,7 +1,5 @@
 """How the benchmark measures a worker that processes waiting messages."""
 
-# ruff: noqa: D102 - the methods are those of the benchmark's worker
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

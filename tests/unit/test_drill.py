@@ -78,12 +78,10 @@ def types(app: Celery) -> Types:
 def test_a_miss_names_what_causes_it(
     ttl: float, delivery: Delivery, who: Taker, begin: str
 ) -> None:
-    """Broker, sweep or ttl; or none of them, where the settings allow less than the SLO."""
     assert Bounds(ttl, 30.0, delivery).why_missed("worker", who).startswith(begin)
 
 
 def test_a_ttl_is_advised_where_there_is_one() -> None:
-    """The same one that ``leases tune`` advises."""
     assert "write lease_ttl=14 or less" in Bounds(60.0, 30.0, RABBIT).why_missed(
         "pause", "another call"
     )
@@ -91,7 +89,6 @@ def test_a_ttl_is_advised_where_there_is_one() -> None:
 
 
 def test_a_step_is_met_when_its_takeovers_are_and_nothing_else_is_wrong() -> None:
-    """One late takeover, or one other finding, is a miss."""
     in_time = Takeover("another call", 7.5, 60.0, 16.0)
     late = Takeover("its own call", 31.0, 60.0, 16.0, "the ttl")
     assert StepReport("worker", 30.0, 10.0, [in_time]).met
@@ -100,7 +97,6 @@ def test_a_step_is_met_when_its_takeovers_are_and_nothing_else_is_wrong() -> Non
 
 
 def test_notes_are_read_line_by_line(tmp_path: Path) -> None:
-    """A line that is still being written is left for the next time."""
     path = tmp_path / "notes"
     notes = Notes(path)
     assert notes.all() == []
@@ -114,9 +110,6 @@ def test_notes_are_read_line_by_line(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_shows_what_would_be_done(types: Types, app: Celery) -> None:
-    """With the longest ttl of the app's tasks, and the bounds that follow from its settings. It
-    asks no server and registers no task.
-    """
     lines = [json.loads(line) for line in types("--dry-run", "--json").stdout.splitlines()]
     assert [line["step"] for line in lines] == ["child", "double", "pause", "worker"]
     assert {line["ttl"] for line in lines} == {60.0}
@@ -142,12 +135,10 @@ def test_a_dry_run_shows_what_would_be_done(types: Types, app: Celery) -> None:
     ids=" ".join,
 )
 def test_wrong_use_exits_with_2(types: Types, words: tuple[str, ...]) -> None:
-    """Before anything is started."""
     assert types(*words, "--yes").exit_code == 2
 
 
 def test_an_app_without_a_name_cannot_be_drilled(types: Types) -> None:
-    """The workers are started with the word behind ``celery -A``."""
     done = types("--yes")
     assert done.exit_code == 2
     assert "celery -A" in done.stderr

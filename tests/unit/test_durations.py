@@ -58,14 +58,12 @@ WRONG: list[Any] = [
 
 @pytest.mark.parametrize(("written", "meant"), RIGHT, ids=str)
 def test_a_duration_may_be_written_in_many_ways(written: Any, meant: float) -> None:
-    """Numbers, text with units and timedeltas all become seconds."""
     assert seconds(written) == pytest.approx(meant)
     assert type(seconds(written)) is float
 
 
 @pytest.mark.parametrize("written", WRONG, ids=lambda value: repr(value)[:20])
 def test_anything_else_is_refused_with_what_to_write(written: Any) -> None:
-    """The message names what it is for, the value, and what to write instead."""
     with pytest.raises(LeaseConfigurationError) as refused:
         seconds(written, "lease_cooldown")
     assert str(refused.value).startswith(f"lease_cooldown={written!r} is not usable; write ")
@@ -73,7 +71,6 @@ def test_anything_else_is_refused_with_what_to_write(written: Any) -> None:
 
 
 def test_zero_is_a_duration_only_where_it_is_asked_for() -> None:
-    """``zero=True`` lets 0 pass, and nothing below."""
     assert [seconds(value, zero=True) for value in (0, "0s", timedelta(0))] == [0.0, 0.0, 0.0]
     with pytest.raises(LeaseConfigurationError, match="write 0 or more seconds"):
         seconds(-0.001, zero=True)
@@ -81,7 +78,6 @@ def test_zero_is_a_duration_only_where_it_is_asked_for() -> None:
 
 @given(st.text(alphabet="0123456789.dhmsnuµ -+e\u0665", max_size=30))
 def test_no_text_breaks_the_parser(text: str) -> None:
-    """Any text is a finite span or none."""
     span = parsed(text)
     assert span is None or 0 <= span < 1e30
 
@@ -90,7 +86,6 @@ def test_no_text_breaks_the_parser(text: str) -> None:
 def test_what_is_written_with_every_unit_adds_up(
     days: int, hours: int, minutes: int, rest: int
 ) -> None:
-    """The parts of a text are summed."""
     written = f"{days}d{hours}h{minutes}m{rest}s"
     assert (
         parsed(written)
@@ -119,5 +114,4 @@ def test_what_is_written_with_every_unit_adds_up(
     ],
 )
 def test_a_span_in_words_is_rounded_up(span: float, said: str) -> None:
-    """After that time it is at most five seconds too early."""
     assert in_words(span) == said

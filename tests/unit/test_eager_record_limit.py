@@ -16,9 +16,6 @@ from celery_leases.worker import app_components
 def test_eager_calls_keep_the_records_of_the_latest_keys_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those of a call that runs stay however many others it makes, and so does the result of a
-    recent one.
-    """
     app = Celery("eager", broker="memory://", set_as_current=False)
     runs: list[Any] = []
 

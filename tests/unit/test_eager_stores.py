@@ -73,7 +73,6 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 def test_status_and_client_see_what_an_eager_call_has_done(shop: Shop) -> None:
-    """Neither asks the servers that the settings name."""
     assert shop.state(1) == "absent"
     assert shop.ship.delay(1).get() == {"to": "home"}
     assert shop.state(1) == "done"
@@ -85,7 +84,6 @@ def test_status_and_client_see_what_an_eager_call_has_done(shop: Shop) -> None:
 
 
 def test_without_eager_mode_the_configured_stores_are_asked(shop: Shop) -> None:
-    """The setting is read at each question, as tests switch it."""
     shop.app.conf.task_always_eager = False
     with pytest.raises(StoreUnavailable):
         shop.ship.lease_status(1)
@@ -95,7 +93,6 @@ def test_without_eager_mode_the_configured_stores_are_asked(shop: Shop) -> None:
 
 @pytest.mark.parametrize("again", range(2))
 def test_the_same_test_passes_twice_in_one_process(shop: Shop, engine: Engine, again: int) -> None:
-    """An enqueued call leaves nothing behind that keeps the next one from running."""
     with Session(engine) as session, session.begin():
         session.execute(text("INSERT INTO orders VALUES (7)"))
         result = shop.ship.delay_in(session, 7)
@@ -111,7 +108,6 @@ def test_the_same_test_passes_twice_in_one_process(shop: Shop, engine: Engine, a
 def test_a_call_of_a_transaction_that_does_not_commit_never_runs(
     shop: Shop, engine: Engine
 ) -> None:
-    """Whether it is rolled back, closed, or only its savepoint is."""
     with Session(engine) as session:
         shop.ship.delay_in(session, 1)
         session.rollback()
@@ -133,7 +129,6 @@ def test_a_call_of_a_transaction_that_does_not_commit_never_runs(
 
 
 def test_one_transaction_calls_a_key_once(shop: Shop, engine: Engine) -> None:
-    """The second call of it gets the handle of the first; other content is refused at once."""
     session = scoped_session(sessionmaker(engine))
     first, second = shop.ship.delay_in(session, 1), shop.ship.delay_in(session, 1)
     assert first.id == second.id
@@ -150,9 +145,6 @@ def test_one_transaction_calls_a_key_once(shop: Shop, engine: Engine) -> None:
 
 
 def test_a_failed_key_refuses_the_next_enqueue(shop: Shop, engine: Engine) -> None:
-    """As on a real database; what the body raised is raised by the commit where Celery propagates
-    it.
-    """
     shop.app.conf.task_eager_propagates = True
     with Session(engine) as session:
         shop.ship.delay_in(session, 1, "nowhere")
@@ -164,7 +156,6 @@ def test_a_failed_key_refuses_the_next_enqueue(shop: Shop, engine: Engine) -> No
 
 
 def test_a_connection_leaves_its_calls_to_the_relay(shop: Shop, engine: Engine) -> None:
-    """Nothing tells of its end, in a worker's process neither."""
     client = LeaseClient.from_app(shop.app)
     with engine.connect() as connection:
         shop.ship.delay_in(connection, 1)
@@ -182,7 +173,6 @@ def test_a_connection_leaves_its_calls_to_the_relay(shop: Shop, engine: Engine) 
 
 
 def test_a_connection_whose_commit_cannot_be_observed_is_refused(shop: Shop) -> None:
-    """With the line to write."""
     with pytest.raises(WrongDatabase, match="leases_eager_stores=True"):
         shop.ship.delay_in(sqlite3.connect(":memory:"), 1)
 
@@ -207,7 +197,6 @@ def test_django_runs_it_when_the_connection_commits(shop: Shop) -> None:
 
 
 def test_with_the_real_stores_all_of_it_is_there(tmp_path: Path) -> None:
-    """``leases_eager_stores``: the record commits with the caller's rows."""
     url = f"sqlite:///{tmp_path}/records.db"
     shop = Shop(leases_eager_stores=True, leases_url="database")
     shop.app.conf.leases_database_url = url
@@ -227,8 +216,6 @@ def test_with_the_real_stores_all_of_it_is_there(tmp_path: Path) -> None:
 def test_missing_tables_are_reported_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not as a held key, after all tries."""
-
     def outdated(*_: Any) -> Any:
         raise SchemaOutdated("no tables")
 
@@ -246,7 +233,6 @@ def test_missing_tables_are_reported_at_once(
 def test_an_eager_call_says_that_a_store_does_not_answer(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The key has no holder."""
     records = app_components.components_of(shop.app).records
 
     def unavailable(*_: Any, **__: Any) -> Any:

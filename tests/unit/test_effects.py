@@ -118,9 +118,6 @@ class TestOnFound:
     def test_it_is_looked_up_once_the_first_request_cannot_be_on_its_way(
         self, uncertain: Any, age: float, after: float, expected: Any
     ) -> None:
-        """Not a moment before; a clock that was turned back makes it wait, not wait longer than
-        that.
-        """
         assert (
             on_found(found(age=age), verifies=True, verify_after=after, uncertain=uncertain)
             == expected
@@ -128,7 +125,6 @@ class TestOnFound:
 
     @pytest.mark.parametrize("age", [0.0, 1e6])
     def test_without_a_way_to_look_it_is_called_again_or_parked(self, age: float) -> None:
-        """As the user says; there is nothing to wait for."""
         given: dict[str, Any] = {"verifies": False, "verify_after": 60.0}
         assert on_found(found(age=age), uncertain="rerun", **given) == RepeatCall()
         assert on_found(found(age=age), uncertain="stop", **given) == AskOperator()
@@ -155,11 +151,9 @@ class TestIdempotencyKeys:
         ],
     )
     def test_they_are_as_they_were(self, parts: Any, expected: str) -> None:
-        """Test vectors."""
         assert idempotency_key(*parts) == expected
 
     def test_each_part_makes_another_key(self) -> None:
-        """And none can be moved into its neighbour."""
         parts = [
             ("celery_leases", KEY, CHARGE, "#0"),
             ("celery", f"_leases{KEY}", CHARGE, "#0"),
@@ -171,7 +165,6 @@ class TestIdempotencyKeys:
         assert len({idempotency_key(*one) for one in parts}) == len(parts)
 
     def test_they_carry_no_personal_data_and_fit_anywhere(self) -> None:
-        """Hexadecimal digits, fewer than any provider's limit."""
         key = idempotency_key("celery_leases", "t:x|jane@example.com", CHARGE, "#0")
         assert set(key) <= set("0123456789abcdef")
         assert len(key) == 48
@@ -182,7 +175,6 @@ class TestNamesAndReferences:
 
     @pytest.mark.parametrize("name", ["charge", "a" * NAME_MAX, "naïve ✓", "two words"])
     def test_a_text_is_a_name(self, name: str) -> None:
-        """Of any alphabet."""
         assert is_valid_name(name)
 
     @pytest.mark.parametrize(
@@ -191,7 +183,6 @@ class TestNamesAndReferences:
     def test_anything_else_is_refused_before_anything_happens(
         self, desk: EffectBench, name: Any
     ) -> None:
-        """With the name in the message."""
         assert not is_valid_name(name)
         with pytest.raises(EffectMisused, match=r"effect\(.*1 to 255 characters"):
             desk.attempt().effect(name=name)
@@ -224,7 +215,6 @@ class TestWhetherACallWasCarriedOut:
         "error", [*codes(400, 401, 402, 404, 409, 422, 429), ConnectionRefusedError()], ids=str
     )
     def test_what_was_refused_was_not(self, error: Any) -> None:
-        """The response says so, or no server was reached."""
         assert self.known(error) is False
 
     @pytest.mark.parametrize(
@@ -244,11 +234,9 @@ class TestWhetherACallWasCarriedOut:
         ids=repr,
     )
     def test_anything_else_may_have_been(self, error: Any) -> None:
-        """Also an error of the callable's own, which may come after its request."""
         assert self.known(error) is None
 
     def test_a_tasks_own_rules_do_not_change_whether_an_effect_happened(self) -> None:
-        """It may call a timeout permanent and retry a refusal, for reasons of its own."""
         rules = Rules.default().on(status=504, to=permanent()).on(exc=READ_TIMEOUT, to=permanent())
         rules = rules.on(status=429, to=retry("10s")).on(status=402, to=cooldown("1h"))
         assert [self.known(error, rules) for error in codes(504, 429, 402)] == [None, False, False]
@@ -258,7 +246,6 @@ class TestWhetherACallWasCarriedOut:
         )
 
     def test_a_tasks_own_error_is_what_its_rules_make_of_it(self) -> None:
-        """Permanent is refused; of others nothing is known."""
         rules = (
             Rules.default()
             .on(exc="shop.errors.Declined", to=permanent())
@@ -285,7 +272,6 @@ class TestOneAttempt:
     def test_the_call_is_given_the_idempotency_key(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """Made of prefix, stored key, name and generation."""
         reply = attempt.effect()
         assert (
             desk.called
@@ -310,7 +296,6 @@ class TestOneAttempt:
         assert len(desk.called) == 2
 
     def test_a_lost_lease_begins_nothing(self, desk: EffectBench, attempt: Attempt) -> None:
-        """By the clock alone, without a trip."""
         attempt.lose()
         with pytest.raises(LeaseLost):
             attempt.effect()
@@ -319,7 +304,6 @@ class TestOneAttempt:
     def test_a_record_that_has_moved_on_begins_nothing(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """Though the clock still says that the lease is held."""
         desk.attempt("another call")
         with pytest.raises(LeaseLost, match="was changed by another attempt"):
             attempt.effect()
@@ -328,7 +312,6 @@ class TestOneAttempt:
     def test_an_intent_that_took_too_long_to_commit_is_withdrawn(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """The lease may have ended meanwhile; the next attempt need not wonder."""
         desk.journal.before("begin", attempt.lose)
         with pytest.raises(LeaseLost):
             attempt.effect()
@@ -338,9 +321,6 @@ class TestOneAttempt:
     def test_an_intent_that_a_signal_interrupts_is_withdrawn(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """A shutdown while the statement was on its way: no call was made, and nothing is in
-        doubt.
-        """
         attempt.pending = SystemExit()
         with pytest.raises(SystemExit):
             attempt.effect()
@@ -350,7 +330,6 @@ class TestOneAttempt:
     def test_a_reply_is_recorded_even_if_the_lease_was_lost_meanwhile(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """The effect has happened; the body gets the loss afterwards."""
         with pytest.raises(LeaseLost):
             attempt.effect(lambda _: (attempt.lose(), "ch_1")[1])
         assert (desk.steps(), desk.state) == (["begin", "call", "finish"], "done")
@@ -361,8 +340,6 @@ class TestOneAttempt:
     def test_a_reply_is_recorded_even_if_a_signal_arrived_meanwhile(
         self, desk: EffectBench, attempt: Attempt, pending: BaseException
     ) -> None:
-        """It is raised once the reply is written down."""
-
         def called(_: str) -> str:
             attempt.pending = pending
             return "ch_1"
@@ -374,8 +351,6 @@ class TestOneAttempt:
     def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """That one's reply counts."""
-
         def overtaken(_: str) -> str:
             assert desk.attempt().effect("theirs", uncertain="rerun").value == "theirs"
             return "ours"
@@ -386,7 +361,6 @@ class TestOneAttempt:
         assert desk.attempt().effect().value == "theirs"
 
     def test_it_ends_a_row_of_crashes(self, desk: EffectBench, attempt: Attempt) -> None:
-        """With a statement of its own, and only where there were any."""
         attempt.effect()
         assert attempt.held_lease.body_state.progressed
         second = desk.attempt()
@@ -408,7 +382,6 @@ class TestOneAttempt:
     def test_crashes_that_cannot_be_cleared_are_no_reason_to_fail(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """The outcome says so too."""
         attempt = desk.attempt()
         desk.journal.away("clear crashes")
         assert attempt.effect("ok").value == "ok"
@@ -418,7 +391,6 @@ class TestStoresAway:
     """The database does not answer."""
 
     def test_without_an_intent_there_is_no_call(self, desk: EffectBench, attempt: Attempt) -> None:
-        """However long it is tried."""
         attempt = desk.attempt(settle_timeout=3.0)
         desk.journal.away("begin")
         began = desk.clock.now()
@@ -430,7 +402,6 @@ class TestStoresAway:
     def test_it_is_not_tried_for_longer_than_the_lease_lasts(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """A process that has lost its lease begins nothing."""
         attempt = desk.attempt(settle_timeout=1000.0)
         desk.journal.away("begin")
         with pytest.raises(LeaseLost):
@@ -462,7 +433,6 @@ class TestStoresAway:
     def test_a_lease_of_which_nothing_is_known_after_the_intent_makes_no_call(
         self, desk: EffectBench, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The next attempt need not wonder."""
         self.refuse_the_check(attempt, monkeypatch, 2)
         with pytest.raises(StoreUnavailable):
             attempt.effect()
@@ -471,7 +441,6 @@ class TestStoresAway:
     def test_an_intent_is_tried_again_also_where_nothing_is_known_of_the_lease_meanwhile(
         self, desk: EffectBench, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The first try may have committed it."""
         desk.journal.away("begin", times=1, done=True)
         self.refuse_the_check(attempt, monkeypatch, 2)
         attempt.effect()
@@ -480,7 +449,6 @@ class TestStoresAway:
     def test_an_intent_that_was_certainly_not_written_is_not_tried_again(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """Its row is locked by another transaction: the call may be rescheduled."""
         desk.journal.away("begin")
         desk.store.refuses = True
         with pytest.raises(StoreUnavailable):
@@ -491,7 +459,6 @@ class TestStoresAway:
     def test_a_reply_is_noted_as_soon_as_they_answer(
         self, desk: EffectBench, attempt: Attempt, done: bool
     ) -> None:
-        """The call is not made again."""
         desk.journal.away("finish", times=3, done=done)
         assert attempt.effect("ch_1").value == "ch_1"
         assert desk.steps() == ["begin", "call", *["finish"] * 4]
@@ -499,7 +466,6 @@ class TestStoresAway:
     def test_a_reply_that_cannot_be_noted_leaves_it_in_doubt(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """After so long; the lease goes on being renewed meanwhile."""
         desk.journal.away("finish")
         began = desk.clock.now()
         with pytest.raises(StoreUnavailable):
@@ -513,7 +479,6 @@ class TestStoresAway:
     def test_a_withdrawal_that_cannot_be_written_leaves_it_in_doubt(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """The error is the call's own."""
         desk.journal.away("withdraw")
         with pytest.raises(ConnectionRefusedError):
             attempt.effect(ConnectionRefusedError())
@@ -531,7 +496,6 @@ class TestACallThatRaises:
     def test_what_was_not_carried_out_is_withdrawn(
         self, desk: EffectBench, attempt: Attempt, error: Any
     ) -> None:
-        """The next attempt starts again."""
         with pytest.raises(type(error)):
             attempt.effect(error)
         assert desk.steps() == ["begin", "call", "withdraw"]
@@ -545,7 +509,6 @@ class TestACallThatRaises:
     def test_what_may_have_been_carried_out_stays_in_doubt(
         self, desk: EffectBench, attempt: Attempt, error: Any
     ) -> None:
-        """Also when the body was interrupted in it."""
         with pytest.raises(type(error)):
             attempt.effect(error)
         assert (desk.steps(), desk.state) == (["begin", "call"], "sent")
@@ -558,7 +521,6 @@ class TestACallThatRaises:
     def test_what_the_callable_asks_for_by_itself_is_in_doubt(
         self, desk: EffectBench, attempt: Attempt, error: BaseException
     ) -> None:
-        """It may have called, and not have liked the reply."""
         with pytest.raises(type(error)):
             attempt.effect(error)
         assert desk.state == "sent"
@@ -578,8 +540,6 @@ class TestACallThatRaises:
         state: str | None,
         chained: str,
     ) -> None:
-        """``except Timeout: raise RetryLater(5)`` does not know what has happened either."""
-
         def call(_: str) -> None:
             try:
                 raise cause()
@@ -597,7 +557,6 @@ class TestACallThatRaises:
     def test_an_error_from_before_the_call_does_not_decide_about_it(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """The effect may be what is done about it."""
         try:
             raise ConnectionRefusedError
         except ConnectionRefusedError:
@@ -606,7 +565,6 @@ class TestACallThatRaises:
         assert desk.state == "sent"
 
     def test_an_error_goes_on_as_it_is(self, attempt: Attempt) -> None:
-        """For the failure rules of the attempt."""
         error = http_error(429)
         with pytest.raises(type(error)) as caught:
             attempt.effect(error)
@@ -619,7 +577,6 @@ class TestALaterAttempt:
     def test_a_saved_reply_is_used_without_a_call(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """It is the same reply, and says that it was saved."""
         first = attempt.effect({"id": "ch_1"}, reference=lambda reply: reply["id"])
         for _ in range(2):
             desk.steps()
@@ -631,7 +588,6 @@ class TestALaterAttempt:
     def test_without_verify_it_is_parked_for_an_operator(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """Who is told where to look, and what to type."""
         with pytest.raises(RuntimeError):
             attempt.effect(RuntimeError())
         with pytest.raises(Uncertain, match="leases resolve") as caught:
@@ -643,7 +599,6 @@ class TestALaterAttempt:
     def test_by_rerun_it_is_called_again_under_the_same_key(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """And under the fence of the attempt that calls."""
         with pytest.raises(RuntimeError):
             attempt.effect(RuntimeError())
         later = desk.attempt()
@@ -673,7 +628,6 @@ class TestALaterAttempt:
     def test_a_lease_lost_before_the_second_call_leaves_the_first_in_doubt(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """Nothing was withdrawn by it."""
         with pytest.raises(RuntimeError):
             attempt.effect(RuntimeError())
         later = desk.attempt()
@@ -699,7 +653,6 @@ class TestVerify:
     def test_a_reply_that_was_found_is_noted_and_no_call_is_made(
         self, desk: EffectBench, later: Attempt
     ) -> None:
-        """Under our fence; the reference is found in it as in any reply."""
         asked: list[str] = []
         reply = later.effect(
             "never",
@@ -712,7 +665,6 @@ class TestVerify:
         assert desk.attempt().effect().value == {"id": "ch_1"}
 
     def test_none_means_that_it_has_not_happened(self, desk: EffectBench, later: Attempt) -> None:
-        """The call is made, once the intent is ours."""
         reply = later.effect("ch_2", verify=lambda _: None)
         assert desk.steps() == ["begin", "begin", "call", "finish", "clear crashes"]
         assert (reply.value, reply.saved) == ("ch_2", False)
@@ -720,14 +672,12 @@ class TestVerify:
     def test_what_is_refused_after_that_is_withdrawn(
         self, desk: EffectBench, later: Attempt
     ) -> None:
-        """Neither the first nor the second was carried out."""
         with pytest.raises(ConnectionRefusedError):
             later.effect(ConnectionRefusedError(), verify=lambda _: None)
         assert desk.state is None
 
     @pytest.mark.parametrize("value", [0, "", [], {}])
     def test_an_empty_reply_is_a_reply(self, desk: EffectBench, later: Attempt, value: Any) -> None:
-        """Only ``None`` says that there is none."""
         assert later.effect("never", verify=lambda _: value).value == value
         assert desk.called == []
 
@@ -735,7 +685,6 @@ class TestVerify:
     def test_what_is_no_reply_is_refused_and_changes_nothing(
         self, desk: EffectBench, later: Attempt, verify: Any
     ) -> None:
-        """``False`` is the answer to another question, and the others have not looked yet."""
         with pytest.raises(EffectMisused, match="verify returned"):
             later.effect("never", verify=verify)
         assert (desk.state, desk.called) == (EffectState.SENT, [])
@@ -746,8 +695,6 @@ class TestVerify:
     def test_a_look_up_without_an_answer_makes_it_uncertain(
         self, desk: EffectBench, later: Attempt
     ) -> None:
-        """With its own words, and the key to look for."""
-
         def verify(_: str) -> None:
             raise Uncertain("two charges look like it")
 
@@ -761,7 +708,6 @@ class TestVerify:
     def test_one_that_fails_is_asked_again_by_the_next_attempt(
         self, desk: EffectBench, later: Attempt, error: BaseException
     ) -> None:
-        """Its error is an error of the body; the effect stays as it was."""
         before = desk.effect()
 
         def verify(_: str) -> None:
@@ -772,7 +718,6 @@ class TestVerify:
         assert (desk.called, desk.effect()) == ([], before)
 
     def test_it_is_not_asked_before_its_time(self, desk: EffectBench, attempt: Attempt) -> None:
-        """The first request may still be in transit: the call is rescheduled as after a snooze."""
         with pytest.raises(RuntimeError):
             attempt.effect(RuntimeError())
         desk.clock.sleep(20.0)
@@ -786,7 +731,6 @@ class TestVerify:
         assert (len(asked), len(desk.called)) == (1, 2)
 
     def test_its_time_starts_again_with_each_call(self, desk: EffectBench, later: Attempt) -> None:
-        """The second request may be on its way just as well."""
         with pytest.raises(RuntimeError):
             later.effect(RuntimeError(), verify=lambda _: None)
         with pytest.raises(Snooze) as caught:
@@ -794,7 +738,6 @@ class TestVerify:
         assert caught.value.delay == pytest.approx(60.0)
 
     def test_a_reply_that_came_while_it_looked_counts(self, desk: EffectBench) -> None:
-        """The zombie has recorded it at the last moment: the rescheduled call uses it."""
         zombie = desk.attempt()
 
         def slow(_: str) -> str:
@@ -818,7 +761,6 @@ class TestVerify:
     def test_a_lease_lost_while_it_looked_calls_nothing(
         self, desk: EffectBench, later: Attempt
     ) -> None:
-        """Nor takes anything over."""
         before = desk.effect()
         with pytest.raises(LeaseLost):
             later.effect(verify=lambda _: later.lose())
@@ -855,9 +797,6 @@ class TestRepliesThatCannotBeKept:
     def test_it_is_done_and_never_called_again(
         self, desk: EffectBench, attempt: Attempt, reply: Any, why: str
     ) -> None:
-        """It becomes uncertain at once and in each later attempt; the error says that the effect
-        has happened, and what to do.
-        """
         with pytest.raises(
             Uncertain, match=f"HAS happened.*{why}.*reference=.*resolve .* --done"
         ) as caught:
@@ -871,7 +810,6 @@ class TestRepliesThatCannotBeKept:
         assert len(desk.called) == 1
 
     def test_a_corrected_task_looks_its_reply_up(self, desk: EffectBench, attempt: Attempt) -> None:
-        """As often as it is asked for, however young it is; nothing is called, nothing written."""
         with pytest.raises(Uncertain):
             attempt.effect(object())
         before = desk.effect()
@@ -891,8 +829,6 @@ class TestRepliesThatCannotBeKept:
     def test_a_looked_up_reply_that_cannot_be_stored_makes_it_uncertain(
         self, desk: EffectBench, attempt: Attempt, found: Any, why: str
     ) -> None:
-        """With a reference it is enough."""
-
         def verify(_: str) -> Any:
             if isinstance(found, Exception):
                 raise found
@@ -910,7 +846,6 @@ class TestRepliesThatCannotBeKept:
     def test_a_reference_is_enough_to_go_on_with(
         self, desk: EffectBench, attempt: Attempt, reply: Any
     ) -> None:
-        """There is no value then, in the first attempt as in any later one."""
         first = attempt.effect(reply, reference=lambda _: "ch_1")
         assert (first.value, first.reference, first.saved) == (None, "ch_1", False)
         assert desk.attempt().effect("never", reference=lambda _: "no") == replace(
@@ -920,9 +855,6 @@ class TestRepliesThatCannotBeKept:
     def test_a_reference_that_raises_does_not_undo_the_effect(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """Its error is raised, in each attempt until the callable is mended; then it is found in
-        the saved reply.
-        """
         for number in range(2):
             with pytest.raises(KeyError):
                 (attempt if not number else desk.attempt()).effect(
@@ -936,8 +868,6 @@ class TestRepliesThatCannotBeKept:
     def test_neither_does_one_that_raises_what_ends_a_process(
         self, desk: EffectBench, attempt: Attempt, error: type[BaseException]
     ) -> None:
-        """Nor a reply whose own methods do: the call was made, and is not in doubt."""
-
         class Reply(dict[str, str]):
             def items(self) -> Any:
                 raise error
@@ -950,7 +880,6 @@ class TestRepliesThatCannotBeKept:
         assert desk.state == "done"
 
     def test_a_reply_without_a_reference_has_none(self, attempt: Attempt) -> None:
-        """It is asked of the saved reply too, and may say so there."""
         assert attempt.effect("ok", reference=lambda _: None).reference is None
         assert attempt.desk.attempt().effect(reference=lambda _: None).reference is None
 
@@ -959,7 +888,6 @@ class TestGenerations:
     """A new idempotency key for new work, and only for that."""
 
     def test_the_key_stays_over_attempts(self, desk: EffectBench) -> None:
-        """Crashed, lost, or tried again by an operator."""
         for _ in range(3):
             attempt = desk.attempt()
             with pytest.raises(ConnectionRefusedError):
@@ -969,7 +897,6 @@ class TestGenerations:
         assert len(set(desk.called)) == 1
 
     def test_another_call_of_a_rerun_task_is_new_work(self, desk: EffectBench) -> None:
-        """The effects of the call before it are not found."""
         assert desk.attempt("one", rerun=True).effect("1").value == "1"
         assert desk.attempt("one", rerun=True).effect("never").value == "1"
         assert desk.attempt("two", rerun=True).effect("2").value == "2"
@@ -979,7 +906,6 @@ class TestGenerations:
     def test_a_call_of_a_rerun_task_finds_its_effect_after_another_has_had_the_key(
         self, desk: EffectBench, way: str
     ) -> None:
-        """The other one took over what its crash had left open, and has effects of its own."""
         with pytest.raises(RuntimeError):
             desk.attempt("one", rerun=True).effect(RuntimeError())
         other = desk.attempt("two", rerun=True)
@@ -1030,14 +956,12 @@ class TestWhatIsGiven:
     def test_a_wrong_argument_is_named(
         self, desk: EffectBench, attempt: Attempt, given: Any, error: Any, leased: bool
     ) -> None:
-        """In a direct call too."""
         (name,) = given
         with pytest.raises(error, match=f"effect.*{name}"):
             (attempt.lease if leased else Unleased()).effect(CHARGE, desk.calling(), **given)
         assert (desk.called, desk.steps()) == ([], [])
 
     def test_the_call_must_be_one(self, attempt: Attempt) -> None:
-        """Not its result, which is how one forgets the lambda."""
         with pytest.raises(LeaseMisuse, match=r"call=.*callable"):
             attempt.lease.effect(CHARGE, {"id": "ch_1"})  # type: ignore[arg-type]
 
@@ -1053,7 +977,6 @@ class TestWhatIsGiven:
         assert desk.steps() == []
 
     def test_a_call_that_only_promises_a_reply_is_taken_back(self, desk: EffectBench) -> None:
-        """Its coroutine was never run, so nothing has happened."""
         promise = _asynchronous("")
         with pytest.raises(EffectMisused, match="returned a coroutine"):
             desk.attempt().effect(promise)
@@ -1062,7 +985,6 @@ class TestWhatIsGiven:
 
     @pytest.mark.parametrize("after", ["1m", 60])
     def test_verify_after_is_any_duration(self, desk: EffectBench, after: Any) -> None:
-        """As all durations of ours."""
         with pytest.raises(RuntimeError):
             desk.attempt().effect(RuntimeError())
         with pytest.raises(Snooze) as caught:
@@ -1071,7 +993,6 @@ class TestWhatIsGiven:
 
 
 def test_without_a_lease_it_is_the_call_and_nothing_else() -> None:
-    """Each time, under a key of its own; the reply is what was returned."""
     marker = object()
     keys: list[str] = []
     for _ in range(2):
@@ -1090,7 +1011,6 @@ def test_without_a_lease_it_is_the_call_and_nothing_else() -> None:
 
 
 def test_threads_of_one_body_take_their_first_steps_through_one_object(attempt: Attempt) -> None:
-    """It knows the names that this attempt has used."""
     both_make = threading.Barrier(2, timeout=10)
     taken: list[LeaseServices] = []
 

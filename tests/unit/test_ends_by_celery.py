@@ -206,9 +206,6 @@ __all__ = ["apps"]
 def test_the_work_is_run_as_often_as_in_plain_celery(
     bench: Bench, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Several messages of one call are copies, so only the first of them runs; a task that replaces
-    itself goes on as another call.
-    """
     caplog.set_level(logging.CRITICAL)
     wrong = []
     for program in PROGRAMS:
@@ -232,9 +229,6 @@ REJECTS: Program = ("reject", "raised", "return")
 def test_a_retry_is_published_although_the_broker_is_away(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    """If it does not come back in time, the delivery is returned to it. Celery alone rejects the
-    message, and the call has failed.
-    """
     publish, failures = Producer._publish, [OperationalError("away")] * times
 
     def publish_unless_away(producer: Any, *args: Any, **given: Any) -> Any:
@@ -262,7 +256,6 @@ def test_a_retry_is_published_although_the_broker_is_away(
 def test_after_a_call_that_has_ended_without_its_work_the_next_one_runs(
     bench: Bench, kind: str, end: str
 ) -> None:
-    """Whatever its arguments are: its caller has the failure."""
     program = (end, "swallowed", "ignore") if end == "report a failure" else (end, "raised", "x")
     bench.call(kind, program)
     status = bench.client.status(f"{kind[0]}:{'/'.join(program)}", task=kind)
@@ -273,7 +266,6 @@ def test_after_a_call_that_has_ended_without_its_work_the_next_one_runs(
 
 @pytest.mark.parametrize("waited", [False, True], ids=["its message", "a copy that had waited"])
 def test_a_dead_letter_that_is_moved_back_runs(bench: Bench, waited: bool) -> None:
-    """A broker may also move it back by itself, as RabbitMQ does with a ttl."""
     call_id = bench.call("keyed", REJECTS)
     headers = {HEADER: Header("keyed", call_id, started=True).written()} if waited else {}
     bench.app.send_task("keyed", ["/".join(REJECTS)], task_id=call_id, headers=headers)
@@ -300,7 +292,6 @@ LAZY = pytest.mark.parametrize("body", [awaits, yields, yields_later])
 
 @LAZY
 def test_a_body_that_celery_would_only_begin_is_refused(apps: None, body: Any) -> None:
-    """Celery calls it, gets an object, and runs nothing of it."""
     app = Celery("lazy", broker="memory://", set_as_current=False)
     with pytest.raises(LeaseConfigurationError, match=r"asyncio\.run"):
         app.task(body, base=LeasedTask, lease_key="x:{name}", shared=False, lazy=False)
@@ -326,8 +317,6 @@ def test_a_returned_coroutine_or_generator_is_a_failure(bench: Bench, body: Any)
 
 
 def test_a_task_class_that_awaits_its_body_may_have_a_coroutine(bench: Bench) -> None:
-    """Its ``__call__`` runs the coroutine."""
-
     class Awaiting(Task):
         abstract = True
 

@@ -74,7 +74,6 @@ def errbacks(app: Celery) -> list[Any]:
 def test_the_leased_errback_of_two_failed_calls_runs_once(
     app: Celery, ran: list[tuple[Any, ...]]
 ) -> None:
-    """Its body gets the request, the exception and the traceback, as in Celery."""
     app.conf.task_always_eager = True
     calls = [app.tasks["fails"].apply((order,), link_error=errbacks(app)) for order in (1, 2)]
     assert sorted(one[0] for one in ran) == [
@@ -90,7 +89,6 @@ def test_the_leased_errback_of_two_failed_calls_runs_once(
 def test_a_worker_publishes_leased_errbacks_and_calls_the_others(
     app: Celery, ran: list[tuple[Any, ...]]
 ) -> None:
-    """One that cannot be published does not stop the others."""
     published: dict[str, Any] = {}
 
     def note(sender: str, body: Any, headers: Any, **_: Any) -> None:

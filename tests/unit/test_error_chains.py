@@ -17,7 +17,6 @@ def names(error: BaseException) -> list[str]:
 
 
 def test_the_chain_goes_from_the_outermost_error_inwards() -> None:
-    """Causes, members of groups, and where libraries hide the real one."""
     refused = ConnectionRefusedError(111, "refused")
     new = fake_error("urllib3.exceptions.NewConnectionError", said=("conn", "failed"))
     exceeded = fake_error("urllib3.exceptions.MaxRetryError", reason=new)
@@ -45,8 +44,6 @@ def test_the_chain_goes_from_the_outermost_error_inwards() -> None:
 
 
 def test_an_error_that_was_hidden_on_purpose_stays_hidden() -> None:
-    """What was merely being handled is no cause."""
-
     def stumble() -> None:
         try:
             raise KeyError("first")
@@ -59,7 +56,6 @@ def test_an_error_that_was_hidden_on_purpose_stays_hidden() -> None:
 
 
 def test_a_chain_is_bounded() -> None:
-    """At most 8 deep and 16 in all, cycles once."""
     deep: BaseException = OSError()
     for _ in range(100):
         deep = caused(ValueError(), deep)
@@ -71,7 +67,6 @@ def test_a_chain_is_bounded() -> None:
 
 
 def test_facts_are_merged_from_the_outermost_error_inwards() -> None:
-    """The first of each kind; every error keeps its own in ``chain``."""
     inner = http_error(429, {"code": "slow"}, "openai.RateLimitError", retry_after="3")
     outer = caused(fake_error("shop.errors.Failed", said="the month failed", code="own"), inner)
     facts = facts_of(outer)
@@ -83,14 +78,12 @@ def test_facts_are_merged_from_the_outermost_error_inwards() -> None:
 
 
 def test_what_an_inner_error_says_of_itself_is_merged_too() -> None:
-    """False is an answer."""
     assert (
         facts_of(caused(ValueError(), fake_error("shop.Error", retryable=False))).retryable is False
     )
 
 
 def test_facts_are_plain_data() -> None:
-    """They pickle and compare."""
     facts = facts_of(http_error(429, retry_after="3"))
     assert pickle.loads(pickle.dumps(facts)) == facts  # noqa: S301 - our own bytes
     assert ErrorFacts() == ErrorFacts()

@@ -18,7 +18,6 @@ from tests.unit.fake_errors import RpcError, answer, aws, fake_class, fake_error
 
 
 def test_names_are_dotted_most_specific_first_and_without_what_every_error_is() -> None:
-    """Python's own have no module."""
     family = fake_class(
         "shop.errors.Declined", fake_class("shop.errors.ShopError", ConnectionError)
     )
@@ -32,7 +31,6 @@ def test_names_are_dotted_most_specific_first_and_without_what_every_error_is() 
 
 
 def test_a_message_is_cut_and_without_secrets() -> None:
-    """It is stored and shown."""
     facts = facts_of(ValueError("token=abc123 \x00\ud800" + "x" * 10_000))
     assert facts.message.startswith("token=[redacted] ?xxx")
     assert len(facts.message) == 500
@@ -80,7 +78,6 @@ STATUSES: list[tuple[str, Any]] = [
     "error", [error for _, error in STATUSES], ids=[library for library, _ in STATUSES]
 )
 def test_the_status_is_found_wherever_a_library_keeps_it(error: BaseException) -> None:
-    """As a plain int."""
     facts = facts_of(error)
     assert facts.status == 429
     assert type(facts.status) is int
@@ -90,13 +87,10 @@ def test_the_status_is_found_wherever_a_library_keeps_it(error: BaseException) -
     "value", [0, 99, 600, True, 429.0, "42", "4290", "a lot", None, Mock(), [429], (429,)]
 )
 def test_what_is_no_status_is_not_taken_for_one(value: Any) -> None:
-    """From 100 to 599, and nothing that merely looks like it."""
     assert facts_of(fake_error("shop.Error", status_code=value, code=value)).status is None
 
 
 def test_a_response_that_is_false_is_a_response() -> None:
-    """Those of requests are, below 400 only."""
-
     class Response(SimpleNamespace):
         def __bool__(self) -> bool:
             return False
@@ -110,8 +104,6 @@ def test_a_response_that_is_false_is_a_response() -> None:
 
 
 def test_no_attribute_that_warns_is_asked_for() -> None:
-    """The ``code`` of aiohttp warns, also where its ``status`` is 0."""
-
     class ClientResponseError(Exception):
         status = 0
 
@@ -130,7 +122,6 @@ def test_no_attribute_that_warns_is_asked_for() -> None:
 
 
 def test_codes_come_from_attributes_and_nested_bodies_as_written() -> None:
-    """The attribute first, then the body from the outside in."""
     body = {
         "type": "error",
         "error": {"type": "rate_limit_error", "details": {"error_code": "enforced_limit"}},
@@ -166,7 +157,6 @@ BODIES: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize("error", [error for _, error in BODIES], ids=[name for name, _ in BODIES])
 def test_a_code_is_found_in_a_body_of_any_form(error: BaseException) -> None:
-    """Parsed or not, on the error or on its response."""
     assert set(facts_of(error).codes) == {"card_declined", "card_error"}
 
 
@@ -188,7 +178,6 @@ def test_a_code_is_found_in_a_body_of_any_form(error: BaseException) -> None:
     ids=stable_id,
 )
 def test_a_body_without_codes_has_none(body: Any) -> None:
-    """Broken, huge, deep and foreign ones too."""
     assert facts_of(fake_error("shop.Error", body=body)).codes == ()
 
 
@@ -198,7 +187,6 @@ def test_a_body_that_would_take_long_to_parse_is_left_alone() -> None:
 
 
 def test_a_body_that_was_not_read_is_not_read_now() -> None:
-    """The socket may block, and the response belongs to other code."""
     read = []
 
     class Response:
@@ -219,18 +207,15 @@ def test_a_body_that_was_not_read_is_not_read_now() -> None:
 
 
 def test_numbers_are_codes_unless_they_are_statuses() -> None:
-    """Twilio counts from 20000."""
     assert facts_of(fake_error("shop.Error", status=429, code=20429)).codes == ("20429",)
     assert facts_of(fake_error("shop.Error", status_code=429, code=429)).codes == ()
 
 
 def test_a_sentence_is_no_code() -> None:
-    """The ``reason`` of urllib is one."""
     assert facts_of(fake_error("urllib.error.HTTPError", reason="Not Found")).codes == ()
 
 
 def test_the_documentation_link_of_sqlalchemy_is_no_code() -> None:
-    """Its ``code`` leads to a page about the class."""
     assert facts_of(fake_error("sqlalchemy.exc.OperationalError", code="e3q8")).codes == ()
 
 
@@ -262,7 +247,6 @@ class Items:
     "headers", [value for _, value in HEADERS], ids=[name for name, _ in HEADERS]
 )
 def test_headers_come_in_many_forms(headers: Any) -> None:
-    """By lower-case name, and only those that rules look at."""
     headers = Items() if isinstance(headers, SimpleNamespace) else headers
     assert facts_of(fake_error("shop.Error", headers=headers)).headers == {"retry-after": "3"}
     assert facts_of(fake_error("shop.Error", response=answer(429, headers))).headers == {
@@ -274,12 +258,10 @@ def test_headers_come_in_many_forms(headers: Any) -> None:
     "headers", [None, 5, "Retry-After: 3", Mock(), MagicMock(), object(), [1, 2], {"a": object()}]
 )
 def test_other_values_are_not_taken_for_headers(headers: Any) -> None:
-    """Whatever the attribute holds."""
     assert facts_of(fake_error("shop.Error", headers=headers)).headers == {}
 
 
 def test_headers_of_botocore_and_grpc_are_found_too() -> None:
-    """In the metadata of the answer."""
     assert facts_of(aws("SlowDown", x_amz_retry_after="1500")).headers == {
         "x-amz-retry-after": "1500"
     }
@@ -289,7 +271,6 @@ def test_headers_of_botocore_and_grpc_are_found_too() -> None:
 
 
 def test_values_are_cut_and_the_windows_of_anthropic_are_retained() -> None:
-    """A header is not a place to store megabytes."""
     error = http_error(
         429, retry_after="9" * 1000, anthropic_ratelimit_input_tokens_reset="later", cookie="secret"
     )
@@ -300,5 +281,4 @@ def test_values_are_cut_and_the_windows_of_anthropic_are_retained() -> None:
 
 
 def test_a_header_that_a_users_rule_reads_is_retained() -> None:
-    """Besides those of the default rules."""
     assert facts_of(http_error(500, x_shop="closed"), {"x-shop"}).headers == {"x-shop": "closed"}

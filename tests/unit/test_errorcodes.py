@@ -33,18 +33,15 @@ from tests.unit.fake_errors import RpcError, fake_class, fake_error
     ids=["psycopg, asyncpg, mysql-connector", "psycopg2", "pyodbc", "SQLAlchemy"],
 )
 def test_the_sqlstate_is_found_wherever_a_driver_keeps_it(error: BaseException) -> None:
-    """SQLAlchemy hands on the driver's error as ``orig``."""
     assert facts_of(error).sqlstate == "40001"
 
 
 @pytest.mark.parametrize("value", ["4000", "400011", "4000a", "", None, 40001, Mock()])
 def test_other_values_are_not_taken_for_a_sqlstate(value: Any) -> None:
-    """Five capital letters or digits."""
     assert facts_of(fake_error("psycopg.Error", sqlstate=value)).sqlstate is None
 
 
 def test_numbers_of_the_system_and_of_mysql() -> None:
-    """Only MySQL's drivers put them first among the arguments."""
     assert facts_of(ConnectionRefusedError(111, "refused")).errno == 111
     assert facts_of(socket.gaierror(-3, "try again")).errno == -3
     assert (
@@ -54,7 +51,6 @@ def test_numbers_of_the_system_and_of_mysql() -> None:
 
 
 def test_sqlite_names_its_error() -> None:
-    """Since Python 3.11."""
     with (
         sqlite3.connect(":memory:") as connection,
         pytest.raises(sqlite3.OperationalError) as raised,
@@ -65,7 +61,6 @@ def test_sqlite_names_its_error() -> None:
 
 
 def test_a_broken_connection_that_sqlalchemy_has_noticed() -> None:
-    """Only a plain True counts."""
     assert (
         facts_of(fake_error("sqlalchemy.exc.DBAPIError", connection_invalidated=True)).invalidated
         is True
@@ -77,8 +72,6 @@ def test_a_broken_connection_that_sqlalchemy_has_noticed() -> None:
 
 
 def test_the_grpc_code_is_asked_of_grpcs_own_errors_only() -> None:
-    """A method called ``code`` may do anything elsewhere."""
-
     def code() -> Any:
         raise AssertionError("called")
 
@@ -88,7 +81,6 @@ def test_the_grpc_code_is_asked_of_grpcs_own_errors_only() -> None:
 
 
 def test_googles_other_clients_name_the_grpc_code_too() -> None:
-    """As an enum, or as text."""
     wrapped = fake_error(
         "google.api_core.exceptions.Aborted",
         grpc_status_code=SimpleNamespace(name="ABORTED"),
@@ -102,7 +94,6 @@ def test_googles_other_clients_name_the_grpc_code_too() -> None:
 
 
 def test_a_mail_servers_reply_is_no_http_status() -> None:
-    """450 asks to come again, 550 does not."""
     facts = facts_of(fake_error("smtplib.SMTPDataError", smtp_code=450))
     assert (facts.smtp, facts.status) == (450, None)
     facts = facts_of(fake_error("aiosmtplib.errors.SMTPResponseException", code=535))
@@ -110,7 +101,6 @@ def test_a_mail_servers_reply_is_no_http_status() -> None:
 
 
 def test_the_mildest_reply_about_several_recipients_counts() -> None:
-    """One of them may still get it."""
     refused = {"a@x": (550, b"no such user"), "b@x": (450, b"come again")}
     assert facts_of(fake_error("smtplib.SMTPRecipientsRefused", recipients=refused)).smtp == 450
     assert (
@@ -140,7 +130,6 @@ def test_the_mildest_reply_about_several_recipients_counts() -> None:
 def test_an_error_may_have_an_attribute_that_allows_or_forbids_a_retry(
     attributes: dict[str, Any], said: bool | None
 ) -> None:
-    """Only plain truth values count."""
     assert facts_of(fake_error("shop.Error", **attributes)).retryable is said
 
 
@@ -148,7 +137,6 @@ def test_an_error_may_have_an_attribute_that_allows_or_forbids_a_retry(
     "name", ["stripe._error.APIConnectionError", "google.auth.exceptions.TransportError"]
 )  # fmt: skip
 def test_a_default_false_is_ignored(name: str) -> None:
-    """It is the default of errors of a connection, whose outcome is unknown."""
     assert facts_of(fake_error(name, should_retry=False, retryable=False)).retryable is None
 
 
@@ -179,7 +167,6 @@ def test_a_default_false_is_ignored(name: str) -> None:
     ids=stable_id,
 )
 def test_an_error_may_have_a_delay(value: Any, seconds: float | None) -> None:
-    """As telegram's and discord's do."""
     assert facts_of(fake_error("shop.Error", retry_after=value)).retry_after == seconds
 
 
@@ -213,20 +200,17 @@ RETRY_DELAY = SimpleNamespace(retry_delay=SimpleNamespace(seconds=13, nanos=500_
     ids=["JSON in the body", "JSON in the details", "messages", "bytes"],
 )
 def test_retry_info_is_read_in_all_its_forms(error: BaseException) -> None:
-    """As JSON, as protobuf messages, and as bytes in the metadata of a gRPC call."""
     assert facts_of(error).retry_info == 13.5
 
 
 @given(st.binary(max_size=200))
 def test_bytes_that_are_not_a_status_are_ignored(data: bytes) -> None:
-    """For any bytes that a server sends."""
     told = facts_of(RpcError("INTERNAL", metadata=(("grpc-status-details-bin", data),))).retry_info
     assert told is None or told > 0
 
 
 @given(st.integers(0, len(STATUS_BYTES)), st.integers(0, 255))
 def test_a_damaged_status_is_ignored_except_for_its_delay(at: int, byte: int) -> None:
-    """A flipped byte is no reason to fail."""
     damaged = STATUS_BYTES[:at] + bytes([byte]) + STATUS_BYTES[at + 1 :]
     told = facts_of(
         RpcError("INTERNAL", metadata=(("grpc-status-details-bin", damaged),))
@@ -253,7 +237,6 @@ def raised_through(*modules: str) -> BaseException:
 
 
 def test_pydantic_errors_of_the_tasks_own_arguments_are_distinguished_from_others() -> None:
-    """An answer of a language model that is not as it should be is no mistake of the caller."""
     assert facts_of(raised_through("celery.app.base", "pydantic.main")).arguments is True
     assert (
         facts_of(raised_through("celery.app.base", "shop.tasks", "pydantic.main")).arguments

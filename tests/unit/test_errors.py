@@ -2,8 +2,6 @@
 backends do it.
 """
 
-# ruff: noqa: D103 - names state the behaviour
-
 from __future__ import annotations
 
 import inspect

@@ -39,7 +39,6 @@ class TestAFailure:
     """The order of effects, and what Celery gets."""
 
     def test_a_success_is_settled_and_released(self, bench: Bench) -> None:
-        """No gate is read or written."""
         assert bench.run(bench.call()) == Return(1)
         assert bench.steps() == ["acquire", "claim", "settle", "release"]
         assert (bench.state, bench.held, bench.renewer.kept) == (State.DONE, False, set())
@@ -47,7 +46,6 @@ class TestAFailure:
     def test_events_without_a_receiver_are_not_built_except_for_a_failure(
         self, bench: Bench, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A failure that may have been executed is logged at a higher level than other ends."""
         monkeypatch.setattr(bench.seen, "wants", lambda _: False, raising=False)
         bench.run(bench.call())
         assert not bench.seen
@@ -62,9 +60,6 @@ class TestAFailure:
     def test_a_failure_of_the_key_is_settled_before_the_lease_becomes_its_cooldown(
         self, bench: Bench
     ) -> None:
-        """In between, the lease blocks other calls; its value expires slightly before the row's
-        ``retry_at``.
-        """
         reply = bench.run(bench.call(), OF_THE_KEY)
         assert bench.steps() == ["acquire", "claim", "settle", "cool"]
         expected: dict[str, Any] = {
@@ -103,7 +98,6 @@ class TestAFailure:
         assert (event.group, event.closed_for) == (GROUP, 60.0)
 
     def test_the_key_waits_as_long_as_its_gate(self, bench: Bench) -> None:
-        """Which may know of a longer wait than this failure's."""
         longer = replace(RATE_LIMITED, server_delay=600.0)
         reply = bench.run(bench.call(), OF_THE_GROUP, during=lambda _: bench.close_gate(longer))
         assert isinstance(reply, Reschedule)
@@ -112,14 +106,12 @@ class TestAFailure:
     def test_a_gate_that_cannot_be_closed_does_not_keep_the_key_from_cooling(
         self, bench: Bench
     ) -> None:
-        """The next failure of the group closes it."""
         bench.journal.away("close_gate")
         reply = bench.run(bench.call(), OF_THE_GROUP)
         assert isinstance(reply, Reschedule)
         assert (reply.delay, bench.state, bench.gate) == (60.0, State.COOLING, None)
 
     def test_a_quick_retry_is_released_and_rescheduled(self, bench: Bench) -> None:
-        """The row has the time."""
         reply = bench.run(bench.call(), SOON)
         assert bench.steps() == ["acquire", "claim", "settle", "release"]
         expected: dict[str, Any] = {
@@ -133,12 +125,10 @@ class TestAFailure:
         assert (bench.state, bench.row.waits, bench.held) == (State.PENDING, 2.0, False)
 
     def test_a_permanent_failure_is_raised_as_it_was(self, bench: Bench) -> None:
-        """Its caller gets the error itself."""
         assert bench.run(bench.call(), FOR_GOOD) == Raise(FOR_GOOD.error)
         assert (bench.state, bench.held, bench.cools) == (State.FAILED, False, False)
 
     def test_an_unknown_failure_is_raised_and_cools(self, bench: Bench) -> None:
-        """By default; a transient failure resumes."""
         assert bench.run(bench.call(resume="transient"), OF_THE_KEY) == Raise(
             OF_THE_KEY.error, task_event=TaskEvent("cooldown", 60.0, "error")
         )
@@ -149,13 +139,11 @@ class TestAFailure:
         assert (reply.cause, bench.row.resumes) == (OF_THE_GROUP.error, True)
 
     def test_a_call_that_shall_stop_raises_and_cools(self, bench: Bench) -> None:
-        """A person starts it again."""
         reply = bench.run(bench.call(resume="never"), OF_THE_KEY)
         assert reply == Raise(OF_THE_KEY.error, task_event=TaskEvent("cooldown", 60.0, "error"))
         assert (bench.state, bench.row.resumes, bench.cools) == (State.COOLING, False, True)
 
     def test_a_snooze_is_rescheduled_without_an_attempt(self, bench: Bench) -> None:
-        """And without a failure."""
         reply = bench.run(bench.call(), Snoozed(Snooze(60), 60.0, "draft not ready"))
         assert isinstance(reply, Reschedule)
         assert (reply.delay, reply.reason, reply.started, reply.cause) == (
@@ -173,7 +161,6 @@ class TestAFailure:
         )
 
     def test_a_cooldown_no_longer_than_the_grace_is_not_worth_a_value(self, bench: Bench) -> None:
-        """The key is released."""
         bench.run(bench.call(), raised(cooldown("1s", jitter=0.0)))
         assert bench.steps() == ["acquire", "claim", "settle", "release"]
         assert not bench.cools
@@ -187,7 +174,6 @@ class TestWhatTheBodyAskedFor:
     def test_the_last_allowed_failure_raises_a_permanent_failure(
         self, bench: Bench, error: Any, reschedulable: bool
     ) -> None:
-        """The key has failed for good: there is nothing to wait for."""
         ending = Raised(error, FAILURE, classified(cooldown("60s"), reason=Reason.ASKED))
         reply = bench.run(bench.call(max_failures=1, reschedulable=reschedulable), ending)
         assert isinstance(reply, Raise)
@@ -201,7 +187,6 @@ class TestWhatTheBodyAskedFor:
         assert bench.state is State.FAILED
 
     def test_a_call_that_does_not_resume_gets_the_time_of_the_next_try(self, bench: Bench) -> None:
-        """Not that the task has asked for something."""
         ending = Raised(
             Cooldown(60), FAILURE, classified(cooldown("60s", jitter=0.0), reason=Reason.ASKED)
         )
@@ -216,7 +201,6 @@ class TestEagerCalls:
 
     @pytest.mark.parametrize("ending", [OF_THE_KEY, OF_THE_GROUP, SOON, FOR_GOOD])
     def test_an_error_is_raised_as_it_was(self, bench: Bench, ending: Raised) -> None:
-        """Whatever the rules say of it."""
         reply = bench.run(bench.call(reschedulable=False), ending)
         assert isinstance(reply, Raise)
         assert reply.error is ending.error
@@ -229,7 +213,6 @@ class TestEagerCalls:
     def test_a_wait_that_the_body_asked_for_is_raised_as_a_cooldown(
         self, bench: Bench, error: Any, ruling: Any
     ) -> None:
-        """With the time; what it raised is the cause."""
         ending = Raised(error, FAILURE, classified(ruling, reason=Reason.ASKED))
         reply = bench.run(bench.call(reschedulable=False), ending)
         assert isinstance(reply, Raise)
@@ -246,9 +229,6 @@ class TestEagerCalls:
     def test_the_error_for_the_caller_has_no_secret_and_is_one_printable_line(
         self, bench: Bench, max_failures: int
     ) -> None:
-        """A body may put the text of a client's error into what it asks for; Celery logs what is
-        raised.
-        """
         error = Cooldown(60, "password=one-nobody-sees\x1b[2J\nforged " + "x" * 5000)
         ending = Raised(
             error, failure_of(error), classified(cooldown("60s", jitter=0.0), reason=Reason.ASKED)
@@ -299,7 +279,6 @@ class TestStoresAwayAfterTheRun:
     def test_a_cooldown_that_cannot_be_set_leaves_the_lease_to_its_release(
         self, bench: Bench
     ) -> None:
-        """The record holds the time, so nobody starts too early."""
         bench.journal.away("cool")
         reply = bench.run(bench.call(), OF_THE_KEY)
         assert isinstance(reply, Reschedule)
@@ -308,13 +287,11 @@ class TestStoresAwayAfterTheRun:
         assert len(bench.ran) == 1
 
     def test_a_cooldown_whose_reply_was_lost_stays(self, bench: Bench) -> None:
-        """The release does not match it."""
         bench.journal.away("cool", done=True)
         bench.run(bench.call(), OF_THE_KEY)
         assert bench.cools
 
     def test_a_lost_reply_of_the_database_counts_nothing_twice(self, bench: Bench) -> None:
-        """The second try finds the first one's work."""
         bench.journal.away("settle", times=1, done=True)
         bench.run(bench.call(), OF_THE_KEY)
         assert bench.steps("settle", "cool") == ["settle", "settle", "cool"]
@@ -323,7 +300,6 @@ class TestStoresAwayAfterTheRun:
     def test_a_call_whose_outcome_cannot_be_written_is_rescheduled_and_its_lease_expires(
         self, bench: Bench
     ) -> None:
-        """The failure still closes the gate; the next attempt knows the token."""
         bench.journal.away("settle")
         call = bench.call(settle_timeout=5.0)
         reply = bench.run(call, OF_THE_GROUP)
@@ -337,10 +313,6 @@ class TestALostLease:
     """Another owner has it: no command is sent for it."""
 
     def test_its_row_is_closed_though_the_database_comes_back_later(self, bench: Bench) -> None:
-        """While the row is open, the next claim of the key counts a crash of a process that
-        lives.
-        """
-
         def lose(held_lease: Any) -> None:
             held_lease.lost = "not renewed in time"
             bench.journal.away("settle", times=3)
@@ -351,9 +323,6 @@ class TestALostLease:
 
     @pytest.mark.parametrize("ending", [Lost("taken"), Returned(1, "1"), OF_THE_KEY, SOON])
     def test_nothing_of_it_is_touched(self, bench: Bench, ending: Ending) -> None:
-        """Not released, not cooled, no slot given back; only the outcome is offered to the
-        record.
-        """
         bench.half_open()
 
         def lose(held_lease: Any) -> None:
@@ -387,7 +356,6 @@ class TestPassingThrough:
     def test_it_goes_on_to_celery_and_frees_the_key(
         self, bench: Bench, ending: Any, state: State
     ) -> None:
-        """It is not classified."""
         assert bench.run(bench.call(), ending) == Raise(ending.error)
         assert (bench.state, bench.held, bench.cools, bench.row.failures) == (
             state,
@@ -397,7 +365,6 @@ class TestPassingThrough:
         )
 
     def test_every_later_call_gets_a_permanent_failure(self, bench: Bench) -> None:
-        """Without a body."""
         call = bench.call()
         bench.run(call, FOR_GOOD)
         told = bench.run(bench.call(call_id=THEIRS))
@@ -410,7 +377,6 @@ class TestPassingThrough:
     def test_under_rerun_a_copy_of_a_finished_call_is_dropped_or_replayed(
         self, bench: Bench
     ) -> None:
-        """During another call's cooldown too."""
         first = bench.call(on_done="rerun")
         bench.run(first)
         bench.run(bench.call(on_done="rerun", call_id=THEIRS), OF_THE_KEY)
@@ -419,7 +385,6 @@ class TestPassingThrough:
         assert len(bench.ran) == 2
 
     def test_no_gate_is_opened_without_a_probe(self, bench: Bench) -> None:
-        """The success of a body that began before the gate closed does not open it."""
         bench.run(bench.call(), during=lambda _: bench.half_open())
         assert bench.gate is not None
         assert bench.seen.of(GateOpened) == []
@@ -436,7 +401,6 @@ class TestAClaimWithoutAnAnswer:
     """It is repeated where its row may be ours, and not where nothing was written."""
 
     def test_one_that_was_not_executed_is_not_repeated(self, bench: Bench) -> None:
-        """A transaction of the holder may have locked the row: the lease is given back at once."""
         bench.journal.away("claim", times=1)
         reply = bench.run(bench.call())
         assert isinstance(reply, Reschedule)
@@ -444,7 +408,6 @@ class TestAClaimWithoutAnAnswer:
         assert bench.steps() == ["acquire", "claim", "release"]
 
     def test_one_that_was_executed_is_repeated_and_won(self, bench: Bench) -> None:
-        """Only its reply was lost."""
         bench.journal.away("claim", times=2, done=True)
         assert bench.run(bench.call()) == Return(1)
         assert bench.steps() == ["acquire", "claim", "claim", "claim", "settle", "release"]
@@ -453,7 +416,6 @@ class TestAClaimWithoutAnAnswer:
     def test_one_that_stays_unknown_leaves_the_lease_and_names_its_token(
         self, bench: Bench
     ) -> None:
-        """Until shortly before the lease ends; the next attempt takes the row over by the token."""
         bench.journal.away("claim", done=True)
         call = bench.call()
         reply = bench.run(call)
@@ -472,7 +434,6 @@ class TestAnUnexpectedError:
     def test_before_the_body_brings_the_delivery_back(
         self, bench: Bench, step: str, error: Exception
     ) -> None:
-        """Celery sees no failure, and the next attempt counts no crash."""
         call = bench.call()
         bench.journal.before(step, _raise(error))
         reply = bench.run(call)
@@ -484,7 +445,6 @@ class TestAnUnexpectedError:
         assert bench.row.crashes == 0
 
     def test_after_the_body_is_met_by_writing_the_outcome_again(self, bench: Bench) -> None:
-        """As when the store does not answer."""
         bench.journal.before("settle", _raise(RuntimeError("pool")))
         assert bench.run(bench.call()) == Return(1)
         assert (len(bench.ran), bench.state) == (1, State.DONE)
@@ -503,7 +463,6 @@ class TestAnUnexpectedError:
         )
 
     def test_a_result_that_cannot_be_read_does_not_lose_the_delivery(self, bench: Bench) -> None:
-        """It names the key, the column and the command."""
         assert bench.run(bench.call()) == Return(1)
         bench.records.rows[KEY.stored] = replace(bench.row, result="{")
         reply = bench.run(bench.call(call_id=THEIRS))

@@ -82,7 +82,6 @@ def of(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
 
 
 def test_a_scrape_has_every_metric_and_no_key(app: Celery) -> None:
-    """Three runs of which one fails, and two calls that the first result answers."""
     work = app.tasks["exported.work"]
     for number in (1, 2, 2, 2, -1):
         work.apply((number,))
@@ -104,7 +103,6 @@ def test_a_scrape_has_every_metric_and_no_key(app: Celery) -> None:
 
 
 def test_work_that_is_done_twice_is_seen(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim that lets a second call in where the first has finished."""
     work = app.tasks["exported.work"]
     work.apply((1,))
     monkeypatch.setattr(claim_rules, "refusal", lambda *_: None)
@@ -115,7 +113,6 @@ def test_work_that_is_done_twice_is_seen(app: Celery, monkeypatch: pytest.Monkey
 def test_without_a_database_nothing_looks_like_a_restart(
     app: Celery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The counters are absent, not 0."""
     app.tasks["exported.work"].apply((1,))
     collector = LeaseCollector(app)
 
@@ -129,7 +126,6 @@ def test_without_a_database_nothing_looks_like_a_restart(
 
 
 def test_records_are_counted_for_at_most_a_twentieth_of_the_time(app: Celery) -> None:
-    """A count that took ten seconds is not repeated before two hundred have passed."""
     now, counted = [0.0], []
     app.tasks["exported.work"].apply((1,))
     collector = LeaseCollector(app, count_every=60.0, clock=lambda: now[0])
@@ -187,7 +183,6 @@ def counts(kept: StoredCounts) -> int:
 
 
 def test_events_of_many_threads_are_counted_once_each_and_the_last_are_written_at_the_end() -> None:
-    """Also those after the end, as those of another process."""
     kept = StoredCounts()
     counting = Counting(NoReceivers(), kept, "{}:{}".format)
 
@@ -209,7 +204,6 @@ def test_events_of_many_threads_are_counted_once_each_and_the_last_are_written_a
 
 
 def test_what_could_not_be_written_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sums stay in the process during an outage, and unchanged sums are not written."""
     monkeypatch.setattr(Counting, "_start", lambda _: None)
     kept, now = StoredCounts(), [0.0]
     counting = Counting(NoReceivers(), kept, "{}:{}".format, lambda: now[0])
@@ -229,7 +223,6 @@ def test_what_could_not_be_written_is_written_later(monkeypatch: pytest.MonkeyPa
 
 
 def test_renewals_on_time_and_late_ones_are_counted_separately() -> None:
-    """A time on a bound counts to its bucket, and sums are whole microseconds."""
     tally = Tally()
     for late in (0.0, 0.005, 0.3, 99.0, None):
         tally.add(LeaseRenewed(task="t", key="k", call_id="c", remaining=1.0, late=late))
@@ -252,7 +245,6 @@ def types(app: Celery) -> Callable[..., Result]:
 
 
 def test_the_command_serves_on_the_loopback_until_it_is_stopped(tmp_path: Path) -> None:
-    """Port 0 takes a free one, which the command names; SIGTERM ends it with 0."""
     (tmp_path / "exported.py").write_text(PROJECT.format(path=tmp_path))
     command = [
         sys.executable,
@@ -284,7 +276,6 @@ def test_the_command_serves_on_the_loopback_until_it_is_stopped(tmp_path: Path) 
 def test_a_missing_library_or_a_port_in_use_is_an_error(
     types: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 2 for the first, 1 for the second; a wrong port is wrong use."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -72,7 +72,6 @@ class TestEachKind:
         scope: Scope,
         delay: float | None,
     ) -> None:
-        """Kind, scope and delay are those of the ruling, with any other options of the task."""
         ruling = Ruling(kind, CooldownPolicy(100.0, jitter=0.0), scope=scope, server_delay=told)
         verdict = after(raised(ruling, delay), group=group, idempotent=idempotent)
         assert isinstance(
@@ -86,7 +85,6 @@ class TestEachKind:
             assert (verdict.closing is not None) is in_group
 
     def test_the_failure_is_remembered_with_what_decided(self) -> None:
-        """The error as it was, and of the classification rule, reason and flags."""
         ruling = cooldown("60s", ambiguous=True, operator=True)
         failure = after(raised(ruling, reason=Reason.UNAUTHORIZED, rule="status:401")).failure
         assert (failure.type, failure.message) == ("ValueError", "boom")
@@ -94,20 +92,17 @@ class TestEachKind:
         assert (failure.ambiguous, failure.operator, failure.group) == (True, True, None)
 
     def test_a_ruling_without_a_policy_takes_that_of_the_task(self) -> None:
-        """``lease_cooldown``."""
         assert cooled(
             raised(cooldown()), rand=MOST, cooldown=CooldownPolicy(77.0)
         ).delay == pytest.approx(77.0)
 
     def test_a_permanent_failure_counts(self) -> None:
-        """The row says how often it failed."""
         verdict = after(
             raised(permanent()), replace(FRESH, failures=2, quick_retries=1, cooldowns=2)
         )
         assert verdict.counts == Counts(3, 1, 2)
 
     def test_a_delay_that_is_raised_to_a_minimum(self) -> None:
-        """A body that ran into its soft limit is not tried again a moment later."""
         ruling = replace(cooldown("1s"), at_least=15.0)
         assert cooled(raised(ruling)).delay == 15.0
         assert cooled(raised(ruling, 40.0)).delay == 40.0
@@ -122,14 +117,12 @@ class TestWhatTheAnswerTold:
     def test_jitter_never_cuts_it(
         self, told: DelayUse, group: str | None, rand: float, delay: float
     ) -> None:
-        """At most a tenth is added, and 5 s."""
         ruling = replace(cooldown("1s", scope="group"), server_delay=told)
         wait = cooled(raised(ruling, delay), rand=rand, group=group).delay
         assert delay <= wait <= delay + min(LONGEST_JITTER, 0.1 * delay)
 
     @given(CHANCES)
     def test_a_server_delay_may_shorten_the_wait_of_the_policy(self, rand: float) -> None:
-        """The other side knows best when its window begins."""
         ruling = replace(cooldown("1h"), server_delay="instead")
         assert 20.0 <= cooled(raised(ruling, 20.0), rand=rand).delay <= 22.0
 
@@ -137,12 +130,10 @@ class TestWhatTheAnswerTold:
     def test_a_minimal_server_delay_never_shortens_the_wait_of_the_policy(
         self, rand: float
     ) -> None:
-        """It raises a shorter wait only."""
         assert cooled(raised(cooldown("1h"), 20.0), rand=rand).delay >= 1800.0
         assert cooled(raised(cooldown("1s"), 20.0), rand=rand).delay >= 20.0
 
     def test_a_wait_that_the_body_asked_for_is_exact(self) -> None:
-        """``Cooldown(300)`` is no hint of a crowded window: nothing is added."""
         ruling = replace(cooldown(), server_delay="instead")
         assert cooled(raised(ruling, 300.0, Reason.ASKED), rand=MOST).delay == 300.0
 
@@ -155,7 +146,6 @@ class TestWhatTheAnswerTold:
         assert cooled(raised(ruling, 0.012), group=group).delay == SHORTEST_SERVER_DELAY
 
     def test_a_retry_that_the_body_asked_for_is_exact(self) -> None:
-        """``RetryLater(0)`` is soon."""
         assert retried(raised(retry_exactly(0), 0.0, Reason.ASKED)).delay == pytest.approx(
             0.0, abs=0.002
         )
@@ -166,7 +156,6 @@ class TestGrowth:
     """Without a server delay the waits double; the values are upper bounds."""
 
     def test_the_second_failure_waits_twice_as_long_as_the_first(self) -> None:
-        """Up to the policy's cap."""
         waits = [
             verdict.delay
             for verdict in in_a_row(raised(cooldown()), 9)
@@ -175,7 +164,6 @@ class TestGrowth:
         assert waits == pytest.approx([300, 600, 1200, 2400, 4800, 9600, 19_200, 21_600, 21_600])
 
     def test_quick_retries_double_too(self) -> None:
-        """One second, two, four."""
         waits = [
             verdict.delay
             for verdict in in_a_row(raised(retry("1s")), 5)
@@ -185,14 +173,10 @@ class TestGrowth:
 
     @given(CHANCES)
     def test_jitter_only_shortens_a_wait_of_the_policy(self, rand: float) -> None:
-        """So its full length may be shown."""
         record = replace(FRESH, cooldowns=1)
         assert 300.0 <= cooled(raised(cooldown()), record, rand).delay <= 600.0
 
     def test_a_gate_grows_by_its_own_trips(self) -> None:
-        """Not by the failures of the key that met it; and without jitter, which belongs to the
-        calls that wait.
-        """
         record = replace(FRESH, failures=4, cooldowns=4)
         verdict = cooled(raised(cooldown("30s", scope="group", cap="1h")), record, group=GROUP)
         assert verdict.closing is not None
@@ -207,7 +191,6 @@ class TestGrowth:
         )
 
     def test_growth_starts_again_after_a_quiet_time(self) -> None:
-        """Twice the cap, at least a day."""
         record = replace(FRESH, failures=3, quick_retries=2, cooldowns=3)
         quiet = replace(record, failed_at=NOW - int((DAY + 1) * SECOND))
         lately = replace(record, failed_at=NOW - int((DAY - 1) * SECOND))
@@ -236,7 +219,6 @@ class TestAnEffectInDoubt:
 
     @pytest.mark.parametrize("ruling", [cooldown(), retry(), permanent(), cooldown(scope="group")])
     def test_it_becomes_uncertain_with_any_rules(self, ruling: Ruling) -> None:
-        """And counts as nothing: neither failure, nor retry, nor the group's."""
         doubt = Raised(Uncertain("in doubt", "k", "charge", "i"), FAILURE, classified(ruling))
         record = replace(FRESH, failures=9, quick_retries=1, cooldowns=2)
         verdict = after(doubt, record, group=GROUP)
@@ -256,7 +238,6 @@ class TestComingBack:
     def test_a_groups_failure_resumes_if_the_option_allows_it(
         self, reschedulable: bool, resume: Resume, group: str | None
     ) -> None:
-        """Also without a group; an eager call cannot."""
         ruling = cooldown("60s", scope="group")
         verdict = cooled(raised(ruling), reschedulable=reschedulable, resume=resume, group=group)
         assert verdict.resume is (reschedulable and resume != "never")
@@ -287,9 +268,6 @@ class TestComingBack:
     def test_what_is_transient_resumes_by_default(
         self, failing: Raised, resume: Resume, *, transient: bool
     ) -> None:
-        """What the rules do not know to pass ends with the error, and so does what may have been
-        executed.
-        """
         assert cooled(failing, resume=resume).resume is (
             resume == "always" or (transient and resume == "transient")
         )
@@ -298,9 +276,6 @@ class TestComingBack:
     def test_an_ambiguous_failure_of_an_idempotent_task_is_transient(
         self, then: Ruling | None
     ) -> None:
-        """Calling twice does no harm: once its quick retries are used up, it waits and comes
-        back.
-        """
         verdict = cooled(raised(retry("1s", max=0, ambiguous=True, then=then)), idempotent=True)
         assert (verdict.resume, verdict.failure.ambiguous) == (True, True)
 
@@ -321,5 +296,4 @@ class TestWhatAProbeFound:
     def test_a_retry_or_an_unknown_outcome_does_not_affect_the_gate(
         self, failing: Raised, nothing: bool
     ) -> None:
-        """The gate stays half-open, for the next probe."""
         assert leaves_gate_half_open(after(failing, group=GROUP)) is nothing

@@ -117,9 +117,6 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 def test_an_order_is_accepted_and_looked_at(shop: Any) -> None:
-    """202 with the place of the status, one run, then 200; the body does not run in the loop's
-    thread.
-    """
     header = ME | {"Idempotency-Key": "k-1"}
     first = ask(shop.app, "POST", "/orders?amount=5", header)
     assert (first.status_code, first.headers["location"]) == (202, "/leases/order:7:k-1")
@@ -136,7 +133,6 @@ def test_an_order_is_accepted_and_looked_at(shop: Any) -> None:
 
 
 def test_the_same_key_with_other_content_and_a_missing_key_are_problems(shop: Any) -> None:
-    """By the exception handlers."""
     header = {"Idempotency-Key": "k-1"}
     ask(shop.app, "POST", "/orders?amount=5", header)
     refused = ask(shop.app, "POST", "/orders?amount=6", header)
@@ -149,7 +145,6 @@ def test_the_same_key_with_other_content_and_a_missing_key_are_problems(shop: An
 def test_a_failure_cools_down_and_its_text_stays_inside(
     shop: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The next request gets 429; the store's error is in the log."""
     header = {"Idempotency-Key": "k-1"}
     ask(shop.app, "POST", "/orders?amount=-1", header)
     again = ask(shop.app, "POST", "/orders?amount=-1", header)
@@ -166,7 +161,6 @@ def test_a_failure_cools_down_and_its_text_stays_inside(
 def test_the_authoriser_decides_before_anything_is_looked_up(
     who: str, code: int, accept: str
 ) -> None:
-    """For the stream as for the status."""
     app = scripted(a_status("done"))
     sent = ask(app, "GET", f"/leases/{KEY}", {"Authorization": who, "Accept": accept})
     assert sent.status_code == code
@@ -176,7 +170,6 @@ def test_the_authoriser_decides_before_anything_is_looked_up(
 
 @pytest.mark.parametrize("authorise", [None, True, "me"])
 def test_a_router_without_an_authoriser_is_refused(authorise: Any) -> None:
-    """The error is raised when the app starts."""
     with pytest.raises(LeaseConfigurationError, match="anyone could see"):
         leases_router(authorise, AsyncLeaseClient(Scripted(a_status("done"))))  # type: ignore[arg-type]
 
@@ -189,7 +182,6 @@ def test_a_stored_key_is_not_a_way_around_the_authoriser(shop: Any) -> None:
 
 
 def test_a_task_with_a_namespace_is_found_by_it() -> None:
-    """The client is asked for the task and the namespace that the router was given."""
     asked_for: list[dict[str, Any]] = []
 
     class Client(Scripted):
@@ -209,13 +201,11 @@ def test_a_task_with_a_namespace_is_found_by_it() -> None:
 
 
 def test_nothing_is_changed_by_the_view(shop: Any) -> None:
-    """It knows GET only."""
     for method in ("POST", "PUT", "DELETE", "PATCH"):
         assert ask(shop.app, method, "/leases/order:1", ME).status_code == 405
 
 
 def test_a_store_that_does_not_answer_is_503(apps: None) -> None:
-    """Without a handler too."""
     sent = ask(scripted(StoreUnavailable(SECRET, False)), "GET", f"/leases/{KEY}", ME)
     assert (sent.status_code, sent.json()["code"]) == (503, "unavailable")
     assert SECRET not in sent.text
@@ -250,7 +240,6 @@ def test_each_change_is_an_event_and_the_stream_ends_with_the_work() -> None:
 
 
 def test_a_browser_that_reconnects_gets_what_it_has_not_received() -> None:
-    """Not the status again whose id it sends."""
     running = a_status("running", attempt=1)
     app = scripted(running, running, a_status("done"))
     sent = ask(app, "GET", f"/leases/{KEY}", STREAM | {"Last-Event-ID": version_of(running)})
@@ -258,7 +247,6 @@ def test_a_browser_that_reconnects_gets_what_it_has_not_received() -> None:
 
 
 def test_a_browser_that_has_received_the_end_gets_204() -> None:
-    """204 ends an EventSource; a browser that has not received the end gets it."""
     done = a_status("done")
     seen = ask(
         scripted(done), "GET", f"/leases/{KEY}", STREAM | {"Last-Event-ID": version_of(done)}
@@ -269,7 +257,6 @@ def test_a_browser_that_has_received_the_end_gets_204() -> None:
 
 
 def test_a_stream_has_heartbeats_and_ends_after_its_maximal_time() -> None:
-    """Proxies keep it open, and a browser that reconnects is authorised again."""
     app = scripted(a_status("running"), heartbeat=0.001, longest=0.5, slowest=5.0)
     sent = ask(app, "GET", f"/leases/{KEY}", STREAM)
     assert sent.text.count("event: status") == 1
@@ -279,7 +266,6 @@ def test_a_stream_has_heartbeats_and_ends_after_its_maximal_time() -> None:
 def test_an_outage_of_a_store_is_an_event(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And the stream goes on when it is back."""
     monkeypatch.setattr(ours, "UNAVAILABLE_AFTER", 0.001)
     away = StoreUnavailable(SECRET, False)
     app = scripted(a_status("running"), a_status("running"), away, away, a_status("done"))
@@ -290,7 +276,6 @@ def test_an_outage_of_a_store_is_an_event(
 
 
 def test_reading_stops_when_the_client_disconnects() -> None:
-    """The stream of a browser that is gone ends with its request."""
     client = Scripted(a_status("running"))
     reads = AsyncLeaseClient(client)  # type: ignore[arg-type]
 
@@ -315,7 +300,6 @@ def test_reading_stops_when_the_client_disconnects() -> None:
 def test_the_loop_goes_on_while_the_broker_is_slow(
     shop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Publishing waits for servers, so it is done in a thread."""
     published = threading.Event()
 
     def slow(*_: Any, **__: Any) -> None:
@@ -350,7 +334,6 @@ def test_a_function_that_calls_an_async_authoriser_is_awaited(shop: Any) -> None
 
 
 def test_the_authoriser_is_asked_about_the_task_that_is_shown(shop: Any) -> None:
-    """Where the router has one task, a client cannot name another one to the authoriser."""
     told: list[tuple[str | None, list[str]]] = []
 
     async def public_only(request: Request, task: str | None = None) -> bool:

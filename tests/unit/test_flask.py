@@ -110,7 +110,6 @@ def status_of(shop: Any, key: str, who: str | None = "me", query: str = "") -> A
 
 
 def test_a_body_runs_in_the_application_context_under_its_lease(shop: Any) -> None:
-    """Leased and plain tasks; the session of the body is not that of the caller."""
     with shop.app.app_context():
         outside = shop.db.session()
         assert shop.order.delay("1", 3).get() == {"amount": 3}
@@ -123,7 +122,6 @@ def test_a_body_runs_in_the_application_context_under_its_lease(shop: Any) -> No
 
 
 def test_the_records_are_in_the_database_of_flask_sqlalchemy(shop: Any, tmp_path: Path) -> None:
-    """The URL is written once; a completion is committed with rows of its own."""
     assert shop.celery.conf.leases_database_url == f"sqlite:///{tmp_path / 'shop.db'}"
     shop.order.delay("1")
     with shop.app.app_context():
@@ -131,7 +129,6 @@ def test_the_records_are_in_the_database_of_flask_sqlalchemy(shop: Any, tmp_path
 
 
 def test_a_configured_database_is_used(apps: None, tmp_path: Path) -> None:
-    """The settings take precedence over Flask-SQLAlchemy; its database in memory is not shared."""
     for url, named in (
         ("sqlite:///other.db", "sqlite:///records.db"),
         ("sqlite:///:memory:", None),
@@ -146,7 +143,6 @@ def test_a_configured_database_is_used(apps: None, tmp_path: Path) -> None:
 
 
 def test_a_password_of_any_characters_reaches_the_records(apps: None) -> None:
-    """With the query of the URL; the database is not connected to."""
     pytest.importorskip("psycopg", reason="psycopg is not installed: it is in the group test")
     url = "postgresql+psycopg://me:p%25%40%2F@db:5433/shop?sslmode=disable"
     app = Flask("shop")
@@ -159,7 +155,6 @@ def test_a_password_of_any_characters_reaches_the_records(apps: None) -> None:
 
 
 def test_asked_twice_is_done_once_and_answered_twice(shop: Any) -> None:
-    """202 with the place of the status, then 200 with the result."""
     first = shop.http.post("/orders/x?amount=5")
     assert first.status_code == 202
     assert first.headers["Location"] == "/leases/order:x?task=shop.order"
@@ -175,7 +170,6 @@ def test_asked_twice_is_done_once_and_answered_twice(shop: Any) -> None:
 
 
 def test_the_same_key_with_other_content_is_422_and_runs_nothing(shop: Any) -> None:
-    """By the error handler, with a problem."""
     shop.http.post("/orders/x?amount=5")
     refused = shop.http.post("/orders/x?amount=6")
     assert (refused.status_code, refused.json["code"]) == (422, "key_reused")
@@ -184,7 +178,6 @@ def test_the_same_key_with_other_content_is_422_and_runs_nothing(shop: Any) -> N
 
 
 def test_a_failure_cools_down_and_its_text_stays_inside(shop: Any) -> None:
-    """The next request for the work gets 429, and a request for the status 200 with the state."""
     assert shop.http.post("/orders/x?amount=-1").status_code == 202
     again = shop.http.post("/orders/x?amount=-1")
     assert (again.status_code, again.json["code"]) == (429, "cooling_down")
@@ -195,7 +188,6 @@ def test_a_failure_cools_down_and_its_text_stays_inside(shop: Any) -> None:
 
 
 def test_an_idempotency_key_is_the_key(shop: Any) -> None:
-    """Missing: 400. The same one: one run. With other content: 422."""
     assert shop.http.post("/orders").json["code"] == "idempotency_key_refused"
     codes = [
         shop.http.post(f"/orders?amount={amount}", headers={"Idempotency-Key": '"k-1"'}).status_code
@@ -209,7 +201,6 @@ def test_an_idempotency_key_is_the_key(shop: Any) -> None:
 def test_the_authoriser_decides_before_anything_is_looked_up(
     shop: Any, who: str | None, code: int
 ) -> None:
-    """Also for keys that do not exist, which answer the same."""
     shop.order.delay("1")
     shop.seen.clear()
     assert status_of(shop, "order:1", who, "?task=shop.order").status_code == code
@@ -225,14 +216,12 @@ def test_a_stored_key_is_not_a_way_around_the_authoriser(shop: Any) -> None:
 
 
 def test_nothing_is_changed_by_the_view(shop: Any) -> None:
-    """It knows GET only."""
     for method in ("post", "put", "delete", "patch"):
         assert getattr(shop.http, method)("/leases/order:1").status_code == 405
 
 
 @pytest.mark.parametrize("authorise", [None, True, "me"])
 def test_a_blueprint_without_an_authoriser_is_refused(authorise: Any) -> None:
-    """The error is raised when the app starts."""
     with pytest.raises(LeaseConfigurationError, match="anyone could see"):
         leases_blueprint(authorise)
 
@@ -248,7 +237,6 @@ def test_an_error_is_a_problem_and_its_text_is_in_the_log(
 
 
 def test_a_task_is_called_in_the_callers_transaction(shop: Any) -> None:
-    """Nothing before the commit, and nothing at all after a rollback."""
     with shop.app.app_context():
         shop.db.session.add(shop.Order(key="mine"))
         shop.order.delay_in(shop.db.session, "1")
@@ -263,7 +251,6 @@ def test_a_task_is_called_in_the_callers_transaction(shop: Any) -> None:
 
 
 def test_the_celery_app_of_flasks_documentation_is_taken_as_it_is(apps: None) -> None:
-    """With our task class in place of its own; one that is given is, too."""
     for how in ("extensions", "argument"):
         app = Flask("shop")
         celery = Celery("shop", task_cls=LeasedTask)
@@ -281,7 +268,6 @@ def test_the_celery_app_of_flasks_documentation_is_taken_as_it_is(apps: None) ->
 
 
 def test_the_error_of_a_task_without_a_flask_app_shows_what_to_write(apps: None) -> None:
-    """The worker imports another module than the web server does."""
     celery = Celery("lost", task_cls=FlaskTask, broker="memory://")
     celery.conf.task_always_eager = celery.conf.task_eager_propagates = True
 
@@ -294,13 +280,11 @@ def test_the_error_of_a_task_without_a_flask_app_shows_what_to_write(apps: None)
 
 
 def test_an_app_without_settings_for_celery_is_refused(apps: None) -> None:
-    """With the line to write."""
     with pytest.raises(LeaseConfigurationError, match=r'app.config\["CELERY"\]'):
         CeleryLeases(Flask("shop"))
 
 
 def test_submitting_a_task_without_a_lease_is_refused(shop: Any) -> None:
-    """It has no status."""
     with (
         shop.app.test_request_context(),
         pytest.raises(LeaseConfigurationError, match="base=LeasedTask"),
@@ -309,7 +293,6 @@ def test_submitting_a_task_without_a_lease_is_refused(shop: Any) -> None:
 
 
 def test_flask_leases_is_the_command_line_of_celery_leases(shop: Any) -> None:
-    """Its commands, its options, its errors and its help."""
     shop.order.delay("1", 4)
     runner = shop.app.test_cli_runner()
     shown = runner.invoke(args=["leases", "show", "order:1", "--json"])
@@ -343,7 +326,6 @@ def test_an_async_authoriser_is_awaited(shop: Any, wrapped: bool) -> None:
 def test_flask_leases_exits_as_its_command_does(
     shop: Any, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """A script that asks ``flask leases doctor`` reads the code."""
     asked: list[str] = []
 
     @click.pass_context
@@ -357,8 +339,6 @@ def test_flask_leases_exits_as_its_command_does(
 
 
 def test_an_outage_of_the_broker_is_503(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``Retry-After``; the broker's address is not in the response."""
-
     def away(*_: Any, **__: Any) -> None:
         raise OperationalError("secret host refused")
 

@@ -52,7 +52,6 @@ ACTIONS: dict[str, Callable[[Lease], Any]] = {
 
 @pytest.mark.parametrize("name", ACTIONS)
 def test_what_would_write_is_refused(attempt: Attempt, name: str) -> None:
-    """By name, with both processes told apart; nothing was written for the parent."""
     error = in_a_fork(lambda: ACTIONS[name](attempt.lease))
     assert isinstance(error, ForkedLease)
     assert name in str(error)
@@ -60,7 +59,6 @@ def test_what_would_write_is_refused(attempt: Attempt, name: str) -> None:
 
 
 def test_it_is_not_held_there_and_still_is_in_the_parent(attempt: Attempt) -> None:
-    """check() raises LeaseLost, as for any lease that does not count."""
     lease = attempt.lease
     assert in_a_fork(lambda: (lease.held, lease.lost, lease.remaining())) == (False, True, 0.0)
     assert isinstance(in_a_fork(lease.check), LeaseLost)
@@ -71,7 +69,6 @@ def test_it_is_not_held_there_and_still_is_in_the_parent(attempt: Attempt) -> No
 
 
 def test_a_loop_that_was_begun_in_the_parent_ends_in_the_fork(attempt: Attempt) -> None:
-    """The items of one loop are not done in two processes."""
     loop = iter(attempt.lease.each([1, 2, 3]))
     assert next(loop) == 1
     assert isinstance(in_a_fork(lambda: next(loop)), ForkedLease)

@@ -28,7 +28,6 @@ class TestTheFirstFailure:
     """The gate was open."""
 
     def test_it_closes_the_gate_for_the_first_wait_of_the_policy(self) -> None:
-        """One trip, and what is known of the failure."""
         assert closed(GROUP, None, FAILED, OURS) == Gate(
             GROUP, 1, 30.0, "rate_limited", "status:429", "slow down"
         )
@@ -37,7 +36,6 @@ class TestTheFirstFailure:
     def test_a_server_delay_counts_instead_or_if_it_is_longer(
         self, instead: bool, wait: float
     ) -> None:
-        """As the rule says."""
         assert closed(GROUP, None, told(5.0, instead=instead), OURS).closed_for == wait
         assert closed(GROUP, None, told(300.0, instead=instead), OURS).closed_for == 300.0
 
@@ -46,14 +44,12 @@ class TestWhileItIsClosed:
     """Bodies that were running when it closed fail one after the other."""
 
     def test_no_failure_is_another_trip(self) -> None:
-        """One trip per closing, however many bodies were under way."""
         gate = closed_gate(20.0, trips=3)
         for token in (OURS, LATE):
             assert closed(GROUP, gate, FAILED, token).trips == 3
             assert closed(GROUP, gate, told(600.0), token).trips == 3
 
     def test_a_longer_wait_extends_the_standing_one(self) -> None:
-        """And says why."""
         gate = closed(
             GROUP, closed_gate(20.0), replace(told(600.0), rule="quota", message="empty"), LATE
         )
@@ -61,16 +57,13 @@ class TestWhileItIsClosed:
 
     @pytest.mark.parametrize("wait", [1.0, 19.9, 20.0])
     def test_a_shorter_one_changes_nothing(self, wait: float) -> None:
-        """Not even the reason."""
         gate = closed_gate(20.0)
         assert closed(GROUP, gate, told(wait), LATE) == gate
 
     def test_a_failure_after_many_trips_waits_as_long_as_those(self) -> None:
-        """The trips of the gate decide how long it waits."""
         assert closed(GROUP, closed_gate(20.0, trips=4), FAILED, LATE).closed_for == 240.0
 
     def test_a_running_probe_retains_its_slot(self) -> None:
-        """A late failure has closed the gate over it; its own end gives the slot back."""
         gate = closed(GROUP, probed(14.0), FAILED, LATE)
         assert (gate.closed_for, gate.probe, gate.probe_for) == (30.0, OURS, 14.0)
         again = closed(GROUP, gate, told(600.0), LATE)
@@ -80,9 +73,6 @@ class TestWhileItIsClosed:
     def test_the_failure_of_a_probe_whose_gate_was_closed_over_it_gives_its_slot_back(
         self, wait: float
     ) -> None:
-        """Whether its wait is longer or not; and it is no trip, since the gate was closed
-        already.
-        """
         gate = closed(
             GROUP, closed_gate(20.0, trips=2, probe=OURS, probe_for=14.0), told(wait), OURS
         )
@@ -94,19 +84,16 @@ class TestWhileItIsHalfOpen:
     """The time of the closing is over, and a probe may be running."""
 
     def test_the_failure_of_the_probe_is_the_next_trip(self) -> None:
-        """It waits twice as long, and its slot is given back."""
         gate = closed(GROUP, probed(14.0), FAILED, OURS)
         assert (gate.trips, gate.closed_for) == (2, 60.0)
         assert (gate.probe, gate.probe_for) == (None, 0.0)
 
     @pytest.mark.parametrize("gate", [probed(14.0), closed_gate(0.0)], ids=["probed", "free"])
     def test_a_body_that_began_before_closes_it_again_without_a_trip(self, gate: Gate) -> None:
-        """It fails of the same outage that the gate has closed for."""
         late = closed(GROUP, gate, FAILED, LATE)
         assert (late.trips, late.closed_for, late.probe) == (1, 30.0, gate.probe)
 
     def test_trips_grow_by_one_for_each_probe_that_fails(self) -> None:
-        """Up to the cap of the policy."""
         gate, waits = closed(GROUP, None, FAILED, LATE), []
         for _ in range(8):
             gate = closed(
@@ -135,9 +122,6 @@ CLOSINGS = st.builds(
 
 @given(st.none() | GATES, CLOSINGS, st.sampled_from([OURS, LATE]))
 def test_invariants_of_any_sequence(gate: Gate | None, closing: Closing, token: str) -> None:
-    """A closing is never shortened, one failure is at most one trip, and a probe that failed gives
-    its slot back.
-    """
     after = closed(GROUP, gate, closing, token)
     assert after.closed_for >= max(
         gate.closed_for if gate else 0.0, closing.wait(1) if closing.instead else 30.0
@@ -168,15 +152,12 @@ class TestWhatItSays:
     def test_for_how_long_nothing_can_start(
         self, gate: Gate, half_open: bool, blocked_for: float
     ) -> None:
-        """The time it is closed, or that of its probe's slot."""
         assert (gate.half_open, gate.blocked_for) == (half_open, blocked_for)
 
     def test_a_closed_gate_counts_for_its_time_with_any_probe(self) -> None:
-        """If the gate is closed while a probe runs, its slot blocks no other call."""
         assert closed_gate(20.0, probe=OURS, probe_for=90.0).blocked_for == 20.0
 
     def test_it_is_remembered_until_its_trips_are_forgotten(self) -> None:
-        """Its time, and the quiet time of the policy: twice the cap, at least a day."""
         assert gate_retention(closed_gate(20.0), POLICY) == 20.0 + 86_400.0
         assert (
             gate_retention(closed_gate(20.0), CooldownPolicy(30.0, cap=86_400.0))

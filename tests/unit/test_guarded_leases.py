@@ -94,15 +94,11 @@ def see(bench: Bench, held_lease: HeldLease, kept: RenewalResult, at: float) -> 
 def test_a_lock_is_looked_at_more_than_twice_before_it_does_not_count_any_more(
     ttl: float, believed: float
 ) -> None:
-    """It counts for a third of the ttl, at least for a second."""
     assert lock_counts_for(ttl) == pytest.approx(believed)
     assert lock_counts_for(ttl) > 2 * renewal_retry(0.0, ttl)
 
 
 def test_a_lock_that_is_found_extends_the_lease_beyond_its_ttl(bench: Bench) -> None:
-    """For a third of the ttl after the look was sent; then only the ordinary deadline counts, which
-    has passed.
-    """
     held_lease, _ = guarded(bench)
     for at in range(1, 20):
         see(bench, held_lease, RenewalResult.LOCKED, at)
@@ -118,9 +114,6 @@ def test_a_lock_that_is_found_extends_the_lease_beyond_its_ttl(bench: Bench) -> 
 
 
 def test_guarding_is_itself_a_sight_of_the_lock(bench: Bench) -> None:
-    """Late in the ttl it pushes the deadline out; early it leaves the ordinary one, which is
-    later.
-    """
     held_lease, _ = guarded(bench)
     assert held_lease.stop_deadline == pytest.approx(START + STOP)
     bench.clock.time = START + STOP - 0.1
@@ -129,7 +122,6 @@ def test_guarding_is_itself_a_sight_of_the_lock(bench: Bench) -> None:
 
 
 def test_a_lease_in_redis_gains_nothing_from_a_guard(bench: Bench) -> None:
-    """It is renewed as ever, its deadline is the ordinary one, and a check is arithmetic."""
     held_lease = bench.held_lease()
     bench.clock.time = START + STOP - 0.001
     guard(bench, held_lease, lease_until=None)
@@ -142,7 +134,6 @@ def test_a_lease_in_redis_gains_nothing_from_a_guard(bench: Bench) -> None:
 
 
 def test_a_guard_that_raised_does_not_count(bench: Bench) -> None:
-    """The transaction before counts on."""
     held_lease, first = guarded(bench)
     other: Any = Transaction()
     with pytest.raises(ValueError, match="refused"), held_lease.body_state.locking(other):
@@ -161,7 +152,6 @@ def test_the_renewer_knows_which_rows_the_body_may_have_locked(bench: Bench) -> 
 
 
 def test_no_lock_counts_beyond_lease_max_hold(bench: Bench) -> None:
-    """However often it is seen."""
     held_lease, _ = guarded(bench, max_hold=10.0)
     see(bench, held_lease, RenewalResult.LOCKED, 9.5)
     assert held_lease.stop_deadline == pytest.approx(START + 10)
@@ -172,7 +162,6 @@ def test_no_lock_counts_beyond_lease_max_hold(bench: Bench) -> None:
 
 
 def test_a_body_that_is_to_be_killed_lives_as_long_as_the_lock_is_seen(bench: Bench) -> None:
-    """And has as long to end afterwards as with any lease."""
     held_lease, _ = guarded(bench)
     told: list[float] = []
     held_lease.move_kill_timer = told.append
@@ -186,7 +175,6 @@ def test_a_body_that_is_to_be_killed_lives_as_long_as_the_lock_is_seen(bench: Be
 
 
 def test_a_lock_that_is_gone_leaves_a_lease_that_is_simply_renewed(bench: Bench) -> None:
-    """The transaction object does not matter; no other call has taken the key."""
     held_lease, _ = guarded(bench)
     see(bench, held_lease, RenewalResult.LOCKED, 2 * TTL)
     see(bench, held_lease, RenewalResult.OURS, 2 * TTL + 0.5)
@@ -201,7 +189,6 @@ def test_a_lock_that_is_gone_leaves_a_lease_that_is_simply_renewed(bench: Bench)
 def test_a_lock_that_is_gone_and_used_by_another_means_lost(
     bench: Bench, kept: RenewalResult, row: Row | None, reason: str
 ) -> None:
-    """At the next check, while the transaction object still seems to be open."""
     held_lease, _ = guarded(bench)
     bench.leases.reasserts = False
     see(bench, held_lease, RenewalResult.LOCKED, 2 * TTL)
@@ -212,7 +199,6 @@ def test_a_lock_that_is_gone_and_used_by_another_means_lost(
 
 
 def test_a_completion_that_has_committed_needs_no_renewal(bench: Bench) -> None:
-    """The row is done with this fence: no other call can take it."""
     held_lease, transaction = guarded(bench)
     held_lease.body_state.completing = True
     see(bench, held_lease, RenewalResult.LOCKED, 2 * TTL)
@@ -228,7 +214,6 @@ def test_a_completion_that_has_committed_needs_no_renewal(bench: Bench) -> None:
 
 
 def test_without_renewal_the_lock_is_looked_at_and_nothing_pushed_out(bench: Bench) -> None:
-    """0 seconds are asked for while the lease itself lasts."""
     held_lease, _ = guarded(bench, renew=False)
     assert held_lease.needs_renewer(START)
     assert held_lease.due == pytest.approx(START + AGAIN)
@@ -265,7 +250,6 @@ def outlasted(bench: Bench, **options: Any) -> tuple[HeldLease, Transaction]:
 
 
 def test_before_the_lease_is_over_a_check_is_arithmetic(bench: Bench) -> None:
-    """No other call can claim the row, locked or not."""
     held_lease, _ = guarded(bench)
     see(bench, held_lease, RenewalResult.LOCKED, 2)
     bench.leases.renewed.clear()
@@ -275,7 +259,6 @@ def test_before_the_lease_is_over_a_check_is_arithmetic(bench: Bench) -> None:
 
 
 def test_a_check_of_a_lock_asks_the_store(bench: Bench) -> None:
-    """Each time, as long as the row is locked."""
     held_lease, _ = outlasted(bench)
     bench.clock.time += BELIEVED - 0.1
     held_lease.check()
@@ -286,7 +269,6 @@ def test_a_check_of_a_lock_asks_the_store(bench: Bench) -> None:
 
 @pytest.mark.parametrize("renew", [True, False])
 def test_a_check_after_the_transaction_renews_the_lease(bench: Bench, renew: bool) -> None:
-    """Once; the next check is arithmetic again."""
     held_lease, transaction = outlasted(bench, renew=renew)
     transaction.open = False
     bench.leases.answer = lambda _: RenewalResult.OURS
@@ -304,7 +286,6 @@ def test_a_check_after_the_transaction_renews_the_lease(bench: Bench, renew: boo
 def test_a_check_that_finds_another_owner_raises(
     bench: Bench, kept: RenewalResult, row: Row | None, reason: str, is_open: bool
 ) -> None:
-    """Its session may have died although the transaction object seems to be open."""
     held_lease, transaction = outlasted(bench)
     transaction.open = is_open
     bench.leases.reasserts, bench.records.row = False, row
@@ -321,9 +302,6 @@ def away(_: Renewal) -> RenewalResult:
 
 
 def test_a_check_without_an_answer_does_not_pass(bench: Bench) -> None:
-    """However fresh the last look is: its session may have ended since. The lease may yet be
-    confirmed.
-    """
     held_lease, _ = outlasted(bench)
     bench.leases.answer = away
     for _ in range(2):
@@ -337,7 +315,6 @@ def test_a_check_without_an_answer_does_not_pass(bench: Bench) -> None:
 def test_without_an_answer_the_lease_is_over_once_the_last_look_does_not_count(
     bench: Bench,
 ) -> None:
-    """Before the question, or while it is asked."""
     held_lease, _ = outlasted(bench)
 
     def late(renewal: Renewal) -> RenewalResult:
@@ -358,15 +335,11 @@ LONG = 60.0
 def test_a_lock_whose_transaction_is_over_counts_for_a_few_seconds_at_most(
     ttl: float, over: float
 ) -> None:
-    """For the next looks to see what it has left."""
     assert lock_counts_for(ttl, still=False) == pytest.approx(over)
     assert lock_counts_for(ttl, still=False) > 2 * renewal_retry(0.0, ttl)
 
 
 def test_a_lock_does_not_count_for_long_after_its_transaction(bench: Bench) -> None:
-    """A third of a long ttl is for an open transaction; after a rollback a call that waits for the
-    row has taken the key.
-    """
     held_lease, transaction = guarded(bench, ttl=LONG)
     see(bench, held_lease, RenewalResult.LOCKED, 2 * LONG)
     assert held_lease.stop_deadline == pytest.approx(START + 2 * LONG + LONG / 3)
@@ -379,7 +352,6 @@ def test_a_lock_does_not_count_for_long_after_its_transaction(bench: Bench) -> N
 
 
 def test_a_late_answer_after_the_transaction_is_as_good_as_an_early_one(bench: Bench) -> None:
-    """The next check renews the lease, if no other call has taken it."""
     held_lease, transaction = guarded(bench, ttl=LONG)
     see(bench, held_lease, RenewalResult.LOCKED, 2 * LONG)
     transaction.open = False
@@ -410,7 +382,6 @@ def begun(running: Bench, ttl: float) -> tuple[HeldLease, Transaction]:
 def test_the_lease_is_held_all_along_and_renewed_once_the_transaction_is_over(
     running: Bench,
 ) -> None:
-    """The renewal thread looks by itself, and the deadline thread lets it."""
     held: list[bool] = []
     running.leases.answer = lambda renewal: (
         RenewalResult.LOCKED if renewal.guarded else RenewalResult.OURS
@@ -427,7 +398,6 @@ def test_the_lease_is_held_all_along_and_renewed_once_the_transaction_is_over(
 
 
 def test_the_lease_is_lost_once_the_lock_is_not_seen_any_more(running: Bench) -> None:
-    """A second after the last look that was answered, and not before."""
     gone: list[float] = []
     seen: list[float] = []
     away: list[bool] = []
@@ -453,7 +423,6 @@ def test_the_lease_is_lost_once_the_lock_is_not_seen_any_more(running: Bench) ->
 def test_a_look_that_failed_wakes_the_deadline_thread_once_the_transaction_is_over(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, is_open: bool
 ) -> None:
-    """It sleeps until the end of a third of the ttl, and the lock counts for less by now."""
     rung: list[bool] = []
     held_lease, transaction = guarded(bench, ttl=LONG)
     see(bench, held_lease, RenewalResult.LOCKED, 2 * LONG)

@@ -50,13 +50,11 @@ PLAIN = Header("billing.send", "call")
 
 
 def test_two_processes_never_share_an_owner() -> None:
-    """Billiard may run one delivery in two children."""
     assert owner_of("token", 11557) != owner_of("token", 11491)
     assert owner_of("token", 11557) == owner_of("token", 11557)
 
 
 def test_an_owner_fits_its_column() -> None:
-    """64 characters, with the largest process id."""
     assert len(owner_of("f" * 16, 2**22)) <= 64
 
 
@@ -65,7 +63,6 @@ def test_an_owner_fits_its_column() -> None:
     ["a", "job~2026", "a~1", "a~replaced~1", "a~replaced~1~replaced~0", "", "~", "ü" * 239],
 )
 def test_a_replacement_is_another_call(task_id: str) -> None:
-    """It goes on under the id of the task it replaces, whatever people have chosen as that id."""
     calls = [call_id_of(task_id, nesting) for nesting in (0, 1, 2)]
     assert call_id_of(task_id, None) == calls[0]
     assert {celery_id_of(call) for call in calls} == {task_id}
@@ -76,7 +73,6 @@ def test_a_replacement_is_another_call(task_id: str) -> None:
 
 @pytest.mark.parametrize("nesting", [None, 1])
 def test_the_id_of_a_call_fits_its_column(nesting: int | None) -> None:
-    """Celery takes a longer one, and two that differ stay two calls."""
     one, other = ("x" * 300 + end for end in "ab")
     assert len(call_id_of(one, nesting)) == 255
     assert call_id_of(one, nesting) != call_id_of(other, nesting)
@@ -93,7 +89,6 @@ class TestAHeader:
         ids=["all", "none", "0"],
     )
     def test_is_read_as_it_was_written(self, header: Header) -> None:
-        """Through JSON, as brokers carry it."""
         headers = {HEADER: json.loads(json.dumps(header.written()))}
         assert read_header(headers, "billing.send", "call") == header
 
@@ -113,7 +108,6 @@ class TestAHeader:
     def test_of_another_call_is_ignored(
         self, headers: object, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Members of a group share one headers dict; that is not reported."""
         assert read_header(headers, "billing.send", "call") is None
         assert not caplog.records
 
@@ -160,7 +154,6 @@ class TestAHeader:
     def test_that_we_cannot_have_written_is_ignored_with_a_warning(
         self, changed: dict[str, object], caplog: pytest.LogCaptureFixture
     ) -> None:
-        """As if there were none: nothing is guessed, and nothing raises."""
         with caplog.at_level(logging.WARNING):
             assert read_header({HEADER: FULL.written() | changed}, "billing.send", "call") is None
         (line,) = caplog.messages
@@ -178,7 +171,6 @@ class TestAHeader:
 
     @pytest.mark.parametrize("length", [1, 200, LONGEST_KEY, LONGEST_KEY + 1, 140_000])
     def test_is_of_bounded_length(self, length: int) -> None:
-        """With any key, group and history of the call."""
         key = "é" * length
         header = FULL.of_key(
             CallKey(key, stored_key("billing.send", key), FINGERPRINT), "g" * length
@@ -210,14 +202,12 @@ class TestTheKeyInAHeader:
     """It counts for a call that has begun, and where it can be one of its task."""
 
     def test_stays_with_any_arguments_of_a_retry(self) -> None:
-        """With its fingerprint."""
         task = a_task()
         key = key_of(task, begun(task, 7), "call", (8,), {}, 1)
         assert (key.key, key.stored) == ("invoice:7", "t:billing.send|invoice:7")
         assert key.fingerprint == begun(task, 7).fingerprint
 
     def test_stays_where_a_retry_brings_arguments_that_make_none(self) -> None:
-        """And so does the group."""
         task = a_task()
         header = begun(task, 7)
         assert key_of(task, header, "call", (), {}, 1).key == "invoice:7"
@@ -225,7 +215,6 @@ class TestTheKeyInAHeader:
 
     @pytest.mark.parametrize("namespace", [None, "exports"])
     def test_stays_where_it_is_too_long_to_be_carried(self, namespace: str | None) -> None:
-        """The header has its stored form, which finds the record that has all of it."""
         task = a_task(
             key=lambda customer, *_: "export:" + ",".join(map(str, range(customer))),
             namespace=namespace,
@@ -241,7 +230,6 @@ class TestTheKeyInAHeader:
         assert len(found.key) < STORED_KEY_MAX
 
     def test_of_a_call_that_has_not_begun_does_not_count(self) -> None:
-        """Its arguments are those it was sent with, and make its key."""
         task = a_task()
         header = Header(
             **{name: getattr(begun(task, 7), name) for name in ("task", "id", "key", "fingerprint")}
@@ -271,7 +259,6 @@ class TestTheKeyInAHeader:
 
     @pytest.mark.parametrize("options", [{"fingerprint": False}, {"on_done": "rerun"}])
     def test_counts_without_a_fingerprint_where_none_is_compared(self, options: Any) -> None:
-        """A fingerprint in the header does not count either."""
         task = a_task(**options)
         for fingerprint in (None, FINGERPRINT):
             header = Header(
@@ -281,7 +268,6 @@ class TestTheKeyInAHeader:
             assert key_of(task, header, "call", (8,), {}, 1).key == "invoice:7"
 
     def test_never_counts_for_a_task_without_keys(self) -> None:
-        """Its key is the id of the call."""
         task = a_task(key=None)
         header = Header(
             "billing.send", "call", key="another call", fingerprint=FINGERPRINT, started=True
@@ -301,7 +287,6 @@ class TestTheKeyInAHeader:
     def test_in_a_stored_form_that_is_not_one_of_this_task_does_not_count(
         self, stored: str
     ) -> None:
-        """Nor one that is not shortened."""
         task = a_task()
         header = Header(
             "billing.send", "call", stored=stored, fingerprint=FINGERPRINT, started=True
@@ -314,19 +299,16 @@ class TestARequest:
 
     @pytest.mark.parametrize("value", [True, "x", {"running": True}, ["t:x|y", "call"]])
     def test_remembers_nothing_that_a_message_has_brought(self, value: object) -> None:
-        """Headers are its attributes."""
         names = ("state", "running", "stored_key", "replaced")
         request = Context({f"celery_leases_{name}": value for name in names})
         assert state_of(request) == RequestState()
 
     def test_remembers_what_this_process_has_noted(self) -> None:
-        """At the same request."""
         request = Context({"id": "call"})
         state_of(request).running = True
         assert state_of(request).running
 
     @pytest.mark.parametrize("token", [None, 7, "", "x", "A" * 15, "a" * 17, "a" * 15 + "-"])
     def test_has_no_token_but_one_of_ours(self, token: object) -> None:
-        """Which the worker's main process makes for each delivery."""
         assert token_of(Context({"celery_leases_token": token})) is None
         assert token_of(Context({"celery_leases_token": "a+/Z" * 4})) == "a+/Z" * 4

@@ -74,7 +74,6 @@ def values() -> list[Any]:
 
 @given(st.dictionaries(st.sampled_from(ATTRIBUTES), st.sampled_from(range(len(values())))))
 def test_no_value_of_an_attribute_breaks_the_reading(drawn: dict[str, int]) -> None:
-    """The facts of any soup are of the types they promise."""
     facts = facts_of(
         fake_error("shop.SMTPSoup", **{name: values()[index] for name, index in drawn.items()})
     )
@@ -92,14 +91,10 @@ def test_no_value_of_an_attribute_breaks_the_reading(drawn: dict[str, int]) -> N
     ids=["raising", "mocked", "lying"],
 )
 def test_hostile_errors_have_at_least_a_name(make: Any) -> None:
-    """Nothing an error carries may hide the error."""
     assert facts_of(make()).names
 
 
 def test_reading_five_errors_takes_less_than_a_millisecond() -> None:
-    """It happens in a worker between two tasks; counted without what others do on the machine
-    meanwhile.
-    """
     error: BaseException | None = None
     for _ in range(5):
         outer = http_error(
@@ -129,7 +124,6 @@ class Counting(Exception):
 
 
 def test_each_attribute_is_read_once() -> None:
-    """A property may be slow, or return another value the next time."""
     error = Counting()
     assert facts_of(error).grpc == "UNAVAILABLE"
     del error.asked["__deepcopy__"]
@@ -138,7 +132,6 @@ def test_each_attribute_is_read_once() -> None:
 
 
 def test_a_chain_of_slow_errors_is_read_for_a_second_and_then_left() -> None:
-    """The first errors are known with all their facts, the others by their names."""
     now = 0.0
 
     class Slow(Exception):
@@ -162,8 +155,6 @@ def test_a_chain_of_slow_errors_is_read_for_a_second_and_then_left() -> None:
     ids=lambda kind: kind.__name__,
 )
 def test_nothing_that_an_attribute_raises_leaves_the_classifier(kind: type[BaseException]) -> None:
-    """Neither from the error itself, nor from what it holds, nor from its text."""
-
     class Raising(Exception):
         def __getattr__(self, name: str) -> Any:
             raise kind
@@ -205,7 +196,6 @@ LARGE = 30_000_000
     ids=["text", "secrets", "urls", "key", "two", "nested", "list", "bytes"],
 )
 def test_a_message_of_30_mb_costs_milliseconds(make: Any) -> None:
-    """The interpreter is not held: renewals of other tasks wait for nothing."""
     error = make()
     begun = time.thread_time()
     failure, facts = failure_of(error), facts_of(error)
@@ -225,7 +215,6 @@ def test_a_message_of_30_mb_costs_milliseconds(make: Any) -> None:
     ids=repr,
 )  # fmt: skip
 def test_a_short_message_is_that_of_python(error: Exception) -> None:
-    """For any arguments of the error."""
     assert failure_of(error).message == str(error)
 
 
@@ -246,7 +235,6 @@ print(*sorted(set(sys.modules) - before))
 
 
 def test_no_client_library_is_imported() -> None:
-    """Neither by importing the classifier nor by judging."""
     done = subprocess.run(
         [sys.executable, "-c", ALONE], capture_output=True, text=True, check=True, timeout=60
     )

@@ -114,7 +114,6 @@ def answers_of(row: list[str]) -> list[HttpAnswer]:
 
 @pytest.mark.parametrize("row", table(), ids=lambda row: f"{row[0]}: {row[1]}")
 def test_every_row_of_the_table_is_what_the_code_answers(row: list[str]) -> None:
-    """Code, wait, location, media type, and the code of the problem."""
     answers = answers_of(row)
     assert answers
     for sent in answers:
@@ -131,7 +130,6 @@ def test_every_row_of_the_table_is_what_the_code_answers(row: list[str]) -> None
 
 
 def test_the_table_has_every_state_and_every_error() -> None:
-    """No state and no error of the table above is left out."""
     told = " ".join(row[1] for row in table())
     for state in (
         "absent",
@@ -154,7 +152,6 @@ def test_the_table_has_every_state_and_every_error() -> None:
 
 @pytest.mark.parametrize("row", table(), ids=lambda row: f"{row[0]}: {row[1]}")
 def test_no_answer_contains_the_text_of_an_exception_and_none_is_425(row: list[str]) -> None:
-    """Neither body nor headers; the text for people is the message of the status."""
     for sent in answers_of(row):
         assert SECRET not in sent.content().decode() + str(sent.headers)
         assert sent.status != 425
@@ -163,7 +160,6 @@ def test_no_answer_contains_the_text_of_an_exception_and_none_is_425(row: list[s
 
 
 def test_a_problem_has_the_members_of_rfc_9457_and_the_time_of_the_next_try() -> None:
-    """With the members that a client waits by."""
     sent = answer(a_status("cooling", 299.2), asked="work", location="/orders/7")
     assert sent.body == {
         "type": "about:blank",
@@ -183,7 +179,6 @@ def test_a_problem_has_the_members_of_rfc_9457_and_the_time_of_the_next_try() ->
 
 
 def test_the_fields_of_a_body_are_those_of_the_page() -> None:
-    """No field more, and none less."""
     first = section(page("http"), "The bodies").strip().splitlines()[0].partition(": ")[2]
     assert set(re.findall(r"`(\w+)`", first)) == public(a_status("done")).keys()
     problem = section(page("http"), "The bodies")
@@ -192,7 +187,6 @@ def test_the_fields_of_a_body_are_those_of_the_page() -> None:
 
 
 def test_a_failed_key_is_a_state_and_no_error_for_a_status_request() -> None:
-    """The status resource exists in every state."""
     sent = answer(a_status("failed"))
     assert (sent.status, sent.body["state"], sent.body["message"]) == (
         200,
@@ -209,14 +203,10 @@ def test_what_failed_for_its_caller_may_be_asked_for_again_under_the_same_idempo
 
 
 def test_a_reason_that_is_no_code_is_not_sent() -> None:
-    """A record may hold free words there."""
     assert answer(replace(a_status("pending"), reason=SECRET)).body["reason"] is None
 
 
 def test_the_wait_of_an_error_that_comes_late_is_what_is_left() -> None:
-    """One that lay in a result backend for four minutes; one whose time is over; one without a
-    time.
-    """
     error = RAISED["CoolingDown of the key"]
     assert answer(error, now=EPOCH + 240).headers["Retry-After"] == "60"
     assert answer(error, now=EPOCH + 9000).headers["Retry-After"] == "1"
@@ -232,7 +222,6 @@ def test_the_wait_of_an_error_that_comes_late_is_what_is_left() -> None:
     ],
 )
 def test_a_location_is_a_url_whatever_the_key_has_in_it(location: str, sent: str) -> None:
-    """A header takes neither other letters nor line breaks."""
     accepted = answer(a_status("absent"), asked="work", location=location)
     assert accepted.headers["Location"] == sent
     refused = answer(a_status("failed"), asked="work", location=location)
@@ -240,7 +229,6 @@ def test_a_location_is_a_url_whatever_the_key_has_in_it(location: str, sent: str
 
 
 def test_what_json_has_no_number_for_is_sent_as_text() -> None:
-    """A body may have saved NaN."""
     sent = answer(replace(a_status("done"), result=float("nan"), progress={"ü": float("inf")}))
     assert json.loads(sent.content())["result"] == "NaN"
     assert json.loads(sent.content())["progress"] == {"ü": "Infinity"}
@@ -260,7 +248,6 @@ def test_what_json_has_no_number_for_is_sent_as_text() -> None:
     ],
 )
 def test_a_header_is_read_as_a_quoted_string_or_as_it_is(header: str, key: str) -> None:
-    """As the specification has it, and as clients send it."""
     assert idempotency_key(header, 7) == f"7:{key}"
 
 
@@ -284,7 +271,6 @@ def test_a_header_is_read_as_a_quoted_string_or_as_it_is(header: str, key: str) 
     ],
 )
 def test_an_invalid_header_is_refused_with_a_line_for_the_client(header: str | None) -> None:
-    """400, and the text says what to send."""
     with pytest.raises(IdempotencyKeyRefused) as refused:
         idempotency_key(header, 7)
     sent = answer(refused.value)
@@ -306,7 +292,6 @@ VISIBLE = st.text(
 
 @given(st.tuples(st.text(min_size=1), VISIBLE), st.tuples(st.text(min_size=1), VISIBLE))
 def test_two_callers_never_share_a_key(one: tuple[str, str], other: tuple[str, str]) -> None:
-    """With any characters in their names and headers."""
     keys = []
     for caller, header in (one, other):
         try:
@@ -323,7 +308,6 @@ def test_two_callers_never_share_a_key(one: tuple[str, str], other: tuple[str, s
 
 
 def test_the_examples_of_the_page_run() -> None:
-    """The first with a client that knows one order."""
     names: dict[str, Any] = {}
     for source in blocks(page("http"), "python"):
         exec(source, names)  # noqa: S102 - our own page

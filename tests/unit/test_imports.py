@@ -25,14 +25,12 @@ def _loaded_by(statement: str) -> set[str]:
 
 @pytest.mark.parametrize("name", ["LeasedTask", "LeaseClient"])
 def test_an_import_loads_no_driver_and_not_celerys_worker(name: str) -> None:
-    """They are loaded when the first store is opened, and by a worker."""
     loaded = _loaded_by(f"from celery_leases import {name}")
     assert not {"sqlalchemy", "redis", "celery.worker.request", "celery.worker.consumer"} & loaded
     assert f"celery_leases.{'task' if name == 'LeasedTask' else 'client'}" in loaded
 
 
 def test_a_task_class_loads_nothing_that_runs_tasks() -> None:
-    """A process that only publishes needs neither the protocol nor the classifier."""
     loaded = _loaded_by("from celery_leases import LeasedTask")
     assert (
         not {
@@ -45,12 +43,10 @@ def test_a_task_class_loads_nothing_that_runs_tasks() -> None:
 
 
 def test_a_client_does_not_need_celery() -> None:
-    """A status is asked for by processes that publish nothing."""
     assert "celery" not in _loaded_by("from celery_leases import LeaseClient")
 
 
 def test_the_contracts_about_frameworks_forget_no_package() -> None:
-    """Celery above the signals, redis and SQLAlchemy in few packages; a new one has to choose."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     contracts = {one["id"]: one for one in project["tool"]["importlinter"]["contracts"]}
     layers = contracts["layers"]["layers"]
@@ -65,7 +61,6 @@ def test_the_contracts_about_frameworks_forget_no_package() -> None:
 
 
 def test_every_public_name_can_be_imported_and_is_listed() -> None:
-    """Whether it is loaded at once or at its first use."""
     assert all(getattr(celery_leases, name) is not None for name in celery_leases.__all__)
     assert set(celery_leases.__all__) <= set(dir(celery_leases))
     with pytest.raises(AttributeError, match="no_such_name"):
@@ -73,7 +68,6 @@ def test_every_public_name_can_be_imported_and_is_listed() -> None:
 
 
 def test_every_exception_is_in_the_module_of_the_exceptions() -> None:
-    """Also those at the top; errors that only stores use are not."""
     kinds = [
         kind
         for kind in vars(errors).values()

@@ -36,7 +36,6 @@ class TestAnotherCallDuringACooldown:
     """It must not run, must not spoil anything, and may run afterwards."""
 
     def test_it_gets_the_error_and_the_first_call_resumes(self, bench: Bench) -> None:
-        """In time, with its counts."""
         call = bench.call()
         bench.run(call, OF_THE_KEY)
         for _ in range(3):
@@ -46,7 +45,6 @@ class TestAnotherCallDuringACooldown:
         assert (len(bench.ran), bench.row.attempt) == (2, 2)
 
     def test_it_may_overtake_the_first_call_which_is_then_replayed(self, bench: Bench) -> None:
-        """The work is done once."""
         call = bench.call()
         bench.run(call, OF_THE_KEY)
         bench.clock.sleep(60.0)
@@ -55,7 +53,6 @@ class TestAnotherCallDuringACooldown:
         assert len(bench.ran) == 2
 
     def test_it_may_fail_too_and_both_resume(self, bench: Bench) -> None:
-        """The counts are those of the key."""
         first, second = bench.call(), bench.call(call_id=THEIRS)
         bench.run(first, OF_THE_KEY)
         bench.clock.sleep(60.0)
@@ -70,7 +67,6 @@ class TestAnotherCallDuringACooldown:
     def test_it_meets_the_lease_of_a_call_that_is_just_writing_its_failure(
         self, bench: Bench
     ) -> None:
-        """Between settling and cooling it is rescheduled or refused by the row; it never runs."""
         met: list[Answer] = []
         bench.journal.before("cool", lambda: met.append(bench.run(bench.call(call_id=THEIRS))))
         bench.run(bench.call(), OF_THE_KEY)
@@ -79,7 +75,6 @@ class TestAnotherCallDuringACooldown:
         assert bench.state is State.COOLING
 
     def test_in_the_last_second_it_does_not_block_the_call_that_resumes(self) -> None:
-        """The value has expired a second before the row's ``retry_at``: the row is read only."""
         bench = Bench()
         call = bench.call()
         bench.run(call, OF_THE_KEY)
@@ -94,9 +89,6 @@ class TestAnotherCallDuringACooldown:
         assert bench.run(bench.again(call)) == Return(1)
 
     def test_two_that_find_the_cooldown_over_do_not_run_together(self) -> None:
-        """One of them may remove the cooldown that the other has just set: the row still blocks
-        it.
-        """
         bench = Bench()
         bench.run(bench.call(), OF_THE_KEY)
         bench.records.retry(KEY.stored)
@@ -116,7 +108,6 @@ class TestAFreshMessage:
     """
 
     def test_that_comes_during_the_cooldown_runs_once_after_it(self, bench: Bench) -> None:
-        """In hops; its copies do not run, nor does a copy of the first message."""
         call = bench.call(resume="never")
         bench.run(call, OF_THE_KEY)
         reply = bench.run(bench.call())
@@ -134,7 +125,6 @@ class TestAFreshMessage:
         assert len(bench.ran) == 2
 
     def test_that_arrives_during_an_outage_is_still_new_afterwards(self, bench: Bench) -> None:
-        """The record that it is compared with was not read."""
         call = bench.call(resume="never")
         bench.run(call, OF_THE_KEY)
         bench.clock.sleep(60.0)
@@ -145,7 +135,6 @@ class TestAnOperator:
     """Retries a key while a copy of its call is on its way."""
 
     def test_the_call_called_again_runs_and_the_copy_is_replayed(self, bench: Bench) -> None:
-        """Whichever comes first does the work."""
         call = bench.call()
         bench.run(call, OF_THE_KEY)
         bench.records.retry(KEY.stored)
@@ -154,7 +143,6 @@ class TestAnOperator:
         assert len(bench.ran) == 2
 
     def test_the_copy_that_arrives_meanwhile_is_rescheduled(self, bench: Bench) -> None:
-        """It has begun before, so it is never refused."""
         call = bench.call(on_held="raise", on_cooling="raise", on_done="raise")
         bench.run(call, OF_THE_KEY)
         bench.records.retry(KEY.stored)
@@ -165,7 +153,6 @@ class TestAnOperator:
         assert bench.run(bench.again(call)) == Return(1, THEIRS)
 
     def test_the_copy_may_come_first_as_a_hop(self, bench: Bench) -> None:
-        """It no longer waits, and its counts are zero."""
         call = bench.call()
         bench.run(call, OF_THE_KEY)
         bench.records.retry(KEY.stored)
@@ -173,7 +160,6 @@ class TestAnOperator:
         assert (bench.row.failures, bench.row.waits) == (1, 60.0)
 
     def test_a_retry_between_settling_and_cooling_is_not_undone(self) -> None:
-        """Forced, as the lease is live: the cooldown does not match the lease any more."""
         bench = Bench()
         call = bench.call()
 
@@ -187,7 +173,6 @@ class TestAnOperator:
         assert bench.run(bench.call(call_id=THEIRS)) == Return(1)
 
     def test_a_retry_ends_the_refusals(self, bench: Bench) -> None:
-        """A copy of a call that had stopped runs, where it was refused before."""
         call = bench.call(resume="never")
         bench.run(call, OF_THE_KEY)
         assert isinstance(error(bench.run(bench.again(call))), PermanentFailure)
@@ -195,7 +180,6 @@ class TestAnOperator:
         assert bench.run(bench.again(call)) == Return(1)
 
     def test_a_retry_of_the_key_does_not_open_its_groups_gate(self, bench: Bench) -> None:
-        """That is another decision."""
         call = bench.call()
         bench.run(call, OF_THE_GROUP)
         bench.records.retry(KEY.stored)
@@ -208,7 +192,6 @@ class TestOtherArguments:
     """The same key for another content, after a failure."""
 
     def test_they_are_refused_while_the_first_call_will_resume(self, bench: Bench) -> None:
-        """During its cooldown, at its gate, and after."""
         bench.run(bench.call(), OF_THE_GROUP)
         for _ in range(2):
             assert isinstance(
@@ -220,7 +203,6 @@ class TestOtherArguments:
     def test_they_may_have_the_key_of_a_call_that_stopped_once_it_has_cooled(
         self, bench: Bench
     ) -> None:
-        """The input is corrected; a copy of the first call gets the new result and never runs."""
         call = bench.call(resume="never")
         bench.run(call, OF_THE_KEY)
         assert isinstance(
@@ -238,7 +220,6 @@ class TestRerun:
     def test_a_cooldown_of_one_call_blocks_the_others_and_each_runs_once(
         self, bench: Bench
     ) -> None:
-        """In any order of their copies."""
         first, second = bench.call(on_done="rerun"), bench.call(on_done="rerun", call_id=THEIRS)
         bench.run(first, OF_THE_KEY)
         assert isinstance(error(bench.run(second)), CoolingDown)
@@ -250,7 +231,6 @@ class TestRerun:
         assert len(bench.ran) == 3
 
     def test_a_copy_of_the_call_that_cools_does_not_run_twice(self, bench: Bench) -> None:
-        """The redelivered one meets the rescheduled one."""
         call = bench.call(on_done="rerun")
         bench.run(call, OF_THE_KEY)
         bench.clock.sleep(60.0)
@@ -269,9 +249,6 @@ class TestOneGateForManyKeys:
     def test_bodies_that_fail_together_are_one_trip_and_probe_one_by_one(
         self, bench: Bench
     ) -> None:
-        """Each waits as long as the gate; when it is over one probes, and the other comes right
-        after.
-        """
         first, second = bench.call(), bench.call(key=OTHER_KEY, call_id=THEIRS)
         bench.run(first, OF_THE_GROUP, during=lambda _: bench.run(second, OF_THE_GROUP))
         assert bench.gate is not None
@@ -287,7 +264,6 @@ class TestOneGateForManyKeys:
     def test_a_body_that_began_before_the_gate_closed_does_not_trip_it_again(
         self, bench: Bench
     ) -> None:
-        """It fails while another probes: no trip, and the probe's success is the weaker witness."""
         slow, probe = bench.call(key=OTHER_KEY, call_id=THEIRS), bench.call()
 
         def meanwhile(_: Any) -> None:
@@ -304,7 +280,6 @@ class TestOneGateForManyKeys:
 
 
 def test_quick_retries_outlive_everything_that_is_no_failure(bench: Bench) -> None:
-    """Snoozes, losses and shutdowns between them give no new ones."""
     call = bench.call(max_retries=2)
     for ending in (
         SOON,
@@ -332,18 +307,11 @@ def test_quick_retries_outlive_everything_that_is_no_failure(bench: Bench) -> No
 def test_each_claim_is_one_step_even_with_other_steps_between_its_read_and_its_write(
     begin: str, accidents: int, depth: int
 ) -> None:
-    """The row that it writes is what the rule makes of the row that is there then, and the fence
-    grows.
-
-    An accident: a reply that is lost, a clock that jumps back, a purge, progress, a message, a call
-    that is given up.
-    """
     assert search(dict(beginnings(accidents))[begin], depth) > 5_000
 
 
 @pytest.mark.parametrize("begin", [name for name, _ in beginnings(0)])
 def test_so_it_is_in_long_walks_with_many_accidents(begin: str) -> None:
-    """At random; the seed is in the error."""
     for seed in range(100):
         walk(dict(beginnings(4))[begin], seed, 40)
 
@@ -352,9 +320,6 @@ def test_so_it_is_in_long_walks_with_many_accidents(begin: str) -> None:
 def test_the_search_finds_what_a_column_is_compared_for(
     monkeypatch: pytest.MonkeyPatch, column: str
 ) -> None:
-    """Without it a claim overwrites what it has not seen. A state changes with how an attempt ended
-    or with its lease, and an owner with the fence.
-    """
     monkeypatch.setattr(claim_model, "COMPARED", [name for name in COMPARED if name != column])
     with pytest.raises(Broken):
         all(search(world, 6) for _, world in beginnings(1))

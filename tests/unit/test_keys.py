@@ -2,8 +2,6 @@
 it.
 """
 
-# ruff: noqa: D101, D102, D103 - names state the behaviour; a docstring follows where the name is not enough
-
 from __future__ import annotations
 
 import base64
@@ -314,8 +312,6 @@ class TestBinding:
             templated("a", "{a}", 1, 2)
 
     def test_client_and_worker_agree_on_a_value_that_the_wire_turns_into_text(self) -> None:
-        """An enum of text prints its name in the client; the worker gets the text."""
-
         class Colour(str, Enum):  # noqa: UP042 - this is the kind that prints its name
             RED = "red"
 
@@ -466,7 +462,6 @@ class TestTemplates:
         ids=lambda v: str(type(v)),
     )
     def test_a_value_without_a_stable_text_is_refused(self, template: str, value: Any) -> None:
-        """Such as a set, which pickle and YAML can carry: its text depends on the process."""
         with pytest.raises(KeyUnusable, match=re.escape(f"lease_key={template!r}")):
             templated("x", template, value)
 
@@ -480,7 +475,6 @@ class TestTemplates:
             templated("x", "{x}", "a\x00b")
 
     def test_an_absurdly_long_key_is_refused_with_what_to_write(self) -> None:
-        """Every other length is a key, whose stored form is bounded."""
         for length in (300, 140_000, 1_000_000):
             made = call_key(
                 "t",
@@ -640,7 +634,6 @@ class TestFingerprint:
         assert (made.fingerprint, made.digests) == (None, None)
 
     def test_one_keyword_cannot_pass_for_two(self) -> None:
-        """Names and values are joined without ambiguity, with any characters in a name."""
         one = self.fingerprint("**more", **{"a=1\nb": 2})
         assert one != self.fingerprint("**more", a=1, b=2)
 

@@ -39,9 +39,6 @@ def killed(bench: Bench, call: Call, before: str, ending: Raised) -> None:
 
 
 def test_a_claim_whose_reply_was_lost_is_no_crash_of_ours(bench: Bench) -> None:
-    """Nor where the next try is known not to have been carried out: the first one may stand open
-    all the same.
-    """
     step = "acquire" if bench.in_records else "claim"
     bench.journal.away(step, times=1, done=True)
     bench.journal.before(
@@ -56,9 +53,6 @@ class TestAKill:
     """At each step of a failing call; the broker delivers its message once more, as it was."""
 
     def test_after_the_gate_was_closed(self, bench: Bench) -> None:
-        """The redelivered call waits for the gate instead of being refused: it may be the last
-        copy.
-        """
         call = bench.call(on_cooling="raise")
         killed(bench, call, "settle", OF_THE_GROUP)
         reply = bench.run(bench.redelivered(call))
@@ -70,7 +64,6 @@ class TestAKill:
         assert bench.row.attempt == 2
 
     def test_after_the_failure_was_settled(self, bench: Bench) -> None:
-        """The rescheduled copy was not published; the row makes the redelivered one wait."""
         call = bench.call(on_cooling="raise")
         killed(bench, call, "cool", OF_THE_KEY)
         reply = bench.run(bench.redelivered(call))
@@ -83,7 +76,6 @@ class TestAKill:
     def test_after_a_cooldown_that_was_over_when_the_group_closed_its_gate(
         self, bench: Bench
     ) -> None:
-        """Its own wait has ended, but it stands in the row: at the gate it is not another call."""
         call = bench.call(on_cooling="raise")
         killed(bench, call, "cool", OF_THE_KEY)
         bench.clock.sleep(60.0)
@@ -105,7 +97,6 @@ class TestAKill:
     def test_before_the_caller_got_the_error_of_a_call_that_does_not_resume(
         self, bench: Bench, ending: Raised
     ) -> None:
-        """The copy raises it and does not run, neither now nor after the cooldown."""
         call = bench.call(resume="never")
         bench.run(call, ending)
         for _ in range(2):
@@ -116,9 +107,6 @@ class TestAKill:
         assert len(bench.ran) == 1
 
     def test_a_message_that_was_lost_does_not_block_its_key(self, bench: Bench) -> None:
-        """The row waits for a call that never comes; any other with the same arguments runs after
-        its time.
-        """
         bench.run(bench.call(), OF_THE_KEY)
         bench.clock.sleep(60.0)
         assert bench.run(bench.call(call_id=THEIRS)) == Return(1)

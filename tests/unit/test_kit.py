@@ -75,7 +75,6 @@ def kit(shop: Shop) -> Iterator[LeaseKit]:
 
 
 def test_a_call_runs_once_and_is_replayed(shop: Shop, kit: LeaseKit) -> None:
-    """All ways to read the status agree, and no server is used."""
     with pytest.raises(AssertionError, match="was not published; published was nothing"):
         testing.assert_queued(shop.pay, 7)
     assert testing.status(shop.pay, 7).state == shop.pay.lease_status(7).state == "absent"
@@ -98,7 +97,6 @@ def test_a_call_runs_once_and_is_replayed(shop: Shop, kit: LeaseKit) -> None:
 
 
 def test_outside_of_the_block_the_app_is_as_it_was(shop: Shop) -> None:
-    """Its settings, its stores and what publishes."""
     publish, always_eager = type(shop.app).send_task, shop.app.conf.task_always_eager
     with testing.leases(shop.app):
         shop.pay.delay(1)
@@ -111,7 +109,6 @@ def test_outside_of_the_block_the_app_is_as_it_was(shop: Shop) -> None:
 
 
 def test_a_held_key_and_a_released_one(shop: Shop, kit: LeaseKit) -> None:
-    """By the arguments of its task, or by its name."""
     with testing.hold(shop.pay, 7):
         assert isinstance(shop.pay.delay(7).result, LeaseHeld)
         assert testing.status(shop.pay, 7).state == "running"
@@ -129,7 +126,6 @@ def test_a_held_key_and_a_released_one(shop: Shop, kit: LeaseKit) -> None:
 
 
 def test_a_key_that_is_lost_in_the_middle(shop: Shop, kit: LeaseKit) -> None:
-    """The body gets ``LeaseLost``, and its outcome is refused."""
     told: list[str] = []
 
     def inside(lease: Any) -> None:
@@ -151,8 +147,6 @@ def test_a_key_that_is_lost_in_the_middle(shop: Shop, kit: LeaseKit) -> None:
 
 
 def test_time_passes_when_it_is_moved(shop: Shop, kit: LeaseKit) -> None:
-    """Cooldowns end exactly then; the lease of a running body is renewed meanwhile."""
-
     def fail(_: Any) -> None:
         raise Cooldown("1h", reason="draft not ready")
 
@@ -175,7 +169,6 @@ def test_time_passes_when_it_is_moved(shop: Shop, kit: LeaseKit) -> None:
 
 
 def test_a_date_of_the_server_counts_by_the_moved_clock(shop: Shop, kit: LeaseKit) -> None:
-    """The wait until a ``Retry-After`` that is a date is seen from the time of the kit."""
     testing.tick("2h")
     until = datetime.now(UTC) + timedelta(hours=2, minutes=10)
 
@@ -192,7 +185,6 @@ def test_a_date_of_the_server_counts_by_the_moved_clock(shop: Shop, kit: LeaseKi
 
 
 def test_a_crash_after_the_charge_and_its_resumption(shop: Shop, kit: LeaseKit) -> None:
-    """The next attempt begins when the lease of the dead one has ended."""
     dead = testing.crash(shop.pay, 7, at="after:charge")
     assert (dead.point, dead.points) == ("after:charge", ("before:charge", "after:charge"))
     assert testing.status(shop.pay, 7).state == "running"
@@ -215,14 +207,11 @@ def test_a_crash_after_the_charge_and_its_resumption(shop: Shop, kit: LeaseKit) 
     "point", ["before:charge", "saved:charge", "before:return", "after:return"]
 )
 def test_a_crash_anywhere_else(shop: Shop, kit: LeaseKit, point: str) -> None:
-    """Each is resumed to the same result."""
     assert testing.crash(shop.pay, 7, at=point).resume().get()["reply"] == "ok"
     assert len(shop.charged) == 1
 
 
 def test_what_a_dead_process_still_does_reaches_no_store(shop: Shop, kit: LeaseKit) -> None:
-    """Such as an effect in a finally block."""
-
     @shop.app.task(
         base=LeasedTask, bind=True, name="shop.tidy", lease_key="tidy:{number}", shared=False
     )
@@ -240,7 +229,6 @@ def test_what_a_dead_process_still_does_reaches_no_store(shop: Shop, kit: LeaseK
 
 
 def test_calls_are_queued_until_they_are_run(shop: Shop) -> None:
-    """With ``eager=False`` nothing runs where it is published."""
     engine = create_engine("sqlite://")
     with testing.leases(shop.app, eager=False) as kit:
         result = shop.pay.delay(7)
@@ -271,13 +259,11 @@ def test_calls_are_queued_until_they_are_run(shop: Shop) -> None:
 
 
 def test_errors_are_classified_by_the_rules_of_the_task(shop: Shop, kit: LeaseKit) -> None:
-    """Without a call of it."""
     assert testing.classify(ConnectionRefusedError()).rule == "connect-phase"
     assert testing.classify(KeyError("x"), shop.pay).rule == testing.classify(KeyError("x")).rule
 
 
 def test_the_plugin_has_one_fixture_and_loads_nothing(pytester: pytest.Pytester) -> None:
-    """Under pytest, with an app of the test's own."""
     code = "import sys, celery_leases.testing.pytest_plugin; sys.exit('celery' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     pytester.makeconftest('pytest_plugins = ["celery_leases.testing.pytest_plugin"]')
@@ -312,8 +298,6 @@ def test_the_plugin_has_one_fixture_and_loads_nothing(pytester: pytest.Pytester)
 
 
 def test_an_effect_in_doubt_stops_for_an_operator(shop: Shop, kit: LeaseKit) -> None:
-    """Without a way to look it up, the call ends as uncertain when it is resumed."""
-
     @shop.app.task(
         base=LeasedTask, bind=True, name="shop.wire", lease_key="wire:{number}", shared=False
     )

@@ -2,8 +2,6 @@
 it.
 """
 
-# ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough
-
 from __future__ import annotations
 
 import pytest
@@ -67,7 +65,6 @@ class TestAnEmptiedLeaseStore:
     def test_a_key_that_does_not_run_costs_what_it_always_does(
         self, bench: Bench, age: float
     ) -> None:
-        """The claim has the row in its hands, so neither store is asked anything more."""
         emptied(bench)
         bench.clock.sleep(age)
         bench.run(bench.call(ttl=600.0))
@@ -77,7 +74,6 @@ class TestAnEmptiedLeaseStore:
         assert bench.steps() == ["acquire", "claim", "swap", "settle", "release"]
 
     def test_the_lease_goes_back_at_once_where_the_row_runs(self, bench: Bench) -> None:
-        """Its holder may assert it again."""
         runs_elsewhere(bench)
         emptied(bench)
         bench.run(bench.call())
@@ -85,7 +81,6 @@ class TestAnEmptiedLeaseStore:
         assert not bench.held
 
     def test_a_store_that_does_not_return_its_age_is_unavailable(self, bench: Bench) -> None:
-        """Nothing is taken over, the lease goes back, and the delivery is rescheduled at once."""
         runs_elsewhere(bench)
         bench.memory.leases.clear()
         bench.journal.away("age")
@@ -97,9 +92,6 @@ class TestAnEmptiedLeaseStore:
         assert (bench.ran, bench.row.call_id, bench.held) == ([], THEIRS, False)
 
     def test_the_age_counts_up_to_when_the_lease_was_asked_for(self, bench: Bench) -> None:
-        """While a claim is stuck its own lease may end, and the holder may have put the other one
-        back.
-        """
         runs_elsewhere(bench, ttl=15.0)
         emptied(bench)
         bench.clock.sleep(5.0)
@@ -112,9 +104,6 @@ class TestAnEmptiedLeaseStore:
     def test_a_claim_that_lands_after_the_lease_was_given_is_not_taken_over(
         self, bench: Bench
     ) -> None:
-        """Its lease was given before the store was emptied, and its holder is about to put it
-        back.
-        """
         emptied(bench)
 
         def claims() -> None:
@@ -186,7 +175,6 @@ class TestAfterAnOutageOfTheRecords:
         assert reply.reason == "the worker is stopping"
 
     def test_what_we_left_open_ourselves_is_taken_at_once(self, bench: Bench) -> None:
-        """The token of an attempt that is known to be over is in the message."""
         other = runs_elsewhere(bench, prior=())
         bench.clock.sleep(20.0)
         assert bench.run(bench.again(other, prior=(other.token,))) == Return(1)
@@ -235,7 +223,6 @@ class TestAvailability:
     def test_an_answer_that_took_long_counts_for_no_more_than_silence(
         self, availability: Availability
     ) -> None:
-        """A database that was frozen meanwhile was available to no holder."""
         self.asks(availability, 100.0)
         self.asks(availability, 100.1, takes=60.0)
         assert availability.takeover_until(160.2) == NEVER

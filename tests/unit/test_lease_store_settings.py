@@ -23,7 +23,6 @@ def settings(broker: Any, options: dict[str, Any] | None = None, **conf: Any) ->
 
 
 def test_a_broker_that_is_the_lease_store_brings_its_options_and_its_tls() -> None:
-    """Under Sentinel too, where broker and leases may have databases of their own."""
     found = settings(
         "rediss://h/0", {"client_name": "w"}, broker_use_ssl={"ssl_ca_certs": "/ca.pem"}
     )
@@ -42,7 +41,6 @@ def test_a_broker_that_is_the_lease_store_brings_its_options_and_its_tls() -> No
 
 @pytest.mark.parametrize("leases_url", ["redis://h/1", "redis+cluster://h", "database"])
 def test_another_lease_store_has_options_of_its_own(leases_url: str) -> None:
-    """The options of the broker do not apply to it."""
     found = settings(
         "redis://h/0", {"client_name": "w"}, leases_url=leases_url, broker_use_ssl=True
     )
@@ -57,13 +55,11 @@ def test_another_lease_store_has_options_of_its_own(leases_url: str) -> None:
 
 
 def test_options_of_its_own_replace_those_of_the_broker() -> None:
-    """As a whole, also where they are none."""
     found = settings("redis://h/0", {"client_name": "w"}, leases_transport_options={})
     assert (found.leases_url, found.transport_options) == ("redis://h/0", {})
 
 
 def test_options_that_are_no_dict_are_refused() -> None:
-    """With the name of the setting."""
     with pytest.raises(LeaseConfigurationError, match="leases_transport_options is of type str"):
         read_settings(
             {"leases_transport_options": "x", "leases_database_url": DATABASE}, "redis://h"
@@ -71,9 +67,6 @@ def test_options_that_are_no_dict_are_refused() -> None:
 
 
 def test_a_broker_from_the_environment_is_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Celery reads CELERY_BROKER_URL for the attribute ``conf.broker_url`` only: hops and the lease
-    store follow it.
-    """
     monkeypatch.setenv("CELERY_BROKER_URL", "redis://broker:6379/3")
     app = Celery("environment")
     app.conf.update(

@@ -42,7 +42,6 @@ def kept() -> Any:
 def test_secrets_are_taken_out_of_tracebacks_and_the_exception_is_still_there(
     kept: RenewalResult,
 ) -> None:
-    """A handler that reports exceptions gets the object; formatted text has no secret."""
     with pytest.raises(RuntimeError) as raised:
         raise RuntimeError("denied for api_key=sk-abcdef0123456789")
     logger.warning("raised, and will run again", exc_info=raised.value)
@@ -55,8 +54,6 @@ def test_secrets_are_taken_out_of_tracebacks_and_the_exception_is_still_there(
 
 
 def test_an_error_that_cannot_be_printed_does_not_stop_the_line(kept: RenewalResult) -> None:
-    """Its own ``__str__`` raises."""
-
     class Unprintable(Exception):
         def __str__(self) -> str:
             raise ValueError("no text")
@@ -66,7 +63,6 @@ def test_an_error_that_cannot_be_printed_does_not_stop_the_line(kept: RenewalRes
 
 
 def test_lines_without_an_exception_are_left_alone(kept: RenewalResult) -> None:
-    """They are not changed."""
     logger.warning("a plain line")
     assert kept.records[0].exc_text is None
 
@@ -75,9 +71,6 @@ FORGED = "invoice:1\n[2026-11-22 06:00:00,000: WARNING/MainProcess] forged\x1b[2
 
 
 def test_a_key_with_a_line_feed_forges_no_line(kept: RenewalResult) -> None:
-    """Key, call id, host and reason come from messages; handlers for machines get them as they
-    are.
-    """
     subject = {"task": f"shop.work{FORGED}", "key": FORGED, "call_id": FORGED}
     Announcer().observe(CallRefused(**subject, error=f"token=abc {FORGED}"))
     held = LeaseHeldElsewhere(
@@ -114,7 +107,6 @@ def an_event(kind: type[Event], text: str) -> Event:
 def test_the_line_of_an_event_has_its_fields_and_its_record_all_of_them(
     kept: RenewalResult, kind: type[Event], text: str
 ) -> None:
-    """The record has them as plain values, also those that the line does not show."""
     event = an_event(kind, text)
     signals._log(event)
     (record,) = kept.records
@@ -128,7 +120,6 @@ def test_the_line_of_an_event_has_its_fields_and_its_record_all_of_them(
 
 
 def test_a_long_key_is_cut_and_a_long_line_too(kept: RenewalResult) -> None:
-    """The log does not grow with the size of a key."""
     Announcer().observe(
         CallRefused(task="shop.work", key="k" * 100_000, call_id="call-1", error="no")
     )
@@ -140,7 +131,6 @@ def test_a_long_key_is_cut_and_a_long_line_too(kept: RenewalResult) -> None:
 def test_a_traceback_has_its_line_breaks_and_no_other_control_characters(
     kept: RenewalResult,
 ) -> None:
-    """A message of many megabytes is cut."""
     logger.warning("raised", exc_info=RuntimeError(f"\x1b[2J {'x' * 30_000_000}"))
     assert "\x1b" not in kept.texts[0]
     assert "RuntimeError: \\x1b[2J x" in kept.texts[0]
@@ -148,7 +138,6 @@ def test_a_traceback_has_its_line_breaks_and_no_other_control_characters(
 
 
 def test_the_message_of_an_error_shows_a_printable_key(kept: RenewalResult) -> None:
-    """Celery logs our errors with their traceback; the detail has the key as it is."""
     error = KeyReused(f"{FORGED}: it stands for other arguments", FORGED, ["amount"])
     assert str(error).isprintable()
     assert error.key == FORGED

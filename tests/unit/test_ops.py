@@ -71,7 +71,6 @@ def expressions() -> list[str]:
 
 
 def test_the_alerts_are_silent_on_a_healthy_run_and_fire_on_sick_ones() -> None:
-    """The tests in ops/ name each alert, so none was never seen to fire."""
     tested = TESTS.read_text()
     assert [rule["alert"] for rule in alerts() if f'"{rule["alert"]}"' not in tested] == []
     promtool("check", "rules", str(RULES))
@@ -79,7 +78,6 @@ def test_the_alerts_are_silent_on_a_healthy_run_and_fire_on_sick_ones() -> None:
 
 
 def test_alerts_and_dashboard_ask_for_what_the_exporter_has() -> None:
-    """Each name is that of a sample, and each label is one of its own."""
     known = set().union(*SAMPLES.values())
     asked = set()
     for expression in expressions():
@@ -109,7 +107,6 @@ def test_the_dashboard_shows_every_metric() -> None:
 
 
 def test_the_page_names_every_metric_with_its_labels_and_no_key_is_one() -> None:
-    """And every alert."""
     listed = markdown_rows(section(page("metrics"), "Alerts and a dashboard"))[1:]
     assert [row[0].strip("`") for row in listed] == [rule["alert"] for rule in alerts()]
     rows = markdown_rows(section(page("metrics"), "What is measured"))[1:]

@@ -1,7 +1,5 @@
 """Options that contradict one another, and the defaults an app may give for all its tasks."""
 
-# ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough
-
 from __future__ import annotations
 
 import re
@@ -50,7 +48,6 @@ class TestContradictions:
         assert gathered_options(key="{month}", on_held="raise", wait=5).wait == 5.0
 
     def test_rerun_needs_no_key(self) -> None:
-        """One call is still one run: the record of a call knows that it has finished."""
         assert gathered_options(on_done="rerun").rerun
 
     def test_saying_the_default_aloud_is_no_contradiction(self) -> None:

@@ -1,7 +1,5 @@
 """Each option is checked at registration, with a message that shows what to write instead."""
 
-# ruff: noqa: D101, D102, D103 - names state the behaviour; a docstring follows where the name is not enough
-
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError

@@ -2,8 +2,6 @@
 cause.
 """
 
-# ruff: noqa: D103 - names state the behaviour
-
 import logging
 
 import pytest
@@ -34,7 +32,6 @@ def levels(caplog: pytest.LogCaptureFixture) -> list[int]:
 def test_the_first_is_a_warning_and_the_next_within_a_minute_are_not(
     caplog: pytest.LogCaptureFixture, now: list[float]
 ) -> None:
-    """The next warning has the number of those in between; each cause is counted separately."""
     caplog.set_level(logging.INFO, "celery_leases")
     for number in range(4):
         reschedule(f"lease store redis: refused from port {number}")
@@ -53,7 +50,6 @@ def test_the_first_is_a_warning_and_the_next_within_a_minute_are_not(
 def test_a_reschedule_for_another_reason_stays_an_info(
     caplog: pytest.LogCaptureFixture, now: list[float]
 ) -> None:
-    """A key that is held is no accident."""
     caplog.set_level(logging.INFO, "celery_leases")
     reschedule("another call holds the key", unavailable=False)
     assert levels(caplog) == [20]
@@ -62,7 +58,6 @@ def test_a_reschedule_for_another_reason_stays_an_info(
 def test_any_number_of_causes_needs_little_memory(
     caplog: pytest.LogCaptureFixture, now: list[float]
 ) -> None:
-    """Texts of errors are not ours to bound."""
     for number in range(500):
         reschedule("refused by " + "x" * number)
     assert len(signals._outages._seen) <= 100

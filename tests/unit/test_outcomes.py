@@ -2,8 +2,6 @@
 fails.
 """
 
-# ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -121,7 +119,6 @@ class TestAfterTheRun:
         assert (outcome.quick_retries, outcome.cooldowns, outcome.failed) == (3, 2, False)
 
     def test_a_snooze_spends_no_attempt_and_no_count(self) -> None:
-        """Not even the crashes before it are forgotten for it."""
         outcome = closed(ENDINGS["snoozed"], replace(RUNNING, quick_retries=3, cooldowns=2))
         assert (outcome.state, outcome.ended, outcome.reason) == (
             State.PENDING,
@@ -245,7 +242,6 @@ class TestADeadChild:
 
     @pytest.mark.parametrize("ending", ["returned", "terminated"])
     def test_under_rerun_the_crashes_are_those_of_the_call_that_died(self, ending: str) -> None:
-        """Another call's success leaves them, its own death begins a row of its own."""
         record = replace(RUNNING, crashes=2, crashed_call="another")
         outcome = closed(ENDINGS[ending], record, on_done="rerun")
         assert (outcome.crashes, outcome.crashed_call) == (
@@ -347,7 +343,6 @@ class TestAfterAFailure:
         assert closed(raised(retry("1s")), resume="never").resumes
 
     def test_under_rerun_a_call_that_failed_for_good_is_remembered_as_over(self) -> None:
-        """And one that resumes is not."""
         assert closed(raised(permanent()), on_done="rerun").finished == {OURS: settlement.NO_RESULT}
         assert closed(raised(cooldown("60s")), on_done="rerun").finished is None
 

@@ -39,7 +39,6 @@ both = pytest.mark.parametrize("shop", [ONCE, SINGLETON], indirect=True)
 
 @once
 def test_once_a_second_delay_raises_already_queued(shop: dict[str, Any], kit: LeaseKit) -> None:
-    """Also with ``apply_async``, and with other arguments beside the keys."""
     first = shop["report"].delay("north")
     with pytest.raises(AlreadyQueued) as told:
         shop["report"].apply_async(("north",), {"month": "may"})
@@ -51,7 +50,6 @@ def test_once_a_second_delay_raises_already_queued(shop: dict[str, Any], kit: Le
 
 @once
 def test_once_a_running_task_holds_its_lock(shop: dict[str, Any], kit: LeaseKit) -> None:
-    """However long it runs."""
     with kit.hold(shop["report"], "north"):
         kit.tick("2h")
         with pytest.raises(AlreadyQueued, match="is running"):
@@ -60,7 +58,6 @@ def test_once_a_running_task_holds_its_lock(shop: dict[str, Any], kit: LeaseKit)
 
 
 def test_once_graceful_publishes_nothing_and_raises_nothing() -> None:
-    """``lease_on_queued="return"``."""
     source = blocks(page(ONCE), "python")[0].replace('"raise",', '"return",')
     with executed(source, "graceful") as names, testing.leases(names["app"], eager=False) as kit:
         first = names["report"].delay("north")
@@ -69,7 +66,6 @@ def test_once_graceful_publishes_nothing_and_raises_nothing() -> None:
 
 
 def test_once_all_arguments_make_the_key_where_it_names_them() -> None:
-    """Without ``keys``."""
     source = blocks(page(ONCE), "python")[0].replace("report:{shop}", "report:{shop}:{month}")
     with executed(source, "all") as names, testing.leases(names["app"], eager=False):
         names["report"].delay("north")
@@ -82,7 +78,6 @@ def test_once_all_arguments_make_the_key_where_it_names_them() -> None:
 def test_singleton_a_duplicate_gets_the_result_of_the_first(
     shop: dict[str, Any], kit: LeaseKit
 ) -> None:
-    """And nothing is published."""
     first = shop["ask_for_report"]("north")
     assert shop["ask_for_report"]("north") == first
     assert shop["report"].apply_async(("north",), {"month": "may"}).id == first
@@ -94,7 +89,6 @@ def test_singleton_a_duplicate_gets_the_result_of_the_first(
 
 
 def test_singleton_raises_on_a_duplicate_by_a_setting() -> None:
-    """``leases_on_queued``."""
     source = blocks(page(SINGLETON), "python")[0]
     source = source.replace("\n\n\n@app", '\napp.conf.leases_on_queued = "raise"\n\n\n@app', 1)
     with executed(source, "raising") as names, testing.leases(names["app"], eager=False):
@@ -106,7 +100,6 @@ def test_singleton_raises_on_a_duplicate_by_a_setting() -> None:
 
 @both
 def test_the_lock_is_free_once_the_task_has_ended(shop: dict[str, Any], kit: LeaseKit) -> None:
-    """The next call is another one, and runs."""
     first = shop["report"].delay("north")
     assert kit.run_queued()[0].get() == {"shop": "north"}
     second = shop["report"].delay("north")
@@ -119,8 +112,6 @@ def test_the_lock_is_free_once_the_task_has_ended(shop: dict[str, Any], kit: Lea
 def test_the_lock_of_a_task_that_failed_is_free_after_its_cooldown(
     shop: dict[str, Any], kit: LeaseKit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then the key belongs to the call that failed."""
-
     def fail(*_: Any, **__: Any) -> None:
         raise Cooldown("1m")
 
@@ -139,7 +130,6 @@ def test_the_lock_of_a_task_that_failed_is_free_after_its_cooldown(
 def test_the_lock_of_a_crashed_task_ends_with_its_lease(
     shop: dict[str, Any], kit: LeaseKit
 ) -> None:
-    """Its message is delivered again, and no lock must be cleared by hand."""
     dead = kit.crash(shop["report"], "north", at="before:return")
     assert shop["ask_for_report"]("north") == dead.call_id
     assert dead.resume().get() == {"shop": "north"}
@@ -148,7 +138,6 @@ def test_the_lock_of_a_crashed_task_ends_with_its_lease(
 
 @pytest.mark.parametrize("name", [ONCE, SINGLETON])
 def test_without_rerun_a_done_key_stays_done_and_its_arguments_are_compared(name: str) -> None:
-    """What neither of them has."""
     source = blocks(page(name), "python")[0]
     source = source.replace('lease_on_done="rerun"', "").replace('lease_on_queued="raise"', "")
     lines = [line for line in source.splitlines() if not line.lstrip().startswith(",")]

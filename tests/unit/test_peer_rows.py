@@ -17,20 +17,17 @@ def rows_of(title: str) -> list[str]:
 
 
 def test_every_row_is_a_test_whose_name_begins_with_it() -> None:
-    """No row without a test, and no test of a row that the page does not have."""
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     named = {row.upper() for row in re.findall(r"^def test_([mcx]\d+)_", tests, re.MULTILINE)}
     assert named == {*rows_of("The difficult cases"), *rows_of("Seen in other systems")}
 
 
 def test_the_page_shows_every_case_that_can_be_played() -> None:
-    """In the same order and under the same title."""
     shown = [row[:2] for row in markdown_rows(on_page())[1:]]
     assert shown == [[case.row, case.title] for case in ALL]
 
 
 def test_the_page_names_the_versions_that_are_pinned() -> None:
-    """A column for each package, ours last."""
     head = markdown_rows(on_page())[0]
     assert head == [
         "",
@@ -41,7 +38,6 @@ def test_the_page_names_the_versions_that_are_pinned() -> None:
 
 
 def test_every_cell_was_observed_and_ours_are_right() -> None:
-    """What makes no sense for a package refers to a note below the table."""
     for case, (_, _, *cells) in zip(ALL, markdown_rows(on_page())[1:], strict=True):
         for package, cell in zip(PACKAGES, cells, strict=True):
             if package.name in case.unfit:
@@ -54,7 +50,6 @@ def test_every_cell_was_observed_and_ours_are_right() -> None:
 
 
 def test_a_table_is_put_between_its_marks_and_compared_line_by_line(tmp_path: Path) -> None:
-    """What stands around it stays, and what differs is shown as it was and as it is."""
     copy = tmp_path / "comparison.md"
     copy.write_text(f"before\n{BEGIN}\n{END}\nafter\n")
     put_on_page("| M1 | ✓ |\n| M2 | ✓ |", copy)

@@ -21,7 +21,6 @@ PERFORMANCE = ROOT / "benchmarks" / "performance"
 
 
 def test_every_measurement_has_its_table_on_the_page() -> None:
-    """And is a module."""
     assert {path.stem for path in (PERFORMANCE / "measures").glob("[!_]*.py")} == {*MEASUREMENTS}
     for name in MEASUREMENTS:
         head, *rows = markdown_rows(page.shown(name))
@@ -33,7 +32,6 @@ def test_every_measurement_has_its_table_on_the_page() -> None:
 
 
 def test_every_contender_has_a_module_an_environment_and_a_row() -> None:
-    """With the version that is pinned."""
     shown = [row[0] for row in markdown_rows(page.shown("throughput"))]
     for contender in roster.ALL:
         assert importlib.util.find_spec(f"benchmarks.performance.contenders.{contender.name}")
@@ -45,7 +43,6 @@ def test_every_contender_has_a_module_an_environment_and_a_row() -> None:
 
 
 def test_the_sentence_of_the_readme_says_what_the_table_says() -> None:
-    """Number by number."""
     table = markdown_rows(page.shown("summary"))
     assert table[0] == summary.HEAD
     assert page.shown("summary", page.README) == summary.sentence(table)
@@ -55,7 +52,6 @@ def test_the_sentence_of_the_readme_says_what_the_table_says() -> None:
 
 
 def test_the_sentence_takes_each_number_from_its_cell() -> None:
-    """First the mode with Redis, then that with database leases."""
     rows = [
         ["Redis", "1.1", "22 %", "33 %", "44 %", "5", "6"],
         ["database", "1.2", "55 %", "66 %", "77 %", "7", "8"],
@@ -69,7 +65,6 @@ def test_the_sentence_takes_each_number_from_its_cell() -> None:
 
 
 def test_every_goal_is_on_the_page_with_its_bound() -> None:
-    """In the same order; what misses its bound is marked."""
     rows = markdown_rows(page.shown("goals"))[1:]
     wanted = goals.judged(quick=QUICK in page.shown("machine"))
     assert [row[0] for row in rows] == [goal.title for goal in wanted]
@@ -81,9 +76,6 @@ def test_every_goal_is_on_the_page_with_its_bound() -> None:
 
 
 def test_a_goal_is_compared_with_the_shown_figure() -> None:
-    """A figure that rounds to the bound meets it; more may be better or worse; a missing figure is
-    not a miss.
-    """
     goal = Goal("CPU", "cpu", bound=1.2, aim=1.0)
     assert goal.kept({"cpu": figure([1.204])})
     assert not goal.kept({"cpu": figure([1.206])})
@@ -96,7 +88,6 @@ def test_a_goal_is_compared_with_the_shown_figure() -> None:
 
 
 def test_ratios_are_taken_within_rounds() -> None:
-    """A machine that is twice as slow in one round changes no ratio."""
     assert ratio([2, 4, 2], [1, 2, 1]) == Figure(2, 2, 2, 3)
     assert figure([1, 2, 3, 4, 5]) == Figure(3, 2, 4, 5)
     assert figure([7]) == Figure(7, 7, 7, 1)
@@ -108,7 +99,6 @@ def test_ratios_are_taken_within_rounds() -> None:
 
 
 def test_a_journal_gives_back_what_was_wanted_of_it(tmp_path: Path) -> None:
-    """Whole records only, from any place on."""
     journal = Journal(tmp_path / "journal")
     assert (len(journal), journal.entries()) == (0, [])
     writer = Writer(str(journal.path), wanted=ENDED)
@@ -123,7 +113,6 @@ def test_a_journal_gives_back_what_was_wanted_of_it(tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_page_is_replaced_between_its_marks(tmp_path: Path) -> None:
-    """What stands around it stays."""
     copy = tmp_path / "page.md"
     copy.write_text("before\n<!-- ring: written by make bench -->\n<!-- end of ring -->\nafter\n")
     page.show("ring", drawn([["a", "b"], ["1", "2"]]), copy)

@@ -67,7 +67,6 @@ BUTTONS = [
 def test_a_button_is_a_post_of_this_page_and_nothing_else(
     page: FlaskClient, desk: FakeDesk, path: str, value: Any, told: tuple[Any, ...]
 ) -> None:
-    """No GET, no form, and no other site does anything."""
     assert page.get(path).status_code == 405
     assert page.post(path, data=value).status_code == 415
     elsewhere = {"Sec-Fetch-Site": "cross-site"}
@@ -79,7 +78,6 @@ def test_a_button_is_a_post_of_this_page_and_nothing_else(
 
 
 def test_a_refused_action_is_reported(page: FlaskClient, desk: FakeDesk) -> None:
-    """As JSON with an error, with the status that fits."""
     for value in ({}, {"times": 0}, {"times": 11}, {"times": True}, []):
         refused = page.post("/documents/3/presses", json=value)
         assert (refused.status_code, type(refused.get_json()["error"])) == (422, str)
@@ -94,7 +92,6 @@ def test_a_refused_action_is_reported(page: FlaskClient, desk: FakeDesk) -> None
 
 
 def test_the_page_needs_nothing_inline_and_nothing_from_elsewhere(page: FlaskClient) -> None:
-    """Its Content-Security-Policy allows neither, and it has neither; every file comes with it."""
     text = page.get("/").get_data(as_text=True)
     assert not re.findall(r"\son\w+=|\sstyle=|<style|https?://|<script(?! src=)", text)
     for path in ("/", *re.findall(r'(?:src|href)="([^"]+)"', text), "state"):
@@ -118,7 +115,6 @@ def luminance(colour: str) -> float:
 
 
 def test_every_text_colour_can_be_read() -> None:
-    """On both backgrounds, with a contrast of at least 4.5 (WCAG AA)."""
     text = (web.PAGE / "play.css").read_text()
     colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", text.replace("#fff;", "#ffffff;")))
     grounds = [luminance(colours.pop(name)) for name in ("paper", "ground")]
@@ -130,7 +126,6 @@ def test_every_text_colour_can_be_read() -> None:
 
 
 def test_the_stream_begins_with_the_state_and_goes_on_with_what_is_new() -> None:
-    """With heartbeats while there is nothing new."""
     looks = iter([{"documents": [1]}, {"documents": [1]}, {"documents": [1, 2]}])
     news = web.PageState(lambda: next(looks))
     news.refresh()
@@ -144,7 +139,6 @@ def test_the_stream_begins_with_the_state_and_goes_on_with_what_is_new() -> None
 
 
 def test_a_server_that_does_not_answer_is_shown_beside_the_last_state() -> None:
-    """Until it answers again."""
     away = [False]
 
     def look() -> dict[str, Any]:
@@ -163,7 +157,6 @@ def test_a_server_that_does_not_answer_is_shown_beside_the_last_state() -> None:
 
 
 def test_a_worker_is_gone_after_two_missed_answers() -> None:
-    """One answer may be late. A killed worker is gone at once, and is started again."""
     workers = Workers()
 
     def up() -> list[bool]:
@@ -185,7 +178,6 @@ def test_a_worker_is_gone_after_two_missed_answers() -> None:
 
 
 def test_the_provider_refuses_for_the_time_of_retry_after() -> None:
-    """With a Retry-After or without one, and charges nothing for it."""
     now = [100.0]
     provider = Provider(clock=lambda: now[0])
     provider.configure(Settings(trouble="limited", limit=20))
@@ -205,7 +197,6 @@ def test_the_provider_refuses_for_the_time_of_retry_after() -> None:
 
 
 def test_the_provider_charges_for_what_it_does_not_answer() -> None:
-    """It reports the charge when asked, unless the test forbids that."""
     provider = Provider(rand=lambda: 0.5)
     assert provider.find("k").status == 404
     provider.configure(Settings(trouble="timeout"))
@@ -234,6 +225,5 @@ def test_the_provider_charges_for_what_it_does_not_answer() -> None:
     ],
 )
 def test_the_provider_refuses_settings_that_it_does_not_know(values: object) -> None:
-    """With what is wrong."""
     with pytest.raises(ValueError, match=r"is|are"):
         Settings.of(values)

@@ -24,7 +24,6 @@ policies = st.builds(
 
 
 def test_the_default_is_five_minutes_doubling_to_six_hours() -> None:
-    """As the options promise it."""
     policy = CooldownPolicy()
     assert [policy.longest(n) for n in (1, 2, 3, 7, 8, 9)] == [
         300.0,
@@ -38,7 +37,6 @@ def test_the_default_is_five_minutes_doubling_to_six_hours() -> None:
 
 
 def test_durations_may_be_written_in_any_form() -> None:
-    """They are stored as seconds."""
     assert CooldownPolicy("5m", cap=timedelta(hours=6)) == CooldownPolicy(300, 2, 21600.0)
 
 
@@ -50,7 +48,6 @@ def test_a_huge_number_of_failures_waits_for_the_cap(n: int) -> None:
 
 
 def test_before_the_first_failure_the_wait_is_that_of_the_first() -> None:
-    """A count that is off by one is no reason to fail."""
     assert CooldownPolicy().longest(0) == CooldownPolicy().longest(-3) == 300.0
 
 
@@ -66,7 +63,6 @@ def test_before_the_first_failure_the_wait_is_that_of_the_first() -> None:
     ],
 )
 def test_jitter_shortens_the_wait(jitter: float, rand: float, part: float) -> None:
-    """A jitter of 0.5 leaves U(0.5, 1) of it, 1 leaves U(0, 1)."""
     assert CooldownPolicy(300, jitter=jitter).delay(2, rand) == 600 * part
 
 
@@ -74,7 +70,6 @@ def test_jitter_shortens_the_wait(jitter: float, rand: float, part: float) -> No
 def test_a_wait_is_never_above_its_upper_bound_and_never_falls(
     policy: CooldownPolicy, n: int, rand: float
 ) -> None:
-    """What is shown to people is an upper bound that includes the jitter."""
     assert (
         policy.longest(n) * (1 - policy.jitter) * 0.999
         <= policy.delay(n, rand)
@@ -103,7 +98,6 @@ WRONG: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_policy_out_of_range_cannot_be_made(wrong: dict[str, Any]) -> None:
-    """The message names the field."""
     with pytest.raises(
         LeaseConfigurationError, match=rf"CooldownPolicy: .*({'|'.join(wrong)})=.*; (write|raise)"
     ):
@@ -111,7 +105,6 @@ def test_a_policy_out_of_range_cannot_be_made(wrong: dict[str, Any]) -> None:
 
 
 def test_a_number_is_the_base_and_raises_the_cap_if_needed() -> None:
-    """``lease_cooldown = "12h"`` is no mistake."""
     assert CooldownPolicy.of(60) == CooldownPolicy(60)
     assert CooldownPolicy.of("12h") == CooldownPolicy(43_200, cap=43_200)
     assert CooldownPolicy.of(timedelta(minutes=1)).base == 60.0
@@ -120,7 +113,6 @@ def test_a_number_is_the_base_and_raises_the_cap_if_needed() -> None:
 
 
 def test_the_error_for_a_wrong_policy_names_the_option() -> None:
-    """The name is the caller's, such as that of the option."""
     with pytest.raises(
         LeaseConfigurationError, match="task t: lease_cooldown='soon' is not usable"
     ):
@@ -128,13 +120,11 @@ def test_the_error_for_a_wrong_policy_names_the_option() -> None:
 
 
 def test_growth_starts_again_after_twice_the_cap_but_not_within_a_day() -> None:
-    """The waits of a key that fails every few hours continue to grow."""
     assert CooldownPolicy().quiet == 86_400.0
     assert CooldownPolicy(cap="1d").quiet == 172_800.0
 
 
 def test_a_policy_is_a_frozen_value() -> None:
-    """It can be compared, hashed, pickled, and copied with a change that is checked again."""
     policy = CooldownPolicy(60)
     assert pickle.loads(pickle.dumps(policy)) == policy  # noqa: S301 - our own bytes
     assert hash(policy) == hash(CooldownPolicy(60.0))

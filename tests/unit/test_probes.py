@@ -50,7 +50,6 @@ class TestWhoProbes:
     """One at a time."""
 
     def test_the_first_body_is_the_probe_and_others_wait_for_it(self, bench: Bench) -> None:
-        """Of any key."""
         replies = []
 
         def meanwhile(_: Any) -> None:
@@ -66,7 +65,6 @@ class TestWhoProbes:
         assert len(bench.ran) == 1
 
     def test_a_probe_that_was_killed_gives_way_when_its_slot_ends(self, bench: Bench) -> None:
-        """Its slot lasts as long as its lease, and neither is renewed."""
         dead = bench.call(key=OTHER_KEY)
         bench.half_open()
         assert isinstance(bench.execution.acquirer.acquire(dead), ClaimedAttempt)
@@ -76,7 +74,6 @@ class TestWhoProbes:
         assert bench.gate is None
 
     def test_after_a_probe_without_a_finding_the_next_one_probes(self, bench: Bench) -> None:
-        """Another call may always probe."""
         bench.run(bench.call(), raised(retry("1s")))
         assert bench.run(bench.call(key=OTHER_KEY)) == Return(1)
         assert bench.gate is None
@@ -90,7 +87,6 @@ class TestWhatItsEndMeans:
     def test_its_success_opens_the_gate_once_and_its_trips_are_forgotten(
         self, bench: Bench
     ) -> None:
-        """The next call starts, and the next closing has trip 1 again."""
         assert bench.run(bench.call()) == Return(1)
         assert bench.gate is None
         assert [event.group for event in bench.seen.of(GateOpened)] == [GROUP]  # type: ignore[attr-defined]
@@ -109,14 +105,12 @@ class TestWhatItsEndMeans:
     def test_a_failure_that_is_clearly_anothers_opens_it_too(
         self, bench: Bench, ending: Ending
     ) -> None:
-        """The dependency has answered."""
         bench.run(bench.call(), ending)
         assert bench.gate is None
         assert len(bench.seen.of(GateOpened)) == 1
         assert bench.state in (State.FAILED, State.COOLING)
 
     def test_a_failure_of_the_group_closes_it_for_longer(self, bench: Bench) -> None:
-        """The next trip; and the slot is free when its time is over."""
         bench.run(bench.call(), OF_THE_GROUP)
         assert bench.gate is not None
         assert (bench.gate.trips, bench.gate.closed_for, bench.gate.probe) == (2, 60.0, None)
@@ -145,20 +139,16 @@ class TestWhatItsEndMeans:
     def test_anything_else_leaves_it_half_open_and_gives_the_slot_back(
         self, bench: Bench, ending: Ending
     ) -> None:
-        """A body that gave up before it had asked the dependency has found nothing out."""
         bench.run(bench.call(), ending)
         assert free(bench)
         assert bench.seen.of(GateOpened) == []
         assert not bench.held
 
     def test_an_outcome_that_is_not_accepted_is_no_finding(self, bench: Bench) -> None:
-        """The key was taken over meanwhile; the slot is given back nevertheless."""
         bench.run(bench.call(), DONE, during=lambda _: bench.records.retry(KEY.stored))
         assert free(bench)
 
     def test_a_lost_lease_leaves_slot_and_gate_alone(self, bench: Bench) -> None:
-        """The slot ends by itself, like the lease."""
-
         def lose(held_lease: Any) -> None:
             held_lease.lost = "taken"
 
@@ -169,8 +159,6 @@ class TestWhatItsEndMeans:
         assert free(bench)
 
     def test_a_probe_whose_slot_has_ended_opens_nothing(self, bench: Bench) -> None:
-        """Another may be probing by then."""
-
         def too_long(held_lease: Any) -> None:
             bench.clock.sleep(15.0)
             held_lease.hard_deadline += 15.0
@@ -187,9 +175,6 @@ class TestAGateClosedOverItsProbe:
     def test_its_end_opens_nothing_and_gives_the_slot_back(
         self, bench: Bench, ending: Ending
     ) -> None:
-        """The later failure is the better witness; the next probe may come as soon as the gate lets
-        it.
-        """
         short = replace(RATE_LIMITED, server_delay=2.0)
         bench.run(bench.call(), ending, during=lambda _: bench.close_gate(short))
         assert bench.gate is not None
@@ -200,7 +185,6 @@ class TestAGateClosedOverItsProbe:
 
     @pytest.mark.parametrize("late", [2.0, 600.0])
     def test_its_own_failure_is_no_second_trip(self, bench: Bench, late: float) -> None:
-        """One for each closing; and the longer of the two waits counts, for the key as well."""
         bench.run(
             bench.call(),
             OF_THE_GROUP,
@@ -291,7 +275,6 @@ class TestItsSlotComesBack:
     def test_where_the_body_does_not_run(
         self, bench: Bench, prepare: Callable[[Bench], None]
     ) -> None:
-        """The gate is half-open for the next call, for any reason why this one did not run."""
         prepare(bench)
         bench.run(bench.call())
         assert bench.ran == []
@@ -305,7 +288,6 @@ class TestItsSlotComesBack:
         assert bench.gate is None, "the holder was the probe, and nobody else touched its slot"
 
     def test_where_the_answer_to_acquire_was_lost(self) -> None:
-        """The slot may belong to a lease that the worker does not know of."""
         bench = Bench()
         bench.half_open()
         bench.journal.away("acquire", times=1, done=True)
@@ -314,7 +296,6 @@ class TestItsSlotComesBack:
         assert not bench.held
 
     def test_a_call_that_waits_in_its_process_does_not_keep_it(self, bench: Bench) -> None:
-        """``lease_wait``, for a row that is held although the lease is free."""
         until = bench.records.now() + 3_000_000
         bench.records.rows[KEY.stored] = a_record(
             State.RUNNING, lease_store=bench.stores.name, lease_until=until
@@ -329,7 +310,6 @@ class TestItsSlotComesBack:
         assert all(taken)
 
     def test_during_an_outage_of_the_gate_store_its_slot_expires(self, bench: Bench) -> None:
-        """Nothing of that reaches the caller."""
         bench.journal.away("release_probe", "open_gate")
         assert bench.run(bench.call()) == Return(1)
         assert not bench.held
@@ -337,7 +317,6 @@ class TestItsSlotComesBack:
         assert free(bench)
 
     def test_a_gate_that_could_not_be_opened_is_given_to_the_next_probe(self, bench: Bench) -> None:
-        """The slot is given back."""
         bench.journal.away("open_gate", times=1)
         assert bench.run(bench.call()) == Return(1)
         assert free(bench)
@@ -345,7 +324,6 @@ class TestItsSlotComesBack:
 
 
 def test_a_call_that_is_refused_at_the_gate_gets_the_reason(bench: Bench) -> None:
-    """The crash loop, not the gate."""
     is_running(bench, 3)
     call: Call = bench.call()
     reply = bench.run(call)

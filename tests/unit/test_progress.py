@@ -95,19 +95,16 @@ class TestWhatIsStored:
     @pytest.mark.parametrize("value", [None, 0, "", [], {"page": 3}, "ü ✓"])
     @pytest.mark.parametrize("positions", [{}, {"items": 3, "naïve ✓": 0}])
     def test_it_is_read_as_it_was_written(self, value: Any, positions: Any) -> None:
-        """Value and positions."""
         progress = Progress(checked(value, "k"), positions)
         assert load(dump(progress, 3), 3) == progress
 
     def test_that_of_another_generation_does_not_count(self) -> None:
-        """It is new work."""
         text = dump(Progress('"x"', {"items": 3}), 3)
         assert load(text, 4) == load(None, 3) == Progress()
         assert load(text, 3) != Progress()
 
     @pytest.mark.parametrize("value", [object(), {1, 2}, lambda: None, {"a": object()}])
     def test_what_is_no_json_is_refused(self, attempt: Attempt, value: Any) -> None:
-        """Before anything is written; what was saved before stays."""
         attempt.lease.save_progress("before")
         attempt.desk.steps()
         with pytest.raises(EffectMisused, match=r"save_progress\(\) takes a JSON value, not"):
@@ -118,7 +115,6 @@ class TestWhatIsStored:
     def test_operators_see_how_far_the_loops_have_come(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """Or the value that the body saved itself, if there is one."""
         assert status_of("k", "t", desk.row, None, wall_time=0.0).progress is None
         list(attempt.lease.each([1, 2]))
         list(attempt.lease.each("abc", name="letters"))
@@ -134,7 +130,6 @@ class TestSaveProgress:
     """One value of the body's own."""
 
     def test_it_is_there_for_the_next_attempt(self, desk: EffectBench, attempt: Attempt) -> None:
-        """As JSON gives it back, in this attempt too."""
         assert attempt.lease.progress is None
         attempt.lease.save_progress({"page": (1, 2)})
         assert attempt.lease.progress == {"page": [1, 2]}
@@ -143,7 +138,6 @@ class TestSaveProgress:
         assert desk.attempt().lease.progress == 7
 
     def test_it_renews_the_lease(self, desk: EffectBench, attempt: Attempt) -> None:
-        """Once it is saved."""
         desk.clock.sleep(5.0)
         left = attempt.lease.remaining()
         attempt.lease.save_progress(1)
@@ -151,7 +145,6 @@ class TestSaveProgress:
         assert attempt.lease.remaining() == pytest.approx(left + 5.0)
 
     def test_it_ends_a_row_of_crashes(self, desk: EffectBench) -> None:
-        """In the row at once, and in the outcome."""
         for _ in range(3):
             attempt = desk.attempt()
         assert desk.row.crashes == 2
@@ -159,7 +152,6 @@ class TestSaveProgress:
         assert (desk.row.crashes, attempt.held_lease.body_state.progressed) == (0, True)
 
     def test_a_lost_lease_saves_nothing(self, desk: EffectBench, attempt: Attempt) -> None:
-        """By the clock, without a trip."""
         attempt.lose()
         with pytest.raises(LeaseLost):
             attempt.lease.save_progress(1)
@@ -168,7 +160,6 @@ class TestSaveProgress:
     def test_a_record_that_has_moved_on_takes_nothing(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """The later attempt's stays."""
         desk.attempt().lease.save_progress("theirs")
         with pytest.raises(LeaseLost, match="was changed by another attempt"):
             attempt.lease.save_progress("ours")
@@ -176,7 +167,6 @@ class TestSaveProgress:
         assert desk.attempt().lease.progress == "theirs"
 
     def test_a_store_that_does_not_answer_raises(self, desk: EffectBench, attempt: Attempt) -> None:
-        """What was not saved is not shown as saved."""
         desk.journal.away("save", times=1)
         with pytest.raises(StoreUnavailable):
             attempt.lease.save_progress(1)
@@ -187,14 +177,12 @@ class TestSaveProgress:
     def test_a_lease_that_could_not_be_renewed_does_not_undo_it(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """It is durable all the same."""
         desk.journal.away("extend")
         with pytest.raises(StoreUnavailable):
             attempt.lease.save_progress(1)
         assert desk.attempt().lease.progress == 1
 
     def test_a_new_generation_begins_without_any(self, desk: EffectBench) -> None:
-        """Another call of a rerun task."""
         one = desk.attempt("one", rerun=True).lease
         one.save_progress(1)
         assert list(one.each("ab")) == ["a", "b"]
@@ -204,7 +192,6 @@ class TestSaveProgress:
     def test_a_signal_that_came_meanwhile_is_raised_once_it_is_saved(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """It is not cut in two."""
         attempt.pending = SystemExit()
         with pytest.raises(SystemExit):
             attempt.lease.save_progress(1)
@@ -222,22 +209,17 @@ class TestEach:
     def test_all_items_come_in_their_order(
         self, desk: EffectBench, attempt: Attempt, items: list[str]
     ) -> None:
-        """Saved at the first one and at the end, as no time has passed."""
         assert list(attempt.lease.each(items)) == items
         assert desk.steps() == ["save", "save"]
         assert list(desk.attempt().lease.each(items)) == []
 
     def test_none_is_a_loop_too(self, desk: EffectBench, attempt: Attempt) -> None:
-        """There is nothing to save."""
         assert list(attempt.lease.each([])) == []
         assert desk.steps() == []
 
     def test_it_is_saved_once_a_second(
         self, desk: EffectBench, attempt: Attempt, items: list[str]
     ) -> None:
-        """However many items that are: 100 items of 0.1 s make one save at the first, and then one
-        for each second.
-        """
         for _ in attempt.lease.each(items):
             desk.clock.sleep(0.1)
         assert 10 <= len(desk.steps()) <= 12
@@ -245,7 +227,6 @@ class TestEach:
     def test_slow_items_are_saved_one_by_one(
         self, desk: EffectBench, attempt: Attempt, items: list[str]
     ) -> None:
-        """Each takes longer than a second."""
         for _ in attempt.lease.each(items[:5]):
             desk.clock.sleep(2.0)
         assert desk.steps() == ["save"] * 5
@@ -254,7 +235,6 @@ class TestEach:
     def test_with_every_it_is_saved_after_so_many(
         self, desk: EffectBench, attempt: Attempt, items: list[str], every: int, saves: int
     ) -> None:
-        """At any time; and the rest at the end."""
         for _ in attempt.lease.each(items, every=every):
             desk.clock.sleep(0.01)
         assert desk.steps() == ["save"] * saves
@@ -262,7 +242,6 @@ class TestEach:
     def test_an_item_is_finished_once_the_next_one_is_asked_for(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """The one it died in runs again."""
         for item in attempt.lease.each("abcdef", every=1):
             if item == "d":
                 break
@@ -271,7 +250,6 @@ class TestEach:
     def test_items_are_taken_only_when_they_are_asked_for(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """They may be pages of an external API."""
         taken: list[int] = []
 
         def pages() -> Iterator[int]:
@@ -287,7 +265,6 @@ class TestEach:
     def test_an_attempt_that_is_interrupted_loses_nothing(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """Unsaved items are saved with the outcome, unless the process dies."""
         endings: list[Any] = [
             raised(cooldown("60s")),
             Snoozed(Snooze(5), 5.0),
@@ -311,9 +288,6 @@ class TestEach:
     def test_a_lost_lease_stops_it_between_two_items(
         self, desk: EffectBench, attempt: Attempt, every: int | None
     ) -> None:
-        """Whether or not a save was due. The finished item counts, if no other call has claimed the
-        key.
-        """
         seen: list[int] = []
         with pytest.raises(LeaseLost):
             work(attempt.lease, range(10), 3, attempt.lose, seen, every=every)
@@ -325,13 +299,11 @@ class TestEach:
     def test_it_stops_at_once_when_it_was_lost_before(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """Not one item is worked on."""
         attempt.lose()
         with pytest.raises(LeaseLost):
             next(iter(attempt.lease.each("ab")))
 
     def test_a_record_that_has_moved_on_stops_it(self, desk: EffectBench, attempt: Attempt) -> None:
-        """At the first save after it has, and the later attempt's position stays."""
         others: list[Attempt] = []
         with pytest.raises(LeaseLost, match="was changed by another attempt"):
             work(attempt.lease, range(10), 3, lambda: others.append(desk.attempt()), every=1)
@@ -341,7 +313,6 @@ class TestEach:
     def test_a_store_that_does_not_answer_ends_the_attempt(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """The item was finished, and is saved with the outcome if that can be written."""
         with pytest.raises(StoreUnavailable):
             work(attempt.lease, range(10), 3, lambda: desk.journal.away("save"), every=1)
         unsaved = attempt.held_lease.body_state.unsaved_progress
@@ -351,8 +322,6 @@ class TestEach:
     def test_loops_of_other_names_have_their_own_positions(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """Also one inside the other."""
-
         def both(lease: Any, dies: tuple[str, int] | None) -> list[tuple[str, int]]:
             done = []
             for letter in lease.each("ab", name="letters", every=1):
@@ -374,7 +343,6 @@ class TestEach:
 
     @pytest.mark.parametrize("every", [0, -1, 1.5, True, "1"])
     def test_a_wrong_number_is_named_at_once(self, attempt: Attempt, every: Any) -> None:
-        """Not when the first item is asked for."""
         with pytest.raises(LeaseMisuse, match=r"each\(every="):
             attempt.lease.each("ab", every=every)
 
@@ -387,7 +355,6 @@ class TestEach:
     def test_value_and_positions_are_saved_together(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """Neither forgets the other; a value saved in an item belongs to the items before it."""
         for item in attempt.lease.each(range(10), every=5):
             attempt.lease.save_progress({"sum": item})
             if item == 6:
@@ -397,7 +364,6 @@ class TestEach:
         assert next(iter(later.each(range(10), every=1))) == 6
 
     def test_saving_a_value_counts_as_saving(self, desk: EffectBench, attempt: Attempt) -> None:
-        """The loop does not save again what is saved."""
         for _ in attempt.lease.each("abc", every=10):
             attempt.lease.save_progress(1)
         assert desk.steps() == [*["save", "extend"] * 3, "save"]
@@ -406,7 +372,6 @@ class TestEach:
     def test_under_lease_renew_false_it_is_what_pushes_the_lease_out(
         self, desk: EffectBench, renew: bool, steps: list[str]
     ) -> None:
-        """A loop of any length extends its lease, which has no other renewal."""
         attempt = desk.attempt(renew=renew)
         for _ in attempt.lease.each(range(100 if not renew else 1)):
             desk.clock.sleep(1.0)
@@ -450,7 +415,6 @@ def _outcome(attempt: Attempt, ending: Any, unsaved: str) -> Any:
 def test_after_any_death_nothing_is_skipped_and_little_is_repeated(
     every: int | None, deaths: list[tuple[int, bool]], pace: float
 ) -> None:
-    """At its n-th item an attempt is killed, or fails; then the next one goes on."""
     desk, done = EffectBench(), []
     items = range(50)
     for place, killed in [*deaths, (10**9, True)]:
@@ -481,11 +445,9 @@ class TestWithoutALease:
     """A direct call: there is no next attempt."""
 
     def test_it_loops_over_all_items(self) -> None:
-        """As often as one likes."""
         assert list(Unleased().each("ab")) == list(Unleased().each("ab", every=1)) == ["a", "b"]
 
     def test_nothing_is_saved(self) -> None:
-        """Nor read."""
         lease = Unleased()
         lease.save_progress(object())
         assert lease.progress is None
@@ -495,7 +457,6 @@ class TestWithoutALease:
     ("given", "lasts"), [("5m", 300.0), (timedelta(minutes=2), 120.0), (90, 90.0)]
 )
 def test_a_lease_is_extended_by_any_span_of_time(given: Any, lasts: float) -> None:
-    """As in every option."""
     attempt = EffectBench().attempt()
     attempt.lease.extend(given)
     assert attempt.lease.remaining() > lasts / 2
@@ -503,7 +464,6 @@ def test_a_lease_is_extended_by_any_span_of_time(given: Any, lasts: float) -> No
 
 @pytest.mark.parametrize("given", [0, -1, math.inf, math.nan, "soon", None, True, 1e12])
 def test_a_lease_is_not_extended_by_what_is_no_time(given: Any) -> None:
-    """Nothing is asked of the store."""
     desk = EffectBench()
     attempt = desk.attempt()
     with pytest.raises(LeaseConfigurationError, match="extend"):

@@ -108,7 +108,6 @@ def worker(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_queued_key_has_its_time_and_is_not_published_twice(shop: Shop) -> None:
-    """The second call gets the handle of the first, as with celery-singleton."""
     assert shop.work.lease_status(7).state == "absent"
     first = shop.work.delay(7)
     status = shop.work.lease_status(7)
@@ -130,7 +129,6 @@ def test_a_queued_key_has_its_time_and_is_not_published_twice(shop: Shop) -> Non
 def test_other_tasks_publish_as_ever_and_ask_nothing(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is off by default, and free then."""
     monkeypatch.setattr(outbox, "publish_once", None)
     shop.plain.delay(7)
     shop.plain.delay(7)
@@ -139,7 +137,6 @@ def test_other_tasks_publish_as_ever_and_ask_nothing(
 
 
 def test_the_setting_counts_for_tasks_with_a_key(tmp_path: Path) -> None:
-    """A task without one has a key for each call; asked for by itself, that is refused."""
     shop = Shop(tmp_path, leases_queue_once=True)
     assert shop.plain.delay(7).id == shop.plain.delay(7).id
 
@@ -158,7 +155,6 @@ def test_the_setting_counts_for_tasks_with_a_key(tmp_path: Path) -> None:
 
 
 def test_a_queued_key_can_be_refused(shop: Shop) -> None:
-    """``lease_on_queued="raise"``, as with celery-once."""
     first = shop.strict.delay(7)
     with pytest.raises(
         AlreadyQueued, match=f"s:7 is pending, and belongs to call {first.id}"
@@ -169,7 +165,6 @@ def test_a_queued_key_can_be_refused(shop: Shop) -> None:
 
 
 def test_a_worker_runs_it_and_the_done_key_is_not_published_again(shop: Shop, worker: None) -> None:
-    """Every caller gets the result of the call that did the work."""
     seen: list[str] = []
     shop.inside = lambda task: seen.append(task.delay(7).id)
     first = shop.work.delay(7)
@@ -185,7 +180,6 @@ def test_a_worker_runs_it_and_the_done_key_is_not_published_again(shop: Shop, wo
 
 
 def test_a_mutex_is_queued_again_once_it_has_ended(tmp_path: Path) -> None:
-    """``lease_on_done="rerun"``: what celery-once and celery-singleton do after the end."""
     shop = Shop(tmp_path)
     with testing.leases(shop.app, eager=False) as kit:
         first = shop.again.delay(7)
@@ -203,7 +197,6 @@ def test_a_mutex_is_queued_again_once_it_has_ended(tmp_path: Path) -> None:
 
 
 def test_a_call_that_failed_is_queued_again_when_its_key_has_cooled_down(tmp_path: Path) -> None:
-    """While it cools down, the handle is that of the call that failed."""
     shop = Shop(tmp_path)
     with testing.leases(shop.app, eager=False) as kit:
 
@@ -228,7 +221,6 @@ def test_a_call_that_failed_is_queued_again_when_its_key_has_cooled_down(tmp_pat
 
 
 def test_a_failed_key_is_published_after_an_operators_retry(tmp_path: Path) -> None:
-    """Before that the handle is that of the call that failed for good."""
     shop = Shop(tmp_path)
     with testing.leases(shop.app, eager=False) as kit:
 
@@ -250,8 +242,6 @@ def test_a_failed_key_is_published_after_an_operators_retry(tmp_path: Path) -> N
 def test_a_crash_between_the_row_and_the_message_is_mended_by_the_relay(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The row was written first; other calls are refused, and the relay publishes its message."""
-
     class Killed(BaseException):
         pass
 
@@ -284,7 +274,6 @@ def outbox_take_at_once(self: Any, stored_key: str) -> Any:
 def test_a_message_that_the_broker_does_not_take_leaves_the_key_free(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller has the error, and calls again."""
     with monkeypatch.context() as patched:
 
         def refuse(*_: Any, **__: Any) -> Any:
@@ -300,7 +289,6 @@ def test_a_message_that_the_broker_does_not_take_leaves_the_key_free(
 
 
 def test_a_published_call_is_not_published_by_the_relay(shop: Shop) -> None:
-    """The broker has it; the record stores it for a rescue."""
     shop.work.delay(7)
     record = app_components.components_of(shop.app).records.read("t:work|work:7")
     assert record is not None
@@ -347,7 +335,6 @@ def test_the_last_step_of_a_canvas_is_always_published(shop: Shop, worker: None,
 
 
 def test_a_plain_call_in_a_body_is_queued_once(shop: Shop, worker: None) -> None:
-    """Its parent does not wait for it."""
     seen: list[str] = []
 
     def call_twice(task: Any) -> None:
@@ -361,7 +348,6 @@ def test_a_plain_call_in_a_body_is_queued_once(shop: Shop, worker: None) -> None
 
 
 def test_arguments_that_a_record_cannot_store_are_refused(shop: Shop) -> None:
-    """Nothing is written and nothing is published."""
     with pytest.raises(LeaseConfigurationError, match="lease_queue_once does not take these"):
         shop.again.apply_async((7, (1, 2)), serializer="pickle")
     assert shop.again.lease_status(7).state == "absent"
@@ -369,7 +355,6 @@ def test_arguments_that_a_record_cannot_store_are_refused(shop: Shop) -> None:
 
 
 def test_a_task_id_of_ones_own_is_returned_whole(shop: Shop) -> None:
-    """A number after a tilde does not mean anything. A longer id than a record has is refused."""
     calls = [shop.work.apply_async((7,), task_id="job~2026"), shop.work.delay(7)]
     assert [call.id for call in calls] == ["job~2026", "job~2026"]
     with pytest.raises(LeaseConfigurationError, match="255"):
@@ -392,7 +377,6 @@ def test_a_value_that_the_database_refuses_is_an_error_of_the_call(
 
 
 def test_a_database_that_does_not_answer_raises_in_the_caller(shop: Shop) -> None:
-    """It is not known whether the key is queued, so nothing is published."""
     shop.app.conf.leases_database_url = "sqlite:////nowhere/at/all.db"
     with pytest.raises(StoreUnavailable):
         shop.work.delay(7)
@@ -400,7 +384,6 @@ def test_a_database_that_does_not_answer_raises_in_the_caller(shop: Shop) -> Non
 
 
 def test_eager_calls_are_in_the_same_world(tmp_path: Path) -> None:
-    """A done key is replayed, a held one is not run."""
     shop = Shop(tmp_path, task_always_eager=True)
     seen: list[Any] = []
     shop.inside = lambda task: seen.append(task.delay(7).id)
@@ -421,7 +404,6 @@ def test_eager_calls_are_in_the_same_world(tmp_path: Path) -> None:
 def test_a_revoked_call_frees_its_key(
     shop: Shop, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker has discarded its message: no rescue publishes it again, and the next call runs."""
     monkeypatch.setattr(
         child_exit, "close_ended", child_exit._close_ended
     )  # in the worker's thread
@@ -453,7 +435,6 @@ def test_a_call_that_celery_ends_before_its_lease_is_closed_in_its_record(
     error: Exception,
     task: str,
 ) -> None:
-    """The record says why, no rescue publishes the call again, and the next call runs."""
     monkeypatch.setattr(child_exit, "close_ended", child_exit._close_ended)
     called = getattr(shop, task)
     tenants: list[int] = []
@@ -497,7 +478,6 @@ def test_a_call_that_celery_ends_before_its_lease_is_closed_in_its_record(
 
 
 def test_an_eager_call_of_a_key_that_cools_down_is_answered(tmp_path: Path) -> None:
-    """No backend has the result of the call that failed."""
     shop = Shop(tmp_path, task_always_eager=True)
 
     def fail(_: Any) -> None:
@@ -513,7 +493,6 @@ def test_an_eager_call_of_a_key_that_cools_down_is_answered(tmp_path: Path) -> N
 
 
 def test_calls_in_an_eager_body_of_a_stored_message_are_queued_once(tmp_path: Path) -> None:
-    """They are not that message."""
     shop = Shop(tmp_path, task_always_eager=True)
     shop.strict.delay(7)
     refused: list[str] = []
@@ -549,7 +528,6 @@ def test_a_call_that_expired_in_the_queue_frees_its_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state", ["queued", "running", "done"])
 def test_the_test_kit_sees_a_key_that_is_queued(tmp_path: Path, state: str) -> None:
-    """And a held one, and a done one: nothing more is published."""
     shop = Shop(tmp_path)
     with LeaseKit(shop.app, eager=False) as kit:
         if state == "running":

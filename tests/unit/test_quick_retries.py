@@ -17,7 +17,6 @@ class TestQuickRetries:
     """They count apart from Celery's, and apart from failures."""
 
     def test_after_the_last_one_the_key_cools_down(self) -> None:
-        """``lease_max_retries`` of them; the cooldown is a failure and gives new ones."""
         verdicts = in_a_row(raised(retry("1s")), 7, max_retries=5)
         assert [type(verdict) for verdict in verdicts] == [
             *[RetryAfter] * 5,
@@ -30,29 +29,24 @@ class TestQuickRetries:
         assert verdicts[5].failure.rule == "row"
 
     def test_celerys_retries_are_not_counted(self) -> None:
-        """The user's own ``retry()`` has its own limit."""
         verdict = retried(raised(retry("1s")), replace(FRESH, retries=9), retries=9, max_retries=1)
         assert verdict.counts.quick_retries == 1
 
     def test_a_ruling_may_have_a_limit_of_its_own(self) -> None:
-        """Which counts instead of the task's."""
         used = replace(FRESH, quick_retries=2)
         assert isinstance(after(raised(retry("1s", max=2)), used, max_retries=9), EnterCooldown)
         assert isinstance(after(raised(retry("1s", max=3)), used, max_retries=0), RetryAfter)
 
     def test_none_are_made_where_none_are_allowed(self) -> None:
-        """``lease_max_retries=0``."""
         assert isinstance(after(raised(retry("1s")), max_retries=0), EnterCooldown)
 
     def test_a_ruling_may_define_what_follows_them(self) -> None:
-        """The reason is that of the failure, and not that the retries are used up."""
         ruling = retry("1s", max=0, then=cooldown("60s", scope="group"))
         verdict = cooled(raised(ruling, reason=Reason.UNREACHABLE), group=GROUP)
         assert (verdict.failure.reason, verdict.failure.group) == ("unreachable", GROUP)
         assert isinstance(after(raised(retry("1s", max=0, then=permanent()))), Fail)
 
     def test_retries_after_retries_come_to_an_end(self) -> None:
-        """Three quick ones, then up to ten in all, then a cooldown."""
         verdicts = in_a_row(raised(retry("1s", max=3, then=retry("1m", max=10))), 11)
         assert [type(verdict) for verdict in verdicts] == [*[RetryAfter] * 10, EnterCooldown]
 
@@ -68,11 +62,9 @@ class TestUnknownOutcomes:
     """A call that may have been executed is repeated only if an option says it is harmless."""
 
     def test_an_idempotent_task_is_retried(self) -> None:
-        """``lease_idempotent=True``."""
         assert retried(raised(retry("1s", ambiguous=True)), idempotent=True).failure.ambiguous
 
     def test_any_other_cools_down_and_says_so(self) -> None:
-        """For a minute by default, without any quick retry."""
         verdict = cooled(raised(retry("1s", ambiguous=True)), rand=MOST)
         assert verdict.delay == pytest.approx(60.0)
         assert (verdict.failure.ambiguous, verdict.counts) == (True, Counts(1, 0, 1))
@@ -84,14 +76,12 @@ class TestUnknownOutcomes:
         assert isinstance(after(raised(ruling), idempotent=True), RetryAfter)
 
     def test_used_up_retries_stay_ambiguous(self) -> None:
-        """The last of them may have been executed too."""
         verdict = cooled(
             raised(retry("1s", ambiguous=True)), replace(FRESH, quick_retries=5), idempotent=True
         )
         assert verdict.failure.ambiguous
 
     def test_a_clear_failure_is_retried_without_being_idempotent(self) -> None:
-        """A refused connection was not executed."""
         assert isinstance(after(raised(retry("1s")), idempotent=False), RetryAfter)
 
 
@@ -100,7 +90,6 @@ class TestTheLastStraw:
 
     @pytest.mark.parametrize("limit", [1, 2, 10])
     def test_after_so_many_failures_the_key_has_failed_for_good(self, limit: int) -> None:
-        """``lease_max_failures``; the record has the name of the rule that decided."""
         verdicts = in_a_row(raised(cooldown()), limit, max_failures=limit)
         assert [type(verdict) for verdict in verdicts] == [*[EnterCooldown] * (limit - 1), Fail]
         assert verdicts[-1].counts.failures == limit
@@ -110,16 +99,13 @@ class TestTheLastStraw:
         )
 
     def test_used_up_retries_may_be_the_last_straw(self) -> None:
-        """They become a cooldown, and that counts."""
         record = replace(FRESH, failures=9, quick_retries=5)
         assert isinstance(after(raised(retry("1s")), record), Fail)
 
     def test_a_quick_retry_never_is(self) -> None:
-        """It is no failure."""
         assert isinstance(after(raised(retry("1s")), replace(FRESH, failures=9)), RetryAfter)
 
     def test_it_retains_what_is_known_about_the_failure(self) -> None:
-        """An operator wants to know whether the call may have been executed."""
         failure = after(
             raised(cooldown(ambiguous=True, operator=True)), replace(FRESH, failures=9)
         ).failure
@@ -127,9 +113,6 @@ class TestTheLastStraw:
 
     @pytest.mark.parametrize("group", [None, GROUP])
     def test_failures_of_the_group_never_count_towards_it(self, group: str | None) -> None:
-        """A limit is not this input's fault; without a group the key alone waits, and waits longer
-        each time.
-        """
         assert isinstance(
             after(raised(cooldown(scope="group")), replace(FRESH, failures=9), group=group),
             EnterCooldown,
@@ -139,7 +122,6 @@ class TestTheLastStraw:
         assert {verdict.counts.failures for verdict in verdicts} == {0}
 
     def test_without_a_group_its_failures_make_the_key_wait_longer_each_time(self) -> None:
-        """The wait falls back to the key, and so does its growth."""
         verdicts = in_a_row(raised(cooldown("30s", scope="group", cap="1h")), 9)
         waits = [verdict.delay for verdict in verdicts if isinstance(verdict, EnterCooldown)]
         assert waits == pytest.approx([30, 60, 120, 240, 480, 960, 1920, 3600, 3600])

@@ -34,9 +34,6 @@ def an_app(**conf: object) -> Celery:
 def test_a_hop_leaves_the_body_two_thirds_of_the_consumer_timeout(
     broker: str, timeout: object, countdown: float
 ) -> None:
-    """On RabbitMQ a message that waits in a worker is not acknowledged before its body has
-    ended.
-    """
     assert (
         read_settings(DATABASE | {"leases_consumer_timeout": timeout}, broker).longest_countdown
         == countdown
@@ -44,7 +41,6 @@ def test_a_hop_leaves_the_body_two_thirds_of_the_consumer_timeout(
 
 
 def test_the_shortest_consumer_timeout_of_a_queue_counts() -> None:
-    """It is an argument of the queue, in milliseconds; what the app says itself goes over it."""
     queues = [Queue("a", queue_arguments={"x-consumer-timeout": 60_000}), Queue("b")]
     assert settings_of(an_app(task_queues=queues)).consumer_timeout == 60.0
     assert (
@@ -55,7 +51,6 @@ def test_the_shortest_consumer_timeout_of_a_queue_counts() -> None:
 
 
 def test_a_time_limit_that_with_its_wait_exceeds_the_timeout_is_reported() -> None:
-    """With native delayed delivery the wait does not count."""
     for conf, told in (({}, True), ({"task_default_queue_type": "quorum"}, False)):
         app = an_app(**conf)
         over = consumer_timeout_warning(app, {"short": 1200.0, "long": 1201.0}, settings_of(app))
@@ -67,9 +62,6 @@ def test_a_time_limit_that_with_its_wait_exceeds_the_timeout_is_reported() -> No
 
 
 def test_a_delivery_is_held_longer_the_more_often_it_was_given_back() -> None:
-    """The last two deliveries that the queue allows are held longest, then nothing is given
-    back.
-    """
     assert [publish_retry_time(before, None, 600.0) for before in (0, 1, 4, 99)] == [
         5.0,
         10.0,
@@ -86,7 +78,6 @@ def test_a_delivery_is_held_longer_the_more_often_it_was_given_back() -> None:
 
 
 def test_headers_of_the_broker_are_not_sent_back_to_it() -> None:
-    """A user's own are, whatever their name."""
     own = {"x-tenant": "north", "x-request-id": "7", "visit": 1}
     added = (
         "x-death",

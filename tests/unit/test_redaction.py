@@ -190,7 +190,6 @@ KEPT = [
 
 @pytest.mark.parametrize("text", HIDDEN + PROMISED)
 def test_a_named_secret_is_taken_out(text: str) -> None:
-    """Headers, JSON, query strings, keyword arguments and URLs."""
     shown = redact(text)
     assert SECRET not in shown
     assert "secretvalue" not in shown
@@ -199,7 +198,6 @@ def test_a_named_secret_is_taken_out(text: str) -> None:
 
 @pytest.mark.parametrize("secret", SHAPES)
 def test_a_secret_of_a_known_shape_is_taken_out_wherever_it_stands(secret: str) -> None:
-    """No name is needed beside it."""
     assert redact(f"Incorrect API key provided: {secret}. Find yours in the console.") == (
         f"Incorrect API key provided: {REDACTED}. Find yours in the console."
     )
@@ -207,12 +205,10 @@ def test_a_secret_of_a_known_shape_is_taken_out_wherever_it_stands(secret: str) 
 
 @pytest.mark.parametrize("text", KEPT)
 def test_what_is_no_secret_stays(text: str) -> None:
-    """Messages must stay readable."""
     assert redact(text) == text
 
 
 def test_the_rest_of_a_text_with_a_secret_stays_readable() -> None:
-    """Only the value goes; quotes, names and neighbours stay."""
     assert redact(f"POST https://u:{SECRET}@host/v1?key={SECRET}&page=2 failed: 500") == (
         f"POST https://{REDACTED}@host/v1?key={REDACTED}&page=2 failed: 500"
     )
@@ -249,7 +245,6 @@ ADVERSARIES = [
     ).map("".join)
 )
 def test_redaction_never_fails_and_is_stable(text: str) -> None:
-    """A text that went through once has nothing left to hide."""
     once = redact(text)
     assert redact(redact(once)) == redact(once)
 
@@ -265,7 +260,6 @@ def test_a_long_hostile_text_takes_no_longer_than_its_length(part: str) -> None:
 
 @pytest.mark.parametrize("secret", [*HIDDEN, *PROMISED, *SHAPES], ids=stable_id)
 def test_no_cut_shows_part_of_a_secret(secret: str) -> None:
-    """Wherever the text is cut, what is left begins like the redacted text."""
     text = f"the request failed: {secret} and what follows {'x ' * 5000}"
     whole = redact(text)
     for limit in range(20, 40 + len(secret), 3):
@@ -275,7 +269,6 @@ def test_no_cut_shows_part_of_a_secret(secret: str) -> None:
 
 
 def test_a_short_text_is_not_cut_and_a_long_secret_is_not_shown() -> None:
-    """The limit counts what is shown."""
     assert shortened("failed", 6) == "failed"
     assert shortened("failed!", 6) == "faile…"
     assert shortened(f"token={'x' * 3000}", 100) == f"token={REDACTED}…"

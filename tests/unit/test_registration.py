@@ -1,7 +1,5 @@
 """What is refused when a task or an app is set up, and what a task class may bring along."""
 
-# ruff: noqa: D102, D103 - names state the behaviour
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -49,7 +47,6 @@ def refusal(base: Any = LeasedTask, **options: Any) -> str:
 
 
 def test_options_for_failures_are_gathered_from_task_and_app() -> None:
-    """The task's word counts, then the app's."""
     rules = Rules.default().on(status=404, to=permanent())
     app = an_app(
         leases_cooldown="10m",
@@ -84,12 +81,10 @@ def test_options_for_failures_are_gathered_from_task_and_app() -> None:
 def test_what_would_be_done_wrong_about_failures_is_refused(
     options: dict[str, Any], hint: str
 ) -> None:
-    """At registration, by name."""
     assert hint in refusal(**options)
 
 
 def test_what_an_option_asks_for_is_no_traceback_in_the_log() -> None:
-    """A refused call is not an unexpected error."""
     assert {AlreadyDone, CoolingDown, LeaseHeld} <= set(registered(an_app()).throws)
 
 
@@ -123,8 +118,6 @@ def test_the_mixin_behind_a_task_class_is_refused(other: type) -> None:
 
 
 def test_a_plain_mixin_before_the_lease_is_allowed() -> None:
-    """It overrides nothing that the lease needs."""
-
     class Logged:
         """Has a hook of Celery's."""
 
@@ -138,10 +131,6 @@ def test_a_plain_mixin_before_the_lease_is_allowed() -> None:
 
 
 def test_a_class_whose_messages_pass_the_lease_is_refused() -> None:
-    """As celery-batches does: its strategy runs many messages in one call of the body, past the
-    tracer.
-    """
-
     class Batches(Task):
         """The shape of celery_batches.Batches."""
 
@@ -184,23 +173,18 @@ class Audited(Task):
 def test_a_request_class_of_another_is_combined_with_that_of_the_lease(
     base: Any, options: dict[str, Any]
 ) -> None:
-    """Whether it stands behind the mixin or before it; ours comes first, as it frees the key of a
-    dead child.
-    """
     made = request_class(registered(an_app(), base, **options))
     assert made.__mro__[1:3] == (LeaseRequest, AuditedRequest)
     assert request_class(registered(an_app())) is LeaseRequest
 
 
 def test_a_request_class_that_is_made_of_ours_is_taken_as_it_is() -> None:
-    """Its author knows of the lease."""
     own = type("Own", (LeaseRequest,), {})
     assert request_class(registered(an_app(), Request=own)) is own
 
 
 @pytest.mark.parametrize("other", ["billing.requests:Missing", object])
 def test_what_is_no_request_class_is_refused(other: Any) -> None:
-    """With the line to write."""
     task = registered(an_app(), Request=other)
     with pytest.raises(LeaseConfigurationError, match="write a subclass of"):
         request_class(task)
@@ -232,8 +216,6 @@ def test_options_of_the_task_are_refused_where_a_call_is_made() -> None:
 
 
 def test_the_call_of_the_class_behind_runs_around_the_body() -> None:
-    """Its application context or trace is inside the lease."""
-
     class Forwards(LeasedMixin, Traced):
         """The right way round."""
 
@@ -273,9 +255,6 @@ class User(pydantic.BaseModel):
 
 
 def test_a_template_may_name_the_fields_of_a_model_that_arrives_as_a_mapping() -> None:
-    """A task with ``pydantic=True`` gets its models as mappings; a field that is missing is named
-    in the error.
-    """
     app = an_app()
 
     @app.task(
@@ -300,8 +279,6 @@ def test_a_template_may_name_the_fields_of_a_model_that_arrives_as_a_mapping() -
 
 
 def test_settings_may_carry_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in Django, where every setting of Celery begins with CELERY_."""
-
     class DjangoSettings:
         CELERY_BROKER_URL = "redis://elsewhere/0"
         CELERY_LEASES_URL = "database"
@@ -316,10 +293,6 @@ def test_settings_may_carry_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_settings_in_capitals_are_read_where_the_app_has_no_namespace() -> None:
-    """Where it has one, a setting that lacks it is refused with what to write; what is no setting
-    of ours is let be.
-    """
-
     class Settings:
         LEASES_URL = "database"
         CELERY_LEASES_DATABASE_URL = LEASES_DATABASE_URL = "sqlite:///named.db"
@@ -342,14 +315,12 @@ def test_settings_in_capitals_are_read_where_the_app_has_no_namespace() -> None:
 
 
 def test_late_acknowledgement_is_on_with_any_setting_of_the_app() -> None:
-    """Only the task itself may switch it off, where the task or the app allows for the loss."""
     task = registered(an_app(task_acks_late=False, task_reject_on_worker_lost=False))
     assert (task.acks_late, task.reject_on_worker_lost) == (True, True)
     assert registered(an_app(leases_allow_loss=True), acks_late=False).acks_late is False
 
 
 def test_the_status_of_an_eager_call_is_asked_from_the_real_stores(tmp_path: Path) -> None:
-    """They know nothing of it, unless eager calls use them too."""
     app = an_app(leases_url="database", leases_database_url=f"sqlite:///{tmp_path / 'records.db'}")
 
     @app.task(base=LeasedTask, lease_key="order:{number}", shared=False)
@@ -365,7 +336,6 @@ def test_the_status_of_an_eager_call_is_asked_from_the_real_stores(tmp_path: Pat
 
 
 def test_an_eager_call_needs_no_database_with_any_broker() -> None:
-    """Its stores are in memory, unless the real ones are asked for."""
     app = Celery("registration", broker="amqp://broker.example/", set_as_current=False)
 
     @app.task(base=LeasedTask, lease_key="order:{number}", shared=False)
@@ -403,7 +373,6 @@ def test_a_broker_on_this_machine_does_not(broker: str) -> None:
 
 
 def test_keys_that_look_like_stored_keys_are_found(tmp_path: Path) -> None:
-    """A key may begin with anything once its task is named."""
     database = f"sqlite:///{tmp_path / 'records.db'}"
     task = registered(
         an_app(leases_url="database", leases_database_url=database, leases_eager_stores=True),
@@ -433,7 +402,6 @@ def test_a_result_that_only_looks_like_a_typed_value_is_not_stored() -> None:
 def test_a_soft_limit_close_to_the_hard_one_is_noticed(
     soft: float | None, hard: float | None, worker: tuple[float | None, float | None], tight: bool
 ) -> None:
-    """The task's own limits count, then the worker's."""
     task = SimpleNamespace(soft_time_limit=soft, time_limit=hard)
     assert soft_limit_is_tight(task, TimeLimits(worker[0], worker[1])) is tight
 
@@ -450,16 +418,12 @@ def test_a_soft_limit_close_to_the_hard_one_is_noticed(
     ],
 )
 def test_an_unknown_setting_names_the_one_that_was_meant(setting: str, hint: str) -> None:
-    """As an unknown option does."""
     with pytest.raises(LeaseConfigurationError) as caught:
         settings_of(an_app(**{setting: 1}))
     assert str(caught.value).startswith(f"unknown setting {setting}; {hint}")
 
 
 def test_a_module_with_settings_may_import_names_that_begin_with_lease() -> None:
-    """Classes, functions and modules are not settings; nor is what a Django project has in
-    capitals.
-    """
     module = ModuleType("celeryconfig")
     vars(module).update(LeasedTask=LeasedTask, leased_tasks=len, leases=pytest, LEASE_OFFICE="x")
     app = an_app()
@@ -468,7 +432,6 @@ def test_a_module_with_settings_may_import_names_that_begin_with_lease() -> None
 
 
 def test_a_task_that_another_thread_meets_before_it_is_bound_has_its_options() -> None:
-    """Celery lists a task, and binds it afterwards: the first two requests of a web process."""
     app, met = an_app(), []
 
     class Registry(type(app._tasks)):  # type: ignore[misc]

@@ -70,8 +70,6 @@ class AWorker:
 
 
 def test_a_worker_looks_when_it_starts(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the connection that checks the tables."""
-
     @app.task(base=LeasedTask, name="ship", shared=False)
     def ship() -> None: ...
 
@@ -84,8 +82,6 @@ def test_a_worker_looks_when_it_starts(app: Celery, monkeypatch: pytest.MonkeyPa
 def test_a_worker_goes_on_looking_until_it_ends(
     app: Celery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one thread, however often the worker becomes ready, and for any answer."""
-
     @app.task(base=LeasedTask, name="ship", shared=False)
     def ship() -> None: ...
 

@@ -149,7 +149,6 @@ def until(seen: Callable[[], Any], what: str) -> None:
 
 
 def test_a_lease_counts_until_the_stop_deadline_and_not_a_moment_longer(bench: Bench) -> None:
-    """Hard: sent + ttl, less 1 % and 2 ms. Stop: a sixth of the ttl before."""
     held_lease = bench.held_lease()
     assert held_lease.hard_deadline == pytest.approx(1000 + HARD)
     assert held_lease.stop_deadline == pytest.approx(1000 + STOP)
@@ -165,7 +164,6 @@ def test_a_lease_counts_until_the_stop_deadline_and_not_a_moment_longer(bench: B
 
 
 def test_a_renewal_counts_from_when_it_was_sent(bench: Bench) -> None:
-    """The reply comes 2 s later; the deadline is that of the request."""
     held_lease = bench.held_lease()
     bench.clock.time = 1002.0
 
@@ -181,7 +179,6 @@ def test_a_renewal_counts_from_when_it_was_sent(bench: Bench) -> None:
 
 
 def test_the_event_of_a_renewal_has_its_lateness(bench: Bench) -> None:
-    """One that went along with another one, before its time, was not late."""
     held_lease = bench.held_lease()
     bench.clock.time = held_lease.due + 3.0
     bench.renew(held_lease)
@@ -190,7 +187,6 @@ def test_the_event_of_a_renewal_has_its_lateness(bench: Bench) -> None:
 
 
 def test_a_renewal_never_shortens_what_extend_has_granted(bench: Bench) -> None:
-    """``extend(60)``, then the regular renewal of 6 s: the 60 s stay."""
     held_lease = bench.held_lease()
     bench.renewer.extend(held_lease, 60)
     assert bench.leases.renewed[-1].ttl == 60
@@ -203,7 +199,6 @@ def test_a_renewal_never_shortens_what_extend_has_granted(bench: Bench) -> None:
 
 
 def test_extend_of_a_lost_lease_sends_no_command(bench: Bench) -> None:
-    """``LeaseLost`` at once, and nothing is sent."""
     held_lease = bench.held_lease()
     bench.clock.time = 1000 + STOP
     with pytest.raises(LeaseLost):
@@ -212,7 +207,6 @@ def test_extend_of_a_lost_lease_sends_no_command(bench: Bench) -> None:
 
 
 def test_extend_finds_another_owner(bench: Bench) -> None:
-    """It raises, and the lease stays lost."""
     held_lease = bench.held_lease()
     bench.records.row = THEIRS
     bench.leases.answer = lambda _: RenewalResult.OTHER
@@ -238,7 +232,6 @@ def test_a_probes_slot_is_renewed_along_with_its_lease(bench: Bench, group: str 
 
 
 def test_another_owner_means_lost_at_once(bench: Bench) -> None:
-    """Long before the deadline; the body is interrupted with the reason."""
     held_lease, nudged = bench.held_lease(), []
     held_lease.interrupt = lambda: nudged.append(1)
     bench.records.row = THEIRS
@@ -250,7 +243,6 @@ def test_another_owner_means_lost_at_once(bench: Bench) -> None:
 
 
 def test_a_late_success_does_not_revive_a_lost_lease(bench: Bench) -> None:
-    """M15: a lost lease stays lost, whatever reply arrives later."""
     held_lease = bench.held_lease()
 
     def late(_: Renewal) -> RenewalResult:
@@ -266,7 +258,6 @@ def test_a_late_success_does_not_revive_a_lost_lease(bench: Bench) -> None:
 
 
 def test_a_lost_lease_is_not_renewed_any_more(bench: Bench) -> None:
-    """I9: nothing is sent for it."""
     held_lease = bench.held_lease()
     assert held_lease.renewable(1000.0)
     bench.renewer._lose(held_lease, HELD_BY_OTHER)
@@ -274,7 +265,6 @@ def test_a_lost_lease_is_not_renewed_any_more(bench: Bench) -> None:
 
 
 def test_one_lost_lease_leaves_the_others_alone(bench: Bench) -> None:
-    """One call, a result for each."""
     mine, theirs = bench.held_lease("mine"), bench.held_lease("theirs")
     bench.records.row = THEIRS
     bench.leases.answer = lambda renewal: (
@@ -290,7 +280,6 @@ def test_one_lost_lease_leaves_the_others_alone(bench: Bench) -> None:
 def test_a_store_that_raises_moves_no_deadline_and_is_asked_again_sooner(
     bench: Bench, error: Exception
 ) -> None:
-    """A twelfth of the ttl later instead of a third, until the deadline decides."""
     held_lease = bench.held_lease()
     bench.clock.time = 1002.0
 
@@ -306,9 +295,6 @@ def test_a_store_that_raises_moves_no_deadline_and_is_asked_again_sooner(
 
 
 def test_one_lease_that_fails_does_not_fail_the_others(bench: Bench) -> None:
-    """Its node is down, or its lease cannot be asserted again; those before and after it are
-    renewed.
-    """
     before, down, forgotten, after = held_leases = [
         bench.held_lease(token) for token in ("a", "b", "c", "d")
     ]
@@ -334,9 +320,6 @@ def test_one_lease_that_fails_does_not_fail_the_others(bench: Bench) -> None:
 
 
 def test_leases_that_are_nearly_due_are_renewed_along_with_one_that_is_due(bench: Bench) -> None:
-    """Leases that began within ttl / 30 of each other share their renewals; a later one has its
-    own.
-    """
     early = bench.held_lease("early")
     bench.clock.time += TTL / 30
     soon = bench.held_lease("soon")
@@ -367,7 +350,6 @@ def test_a_lease_that_needs_no_renewal_is_not_due_again_until_its_row_is_locked(
 def test_a_row_that_the_body_sees_locked_meanwhile_is_checked_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The renewal thread has just found that the lease needs no renewal."""
     held_lease = bench.held_lease(renew=False)
     bench.leases.answer = lambda _: RenewalResult.LOCKED
     body = threading.Thread(target=bench.renewer.confirm, args=[held_lease])
@@ -388,7 +370,6 @@ def test_a_row_that_the_body_sees_locked_meanwhile_is_checked_again(
 def test_an_event_without_a_receiver_is_not_built(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousand leases are renewed every few seconds."""
     held_lease = bench.held_lease()
     monkeypatch.setattr(bench.seen, "wants", lambda _: False, raising=False)
     bench.renew(held_lease)
@@ -397,9 +378,6 @@ def test_an_event_without_a_receiver_is_not_built(
 
 
 def test_a_lease_without_renewal_is_left_to_extend(bench: Bench) -> None:
-    """``lease_renew=False``: never due for the renewal thread, over by the clock, but ``extend``
-    pushes it out.
-    """
     held_lease = bench.held_lease(renew=False)
     assert not held_lease.renewable(1000.0)
     bench.renewer.extend(held_lease, 60)
@@ -408,9 +386,6 @@ def test_a_lease_without_renewal_is_left_to_extend(bench: Bench) -> None:
 
 
 def test_max_hold_ends_renewal_with_its_reason(bench: Bench) -> None:
-    """Renewed until then, lost when the last renewal has run out, and the reason is not the
-    store's.
-    """
     held_lease = bench.held_lease(max_hold=10.0)
     bench.clock.time = 1009.0
     assert held_lease.renewable(1009.0)
@@ -423,7 +398,6 @@ def test_max_hold_ends_renewal_with_its_reason(bench: Bench) -> None:
 
 
 def test_a_lease_that_was_not_extended_has_its_own_reason(bench: Bench) -> None:
-    """It is not ``lease_max_hold``, and the reason shows what to write."""
     held_lease = bench.held_lease(renew=False)
     bench.clock.time = 1000 + STOP
     assert held_lease.overdue(bench.clock.time) == NOT_EXTENDED
@@ -459,7 +433,6 @@ def test_a_body_that_is_to_be_killed_is_killed_at_once_where_its_key_is_free(
 
 
 def test_a_missing_lease_is_asserted_again_and_compared_with_the_record(bench: Bench) -> None:
-    """FLUSHALL: ours by fence and owner, so it goes on."""
     held_lease = bench.held_lease()
     bench.leases.answer = lambda _: RenewalResult.MISSING
     bench.clock.time = 1002.0
@@ -482,7 +455,6 @@ def test_a_missing_lease_is_asserted_again_and_compared_with_the_record(bench: B
     ids=["taken over", "a higher fence", "closed", "gone"],
 )
 def test_a_lease_that_cannot_be_asserted_again_is_lost(bench: Bench, row: Row | None) -> None:
-    """The record has moved on: lost, and our own key does not stand in the next owner's way."""
     held_lease = bench.held_lease()
     bench.records.row = row
     bench.leases.answer = lambda _: RenewalResult.MISSING
@@ -492,7 +464,6 @@ def test_a_lease_that_cannot_be_asserted_again_is_lost(bench: Bench, row: Row | 
 
 
 def test_a_lease_that_another_attempt_has_acquired_is_lost(bench: Bench) -> None:
-    """The other attempt has claimed the record."""
     held_lease = bench.held_lease()
     bench.records.row = THEIRS
     bench.leases.answer = lambda _: RenewalResult.MISSING
@@ -506,11 +477,6 @@ def test_a_lease_that_another_attempt_has_acquired_is_lost(bench: Bench) -> None
 def test_a_lease_that_another_call_has_while_it_reads_the_record_is_not_lost(
     bench: Bench, answer: RenewalResult
 ) -> None:
-    """The store was empty after a restart. The other call finds a running row and releases the
-    lease, which is then asserted again.
-
-    No deadline moves meanwhile, and an ``extend()`` does not report success.
-    """
     held_lease = bench.held_lease()
     bench.leases.answer = lambda _: answer
     bench.leases.reasserts = False
@@ -530,7 +496,6 @@ def test_a_lease_that_another_call_has_while_it_reads_the_record_is_not_lost(
 
 
 def test_a_lease_that_another_has_is_lost_after_the_deadline(bench: Bench) -> None:
-    """The record is not asked: the other may claim it at any moment."""
     held_lease = bench.held_lease()
     bench.clock.time = 1000 + STOP
     bench.leases.answer = lambda _: RenewalResult.OTHER
@@ -539,7 +504,6 @@ def test_a_lease_that_another_has_is_lost_after_the_deadline(bench: Bench) -> No
 
 
 def test_a_missing_lease_is_not_asserted_again_after_the_deadline(bench: Bench) -> None:
-    """Another call may have it."""
     held_lease = bench.held_lease()
     bench.clock.time = 1000 + STOP
     bench.leases.answer = lambda _: RenewalResult.MISSING
@@ -549,7 +513,6 @@ def test_a_missing_lease_is_not_asserted_again_after_the_deadline(bench: Bench) 
 
 
 def test_a_lease_asserted_again_without_a_record_to_compare_does_not_count(bench: Bench) -> None:
-    """During an outage of the database no deadline moves until the record was read."""
     held_lease = bench.held_lease()
     answers = iter([RenewalResult.MISSING, RenewalResult.OURS, RenewalResult.OURS])
     bench.leases.answer = lambda _: next(answers)
@@ -590,7 +553,6 @@ def start(bench: Bench, ttl: float, **options: Any) -> HeldLease:
 
 
 def test_the_renewal_thread_renews_every_third_of_the_ttl(running: Bench) -> None:
-    """Three renewals in a ttl, no more."""
     held_lease = start(running, 0.3)
     began = time.monotonic()
     until(lambda: len(running.leases.renewed) >= 4, "four renewals")
@@ -599,9 +561,6 @@ def test_the_renewal_thread_renews_every_third_of_the_ttl(running: Bench) -> Non
 
 
 def test_a_store_that_hangs_does_not_delay_the_interruption_of_the_body(running: Bench) -> None:
-    """The renewal thread waits for a reply; the deadline thread interrupts by the stop deadline,
-    and again until the body has ended.
-    """
     let_go, nudges = threading.Event(), []
 
     def hang(_: Renewal) -> RenewalResult:
@@ -624,8 +583,6 @@ def test_a_store_that_hangs_does_not_delay_the_interruption_of_the_body(running:
 
 
 def test_a_store_that_raises_leads_to_loss_at_the_stop_deadline(running: Bench) -> None:
-    """Asked more and more urgently, then lost by the clock, once."""
-
     def fail(_: Renewal) -> RenewalResult:
         raise StoreUnavailable("away", None)
 
@@ -668,7 +625,6 @@ def test_drop_waits_for_the_renewal_in_flight(running: Bench) -> None:
 
 
 def test_the_threads_enforce_max_hold(running: Bench) -> None:
-    """A hung body does not hold its key for ever."""
     held_lease = start(running, 0.3, max_hold=0.5)
     until(lambda: held_lease.lost, "the loss")
     assert held_lease.lost == HELD_TOO_LONG
@@ -703,7 +659,6 @@ def test_close_waits_for_the_deletion_in_progress_and_begins_no_other(running: B
 def test_the_threads_end_once_it_is_closed_and_begin_again_with_another_lease(
     running: Bench,
 ) -> None:
-    """A process that makes and closes many apps does not collect threads."""
     held_lease = start(running, 3.0)
     running.renewer.close()
     assert not running.renewer._unstarted  # the lease that is held is renewed as before

@@ -1,7 +1,5 @@
 """With ``on_done="rerun"`` each call is work of its own; the record lists those that finished."""
 
-# ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -188,7 +186,6 @@ class TestRememberedCalls:
         assert isinstance(decide(call, a_record(State.RUNNING, **listed)), Drop)
 
     def test_what_it_remembers_is_what_it_answers(self) -> None:
-        """The list is written at the end of a run, so the next copy of the call does not run."""
         outcome = after_run(a_call(on_done="rerun"), RUNNING, Returned(None, "1"))
         assert outcome.finished is not None
         later = a_record(

@@ -2,8 +2,6 @@
 data.
 """
 
-# ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough
-
 from __future__ import annotations
 
 import pytest

@@ -53,7 +53,6 @@ def in_threads(*calls: Callable[[], None]) -> list[threading.Thread]:
 
 
 def test_there_are_never_more_than_allowed_and_no_two_users_share_one() -> None:
-    """Thirty threads use three things two hundred times each."""
     resource_pool, users, seen = ResourcePool(3, Thing, 30.0), dict[int, int](), set[int]()
 
     def use() -> None:
@@ -84,7 +83,6 @@ def test_the_one_that_was_used_last_is_used_next() -> None:
 
 
 def test_who_has_waited_longest_comes_first() -> None:
-    """Also before one who asks just when something is given back."""
     resource_pool, came = ResourcePool(1, Thing, 30.0), list[int]()
     thing = resource_pool.acquire()
 
@@ -110,7 +108,6 @@ def test_who_has_waited_longest_comes_first() -> None:
 def test_a_wait_ends_when_the_caller_may_wait_no_longer(
     longest: float, own: float | None, waits: float
 ) -> None:
-    """The pool's limit applies unless the thread has its own, which does not outlast its block."""
     resource_pool = ResourcePool(2, Thing, longest)
     things = [resource_pool.acquire(), resource_pool.acquire()]
     began = time.monotonic()
@@ -127,7 +124,6 @@ def test_a_wait_ends_when_the_caller_may_wait_no_longer(
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])
 def test_without_time_nothing_is_waited_for_and_what_is_there_is_given(seconds: float) -> None:
-    """As after the deadline of a lease."""
     resource_pool = ResourcePool(1, Thing, 30.0)
     with allowed(seconds):
         thing = resource_pool.acquire()
@@ -137,7 +133,6 @@ def test_without_time_nothing_is_waited_for_and_what_is_there_is_given(seconds: 
 
 
 def test_what_one_thread_may_wait_is_nothing_to_another() -> None:
-    """A short lease of one body does not shorten the waits of the others."""
     resource_pool, got = ResourcePool(1, Thing, 30.0), list[Thing]()
     thing = resource_pool.acquire()
     with allowed(0.0):
@@ -182,7 +177,6 @@ def test_a_wait_that_is_interrupted_takes_nothing() -> None:
 def test_what_comes_in_the_moment_in_which_a_wait_ends_is_not_lost(
     monkeypatch: pytest.MonkeyPatch, raised: type[BaseException] | None
 ) -> None:
-    """It goes on to the next, or to the one whose time was over."""
     resource_pool = ResourcePool(1, Thing, 30.0)
     thing = resource_pool.acquire()
 
@@ -223,7 +217,6 @@ def test_what_is_lost_with_its_frame_is_replaced() -> None:
 
 
 def test_nothing_is_lost_whatever_happens() -> None:
-    """Random waits that end, and threads that are many: in the end everything can be acquired."""
     resource_pool = ResourcePool(4, Thing, 30.0)
 
     def use(seed: int) -> None:
@@ -250,7 +243,6 @@ def test_nothing_is_lost_whatever_happens() -> None:
 
 
 def test_a_forked_process_has_things_of_its_own() -> None:
-    """What was acquired is with threads of the parent, and so may the lock be."""
     resource_pool = ResourcePool(1, Thing, 0.0)
     thing, held, forked = resource_pool.acquire(), threading.Event(), threading.Event()
 
@@ -308,7 +300,6 @@ print(most, late, len(resource_pool.all()), len(resource_pool._waiting))
 
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
 def test_greenlets_wait_for_one_another(library: str) -> None:
-    """Each with a max_wait of its own, and the hub goes on."""
     pytest.importorskip(library)
     done = subprocess.run(
         [sys.executable, "-c", GREEN, library],
@@ -321,7 +312,6 @@ def test_greenlets_wait_for_one_another(library: str) -> None:
 
 
 def test_turns_are_distinguished() -> None:
-    """Each is the right of one caller."""
     resource_pool = ResourcePool(2, Permit, 0.0)
     one, other = resource_pool.acquire(), resource_pool.acquire()
     assert one is not other

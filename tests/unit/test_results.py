@@ -42,7 +42,6 @@ def by_kombu(text: str) -> Any:
 @example('"__type__"')
 @example(-0.0)
 def test_a_value_is_written_and_read_as_kombu_does(value: Any) -> None:
-    """To the character, and to the type; the caller is given what a replay gives."""
     text, missing = encode(value, NO_LIMIT)
     assert missing is None
     assert text is not None
@@ -54,25 +53,21 @@ def test_a_value_is_written_and_read_as_kombu_does(value: Any) -> None:
     "text", ["1", " 1", "-1.5e3", '"a"', "null", "[1]", "{}", '{"__type__": "nonsense"}', "NaN"]
 )
 def test_a_stored_text_is_read_as_kombu_reads_it(text: str) -> None:
-    """Also one that was written by hand."""
     assert repr(decode(text)) == repr(by_kombu(text))
 
 
 @pytest.mark.parametrize("text", ["x", '"', "1 2", "{", "[1"])
 def test_a_text_that_is_no_json_raises(text: str) -> None:
-    """With any beginning."""
     with pytest.raises(Exception, match=r"\w"):
         decode(text)
 
 
 @pytest.mark.parametrize(("value", "size"), [("ä", 8), ("a", 3), (12345, 5), ([1], 3), (None, 4)])
 def test_a_result_is_stored_up_to_its_limit_in_bytes(value: Any, size: int) -> None:
-    """Constants are stored with any limit."""
     assert encode(value, size)[1] is None
     assert value is None or encode(value, size - 1) == (None, TOO_LARGE)
 
 
 def test_a_value_without_json_is_reported() -> None:
-    """A number too long for Python to write included."""
     for value in (object(), 10**5000, {1, object()}):
         assert encode(value, NO_LIMIT) == (None, NOT_JSON)

@@ -1,7 +1,5 @@
 """A step that a store does not answer is repeated while its time lasts."""
 
-# ruff: noqa: D103 - names state the behaviour
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -60,7 +58,6 @@ def test_other_errors_are_repeated_only_where_they_are_named() -> None:
 
 
 def test_the_end_is_asked_for_after_each_failure() -> None:
-    """A renewal has moved the end of the lease, or the lease was lost."""
     clock = ManualClock()
     began = clock.now()
     ends = iter([began + 60, began])

@@ -71,27 +71,23 @@ FULL: dict[str, Any] = {
     "record", [a_record(State.PENDING), a_record(State.FAILED, lease_ttl=2.3, **FULL)]
 )
 def test_a_record_is_the_same_after_it_was_written_and_read(record: Record) -> None:
-    """Each of its fields; the table has a column for each value that is written."""
     row = column_values(record)
     assert rows.to_record({**row, "now": record.now}) == record
     assert set(row) == set(Tables().records.c.keys())
 
 
 def test_a_running_row_has_its_expiry_for_a_success() -> None:
-    """As a record it does not, as its retention counts from its outcome."""
     record = a_record(State.RUNNING, retention=9.0)
     assert column_values(record)["expires_at"] == record.started_at + 9_000_000
     assert rows.to_record({**column_values(record), "now": NOW}) == record
 
 
 def test_a_record_of_a_first_run_has_no_details() -> None:
-    """What has its default is left out."""
     plain: dict[str, Any] = {"retention": 7 * 86_400.0, "fingerprint": None, "digests": None}
     assert column_values(a_record(State.DONE, **plain))["details"] is None
 
 
 def test_a_fingerprint_is_not_stored_beside_the_digests() -> None:
-    """It is computed from them."""
     today = call_key("t", LeaseOptions(key="k"), signature(lambda *args: args), "c", (1, 2), {})
     record = a_record(
         State.DONE, retention=7 * 86_400.0, fingerprint=today.fingerprint, digests=today.digests
@@ -139,7 +135,6 @@ def test_the_full_record_differs_from_an_empty_one_in_each_field() -> None:
 
 @pytest.mark.parametrize("state", State)
 def test_a_swap_writes_all_that_a_claim_changes(state: State) -> None:
-    """What it compares are columns too."""
     for row in (a_record(state, **FULL), a_record(state, OURS), a_record(state, expires_at=NOW)):
         claim = a_claim(rerun=True, message="m", retention=9.0, fingerprint="f", digests={})
         before, after = column_values(row), column_values(claimed(row, claim, NOW))
@@ -150,7 +145,6 @@ def test_a_swap_writes_all_that_a_claim_changes(state: State) -> None:
 
 @pytest.mark.parametrize("failed", [True, False])
 def test_an_outcome_writes_what_it_changes(failed: bool) -> None:
-    """As the pure function returns it; the times are those of the write."""
     row = replace(a_record(State.RUNNING), failed_at=NOW - 5, finished_calls=("a",))
     given: dict[str, Any] = {
         "reason": "r",
@@ -187,7 +181,6 @@ def test_an_outcome_writes_what_it_changes(failed: bool) -> None:
 
 
 def test_how_most_attempts_end_takes_no_room() -> None:
-    """For a done row the default is ``returned``."""
     row = a_record(State.RUNNING)
     done = Outcome(State.DONE, Ended.RETURNED, 1, 0, 0, 9.0, result="1")
     assert settle_parameters(row, done)["new_ended"] is None
@@ -198,7 +191,6 @@ def test_how_most_attempts_end_takes_no_room() -> None:
 
 
 def test_the_details_stay_as_they_are_at_a_first_success() -> None:
-    """Nothing in them has changed, so they are not written again."""
     row = a_record(State.RUNNING)
     done = Outcome(State.DONE, Ended.RETURNED, 1, 0, 0, 9.0, result="1")
     assert "new_details" not in settle_parameters(row, done)
@@ -214,7 +206,6 @@ def test_the_details_stay_as_they_are_at_a_first_success() -> None:
 
 
 def test_the_parameters_of_an_insert_are_the_columns_of_the_new_row() -> None:
-    """However they are built."""
     for row in (
         a_record(State.RUNNING, retention=9.0, started_at=0),
         a_record(State.PENDING, **FULL),
@@ -247,9 +238,6 @@ OTHER_OUTCOMES: dict[str, Any] = {
 
 
 def test_a_success_is_written_in_short_only_if_it_changes_nothing_else() -> None:
-    """No other field of an outcome is left out, nor what the outcome overwrites in the row. The
-    traceback is that of a failure.
-    """
     row = a_record(State.RUNNING)
     done = Outcome(State.DONE, Ended.RETURNED, row.attempt, 0, row.crashes, 9.0, result="1")
     assert only_succeeds(row, done)

@@ -45,7 +45,6 @@ def classified(rules: Rules, error: BaseException) -> Classification:
     ids=stable_id,
 )
 def test_a_hook_may_decide(said: Any, ruling: Ruling, delay: float | None) -> None:
-    """A ruling, or whether to retry at all."""
     classification = classified(Rules.default().use(lambda *_: said, name="mine"), http_error(500))
     assert (classification.rule, classification.ruling, classification.delay) == (
         "mine",
@@ -56,7 +55,6 @@ def test_a_hook_may_decide(said: Any, ruling: Ruling, delay: float | None) -> No
 
 @pytest.mark.parametrize(("said", "delay"), [(7, 7.0), (0.5, 0.5), (0, 0.001), (1, 1.0)])
 def test_a_number_of_a_hook_is_a_retry_after_exactly_that(said: float, delay: float) -> None:
-    """In seconds; 1 is one second, True is not."""
     classification = classified(
         Rules.default().use(lambda *_: said), http_error(429, retry_after="60")
     )
@@ -64,7 +62,6 @@ def test_a_number_of_a_hook_is_a_retry_after_exactly_that(said: float, delay: fl
 
 
 def test_a_hook_sees_the_error_and_the_merged_facts() -> None:
-    """Once per failure, however many errors there are."""
     seen = []
     error = caused(fake_error("shop.Failed"), http_error(404))
     Rules().use(lambda exc, facts: seen.append((exc, facts))).classify(error, NOW)  # type: ignore[arg-type]
@@ -72,7 +69,6 @@ def test_a_hook_sees_the_error_and_the_merged_facts() -> None:
 
 
 def test_after_a_hook_that_returns_none_the_next_rule_decides() -> None:
-    """For any error."""
     rules = Rules.default().use(lambda *_: None).on(status=404, to=STOP)
     assert classified(rules, http_error(404)).ruling is STOP
 
@@ -95,8 +91,6 @@ def test_a_hook_that_returns_nonsense_counts_as_silent_and_is_logged(
 
 
 def test_a_hook_may_end_itself_and_not_the_attempt(caplog: pytest.LogCaptureFixture) -> None:
-    """What it raises is not the body's: neither ``Snooze`` nor an exit."""
-
     def ends(exc: BaseException, facts: ErrorFacts) -> None:
         raise SystemExit
 
@@ -107,7 +101,6 @@ def test_a_hook_may_end_itself_and_not_the_attempt(caplog: pytest.LogCaptureFixt
 
 
 def test_what_a_hook_returns_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """It may hold what the exception held."""
     said: Any = {"authorization": "Bearer s3cret"}
     classified(Rules.default().use(lambda *_: said, name="mine"), http_error(429))
     assert "returned a dict" in caplog.text
@@ -116,14 +109,12 @@ def test_what_a_hook_returns_is_not_logged(caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.mark.parametrize("said", ["90s", timedelta(seconds=90), 90])
 def test_a_hook_may_return_a_duration_in_any_form(said: Any) -> None:
-    """As ``on(to=…)`` takes it."""
     assert classified(Rules.default().use(lambda *_: said), http_error(429)).delay == 90.0
 
 
 def test_a_hook_that_raises_counts_as_silent_and_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With its traceback."""
     classification = classified(
         Rules.default().use(lambda *_: 1 // 0, name="mine"), http_error(429)
     )
@@ -133,8 +124,6 @@ def test_a_hook_that_raises_counts_as_silent_and_is_logged(
 
 
 def test_a_hook_does_not_swallow_what_ends_a_run() -> None:
-    """An interruption is not a failure."""
-
     def interrupted(exc: BaseException, facts: ErrorFacts) -> None:
         raise KeyboardInterrupt
 
@@ -143,7 +132,6 @@ def test_a_hook_does_not_swallow_what_ends_a_run() -> None:
 
 
 def test_hooks_are_not_asked_about_facts_alone() -> None:
-    """There is no exception to show them."""
     rules = Rules.default().use(lambda *_: False)
     assert rules.classify_facts(ErrorFacts(status=429), NOW).rule == "rate-limited"
 
@@ -171,7 +159,6 @@ EVERYTHING = Rules.default().on(exc="LeasesError", to=STOP).use(lambda *_: STOP)
 def test_what_the_body_asks_for_comes_before_every_rule(
     error: BaseException, rule: str, kind_: str, delay: float | None
 ) -> None:
-    """And exactly: no limit is put on it, and no policy raises it."""
     classification = classified(EVERYTHING, error)
     assert (classification.rule, classification.ruling.kind, classification.reason) == (
         rule,
@@ -183,13 +170,11 @@ def test_what_the_body_asks_for_comes_before_every_rule(
 
 
 def test_a_cooldown_of_the_group_is_one() -> None:
-    """The scope is the body's word too."""
     assert classified(EVERYTHING, Cooldown(5, scope="group")).ruling.scope == "group"
     assert classified(EVERYTHING, Cooldown(5)).ruling.scope == "key"
 
 
 def test_what_the_body_asks_for_is_found_in_groups_and_causes() -> None:
-    """Such as those of a ``TaskGroup``."""
     assert (
         classified(Rules(), ExceptionGroup("two", [ValueError(), Cooldown(5)])).rule
         == "asked-cooldown"
@@ -201,8 +186,6 @@ def test_what_the_body_asks_for_is_found_in_groups_and_causes() -> None:
 
 
 def test_a_subclass_of_the_users_asks_for_the_same() -> None:
-    """With its own words."""
-
     class Declined(PermanentFailure):
         """The card was declined."""
 
@@ -210,13 +193,11 @@ def test_a_subclass_of_the_users_asks_for_the_same() -> None:
 
 
 def test_facts_alone_have_what_the_body_asked_for() -> None:
-    """For the command line, which has no exception."""
     facts = ErrorFacts(names=("celery_leases.errors.PermanentFailure",))
     assert Rules().classify_facts(facts, NOW).rule == "asked-permanent"
 
 
 def test_the_reason_of_the_body_is_shown_without_secrets() -> None:
-    """It is stored."""
     assert classified(Rules(), Cooldown(5, "token=abc123")).why.endswith(
         "of its key: token=[redacted]"
     )

@@ -39,14 +39,12 @@ def matches(error: BaseException, **conditions: Any) -> bool:
     ids=stable_id,
 )
 def test_a_rule_may_be_about_statuses(status: Any, met: list[int], missed: list[int]) -> None:
-    """One, a class of them, a range, or several of those."""
     assert [matches(http_error(one), status=status) for one in met] == [True] * len(met)
     assert [matches(http_error(one), status=status) for one in missed] == [False] * len(missed)
     assert not matches(ValueError(), status=status)
 
 
 def test_a_rule_may_be_about_codes() -> None:
-    """As written, or with any ending."""
     error = http_error(400, {"error": {"code": "card_declined", "type": "card_error"}})
     assert matches(error, code="card_declined")
     assert matches(error, code=["other", "card_error"])
@@ -74,9 +72,6 @@ Family = fake_class("shop.errors.Declined", fake_class("shop.errors.ShopError", 
     ids=stable_id,
 )
 def test_a_rule_may_be_about_a_class_or_a_superclass(name: Any) -> None:
-    """By the class, by its dotted name, with or without the modules in between, or by its bare
-    name.
-    """
     assert matches(Family(), exc=name)
     assert matches(caused(RuntimeError(), Family()), exc=name)
 
@@ -86,12 +81,10 @@ def test_a_rule_may_be_about_a_class_or_a_superclass(name: Any) -> None:
     ["errors.Declined", "shop.error.Declined", "declined", "shop", KeyError, "builtins.Declined"],
 )
 def test_a_name_that_is_only_similar_is_another_one(name: Any) -> None:
-    """The first module and the class must be right."""
     assert not matches(Family(), exc=name)
 
 
 def test_a_builtin_class_is_not_every_class_of_that_name() -> None:
-    """The timeouts of redis are none of Python's."""
     error = fake_error("redis.exceptions.TimeoutError")
     assert matches(error, exc="TimeoutError")
     assert not matches(error, exc=TimeoutError)
@@ -99,7 +92,6 @@ def test_a_builtin_class_is_not_every_class_of_that_name() -> None:
 
 
 def test_a_rule_may_be_about_databases_grpc_headers_and_texts() -> None:
-    """Each in its own words."""
     busy = fake_error("psycopg.errors.LockNotAvailable", sqlstate="55P03")
     assert matches(busy, sqlstate="55")
     assert matches(busy, sqlstate=["40", "55P03"])
@@ -115,12 +107,10 @@ def test_a_rule_may_be_about_databases_grpc_headers_and_texts() -> None:
 
 
 def test_a_text_is_searched_without_its_secrets() -> None:
-    """A rule cannot match text that is not stored."""
     assert not matches(ValueError("token=abc123"), message="abc123")
 
 
 def test_all_that_is_given_must_be_met_by_some_error_of_the_chain() -> None:
-    """An error of the application's own and the answer behind it."""
     error = caused(fake_error("shop.errors.Failed"), http_error(404))
     assert matches(error, exc="shop.errors.Failed", status=404)
     assert not matches(error, exc="shop.errors.Failed", status=403)
@@ -153,7 +143,6 @@ WRONG: list[dict[str, Any]] = [
 def test_a_rule_that_can_never_match_is_refused_when_it_is_written(
     conditions: dict[str, Any],
 ) -> None:
-    """The message names the argument and the value."""
     with pytest.raises(LeaseConfigurationError, match=r"^Rules\.on: ") as refused:
         Rules.default().on(**conditions, to=permanent())
     for name, value in conditions.items():
@@ -164,14 +153,12 @@ def test_a_rule_that_can_never_match_is_refused_when_it_is_written(
     "to", [None, "soon", "", -1, -1.5, float("nan"), float("inf"), True, False, [], retry, object()]
 )
 def test_what_is_done_must_be_something(to: Any) -> None:
-    """A ruling, a kind of ruling, or a duration."""
     with pytest.raises(LeaseConfigurationError, match=r"Rules\.on: to="):
         Rules().on(status=404, to=to)
 
 
 @pytest.mark.parametrize("name", ["", " ", 5])
 def test_a_name_must_be_a_name(name: Any) -> None:
-    """Operators read it."""
     with pytest.raises(LeaseConfigurationError, match="name="):
         Rules().on(status=404, name=name, to=STOP)
     with pytest.raises(LeaseConfigurationError, match="name="):
@@ -179,6 +166,5 @@ def test_a_name_must_be_a_name(name: Any) -> None:
 
 
 def test_a_hook_must_be_callable() -> None:
-    """A ruling alone does not define when it applies."""
     with pytest.raises(LeaseConfigurationError, match=r"Rules\.use: .* write a function"):
         Rules().use(permanent())  # type: ignore[arg-type]

@@ -32,7 +32,6 @@ def code(value: str, status: int) -> Any:
 
 
 def test_codes_beat_status() -> None:
-    """AWS throttles with 400, and Stripe reports a lock with 429."""
     assert classified(aws("ThrottlingException", 400)).rule == "rate-limited"
     assert classified(aws("ValidationException", 400)).rule == "request-refused"
     assert classified(code("lock_timeout", status=429)).rule == "lock-timeout"
@@ -52,7 +51,6 @@ def test_an_error_that_repeats_the_status_of_its_cause_is_not_poorer_than_it() -
 
 
 def test_a_request_not_to_retry_counts_for_faults_of_the_server_only() -> None:
-    """A limit in the same response is still a limit; and the header may say the opposite."""
     assert classified(http_error(500, x_should_retry="false")).rule == "told-not-to-retry"
     assert classified(http_error(429, x_should_retry="false")).rule == "rate-limited"
     assert classified(http_error(404, stripe_should_retry="false")).rule == "request-refused"
@@ -60,14 +58,12 @@ def test_a_request_not_to_retry_counts_for_faults_of_the_server_only() -> None:
 
 
 def test_a_window_that_is_not_empty_is_no_limit() -> None:
-    """GitHub sends the remaining number with every 403."""
     assert classified(http_error(403, x_ratelimit_remaining="12")).rule == "request-refused"
     assert classified(http_error(503)).rule == "outcome-unknown"
     assert classified(http_error(413)).rule == "request-refused"
 
 
 def test_families_of_classes_lie() -> None:
-    """An OSError may be a wrong URL, and an authentication error one of the connection."""
     wrong_url = fake_error("requests.exceptions.InvalidURL", RequestsError, ValueError)
     assert isinstance(wrong_url, OSError)
     assert classified(wrong_url).rule == "request-refused"
@@ -101,12 +97,10 @@ WRAPPERS = [
     ids=lambda value: type(value).__name__,
 )
 def test_an_sdks_connection_error_lets_its_cause_decide(wrapper: Any, cause: Any, row: str) -> None:
-    """The outcome is unknown only if no rule matches the cause."""
     assert classified(caused(wrapper, cause)).rule == row
 
 
 def test_the_connection_error_of_requests_lets_what_it_hides_decide() -> None:
-    """It can be found only in its arguments."""
     refused = fake_error("urllib3.exceptions.NewConnectionError")
     exceeded = fake_error("urllib3.exceptions.MaxRetryError", reason=refused)
     assert classified(RequestsConnection(exceeded)).rule == "connect-phase"
@@ -118,7 +112,6 @@ def test_the_connection_error_of_requests_lets_what_it_hides_decide() -> None:
 
 
 def test_the_status_of_an_answer_is_no_failure_of_the_connection() -> None:
-    """``HTTPError`` of urllib is a ``URLError``."""
     answered = fake_error(
         "urllib.error.HTTPError", UrllibError, said="HTTP Error 500: no", code=500
     )
@@ -130,7 +123,6 @@ def test_the_status_of_an_answer_is_no_failure_of_the_connection() -> None:
 
 
 def test_a_wrapped_error_of_the_database_is_one_of_the_database() -> None:
-    """``orig`` knows."""
     unique = fake_error("psycopg.errors.UniqueViolation", sqlstate="23505")
     assert classified(fake_error("sqlalchemy.exc.DBAPIError", orig=unique)).rule == "refused-here"
     away = fake_error(
@@ -142,7 +134,6 @@ def test_a_wrapped_error_of_the_database_is_one_of_the_database() -> None:
 
 
 def test_an_error_of_the_application_lets_its_cause_decide() -> None:
-    """What the rules do not know is passed over."""
     error = caused(
         RuntimeError("the month failed"),
         caused(fake_error("shop.Failed"), http_error(429, retry_after="20")),
@@ -155,12 +146,10 @@ def test_an_error_of_the_application_lets_its_cause_decide() -> None:
 
 
 def test_the_outermost_error_that_is_known_decides() -> None:
-    """A missing file is missing, with any error behind it."""
     assert classified(caused(FileNotFoundError(), http_error(429))).rule == "refused-here"
 
 
 def test_facts_alone_are_judged_like_errors() -> None:
-    """As the command line gives them."""
     rules = Rules.default()
     assert (
         rules.classify_facts(ErrorFacts(status=429, headers={"retry-after": "37"}), NOW).delay

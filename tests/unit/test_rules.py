@@ -51,13 +51,11 @@ def a_hook(exc: BaseException, facts: ErrorFacts) -> bool | None:
     ids=str,
 )
 def test_a_rule_does_what_it_says(to: Any, ruling: Ruling) -> None:
-    """A ruling, or the word for it."""
     assert classified(Rules().on(status=404, to=to), http_error(404)).ruling == ruling
 
 
 @pytest.mark.parametrize("to", [7, 7.0, "7s", timedelta(seconds=7)], ids=repr)
 def test_a_duration_means_a_retry_after_exactly_that(to: Any) -> None:
-    """With any server delay."""
     classification = classified(Rules().on(status=429, to=to), http_error(429, retry_after="60"))
     assert (classification.ruling.kind, classification.delay, classification.source) == (
         "retry",
@@ -67,7 +65,6 @@ def test_a_duration_means_a_retry_after_exactly_that(to: Any) -> None:
 
 
 def test_a_delay_in_the_answer_reaches_the_ruling_of_a_user() -> None:
-    """What it does there is the ruling's business."""
     classification = classified(
         Rules().on(status=404, to=retry("10s")), http_error(404, retry_after="60")
     )
@@ -79,7 +76,6 @@ def test_a_delay_in_the_answer_reaches_the_ruling_of_a_user() -> None:
 
 
 def test_a_permanent_failure_has_no_delay() -> None:
-    """There is nothing to wait for."""
     classification = classified(
         Rules().on(status=404, to=permanent()), http_error(404, retry_after="60")
     )
@@ -91,7 +87,6 @@ def test_a_permanent_failure_has_no_delay() -> None:
 
 
 def test_the_first_rule_that_matches_wins_before_all_default_ones() -> None:
-    """In the order in which they were written."""
     rules = (
         Rules.default()
         .on(status=429, to="permanent", name="first")
@@ -103,7 +98,6 @@ def test_the_first_rule_that_matches_wins_before_all_default_ones() -> None:
 
 
 def test_a_rule_about_a_cause_comes_before_a_later_one_about_the_error_itself() -> None:
-    """Each rule is tried on the whole chain before the next rule."""
     rules = (
         Rules()
         .on(status=404, to="permanent", name="inner")
@@ -113,7 +107,6 @@ def test_a_rule_about_a_cause_comes_before_a_later_one_about_the_error_itself() 
 
 
 def test_rules_are_immutable() -> None:
-    """Writing one more makes others."""
     rules = Rules.default()
     more = rules.on(status=404, to="retry")
     assert (len(rules.written), len(more.written)) == (0, 1)
@@ -122,7 +115,6 @@ def test_rules_are_immutable() -> None:
 
 
 def test_rules_pickle() -> None:
-    """A hook that is a function of a module goes with them."""
     rules = Rules.default().on(status="5xx", message="x+", to=retry("1s")).use(a_hook)
     assert pickle.loads(pickle.dumps(rules)) == rules  # noqa: S301 - our own bytes
 
@@ -131,7 +123,6 @@ def test_rules_pickle() -> None:
 
 
 def test_a_rule_without_a_name_is_named_after_its_conditions() -> None:
-    """An operator reads it in the record."""
     rules = (
         Rules()
         .on(status=404, to=5)
@@ -154,7 +145,6 @@ def test_a_rule_without_a_name_is_named_after_its_conditions() -> None:
 
 
 def test_why_names_what_matched_and_where() -> None:
-    """One short sentence for people."""
     rules = Rules.default().on(exc="shop.Failed", status=404, to=5).use(a_hook)
     failed = caused(fake_error("shop.Failed"), http_error(404, dotted="openai.NotFoundError"))
     assert classified(rules, failed).why == "status 404 of openai.NotFoundError and shop.Failed"
@@ -268,7 +258,6 @@ NAMES = [
     st.dictionaries(st.sampled_from(NAMES), st.integers(0, len(PIECES) - 1)),
 )
 def test_judging_never_raises(name: str, drawn: dict[str, int]) -> None:
-    """Any error is classified, and its delay is a usable number."""
     error = fake_error(name)
     for attribute, index in drawn.items():
         try:

@@ -121,7 +121,6 @@ def is_sound(bench: Bench) -> None:
 def test_what_ends_in_our_hands_is_never_a_crash(
     in_records: bool, steps: list[tuple[str, str, float]], on_done: OnDone
 ) -> None:
-    """Failures, retries, losses, shutdowns, snoozes and cooldowns, in any order, by two calls."""
     bench = Bench(in_records)
     for call_id, what, wait in steps:
         call = bench.call(
@@ -149,7 +148,6 @@ def test_what_ends_in_our_hands_is_never_a_crash(
 def test_crashes_are_those_of_processes_that_died_and_end_the_key(
     in_records: bool, steps: list[tuple[str, str, float, bool]], on_done: OnDone
 ) -> None:
-    """At most the processes that died since the last orderly end, and at most the limit."""
     bench, died = Bench(in_records), 0
     for call_id, what, wait, repeat in steps:
         call = bench.call(
@@ -178,9 +176,6 @@ def test_crashes_are_those_of_processes_that_died_and_end_the_key(
 def test_a_failure_that_repeats_itself_comes_to_an_end(
     in_records: bool, what: str, max_retries: int, max_failures: int
 ) -> None:
-    """After so many failures, each with its quick retries before it; and no body runs again after
-    that.
-    """
     bench = Bench(in_records)
     call = bench.call(max_retries=max_retries, max_failures=max_failures, retention=60.0)
     for _ in range(30):
@@ -194,7 +189,6 @@ def test_a_failure_that_repeats_itself_comes_to_an_end(
 
 @FAMILIES
 def test_a_group_that_never_recovers_is_probed_once_for_each_closing(in_records: bool) -> None:
-    """With two keys, each rescheduled until the gate lets one of them probe."""
     bench = Bench(in_records)
     other = replace(KEY, key="invoice:7", stored="t:billing.send|invoice:7")
     calls = [bench.call(), bench.call(key=other, call_id=THEIRS)]

@@ -75,9 +75,6 @@ def told(record: Record | None, holder: Holder | None = None) -> LeaseStatus:
 
 
 def test_in_every_state_the_message_is_one_line_without_the_exceptions_text() -> None:
-    """The text of the exception is in ``error`` alone; every code is used, and each has one
-    text.
-    """
     texts: dict[MessageCode, set[str]] = {}
     for record, holder in situations():
         status = told(record, holder)
@@ -112,18 +109,15 @@ def test_in_every_state_the_message_is_one_line_without_the_exceptions_text() ->
     ],
 )
 def test_a_call_that_may_have_been_executed_says_so(changes: dict[str, Any], message: str) -> None:
-    """A user who presses the button again knows what that may do."""
     failure = Failure("httpx.ReadTimeout", SECRET_TEXT, "r", "outcome_unknown", ambiguous=True)
     assert told(replace(ROW, failure=failure, ended=Ended.FAILED, **changes)).message() == message
 
 
 def test_a_key_that_is_taken_and_not_yet_claimed_is_starting() -> None:
-    """There is no attempt yet to be counted."""
     assert told(None, HOLDER).message() == "Starting"
 
 
 def test_a_forgotten_key_is_absent() -> None:
-    """It is cleared: nothing waits, and nothing will run by itself."""
     empty = replace(ROW, attempt=0, call_id="", ended=None)
     status = told(empty)
     assert (status.state, status.message(), status.key) == ("absent", "Not started yet", "k")
@@ -141,14 +135,12 @@ def test_a_forgotten_key_is_absent() -> None:
     ],
 )
 def test_the_reason_a_body_gives_is_the_detail(error: Exception, detail: str | None) -> None:
-    """``reason`` is the stable code, ``detail`` the words."""
     failure = replace(failure_of(error), reason=Reason.ASKED.value)
     status = told(replace(ROW, state=State.COOLING, failure=failure, ended=Ended.FAILED))
     assert (status.reason, status.detail) == ("asked", detail)
 
 
 def test_a_key_without_a_record_at_a_closed_gate_says_what_it_waits_for() -> None:
-    """The next call does not run the body then."""
     gate = Gate("openai:x", 2, 60.0, "rate_limited", "rate-limited", "Too many.")
     shown = status_of("k", "shop.work", None, None, gate=gate, wall_time=0.0)
     assert (shown.state, shown.scope) == ("absent", "group")

@@ -94,7 +94,6 @@ def plugged(tmp_path: Path) -> Iterator[Callable[[str], Plugged]]:
 def test_tasks_run_under_the_leases_of_another_distribution(
     toy: None, plugged: Callable[[str], Plugged]
 ) -> None:
-    """A call takes its lease there, meanwhile the key is held, and afterwards it is free."""
     shop = plugged("toy://shop")
     app_components.components_of(shop.app, eager=True).records.check()
     assert shop.work.apply().get() == "done"
@@ -111,7 +110,6 @@ def test_tasks_run_under_the_leases_of_another_distribution(
 def test_a_worker_starts_with_it_and_logs_its_warning(
     toy: None, plugged: Callable[[str], Plugged], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The store returns the warning."""
     with caplog.at_level(logging.WARNING, "celery_leases"):
         startup.check_before_work(AWorker(plugged("toy://shop").app))
     assert "toy://shop" in caplog.text
@@ -119,7 +117,6 @@ def test_a_worker_starts_with_it_and_logs_its_warning(
 
 
 def test_a_client_finds_it_too(toy: None, tmp_path: Path) -> None:
-    """By the same URL, whose scheme is written in any case."""
     with LeaseClient("TOY://shop", f"sqlite:///{tmp_path}/records.db") as client:
         assert client._leases.holder("t:x|y") is None
 
@@ -168,9 +165,6 @@ def opened(settings): return Store()
 def test_a_store_that_cannot_be_used_stops_the_worker(
     install: Install, plugged: Callable[[str], Plugged], value: str, source: str, why: str
 ) -> None:
-    """The message names the URL without its password, the entry point, its distribution, and what
-    is wrong.
-    """
     install(value, source=source)
     with pytest.raises(SystemExit) as caught:
         startup.check_before_work(AWorker(plugged(f"own://u:{SECRET}@host/1").app))
@@ -183,7 +177,6 @@ def test_a_store_that_cannot_be_used_stops_the_worker(
 def test_the_error_of_a_store_about_its_configuration_is_shown_as_it_is(
     install: Install, plugged: Callable[[str], Plugged]
 ) -> None:
-    """The store knows best what to write."""
     error = "from celery_leases.errors import LeaseConfigurationError as Wrong\n"
     install("own_leases:opened", source=error + "def opened(_): raise Wrong('name a bucket')")
     with pytest.raises(SystemExit, match=r"^celery_leases: name a bucket$"):
@@ -192,7 +185,6 @@ def test_the_error_of_a_store_about_its_configuration_is_shown_as_it_is(
 
 @pytest.mark.parametrize("url", ["etcd://host", "host:6379", "://host"])
 def test_an_unknown_scheme_names_those_that_are_installed(toy: None, url: str) -> None:
-    """And the group in which a distribution registers one."""
     with pytest.raises(LeaseConfigurationError, match=re.escape("(installed: toy://)")) as caught:
         LeaseClient(url, "sqlite://")
     assert '"celery_leases.stores"' in str(caught.value)
@@ -211,7 +203,6 @@ def test_a_scheme_of_two_distributions_is_refused(install: Install) -> None:
 
 
 def test_no_distribution_takes_the_place_of_redis(install: Install, tmp_path: Path) -> None:
-    """The schemes of Redis are this package's own."""
     install("own_leases:opened")
     entry_points = tmp_path / "own_leases" / "own_leases-1.0.dist-info" / "entry_points.txt"
     entry_points.write_text("[celery_leases.stores]\nredis = own_leases:opened\n")

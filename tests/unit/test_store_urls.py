@@ -44,7 +44,6 @@ DATABASE_URLS = [
 
 @pytest.mark.parametrize("url", LEASE_URLS)
 def test_the_error_for_a_lease_url_hides_its_password(url: str) -> None:
-    """However badly it is formed."""
     with pytest.raises(LeaseConfigurationError, match="leases_url=") as caught:
         LeaseClient(url, "sqlite://")
     assert SECRET not in str(caught.value)
@@ -52,7 +51,6 @@ def test_the_error_for_a_lease_url_hides_its_password(url: str) -> None:
 
 @pytest.mark.parametrize("url", DATABASE_URLS)
 def test_the_error_for_a_database_url_hides_its_password(url: str) -> None:
-    """The scheme stays, as that is what is wrong most often."""
     with pytest.raises(LeaseConfigurationError, match="leases_database_url=") as caught:
         engine_for(url)
     assert SECRET not in str(caught.value)
@@ -65,7 +63,6 @@ def test_the_error_for_a_database_url_hides_its_password(url: str) -> None:
 def test_an_unreachable_database_is_named_without_the_passwords_of_its_url(
     scheme: str, where: str
 ) -> None:
-    """One of them may stand in the query."""
     more = f"sslpassword={SECRET}&" if scheme.startswith("postgresql") else ""
     records = SqlRecordStore(engine_for(f"{scheme}://{where}{more}connect_timeout=2"))
     with pytest.raises(StoreUnavailable, match=re.escape("127.0.0.1:1/x")) as caught:
@@ -74,7 +71,6 @@ def test_an_unreachable_database_is_named_without_the_passwords_of_its_url(
 
 
 def test_settings_are_printed_without_urls() -> None:
-    """As a debugger or a log line does."""
     url = f"redis://:{SECRET}@h/1?password={SECRET}"
     conf: dict[str, Any] = {
         "leases_url": url,
@@ -95,12 +91,10 @@ def test_settings_are_printed_without_urls() -> None:
     ],
 )
 def test_what_is_shown_of_a_url(url: object, text: str) -> None:
-    """Enough to know which one it was."""
     assert display_url(url) == text
 
 
 def test_the_servers_of_a_list_are_shown() -> None:
-    """Where no part of it can be a password's."""
     assert without_password("sentinel://:p@h1:1;sentinel://:p@h2:2/0") == "sentinel://h1:1,h2:2/0"
 
 
@@ -118,7 +112,6 @@ def test_the_servers_of_a_list_are_shown() -> None:
 def test_a_url_without_a_driver_takes_one_that_is_installed(
     monkeypatch: pytest.MonkeyPatch, url: str, installed: set[str], driver: str
 ) -> None:
-    """``postgres://`` is what hosting providers write."""
     monkeypatch.setattr(database, "_is_installed", lambda name: name in installed)
     engine = engine_for(url)
     assert engine.url.drivername == driver
@@ -139,8 +132,6 @@ def test_a_url_without_a_driver_takes_one_that_is_installed(
 def test_a_url_without_any_driver_installed_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, url: str, write: str
 ) -> None:
-    """The one line to type, and the URL for the driver that the extra installs."""
-
     def missing(*_: Any, **__: Any) -> Any:
         raise ModuleNotFoundError("No module named 'driver'")
 
@@ -151,7 +142,6 @@ def test_a_url_without_any_driver_installed_names_the_extra(
 
 
 def test_the_error_for_another_database_shows_no_password_of_the_query() -> None:
-    """It reaches the caller and the result backend, which redact nothing."""
     engine = create_engine("sqlite:////tmp/records.db?password=one&sslpassword=two")
     said = str(_wrong_database("key", engine, "'another'"))
     assert "records.db" in said

@@ -36,7 +36,6 @@ def test_a_call_that_celery_has_retried_is_published_with_its_retries(
     ],
 )
 def test_a_stored_call_expires_until_it_has_begun(attempt: int, call_id: str, begun: bool) -> None:
-    """Then it is published without an end, as a copy that is rescheduled is."""
     end = "2026-04-01T12:00:00+00:00"
     kept = json.dumps({"task": "a", "options": {"task_id": "call-1", "expires": end}})
     now = int(datetime.fromisoformat(end).timestamp() * 1e6)

@@ -40,7 +40,6 @@ class Size(StrEnum):
     ids=repr,
 )
 def test_arguments_that_json_restores_are_stored(value: Any) -> None:
-    """With its type, as argument and as keyword."""
     text = stored_form(signature("t", (value,), {"k": value}, app=APP))
     assert (decode(text)["args"], decode(text)["kwargs"]) == ([value], {"k": value})
 
@@ -49,7 +48,6 @@ def test_arguments_that_json_restores_are_stored(value: Any) -> None:
     "value", [(1, 2), [(1,)], {1: 2}, {"a": {True: 0}}, Size.LARGE, [{"a": Size.LARGE}]], ids=repr
 )
 def test_arguments_that_json_would_change_are_not_stored(value: Any) -> None:
-    """However deep, as argument, as keyword, and in a call that follows."""
     following = signature("t", (value,), app=APP)
     calls = [
         following,
@@ -62,13 +60,11 @@ def test_arguments_that_json_would_change_are_not_stored(value: Any) -> None:
 
 
 def test_arguments_of_types_without_json_are_not_stored() -> None:
-    """Any object."""
     with pytest.raises(NotStorable, match="no JSON form"):
         stored_form(signature("t", (object(),), app=APP))
 
 
 def test_a_canvas_is_stored_unchanged() -> None:
-    """Signatures are dicts with a tuple of arguments, in arguments and in what follows."""
     whole = chord([signature("t", (1,), app=APP)], signature("t", (2,), app=APP), app=APP)
     call = signature("t", (whole,), {"then": whole}, link=[whole], chain=[whole], app=APP)
     assert decode(stored_form(call))["args"][0]["task"] == "celery.chord"
@@ -89,7 +85,6 @@ def test_arguments_are_delivered_as_their_serializer_gives_them_back(
     ("serializer", "value"), [("json", object()), ("pickle", lambda: 1), ("unheard-of", 1)]
 )
 def test_a_call_that_cannot_be_published_raises(serializer: str, value: Any) -> None:
-    """With the serializer's name."""
     with pytest.raises(
         NotStorable, match=f"cannot be published with the serializer '{serializer}'"
     ):

@@ -52,7 +52,6 @@ def codes(task: Any, *calls: tuple[Any, ...], **given: Any) -> list[int]:
 
 
 def test_work_is_published_once_and_then_answered_with_its_result(app: Any) -> None:
-    """Also under an Idempotency-Key."""
     order = app.tasks["shop.order"]
     assert codes(order, ("a",), ("a",)) == [202, 200]
     assert codes(order, ("b",), ("b",), idempotent=True) == [202, 200]
@@ -61,7 +60,6 @@ def test_work_is_published_once_and_then_answered_with_its_result(app: Any) -> N
 
 
 def test_each_call_of_a_task_that_reruns_is_work_of_its_own(app: Any) -> None:
-    """A result of another call is no answer."""
     assert codes(app.tasks["shop.sync"], ("a",), ("a",), ("a",)) == [202, 202, 202]
     assert RAN == ["a", "a", "a"]
 
@@ -69,7 +67,6 @@ def test_each_call_of_a_task_that_reruns_is_work_of_its_own(app: Any) -> None:
 def test_what_cools_down_or_has_failed_is_not_published(
     app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer has the time of the next try, or the state failed."""
     order, published = app.tasks["shop.order"], []
     assert codes(order, ("a", -1), ("b", 0)) == [202, 202]
     monkeypatch.setattr(LeasedTask, "apply_async", lambda *given, **_: published.append(given))
@@ -79,7 +76,6 @@ def test_what_cools_down_or_has_failed_is_not_published(
 
 @pytest.mark.parametrize("idempotent", [False, True])
 def test_what_an_operator_has_freed_is_published_again(app: Any, idempotent: bool) -> None:
-    """No message of it waits anywhere."""
     order = app.tasks["shop.order"]
     codes(order, ("a", -1), idempotent=idempotent)
     LeaseClient.from_app(app).retry("order:a", task="shop.order")
@@ -88,7 +84,6 @@ def test_what_an_operator_has_freed_is_published_again(app: Any, idempotent: boo
 
 
 def test_other_content_and_a_key_that_cannot_be_made_are_errors(app: Any) -> None:
-    """And nothing is published."""
     order = app.tasks["shop.order"]
     codes(order, ("a", 1))
     with pytest.raises(KeyReused):
@@ -101,7 +96,6 @@ def test_other_content_and_a_key_that_cannot_be_made_are_errors(app: Any) -> Non
 def test_options_go_to_the_call_and_the_place_into_the_answer(
     app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The place may be made from the status."""
     order, published = app.tasks["shop.order"], []
 
     def publish(self: Any, *given: Any, **options: Any) -> None:
@@ -123,7 +117,6 @@ def test_options_go_to_the_call_and_the_place_into_the_answer(
 def test_a_request_that_comes_second_gets_the_answer_of_an_outstanding_call(
     app: Any, monkeypatch: pytest.MonkeyPatch, idempotent: bool, code: int
 ) -> None:
-    """Another one has published the call since this one has looked."""
     order = app.tasks["shop.order"]
     looks = [LeaseStatus("order:a", "shop.order", state) for state in ("absent", "pending")]
     monkeypatch.setattr(LeasedTask, "lease_status", lambda *_, **__: looks.pop(0))
@@ -137,7 +130,6 @@ def test_a_request_that_comes_second_gets_the_answer_of_an_outstanding_call(
 
 
 def test_what_is_queued_once_is_published_once(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its record exists before a worker has the message."""
     made: list[Any] = []
 
     @app.task(base=LeasedTask, name="shop.once", lease_key="once:{key}", lease_queue_once=True)
@@ -166,8 +158,6 @@ def test_a_task_without_a_lease_is_refused(app: Any) -> None:
 def test_an_outage_of_the_broker_is_an_error_of_celery_leases(
     app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which the mapping answers with 503; credentials do not get into its text."""
-
     def away(*_: Any, **__: Any) -> None:
         raise OperationalError("Error 111 connecting to amqp://user:hunter2@host//")
 

@@ -222,7 +222,6 @@ def task_of(kit: LeaseKit, body: Callable[..., Any]) -> Any:
 def test_a_double_charge_is_found_with_its_line(
     kit: LeaseKit, body: Callable[..., Any], line: str
 ) -> None:
-    """At least one crash causes the second charge; the report names it and the line."""
     with pytest.raises(AssertionError) as found:
         testing.assert_survives_crashes(task_of(kit, body), 7)
     said = str(found.value)
@@ -237,7 +236,6 @@ def test_a_double_charge_is_found_with_its_line(
 
 @pytest.mark.parametrize("body", GOOD, ids=lambda body: body.__name__)
 def test_a_good_task_passes(kit: LeaseKit, body: Callable[..., Any]) -> None:
-    """It is killed at all its points, those of a commit among them."""
     points = testing.assert_survives_crashes(task_of(kit, body), 7)
     named = {point.partition("-")[0] for point in points}
     end = "commit" if body is commits_with_its_rows else "return"
@@ -247,7 +245,6 @@ def test_a_good_task_passes(kit: LeaseKit, body: Callable[..., Any]) -> None:
 
 
 def test_an_awaited_call_is_made_before_the_process_dies_after_it(kit: LeaseKit) -> None:
-    """A crash before the call makes no payment; one after it makes one."""
     task = task_of(kit, charges_asynchronously)
     testing.crash(task, 7, at="before:charge_async")
     assert bank.payments == []
@@ -316,8 +313,6 @@ def test_state_that_is_not_restored_is_reported(kit: LeaseKit) -> None:
 
 
 def test_a_lost_call_is_found(kit: LeaseKit) -> None:
-    """The key is done, and nothing was charged."""
-
     def saves_it_too_early(self: Any, order: int) -> None:
         if not self.lease.progress:
             self.lease.save_progress("charged")
@@ -330,8 +325,6 @@ def test_a_lost_call_is_found(kit: LeaseKit) -> None:
 
 
 def test_one_item_twice_and_another_never_are_found(kit: LeaseKit) -> None:
-    """Together they are as many calls as without a crash."""
-
     def goes_on_at_the_wrong_end(self: Any, order: int) -> None:
         for item in (1,) if self.lease.progress else (1, 2):
             bank.charge(item)
@@ -344,7 +337,6 @@ def test_one_item_twice_and_another_never_are_found(kit: LeaseKit) -> None:
 
 
 def test_a_call_with_new_arguments_is_the_one_that_is_missing(kit: LeaseKit) -> None:
-    """Arguments that no two runs have in common, such as a time or an address, do no harm."""
     numbers = iter(range(1000))
     outside = SimpleNamespace(send=testing.external(lambda *_: None))
 
@@ -355,7 +347,6 @@ def test_a_call_with_new_arguments_is_the_one_that_is_missing(kit: LeaseKit) -> 
 
 
 def test_fewer_calls_with_new_arguments_are_lost_ones(kit: LeaseKit) -> None:
-    """It is unknown which of them is missing."""
     numbers = iter(range(1000))
 
     def numbers_its_items(self: Any, order: int) -> None:
@@ -370,7 +361,6 @@ def test_fewer_calls_with_new_arguments_are_lost_ones(kit: LeaseKit) -> None:
 
 
 def test_calls_of_a_class_are_watched(kit: LeaseKit) -> None:
-    """Static and class methods stay what they are, and are restored."""
     before = {name: vars(Post)[name] for name in ("static", "of_class")}
     with testing.leases(kit.app):
         for name in before:

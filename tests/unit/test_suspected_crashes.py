@@ -1,7 +1,5 @@
 """A takeover of a running row is a suspected crash, until somebody knows how its attempt ended."""
 
-# ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -55,7 +53,6 @@ def histories(bench: Bench) -> list[Ended]:
 
 class TestTheOldHolder:
     def test_it_takes_the_count_back_while_the_next_attempt_runs(self, bench: Bench) -> None:
-        """And what it has corrected stays so when that attempt ends."""
         zombie = unheard(bench, call_id="zombie")
         stopped = Interrupted(SystemExit())
 
@@ -104,7 +101,6 @@ class TestTheOldHolder:
     def test_one_that_could_not_write_takes_it_back_when_its_call_comes_again(
         self, bench: Bench
     ) -> None:
-        """The rescheduled message has its token."""
         zombie = unheard(bench, call_id="zombie")
         bench.run(bench.call(), Interrupted(SystemExit()))
         assert bench.row.crashes == 1

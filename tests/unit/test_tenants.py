@@ -111,7 +111,6 @@ def caller() -> Iterator[None]:
 def test_a_call_that_the_relay_publishes_has_the_headers_of_its_caller(
     tenants: Celery, sent: list[dict[str, Any]], caller: None
 ) -> None:
-    """The relay works for another tenant. Publishing nowhere is part of the call, once."""
     engine = create_engine(tenants.conf.leases_database_url)
     with engine.begin() as connection:
         call = tenants.tasks["bill"].delay_in(connection, "x")
@@ -126,7 +125,6 @@ def test_a_call_that_the_relay_publishes_has_the_headers_of_its_caller(
 def test_a_stored_message_of_a_call_that_is_queued_once_has_them_too(
     tenants: Celery, sent: list[dict[str, Any]], caller: None
 ) -> None:
-    """After a crash the relay publishes it."""
     first = tenants.tasks["once"].delay("x")
     assert tenants.tasks["once"].delay("x").id == first.id
     TENANT.append("other")
@@ -140,7 +138,6 @@ def test_a_stored_message_of_a_call_that_is_queued_once_has_them_too(
 
 
 def test_the_worker_and_the_caller_make_the_same_key(tenants: Celery, caller: None) -> None:
-    """Another tenant has another key."""
     task = tenants.tasks["bill"]
     headers = outbox.headers_of(task, ("x",), {})
     if not before_task_publish.receivers:
@@ -173,7 +170,6 @@ def test_a_tenant_is_a_function() -> None:
 def test_a_schema_of_tenant_schemas_celery_is_the_tenant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its app adds the schema of Django's connection to each message that has none."""
     library = pytest.importorskip("tenant_schemas_celery.task")
     schema = SimpleNamespace(schema_name="acme")
     monkeypatch.setattr(library, "connection", schema)

@@ -38,25 +38,21 @@ def rescheduled_in_time(bench: Bench, call: Call) -> Reschedule:
     [(10.0, None, 5.0), (None, 6.0, 3.0), (10.0, 6.0, 3.0), (6.0, 10.0, 3.0)],
 )
 def test_the_lower_limit_counts(hard: float | None, soft: float | None, half: float) -> None:
-    """Both are counted from the delivery."""
     assert begin_by(100.0, hard, soft) == 100.0 + half
 
 
 def test_a_call_without_a_limit_may_begin_at_any_time() -> None:
-    """Nothing ends it."""
     assert begin_by(100.0, None, None) == float("inf")
 
 
 @KINDS
 def test_a_wait_for_a_held_key_ends(in_records: bool) -> None:
-    """However long ``lease_wait`` is."""
     bench = Bench(in_records)
     bench.execution.acquirer.acquire(bench.call(call_id=THEIRS, ttl=60.0))
     rescheduled_in_time(bench, limited(bench, wait=30.0))
 
 
 def test_a_wait_for_the_holder_of_an_expired_lease_ends() -> None:
-    """Database leases: the database has not answered for long enough."""
     bench = Bench(in_records=True)
     bench.execution.acquirer.acquire(bench.call(call_id=THEIRS, ttl=3.0))
     bench.records.availability = Availability(10_000.0)

@@ -1,7 +1,5 @@
 """Tracebacks as records keep them."""
 
-# ruff: noqa: D103 - names state the behaviour; a docstring follows where the name is not enough
-
 from __future__ import annotations
 
 import pytest
@@ -74,7 +72,6 @@ def test_causes_that_go_in_a_circle_end() -> None:
     ],
 )
 def test_a_line_of_source_has_no_content_of_strings_and_no_comment(line: str, shown: str) -> None:
-    """No name marks a positional secret."""
     assert _without_strings(line) == shown
 
 

@@ -85,9 +85,6 @@ def attributes(spans: Any) -> list[dict[str, Any]]:
 def test_a_call_sets_attributes_of_its_current_span(
     spans: Any, task: Any, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the log does not want the event; and a span that has ended before is not
-    touched.
-    """
     name, before = f"good-{level}", logger.level
     logger.setLevel(level)
     try:
@@ -113,7 +110,6 @@ def test_a_call_sets_attributes_of_its_current_span(
 
 
 def test_a_failure_sets_its_codes_and_not_its_text(spans: Any, task: Any) -> None:
-    """The exception itself is the span's own matter."""
     with spans[0].start_as_current_span("run"):
         task.delay("bad")
     (told,) = attributes(spans)
@@ -125,14 +121,12 @@ def test_a_failure_sets_its_codes_and_not_its_text(spans: Any, task: Any) -> Non
 def test_no_span_is_created_and_spans_that_do_not_record_are_not_changed(
     spans: Any, task: Any
 ) -> None:
-    """Outside of a span nothing happens."""
     task.delay("alone")
     assert attributes(spans) == []
     assert tracing.recording_span() is None
 
 
 def test_the_attributes_are_those_of_the_page() -> None:
-    """docs/opentelemetry.md has every one, and no event has another."""
     rows = markdown_rows(section(page("opentelemetry"), "The attributes"))[1:]
     told = [tracing.attributes_of(event) for event in EVENTS]
     assert {row[0].strip("`") for row in rows} == set().union(*told)
@@ -143,7 +137,6 @@ def test_the_attributes_are_those_of_the_page() -> None:
 
 
 def test_events_of_other_threads_set_nothing() -> None:
-    """Those of a renewal come where no span of the task is current."""
     for event in (
         events.LeaseRenewed(**WHOM, remaining=1.0),
         events.RenewalFailed(**WHOM, error=SECRET, remaining=1.0),
@@ -156,7 +149,6 @@ def test_events_of_other_threads_set_nothing() -> None:
 
 
 def test_a_key_that_cannot_be_sent_is_shown() -> None:
-    """An exporter wants UTF-8."""
     told = tracing.attributes_of(
         events.LeaseAcquired(**WHOM | {"key": "a\ud800\n"}, fence=1, attempt=1)
     )
@@ -180,7 +172,6 @@ def test_a_span_that_raises_does_not_affect_the_task(monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_is_imported_for_it() -> None:
-    """A process without OpenTelemetry pays nothing."""
     code = "import sys; import celery_leases.signals; print('opentelemetry' in sys.modules)"
     said = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True

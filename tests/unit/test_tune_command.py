@@ -70,7 +70,6 @@ def types(app: Celery) -> Types:
 
 
 def test_the_numbers_are_those_of_the_recorded_run_times(types: Types) -> None:
-    """Nearest rank; p99 + jitter + guard is 19.8 + 0.2 + 2 s."""
     found = types("--json", "--task", "tuned.work").stdout
     work, advice = map(json.loads, found.splitlines())
     assert (work["runs"], work["p50"], work["p95"], work["p99"]) == (200, 10.0, 19.0, 19.8)
@@ -81,13 +80,11 @@ def test_the_numbers_are_those_of_the_recorded_run_times(types: Types) -> None:
 
 
 def test_the_options_change_jitter_and_guard(types: Types) -> None:
-    """19.8 + 4 + 1 s."""
     found = types("--json", "--task", "tuned.work", "--jitter", "4s", "--guard", "1s").stdout
     assert json.loads(found.splitlines()[0])["unrenewed_ttl"] == pytest.approx(24.8)
 
 
 def test_a_process_that_stands_still_needs_a_longer_ttl(types: Types) -> None:
-    """Ten seconds of standstill are outlasted by 33 s and a little for the store."""
     advice = json.loads(types("--json", "--lateness", "10s").stdout.splitlines()[-1])
     assert advice["ttl"] >= 33.0
 
@@ -112,9 +109,6 @@ def counts(app: Celery) -> Iterator[Callable[..., None]]:
 
 
 def test_measured_lateness_counts(types: Types, counts: Callable[..., None]) -> None:
-    """Of 1000 renewals the 990th was 4 s late, so in the bucket up to 5 s: (5 s + 2 x p99 of the
-    store) / 0.307 for the ttl, and 19.8 + 0.2 + 5 s + 2 x p99 without renewal.
-    """
     counts("a", (580, "tuned.work", 0.001), (10, "tuned.work", 9.0))
     counts("b", (400, "tuned.idle", 0.004), (10, "tuned.idle", 4.0))
     *_, work, advice = map(json.loads, types("--json").stdout.splitlines())
@@ -135,7 +129,6 @@ def test_measured_lateness_counts(types: Types, counts: Callable[..., None]) -> 
 def test_the_lateness_of_one_task_and_a_given_one(
     types: Types, counts: Callable[..., None]
 ) -> None:
-    """``--task`` takes the renewals of that task alone; ``--lateness`` and ``--guard`` win."""
     counts("a", (200, "tuned.work", 0.2), (50, "tuned.idle", 9.0))
     advice = json.loads(types("--json", "--task", "tuned.work").stdout.splitlines()[-1])
     assert (advice["lateness"], advice["renewals"], advice["guard"]) == (0.25, 200, 2.0)
@@ -151,14 +144,12 @@ def test_the_lateness_of_one_task_and_a_given_one(
 
 
 def test_without_metrics_the_standstill_is_said_to_be_assumed(types: Types) -> None:
-    """With the setting that measures it."""
     found = types().stdout
     assert "1s of standstill." in found
     assert "assumed: leases_metrics = True counts how late renewals are" in found
 
 
 def test_an_slo_that_is_missed_is_exit_code_1_with_the_line_to_write(types: Types) -> None:
-    """A ttl of two minutes, and 30 s: the advice is the longest ttl that meets it."""
     found = types("--takeover-slo", "40s")
     assert found.exit_code == 1
     assert "tuned.idle: with lease_ttl=120" in found.stdout
@@ -171,7 +162,6 @@ def test_an_slo_that_is_missed_is_exit_code_1_with_the_line_to_write(types: Type
 def test_a_redis_broker_that_redelivers_late_is_named(
     types: Types, app: Celery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call of the dead worker waits for the visibility timeout and the sweep."""
     monkeypatch.setitem(app.conf, "broker_url", "redis://localhost:1")
     found = types("--task", "tuned.work", "--takeover-slo", "40s")
     assert found.exit_code == 1
@@ -186,7 +176,6 @@ def test_a_redis_broker_that_redelivers_late_is_named(
 
 
 def test_few_runs_are_said_to_be_few(types: Types) -> None:
-    """And a task without a run has no numbers."""
     found = types("--task", "tuned.idle").stdout
     assert "Fewer than 100 finished runs, so p99 is a guess: tuned.idle." in found
     assert "Fewer than" not in types("--task", "tuned.work").stdout
@@ -194,7 +183,6 @@ def test_few_runs_are_said_to_be_few(types: Types) -> None:
 
 @pytest.mark.parametrize("kind", ["svg", "png"])
 def test_the_picture_shows_ttl_and_limits(types: Types, tmp_path: Path, kind: str) -> None:
-    """The suffix decides the kind of the file."""
     path = tmp_path / f"runs.{kind}"
     assert types("--picture", str(path)).exit_code == 0
     begin = path.read_bytes()[:200]
@@ -211,7 +199,6 @@ def test_the_picture_shows_ttl_and_limits(types: Types, tmp_path: Path, kind: st
     ],
 )
 def test_wrong_use_is_exit_code_2(types: Types, words: tuple[str, ...], said: str) -> None:
-    """With what to write."""
     found = types(*words)
     assert found.exit_code == 2
     assert said in found.stderr

@@ -18,7 +18,6 @@ from tests.unit.doc_pages import page
 
 
 def test_percentiles_are_run_times_that_were_seen() -> None:
-    """By the nearest rank: of a hundred runs the 50th, the 95th and the 99th."""
     times = RunTimes.of([float(number) for number in range(100, 0, -1)])
     assert times == RunTimes(100, 50.0, 95.0, 99.0, 100.0)
     assert RunTimes.of([3.0]) == RunTimes(1, 3.0, 3.0, 3.0, 3.0)
@@ -26,7 +25,6 @@ def test_percentiles_are_run_times_that_were_seen() -> None:
 
 
 def test_a_lock_without_renewal_needs_p99_and_jitter_and_guard() -> None:
-    """18 s + 4 s + 2 s."""
     times = RunTimes(1000, 6.0, 15.0, 18.0, 22.0)
     assert unrenewed_ttl(times, guard=2.0) == 24.0
     assert unrenewed_ttl(times, guard=2.0, jitter=4.0) == 24.0
@@ -44,7 +42,6 @@ def test_a_lock_without_renewal_needs_p99_and_jitter_and_guard() -> None:
 def test_the_shortest_ttl_outlasts_a_failed_renewal(
     latency: float, lateness: float, ttl: float
 ) -> None:
-    """The call timeout, or standing still while a renewal is due and fails."""
     assert shortest_ttl(latency, lateness) == pytest.approx(ttl)
 
 
@@ -62,12 +59,10 @@ def test_the_shortest_ttl_outlasts_a_failed_renewal(
 def test_lateness_is_the_upper_bound_of_the_bucket_with_the_99th_of_a_hundred(
     counts: list[int], lateness: Lateness | None
 ) -> None:
-    """By the nearest rank, over the counts up to 0.1, 0.5 and 5 s, and beyond."""
     assert Lateness.of((0.1, 0.5, 5.0), counts) == lateness
 
 
 def test_the_standstill_is_given_or_measured_or_assumed() -> None:
-    """In this order; from a hundred renewals on."""
     measured = Lateness(100, 2.5, 5.0)
     assert ProcessPause.of(measured, 4.0) == ProcessPause(4.0, "given", 100)
     assert ProcessPause.of(measured) == ProcessPause(2.5, "measured", 100)
@@ -76,20 +71,17 @@ def test_the_standstill_is_given_or_measured_or_assumed() -> None:
 
 
 def test_the_guard_has_lateness_and_twice_the_latency() -> None:
-    """2.5 s + 2 x 0.1 s, and never less than 2 s."""
     assert safe_guard(0.1, 2.5) == pytest.approx(2.7)
     assert safe_guard(0.001, 1.0) == 2.0
 
 
 def test_the_advice_is_a_whole_number_of_seconds() -> None:
-    """Rounded up, and not by a rounding error."""
     assert advised(5.0) == 5.0
     assert advised(5.01) == 6.0
     assert advised(4.999999999999) == 5.0
 
 
 def test_takeovers_are_those_of_the_guarantees() -> None:
-    """The table of docs/guarantees.md: 31 s, 62 minutes, 111 s."""
     defaults = Delivery(3600.0 + 100.0, visibility_timeout=3600.0)
     ours = Delivery(90.0 + 5.0, visibility_timeout=90.0)
     assert defaults.key_free(15.0) == ours.key_free(15.0) == 31.0
@@ -104,7 +96,6 @@ def test_takeovers_are_those_of_the_guarantees() -> None:
     "delivery", [Delivery(0.0), Delivery(95.0, False, 90.0), Delivery(0.0, True)]
 )
 def test_the_longest_ttl_for_an_slo_just_meets_it(slo: float, delivery: Delivery) -> None:
-    """A little longer misses it."""
     ttl = delivery.longest_ttl(slo)
     if ttl is None:
         assert delivery.key_free(10.0) > slo
@@ -114,7 +105,6 @@ def test_the_longest_ttl_for_an_slo_just_meets_it(slo: float, delivery: Delivery
 
 
 def test_the_page_names_the_numbers_of_the_formula() -> None:
-    """docs/tuning.md: the part of the ttl that is left, and its example of SLO and ttl."""
     text = page("tuning")
     assert f"{1.0 / shortest_ttl(0.0, 1.0 * 100) * 100:.3f}" in text
     longest = Delivery(95.0, False, 90.0).longest_ttl(40.0)

@@ -48,9 +48,6 @@ def change(won: Won, record: Record) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_project_with_celery_types_is_checked_without_errors(tmp_path: Path) -> None:
-    """Both ways to name the base, and the lease in the body. In the same run: a value that is made
-    for each task cannot be changed.
-    """
     for name in ("mypy", "celery-types"):
         try:
             version(name)

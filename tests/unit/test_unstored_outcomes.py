@@ -63,14 +63,12 @@ def test_a_backend_that_does_not_answer_returns_the_delivery_each_time(task: Any
 
 
 def test_an_outcome_that_the_backend_refuses_is_left_to_celery_in_the_end(task: Any) -> None:
-    """Celery stores a failure then."""
     name = uuid4().hex
     tries = [returned(task, ArithmeticError("too wide"), id=name) for _ in range(5)]
     assert tries == [True, True, True, False, False]
 
 
 def test_an_eager_call_has_no_message_to_return(task: Any) -> None:
-    """Its caller gets the error."""
     assert not returned(task, ConnectionError("away"), is_eager=True)
 
 

@@ -1,7 +1,5 @@
 """The answer for another call that comes too early, and the countdown of a reschedule."""
 
-# ruff: noqa: D101, D102, D103 - names state the behaviour; a docstring follows where the name is not enough
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -91,7 +89,6 @@ class TestWaitingForItsRetryTime:
     def test_a_countdown_is_no_cooldown_and_no_holder(
         self, on_held: OnHeld, on_cooling: OnCooling
     ) -> None:
-        """A quick retry or a snooze is over soon: with any options another call waits for it."""
         verdict = reschedule(
             decide(a_call(on_held=on_held, on_cooling=on_cooling), waiting(State.PENDING, 30))
         )
@@ -115,7 +112,6 @@ class TestAnotherCallMeetsACooldown:
         ids=str,
     )
     def test_by_default_it_gets_the_time_of_the_next_try(self, facts: dict[str, Any]) -> None:
-        """The key's own cooldown counts, and not that of its group."""
         assert isinstance(refusal(decide(a_call(), COOLING, **facts)), CoolingDown)
 
     @pytest.mark.parametrize("gate", [closed_gate(300), probed(14)], ids=["shut", "probed"])
@@ -269,7 +265,6 @@ class TestHowLong:
         assert verdict.delay == pytest.approx(waits + 0.1)
 
     def test_a_call_that_waits_for_a_probe_is_rescheduled_for_less_than_its_slot(self) -> None:
-        """The probe may end at any time; the slot's length matters only for a dead one."""
         delays = [
             reschedule(decide(a_call(canvas=True, reschedules=n), gate=probed(14), rand=0.0)).delay
             for n in range(5)
@@ -322,7 +317,6 @@ class TestWhatIsTold:
     def test_it_names_the_key_or_the_group_that_waits(
         self, record: Record | None, gate: Gate | None, scope: str
     ) -> None:
-        """The longer one; a failure of the group is the group's."""
         assert cooling_down(decide(a_call(on_cooling="raise"), record, gate=gate)).scope == scope
 
     def test_a_closed_gate_names_its_group(self) -> None:
@@ -350,7 +344,6 @@ class TestWhatIsTold:
         )
 
     def test_an_ambiguous_failure_is_named_as_such(self) -> None:
-        """Who asks again may ask for the second time of two."""
         record = waiting(
             State.COOLING,
             60,

@@ -60,7 +60,6 @@ def begun(here: KeyWaiters) -> list[Any]:
 
 
 def test_nothing_begins_while_the_key_is_held() -> None:
-    """The store is asked in a moment."""
     here = waiters(rerun=True)
     calls = waiting(here)
     assert begun(here) == []
@@ -72,7 +71,6 @@ def test_nothing_begins_while_the_key_is_held() -> None:
 
 
 def test_calls_that_run_follow_each_other_and_calls_that_are_answered_go_together() -> None:
-    """The first one shows whether there is an answer."""
     for rerun, together in ((True, 1), (False, ANSWERED_TOGETHER)):
         here = waiters(rerun=rerun)
         calls = waiting(here)
@@ -83,7 +81,6 @@ def test_calls_that_run_follow_each_other_and_calls_that_are_answered_go_togethe
 
 
 def test_after_a_failure_the_next_call_is_begun_alone() -> None:
-    """It may run: there is no answer for the others."""
     here = waiters(rerun=False)
     calls = waiting(here)
     here.key_is_free = True
@@ -93,7 +90,6 @@ def test_after_a_failure_the_next_call_is_begun_alone() -> None:
 
 
 def test_a_call_that_is_rescheduled_retains_its_place() -> None:
-    """Its next message has the same id."""
     here = waiters(rerun=True)
     calls = waiting(here, 3)
     here.key_is_free = True
@@ -109,7 +105,6 @@ def test_a_call_that_is_rescheduled_retains_its_place() -> None:
 
 
 def test_a_key_that_seems_to_be_free_and_is_not_is_asked_for_ever_more_seldom() -> None:
-    """For example an expired lease whose row may not be taken over yet."""
     here = waiters(rerun=True)
     waiting(here, 1)
     pauses = []
@@ -125,7 +120,6 @@ def test_a_key_that_seems_to_be_free_and_is_not_is_asked_for_ever_more_seldom() 
 
 
 def test_the_longer_a_key_is_held_the_more_seldom_the_store_is_asked() -> None:
-    """A tenth of a second at first, a second in the end."""
     here = waiters(rerun=True)
     waiting(here, 1)
     looks = []
@@ -138,7 +132,6 @@ def test_the_longer_a_key_is_held_the_more_seldom_the_store_is_asked() -> None:
 
 
 def test_calls_that_celery_has_dropped_do_not_begin_and_are_forgotten() -> None:
-    """With the connection, or as they were revoked, or as their countdown was over."""
     here = waiters(rerun=True)
     calls = waiting(here, 4)
     state.scheduled_requests.discard(calls[0])
@@ -151,7 +144,6 @@ def test_calls_that_celery_has_dropped_do_not_begin_and_are_forgotten() -> None:
 
 
 def test_a_call_that_was_begun_and_is_gone_does_not_stop_the_others() -> None:
-    """Celery has dropped it with its connection, without any report."""
     here = waiters(rerun=True)
     calls = waiting(here, 3)
     here.key_is_free = True
@@ -166,7 +158,6 @@ def test_a_call_that_was_begun_and_is_gone_does_not_stop_the_others() -> None:
 
 
 def test_a_countdown_that_ends_early_starts_no_useless_attempt() -> None:
-    """While it was just learnt that the key is held, or one of its calls runs here."""
     here = waiters(rerun=True)
     waiting(here, 2)
     here.still_held(10.0)
@@ -179,7 +170,6 @@ def test_a_countdown_that_ends_early_starts_no_useless_attempt() -> None:
 
 
 def test_a_key_that_is_busy_for_ever_costs_no_memory() -> None:
-    """Places and fingerprints of calls that have ended are forgotten."""
     here = waiters(rerun=True)
     for number in range(1_000):
         call = Call(here, number)
@@ -193,7 +183,6 @@ def test_a_key_that_is_busy_for_ever_costs_no_memory() -> None:
 
 
 def test_two_messages_of_one_call_wait_together() -> None:
-    """They have one place."""
     here = waiters(rerun=True)
     same = [Call(here, 7), Call(here, 7)]
     for call in same:
@@ -277,7 +266,6 @@ def a_held_key() -> tuple[WaitingCalls, KeyWaiters]:
 
 
 def test_a_call_begins_once_whether_its_countdown_or_its_key_comes_first(timer: Timer) -> None:
-    """In a pool of greenlets, the countdown may end while the early begin is still on its way."""
     for order in ("early first", "countdown first"):
         calls, here = a_held_key()
         call = Scheduled(calls, here, timer)
@@ -292,7 +280,6 @@ def test_a_call_begins_once_whether_its_countdown_or_its_key_comes_first(timer: 
 
 
 def test_a_call_that_celery_drops_just_before_its_early_begin_does_not_begin(timer: Timer) -> None:
-    """Its connection was lost: the broker delivers its message again."""
     calls, here = a_held_key()
     call = Scheduled(calls, here, timer)
     here.key_is_free = True
@@ -303,7 +290,6 @@ def test_a_call_that_celery_drops_just_before_its_early_begin_does_not_begin(tim
 
 
 def test_a_call_whose_countdown_ends_while_its_key_is_held_waits_on(timer: Timer) -> None:
-    """Not longer than the broker can be trusted with its message."""
     calls, here = a_held_key()
     call = Scheduled(calls, here, timer)
     here.still_held(monotonic())
@@ -317,7 +303,6 @@ def test_a_call_whose_countdown_ends_while_its_key_is_held_waits_on(timer: Timer
 def test_a_worker_that_stops_begins_nothing_early(
     timer: Timer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits goes back to the broker."""
     calls, here = a_held_key()
     call = Scheduled(calls, here, timer)
     here.key_is_free = True
@@ -328,7 +313,6 @@ def test_a_worker_that_stops_begins_nothing_early(
 
 
 def test_there_is_one_check_at_a_time(timer: Timer) -> None:
-    """A look that comes late does not make two of one."""
     calls, here = a_held_key()
     waiting(here, 1)
     for _ in range(5):
@@ -340,7 +324,6 @@ def test_there_is_one_check_at_a_time(timer: Timer) -> None:
 
 
 def test_all_keys_that_are_due_are_asked_for(timer: Timer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only the first of them; and a thread that cannot be started ends nothing."""
     asked: list[str] = []
 
     def held(keys: Sequence[str]) -> set[str]:

@@ -1,7 +1,5 @@
 """The log of a call that waits for long: a line when it begins to wait, and when that changes."""
 
-# ruff: noqa: D103 - names state the behaviour
-
 import logging
 from collections.abc import Iterator
 
@@ -39,7 +37,6 @@ def cooling(wait: str, scope: str = "key") -> Reschedule:
 
 
 def test_a_wait_goes_on_as_long_as_its_cause_is_the_same() -> None:
-    """Whatever its times say; a failure of the body always is news."""
     seen, causes = "", []
     hops = [
         *(HELD, HELD, cooling("5 minutes"), cooling("45 seconds"), cooling("9 s", "group")),
@@ -68,7 +65,6 @@ def test_a_reschedule_within_a_wait_is_logged_for_debugging(
 
 
 def test_celery_does_not_call_a_waiting_call_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    """It names the first reschedule, leaves the next ones out, and other ends as they are."""
     caplog.set_level(logging.INFO, "celery.app.trace")
     app = Celery("logs", broker="memory://", set_as_current=False)
 
