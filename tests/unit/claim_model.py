@@ -252,19 +252,12 @@ def _forgotten(world: World) -> World:
     assert row is not None
     fence = max(row.fence + 1, world.now)
     empty: dict[str, Any] = {
-        "state": State.PENDING,
-        "owner": "",
-        "call_id": "",
-        "holder": "",
-        "ended": None,
-    }
+        "state": State.PENDING, "owner": "", "call_id": "", "holder": "", "ended": None,
+    }  # fmt: skip
     empty |= {
-        "attempt": 0,
-        "crashes": 0,
-        "generation": row.generation + 1,
-        "lease_until": None,
+        "attempt": 0, "crashes": 0, "generation": row.generation + 1, "lease_until": None,
         "result": None,
-    }
+    }  # fmt: skip
     return replace(
         world, row=replace(row, fence=fence, previous=None, crashed_at=None, **empty), fence=fence
     )

@@ -52,27 +52,13 @@ def a_call(*, on_held: OnHeld = "reschedule", on_done: OnDone = "replay", **chan
 def a_record(state: State, call_id: str = THEIRS, **changes: Any) -> Record:
     """A row of the key, claimed by another call nine seconds ago."""
     defaults: dict[str, Any] = {
-        "stored_key": KEY.stored,
-        "task": "billing.send",
-        "key": KEY.key,
-        "state": state,
-        "fence": NOW - 9 * SECOND,
-        "owner": "token-1",
-        "call_id": call_id,
-        "holder": "host-a/17",
-        "attempt": 1,
-        "generation": 0,
-        "failures": 0,
-        "crashes": 0,
-        "retries": 0,
-        "lease_store": "redis://one",
-        "lease_ttl": 15.0,
-        "created_at": NOW - 9 * SECOND,
-        "started_at": NOW - 9 * SECOND,
-        "now": NOW,
-        "fingerprint": KEY.fingerprint,
+        "stored_key": KEY.stored, "task": "billing.send", "key": KEY.key, "state": state,
+        "fence": NOW - 9 * SECOND, "owner": "token-1", "call_id": call_id, "holder": "host-a/17",
+        "attempt": 1, "generation": 0, "failures": 0, "crashes": 0, "retries": 0,
+        "lease_store": "redis://one", "lease_ttl": 15.0, "created_at": NOW - 9 * SECOND,
+        "started_at": NOW - 9 * SECOND, "now": NOW, "fingerprint": KEY.fingerprint,
         "digests": KEY.digests,
-    }
+    }  # fmt: skip
     return Record(**(defaults | changes))
 
 
@@ -95,12 +81,8 @@ def held_by(call_id: str, remaining: float = 9.0) -> Holder:
 def closed_gate(seconds: float, **changes: Any) -> Gate:
     """The gate of the group, closed for so many seconds; 0: half-open."""
     given: dict[str, Any] = {
-        "group": GROUP,
-        "trips": 1,
-        "closed_for": seconds,
-        "reason": "rate_limited",
-        "rule": "r",
-    }
+        "group": GROUP, "trips": 1, "closed_for": seconds, "reason": "rate_limited", "rule": "r",
+    }  # fmt: skip
     return Gate(**(given | changes))
 
 

@@ -108,11 +108,8 @@ class Attempt:
     def effect(self, call: Any = None, *, name: str = CHARGE, **given: Any) -> EffectReply:
         """Make the effect happen; *call* may be its reply, or an error it raises."""
         known = {
-            "reference": None,
-            "verify": None,
-            "verify_after": 60.0,
-            "uncertain": "stop",
-        } | given
+            "reference": None, "verify": None, "verify_after": 60.0, "uncertain": "stop",
+        } | given  # fmt: skip
         return self.effects.perform(name, checked_arguments(self.desk.calling(call), **known))
 
     def lose(self) -> None:

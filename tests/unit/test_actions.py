@@ -65,25 +65,14 @@ def test_an_exact_retry_neither_grows_nor_jitters_nor_uses_a_server_delay() -> N
 
 
 WRONG: list[tuple[Any, dict[str, Any]]] = [
-    (retry, {"delay": 0}),
-    (retry, {"delay": "soon"}),
-    (retry, {"delay": None}),
-    (retry, {"max": -1}),
-    (retry, {"max": True}),
-    (retry, {"max": 2.5}),
-    (retry, {"factor": 0.5}),
-    (retry, {"cap": "0.5s"}),
-    (retry, {"jitter": 2}),
-    (retry, {"then": "permanent"}),
-    (cooldown, {"delay": -1}),
-    (cooldown, {"scope": "world"}),
-    (cooldown, {"factor": 3.0}),
-    (cooldown, {"cap": "1h"}),
-    (cooldown, {"jitter": 0.1}),
-    (cooldown, {"delay": "2h", "cap": "1h"}),
-    (retry_exactly, {"span": -1}),
+    (retry, {"delay": 0}), (retry, {"delay": "soon"}), (retry, {"delay": None}),
+    (retry, {"max": -1}), (retry, {"max": True}), (retry, {"max": 2.5}), (retry, {"factor": 0.5}),
+    (retry, {"cap": "0.5s"}), (retry, {"jitter": 2}), (retry, {"then": "permanent"}),
+    (cooldown, {"delay": -1}), (cooldown, {"scope": "world"}), (cooldown, {"factor": 3.0}),
+    (cooldown, {"cap": "1h"}), (cooldown, {"jitter": 0.1}),
+    (cooldown, {"delay": "2h", "cap": "1h"}), (retry_exactly, {"span": -1}),
     (retry_exactly, {"span": float("nan")}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

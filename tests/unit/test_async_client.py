@@ -104,12 +104,9 @@ def test_each_change_is_yielded_once_and_the_last_one_is_the_end_of_the_work() -
             ]
 
     assert asyncio.run(all_of_them()) == [
-        ("absent", None),
-        ("running", None),
-        ("running", {"items": 1}),
-        ("cooling", None),
+        ("absent", None), ("running", None), ("running", {"items": 1}), ("cooling", None),
         ("done", None),
-    ]
+    ]  # fmt: skip
 
 
 def test_a_key_that_does_not_change_is_looked_at_more_and_more_rarely() -> None:

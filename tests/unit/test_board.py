@@ -244,20 +244,12 @@ def test_htmx_is_vendored_with_its_licence() -> None:
 
 
 UNREADABLE_QUERIES = (
-    "/keys?state=nonsense",
-    "/keys?since=yesterday",
-    "/keys?since=99999999d",
-    "/keys?until=2026-99-99",
-    "/keys?order=random",
-    "/keys?after=%21%21",
-    "/keys?after=OTk5OTk5OTk5OTk5OTk5OTk5OTk5OTp4",
-    "/keys?prefix=%00",
-    "/keys?prefix=%ff%fe",
-    "/keys?" + "&".join(["state=done"] * 1001),
-    "/key",
-    "/key?stored=nothing",
+    "/keys?state=nonsense", "/keys?since=yesterday", "/keys?since=99999999d",
+    "/keys?until=2026-99-99", "/keys?order=random", "/keys?after=%21%21",
+    "/keys?after=OTk5OTk5OTk5OTk5OTk5OTk5OTk5OTp4", "/keys?prefix=%00", "/keys?prefix=%ff%fe",
+    "/keys?" + "&".join(["state=done"] * 1001), "/key", "/key?stored=nothing",
     "/key?stored=t:" + "x" * 300 + "|",
-)
+)  # fmt: skip
 UNREADABLE_FORMS: tuple[tuple[str, Any], ...] = (
     ("/keys/confirm", {}),
     ("/keys/confirm", {"action": "drop"}),
@@ -337,9 +329,7 @@ def test_the_overview_shows_what_needs_attention_first(shop: Shop, ann: Visitor)
     assert SECRET not in page
 
 
-def test_keys_are_filtered_and_paged_without_a_count(
-    shop: Shop, ann: Visitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_are_filtered_and_paged_without_a_count(shop, ann, monkeypatch) -> None:
     for number in range(60):
         shop.put(f"order:{number:02}", State.FAILED if number % 2 else State.DONE)
     for name in ("how_many", "stats", "matching", "run_times"):
@@ -374,9 +364,7 @@ def test_the_page_of_a_key_shows_everything_but_secrets(shop: Shop, ann: Visitor
     assert "There is no record" in ann.sees(f"/key?stored=t:{TASK}|none", 404)
 
 
-def test_the_page_of_a_key_shows_effects_progress_and_result(
-    shop: Shop, ann: Visitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_of_a_key_shows_effects_progress_and_result(shop, ann, monkeypatch) -> None:
     shop.put("order:1")
     now = datetime.now(UTC)
     effects = (
@@ -444,9 +432,7 @@ def test_the_board_says_that_the_records_do_not_answer(apps: None, tmp_path: Pat
     shop.close()
 
 
-def test_an_unexpected_error_is_not_shown(
-    shop: Shop, ann: Visitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unexpected_error_is_not_shown(shop, ann, monkeypatch) -> None:
     raised: list[Exception] = [RuntimeError(SECRET)]
 
     def fails(*_: Any, **__: Any) -> None:
@@ -464,9 +450,7 @@ def test_an_unexpected_error_is_not_shown(
 # -- actions ---------------------------------------------------------------------------------------
 
 
-def test_selected_keys_are_changed_only_if_they_are_as_the_page_showed_them(
-    shop: Shop, ann: Visitor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_selected_keys_are_changed_only_if_they_are_as_the_page_showed_them(shop, ann, caplog):
     caplog.set_level(logging.INFO, "celery_leases.ops.board")
     for number in range(4):
         shop.put(f"order:{number}", State.FAILED)
@@ -486,11 +470,8 @@ def test_selected_keys_are_changed_only_if_they_are_as_the_page_showed_them(
     done = words(ann.sends("/keys/act", given).text)
     assert "2 changed , 1 unchanged" in done
     assert [shop.state(f"order:{number}") for number in range(4)] == [
-        "pending",
-        "pending",
-        "absent",
-        "failed",
-    ]
+        "pending", "pending", "absent", "failed",
+    ]  # fmt: skip
     log = caplog.text
     assert "ann (testclient) asks: Retry: 3 selected keys" in log
     assert f"ann (testclient): retry t:{TASK}|order:0, which was failed at fence " in log
@@ -499,9 +480,7 @@ def test_selected_keys_are_changed_only_if_they_are_as_the_page_showed_them(
     assert "0 changed , 3 unchanged" in again, "sent twice, done once"
 
 
-def test_a_retry_offers_what_can_be_published_and_says_what_was_done(
-    shop: Shop, ann: Visitor
-) -> None:
+def test_a_retry_offers_what_can_be_published_and_says_what_was_done(shop, ann) -> None:
     for number in range(3):
         shop.put(f"order:{number}", State.FAILED)
     shop.sql(

@@ -58,9 +58,7 @@ def test_calls_of_different_keys_share_it() -> None:
         ("openai", (), "do not fit its signature"),
     ],
 )
-def test_a_group_no_store_could_hold_is_refused_by_the_name_of_its_option(
-    group: Any, args: Any, why: str
-) -> None:
+def test_a_group_no_store_could_hold_is_refused_by_the_name_of_its_option(group, args, why) -> None:
     """As a key would be."""
     with pytest.raises(KeyUnusable, match=why) as caught:
         group_of(group, *args)

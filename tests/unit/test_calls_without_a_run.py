@@ -61,9 +61,7 @@ class TestAKeyThatCools:
         assert (bench.row.attempt, bench.row.failures, bench.row.crashes) == (2, 0, 0)
 
     @pytest.mark.parametrize("record", ["reset by an operator", "gone", "done", "failed"])
-    def test_a_value_that_the_record_knows_nothing_of_is_removed_or_answered(
-        self, bench: Bench, record: str
-    ) -> None:
+    def test_a_value_that_the_record_knows_nothing_of_is_removed_or_answered(self, bench, record):
         """If the record allows a run, the value is removed and the key acquired; otherwise the
         record decides.
         """
@@ -99,9 +97,7 @@ class TestAKeyThatCools:
         assert bench.steps() == ["acquire", "claim", "release"]
         assert (len(bench.ran), bench.held) == (1, False)
 
-    def test_after_contradictory_answers_of_the_lease_store_the_call_is_rescheduled(
-        self, bench: Bench
-    ) -> None:
+    def test_after_contradictory_answers_of_the_lease_store_the_call_is_rescheduled(self, bench):
         """The key cools again when it is acquired, because another call was faster."""
         bench.run(bench.call(), OF_THE_KEY)
         bench.records.retry(KEY.stored)
@@ -148,9 +144,7 @@ class TestAShutGate:
         assert bench.run(bench.call(group=None)) == Return(1)
 
     @KINDS
-    def test_a_call_that_failed_because_of_the_group_resumes_as_the_probe(
-        self, in_records: bool
-    ) -> None:
+    def test_a_call_that_failed_because_of_the_group_resumes_as_the_probe(self, in_records) -> None:
         bench = Bench(in_records)
         call = bench.call()
         bench.run(call, OF_THE_GROUP)

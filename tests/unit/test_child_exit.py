@@ -80,9 +80,7 @@ def test_an_attempt_is_closed_before_its_message_goes_back(stores: Stores, dead:
     assert stores.closed == ["one"]
 
 
-def test_stores_that_do_not_answer_delay_only_the_first_child_exit(
-    stores: Stores, dead: int
-) -> None:
+def test_stores_that_do_not_answer_delay_only_the_first_child_exit(stores, dead) -> None:
     """A hundred children killed at once would stop the worker for a hundred patiences."""
     assert took(dead, "one") >= PATIENCE
     assert sum(took(dead, f"number {number}") for number in range(20)) < 10 * PATIENCE
@@ -98,9 +96,7 @@ def test_stores_that_do_not_answer_delay_only_the_first_child_exit(
 @pytest.mark.parametrize(
     "error", [SystemExit(3), RuntimeError("no such customer")], ids=["exit", "error"]
 )
-def test_a_key_that_cannot_be_made_here_does_not_affect_others(
-    stores: Stores, dead: int, error: BaseException, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_that_cannot_be_made_here_does_not_affect_others(stores, dead, error, caplog) -> None:
     stores.answer.set()
 
     def raising() -> None:
@@ -155,9 +151,7 @@ class Hub:
         self.readers.pop(handle, None)
 
 
-def test_a_child_is_watched_by_one_handle_however_often_the_loop_forgets_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_child_is_watched_by_one_handle_however_often_the_loop_forgets_it(monkeypatch) -> None:
     hub, reaped = Hub(), []
     pool = SimpleNamespace(maintain_pool=lambda: reaped.append(True))
     monkeypatch.setattr(

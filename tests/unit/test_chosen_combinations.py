@@ -100,9 +100,7 @@ def test_a_part_that_no_test_would_use_costs_one_test_more(items: list[pytest.It
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_a_mark_leaves_out_where_a_test_makes_no_sense(
-    items: list[pytest.Item], everywhere: bool
-) -> None:
+def test_a_mark_leaves_out_where_a_test_makes_no_sense(items, everywhere) -> None:
     found = by_test(chosen(items, everywhere=everywhere))
     places = [
         place for test, places in found.items() if "::test_somewhere" in test for place in places
@@ -174,9 +172,7 @@ def test_tests_with_workers_take_turns_in_their_arguments(pytester: pytest.Pytes
     assert len(chosen(items, everywhere=True)) == 74
 
 
-def test_each_process_gets_its_part_of_the_slow_tests_and_quick_ones_between(
-    items: list[pytest.Item], pytester: pytest.Pytester
-) -> None:
+def test_each_process_gets_its_part_of_the_slow_tests_and_quick_ones_between(items, pytester):
     crash = pytester.mkdir("crash")
     slow = []
     for name in ("test_a.py", "test_b.py", "test_c.py"):

@@ -35,21 +35,12 @@ def a_claim_request(call: Call | None = None, **changes: Any) -> ClaimRequest:
     """The claim request of a call, as a worker makes it."""
     call = call or a_call()
     given: dict[str, Any] = {
-        "stored_key": KEY.stored,
-        "task": call.task,
-        "key": KEY.key,
-        "token": "token-2",
-        "call_id": call.call_id,
-        "ttl": 15.0,
-        "holder": "host-b/18",
-        "fingerprint": call.fingerprint,
-        "digests": call.key.digests,
-        "rerun": call.rerun,
-        "prior": call.prior,
-        "retries": call.retries,
-        "repeat": not call.fresh,
+        "stored_key": KEY.stored, "task": call.task, "key": KEY.key, "token": "token-2",
+        "call_id": call.call_id, "ttl": 15.0, "holder": "host-b/18",
+        "fingerprint": call.fingerprint, "digests": call.key.digests, "rerun": call.rerun,
+        "prior": call.prior, "retries": call.retries, "repeat": not call.fresh,
         "failure_fence": call.failure_fence,
-    }
+    }  # fmt: skip
     return ClaimRequest(**(given | changes))
 
 
@@ -100,9 +91,7 @@ class TestARunningRow:
     @pytest.mark.parametrize(
         ("until", "why"), [(None, None), (NOW - SECOND, None), (NOW, None), (NOW + 1, Refusal.HELD)]
     )
-    def test_it_is_left_alone_while_its_lease_lasts(
-        self, until: int | None, why: Refusal | None
-    ) -> None:
+    def test_it_is_left_alone_while_its_lease_lasts(self, until, why) -> None:
         row = a_record(State.RUNNING, lease_store=DATABASE, lease_until=until)
         assert decide(row, a_claim(DATABASE)) is why
 
@@ -123,9 +112,7 @@ class TestARunningRow:
     @pytest.mark.parametrize(
         ("age", "why"), [(0.0, Refusal.EMPTIED), (14.9, Refusal.EMPTIED), (15.0, None)]
     )
-    def test_one_under_a_store_that_came_up_empty_is_left_alone_for_its_own_ttl(
-        self, age: float, why: Refusal | None
-    ) -> None:
+    def test_one_under_a_store_that_came_up_empty_is_left_alone_for_its_own_ttl(self, age, why):
         for ttl in (0.1, 600.0):
             assert decide(a_record(State.RUNNING), a_claim(age=age, ttl=ttl)) is why
         assert decide(a_record(State.RUNNING), a_claim(age=age, prior=("token-1",))) is None
@@ -171,19 +158,13 @@ class TestTheRowAfterwards:
         claim = a_claim(message="{}", retention=60.0, retries=2)
         row = claimed(None, claim, NOW)
         assert (row.state, row.owner, row.call_id, row.retries) == (
-            State.RUNNING,
-            "token-2",
-            OURS,
-            2,
-        )
+            State.RUNNING, "token-2", OURS, 2,
+        )  # fmt: skip
         assert (row.attempt, row.generation, row.failures, row.crashes) == (1, 0, 0, 0)
         assert {row.fence, row.created_at, row.started_at, row.now} == {NOW}
         assert (row.message, row.retention, row.lease_store, row.lease_until) == (
-            "{}",
-            60.0,
-            STORE,
-            None,
-        )
+            "{}", 60.0, STORE, None,
+        )  # fmt: skip
         assert claimed(None, a_claim(DATABASE), NOW).lease_until == NOW + 15 * SECOND
 
     @pytest.mark.parametrize(
@@ -221,30 +202,22 @@ class TestTheRowAfterwards:
         assert after.previous == Attempt(Ended.LOST, None, "host-a/17")
 
     @pytest.mark.parametrize(("last", "crashes"), [(None, 3), (THEIRS, 3), ("third", 1)])
-    def test_under_rerun_crashes_in_a_row_are_those_of_one_call(
-        self, last: str | None, crashes: int
-    ) -> None:
+    def test_under_rerun_crashes_in_a_row_are_those_of_one_call(self, last, crashes) -> None:
         row = a_record(State.RUNNING, THEIRS, crashes=2, crashed_call=last)
         assert claimed(row, a_claim(rerun=True), NOW).crashes == crashes
 
     def test_another_call_of_a_rerun_task_begins_a_generation(self) -> None:
         counts: dict[str, Any] = {
-            "failures": 2,
-            "quick_retries": 1,
-            "cooldowns": 1,
-            "failed_at": NOW,
-        }
+            "failures": 2, "quick_retries": 1, "cooldowns": 1, "failed_at": NOW,
+        }  # fmt: skip
         row = a_record(
             State.DONE, attempt=3, ended=Ended.RETURNED, finished_calls=(THEIRS,), **counts
         )
         after = claimed(row, a_claim(rerun=True), NOW)
         assert (after.attempt, after.generation, after.previous) == (1, 1, None)
         assert (after.failures, after.quick_retries, after.cooldowns, after.failed_at) == (
-            0,
-            0,
-            0,
-            None,
-        )
+            0, 0, 0, None,
+        )  # fmt: skip
         assert after.finished_calls == (THEIRS,)
 
     def test_a_row_whose_retention_is_over_starts_again(self) -> None:
@@ -252,11 +225,8 @@ class TestTheRowAfterwards:
         assert decide(row, a_claim()) is None
         after = claimed(row, a_claim(), NOW)
         assert (after.attempt, after.generation, after.crashes, after.finished_calls) == (
-            1,
-            1,
-            0,
-            (),
-        )
+            1, 1, 0, (),
+        )  # fmt: skip
         assert (after.expires_at, after.created_at) == (None, row.created_at)
 
     def test_a_call_retains_its_fingerprint(self) -> None:
@@ -274,8 +244,6 @@ class TestTheRowAfterwards:
             (None, None, "b", "b"),
         ],
     )
-    def test_a_message_that_must_still_be_published_stays(
-        self, kept: str | None, publish_at: int | None, given: str | None, message: str
-    ) -> None:
+    def test_a_message_that_must_still_be_published_stays(self, kept, publish_at, given, message):
         row = a_record(State.PENDING, message=kept, publish_at=publish_at)
         assert claimed(row, a_claim(message=given), NOW).message == message

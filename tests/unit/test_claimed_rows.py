@@ -43,9 +43,7 @@ class TestClaimed:
         assert self.verdict(self.claimed(lease_until=NOW + 15 * SECOND)) == Run()
 
     @pytest.mark.parametrize(("crashes", "delay"), [(1, None), (2, 5.0), (3, 30.0), (8, 30.0)])
-    def test_after_a_crash_it_runs_at_once_then_in_5_then_in_30_seconds(
-        self, crashes: int, delay: float | None
-    ) -> None:
+    def test_after_a_crash_it_runs_at_once_then_in_5_then_in_30_seconds(self, crashes, delay):
         died = f"its process died {crashes} times in a row"
         verdict = Reschedule(delay, died, started=True) if delay else Run()
         assert self.verdict(self.claimed(crashes), max_crashes=9) == verdict

@@ -28,9 +28,7 @@ def body() -> None:
 
 @ENDS
 @pytest.mark.parametrize("option", ["key", "fingerprint", "cooldown_group"])
-def test_a_function_of_the_arguments_that_ends_its_process_makes_no_key(
-    error: type[BaseException], option: str
-) -> None:
+def test_a_function_of_the_arguments_that_ends_its_process_makes_no_key(error, option) -> None:
     def raises(name: str) -> str:
         raise error("no")
 
@@ -68,9 +66,7 @@ def test_a_fingerprint_that_raises_is_named() -> None:
     "hook", ["before_start", "on_success", "on_retry", "on_failure", "after_return"]
 )
 @pytest.mark.parametrize("kind", [lambda hook: hook, staticmethod], ids=["method", "static"])
-def test_a_hook_that_ends_its_process_raises_an_error(
-    error: type[BaseException], hook: str, kind: Any
-) -> None:
+def test_a_hook_that_ends_its_process_raises_an_error(error, hook, kind) -> None:
     def raises(*_: Any) -> None:
         raise error("no")
 
@@ -96,9 +92,7 @@ def test_a_hook_is_ended_by_the_worker() -> None:
 
 
 @ENDS
-def test_a_result_whose_methods_end_the_process_does_not_undo_success(
-    error: type[BaseException],
-) -> None:
+def test_a_result_whose_methods_end_the_process_does_not_undo_success(error) -> None:
     class Result(dict[str, str]):
         def items(self) -> Any:
             raise error

@@ -253,9 +253,7 @@ def test_retry_publishes_the_stored_message_and_says_so(app: Celery, types: Type
         message.ack()
 
 
-def test_a_call_that_waits_for_a_closed_group_is_with_nobody_only_once_it_is_open(
-    app: Celery, types: Types
-) -> None:
+def test_a_call_that_waits_for_a_closed_group_is_with_nobody_only_once_it_is_open(app, types):
     """Until then each rescue would publish one more copy, which waits too."""
     app.broken.add(1)
     call(app, 1)
@@ -263,13 +261,10 @@ def test_a_call_that_waits_for_a_closed_group_is_with_nobody_only_once_it_is_ope
     client = LeaseClient.from_app(app)
     error = json.dumps(
         {
-            "type": "x.Limited",
-            "message": "",
-            "rule": "rate-limited",
-            "reason": "rate_limited",
+            "type": "x.Limited", "message": "", "rule": "rate-limited", "reason": "rate_limited",
             "group": "g",
         }
-    )
+    )  # fmt: skip
     hour = 3_600_000_000
     table = client._records.tables.records
     old = {name: table.c[name] - 2 * hour for name in ("started_at", "finished_at", "retry_at")}
@@ -309,9 +304,7 @@ def test_a_call_that_waits_for_a_closed_group_is_with_nobody_only_once_it_is_ope
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_wrong_use_exits_with_2_and_a_word_of_help(
-    types: Types, words: tuple[str, ...], answer: str
-) -> None:
+def test_wrong_use_exits_with_2_and_a_word_of_help(types, words, answer) -> None:
     done = types(*words)
     assert (done.code, done.out) == (2, "")
     assert answer in done.err
@@ -334,9 +327,7 @@ def test_a_dry_run_lists_only_what_would_be_changed(app: Celery, types: Types) -
     assert (mixed.code, "1 key would be retried, 1 unchanged" in mixed.err) == (1, True)
 
 
-def test_release_of_what_nobody_holds_is_not_done_and_says_what_helps(
-    app: Celery, types: Types
-) -> None:
+def test_release_of_what_nobody_holds_is_not_done_and_says_what_helps(app, types) -> None:
     app.broken.add(1)
     call(app, 0, 1)
     done = types("release", "k:0")
@@ -356,9 +347,7 @@ def test_show_names_closed_groups_where_a_key_has_no_record(types: Types) -> Non
     assert types("show", "nothing", "--json").lines[0]["state"] == "absent"
 
 
-def test_show_names_the_calls_that_wait_and_a_missing_worker(
-    app: Celery, types: Types, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_show_names_the_calls_that_wait_and_a_missing_worker(app, types, monkeypatch) -> None:
     asked = "The next call of the task runs the body, unless the gate of its group is closed."
     assert asked in types("show", "k:7").out
     marks = LeaseClient.from_app(app, eager=False)._leases
@@ -376,9 +365,7 @@ def test_show_names_the_calls_that_wait_and_a_missing_worker(
     assert "worker" not in types("show", "k:8").out, "it is done"
 
 
-def test_show_has_the_times_of_this_machine(
-    app: Celery, types: Types, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_show_has_the_times_of_this_machine(app, types, monkeypatch) -> None:
     call(app, 0)
     (status,) = types("show", "k:0", "--json").lines
     started = datetime.fromisoformat(status["started_at"])
@@ -410,9 +397,7 @@ def test_watch_looks_again_and_again(app: Celery, types: Types) -> None:
     assert seen.count("STATE") == 2
 
 
-def test_watch_exits_with_1_where_the_last_look_found_no_database(
-    app: Celery, types: Types, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watch_exits_with_1_where_the_last_look_found_no_database(app, types, monkeypatch) -> None:
     def away(*_: object, **__: object) -> None:
         raise StoreUnavailable("gone", False)
 
@@ -450,9 +435,7 @@ def test_the_summaries_of_the_commands_are_whole_sentences(types: Types) -> None
 
 
 @pytest.mark.parametrize("words", [("list",), ("show", "k:1"), ("doctor",)])
-def test_without_an_app_nothing_is_shown_or_created(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_an_app_nothing_is_shown_or_created(words, tmp_path, monkeypatch) -> None:
     """Celery would use an app of its own, whose stores are not those of any worker."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("celery_leases.cli.root.leased_tasks", lambda _: {})  # shared ones of tests

@@ -16,13 +16,9 @@ ROOT = Path(__file__).parents[2]
 def check(path: Path) -> subprocess.CompletedProcess[str]:
     """Validate against the schema that check-jsonschema carries, offline."""
     command = [
-        sys.executable,
-        "-m",
-        "check_jsonschema",
-        "--builtin-schema",
-        "vendor.compose-spec",
+        sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec",
         str(path),
-    ]
+    ]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

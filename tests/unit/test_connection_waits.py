@@ -49,9 +49,7 @@ def waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> dict[str, float | No
     return seen
 
 
-def test_a_step_waits_for_half_of_what_is_left_of_the_lease(
-    bench: Bench, waits: dict[str, float | None]
-) -> None:
+def test_a_step_waits_for_half_of_what_is_left_of_the_lease(bench, waits) -> None:
     left = 9.878
 
     def during(_: object) -> None:
@@ -66,9 +64,7 @@ def test_a_step_waits_for_half_of_what_is_left_of_the_lease(
     assert now() is None
 
 
-def test_after_the_deadline_a_step_waits_for_a_moment_that_ends_before_the_lease(
-    bench: Bench, waits: dict[str, float | None]
-) -> None:
+def test_after_the_deadline_a_step_waits_for_a_moment_that_ends_before_the_lease(bench, waits):
     bench.run(bench.call(ttl=TTL), during=lambda _: bench.clock.sleep(11.0))
     assert waits["settle"] == call_timeout(TTL) == pytest.approx(TTL / 10)
 
@@ -86,9 +82,7 @@ def test_a_call_inside_the_body_of_another_has_a_patience_of_its_own(bench: Benc
 
 
 @pytest.mark.parametrize("fails", ["acquire", "claim", "settle"])
-def test_it_ends_with_its_block_after_any_exception(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
+def test_it_ends_with_its_block_after_any_exception(bench, monkeypatch, fails) -> None:
     step: Callable[[str, Callable[[], Any]], Any] = bench.journal.step
 
     def failing(name: str, action: Callable[[], T]) -> T:

@@ -313,9 +313,7 @@ def test_two_copies_that_were_published_side_by_side_become_one() -> None:
     [StoreUnavailable("away", None), RuntimeError("value too long for type"), OSError(24, "x")],
 )
 @pytest.mark.parametrize("step", ["mark", "swap_mark"])
-def test_a_mark_that_fails_in_any_way_undoes_no_publish(
-    monkeypatch: pytest.MonkeyPatch, step: str, error: Exception
-) -> None:
+def test_a_mark_that_fails_in_any_way_undoes_no_publish(monkeypatch, step, error) -> None:
     published: list[Any] = []
 
     def fail(*_: Any) -> None:

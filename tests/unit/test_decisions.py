@@ -39,9 +39,7 @@ WAITING = [State.PENDING, State.COOLING]
 class TestFinishedByThisCall:
     @pytest.mark.parametrize("on_held", ON_HELD)
     @pytest.mark.parametrize("on_done", ON_DONE)
-    def test_it_gets_its_own_result_with_any_options(
-        self, on_held: OnHeld, on_done: OnDone
-    ) -> None:
+    def test_it_gets_its_own_result_with_any_options(self, on_held, on_done) -> None:
         done = a_record(State.DONE, OURS, result='{"charge": 1}')
         assert decide(a_call(on_held=on_held, on_done=on_done), done) == Return({"charge": 1}, OURS)
 
@@ -92,9 +90,7 @@ class TestDoneByAnotherCall:
     def test_ignore_drops(self) -> None:
         assert isinstance(decide(a_call(on_done="ignore"), a_record(State.DONE, result="7")), Drop)
 
-    def test_ignore_with_a_canvas_replays_because_a_dropped_member_would_hang_the_chord(
-        self,
-    ) -> None:
+    def test_ignore_with_a_canvas_replays_because_a_dropped_member_would_hang_the_chord(self):
         assert decide(
             a_call(on_done="ignore", canvas=True), a_record(State.DONE, result="7")
         ) == Return(7, THEIRS)
@@ -185,9 +181,7 @@ class TestABegunCall:
         assert decide(a_call(repeat=True), waiting(state, 0, OURS, **failed)) == Run()
 
     @pytest.mark.parametrize("state", WAITING)
-    def test_a_new_message_with_the_id_of_a_call_whose_caller_got_the_error_runs(
-        self, state: State
-    ) -> None:
+    def test_a_new_message_with_the_id_of_a_call_whose_caller_got_the_error_runs(self, state):
         assert (
             decide(
                 a_call(repeat=False), waiting(state, 0, OURS, ended=Ended.FAILED, failure=FAILURE)
@@ -196,9 +190,7 @@ class TestABegunCall:
         )
 
     @pytest.mark.parametrize("state", WAITING)
-    def test_a_new_message_that_was_rescheduled_waits_for_the_failure_that_it_has_seen(
-        self, state: State
-    ) -> None:
+    def test_a_new_message_that_was_rescheduled_waits_for_the_failure_that_it_has_seen(self, state):
         told: dict[str, Any] = {"ended": Ended.FAILED, "failure": FAILURE, "fence": 17}
         verdict = decide(a_call(), waiting(state, 60, OURS, **told))
         assert isinstance(verdict, Reschedule)
@@ -214,9 +206,7 @@ class TestABegunCall:
             )
 
     @pytest.mark.parametrize("state", WAITING)
-    def test_another_call_may_have_other_arguments_once_the_caller_got_the_error(
-        self, state: State
-    ) -> None:
+    def test_another_call_may_have_other_arguments_once_the_caller_got_the_error(self, state):
         told: dict[str, Any] = {
             "fingerprint": "v1:other",
             "ended": Ended.FAILED,
@@ -227,9 +217,7 @@ class TestABegunCall:
 
     @pytest.mark.parametrize("state", WAITING)
     @pytest.mark.parametrize("wait", [0, 60])
-    def test_other_arguments_are_refused_while_the_call_will_resume(
-        self, state: State, wait: int
-    ) -> None:
+    def test_other_arguments_are_refused_while_the_call_will_resume(self, state, wait) -> None:
         coming: dict[str, Any] = {"fingerprint": "v1:other", "ended": Ended.FAILED, "resumes": True}
         assert isinstance(refusal(decide(a_call(), waiting(state, wait, **coming))), KeyReused)
 
@@ -238,9 +226,7 @@ class TestOtherContent:
     @pytest.mark.parametrize(
         "state", [state for state in State if state not in (State.FAILED, State.UNCERTAIN)]
     )
-    def test_another_call_with_other_arguments_is_refused_with_the_names_that_differ(
-        self, state: State
-    ) -> None:
+    def test_another_call_with_other_arguments_is_refused_with_the_names_that_differ(self, state):
         record = a_record(state, fingerprint="v1:other", digests={"month": "m2", "amount": "a"})
         error = refusal(decide(a_call(), record))
         assert isinstance(error, KeyReused)
@@ -257,9 +243,7 @@ class TestOtherContent:
     @pytest.mark.parametrize(
         ("ours", "theirs"), [(None, "v1:same"), ("v1:same", None), (None, None)]
     )
-    def test_where_one_side_has_no_fingerprint_nothing_is_compared(
-        self, ours: str | None, theirs: str | None
-    ) -> None:
+    def test_where_one_side_has_no_fingerprint_nothing_is_compared(self, ours, theirs) -> None:
         call = a_call(key=replace(KEY, fingerprint=ours))
         assert decide(call, a_record(State.DONE, result="7", fingerprint=theirs)) == Return(
             7, THEIRS
@@ -340,9 +324,7 @@ class TestHeldByThisCall:
         assert decide(a_call(), running) == decide(a_call(), holder=held_by(OURS, 9.0))
 
     @given(st.floats(0, 1, exclude_max=True))
-    def test_the_copy_comes_when_the_lease_is_over_and_not_all_copies_at_once(
-        self, rand: float
-    ) -> None:
+    def test_the_copy_comes_when_the_lease_is_over_and_not_all_copies_at_once(self, rand) -> None:
         verdict = decide(a_call(), holder=held_by(OURS, 9.0), rand=rand)
         assert isinstance(verdict, Reschedule)
         assert 9.1 <= verdict.delay <= 9.5
@@ -358,9 +340,7 @@ class TestHeldByAnotherCall:
         ("reschedules", "delay"),
         [(0, 1.0), (1, 2.0), (2, 4.0), (3, 8.0), (4, 9.0), (5, 9.0), (10_000, 9.0)],
     )
-    def test_a_reschedule_waits_a_second_doubling_up_to_the_remaining_ttl(
-        self, reschedules: int, delay: float
-    ) -> None:
+    def test_a_reschedule_waits_a_second_doubling_up_to_the_remaining_ttl(self, reschedules, delay):
         verdict = decide(a_call(reschedules=reschedules), holder=held_by(THEIRS, 9.0), rand=0.0)
         assert isinstance(verdict, Reschedule)
         assert verdict.delay == pytest.approx(delay + 0.1)
@@ -395,7 +375,5 @@ class TestHeldByAnotherCall:
     def test_an_expired_lease_in_the_row_has_no_holder(self, remaining: int) -> None:
         assert decide(a_call(), a_record(State.RUNNING, lease_until=NOW + remaining)) == Run()
 
-    def test_a_running_row_whose_lease_lives_elsewhere_is_for_the_lease_store_to_judge(
-        self,
-    ) -> None:
+    def test_a_running_row_whose_lease_lives_elsewhere_is_for_the_lease_store_to_judge(self):
         assert decide(a_call(), a_record(State.RUNNING, lease_until=None)) == Run()

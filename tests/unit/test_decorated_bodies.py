@@ -119,9 +119,7 @@ def task_of(decorator: Any, function: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("decorator", "function", "call"), FORMS.values(), ids=FORMS)
-def test_a_key_is_made_of_the_arguments_of_the_call(
-    decorator: Any, function: Any, call: Call
-) -> None:
+def test_a_key_is_made_of_the_arguments_of_the_call(decorator, function, call) -> None:
     task = task_of(decorator, function, lease_key="n:{number}")
     assert task.apply(*call).get() == 5
     assert (
@@ -155,9 +153,7 @@ def test_a_key_of_positions_that_nobody_knows_is_refused_with_what_to_write(
 @pytest.mark.parametrize(
     ("decorator", "function", "call"), (FORMS | UNKNOWN).values(), ids=FORMS | UNKNOWN
 )
-def test_a_type_error_of_a_decorated_body_is_no_wrong_call(
-    decorator: Any, function: Any, call: Call
-) -> None:
+def test_a_type_error_of_a_decorated_body_is_no_wrong_call(decorator, function, call) -> None:
     @functools.wraps(function)
     def fails(*_: Any, **__: Any) -> None:
         raise TypeError("in the body")

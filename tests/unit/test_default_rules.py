@@ -117,20 +117,11 @@ ROWS: dict[str, list[Any]] = {
         *(
             aws(one)
             for one in (
-                "Throttling",
-                "ThrottlingException",
-                "ThrottledException",
-                "RequestThrottledException",
-                "TooManyRequestsException",
-                "ProvisionedThroughputExceededException",
-                "TransactionInProgressException",
-                "RequestLimitExceeded",
-                "BandwidthLimitExceeded",
-                "LimitExceededException",
-                "RequestThrottled",
-                "SlowDown",
-                "PriorRequestNotComplete",
-                "EC2ThrottledException",
+                "Throttling", "ThrottlingException", "ThrottledException",
+                "RequestThrottledException", "TooManyRequestsException",
+                "ProvisionedThroughputExceededException", "TransactionInProgressException",
+                "RequestLimitExceeded", "BandwidthLimitExceeded", "LimitExceededException",
+                "RequestThrottled", "SlowDown", "PriorRequestNotComplete", "EC2ThrottledException",
             )
         ),
         code("overloaded_error", status=200),
@@ -149,15 +140,7 @@ ROWS: dict[str, list[Any]] = {
         *(
             fake_error("psycopg.errors.Some", PsycopgOperational, sqlstate=state)
             for state in (
-                "40001",
-                "40P01",
-                "08006",
-                "57P01",
-                "57P02",
-                "57P03",
-                "53300",
-                "55P03",
-                "25006",
+                "40001", "40P01", "08006", "57P01", "57P02", "57P03", "53300", "55P03", "25006",
             )
         ),
         fake_error(
@@ -243,12 +226,7 @@ ROWS: dict[str, list[Any]] = {
         *(
             RpcError(one)
             for one in (
-                "DEADLINE_EXCEEDED",
-                "UNAVAILABLE",
-                "INTERNAL",
-                "UNKNOWN",
-                "CANCELLED",
-                "DATA_LOSS",
+                "DEADLINE_EXCEEDED", "UNAVAILABLE", "INTERNAL", "UNKNOWN", "CANCELLED", "DATA_LOSS",
             )
         ),
         *(
@@ -291,12 +269,8 @@ ROWS: dict[str, list[Any]] = {
         *(
             RpcError(one)
             for one in (
-                "INVALID_ARGUMENT",
-                "NOT_FOUND",
-                "PERMISSION_DENIED",
-                "FAILED_PRECONDITION",
-                "OUT_OF_RANGE",
-                "UNIMPLEMENTED",
+                "INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED", "FAILED_PRECONDITION",
+                "OUT_OF_RANGE", "UNIMPLEMENTED",
             )
         ),
         fake_error("requests.exceptions.MissingSchema", RequestsError, ValueError),
@@ -351,7 +325,7 @@ ROWS: dict[str, list[Any]] = {
         fake_error("redis.exceptions.ResponseError"),
         CoolingDown("not now", key="k", retry_after=5.0),
     ],
-}
+}  # fmt: skip
 
 CASES = [(row, error) for row, errors in ROWS.items() for error in errors]
 
@@ -380,19 +354,13 @@ DOES: dict[str, dict[str, Any]] = {
     "not-retryable": {"kind": "permanent"},
     "told-not-to-retry": {"kind": "cooldown", "ambiguous": True, "operator": True},
     "out-of-quota": {
-        "kind": "cooldown",
-        "scope": "group",
-        "operator": True,
-        "server_delay": "ignore",
+        "kind": "cooldown", "scope": "group", "operator": True, "server_delay": "ignore",
     },
     "lock-timeout": {"kind": "retry"},
     "already-exists": {"kind": "permanent"},
     "declined": {"kind": "permanent"},
     "bad-credentials": {
-        "kind": "cooldown",
-        "scope": "group",
-        "operator": True,
-        "server_delay": "ignore",
+        "kind": "cooldown", "scope": "group", "operator": True, "server_delay": "ignore",
     },
     "rate-limited": {"kind": "cooldown", "scope": "group", "server_delay": "instead"},
     "conflict": {"kind": "retry"},
@@ -405,7 +373,7 @@ DOES: dict[str, dict[str, Any]] = {
     "broken-answer": {"kind": "retry", "ambiguous": True},
     "time-or-memory-limit": {"kind": "cooldown", "ambiguous": True, "at_least": 15.0},
     "anything-else": {"kind": "cooldown"},
-}
+}  # fmt: skip
 REASONS = {
     "not-retryable": Reason.REFUSED,
     "told-not-to-retry": Reason.OUTCOME_UNKNOWN,
@@ -446,13 +414,9 @@ def ruling_of(row: str) -> Ruling:
 @pytest.mark.parametrize("row", DOES)
 def test_each_row_of_the_table_has_its_verdict(row: str) -> None:
     wanted = {
-        "scope": "key",
-        "ambiguous": False,
-        "operator": False,
-        "server_delay": "at_least",
-        "at_least": 0.0,
-        "max": None,
-    }
+        "scope": "key", "ambiguous": False, "operator": False, "server_delay": "at_least",
+        "at_least": 0.0, "max": None,
+    }  # fmt: skip
     found = ruling_of(row)
     assert {name: getattr(found, name) for name in [*wanted, "kind"]} == {**wanted, **DOES[row]}
     assert {classified(error).reason for error in ROWS[row]} == {REASONS[row]}

@@ -71,9 +71,7 @@ RIGHT: list[tuple[dict[str, str], float, str]] = [
 
 
 @pytest.mark.parametrize(("headers", "seconds", "source"), RIGHT, ids=lambda value: str(value)[:60])
-def test_a_delay_is_read_from_each_place_and_format(
-    headers: dict[str, str], seconds: float, source: str
-) -> None:
+def test_a_delay_is_read_from_each_place_and_format(headers, seconds, source) -> None:
     found = told(**headers)
     assert found is not None
     assert (round(found.seconds, 3), found.source, found.clamped) == (seconds, source, False)
@@ -129,9 +127,7 @@ WRONG: list[dict[str, str]] = [
 
 
 @pytest.mark.parametrize("headers", WRONG, ids=lambda value: str(value)[:60])
-def test_malformed_past_or_unrelated_values_are_ignored(
-    headers: dict[str, str],
-) -> None:
+def test_malformed_past_or_unrelated_values_are_ignored(headers) -> None:
     assert told(**headers) is None
 
 
@@ -207,12 +203,8 @@ def test_the_state_of_a_limit_does_not_apply_to_other_failures(status: int) -> N
         st.sampled_from(
             [
                 *(
-                    "retry-after",
-                    "retry-after-ms",
-                    "x-amz-retry-after",
-                    "x-ratelimit-reset",
-                    "ratelimit",
-                    "date",
+                    "retry-after", "retry-after-ms", "x-amz-retry-after", "x-ratelimit-reset",
+                    "ratelimit", "date",
                 ),
                 *(
                     "x-ratelimit-reset-tokens",
@@ -223,7 +215,7 @@ def test_the_state_of_a_limit_does_not_apply_to_other_failures(status: int) -> N
         ),
         st.text(alphabet="0129TZ:.,;+-= rtm\x1f\u0665", max_size=40) | st.just(IN_A_MINUTE),
     )
-)
+)  # fmt: skip
 def test_no_header_value_breaks_the_parser(headers: dict[str, str]) -> None:
     found = server_delay(ErrorFacts(status=429, headers=headers), NOW)
     assert found is None or 0 < found.seconds <= 21_600

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from typing import Any
 
 import pytest
 from kombu import Connection, Exchange, Queue
@@ -16,9 +15,7 @@ from celery_leases.worker.delivery_queue import origin_of
     [{}, {"exchange": "", "routing_key": ""}, {"exchange": None, "routing_key": None}],
     ids=["absent", "empty", "null"],
 )
-def test_the_queue_of_a_message_without_exchange_and_routing_key_is_known(
-    route: dict[str, Any],
-) -> None:
+def test_the_queue_of_a_message_without_exchange_and_routing_key_is_known(route) -> None:
     seen = []
     with Connection("memory://") as connection, connection.channel() as channel:
         queues = [Queue(name, Exchange(name), name) for name in ("first", "second")]

@@ -57,26 +57,16 @@ def test_every_character_of_a_password_survives() -> None:
 
 def test_options_of_libpq_are_passed_on() -> None:
     options = {
-        "sslmode": "verify-full",
-        "sslrootcert": Path("/etc/ca.pem"),
-        "options": "-c search_path=leases,public",
-        "connect_timeout": 3,
-        "passfile": "/etc/pgpass",
-        "isolation_level": 3,
-        "pool": {"min_size": 2},
-        "server_side_binding": True,
-        "cursor_factory": object(),
-        "prepare_threshold": None,
-    }
+        "sslmode": "verify-full", "sslrootcert": Path("/etc/ca.pem"),
+        "options": "-c search_path=leases,public", "connect_timeout": 3, "passfile": "/etc/pgpass",
+        "isolation_level": 3, "pool": {"min_size": 2}, "server_side_binding": True,
+        "cursor_factory": object(), "prepare_threshold": None,
+    }  # fmt: skip
     assert of_postgres(NAME="shop", HOST="db", OPTIONS=options) == {
-        "dbname": "shop",
-        "host": "db",
-        "sslmode": "verify-full",
-        "sslrootcert": "/etc/ca.pem",
-        "options": "-c search_path=leases,public",
-        "connect_timeout": "3",
+        "dbname": "shop", "host": "db", "sslmode": "verify-full", "sslrootcert": "/etc/ca.pem",
+        "options": "-c search_path=leases,public", "connect_timeout": "3",
         "passfile": "/etc/pgpass",
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

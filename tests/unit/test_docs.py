@@ -269,9 +269,7 @@ def test_the_status_example_shows_the_state_of_an_invoice(readme: dict[str, Any]
     assert readme["send_invoice"].lease_status(1842, "2026-04").state == "done"
 
 
-def test_the_signal_example_receives_a_crash(
-    readme: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_signal_example_receives_a_crash(readme, capsys) -> None:
     crash = CrashSeen(task="t", key="invoice:1:2026-04", call_id="c", crashes=2, host="h/1")
     signals.Announcer().observe(crash)
     assert capsys.readouterr().out == "invoice:1:2026-04: 2 crashes in a row, the last on h/1\n"
@@ -284,19 +282,13 @@ def test_the_reminder_example_cools_down_on_request(readme: dict[str, Any]) -> N
     assert readme["send_reminder"].lease_status(7, "").state == "cooling"
 
 
-def test_the_alert_example_reports_failures_that_need_an_operator(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_alert_example_reports_failures_that_need_an_operator(capsys) -> None:
     names: dict[str, Any] = {}
     (source,) = (block for block in blocks(page("events"), "python") if "def alert" in block)
     exec(source, names)  # noqa: S102 - our own page
     told: dict[str, Any] = {
-        "task": "t",
-        "call_id": "c",
-        "ended": "failed",
-        "attempt": 1,
-        "runtime": 0.1,
-    }
+        "task": "t", "call_id": "c", "ended": "failed", "attempt": 1, "runtime": 0.1,
+    }  # fmt: skip
     for key, state, operator in (
         ("a", "cooling", False),
         ("b", "cooling", True),
@@ -327,9 +319,7 @@ def test_a_renamed_task_answers_with_what_was_done_under_the_old_name(tmp_path: 
         assert client.status("invoice:7", task="billing.send_invoice").state == "absent"
 
 
-def test_five_calls_are_one_run_and_the_key_is_free_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_five_calls_are_one_run_and_the_key_is_free_afterwards(tmp_path, monkeypatch) -> None:
     (source,) = blocks(page("comparison"), "python")
     eager = "app.conf.leases_eager_stores = True\napp.conf.leases_url = 'database'\nruns = []\n"
     source = source.replace(

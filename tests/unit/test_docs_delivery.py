@@ -89,9 +89,7 @@ def deliver(app: Celery, task: Any) -> None:
 
 
 @pytest.mark.usefixtures(apps.__name__)
-def test_the_picture_of_a_delivery_shows_its_calls(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_picture_of_a_delivery_shows_its_calls(monkeypatch, tmp_path) -> None:
     server = fakeredis.FakeServer()
 
     def opened(url: str, *, prefix: str, **_: Any) -> RedisLeaseStore:

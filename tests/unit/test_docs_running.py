@@ -44,9 +44,7 @@ def reports() -> Iterator[list[dict[str, Any]]]:
     sentry_sdk.get_global_scope().set_client(before)
 
 
-def test_the_sentry_page_reports_what_only_a_person_can_mend(
-    reports: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_the_sentry_page_reports_what_only_a_person_can_mend(reports, tmp_path) -> None:
     (source,) = blocks(page("sentry"), "python")
     with executed(eagerly(source, tmp_path, DATABASE), "billing") as names:
         try:

@@ -23,9 +23,7 @@ EAGER = {
 }
 
 
-def test_the_flask_page_makes_an_invoice_once(
-    apps: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_flask_page_makes_an_invoice_once(apps, tmp_path, monkeypatch) -> None:
     pytest.importorskip(
         "flask", reason="Flask is not installed: it is in the dependency group test"
     )
@@ -59,9 +57,7 @@ def test_the_flask_page_makes_an_invoice_once(
     assert app.test_cli_runner().invoke(args=["leases", "list"]).output.count("invoice:7") == 1
 
 
-def test_the_fastapi_page_makes_an_invoice_and_waits_for_it(
-    apps: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fastapi_page_makes_an_invoice_and_waits_for_it(apps, tmp_path, capsys) -> None:
     pytest.importorskip(
         "fastapi", reason="FastAPI is not installed: it is in the dependency group test"
     )

@@ -43,9 +43,7 @@ class Worker:
 @pytest.mark.parametrize(
     "bursts", [[4, 36], [40, 0], [39, 1]], ids=["as usual", "all at once", "all but one at once"]
 )
-def test_tasks_are_measured_however_fast_they_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bursts: list[int]
-) -> None:
+def test_tasks_are_measured_however_fast_they_end(tmp_path, monkeypatch, bursts) -> None:
     """Also on a machine where nothing else runs until they have ended; a turn before leaves its
     records. Each task takes a second of CPU here.
     """

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from celery_leases import LeasedTask
 from celery_leases.cli import leases
 from celery_leases.ops.drill.event_file import Notes
-from celery_leases.ops.drill.report import Bounds, StepReport, Takeover, Taker
+from celery_leases.ops.drill.report import Bounds, StepReport, Takeover
 from celery_leases.ops.drill.task import TASK
 from celery_leases.tuning import Delivery
 
@@ -75,9 +75,7 @@ def types(app: Celery) -> Types:
         (10.0, AN_HOUR, "another call", "not the settings: "),
     ],
 )
-def test_a_miss_names_what_causes_it(
-    ttl: float, delivery: Delivery, who: Taker, begin: str
-) -> None:
+def test_a_miss_names_what_causes_it(ttl, delivery, who, begin) -> None:
     assert Bounds(ttl, 30.0, delivery).why_missed("worker", who).startswith(begin)
 
 
@@ -126,14 +124,11 @@ def test_a_dry_run_shows_what_would_be_done(types: Types, app: Celery) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("--task", "drilled.unknown"),
-        ("--task", "drilled.short", "--ttl", "5s"),
-        ("--ttl", "100ms"),
-        ("--takeover-slo", "soon"),
-        ("--step", "coffee"),
+        ("--task", "drilled.unknown"), ("--task", "drilled.short", "--ttl", "5s"),
+        ("--ttl", "100ms"), ("--takeover-slo", "soon"), ("--step", "coffee"),
     ],
     ids=" ".join,
-)
+)  # fmt: skip
 def test_wrong_use_exits_with_2(types: Types, words: tuple[str, ...]) -> None:
     assert types(*words, "--yes").exit_code == 2
 

@@ -13,47 +13,21 @@ from celery_leases.errors import LeaseConfigurationError
 from celery_leases.text.durations import LONGEST, in_words, parsed, seconds
 
 RIGHT = [
-    (5, 5.0),
-    (0.25, 0.25),
-    ("30s", 30.0),
-    ("5m", 300.0),
-    ("1h30m", 5400.0),
-    ("250ms", 0.25),
-    ("1.5h", 5400.0),
-    ("2d", 172_800.0),
-    ("1d2h3m4s5ms", 93_784.005),
-    ("6m0s", 360.0),
-    ("300", 300.0),
-    (" 300 ", 300.0),
-    ("2.5", 2.5),
-    (timedelta(minutes=5), 300.0),
+    (5, 5.0), (0.25, 0.25), ("30s", 30.0), ("5m", 300.0), ("1h30m", 5400.0), ("250ms", 0.25),
+    ("1.5h", 5400.0), ("2d", 172_800.0), ("1d2h3m4s5ms", 93_784.005), ("6m0s", 360.0),
+    ("300", 300.0), (" 300 ", 300.0), ("2.5", 2.5), (timedelta(minutes=5), 300.0),
     (timedelta(days=1, microseconds=1), 86_400.000001),
-]
+]  # fmt: skip
 
 WRONG: list[Any] = [
     *(0, -1, 0.0, "0", "0s", timedelta(0), timedelta(seconds=-1)),
     *(True, False, None, [], {}, b"5m", 5j, object()),
     *(float("nan"), float("inf"), float("-inf"), 10**400, LONGEST, timedelta.max),
     *(
-        "",
-        " ",
-        "s",
-        "5 m",
-        "5x",
-        "m5",
-        "1h-30m",
-        "-5m",
-        "+5m",
-        "1e3",
-        "nan",
-        "inf",
-        "5m3",
-        "5mm",
-        "1_0s",
-        "\u0665s",
-        "9" * 400,
+        "", " ", "s", "5 m", "5x", "m5", "1h-30m", "-5m", "+5m", "1e3", "nan", "inf", "5m3", "5mm",
+        "1_0s", "\u0665s", "9" * 400,
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("written", "meant"), RIGHT, ids=str)
@@ -83,9 +57,7 @@ def test_no_text_breaks_the_parser(text: str) -> None:
 
 
 @given(st.integers(0, 99), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
-def test_what_is_written_with_every_unit_adds_up(
-    days: int, hours: int, minutes: int, rest: int
-) -> None:
+def test_what_is_written_with_every_unit_adds_up(days, hours, minutes, rest) -> None:
     written = f"{days}d{hours}h{minutes}m{rest}s"
     assert (
         parsed(written)
@@ -96,22 +68,11 @@ def test_what_is_written_with_every_unit_adds_up(
 @pytest.mark.parametrize(
     ("span", "said"),
     [
-        (0, "1 second"),
-        (0.2, "1 second"),
-        (1, "1 second"),
-        (44.1, "45 seconds"),
-        (60, "60 seconds"),
-        (65, "65 seconds"),
-        (66, "2 minutes"),
-        (246, "5 minutes"),
-        (300, "5 minutes"),
-        (305, "5 minutes"),
-        (306, "6 minutes"),
-        (3605, "60 minutes"),
-        (3606, "2 hours"),
-        (7200, "2 hours"),
-        (86_400, "24 hours"),
+        (0, "1 second"), (0.2, "1 second"), (1, "1 second"), (44.1, "45 seconds"),
+        (60, "60 seconds"), (65, "65 seconds"), (66, "2 minutes"), (246, "5 minutes"),
+        (300, "5 minutes"), (305, "5 minutes"), (306, "6 minutes"), (3605, "60 minutes"),
+        (3606, "2 hours"), (7200, "2 hours"), (86_400, "24 hours"),
     ],
-)
+)  # fmt: skip
 def test_a_span_in_words_is_rounded_up(span: float, said: str) -> None:
     assert in_words(span) == said

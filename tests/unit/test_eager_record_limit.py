@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from celery import Celery
 from sqlalchemy import func, select
 
@@ -13,9 +12,7 @@ from celery_leases.stores import eager_record_limit
 from celery_leases.worker import app_components
 
 
-def test_eager_calls_keep_the_records_of_the_latest_keys_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_eager_calls_keep_the_records_of_the_latest_keys_only(monkeypatch) -> None:
     app = Celery("eager", broker="memory://", set_as_current=False)
     runs: list[Any] = []
 

@@ -105,9 +105,7 @@ def test_the_same_test_passes_twice_in_one_process(shop: Shop, engine: Engine, a
     assert shop.state(7) == "absent"
 
 
-def test_a_call_of_a_transaction_that_does_not_commit_never_runs(
-    shop: Shop, engine: Engine
-) -> None:
+def test_a_call_of_a_transaction_that_does_not_commit_never_runs(shop, engine) -> None:
     with Session(engine) as session:
         shop.ship.delay_in(session, 1)
         session.rollback()
@@ -213,9 +211,7 @@ def test_with_the_real_stores_all_of_it_is_there(tmp_path: Path) -> None:
     app_components.close_all()
 
 
-def test_missing_tables_are_reported_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_tables_are_reported_at_once(tmp_path, monkeypatch) -> None:
     def outdated(*_: Any) -> Any:
         raise SchemaOutdated("no tables")
 
@@ -230,9 +226,7 @@ def test_missing_tables_are_reported_at_once(
     app_components.close_all()
 
 
-def test_an_eager_call_says_that_a_store_does_not_answer(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_eager_call_says_that_a_store_does_not_answer(shop, monkeypatch) -> None:
     records = app_components.components_of(shop.app).records
 
     def unavailable(*_: Any, **__: Any) -> Any:

@@ -107,14 +107,10 @@ class TestOnFound:
     @pytest.mark.parametrize(
         ("age", "after", "expected"),
         [
-            (0.0, 60.0, VerifyLater(60.0)),
-            (59.5, 60.0, VerifyLater(0.5)),
-            (60.0, 60.0, Verify()),
-            (1e6, 60.0, Verify()),
-            (0.0, 0.0, Verify()),
-            (-5.0, 60.0, VerifyLater(60.0)),
+            (0.0, 60.0, VerifyLater(60.0)), (59.5, 60.0, VerifyLater(0.5)), (60.0, 60.0, Verify()),
+            (1e6, 60.0, Verify()), (0.0, 0.0, Verify()), (-5.0, 60.0, VerifyLater(60.0)),
         ],
-    )
+    )  # fmt: skip
     def test_it_is_looked_up_once_the_first_request_cannot_be_on_its_way(
         self, uncertain: Any, age: float, after: float, expected: Any
     ) -> None:
@@ -180,9 +176,7 @@ class TestNamesAndReferences:
     @pytest.mark.parametrize(
         "name", ["", "  ", "\n", "a" * (NAME_MAX + 1), "a\x00b", "half \ud800", None, 7, b"charge"]
     )
-    def test_anything_else_is_refused_before_anything_happens(
-        self, desk: EffectBench, name: Any
-    ) -> None:
+    def test_anything_else_is_refused_before_anything_happens(self, desk, name) -> None:
         assert not is_valid_name(name)
         with pytest.raises(EffectMisused, match=r"effect\(.*1 to 255 characters"):
             desk.attempt().effect(name=name)
@@ -220,19 +214,13 @@ class TestWhetherACallWasCarriedOut:
     @pytest.mark.parametrize(
         "error",
         [
-            *codes(408, 500, 502, 503, 504),
-            timed_out(),
-            TimeoutError(),
-            ConnectionResetError(),
-            ValueError(),
-            KeyError(),
-            fake_error("sqlalchemy.exc.IntegrityError"),
-            fake_error("psycopg.errors.UndefinedTable", sqlstate="42P01"),
-            FileNotFoundError(),
+            *codes(408, 500, 502, 503, 504), timed_out(), TimeoutError(), ConnectionResetError(),
+            ValueError(), KeyError(), fake_error("sqlalchemy.exc.IntegrityError"),
+            fake_error("psycopg.errors.UndefinedTable", sqlstate="42P01"), FileNotFoundError(),
             PermissionError(),
         ],
         ids=repr,
-    )
+    )  # fmt: skip
     def test_anything_else_may_have_been(self, error: Any) -> None:
         assert self.known(error) is None
 
@@ -259,9 +247,7 @@ class TestWhetherACallWasCarriedOut:
 class TestOneAttempt:
     """Intent, call, reply."""
 
-    def test_the_intent_is_committed_before_the_call_and_the_reply_after_it(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_the_intent_is_committed_before_the_call_and_the_reply_after_it(self, desk, attempt):
         """Nothing else is done."""
         states = []
         reply = attempt.effect(lambda _: states.append(desk.state))
@@ -269,9 +255,7 @@ class TestOneAttempt:
         assert (states, desk.state) == (["sent"], "done")
         assert reply == EffectReply(None, None, desk.called[0])
 
-    def test_the_call_is_given_the_idempotency_key(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_the_call_is_given_the_idempotency_key(self, desk, attempt) -> None:
         reply = attempt.effect()
         assert (
             desk.called
@@ -301,35 +285,27 @@ class TestOneAttempt:
             attempt.effect()
         assert desk.steps() == []
 
-    def test_a_record_that_has_moved_on_begins_nothing(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_a_record_that_has_moved_on_begins_nothing(self, desk, attempt) -> None:
         desk.attempt("another call")
         with pytest.raises(LeaseLost, match="was changed by another attempt"):
             attempt.effect()
         assert (desk.called, desk.state) == ([], None)
 
-    def test_an_intent_that_took_too_long_to_commit_is_withdrawn(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_an_intent_that_took_too_long_to_commit_is_withdrawn(self, desk, attempt) -> None:
         desk.journal.before("begin", attempt.lose)
         with pytest.raises(LeaseLost):
             attempt.effect()
         assert desk.steps() == ["begin", "withdraw"]
         assert (desk.called, desk.state) == ([], None)
 
-    def test_an_intent_that_a_signal_interrupts_is_withdrawn(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_an_intent_that_a_signal_interrupts_is_withdrawn(self, desk, attempt) -> None:
         attempt.pending = SystemExit()
         with pytest.raises(SystemExit):
             attempt.effect()
         assert desk.steps() == ["begin", "withdraw"]
         assert (desk.called, desk.state) == ([], None)
 
-    def test_a_reply_is_recorded_even_if_the_lease_was_lost_meanwhile(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_a_reply_is_recorded_even_if_the_lease_was_lost_meanwhile(self, desk, attempt) -> None:
         with pytest.raises(LeaseLost):
             attempt.effect(lambda _: (attempt.lose(), "ch_1")[1])
         assert (desk.steps(), desk.state) == (["begin", "call", "finish"], "done")
@@ -337,9 +313,7 @@ class TestOneAttempt:
         assert len(desk.called) == 1
 
     @pytest.mark.parametrize("pending", [SystemExit(), LeaseLost()])
-    def test_a_reply_is_recorded_even_if_a_signal_arrived_meanwhile(
-        self, desk: EffectBench, attempt: Attempt, pending: BaseException
-    ) -> None:
+    def test_a_reply_is_recorded_even_if_a_signal_arrived_meanwhile(self, desk, attempt, pending):
         def called(_: str) -> str:
             attempt.pending = pending
             return "ch_1"
@@ -348,9 +322,7 @@ class TestOneAttempt:
             attempt.effect(called)
         assert (desk.state, attempt.held_lease.body_state.progressed) == ("done", True)
 
-    def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(self, desk, attempt):
         def overtaken(_: str) -> str:
             assert desk.attempt().effect("theirs", uncertain="rerun").value == "theirs"
             return "ours"
@@ -369,19 +341,11 @@ class TestOneAttempt:
         second.effect(name="mail")
         second.effect(name="parcel")
         assert desk.steps() == [
-            "begin",
-            "call",
-            "finish",
-            "clear crashes",
-            "begin",
-            "call",
-            "finish",
-        ]
+            "begin", "call", "finish", "clear crashes", "begin", "call", "finish",
+        ]  # fmt: skip
         assert desk.row.crashes == 0
 
-    def test_crashes_that_cannot_be_cleared_are_no_reason_to_fail(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_crashes_that_cannot_be_cleared_are_no_reason_to_fail(self, desk, attempt) -> None:
         attempt = desk.attempt()
         desk.journal.away("clear crashes")
         assert attempt.effect("ok").value == "ok"
@@ -399,9 +363,7 @@ class TestStoresAway:
         assert desk.called == []
         assert 1.0 < desk.clock.now() - began <= 3.0
 
-    def test_it_is_not_tried_for_longer_than_the_lease_lasts(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_it_is_not_tried_for_longer_than_the_lease_lasts(self, desk, attempt) -> None:
         attempt = desk.attempt(settle_timeout=1000.0)
         desk.journal.away("begin")
         with pytest.raises(LeaseLost):
@@ -410,9 +372,7 @@ class TestStoresAway:
         assert desk.clock.now() < 1000.0 + desk.ttl
 
     @pytest.mark.parametrize("done", [False, True])
-    def test_an_intent_is_tried_again(
-        self, desk: EffectBench, attempt: Attempt, done: bool
-    ) -> None:
+    def test_an_intent_is_tried_again(self, desk, attempt, done) -> None:
         """It may be committed already; a blip must not leave it in doubt."""
         desk.journal.away("begin", times=2, done=done)
         attempt.effect()
@@ -446,9 +406,7 @@ class TestStoresAway:
         attempt.effect()
         assert desk.steps() == ["begin", "begin", "call", "finish"]
 
-    def test_an_intent_that_was_certainly_not_written_is_not_tried_again(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_an_intent_that_was_certainly_not_written_is_not_tried_again(self, desk, attempt):
         desk.journal.away("begin")
         desk.store.refuses = True
         with pytest.raises(StoreUnavailable):
@@ -456,16 +414,12 @@ class TestStoresAway:
         assert (desk.steps(), desk.state) == (["begin"], None)
 
     @pytest.mark.parametrize("done", [False, True])
-    def test_a_reply_is_noted_as_soon_as_they_answer(
-        self, desk: EffectBench, attempt: Attempt, done: bool
-    ) -> None:
+    def test_a_reply_is_noted_as_soon_as_they_answer(self, desk, attempt, done) -> None:
         desk.journal.away("finish", times=3, done=done)
         assert attempt.effect("ch_1").value == "ch_1"
         assert desk.steps() == ["begin", "call", *["finish"] * 4]
 
-    def test_a_reply_that_cannot_be_noted_leaves_it_in_doubt(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_a_reply_that_cannot_be_noted_leaves_it_in_doubt(self, desk, attempt) -> None:
         desk.journal.away("finish")
         began = desk.clock.now()
         with pytest.raises(StoreUnavailable):
@@ -476,9 +430,7 @@ class TestStoresAway:
             desk.attempt().effect()
         assert len(desk.called) == 1
 
-    def test_a_withdrawal_that_cannot_be_written_leaves_it_in_doubt(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_a_withdrawal_that_cannot_be_written_leaves_it_in_doubt(self, desk, attempt) -> None:
         desk.journal.away("withdraw")
         with pytest.raises(ConnectionRefusedError):
             attempt.effect(ConnectionRefusedError())
@@ -493,9 +445,7 @@ class TestACallThatRaises:
         [http_error(429, retry_after="7"), http_error(402), ConnectionRefusedError()],
         ids=repr,
     )
-    def test_what_was_not_carried_out_is_withdrawn(
-        self, desk: EffectBench, attempt: Attempt, error: Any
-    ) -> None:
+    def test_what_was_not_carried_out_is_withdrawn(self, desk, attempt, error) -> None:
         with pytest.raises(type(error)):
             attempt.effect(error)
         assert desk.steps() == ["begin", "call", "withdraw"]
@@ -506,9 +456,7 @@ class TestACallThatRaises:
     @pytest.mark.parametrize(
         "error", [timed_out(), http_error(503), RuntimeError(), LeaseLost(), SystemExit()], ids=repr
     )
-    def test_what_may_have_been_carried_out_stays_in_doubt(
-        self, desk: EffectBench, attempt: Attempt, error: Any
-    ) -> None:
+    def test_what_may_have_been_carried_out_stays_in_doubt(self, desk, attempt, error) -> None:
         with pytest.raises(type(error)):
             attempt.effect(error)
         assert (desk.steps(), desk.state) == (["begin", "call"], "sent")
@@ -518,9 +466,7 @@ class TestACallThatRaises:
     @pytest.mark.parametrize(
         "error", [Cooldown(5), RetryLater(5), Snooze(5), PermanentFailure("no")], ids=repr
     )
-    def test_what_the_callable_asks_for_by_itself_is_in_doubt(
-        self, desk: EffectBench, attempt: Attempt, error: BaseException
-    ) -> None:
+    def test_what_the_callable_asks_for_by_itself_is_in_doubt(self, desk, attempt, error) -> None:
         with pytest.raises(type(error)):
             attempt.effect(error)
         assert desk.state == "sent"
@@ -554,9 +500,7 @@ class TestACallThatRaises:
             attempt.effect(call)
         assert desk.state == state
 
-    def test_an_error_from_before_the_call_does_not_decide_about_it(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_an_error_from_before_the_call_does_not_decide_about_it(self, desk, attempt) -> None:
         try:
             raise ConnectionRefusedError
         except ConnectionRefusedError:
@@ -574,9 +518,7 @@ class TestACallThatRaises:
 class TestALaterAttempt:
     """It finds what an earlier one has begun."""
 
-    def test_a_saved_reply_is_used_without_a_call(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_a_saved_reply_is_used_without_a_call(self, desk, attempt) -> None:
         first = attempt.effect({"id": "ch_1"}, reference=lambda reply: reply["id"])
         for _ in range(2):
             desk.steps()
@@ -585,9 +527,7 @@ class TestALaterAttempt:
             assert again == replace(first, saved=True)
         assert len(desk.called) == 1
 
-    def test_without_verify_it_is_parked_for_an_operator(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_without_verify_it_is_parked_for_an_operator(self, desk, attempt) -> None:
         with pytest.raises(RuntimeError):
             attempt.effect(RuntimeError())
         with pytest.raises(Uncertain, match="leases resolve") as caught:
@@ -596,9 +536,7 @@ class TestALaterAttempt:
         assert (caught.value.effect, caught.value.idempotency_key) == (CHARGE, desk.called[0])
         assert (len(desk.called), desk.state) == (1, "sent")
 
-    def test_by_rerun_it_is_called_again_under_the_same_key(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_by_rerun_it_is_called_again_under_the_same_key(self, desk, attempt) -> None:
         with pytest.raises(RuntimeError):
             attempt.effect(RuntimeError())
         later = desk.attempt()
@@ -625,9 +563,7 @@ class TestALaterAttempt:
         with pytest.raises(Uncertain):
             desk.attempt().effect()
 
-    def test_a_lease_lost_before_the_second_call_leaves_the_first_in_doubt(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_a_lease_lost_before_the_second_call_leaves_the_first_in_doubt(self, desk, attempt):
         with pytest.raises(RuntimeError):
             attempt.effect(RuntimeError())
         later = desk.attempt()
@@ -650,9 +586,7 @@ class TestVerify:
         desk.journal.clear()
         return desk.attempt()
 
-    def test_a_reply_that_was_found_is_noted_and_no_call_is_made(
-        self, desk: EffectBench, later: Attempt
-    ) -> None:
+    def test_a_reply_that_was_found_is_noted_and_no_call_is_made(self, desk, later) -> None:
         asked: list[str] = []
         reply = later.effect(
             "never",
@@ -669,9 +603,7 @@ class TestVerify:
         assert desk.steps() == ["begin", "begin", "call", "finish", "clear crashes"]
         assert (reply.value, reply.saved) == ("ch_2", False)
 
-    def test_what_is_refused_after_that_is_withdrawn(
-        self, desk: EffectBench, later: Attempt
-    ) -> None:
+    def test_what_is_refused_after_that_is_withdrawn(self, desk, later) -> None:
         with pytest.raises(ConnectionRefusedError):
             later.effect(ConnectionRefusedError(), verify=lambda _: None)
         assert desk.state is None
@@ -682,9 +614,7 @@ class TestVerify:
         assert desk.called == []
 
     @pytest.mark.parametrize("verify", [lambda _: False, find_later, lambda _: (one for one in ())])
-    def test_what_is_no_reply_is_refused_and_changes_nothing(
-        self, desk: EffectBench, later: Attempt, verify: Any
-    ) -> None:
+    def test_what_is_no_reply_is_refused_and_changes_nothing(self, desk, later, verify) -> None:
         with pytest.raises(EffectMisused, match="verify returned"):
             later.effect("never", verify=verify)
         assert (desk.state, desk.called) == (EffectState.SENT, [])
@@ -692,9 +622,7 @@ class TestVerify:
             "id": "ch_1"
         }
 
-    def test_a_look_up_without_an_answer_makes_it_uncertain(
-        self, desk: EffectBench, later: Attempt
-    ) -> None:
+    def test_a_look_up_without_an_answer_makes_it_uncertain(self, desk, later) -> None:
         def verify(_: str) -> None:
             raise Uncertain("two charges look like it")
 
@@ -705,9 +633,7 @@ class TestVerify:
         assert (desk.called, desk.state) == ([], "sent")
 
     @pytest.mark.parametrize("error", [timed_out(), http_error(429), Snooze(5)], ids=repr)
-    def test_one_that_fails_is_asked_again_by_the_next_attempt(
-        self, desk: EffectBench, later: Attempt, error: BaseException
-    ) -> None:
+    def test_one_that_fails_is_asked_again_by_the_next_attempt(self, desk, later, error) -> None:
         before = desk.effect()
 
         def verify(_: str) -> None:
@@ -758,9 +684,7 @@ class TestVerify:
         assert desk.attempt().effect().value == "ch_1"
         assert len(desk.called) == 1
 
-    def test_a_lease_lost_while_it_looked_calls_nothing(
-        self, desk: EffectBench, later: Attempt
-    ) -> None:
+    def test_a_lease_lost_while_it_looked_calls_nothing(self, desk, later) -> None:
         before = desk.effect()
         with pytest.raises(LeaseLost):
             later.effect(verify=lambda _: later.lose())
@@ -769,9 +693,7 @@ class TestVerify:
         assert found is not None
         assert (desk.called, found.fence) == ([], before.fence)
 
-    def test_a_reply_it_found_is_not_forgotten_because_a_signal_came(
-        self, desk: EffectBench, later: Attempt
-    ) -> None:
+    def test_a_reply_it_found_is_not_forgotten_because_a_signal_came(self, desk, later) -> None:
         """What is there must not be called for again: it stays in doubt, and is looked up again."""
 
         def verify(_: str) -> str:
@@ -794,9 +716,7 @@ class TestRepliesThatCannotBeKept:
             ("x" * 2000, "result_too_large"),
         ],
     )
-    def test_it_is_done_and_never_called_again(
-        self, desk: EffectBench, attempt: Attempt, reply: Any, why: str
-    ) -> None:
+    def test_it_is_done_and_never_called_again(self, desk, attempt, reply, why) -> None:
         with pytest.raises(
             Uncertain, match=f"HAS happened.*{why}.*reference=.*resolve .* --done"
         ) as caught:
@@ -843,18 +763,14 @@ class TestRepliesThatCannotBeKept:
             assert (reply.value, reply.reference) == (None, "ch_1")
 
     @pytest.mark.parametrize("reply", [object(), "x" * 2000])
-    def test_a_reference_is_enough_to_go_on_with(
-        self, desk: EffectBench, attempt: Attempt, reply: Any
-    ) -> None:
+    def test_a_reference_is_enough_to_go_on_with(self, desk, attempt, reply) -> None:
         first = attempt.effect(reply, reference=lambda _: "ch_1")
         assert (first.value, first.reference, first.saved) == (None, "ch_1", False)
         assert desk.attempt().effect("never", reference=lambda _: "no") == replace(
             first, saved=True
         )
 
-    def test_a_reference_that_raises_does_not_undo_the_effect(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_a_reference_that_raises_does_not_undo_the_effect(self, desk, attempt) -> None:
         for number in range(2):
             with pytest.raises(KeyError):
                 (attempt if not number else desk.attempt()).effect(
@@ -865,9 +781,7 @@ class TestRepliesThatCannotBeKept:
         assert len(desk.called) == 1
 
     @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-    def test_neither_does_one_that_raises_what_ends_a_process(
-        self, desk: EffectBench, attempt: Attempt, error: type[BaseException]
-    ) -> None:
+    def test_neither_does_one_that_raises_what_ends_a_process(self, desk, attempt, error) -> None:
         class Reply(dict[str, str]):
             def items(self) -> Any:
                 raise error
@@ -903,9 +817,7 @@ class TestGenerations:
         assert len(set(desk.called)) == len(desk.called) == 2
 
     @pytest.mark.parametrize("way", ["verify", "stop", "rerun"])
-    def test_a_call_of_a_rerun_task_finds_its_effect_after_another_has_had_the_key(
-        self, desk: EffectBench, way: str
-    ) -> None:
+    def test_a_call_of_a_rerun_task_finds_its_effect_after_another_has_had_the_key(self, desk, way):
         with pytest.raises(RuntimeError):
             desk.attempt("one", rerun=True).effect(RuntimeError())
         other = desk.attempt("two", rerun=True)
@@ -953,9 +865,7 @@ class TestWhatIsGiven:
         ],
     )
     @pytest.mark.parametrize("leased", [True, False])
-    def test_a_wrong_argument_is_named(
-        self, desk: EffectBench, attempt: Attempt, given: Any, error: Any, leased: bool
-    ) -> None:
+    def test_a_wrong_argument_is_named(self, desk, attempt, given, error, leased) -> None:
         (name,) = given
         with pytest.raises(error, match=f"effect.*{name}"):
             (attempt.lease if leased else Unleased()).effect(CHARGE, desk.calling(), **given)
@@ -968,9 +878,7 @@ class TestWhatIsGiven:
     @pytest.mark.parametrize(
         "call", [lambda: "ch_1", _asynchronous, _generating], ids=["arity", "async", "generator"]
     )
-    def test_the_call_can_be_made_as_it_is(
-        self, desk: EffectBench, attempt: Attempt, call: Any
-    ) -> None:
+    def test_the_call_can_be_made_as_it_is(self, desk, attempt, call) -> None:
         """Else the key would be parked for a call that was never made."""
         with pytest.raises(LeaseMisuse, match=r"effect\(call="):
             attempt.lease.effect(CHARGE, call)
@@ -1000,11 +908,8 @@ def test_without_a_lease_it_is_the_call_and_nothing_else() -> None:
             CHARGE, lambda key: (keys.append(key), marker)[1], reference=lambda _: 17
         )
         assert (reply.value, reply.reference, reply.saved, reply.idempotency_key) == (
-            marker,
-            "17",
-            False,
-            keys[-1],
-        )
+            marker, "17", False, keys[-1],
+        )  # fmt: skip
     assert len(set(keys)) == 2
     with pytest.raises(socket.gaierror):
         Unleased().effect(CHARGE, lambda _: (_ for _ in ()).throw(socket.gaierror()))

@@ -203,9 +203,7 @@ __all__ = ["apps"]
     [*product(["database"], KINDS), ("redis", "keyed"), ("redis", "call")],
     indirect=["bench"],
 )
-def test_the_work_is_run_as_often_as_in_plain_celery(
-    bench: Bench, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_work_is_run_as_often_as_in_plain_celery(bench, kind, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
     wrong = []
     for program in PROGRAMS:
@@ -226,9 +224,7 @@ REJECTS: Program = ("reject", "raised", "return")
 
 
 @pytest.mark.parametrize("times", [1, 10**6], ids=["once", "always"])
-def test_a_retry_is_published_although_the_broker_is_away(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
+def test_a_retry_is_published_although_the_broker_is_away(bench, monkeypatch, times) -> None:
     publish, failures = Producer._publish, [OperationalError("away")] * times
 
     def publish_unless_away(producer: Any, *args: Any, **given: Any) -> Any:
@@ -253,9 +249,7 @@ def test_a_retry_is_published_although_the_broker_is_away(
 
 @pytest.mark.parametrize("kind", ["keyed", "mutex", "queued once"])
 @pytest.mark.parametrize("end", ["reject", "report a failure", "Retry"])
-def test_after_a_call_that_has_ended_without_its_work_the_next_one_runs(
-    bench: Bench, kind: str, end: str
-) -> None:
+def test_after_a_call_that_has_ended_without_its_work_the_next_one_runs(bench, kind, end) -> None:
     program = (end, "swallowed", "ignore") if end == "report a failure" else (end, "raised", "x")
     bench.call(kind, program)
     status = bench.client.status(f"{kind[0]}:{'/'.join(program)}", task=kind)

@@ -63,17 +63,12 @@ def errbacks(app: Celery) -> list[Any]:
     """An errback of each kind."""
     tasks = app.tasks
     return [
-        tasks["refund"].s(order=7),
-        tasks["of_failed"].s(),
-        tasks["immutable"].si(7, 5),
-        tasks["bound"].s(7),
-        tasks["plain"].s(),
-    ]
+        tasks["refund"].s(order=7), tasks["of_failed"].s(), tasks["immutable"].si(7, 5),
+        tasks["bound"].s(7), tasks["plain"].s(),
+    ]  # fmt: skip
 
 
-def test_the_leased_errback_of_two_failed_calls_runs_once(
-    app: Celery, ran: list[tuple[Any, ...]]
-) -> None:
+def test_the_leased_errback_of_two_failed_calls_runs_once(app, ran) -> None:
     app.conf.task_always_eager = True
     calls = [app.tasks["fails"].apply((order,), link_error=errbacks(app)) for order in (1, 2)]
     assert sorted(one[0] for one in ran) == [
@@ -86,9 +81,7 @@ def test_the_leased_errback_of_two_failed_calls_runs_once(
     assert "Refused" in traceback
 
 
-def test_a_worker_publishes_leased_errbacks_and_calls_the_others(
-    app: Celery, ran: list[tuple[Any, ...]]
-) -> None:
+def test_a_worker_publishes_leased_errbacks_and_calls_the_others(app, ran) -> None:
     published: dict[str, Any] = {}
 
     def note(sender: str, body: Any, headers: Any, **_: Any) -> None:

@@ -22,11 +22,8 @@ def test_names_are_dotted_most_specific_first_and_without_what_every_error_is() 
         "shop.errors.Declined", fake_class("shop.errors.ShopError", ConnectionError)
     )
     assert facts_of(family()).names == (
-        "shop.errors.Declined",
-        "shop.errors.ShopError",
-        "ConnectionError",
-        "OSError",
-    )
+        "shop.errors.Declined", "shop.errors.ShopError", "ConnectionError", "OSError",
+    )  # fmt: skip
     assert facts_of(Exception()).names == ()
 
 
@@ -163,20 +160,11 @@ def test_a_code_is_found_in_a_body_of_any_form(error: BaseException) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "<html>",
-        b"\xff\xfe",
-        "{oops",
-        "",
-        "[1, 2",
-        "[" * 15_000,
-        5,
-        Mock(),
-        {"code": ["a"]},
-        {5: 6},
-        [[[[[PARSED]]]]],
+        "<html>", b"\xff\xfe", "{oops", "", "[1, 2", "[" * 15_000, 5, Mock(), {"code": ["a"]},
+        {5: 6}, [[[[[PARSED]]]]],
     ],
     ids=stable_id,
-)
+)  # fmt: skip
 def test_a_body_without_codes_has_none(body: Any) -> None:
     assert facts_of(fake_error("shop.Error", body=body)).codes == ()
 

@@ -127,9 +127,7 @@ def test_the_mildest_reply_about_several_recipients_counts() -> None:
     ],
     ids=stable_id,
 )
-def test_an_error_may_have_an_attribute_that_allows_or_forbids_a_retry(
-    attributes: dict[str, Any], said: bool | None
-) -> None:
+def test_an_error_may_have_an_attribute_that_allows_or_forbids_a_retry(attributes, said) -> None:
     assert facts_of(fake_error("shop.Error", **attributes)).retryable is said
 
 
@@ -151,21 +149,12 @@ def test_a_default_false_is_ignored(name: str) -> None:
         *(
             (none, None)
             for none in (
-                0,
-                -1,
-                True,
-                "soon",
-                None,
-                float("nan"),
-                float("inf"),
-                10**400,
-                Mock(),
-                lambda: 3,
+                0, -1, True, "soon", None, float("nan"), float("inf"), 10**400, Mock(), lambda: 3,
             )
         ),
     ],
     ids=stable_id,
-)
+)  # fmt: skip
 def test_an_error_may_have_a_delay(value: Any, seconds: float | None) -> None:
     assert facts_of(fake_error("shop.Error", retry_after=value)).retry_after == seconds
 

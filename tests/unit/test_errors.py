@@ -44,26 +44,12 @@ EVERY: list[Any] = [
 ]
 DESCRIBED = [kind for kind in EVERY if kind not in ASKED]
 SAMPLES: dict[str, Any] = {
-    "key": "invoice:1842",
-    "differing": ["amount", "month"],
-    "remaining": 3.5,
-    "holder": "host-a/17",
-    "call_id": "call-1",
-    "state": "pending",
-    "reason": "taken",
-    "rule": "crash_loop",
-    "error": "shop.errors.Declined",
-    "executed": True,
-    "column": "progress",
-    "ours": "redis://one",
-    "theirs": "database",
-    "retry_at": 1_800_000_000.5,
-    "retry_after": 37.5,
-    "delay": 60.0,
-    "scope": "group",
-    "effect": "charge",
-    "idempotency_key": "9c6ea44d",
-}
+    "key": "invoice:1842", "differing": ["amount", "month"], "remaining": 3.5,
+    "holder": "host-a/17", "call_id": "call-1", "state": "pending", "reason": "taken",
+    "rule": "crash_loop", "error": "shop.errors.Declined", "executed": True, "column": "progress",
+    "ours": "redis://one", "theirs": "database", "retry_at": 1_800_000_000.5, "retry_after": 37.5,
+    "delay": 60.0, "scope": "group", "effect": "charge", "idempotency_key": "9c6ea44d",
+}  # fmt: skip
 
 every_error = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
 described_error = pytest.mark.parametrize("kind", DESCRIBED, ids=lambda kind: kind.__name__)
@@ -126,21 +112,14 @@ def test_an_unknown_detail_is_refused(kind: Described) -> None:
 
 
 @every_error
-def test_all_but_the_two_that_pass_through_have_one_base_that_user_code_can_catch(
-    kind: Described,
-) -> None:
+def test_all_but_the_two_that_pass_through_have_one_base_that_user_code_can_catch(kind) -> None:
     assert issubclass(kind, LeasesError) != (kind in (LeaseLost, Snooze))
 
 
 MISUSE = {
-    LeaseMisuse,
-    AlreadyCompleted,
-    CompletionNotCommitted,
-    EffectMisused,
-    ForkedLease,
-    GuardOpen,
+    LeaseMisuse, AlreadyCompleted, CompletionNotCommitted, EffectMisused, ForkedLease, GuardOpen,
     WrongDatabase,
-}
+}  # fmt: skip
 
 
 @every_error

@@ -43,9 +43,7 @@ class TestAFailure:
         assert bench.steps() == ["acquire", "claim", "settle", "release"]
         assert (bench.state, bench.held, bench.renewer.kept) == (State.DONE, False, set())
 
-    def test_events_without_a_receiver_are_not_built_except_for_a_failure(
-        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_events_without_a_receiver_are_not_built_except_for_a_failure(self, bench, monkeypatch):
         monkeypatch.setattr(bench.seen, "wants", lambda _: False, raising=False)
         bench.run(bench.call())
         assert not bench.seen
@@ -57,9 +55,7 @@ class TestAFailure:
         )
         assert [type(event) for event in bench.seen] == [AttemptSettled]
 
-    def test_a_failure_of_the_key_is_settled_before_the_lease_becomes_its_cooldown(
-        self, bench: Bench
-    ) -> None:
+    def test_a_failure_of_the_key_is_settled_before_the_lease_becomes_its_cooldown(self, bench):
         reply = bench.run(bench.call(), OF_THE_KEY)
         assert bench.steps() == ["acquire", "claim", "settle", "cool"]
         expected: dict[str, Any] = {
@@ -71,28 +67,20 @@ class TestAFailure:
         assert reply == Reschedule(60.0, "cooling: error", **expected)
         assert reply.task_event == TaskEvent("cooldown", 60.0, "error")
         assert (bench.state, bench.row.waits, bench.held, bench.cools) == (
-            State.COOLING,
-            60.0,
-            False,
-            True,
-        )
+            State.COOLING, 60.0, False, True,
+        )  # fmt: skip
         bench.clock.sleep(60.0 - RETRY_GRACE)
         assert not bench.cools, "the call that comes back may be a little early"
 
-    def test_a_failure_of_the_group_closes_the_gate_before_anything_else(
-        self, bench: Bench
-    ) -> None:
+    def test_a_failure_of_the_group_closes_the_gate_before_anything_else(self, bench) -> None:
         """Others must not start while this one is still writing."""
         reply = bench.run(bench.call(), OF_THE_GROUP)
         assert bench.steps() == ["acquire", "claim", "close_gate", "settle", "cool"]
         assert isinstance(reply, Reschedule)
         assert bench.gate is not None
         assert (bench.gate.closed_for, bench.gate.trips, bench.row.waits, reply.delay) == (
-            60.0,
-            1,
-            60.0,
-            60.0,
-        )
+            60.0, 1, 60.0, 60.0,
+        )  # fmt: skip
         (event,) = bench.seen.of(GateClosed)
         assert isinstance(event, GateClosed)
         assert (event.group, event.closed_for) == (GROUP, 60.0)
@@ -103,9 +91,7 @@ class TestAFailure:
         assert isinstance(reply, Reschedule)
         assert (reply.delay, bench.row.waits) == (600.0, 600.0)
 
-    def test_a_gate_that_cannot_be_closed_does_not_keep_the_key_from_cooling(
-        self, bench: Bench
-    ) -> None:
+    def test_a_gate_that_cannot_be_closed_does_not_keep_the_key_from_cooling(self, bench) -> None:
         bench.journal.away("close_gate")
         reply = bench.run(bench.call(), OF_THE_GROUP)
         assert isinstance(reply, Reschedule)
@@ -115,11 +101,8 @@ class TestAFailure:
         reply = bench.run(bench.call(), SOON)
         assert bench.steps() == ["acquire", "claim", "settle", "release"]
         expected: dict[str, Any] = {
-            "started": True,
-            "event_type": "backoff",
-            "event_reason": "error",
-            "cause": SOON.error,
-        }
+            "started": True, "event_type": "backoff", "event_reason": "error", "cause": SOON.error,
+        }  # fmt: skip
         assert reply == Reschedule(2.0, "pending: error", **expected)
         assert reply.task_event == TaskEvent("backoff", 2.0, "error")
         assert (bench.state, bench.row.waits, bench.held) == (State.PENDING, 2.0, False)
@@ -147,18 +130,12 @@ class TestAFailure:
         reply = bench.run(bench.call(), Snoozed(Snooze(60), 60.0, "draft not ready"))
         assert isinstance(reply, Reschedule)
         assert (reply.delay, reply.reason, reply.started, reply.cause) == (
-            60.0,
-            "pending: draft not ready",
-            True,
-            None,
-        )
+            60.0, "pending: draft not ready", True, None,
+        )  # fmt: skip
         assert reply.task_event == TaskEvent("snoozed", 60.0, "draft not ready")
         assert (bench.state, bench.row.attempt, bench.row.failures, bench.held) == (
-            State.PENDING,
-            0,
-            0,
-            False,
-        )
+            State.PENDING, 0, 0, False,
+        )  # fmt: skip
 
     def test_a_cooldown_no_longer_than_the_grace_is_not_worth_a_value(self, bench: Bench) -> None:
         bench.run(bench.call(), raised(cooldown("1s", jitter=0.0)))
@@ -171,9 +148,7 @@ class TestWhatTheBodyAskedFor:
 
     @pytest.mark.parametrize("reschedulable", [True, False])
     @pytest.mark.parametrize("error", [Cooldown(60), RetryLater(60)], ids=["cooldown", "retry"])
-    def test_the_last_allowed_failure_raises_a_permanent_failure(
-        self, bench: Bench, error: Any, reschedulable: bool
-    ) -> None:
+    def test_the_last_allowed_failure_raises_a_permanent_failure(self, bench, error, reschedulable):
         ending = Raised(error, FAILURE, classified(cooldown("60s"), reason=Reason.ASKED))
         reply = bench.run(bench.call(max_failures=1, reschedulable=reschedulable), ending)
         assert isinstance(reply, Raise)
@@ -210,9 +185,7 @@ class TestEagerCalls:
         ("error", "ruling"),
         [(Cooldown(60), cooldown("60s", jitter=0.0)), (RetryLater(60), retry("60s", jitter=0.0))],
     )
-    def test_a_wait_that_the_body_asked_for_is_raised_as_a_cooldown(
-        self, bench: Bench, error: Any, ruling: Any
-    ) -> None:
+    def test_a_wait_that_the_body_asked_for_is_raised_as_a_cooldown(self, bench, error, ruling):
         ending = Raised(error, FAILURE, classified(ruling, reason=Reason.ASKED))
         reply = bench.run(bench.call(reschedulable=False), ending)
         assert isinstance(reply, Raise)
@@ -253,9 +226,7 @@ class TestEagerCalls:
         assert reply.error.scope == "key"
 
     @pytest.mark.parametrize("ending", [OF_THE_KEY, SOON])
-    def test_the_next_call_gets_the_time_of_the_next_try(
-        self, bench: Bench, ending: Raised
-    ) -> None:
+    def test_the_next_call_gets_the_time_of_the_next_try(self, bench, ending) -> None:
         """A cooldown refuses it; a countdown would reschedule it, and carries what to raise
         instead.
         """
@@ -276,9 +247,7 @@ class TestEagerCalls:
 class TestStoresAwayAfterTheRun:
     """Lease, slot and cooldown value end by themselves; the record is the truth."""
 
-    def test_a_cooldown_that_cannot_be_set_leaves_the_lease_to_its_release(
-        self, bench: Bench
-    ) -> None:
+    def test_a_cooldown_that_cannot_be_set_leaves_the_lease_to_its_release(self, bench) -> None:
         bench.journal.away("cool")
         reply = bench.run(bench.call(), OF_THE_KEY)
         assert isinstance(reply, Reschedule)
@@ -353,16 +322,11 @@ class TestPassingThrough:
             (Terminated(SystemExit(), "hard time limit"), State.PENDING),
         ],
     )
-    def test_it_goes_on_to_celery_and_frees_the_key(
-        self, bench: Bench, ending: Any, state: State
-    ) -> None:
+    def test_it_goes_on_to_celery_and_frees_the_key(self, bench, ending, state) -> None:
         assert bench.run(bench.call(), ending) == Raise(ending.error)
         assert (bench.state, bench.held, bench.cools, bench.row.failures) == (
-            state,
-            False,
-            False,
-            0,
-        )
+            state, False, False, 0,
+        )  # fmt: skip
 
     def test_every_later_call_gets_a_permanent_failure(self, bench: Bench) -> None:
         call = bench.call()
@@ -374,9 +338,7 @@ class TestPassingThrough:
         assert isinstance(copy, Raise)
         assert (copy.own, len(bench.ran)) == (True, 1)
 
-    def test_under_rerun_a_copy_of_a_finished_call_is_dropped_or_replayed(
-        self, bench: Bench
-    ) -> None:
+    def test_under_rerun_a_copy_of_a_finished_call_is_dropped_or_replayed(self, bench) -> None:
         first = bench.call(on_done="rerun")
         bench.run(first)
         bench.run(bench.call(on_done="rerun", call_id=THEIRS), OF_THE_KEY)
@@ -413,9 +375,7 @@ class TestAClaimWithoutAnAnswer:
         assert bench.steps() == ["acquire", "claim", "claim", "claim", "settle", "release"]
         assert bench.row.attempt == 1
 
-    def test_one_that_stays_unknown_leaves_the_lease_and_names_its_token(
-        self, bench: Bench
-    ) -> None:
+    def test_one_that_stays_unknown_leaves_the_lease_and_names_its_token(self, bench) -> None:
         bench.journal.away("claim", done=True)
         call = bench.call()
         reply = bench.run(call)
@@ -431,9 +391,7 @@ class TestAnUnexpectedError:
     @pytest.mark.parametrize(
         "error", [OSError(24, "Too many open files"), RuntimeError("pool"), TypeError("row")]
     )
-    def test_before_the_body_brings_the_delivery_back(
-        self, bench: Bench, step: str, error: Exception
-    ) -> None:
+    def test_before_the_body_brings_the_delivery_back(self, bench, step, error) -> None:
         call = bench.call()
         bench.journal.before(step, _raise(error))
         reply = bench.run(call)
@@ -456,11 +414,8 @@ class TestAnUnexpectedError:
         reply = bench.run(call)
         assert isinstance(reply, Reschedule)
         assert (bench.ran, bench.state, bench.row.attempt, bench.held) == (
-            [],
-            State.PENDING,
-            0,
-            False,
-        )
+            [], State.PENDING, 0, False,
+        )  # fmt: skip
 
     def test_a_result_that_cannot_be_read_does_not_lose_the_delivery(self, bench: Bench) -> None:
         assert bench.run(bench.call()) == Return(1)

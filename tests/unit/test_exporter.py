@@ -110,9 +110,7 @@ def test_work_that_is_done_twice_is_seen(app: Celery, monkeypatch: pytest.Monkey
     assert scraped(app)[0][of("duplicate_terminal_states_total")] == 1
 
 
-def test_without_a_database_nothing_looks_like_a_restart(
-    app: Celery, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_database_nothing_looks_like_a_restart(app, monkeypatch) -> None:
     app.tasks["exported.work"].apply((1,))
     collector = LeaseCollector(app)
 
@@ -247,16 +245,8 @@ def types(app: Celery) -> Callable[..., Result]:
 def test_the_command_serves_on_the_loopback_until_it_is_stopped(tmp_path: Path) -> None:
     (tmp_path / "exported.py").write_text(PROJECT.format(path=tmp_path))
     command = [
-        sys.executable,
-        "-m",
-        "celery",
-        "-A",
-        "exported",
-        "leases",
-        "exporter",
-        "--port",
-        "0",
-    ]
+        sys.executable, "-m", "celery", "-A", "exported", "leases", "exporter", "--port", "0",
+    ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     with subprocess.Popen(
         command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True
@@ -273,9 +263,7 @@ def test_the_command_serves_on_the_loopback_until_it_is_stopped(tmp_path: Path) 
             made.kill()
 
 
-def test_a_missing_library_or_a_port_in_use_is_an_error(
-    types: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_or_a_port_in_use_is_an_error(types, monkeypatch) -> None:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

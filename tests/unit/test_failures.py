@@ -23,11 +23,8 @@ from celery_leases.decide.after_failure import (
 from celery_leases.decide.endings import Raised
 from celery_leases.errors import Uncertain
 from celery_leases.failures.actions import (
-    DelayUse,
-    Kind,
     Reason,
     Ruling,
-    Scope,
     cooldown,
     permanent,
     retry,
@@ -63,15 +60,7 @@ class TestEachKind:
     @pytest.mark.parametrize("scope", ["key", "group"])
     @pytest.mark.parametrize("delay", [None, 200.0])
     @pytest.mark.parametrize("kind", ["retry", "cooldown", "permanent"])
-    def test_every_combination(
-        self,
-        kind: Kind,
-        told: DelayUse,
-        group: str | None,
-        idempotent: bool,
-        scope: Scope,
-        delay: float | None,
-    ) -> None:
+    def test_every_combination(self, kind, told, group, idempotent, scope, delay) -> None:
         ruling = Ruling(kind, CooldownPolicy(100.0, jitter=0.0), scope=scope, server_delay=told)
         verdict = after(raised(ruling, delay), group=group, idempotent=idempotent)
         assert isinstance(
@@ -114,9 +103,7 @@ class TestWhatTheAnswerTold:
     @given(CHANCES, st.floats(SHORTEST_SERVER_DELAY, 21_600))
     @pytest.mark.parametrize("told", ["instead", "at_least"])
     @pytest.mark.parametrize("group", [None, GROUP])
-    def test_jitter_never_cuts_it(
-        self, told: DelayUse, group: str | None, rand: float, delay: float
-    ) -> None:
+    def test_jitter_never_cuts_it(self, told, group, rand, delay) -> None:
         ruling = replace(cooldown("1s", scope="group"), server_delay=told)
         wait = cooled(raised(ruling, delay), rand=rand, group=group).delay
         assert delay <= wait <= delay + min(LONGEST_JITTER, 0.1 * delay)
@@ -127,9 +114,7 @@ class TestWhatTheAnswerTold:
         assert 20.0 <= cooled(raised(ruling, 20.0), rand=rand).delay <= 22.0
 
     @given(CHANCES)
-    def test_a_minimal_server_delay_never_shortens_the_wait_of_the_policy(
-        self, rand: float
-    ) -> None:
+    def test_a_minimal_server_delay_never_shortens_the_wait_of_the_policy(self, rand) -> None:
         assert cooled(raised(cooldown("1h"), 20.0), rand=rand).delay >= 1800.0
         assert cooled(raised(cooldown("1s"), 20.0), rand=rand).delay >= 20.0
 
@@ -138,9 +123,7 @@ class TestWhatTheAnswerTold:
         assert cooled(raised(ruling, 300.0, Reason.ASKED), rand=MOST).delay == 300.0
 
     @pytest.mark.parametrize("group", [None, GROUP])
-    def test_a_wait_of_milliseconds_leaves_the_dependency_alone_for_a_second(
-        self, group: str | None
-    ) -> None:
+    def test_a_wait_of_milliseconds_leaves_the_dependency_alone_for_a_second(self, group) -> None:
         """Server waits do not grow, so nothing else would ever slow this key down."""
         ruling = replace(cooldown("30s", scope="group"), server_delay="instead")
         assert cooled(raised(ruling, 0.012), group=group).delay == SHORTEST_SERVER_DELAY
@@ -181,11 +164,8 @@ class TestGrowth:
         verdict = cooled(raised(cooldown("30s", scope="group", cap="1h")), record, group=GROUP)
         assert verdict.closing is not None
         assert [verdict.closing.wait(trips) for trips in (1, 2, 3, 8)] == [
-            30.0,
-            60.0,
-            120.0,
-            3600.0,
-        ]
+            30.0, 60.0, 120.0, 3600.0,
+        ]  # fmt: skip
         assert verdict.delay == 30.0, (
             "what counts for the key while the store of gates does not answer"
         )
@@ -235,9 +215,7 @@ class TestComingBack:
     @pytest.mark.parametrize("reschedulable", [True, False])
     @pytest.mark.parametrize("resume", ["transient", "always", "never"])
     @pytest.mark.parametrize("group", [None, GROUP])
-    def test_a_groups_failure_resumes_if_the_option_allows_it(
-        self, reschedulable: bool, resume: Resume, group: str | None
-    ) -> None:
+    def test_a_groups_failure_resumes_if_the_option_allows_it(self, reschedulable, resume, group):
         ruling = cooldown("60s", scope="group")
         verdict = cooled(raised(ruling), reschedulable=reschedulable, resume=resume, group=group)
         assert verdict.resume is (reschedulable and resume != "never")
@@ -273,9 +251,7 @@ class TestComingBack:
         )
 
     @pytest.mark.parametrize("then", [None, cooldown("60s")])
-    def test_an_ambiguous_failure_of_an_idempotent_task_is_transient(
-        self, then: Ruling | None
-    ) -> None:
+    def test_an_ambiguous_failure_of_an_idempotent_task_is_transient(self, then) -> None:
         verdict = cooled(raised(retry("1s", max=0, ambiguous=True, then=then)), idempotent=True)
         assert (verdict.resume, verdict.failure.ambiguous) == (True, True)
 
@@ -293,7 +269,5 @@ class TestWhatAProbeFound:
         ],
         ids=["quick retry", "ambiguous", "key", "permanent"],
     )
-    def test_a_retry_or_an_unknown_outcome_does_not_affect_the_gate(
-        self, failing: Raised, nothing: bool
-    ) -> None:
+    def test_a_retry_or_an_unknown_outcome_does_not_affect_the_gate(self, failing, nothing) -> None:
         assert leaves_gate_half_open(after(failing, group=GROUP)) is nothing

@@ -142,9 +142,7 @@ def test_the_same_key_with_other_content_and_a_missing_key_are_problems(shop: An
     assert len(shop.ran) == 1
 
 
-def test_a_failure_cools_down_and_its_text_stays_inside(
-    shop: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_cools_down_and_its_text_stays_inside(shop, caplog) -> None:
     header = {"Idempotency-Key": "k-1"}
     ask(shop.app, "POST", "/orders?amount=-1", header)
     again = ask(shop.app, "POST", "/orders?amount=-1", header)
@@ -158,9 +156,7 @@ def test_a_failure_cools_down_and_its_text_stays_inside(
 
 @pytest.mark.parametrize(("who", "code"), [("me", 200), ("you", 403), ("nobody", 401)])
 @pytest.mark.parametrize("accept", ["application/json", "text/event-stream"])
-def test_the_authoriser_decides_before_anything_is_looked_up(
-    who: str, code: int, accept: str
-) -> None:
+def test_the_authoriser_decides_before_anything_is_looked_up(who, code, accept) -> None:
     app = scripted(a_status("done"))
     sent = ask(app, "GET", f"/leases/{KEY}", {"Authorization": who, "Accept": accept})
     assert sent.status_code == code
@@ -263,9 +259,7 @@ def test_a_stream_has_heartbeats_and_ends_after_its_maximal_time() -> None:
     assert sent.text.count("\n\n:\n\n") > 2
 
 
-def test_an_outage_of_a_store_is_an_event(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_outage_of_a_store_is_an_event(monkeypatch) -> None:
     monkeypatch.setattr(ours, "UNAVAILABLE_AFTER", 0.001)
     away = StoreUnavailable(SECRET, False)
     app = scripted(a_status("running"), a_status("running"), away, away, a_status("done"))
@@ -297,9 +291,7 @@ def test_reading_stops_when_the_client_disconnects() -> None:
     assert asyncio.run(leave()) == 0
 
 
-def test_the_loop_goes_on_while_the_broker_is_slow(
-    shop: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loop_goes_on_while_the_broker_is_slow(shop, monkeypatch) -> None:
     published = threading.Event()
 
     def slow(*_: Any, **__: Any) -> None:

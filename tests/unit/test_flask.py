@@ -31,12 +31,9 @@ from tests.unit.celery_apps import apps  # noqa: E402
 __all__ = ["apps"]
 
 EAGER = {
-    "broker_url": "memory://",
-    "task_always_eager": True,
-    "leases_url": "database",
-    "leases_eager_stores": True,
-    "task_ignore_result": False,
-}
+    "broker_url": "memory://", "task_always_eager": True, "leases_url": "database",
+    "leases_eager_stores": True, "task_ignore_result": False,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -198,9 +195,7 @@ def test_an_idempotency_key_is_the_key(shop: Any) -> None:
 
 
 @pytest.mark.parametrize(("who", "code"), [("me", 200), ("you", 403), (None, 403), ("nobody", 401)])
-def test_the_authoriser_decides_before_anything_is_looked_up(
-    shop: Any, who: str | None, code: int
-) -> None:
+def test_the_authoriser_decides_before_anything_is_looked_up(shop, who, code) -> None:
     shop.order.delay("1")
     shop.seen.clear()
     assert status_of(shop, "order:1", who, "?task=shop.order").status_code == code
@@ -226,9 +221,7 @@ def test_a_blueprint_without_an_authoriser_is_refused(authorise: Any) -> None:
         leases_blueprint(authorise)
 
 
-def test_an_error_is_a_problem_and_its_text_is_in_the_log(
-    shop: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_is_a_problem_and_its_text_is_in_the_log(shop, caplog) -> None:
     """An operator wants the text that a client must not see."""
     sent = shop.http.get("/broken")
     assert (sent.status_code, sent.headers["Retry-After"]) == (503, "5")
@@ -323,9 +316,7 @@ def test_an_async_authoriser_is_awaited(shop: Any, wrapped: bool) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_flask_leases_exits_as_its_command_does(
-    shop: Any, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_flask_leases_exits_as_its_command_does(shop, monkeypatch, code) -> None:
     asked: list[str] = []
 
     @click.pass_context

@@ -33,9 +33,7 @@ class TestTheFirstFailure:
         )
 
     @pytest.mark.parametrize(("instead", "wait"), [(True, 5.0), (False, 30.0)])
-    def test_a_server_delay_counts_instead_or_if_it_is_longer(
-        self, instead: bool, wait: float
-    ) -> None:
+    def test_a_server_delay_counts_instead_or_if_it_is_longer(self, instead, wait) -> None:
         assert closed(GROUP, None, told(5.0, instead=instead), OURS).closed_for == wait
         assert closed(GROUP, None, told(300.0, instead=instead), OURS).closed_for == 300.0
 
@@ -70,9 +68,7 @@ class TestWhileItIsClosed:
         assert (again.closed_for, again.probe, again.probe_for) == (600.0, OURS, 14.0)
 
     @pytest.mark.parametrize("wait", [5.0, 600.0])
-    def test_the_failure_of_a_probe_whose_gate_was_closed_over_it_gives_its_slot_back(
-        self, wait: float
-    ) -> None:
+    def test_the_failure_of_a_probe_whose_gate_was_closed_over_it_gives_its_slot_back(self, wait):
         gate = closed(
             GROUP, closed_gate(20.0, trips=2, probe=OURS, probe_for=14.0), told(wait), OURS
         )
@@ -149,9 +145,7 @@ class TestWhatItSays:
             (probed(14.0), True, 14.0),
         ],
     )
-    def test_for_how_long_nothing_can_start(
-        self, gate: Gate, half_open: bool, blocked_for: float
-    ) -> None:
+    def test_for_how_long_nothing_can_start(self, gate, half_open, blocked_for) -> None:
         assert (gate.half_open, gate.blocked_for) == (half_open, blocked_for)
 
     def test_a_closed_gate_counts_for_its_time_with_any_probe(self) -> None:

@@ -91,9 +91,7 @@ def see(bench: Bench, held_lease: HeldLease, kept: RenewalResult, at: float) -> 
 @pytest.mark.parametrize(
     ("ttl", "believed"), [(1.0, 1.0), (3.0, 1.0), (6.0, 2.0), (15.0, 5.0), (900.0, 300.0)]
 )
-def test_a_lock_is_looked_at_more_than_twice_before_it_does_not_count_any_more(
-    ttl: float, believed: float
-) -> None:
+def test_a_lock_is_looked_at_more_than_twice_before_it_does_not_count_any_more(ttl, believed):
     assert lock_counts_for(ttl) == pytest.approx(believed)
     assert lock_counts_for(ttl) > 2 * renewal_retry(0.0, ttl)
 
@@ -186,9 +184,7 @@ def test_a_lock_that_is_gone_leaves_a_lease_that_is_simply_renewed(bench: Bench)
     ("kept", "row", "reason"),
     [(RenewalResult.OTHER, THEIRS, HELD_BY_OTHER), (RenewalResult.MISSING, None, RELEASED)],
 )
-def test_a_lock_that_is_gone_and_used_by_another_means_lost(
-    bench: Bench, kept: RenewalResult, row: Row | None, reason: str
-) -> None:
+def test_a_lock_that_is_gone_and_used_by_another_means_lost(bench, kept, row, reason) -> None:
     held_lease, _ = guarded(bench)
     bench.leases.reasserts = False
     see(bench, held_lease, RenewalResult.LOCKED, 2 * TTL)
@@ -226,9 +222,7 @@ def test_without_renewal_the_lock_is_looked_at_and_nothing_pushed_out(bench: Ben
     assert held_lease.overdue(START + STOP) == NOT_EXTENDED
 
 
-def test_without_renewal_a_transaction_that_has_outlasted_the_lease_leaves_a_whole_one(
-    bench: Bench,
-) -> None:
+def test_without_renewal_a_transaction_that_has_outlasted_the_lease_leaves_a_whole_one(bench):
     """The body could not extend it: ``extend()`` raises while the transaction is open."""
     held_lease, _ = guarded(bench, renew=False)
     see(bench, held_lease, RenewalResult.LOCKED, 5)
@@ -283,9 +277,7 @@ def test_a_check_after_the_transaction_renews_the_lease(bench: Bench, renew: boo
     ("kept", "row", "reason"),
     [(RenewalResult.OTHER, THEIRS, HELD_BY_OTHER), (RenewalResult.MISSING, None, RELEASED)],
 )
-def test_a_check_that_finds_another_owner_raises(
-    bench: Bench, kept: RenewalResult, row: Row | None, reason: str, is_open: bool
-) -> None:
+def test_a_check_that_finds_another_owner_raises(bench, kept, row, reason, is_open) -> None:
     held_lease, transaction = outlasted(bench)
     transaction.open = is_open
     bench.leases.reasserts, bench.records.row = False, row
@@ -312,9 +304,7 @@ def test_a_check_without_an_answer_does_not_pass(bench: Bench) -> None:
     held_lease.check()
 
 
-def test_without_an_answer_the_lease_is_over_once_the_last_look_does_not_count(
-    bench: Bench,
-) -> None:
+def test_without_an_answer_the_lease_is_over_once_the_last_look_does_not_count(bench) -> None:
     held_lease, _ = outlasted(bench)
 
     def late(renewal: Renewal) -> RenewalResult:
@@ -332,9 +322,7 @@ LONG = 60.0
 
 
 @pytest.mark.parametrize(("ttl", "over"), [(1.0, 1.0), (15.0, 5.0), (900.0, 5.0)])
-def test_a_lock_whose_transaction_is_over_counts_for_a_few_seconds_at_most(
-    ttl: float, over: float
-) -> None:
+def test_a_lock_whose_transaction_is_over_counts_for_a_few_seconds_at_most(ttl, over) -> None:
     assert lock_counts_for(ttl, still=False) == pytest.approx(over)
     assert lock_counts_for(ttl, still=False) > 2 * renewal_retry(0.0, ttl)
 
@@ -379,9 +367,7 @@ def begun(running: Bench, ttl: float) -> tuple[HeldLease, Transaction]:
     return held_lease, transaction
 
 
-def test_the_lease_is_held_all_along_and_renewed_once_the_transaction_is_over(
-    running: Bench,
-) -> None:
+def test_the_lease_is_held_all_along_and_renewed_once_the_transaction_is_over(running) -> None:
     held: list[bool] = []
     running.leases.answer = lambda renewal: (
         RenewalResult.LOCKED if renewal.guarded else RenewalResult.OURS

@@ -95,65 +95,30 @@ class TestAHeader:
     @pytest.mark.parametrize(
         "headers",
         [
-            None,
-            "x",
-            [],
-            {},
-            {HEADER: None},
-            {HEADER: FULL.written() | {"task": "o"}},
+            None, "x", [], {}, {HEADER: None}, {HEADER: FULL.written() | {"task": "o"}},
             {HEADER: {**FULL.written(), "id": "b"}},
         ],
         ids=["none", "text", "list", "empty", "null", "another task", "another call"],
-    )
-    def test_of_another_call_is_ignored(
-        self, headers: object, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    )  # fmt: skip
+    def test_of_another_call_is_ignored(self, headers, caplog) -> None:
         assert read_header(headers, "billing.send", "call") is None
         assert not caplog.records
 
     @pytest.mark.parametrize(
         "changed",
         [
-            {"v": 2},
-            {"v": None},
-            {"key": None},
-            {"key": {"a": 1}},
-            {"key": "x" * (LONGEST_KEY + 1)},
-            {"key": "a\0b"},
-            {"key": "\ud800"},
-            {"stored": 1},
-            {"stored": "x" * 256},
-            {"fingerprint": "v1:x"},
-            {"fingerprint": 7},
-            {"group": ["g"]},
-            {"group": "g" * 256},
-            {"copy": "7"},
-            {"copy": ["7", "a"]},
-            {"tries": "3"},
-            {"tries": True},
-            {"tries": -1},
-            {"tries": 1.5},
-            {"away": {}},
-            {"prior": "x"},
-            {"prior": [OWNER] * 9},
-            {"prior": [1]},
-            {"prior": ["not an owner"]},
-            {"started": 1},
-            {"started": "no"},
-            {"met": "17"},
-            {"met": -1},
-            {"met": 2**63},
-            {"due": "soon"},
-            {"due": -1},
-            {"due": float("inf")},
-            {"task": 7},
-            {"id": None},
+            {"v": 2}, {"v": None}, {"key": None}, {"key": {"a": 1}},
+            {"key": "x" * (LONGEST_KEY + 1)}, {"key": "a\0b"}, {"key": "\ud800"}, {"stored": 1},
+            {"stored": "x" * 256}, {"fingerprint": "v1:x"}, {"fingerprint": 7}, {"group": ["g"]},
+            {"group": "g" * 256}, {"copy": "7"}, {"copy": ["7", "a"]}, {"tries": "3"},
+            {"tries": True}, {"tries": -1}, {"tries": 1.5}, {"away": {}}, {"prior": "x"},
+            {"prior": [OWNER] * 9}, {"prior": [1]}, {"prior": ["not an owner"]}, {"started": 1},
+            {"started": "no"}, {"met": "17"}, {"met": -1}, {"met": 2**63}, {"due": "soon"},
+            {"due": -1}, {"due": float("inf")}, {"task": 7}, {"id": None},
         ],
         ids=str,
-    )
-    def test_that_we_cannot_have_written_is_ignored_with_a_warning(
-        self, changed: dict[str, object], caplog: pytest.LogCaptureFixture
-    ) -> None:
+    )  # fmt: skip
+    def test_that_we_cannot_have_written_is_ignored_with_a_warning(self, changed, caplog) -> None:
         with caplog.at_level(logging.WARNING):
             assert read_header({HEADER: FULL.written() | changed}, "billing.send", "call") is None
         (line,) = caplog.messages
@@ -162,9 +127,7 @@ class TestAHeader:
         )
 
     @pytest.mark.parametrize("value", ["x", 1, [], ["task"], True])
-    def test_that_is_no_mapping_is_ignored_with_a_warning(
-        self, value: object, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_that_is_no_mapping_is_ignored_with_a_warning(self, value, caplog) -> None:
         """Whatever else it is."""
         assert read_header({HEADER: value}, "billing.send", "call") is None
         assert len(caplog.messages) == 1
@@ -277,16 +240,11 @@ class TestTheKeyInAHeader:
     @pytest.mark.parametrize(
         "stored",
         [
-            "",
-            "t:billing.send|invoice:7",
-            "t:billing.other|" + "x" * 200,
-            "g:" + "x" * 253,
+            "", "t:billing.send|invoice:7", "t:billing.other|" + "x" * 200, "g:" + "x" * 253,
             "t:billing.send|" + "x" * 240,
         ],
-    )
-    def test_in_a_stored_form_that_is_not_one_of_this_task_does_not_count(
-        self, stored: str
-    ) -> None:
+    )  # fmt: skip
+    def test_in_a_stored_form_that_is_not_one_of_this_task_does_not_count(self, stored) -> None:
         task = a_task()
         header = Header(
             "billing.send", "call", stored=stored, fingerprint=FINGERPRINT, started=True

@@ -64,9 +64,7 @@ class TestAnotherCallDuringACooldown:
         assert bench.run(bench.again(second)) == Return(1, OURS)
         assert len(bench.ran) == 3
 
-    def test_it_meets_the_lease_of_a_call_that_is_just_writing_its_failure(
-        self, bench: Bench
-    ) -> None:
+    def test_it_meets_the_lease_of_a_call_that_is_just_writing_its_failure(self, bench) -> None:
         met: list[Answer] = []
         bench.journal.before("cool", lambda: met.append(bench.run(bench.call(call_id=THEIRS))))
         bench.run(bench.call(), OF_THE_KEY)
@@ -200,9 +198,7 @@ class TestOtherArguments:
             bench.clock.sleep(61.0)
         assert len(bench.ran) == 1
 
-    def test_they_may_have_the_key_of_a_call_that_stopped_once_it_has_cooled(
-        self, bench: Bench
-    ) -> None:
+    def test_they_may_have_the_key_of_a_call_that_stopped_once_it_has_cooled(self, bench) -> None:
         call = bench.call(resume="never")
         bench.run(call, OF_THE_KEY)
         assert isinstance(
@@ -217,9 +213,7 @@ class TestOtherArguments:
 class TestRerun:
     """Each call is work of its own; the key is a mutex, and cools for all."""
 
-    def test_a_cooldown_of_one_call_blocks_the_others_and_each_runs_once(
-        self, bench: Bench
-    ) -> None:
+    def test_a_cooldown_of_one_call_blocks_the_others_and_each_runs_once(self, bench) -> None:
         first, second = bench.call(on_done="rerun"), bench.call(on_done="rerun", call_id=THEIRS)
         bench.run(first, OF_THE_KEY)
         assert isinstance(error(bench.run(second)), CoolingDown)
@@ -246,9 +240,7 @@ class TestRerun:
 class TestOneGateForManyKeys:
     """Failures of several keys at once."""
 
-    def test_bodies_that_fail_together_are_one_trip_and_probe_one_by_one(
-        self, bench: Bench
-    ) -> None:
+    def test_bodies_that_fail_together_are_one_trip_and_probe_one_by_one(self, bench) -> None:
         first, second = bench.call(), bench.call(key=OTHER_KEY, call_id=THEIRS)
         bench.run(first, OF_THE_GROUP, during=lambda _: bench.run(second, OF_THE_GROUP))
         assert bench.gate is not None
@@ -261,9 +253,7 @@ class TestOneGateForManyKeys:
         assert bench.run(bench.again(second)) == Return(1)
         assert len(bench.seen.of(GateOpened)) == 1
 
-    def test_a_body_that_began_before_the_gate_closed_does_not_trip_it_again(
-        self, bench: Bench
-    ) -> None:
+    def test_a_body_that_began_before_the_gate_closed_does_not_trip_it_again(self, bench) -> None:
         slow, probe = bench.call(key=OTHER_KEY, call_id=THEIRS), bench.call()
 
         def meanwhile(_: Any) -> None:
@@ -292,11 +282,8 @@ def test_quick_retries_outlive_everything_that_is_no_failure(bench: Bench) -> No
         bench.run(bench.again(call), ending)
         bench.clock.sleep(10.0)
     assert (bench.state, bench.row.failures, bench.row.attempt, bench.row.crashes) == (
-        State.COOLING,
-        1,
-        3,
-        0,
-    )
+        State.COOLING, 1, 3, 0,
+    )  # fmt: skip
 
 
 # -- two claims of one key, and all that happens between their steps -------------------------------
@@ -317,9 +304,7 @@ def test_so_it_is_in_long_walks_with_many_accidents(begin: str) -> None:
 
 
 @pytest.mark.parametrize("column", sorted(set(COMPARED) - {"state", "owner"}))
-def test_the_search_finds_what_a_column_is_compared_for(
-    monkeypatch: pytest.MonkeyPatch, column: str
-) -> None:
+def test_the_search_finds_what_a_column_is_compared_for(monkeypatch, column) -> None:
     monkeypatch.setattr(claim_model, "COMPARED", [name for name in COMPARED if name != column])
     with pytest.raises(Broken):
         all(search(world, 6) for _, world in beginnings(1))

@@ -89,9 +89,7 @@ class TestPublishedForm:
     @pytest.mark.parametrize(
         "vector", _published(), ids=lambda vector: f"{vector['lease_key']}({vector['parameters']})"
     )
-    def test_a_vector_gives_its_key_stored_key_and_fingerprint(
-        self, vector: dict[str, Any]
-    ) -> None:
+    def test_a_vector_gives_its_key_stored_key_and_fingerprint(self, vector) -> None:
         args, kwargs = (
             wire.loads(json.dumps(vector["args"])),
             wire.loads(json.dumps(vector["kwargs"])),
@@ -101,11 +99,8 @@ class TestPublishedForm:
             "shop.work", options, signature(vector["parameters"]), "call-1", args, kwargs
         )
         assert (made.key, made.stored, made.digests, made.fingerprint) == (
-            vector["key"],
-            vector["stored_key"],
-            vector["digests"],
-            vector["fingerprint"],
-        )
+            vector["key"], vector["stored_key"], vector["digests"], vector["fingerprint"],
+        )  # fmt: skip
 
     @pytest.mark.parametrize("vector", _published(), ids=lambda vector: vector["lease_key"])
     def test_the_fingerprint_is_the_hash_of_the_digests(self, vector: dict[str, Any]) -> None:
@@ -113,9 +108,7 @@ class TestPublishedForm:
         assert vector["fingerprint"] == f"v1:{_base64_of(text.encode(), 16).rstrip('=')}"
 
     @pytest.mark.parametrize("vector", _published(), ids=lambda vector: vector["lease_key"])
-    def test_the_stored_key_is_namespace_and_key_or_its_hashed_tail(
-        self, vector: dict[str, Any]
-    ) -> None:
+    def test_the_stored_key_is_namespace_and_key_or_its_hashed_tail(self, vector) -> None:
         scoped = f"t:{vector.get('lease_namespace', 'shop.work')}|{vector['key']}"
         if len(scoped) > STORED_KEY_MAX:
             scoped = f"{scoped[:190]}#{hashlib.sha256(scoped.encode()).hexdigest()}"
@@ -161,15 +154,11 @@ class TestCanonical:
     @pytest.mark.parametrize(
         "value",
         [
-            datetime(2026, 4, 1, tzinfo=UTC),
-            date(2026, 4, 1),
-            time(8, 30),
-            Decimal("1.10"),
-            UUID(int=1842),
-            b"\xff",
+            datetime(2026, 4, 1, tzinfo=UTC), date(2026, 4, 1), time(8, 30), Decimal("1.10"),
+            UUID(int=1842), b"\xff",
         ],
         ids=lambda value: type(value).__name__,
-    )
+    )  # fmt: skip
     def test_a_type_of_kombu_reads_the_same_before_and_after_the_wire(self, value: Any) -> None:
         assert canonical(value) == canonical(wire.loads(wire.dumps(value)))
 
@@ -229,9 +218,7 @@ class TestStoredKey:
         assert stored_key("work", harmless) == f"t:work|{harmless}"
 
     @given(st.text("a|%7C", max_size=4), st.text("a|%7C", max_size=4), st.text("a|%7C", max_size=4))
-    def test_where_the_name_of_the_task_ends_is_never_in_doubt(
-        self, task: str, other: str, key: str
-    ) -> None:
+    def test_where_the_name_of_the_task_ends_is_never_in_doubt(self, task, other, key) -> None:
         assert stored_key("a|b", "c") != stored_key("a", "b|c")
         if task != other and stored_key(task, key).startswith(stored_key(other, "")):
             raise AssertionError("the key of one task begins as those of another")
@@ -266,11 +253,8 @@ class TestBinding:
 
     def test_keywords_count_under_their_own_names_and_positions_as_one_list(self) -> None:
         assert _given("t", signature("a, *rest, b=0, **more"), (1, 2, (3,)), {"c": 4}).by_name == {
-            "a": 1,
-            "rest": [2, [3]],
-            "b": 0,
-            "c": 4,
-        }
+            "a": 1, "rest": [2, [3]], "b": 0, "c": 4,
+        }  # fmt: skip
 
     def test_a_keyword_may_bear_the_name_of_a_positional_parameter_without_hiding_it(self) -> None:
         keys = {
@@ -332,9 +316,7 @@ class TestBinding:
         ),
         st.integers(0, 4),
     )
-    def test_binding_style_never_changes_key_or_fingerprint(
-        self, values: list[Any], positional: int
-    ) -> None:
+    def test_binding_style_never_changes_key_or_fingerprint(self, values, positional) -> None:
         names = ["a", "b", "c", "d"]
         parameters = "a, b, c=3, d='x'"
         mixed = key_of(
@@ -365,14 +347,7 @@ class TestBinding:
     @given(
         st.sampled_from(
             [
-                "",
-                "a",
-                "a, b",
-                "a, b=1",
-                "a=None, b=(2,)",
-                "a, /, b",
-                "a, *, b=1",
-                "a, *rest",
+                "", "a", "a, b", "a, b=1", "a=None, b=(2,)", "a, /, b", "a, *, b=1", "a, *rest",
                 "a, **more",
             ]
         ),
@@ -380,17 +355,12 @@ class TestBinding:
         st.dictionaries(st.sampled_from("abc"), ARGUMENTS, max_size=2),
         st.sampled_from(
             [
-                "k",
-                "{a}",
-                "{a}-{b}",
-                "{b[0]}{{}}",
-                "{a!r:>3}",
-                "{a.b}",
+                "k", "{a}", "{a}-{b}", "{b[0]}{{}}", "{a!r:>3}", "{a.b}",
                 lambda *args, **more: f"{args}{more}",
             ]
         ),
         st.sampled_from([None, False, ("a", "b"), lambda *args, **more: {"args": args, **more}]),
-    )
+    )  # fmt: skip
     def test_plain_parameters_make_the_keys_that_pythons_own_binding_makes(
         self, parameters: str, args: list[Any], kwargs: dict[str, Any], template: Any, chosen: Any
     ) -> None:
@@ -514,9 +484,7 @@ class TestAValueAndItsText:
     @pytest.mark.parametrize(
         "value", [UUID(int=1842), Decimal("1.10"), date(2026, 4, 1), 7], ids=repr
     )
-    def test_they_differ_by_default_and_agree_where_their_text_is_compared(
-        self, value: Any
-    ) -> None:
+    def test_they_differ_by_default_and_agree_where_their_text_is_compared(self, value) -> None:
         def pair(**options: Any) -> tuple[CallKey, CallKey]:
             ours, theirs = (
                 key_of("x", given, _options={"key": "{x}"} | options)
@@ -595,9 +563,7 @@ class TestFingerprint:
         assert call_key("t", options, body, "c", (1, 2), {}).fingerprint != left_out.fingerprint
 
     @given(st.dictionaries(st.sampled_from(["a", "b", "ü", "_"]), ARGUMENTS, min_size=1))
-    def test_it_is_the_digest_of_the_arguments_in_canonical_form(
-        self, arguments: dict[str, Any]
-    ) -> None:
+    def test_it_is_the_digest_of_the_arguments_in_canonical_form(self, arguments) -> None:
         compared = {
             name: canonical(value)
             for name, value in _given("t", signature("**more"), (), arguments).by_name.items()

@@ -73,9 +73,7 @@ class TestAKill:
         assert bench.run(bench.redelivered(call)) == Return(1)
         assert (bench.row.attempt, bench.row.crashes) == (2, 0)
 
-    def test_after_a_cooldown_that_was_over_when_the_group_closed_its_gate(
-        self, bench: Bench
-    ) -> None:
+    def test_after_a_cooldown_that_was_over_when_the_group_closed_its_gate(self, bench) -> None:
         call = bench.call(on_cooling="raise")
         killed(bench, call, "cool", OF_THE_KEY)
         bench.clock.sleep(60.0)
@@ -94,9 +92,7 @@ class TestAKill:
         assert len(bench.ran) == 1
 
     @pytest.mark.parametrize("ending", [OF_THE_KEY, OF_THE_GROUP])
-    def test_before_the_caller_got_the_error_of_a_call_that_does_not_resume(
-        self, bench: Bench, ending: Raised
-    ) -> None:
+    def test_before_the_caller_got_the_error_of_a_call_that_does_not_resume(self, bench, ending):
         call = bench.call(resume="never")
         bench.run(call, ending)
         for _ in range(2):

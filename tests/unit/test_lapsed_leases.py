@@ -39,9 +39,7 @@ class TestAnEmptiedLeaseStore:
         return Bench()
 
     @pytest.mark.parametrize("age", [0.0, 2.0, 10.0, 14.9])
-    def test_a_newcomer_with_a_shorter_ttl_leaves_the_key_to_its_holder(
-        self, bench: Bench, age: float
-    ) -> None:
+    def test_a_newcomer_with_a_shorter_ttl_leaves_the_key_to_its_holder(self, bench, age) -> None:
         runs_elsewhere(bench, ttl=15.0)
         emptied(bench)
         bench.clock.sleep(age)
@@ -62,9 +60,7 @@ class TestAnEmptiedLeaseStore:
         assert bench.seen.of(AttemptAbandoned)
 
     @pytest.mark.parametrize("age", [0.0, 1.0, 100.0])
-    def test_a_key_that_does_not_run_costs_what_it_always_does(
-        self, bench: Bench, age: float
-    ) -> None:
+    def test_a_key_that_does_not_run_costs_what_it_always_does(self, bench, age) -> None:
         emptied(bench)
         bench.clock.sleep(age)
         bench.run(bench.call(ttl=600.0))
@@ -101,9 +97,7 @@ class TestAnEmptiedLeaseStore:
         assert reply.delay == pytest.approx(10.0)
         assert (bench.ran, bench.state) == ([], State.RUNNING)
 
-    def test_a_claim_that_lands_after_the_lease_was_given_is_not_taken_over(
-        self, bench: Bench
-    ) -> None:
+    def test_a_claim_that_lands_after_the_lease_was_given_is_not_taken_over(self, bench) -> None:
         emptied(bench)
 
         def claims() -> None:
@@ -195,9 +189,7 @@ class TestAvailability:
     def every(self, begin: float, end: float, step: float = 0.25) -> list[float]:
         return [begin + step * number for number in range(round((end - begin) / step) + 1)]
 
-    def test_a_process_that_has_asked_nothing_knows_nothing(
-        self, availability: Availability
-    ) -> None:
+    def test_a_process_that_has_asked_nothing_knows_nothing(self, availability) -> None:
         assert availability.takeover_until(100.0) == NEVER
 
     def test_it_knows_after_the_time_of_grace(self, availability: Availability) -> None:
@@ -220,9 +212,7 @@ class TestAvailability:
         assert availability.takeover_until(105.0 + SILENCE) != NEVER
         assert availability.takeover_until(105.1 + SILENCE) == NEVER
 
-    def test_an_answer_that_took_long_counts_for_no_more_than_silence(
-        self, availability: Availability
-    ) -> None:
+    def test_an_answer_that_took_long_counts_for_no_more_than_silence(self, availability) -> None:
         self.asks(availability, 100.0)
         self.asks(availability, 100.1, takes=60.0)
         assert availability.takeover_until(160.2) == NEVER

@@ -39,9 +39,7 @@ def kept() -> Any:
     logger.removeHandler(handler)
 
 
-def test_secrets_are_taken_out_of_tracebacks_and_the_exception_is_still_there(
-    kept: RenewalResult,
-) -> None:
+def test_secrets_are_taken_out_of_tracebacks_and_the_exception_is_still_there(kept) -> None:
     with pytest.raises(RuntimeError) as raised:
         raise RuntimeError("denied for api_key=sk-abcdef0123456789")
     logger.warning("raised, and will run again", exc_info=raised.value)
@@ -91,11 +89,8 @@ def test_a_key_with_a_line_feed_forges_no_line(kept: RenewalResult) -> None:
 def an_event(kind: type[Event], text: str) -> Event:
     """One of that kind, *text* in each of its texts."""
     values = {
-        "int": 3,
-        "float": 1.25,
-        "bool": True,
-        "Failure": Failure("ValueError", text, "a-rule"),
-    }
+        "int": 3, "float": 1.25, "bool": True, "Failure": Failure("ValueError", text, "a-rule"),
+    }  # fmt: skip
     given: dict[str, Any] = {
         each.name: values.get(str(each.type).partition(" ")[0], text) for each in fields(kind)
     }
@@ -104,9 +99,7 @@ def an_event(kind: type[Event], text: str) -> Event:
 
 @pytest.mark.parametrize("kind", signals._SIGNALS)
 @pytest.mark.parametrize("text", ["plain", FORGED, "k" * 1000])
-def test_the_line_of_an_event_has_its_fields_and_its_record_all_of_them(
-    kept: RenewalResult, kind: type[Event], text: str
-) -> None:
+def test_the_line_of_an_event_has_its_fields_and_its_record_all_of_them(kept, kind, text) -> None:
     event = an_event(kind, text)
     signals._log(event)
     (record,) = kept.records
@@ -128,9 +121,7 @@ def test_a_long_key_is_cut_and_a_long_line_too(kept: RenewalResult) -> None:
     assert all(len(text) <= LINE_MAX for text in kept.texts)
 
 
-def test_a_traceback_has_its_line_breaks_and_no_other_control_characters(
-    kept: RenewalResult,
-) -> None:
+def test_a_traceback_has_its_line_breaks_and_no_other_control_characters(kept) -> None:
     logger.warning("raised", exc_info=RuntimeError(f"\x1b[2J {'x' * 30_000_000}"))
     assert "\x1b" not in kept.texts[0]
     assert "RuntimeError: \\x1b[2J x" in kept.texts[0]

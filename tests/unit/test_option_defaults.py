@@ -37,9 +37,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
 
 class TestContradictions:
     @pytest.mark.parametrize(("given", "name", "neighbour"), CONTRADICTIONS, ids=str)
-    def test_the_message_names_the_option_its_value_and_the_neighbour(
-        self, given: dict[str, Any], name: str, neighbour: str
-    ) -> None:
+    def test_the_message_names_the_option_its_value_and_the_neighbour(self, given, name, neighbour):
         message = refused(**given)
         assert re.match(rf"task billing\.send: lease_{name}=", message)
         assert neighbour in message
@@ -80,30 +78,20 @@ class TestDefaultsOfTheApp:
     @pytest.mark.parametrize(
         "given", [{}, {"key": "{month}"}, {"key": "{month}", "on_done": "rerun"}], ids=str
     )
-    def test_a_task_that_did_not_ask_is_never_refused(
-        self, defaults: dict[str, Any], given: dict[str, Any]
-    ) -> None:
+    def test_a_task_that_did_not_ask_is_never_refused(self, defaults, given) -> None:
         assert isinstance(gathered_options(defaults=defaults, **given), LeaseOptions)
 
     @pytest.mark.parametrize(
         "defaults",
         [
-            {"on_cooling": "ignore"},
-            {"resume": "never"},
-            {"cooldown": "10m"},
-            {"cooldown_group": "billing"},
-            {"cooldown_group": str},
-            {"rules": Rules()},
-            {"idempotent": True},
-            {"max_retries": 0},
-            {"max_failures": 1},
+            {"on_cooling": "ignore"}, {"resume": "never"}, {"cooldown": "10m"},
+            {"cooldown_group": "billing"}, {"cooldown_group": str}, {"rules": Rules()},
+            {"idempotent": True}, {"max_retries": 0}, {"max_failures": 1},
         ],
         ids=lambda defaults: next(iter(defaults)),
-    )
+    )  # fmt: skip
     @pytest.mark.parametrize("given", [{}, {"key": "{month}"}], ids=str)
-    def test_options_for_failures_have_app_wide_defaults(
-        self, defaults: dict[str, Any], given: dict[str, Any]
-    ) -> None:
+    def test_options_for_failures_have_app_wide_defaults(self, defaults, given) -> None:
         (name, value), *_ = defaults.items()
         found = getattr(gathered_options(defaults=defaults, **given), name)
         assert found == (CooldownPolicy.of(value) if name == "cooldown" else value)

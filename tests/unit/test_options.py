@@ -83,9 +83,7 @@ WRONG = [
 
 class TestWrongValues:
     @pytest.mark.parametrize(("name", "value"), WRONG, ids=repr)
-    def test_the_message_names_task_option_and_value_and_what_to_write(
-        self, name: str, value: Any
-    ) -> None:
+    def test_the_message_names_task_option_and_value_and_what_to_write(self, name, value) -> None:
         message = refused(**{name: value})
         if name in APP_ONLY:
             assert message == (
@@ -165,18 +163,10 @@ class TestRightValues:
     @pytest.mark.parametrize(
         "key",
         [
-            "constant",
-            "{month}",
-            "{customer_id}:{month}",
-            "{month:>10}",
-            "{month!r}",
-            "{customer_id.name}",
-            "{customer_id[0]}",
-            "{{{month}}}",
-            str,
-            None,
+            "constant", "{month}", "{customer_id}:{month}", "{month:>10}", "{month!r}",
+            "{customer_id.name}", "{customer_id[0]}", "{{{month}}}", str, None,
         ],
-    )
+    )  # fmt: skip
     def test_templates_and_callables_are_keys(self, key: Any) -> None:
         assert gathered_options(key=key).key == key
 
@@ -193,9 +183,7 @@ class TestRightValues:
         assert (options.on_cooling, options.resume) == (on_cooling, resume)
 
     @pytest.mark.parametrize("base", [600, 600.0, "10m", timedelta(minutes=10)])
-    def test_a_number_is_the_base_of_a_cooldown_that_doubles_up_to_six_hours(
-        self, base: Any
-    ) -> None:
+    def test_a_number_is_the_base_of_a_cooldown_that_doubles_up_to_six_hours(self, base) -> None:
         assert gathered_options(cooldown=base).cooldown == CooldownPolicy(
             600.0, factor=2.0, cap=6 * 3600.0, jitter=0.5
         )
@@ -229,18 +217,12 @@ class TestUnknownNames:
     @pytest.mark.parametrize(
         ("name", "meant"),
         [
-            ("tll", "ttl"),
-            ("on_hold", "on_held"),
-            ("retension", "retention"),
-            ("keys", "key"),
-            ("max_crash", "max_crashes"),
-            ("on_coolin", "on_cooling"),
-            ("cooldown_groups", "cooldown_group"),
-            ("rule", "rules"),
-            ("max_failure", "max_failures"),
-            ("idempotency", "idempotent"),
+            ("tll", "ttl"), ("on_hold", "on_held"), ("retension", "retention"), ("keys", "key"),
+            ("max_crash", "max_crashes"), ("on_coolin", "on_cooling"),
+            ("cooldown_groups", "cooldown_group"), ("rule", "rules"),
+            ("max_failure", "max_failures"), ("idempotency", "idempotent"),
         ],
-    )
+    )  # fmt: skip
     def test_a_name_misspelt_is_answered_with_the_one_meant(self, name: str, meant: str) -> None:
         given: dict[str, Any] = {name: 1}
         assert (

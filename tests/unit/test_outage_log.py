@@ -29,9 +29,7 @@ def levels(caplog: pytest.LogCaptureFixture) -> list[int]:
     return [record.levelno for record in caplog.records]
 
 
-def test_the_first_is_a_warning_and_the_next_within_a_minute_are_not(
-    caplog: pytest.LogCaptureFixture, now: list[float]
-) -> None:
+def test_the_first_is_a_warning_and_the_next_within_a_minute_are_not(caplog, now) -> None:
     caplog.set_level(logging.INFO, "celery_leases")
     for number in range(4):
         reschedule(f"lease store redis: refused from port {number}")
@@ -47,17 +45,13 @@ def test_the_first_is_a_warning_and_the_next_within_a_minute_are_not(
     )
 
 
-def test_a_reschedule_for_another_reason_stays_an_info(
-    caplog: pytest.LogCaptureFixture, now: list[float]
-) -> None:
+def test_a_reschedule_for_another_reason_stays_an_info(caplog, now) -> None:
     caplog.set_level(logging.INFO, "celery_leases")
     reschedule("another call holds the key", unavailable=False)
     assert levels(caplog) == [20]
 
 
-def test_any_number_of_causes_needs_little_memory(
-    caplog: pytest.LogCaptureFixture, now: list[float]
-) -> None:
+def test_any_number_of_causes_needs_little_memory(caplog, now) -> None:
     for number in range(500):
         reschedule("refused by " + "x" * number)
     assert len(signals._outages._seen) <= 100

@@ -90,11 +90,8 @@ class TestAfterTheRun:
             '{"a": 1}',
         )
         assert (outcome.attempt, outcome.failures, outcome.crashes, outcome.retry_after) == (
-            4,
-            0,
-            0,
-            None,
-        )
+            4, 0, 0, None,
+        )  # fmt: skip
         assert (outcome.quick_retries, outcome.cooldowns) == (0, 0)
 
     def test_a_call_whose_value_cannot_be_stored_is_done(self) -> None:
@@ -105,17 +102,12 @@ class TestAfterTheRun:
         ("ending", "ended"),
         [(Lost("taken"), Ended.LOST), (Interrupted(SystemExit()), Ended.INTERRUPTED)],
     )
-    def test_an_abandoned_attempt_is_given_back_and_counts_as_nothing(
-        self, ending: Any, ended: Ended
-    ) -> None:
+    def test_an_abandoned_attempt_is_given_back_and_counts_as_nothing(self, ending, ended) -> None:
         outcome = closed(ending, replace(RUNNING, quick_retries=3, cooldowns=2))
         assert (outcome.state, outcome.ended) == (State.PENDING, ended)
         assert (outcome.attempt, outcome.failures, outcome.crashes, outcome.retry_after) == (
-            3,
-            2,
-            1,
-            None,
-        )
+            3, 2, 1, None,
+        )  # fmt: skip
         assert (outcome.quick_retries, outcome.cooldowns, outcome.failed) == (3, 2, False)
 
     def test_a_snooze_spends_no_attempt_and_no_count(self) -> None:
@@ -126,17 +118,11 @@ class TestAfterTheRun:
             "not yet",
         )
         assert (outcome.attempt, outcome.failures, outcome.crashes, outcome.retry_after) == (
-            3,
-            2,
-            1,
-            60.0,
-        )
+            3, 2, 1, 60.0,
+        )  # fmt: skip
         assert (outcome.quick_retries, outcome.cooldowns, outcome.failed, outcome.failure) == (
-            3,
-            2,
-            False,
-            None,
-        )
+            3, 2, False, None,
+        )  # fmt: skip
 
     @pytest.mark.parametrize(("before", "pause"), [(0, None), (1, 5.0), (2, 30.0)])
     def test_a_hard_limit_is_a_crash_with_its_pause(self, before: int, pause: float | None) -> None:
@@ -156,9 +142,7 @@ class TestAfterTheRun:
 
     @pytest.mark.parametrize("delay", [None, 0.0, 30.0])
     @pytest.mark.parametrize("ended", [Ended.RETRIED, Ended.REJECTED])
-    def test_a_retry_of_the_user_waits_for_its_countdown(
-        self, delay: float | None, ended: Ended
-    ) -> None:
+    def test_a_retry_of_the_user_waits_for_its_countdown(self, delay, ended) -> None:
         outcome = closed(
             ControlFlow(Exception(), runs_again=True, delay=delay, ended=ended),
             replace(RUNNING, quick_retries=3, cooldowns=2),
@@ -173,9 +157,7 @@ class TestAfterTheRun:
         assert (outcome.state, outcome.result, outcome.reason) == (State.DONE, None, ended.value)
 
     @pytest.mark.parametrize("ended", [Ended.REJECTED, Ended.FAILED, Ended.RETRIED])
-    def test_a_call_that_has_not_done_its_work_leaves_the_key_to_the_next_one(
-        self, ended: Ended
-    ) -> None:
+    def test_a_call_that_has_not_done_its_work_leaves_the_key_to_the_next_one(self, ended) -> None:
         outcome = closed(ControlFlow(Exception(), runs_again=False, ended=ended, failure=FAILURE))
         assert (outcome.state, outcome.ended, outcome.failure) == (State.PENDING, ended, FAILURE)
         assert (outcome.resumes, outcome.retry_after, outcome.failures) == (False, None, 2)
@@ -258,11 +240,8 @@ class TestAfterAFailure:
             60.0,
         )
         assert (outcome.attempt, outcome.failures, outcome.cooldowns, outcome.crashes) == (
-            4,
-            3,
-            1,
-            0,
-        )
+            4, 3, 1, 0,
+        )  # fmt: skip
         assert outcome.failed
         assert outcome.failure is not None
         assert (outcome.failure.type, outcome.failure.message, outcome.failure.rule) == (
@@ -280,11 +259,8 @@ class TestAfterAFailure:
             1.0,
         )
         assert (outcome.attempt, outcome.failures, outcome.quick_retries, outcome.cooldowns) == (
-            4,
-            2,
-            1,
-            2,
-        )
+            4, 2, 1, 2,
+        )  # fmt: skip
         assert outcome.failed
 
     def test_a_permanent_failure_waits_for_nothing(self) -> None:
@@ -312,11 +288,8 @@ class TestAfterAFailure:
         record = replace(RUNNING, quick_retries=1, cooldowns=2)
         outcome = closed(raised(cooldown("60s", scope="group")), record, group=GROUP)
         assert (outcome.state, outcome.failures, outcome.quick_retries, outcome.cooldowns) == (
-            State.COOLING,
-            2,
-            0,
-            2,
-        )
+            State.COOLING, 2, 0, 2,
+        )  # fmt: skip
 
     @pytest.mark.parametrize(
         "ruling", [cooldown("60s"), retry("1s"), permanent()], ids=lambda ruling: ruling.kind
@@ -328,9 +301,7 @@ class TestAfterAFailure:
         "ruling", [cooldown("60s"), retry("1s")], ids=lambda ruling: ruling.kind
     )
     @pytest.mark.parametrize("reschedulable", [True, False])
-    def test_the_row_has_whether_the_call_resumes(
-        self, ruling: Ruling, reschedulable: bool
-    ) -> None:
+    def test_the_row_has_whether_the_call_resumes(self, ruling, reschedulable) -> None:
         assert (
             closed(raised(ruling), reschedulable=reschedulable, resume="always").resumes
             is reschedulable
@@ -425,11 +396,8 @@ class TestUnrunAttempts:
         )
         outcome = unrun(a_call(), record, 0.0)
         assert (outcome.failures, outcome.quick_retries, outcome.cooldowns, outcome.failed) == (
-            2,
-            3,
-            2,
-            False,
-        )
+            2, 3, 2, False,
+        )  # fmt: skip
         assert outcome.resumes
 
     def test_standing_back_without_a_pause_leaves_the_key_free(self) -> None:
@@ -446,9 +414,7 @@ class TestStoresAway:
     @pytest.mark.parametrize(
         ("tries", "most"), [(0, 5), (1, 10), (2, 20), (3, 40), (4, 60), (5, 60), (10_000, 60)]
     )
-    def test_a_delivery_is_rescheduled_after_5_s_doubling_to_60(
-        self, tries: int, most: float
-    ) -> None:
+    def test_a_delivery_is_rescheduled_after_5_s_doubling_to_60(self, tries, most) -> None:
         assert store_pause(tries, 1.0) == pytest.approx(most)
         assert store_pause(tries, 0.0) == pytest.approx(0.8 * most)
 

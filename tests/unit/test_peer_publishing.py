@@ -75,9 +75,7 @@ def test_once_all_arguments_make_the_key_where_it_names_them() -> None:
 
 
 @singleton
-def test_singleton_a_duplicate_gets_the_result_of_the_first(
-    shop: dict[str, Any], kit: LeaseKit
-) -> None:
+def test_singleton_a_duplicate_gets_the_result_of_the_first(shop, kit) -> None:
     first = shop["ask_for_report"]("north")
     assert shop["ask_for_report"]("north") == first
     assert shop["report"].apply_async(("north",), {"month": "may"}).id == first
@@ -109,9 +107,7 @@ def test_the_lock_is_free_once_the_task_has_ended(shop: dict[str, Any], kit: Lea
 
 
 @both
-def test_the_lock_of_a_task_that_failed_is_free_after_its_cooldown(
-    shop: dict[str, Any], kit: LeaseKit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lock_of_a_task_that_failed_is_free_after_its_cooldown(shop, kit, monkeypatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise Cooldown("1m")
 
@@ -127,9 +123,7 @@ def test_the_lock_of_a_task_that_failed_is_free_after_its_cooldown(
 
 
 @both
-def test_the_lock_of_a_crashed_task_ends_with_its_lease(
-    shop: dict[str, Any], kit: LeaseKit
-) -> None:
+def test_the_lock_of_a_crashed_task_ends_with_its_lease(shop, kit) -> None:
     dead = kit.crash(shop["report"], "north", at="before:return")
     assert shop["ask_for_report"]("north") == dead.call_id
     assert dead.resume().get() == {"shop": "north"}

@@ -64,9 +64,7 @@ BUTTONS = [
 
 
 @pytest.mark.parametrize(("path", "value", "told"), BUTTONS)
-def test_a_button_is_a_post_of_this_page_and_nothing_else(
-    page: FlaskClient, desk: FakeDesk, path: str, value: Any, told: tuple[Any, ...]
-) -> None:
+def test_a_button_is_a_post_of_this_page_and_nothing_else(page, desk, path, value, told) -> None:
     assert page.get(path).status_code == 405
     assert page.post(path, data=value).status_code == 415
     elsewhere = {"Sec-Fetch-Site": "cross-site"}
@@ -214,16 +212,10 @@ def test_the_provider_charges_for_what_it_does_not_answer() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        [],
-        {"colour": 1},
-        {"latency": 6},
-        {"latency": True},
-        {"error_rate": "1"},
-        {"limit": -1},
-        {"trouble": "ill"},
-        {"tells": 1},
+        [], {"colour": 1}, {"latency": 6}, {"latency": True}, {"error_rate": "1"}, {"limit": -1},
+        {"trouble": "ill"}, {"tells": 1},
     ],
-)
+)  # fmt: skip
 def test_the_provider_refuses_settings_that_it_does_not_know(values: object) -> None:
     with pytest.raises(ValueError, match=r"is|are"):
         Settings.of(values)

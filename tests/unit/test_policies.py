@@ -26,13 +26,8 @@ policies = st.builds(
 def test_the_default_is_five_minutes_doubling_to_six_hours() -> None:
     policy = CooldownPolicy()
     assert [policy.longest(n) for n in (1, 2, 3, 7, 8, 9)] == [
-        300.0,
-        600.0,
-        1200.0,
-        19200.0,
-        21600.0,
-        21600.0,
-    ]
+        300.0, 600.0, 1200.0, 19200.0, 21600.0, 21600.0,
+    ]  # fmt: skip
     assert (policy.factor, policy.cap, policy.jitter) == (2.0, 21_600.0, 0.5)
 
 
@@ -54,22 +49,16 @@ def test_before_the_first_failure_the_wait_is_that_of_the_first() -> None:
 @pytest.mark.parametrize(
     ("jitter", "rand", "part"),
     [
-        (0.5, 0.0, 0.5),
-        (0.5, 0.5, 0.75),
-        (0.5, 1.0, 1.0),
-        (0.0, 0.0, 1.0),
-        (1.0, 0.0, 0.0),
+        (0.5, 0.0, 0.5), (0.5, 0.5, 0.75), (0.5, 1.0, 1.0), (0.0, 0.0, 1.0), (1.0, 0.0, 0.0),
         (1.0, 0.25, 0.25),
     ],
-)
+)  # fmt: skip
 def test_jitter_shortens_the_wait(jitter: float, rand: float, part: float) -> None:
     assert CooldownPolicy(300, jitter=jitter).delay(2, rand) == 600 * part
 
 
 @given(policies, st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
-def test_a_wait_is_never_above_its_upper_bound_and_never_falls(
-    policy: CooldownPolicy, n: int, rand: float
-) -> None:
+def test_a_wait_is_never_above_its_upper_bound_and_never_falls(policy, n, rand) -> None:
     assert (
         policy.longest(n) * (1 - policy.jitter) * 0.999
         <= policy.delay(n, rand)
@@ -79,21 +68,10 @@ def test_a_wait_is_never_above_its_upper_bound_and_never_falls(
 
 
 WRONG: list[dict[str, Any]] = [
-    {"base": 0},
-    {"base": "soon"},
-    {"base": True},
-    {"cap": None},
-    {"base": 600, "cap": 599},
-    {"base": "7h"},
-    {"factor": 0.5},
-    {"factor": "2"},
-    {"factor": True},
-    {"factor": float("nan")},
-    {"factor": float("inf")},
-    {"jitter": -0.1},
-    {"jitter": 1.1},
-    {"jitter": float("nan")},
-]
+    {"base": 0}, {"base": "soon"}, {"base": True}, {"cap": None}, {"base": 600, "cap": 599},
+    {"base": "7h"}, {"factor": 0.5}, {"factor": "2"}, {"factor": True}, {"factor": float("nan")},
+    {"factor": float("inf")}, {"jitter": -0.1}, {"jitter": 1.1}, {"jitter": float("nan")},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)

@@ -14,7 +14,6 @@ from celery_leases.attempt.acquire import ClaimedAttempt
 from celery_leases.call import Call
 from celery_leases.decide.endings import (
     ControlFlow,
-    Ending,
     Interrupted,
     Lost,
     Returned,
@@ -84,9 +83,7 @@ class TestWhatItsEndMeans:
     finding.
     """
 
-    def test_its_success_opens_the_gate_once_and_its_trips_are_forgotten(
-        self, bench: Bench
-    ) -> None:
+    def test_its_success_opens_the_gate_once_and_its_trips_are_forgotten(self, bench) -> None:
         assert bench.run(bench.call()) == Return(1)
         assert bench.gate is None
         assert [event.group for event in bench.seen.of(GateOpened)] == [GROUP]  # type: ignore[attr-defined]
@@ -102,9 +99,7 @@ class TestWhatItsEndMeans:
         [raised(permanent()), raised(cooldown("60s", jitter=0.0))],
         ids=["permanent", "key"],
     )
-    def test_a_failure_that_is_clearly_anothers_opens_it_too(
-        self, bench: Bench, ending: Ending
-    ) -> None:
+    def test_a_failure_that_is_clearly_anothers_opens_it_too(self, bench, ending) -> None:
         bench.run(bench.call(), ending)
         assert bench.gate is None
         assert len(bench.seen.of(GateOpened)) == 1
@@ -136,9 +131,7 @@ class TestWhatItsEndMeans:
         ],
         ids=lambda ending: type(ending).__name__,
     )
-    def test_anything_else_leaves_it_half_open_and_gives_the_slot_back(
-        self, bench: Bench, ending: Ending
-    ) -> None:
+    def test_anything_else_leaves_it_half_open_and_gives_the_slot_back(self, bench, ending) -> None:
         bench.run(bench.call(), ending)
         assert free(bench)
         assert bench.seen.of(GateOpened) == []
@@ -172,9 +165,7 @@ class TestAGateClosedOverItsProbe:
     """A body that began long ago fails of the group while the probe is under way."""
 
     @pytest.mark.parametrize("ending", [Returned(1, "1"), raised(permanent()), raised(retry("1s"))])
-    def test_its_end_opens_nothing_and_gives_the_slot_back(
-        self, bench: Bench, ending: Ending
-    ) -> None:
+    def test_its_end_opens_nothing_and_gives_the_slot_back(self, bench, ending) -> None:
         short = replace(RATE_LIMITED, server_delay=2.0)
         bench.run(bench.call(), ending, during=lambda _: bench.close_gate(short))
         assert bench.gate is not None
@@ -272,9 +263,7 @@ class TestItsSlotComesBack:
     """From every path that does not run the body."""
 
     @pytest.mark.parametrize("prepare", SITUATIONS.values(), ids=SITUATIONS)
-    def test_where_the_body_does_not_run(
-        self, bench: Bench, prepare: Callable[[Bench], None]
-    ) -> None:
+    def test_where_the_body_does_not_run(self, bench, prepare) -> None:
         prepare(bench)
         bench.run(bench.call())
         assert bench.ran == []

@@ -112,9 +112,7 @@ class TestWhatIsStored:
         assert attempt.desk.steps() == []
         assert attempt.lease.progress == "before"
 
-    def test_operators_see_how_far_the_loops_have_come(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_operators_see_how_far_the_loops_have_come(self, desk, attempt) -> None:
         assert status_of("k", "t", desk.row, None, wall_time=0.0).progress is None
         list(attempt.lease.each([1, 2]))
         list(attempt.lease.each("abc", name="letters"))
@@ -157,9 +155,7 @@ class TestSaveProgress:
             attempt.lease.save_progress(1)
         assert (desk.steps(), desk.row.progress) == ([], None)
 
-    def test_a_record_that_has_moved_on_takes_nothing(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_a_record_that_has_moved_on_takes_nothing(self, desk, attempt) -> None:
         desk.attempt().lease.save_progress("theirs")
         with pytest.raises(LeaseLost, match="was changed by another attempt"):
             attempt.lease.save_progress("ours")
@@ -174,9 +170,7 @@ class TestSaveProgress:
         attempt.lease.save_progress(2)
         assert attempt.lease.progress == 2
 
-    def test_a_lease_that_could_not_be_renewed_does_not_undo_it(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_a_lease_that_could_not_be_renewed_does_not_undo_it(self, desk, attempt) -> None:
         desk.journal.away("extend")
         with pytest.raises(StoreUnavailable):
             attempt.lease.save_progress(1)
@@ -189,9 +183,7 @@ class TestSaveProgress:
         two = desk.attempt("two", rerun=True).lease
         assert (two.progress, list(two.each("ab"))) == (None, ["a", "b"])
 
-    def test_a_signal_that_came_meanwhile_is_raised_once_it_is_saved(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_a_signal_that_came_meanwhile_is_raised_once_it_is_saved(self, desk, attempt) -> None:
         attempt.pending = SystemExit()
         with pytest.raises(SystemExit):
             attempt.lease.save_progress(1)
@@ -206,9 +198,7 @@ class TestEach:
         """A hundred of them."""
         return [f"item {number}" for number in range(100)]
 
-    def test_all_items_come_in_their_order(
-        self, desk: EffectBench, attempt: Attempt, items: list[str]
-    ) -> None:
+    def test_all_items_come_in_their_order(self, desk, attempt, items) -> None:
         assert list(attempt.lease.each(items)) == items
         assert desk.steps() == ["save", "save"]
         assert list(desk.attempt().lease.each(items)) == []
@@ -217,39 +207,29 @@ class TestEach:
         assert list(attempt.lease.each([])) == []
         assert desk.steps() == []
 
-    def test_it_is_saved_once_a_second(
-        self, desk: EffectBench, attempt: Attempt, items: list[str]
-    ) -> None:
+    def test_it_is_saved_once_a_second(self, desk, attempt, items) -> None:
         for _ in attempt.lease.each(items):
             desk.clock.sleep(0.1)
         assert 10 <= len(desk.steps()) <= 12
 
-    def test_slow_items_are_saved_one_by_one(
-        self, desk: EffectBench, attempt: Attempt, items: list[str]
-    ) -> None:
+    def test_slow_items_are_saved_one_by_one(self, desk, attempt, items) -> None:
         for _ in attempt.lease.each(items[:5]):
             desk.clock.sleep(2.0)
         assert desk.steps() == ["save"] * 5
 
     @pytest.mark.parametrize(("every", "saves"), [(1, 100), (7, 15), (100, 1), (1000, 1)])
-    def test_with_every_it_is_saved_after_so_many(
-        self, desk: EffectBench, attempt: Attempt, items: list[str], every: int, saves: int
-    ) -> None:
+    def test_with_every_it_is_saved_after_so_many(self, desk, attempt, items, every, saves) -> None:
         for _ in attempt.lease.each(items, every=every):
             desk.clock.sleep(0.01)
         assert desk.steps() == ["save"] * saves
 
-    def test_an_item_is_finished_once_the_next_one_is_asked_for(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_an_item_is_finished_once_the_next_one_is_asked_for(self, desk, attempt) -> None:
         for item in attempt.lease.each("abcdef", every=1):
             if item == "d":
                 break
         assert list(desk.attempt().lease.each("abcdef")) == ["d", "e", "f"]
 
-    def test_items_are_taken_only_when_they_are_asked_for(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_items_are_taken_only_when_they_are_asked_for(self, desk, attempt) -> None:
         taken: list[int] = []
 
         def pages() -> Iterator[int]:
@@ -262,16 +242,11 @@ class TestEach:
                 break
         assert taken == [0, 1, 2]
 
-    def test_an_attempt_that_is_interrupted_loses_nothing(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_an_attempt_that_is_interrupted_loses_nothing(self, desk, attempt) -> None:
         endings: list[Any] = [
-            raised(cooldown("60s")),
-            Snoozed(Snooze(5), 5.0),
-            Lost("gone"),
-            Interrupted(SystemExit()),
-            Terminated(SystemExit(), "hard time limit"),
-        ]
+            raised(cooldown("60s")), Snoozed(Snooze(5), 5.0), Lost("gone"),
+            Interrupted(SystemExit()), Terminated(SystemExit(), "hard time limit"),
+        ]  # fmt: skip
         done: list[int] = []
         for number, ending in enumerate(endings):
             with pytest.raises(Killed):
@@ -285,9 +260,7 @@ class TestEach:
         assert done == list(range(24))
 
     @pytest.mark.parametrize("every", [None, 1, 1000])
-    def test_a_lost_lease_stops_it_between_two_items(
-        self, desk: EffectBench, attempt: Attempt, every: int | None
-    ) -> None:
+    def test_a_lost_lease_stops_it_between_two_items(self, desk, attempt, every) -> None:
         seen: list[int] = []
         with pytest.raises(LeaseLost):
             work(attempt.lease, range(10), 3, attempt.lose, seen, every=every)
@@ -296,9 +269,7 @@ class TestEach:
         assert unsaved is not None
         assert load(unsaved, 0).positions == {"items": 4}
 
-    def test_it_stops_at_once_when_it_was_lost_before(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_it_stops_at_once_when_it_was_lost_before(self, desk, attempt) -> None:
         attempt.lose()
         with pytest.raises(LeaseLost):
             next(iter(attempt.lease.each("ab")))
@@ -310,18 +281,14 @@ class TestEach:
         assert load(desk.row.progress, 0).positions == {"items": 3}
         assert list(others[0].lease.each(range(5))) == [3, 4]
 
-    def test_a_store_that_does_not_answer_ends_the_attempt(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_a_store_that_does_not_answer_ends_the_attempt(self, desk, attempt) -> None:
         with pytest.raises(StoreUnavailable):
             work(attempt.lease, range(10), 3, lambda: desk.journal.away("save"), every=1)
         unsaved = attempt.held_lease.body_state.unsaved_progress
         assert unsaved is not None
         assert load(unsaved, 0).positions == {"items": 4}
 
-    def test_loops_of_other_names_have_their_own_positions(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_loops_of_other_names_have_their_own_positions(self, desk, attempt) -> None:
         def both(lease: Any, dies: tuple[str, int] | None) -> list[tuple[str, int]]:
             done = []
             for letter in lease.each("ab", name="letters", every=1):
@@ -352,9 +319,7 @@ class TestEach:
         with pytest.raises(EffectMisused, match=r"each\(name="):
             attempt.lease.each("ab", name=name)
 
-    def test_value_and_positions_are_saved_together(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_value_and_positions_are_saved_together(self, desk, attempt) -> None:
         for item in attempt.lease.each(range(10), every=5):
             attempt.lease.save_progress({"sum": item})
             if item == 6:
@@ -369,18 +334,14 @@ class TestEach:
         assert desk.steps() == [*["save", "extend"] * 3, "save"]
 
     @pytest.mark.parametrize(("renew", "steps"), [(True, ["save"]), (False, ["save", "extend"])])
-    def test_under_lease_renew_false_it_is_what_pushes_the_lease_out(
-        self, desk: EffectBench, renew: bool, steps: list[str]
-    ) -> None:
+    def test_under_lease_renew_false_it_is_what_pushes_the_lease_out(self, desk, renew, steps):
         attempt = desk.attempt(renew=renew)
         for _ in attempt.lease.each(range(100 if not renew else 1)):
             desk.clock.sleep(1.0)
         assert desk.steps() == steps * (100 if not renew else 1)
         assert attempt.lease.held
 
-    def test_nothing_is_saved_while_a_transaction_of_the_users_own_is_open(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_nothing_is_saved_while_a_transaction_of_the_users_own_is_open(self, desk, attempt):
         """It would wait for its own thread's lock."""
         transaction: Any = OpenTransaction()
         with attempt.held_lease.body_state.locking(transaction):
@@ -412,9 +373,7 @@ def _outcome(attempt: Attempt, ending: Any, unsaved: str) -> Any:
     deaths=st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=8),
     pace=st.sampled_from([0.0, 0.05, 0.3, 1.5]),
 )
-def test_after_any_death_nothing_is_skipped_and_little_is_repeated(
-    every: int | None, deaths: list[tuple[int, bool]], pace: float
-) -> None:
+def test_after_any_death_nothing_is_skipped_and_little_is_repeated(every, deaths, pace) -> None:
     desk, done = EffectBench(), []
     items = range(50)
     for place, killed in [*deaths, (10**9, True)]:

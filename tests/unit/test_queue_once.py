@@ -126,9 +126,7 @@ def test_a_queued_key_has_its_time_and_is_not_published_twice(shop: Shop) -> Non
     assert len(shop.published) == 2
 
 
-def test_other_tasks_publish_as_ever_and_ask_nothing(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_tasks_publish_as_ever_and_ask_nothing(shop, monkeypatch) -> None:
     monkeypatch.setattr(outbox, "publish_once", None)
     shop.plain.delay(7)
     shop.plain.delay(7)
@@ -239,9 +237,7 @@ def test_a_failed_key_is_published_after_an_operators_retry(tmp_path: Path) -> N
         assert shop.again.delay(7).id != second.id
 
 
-def test_a_crash_between_the_row_and_the_message_is_mended_by_the_relay(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_between_the_row_and_the_message_is_mended_by_the_relay(shop, monkeypatch) -> None:
     class Killed(BaseException):
         pass
 
@@ -271,9 +267,7 @@ def outbox_take_at_once(self: Any, stored_key: str) -> Any:
     return self.take(stored_key)
 
 
-def test_a_message_that_the_broker_does_not_take_leaves_the_key_free(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_that_the_broker_does_not_take_leaves_the_key_free(shop, monkeypatch) -> None:
     with monkeypatch.context() as patched:
 
         def refuse(*_: Any, **__: Any) -> Any:
@@ -361,9 +355,7 @@ def test_a_task_id_of_ones_own_is_returned_whole(shop: Shop) -> None:
         shop.work.apply_async((8,), task_id="x" * 256)
 
 
-def test_a_value_that_the_database_refuses_is_an_error_of_the_call(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_that_the_database_refuses_is_an_error_of_the_call(shop, monkeypatch) -> None:
     """As in a worker: it is no outage, after which the caller would try again."""
 
     def refuse(*_: Any) -> None:
@@ -401,9 +393,7 @@ def test_eager_calls_are_in_the_same_world(tmp_path: Path) -> None:
     app_components.close_all()
 
 
-def test_a_revoked_call_frees_its_key(
-    shop: Shop, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_revoked_call_frees_its_key(shop, request, monkeypatch) -> None:
     monkeypatch.setattr(
         child_exit, "close_ended", child_exit._close_ended
     )  # in the worker's thread

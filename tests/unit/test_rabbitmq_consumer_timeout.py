@@ -31,9 +31,7 @@ def an_app(**conf: object) -> Celery:
         ("redis://redis/0", 30, 600.0),
     ],
 )
-def test_a_hop_leaves_the_body_two_thirds_of_the_consumer_timeout(
-    broker: str, timeout: object, countdown: float
-) -> None:
+def test_a_hop_leaves_the_body_two_thirds_of_the_consumer_timeout(broker, timeout, countdown):
     assert (
         read_settings(DATABASE | {"leases_consumer_timeout": timeout}, broker).longest_countdown
         == countdown
@@ -63,11 +61,8 @@ def test_a_time_limit_that_with_its_wait_exceeds_the_timeout_is_reported() -> No
 
 def test_a_delivery_is_held_longer_the_more_often_it_was_given_back() -> None:
     assert [publish_retry_time(before, None, 600.0) for before in (0, 1, 4, 99)] == [
-        5.0,
-        10.0,
-        60.0,
-        60.0,
-    ]
+        5.0, 10.0, 60.0, 60.0,
+    ]  # fmt: skip
     assert [publish_retry_time(before, 20, 600.0) for before in (18, 19, 20)] == [
         60.0,
         600.0,
@@ -80,11 +75,7 @@ def test_a_delivery_is_held_longer_the_more_often_it_was_given_back() -> None:
 def test_headers_of_the_broker_are_not_sent_back_to_it() -> None:
     own = {"x-tenant": "north", "x-request-id": "7", "visit": 1}
     added = (
-        "x-death",
-        "x-first-death-queue",
-        "x-last-death-reason",
-        "x-delivery-count",
-        "x-acquired-count",
-        "CC",
-    )
+        "x-death", "x-first-death-queue", "x-last-death-reason", "x-delivery-count",
+        "x-acquired-count", "CC",
+    )  # fmt: skip
     assert without_broker_headers(own | dict.fromkeys(added, 1)) == own

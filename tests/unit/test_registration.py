@@ -78,9 +78,7 @@ def test_options_for_failures_are_gathered_from_task_and_app() -> None:
         ({"lease_max_failure": 3}, "did you mean lease_max_failures?"),
     ],
 )
-def test_what_would_be_done_wrong_about_failures_is_refused(
-    options: dict[str, Any], hint: str
-) -> None:
+def test_what_would_be_done_wrong_about_failures_is_refused(options, hint) -> None:
     assert hint in refusal(**options)
 
 
@@ -170,9 +168,7 @@ class Audited(Task):
     ],
     ids=["behind", "before", "by name"],
 )
-def test_a_request_class_of_another_is_combined_with_that_of_the_lease(
-    base: Any, options: dict[str, Any]
-) -> None:
+def test_a_request_class_of_another_is_combined_with_that_of_the_lease(base, options) -> None:
     made = request_class(registered(an_app(), base, **options))
     assert made.__mro__[1:3] == (LeaseRequest, AuditedRequest)
     assert request_class(registered(an_app())) is LeaseRequest
@@ -241,9 +237,7 @@ def test_the_call_of_the_class_behind_runs_around_the_body() -> None:
         ({"lease_key": "send:customer_id"}, 'write "send:{customer_id}", because without braces'),
     ],
 )
-def test_what_would_lose_work_or_mean_nothing_is_refused(
-    options: dict[str, Any], hint: str
-) -> None:
+def test_what_would_lose_work_or_mean_nothing_is_refused(options, hint) -> None:
     assert hint in refusal(**options)
 
 
@@ -391,17 +385,11 @@ def test_a_result_that_only_looks_like_a_typed_value_is_not_stored() -> None:
 @pytest.mark.parametrize(
     ("soft", "hard", "worker", "tight"),
     [
-        (3, 3, (None, None), True),
-        (3, 3.5, (None, None), True),
-        (3, 4, (None, None), False),
-        (None, 10, (9.5, 60), True),
-        (None, None, (30, 60), False),
-        (3, None, (None, None), False),
+        (3, 3, (None, None), True), (3, 3.5, (None, None), True), (3, 4, (None, None), False),
+        (None, 10, (9.5, 60), True), (None, None, (30, 60), False), (3, None, (None, None), False),
     ],
-)
-def test_a_soft_limit_close_to_the_hard_one_is_noticed(
-    soft: float | None, hard: float | None, worker: tuple[float | None, float | None], tight: bool
-) -> None:
+)  # fmt: skip
+def test_a_soft_limit_close_to_the_hard_one_is_noticed(soft, hard, worker, tight) -> None:
     task = SimpleNamespace(soft_time_limit=soft, time_limit=hard)
     assert soft_limit_is_tight(task, TimeLimits(worker[0], worker[1])) is tight
 

@@ -79,9 +79,7 @@ def test_a_worker_looks_when_it_starts(app: Celery, monkeypatch: pytest.MonkeyPa
     assert len(looked) == 1
 
 
-def test_a_worker_goes_on_looking_until_it_ends(
-    app: Celery, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_goes_on_looking_until_it_ends(app, monkeypatch) -> None:
     @app.task(base=LeasedTask, name="ship", shared=False)
     def ship() -> None: ...
 

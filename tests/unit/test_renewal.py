@@ -277,9 +277,7 @@ def test_one_lost_lease_leaves_the_others_alone(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("away", None), ValueError("a bug")])
-def test_a_store_that_raises_moves_no_deadline_and_is_asked_again_sooner(
-    bench: Bench, error: Exception
-) -> None:
+def test_a_store_that_raises_moves_no_deadline_and_is_asked_again_sooner(bench, error) -> None:
     held_lease = bench.held_lease()
     bench.clock.time = 1002.0
 
@@ -333,9 +331,7 @@ def test_leases_that_are_nearly_due_are_renewed_along_with_one_that_is_due(bench
     assert early.due == soon.due
 
 
-def test_a_lease_that_needs_no_renewal_is_not_due_again_until_its_row_is_locked(
-    bench: Bench,
-) -> None:
+def test_a_lease_that_needs_no_renewal_is_not_due_again_until_its_row_is_locked(bench) -> None:
     """Otherwise the renewal thread would not sleep."""
     other = bench.held_lease("other")
     completed = bench.held_lease("completed")
@@ -347,9 +343,7 @@ def test_a_lease_that_needs_no_renewal_is_not_due_again_until_its_row_is_locked(
     assert completed.due < math.inf
 
 
-def test_a_row_that_the_body_sees_locked_meanwhile_is_checked_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_the_body_sees_locked_meanwhile_is_checked_again(bench, monkeypatch) -> None:
     held_lease = bench.held_lease(renew=False)
     bench.leases.answer = lambda _: RenewalResult.LOCKED
     body = threading.Thread(target=bench.renewer.confirm, args=[held_lease])
@@ -367,9 +361,7 @@ def test_a_row_that_the_body_sees_locked_meanwhile_is_checked_again(
     assert held_lease.due < math.inf
 
 
-def test_an_event_without_a_receiver_is_not_built(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_event_without_a_receiver_is_not_built(bench, monkeypatch) -> None:
     held_lease = bench.held_lease()
     monkeypatch.setattr(bench.seen, "wants", lambda _: False, raising=False)
     bench.renew(held_lease)
@@ -412,16 +404,11 @@ def test_a_lease_that_was_not_extended_has_its_own_reason(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("reason", "moved"),
     [
-        (DEADLINE, []),
-        (HELD_TOO_LONG, []),
-        (NOT_EXTENDED, []),
-        (HELD_BY_OTHER, [1000.0]),
+        (DEADLINE, []), (HELD_TOO_LONG, []), (NOT_EXTENDED, []), (HELD_BY_OTHER, [1000.0]),
         (RELEASED, [1000.0]),
     ],
-)
-def test_a_body_that_is_to_be_killed_is_killed_at_once_where_its_key_is_free(
-    bench: Bench, reason: str, moved: list[float]
-) -> None:
+)  # fmt: skip
+def test_a_body_that_is_to_be_killed_is_killed_at_once_where_its_key_is_free(bench, reason, moved):
     """Otherwise it may run until the end of its lease, during which no other call gets the key."""
     held_lease, told = bench.held_lease(), []
     held_lease.move_kill_timer = told.append
@@ -474,9 +461,7 @@ def test_a_lease_that_another_attempt_has_acquired_is_lost(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("answer", [RenewalResult.OTHER, RenewalResult.MISSING])
-def test_a_lease_that_another_call_has_while_it_reads_the_record_is_not_lost(
-    bench: Bench, answer: RenewalResult
-) -> None:
+def test_a_lease_that_another_call_has_while_it_reads_the_record_is_not_lost(bench, answer) -> None:
     held_lease = bench.held_lease()
     bench.leases.answer = lambda _: answer
     bench.leases.reasserts = False
@@ -656,9 +641,7 @@ def test_close_waits_for_the_deletion_in_progress_and_begins_no_other(running: B
     running.renewer.drop(held_lease)
 
 
-def test_the_threads_end_once_it_is_closed_and_begin_again_with_another_lease(
-    running: Bench,
-) -> None:
+def test_the_threads_end_once_it_is_closed_and_begin_again_with_another_lease(running) -> None:
     held_lease = start(running, 3.0)
     running.renewer.close()
     assert not running.renewer._unstarted  # the lease that is held is renewed as before

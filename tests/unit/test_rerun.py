@@ -48,9 +48,7 @@ class TestRerun:
         )
 
     @pytest.mark.parametrize("state", State)
-    def test_a_call_on_the_list_never_runs_again_in_any_state_of_the_key(
-        self, state: State
-    ) -> None:
+    def test_a_call_on_the_list_never_runs_again_in_any_state_of_the_key(self, state) -> None:
         assert decide(
             a_call(on_done="rerun"), self.listed(state, lease_until=NOW + SECOND)
         ) == Return(1, OURS)
@@ -61,9 +59,7 @@ class TestRerun:
         )
         assert isinstance(verdict, Drop)
 
-    def test_a_call_on_the_list_whose_result_was_overwritten_gets_an_error_and_does_not_run(
-        self,
-    ) -> None:
+    def test_a_call_on_the_list_whose_result_was_overwritten_gets_an_error_and_does_not_run(self):
         record = replace(self.listed(State.DONE), finished_results={OURS: None, THEIRS: "2"})
         assert isinstance(refusal(decide(a_call(on_done="rerun"), record)), ResultMissing)
 
@@ -107,9 +103,7 @@ class TestRerun:
             Reschedule,
         )
 
-    def test_a_call_on_the_list_is_answered_during_a_cooldown_and_behind_a_closed_gate(
-        self,
-    ) -> None:
+    def test_a_call_on_the_list_is_answered_during_a_cooldown_and_behind_a_closed_gate(self):
         cooling = self.listed(State.COOLING, retry_at=NOW + 60 * SECOND)
         assert decide(a_call(on_done="rerun"), cooling, gate=closed_gate(60)) == Return(1, OURS)
 

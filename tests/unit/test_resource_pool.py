@@ -105,9 +105,7 @@ def test_who_has_waited_longest_comes_first() -> None:
 @pytest.mark.parametrize(
     ("longest", "own", "waits"), [(0.3, None, 0.3), (30.0, 0.2, 0.2), (0.0, 0.3, 0.3)]
 )
-def test_a_wait_ends_when_the_caller_may_wait_no_longer(
-    longest: float, own: float | None, waits: float
-) -> None:
+def test_a_wait_ends_when_the_caller_may_wait_no_longer(longest, own, waits) -> None:
     resource_pool = ResourcePool(2, Thing, longest)
     things = [resource_pool.acquire(), resource_pool.acquire()]
     began = time.monotonic()
@@ -174,9 +172,7 @@ def test_a_wait_that_is_interrupted_takes_nothing() -> None:
 @pytest.mark.parametrize(
     "raised", [Interrupted, KeyboardInterrupt, None], ids=["error", "exit", "too late"]
 )
-def test_what_comes_in_the_moment_in_which_a_wait_ends_is_not_lost(
-    monkeypatch: pytest.MonkeyPatch, raised: type[BaseException] | None
-) -> None:
+def test_what_comes_in_the_moment_in_which_a_wait_ends_is_not_lost(monkeypatch, raised) -> None:
     resource_pool = ResourcePool(1, Thing, 30.0)
     thing = resource_pool.acquire()
 

@@ -38,33 +38,17 @@ from tests.unit.decision_inputs import NOW, OURS, a_record
 from tests.unit.test_claim_rules import a_claim
 
 FULL: dict[str, Any] = {
-    "lease_until": NOW + 1,
-    "retry_at": NOW + 2,
-    "result": "1",
-    "reason": "r",
-    "ended": Ended.FAILED,
-    "failure": Failure("E", "no", rule="r", group="g", ambiguous=True),
-    "previous": Attempt(Ended.CRASHED, Failure("F", ""), "host-b/18"),
-    "crashed_at": NOW + 3,
-    "crashed_call": "c",
-    "finished_at": NOW + 4,
-    "expires_at": NOW + 5,
-    "retention": 2.3,
-    "quick_retries": 2,
-    "cooldowns": 3,
-    "failures": 4,
-    "failed_at": NOW + 6,
-    "resumes": True,
-    "message": "{}",
-    "publish_at": NOW + 7,
-    "published_at": NOW + 8,
+    "lease_until": NOW + 1, "retry_at": NOW + 2, "result": "1", "reason": "r",
+    "ended": Ended.FAILED, "failure": Failure("E", "no", rule="r", group="g", ambiguous=True),
+    "previous": Attempt(Ended.CRASHED, Failure("F", ""), "host-b/18"), "crashed_at": NOW + 3,
+    "crashed_call": "c", "finished_at": NOW + 4, "expires_at": NOW + 5, "retention": 2.3,
+    "quick_retries": 2, "cooldowns": 3, "failures": 4, "failed_at": NOW + 6, "resumes": True,
+    "message": "{}", "publish_at": NOW + 7, "published_at": NOW + 8,
     "progress": '{"generation":0,"value":"1","positions":{}}',
-    "finished_calls": ("a!b c", "!", "ü"),
-    "finished_results": {"a!b c": "1", "!": None},
-    "history": (PastAttempt(NOW, NOW + 5, Ended.FAILED, "host-b/18", "E: no", "r"),),
-    "unrun": True,
+    "finished_calls": ("a!b c", "!", "ü"), "finished_results": {"a!b c": "1", "!": None},
+    "history": (PastAttempt(NOW, NOW + 5, Ended.FAILED, "host-b/18", "E: no", "r"),), "unrun": True,
     "traceback": "  File",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -109,27 +93,13 @@ def test_the_full_record_differs_from_an_empty_one_in_each_field() -> None:
         if getattr(empty, field.name) == getattr(full, field.name)
     }
     given = {
-        "stored_key",
-        "task",
-        "key",
-        "fence",
-        "owner",
-        "call_id",
-        "holder",
-        "attempt",
-        "generation",
+        "stored_key", "task", "key", "fence", "owner", "call_id", "holder", "attempt", "generation",
         "crashes",
-    }
+    }  # fmt: skip
     given |= {
-        "retries",
-        "lease_store",
-        "created_at",
-        "started_at",
-        "now",
-        "fingerprint",
-        "digests",
+        "retries", "lease_store", "created_at", "started_at", "now", "fingerprint", "digests",
         "unreadable",
-    }
+    }  # fmt: skip
     assert same == given
 
 
@@ -147,19 +117,12 @@ def test_a_swap_writes_all_that_a_claim_changes(state: State) -> None:
 def test_an_outcome_writes_what_it_changes(failed: bool) -> None:
     row = replace(a_record(State.RUNNING), failed_at=NOW - 5, finished_calls=("a",))
     given: dict[str, Any] = {
-        "reason": "r",
-        "result": "1",
-        "failure": Failure("E", "no"),
-        "finished": {"b": "2"},
-    }
+        "reason": "r", "result": "1", "failure": Failure("E", "no"), "finished": {"b": "2"},
+    }  # fmt: skip
     given |= {
-        "quick_retries": 2,
-        "cooldowns": 3,
-        "resumes": True,
-        "progress": "{}",
-        "crashed_call": "c",
+        "quick_retries": 2, "cooldowns": 3, "resumes": True, "progress": "{}", "crashed_call": "c",
         "retries": 5,
-    }
+    }  # fmt: skip
     outcome = Outcome(
         State.COOLING, Ended.FAILED, 2, 3, 4, 9.0, retry_after=1.0, failed=failed, **given
     )
@@ -216,24 +179,11 @@ def test_the_parameters_of_an_insert_are_the_columns_of_the_new_row() -> None:
 
 
 OTHER_OUTCOMES: dict[str, Any] = {
-    "ended": Ended.IGNORED,
-    "attempt": 7,
-    "failures": 1,
-    "crashes": 1,
-    "retention": None,
-    "retries": 1,
-    "retry_after": 1.0,
-    "reason": "r",
-    "failure": Failure("E", "no"),
-    "quick_retries": 1,
-    "cooldowns": 1,
-    "failed": True,
-    "resumes": True,
-    "progress": "{}",
-    "finished": {"b": "2"},
-    "crashed_call": "c",
-    "unrun": True,
-}
+    "ended": Ended.IGNORED, "attempt": 7, "failures": 1, "crashes": 1, "retention": None,
+    "retries": 1, "retry_after": 1.0, "reason": "r", "failure": Failure("E", "no"),
+    "quick_retries": 1, "cooldowns": 1, "failed": True, "resumes": True, "progress": "{}",
+    "finished": {"b": "2"}, "crashed_call": "c", "unrun": True,
+}  # fmt: skip
 """A value of each field that a first success does not have."""
 
 

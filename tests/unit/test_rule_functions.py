@@ -78,9 +78,7 @@ def test_after_a_hook_that_returns_none_the_next_rule_decides() -> None:
     ["retry", "5 apples", -1, float("nan"), float("inf"), 10**400, [], object(), retry],
     ids=stable_id,
 )
-def test_a_hook_that_returns_nonsense_counts_as_silent_and_is_logged(
-    said: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hook_that_returns_nonsense_counts_as_silent_and_is_logged(said, caplog) -> None:
     """A failure must not grow into another one."""
     classification = classified(Rules.default().use(lambda *_: said, name="mine"), http_error(429))
     assert classification.rule == "rate-limited"
@@ -112,9 +110,7 @@ def test_a_hook_may_return_a_duration_in_any_form(said: Any) -> None:
     assert classified(Rules.default().use(lambda *_: said), http_error(429)).delay == 90.0
 
 
-def test_a_hook_that_raises_counts_as_silent_and_is_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_hook_that_raises_counts_as_silent_and_is_logged(caplog) -> None:
     classification = classified(
         Rules.default().use(lambda *_: 1 // 0, name="mine"), http_error(429)
     )
@@ -156,9 +152,7 @@ EVERYTHING = Rules.default().on(exc="LeasesError", to=STOP).use(lambda *_: STOP)
     ],
     ids=stable_id,
 )
-def test_what_the_body_asks_for_comes_before_every_rule(
-    error: BaseException, rule: str, kind_: str, delay: float | None
-) -> None:
+def test_what_the_body_asks_for_comes_before_every_rule(error, rule, kind_, delay) -> None:
     classification = classified(EVERYTHING, error)
     assert (classification.rule, classification.ruling.kind, classification.reason) == (
         rule,

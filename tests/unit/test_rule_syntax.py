@@ -59,18 +59,11 @@ Family = fake_class("shop.errors.Declined", fake_class("shop.errors.ShopError", 
 @pytest.mark.parametrize(
     "name",
     [
-        "shop.errors.Declined",
-        "shop.Declined",
-        "Declined",
-        "shop.errors.ShopError",
-        "LookupError",
-        "builtins.LookupError",
-        Family,
-        LookupError,
-        [KeyError, "shop.errors.Declined"],
+        "shop.errors.Declined", "shop.Declined", "Declined", "shop.errors.ShopError", "LookupError",
+        "builtins.LookupError", Family, LookupError, [KeyError, "shop.errors.Declined"],
     ],
     ids=stable_id,
-)
+)  # fmt: skip
 def test_a_rule_may_be_about_a_class_or_a_superclass(name: Any) -> None:
     assert matches(Family(), exc=name)
     assert matches(caused(RuntimeError(), Family()), exc=name)
@@ -140,9 +133,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("conditions", WRONG, ids=stable_id)
-def test_a_rule_that_can_never_match_is_refused_when_it_is_written(
-    conditions: dict[str, Any],
-) -> None:
+def test_a_rule_that_can_never_match_is_refused_when_it_is_written(conditions) -> None:
     with pytest.raises(LeaseConfigurationError, match=r"^Rules\.on: ") as refused:
         Rules.default().on(**conditions, to=permanent())
     for name, value in conditions.items():

@@ -134,14 +134,10 @@ def test_a_rule_without_a_name_is_named_after_its_conditions() -> None:
         .use(a_hook, name="drafts")
     )
     assert [rule.name for rule in rules.written] == [
-        "user: status=404",
-        "user: status=500-599 code=x_* exc=shop.errors.Declined",
-        "user: status=403,404,500-502 header=x-a message=a+",
-        "user: sqlstate=08,40 grpc=ABORTED",
-        "user: a_hook",
-        "gone",
-        "drafts",
-    ]
+        "user: status=404", "user: status=500-599 code=x_* exc=shop.errors.Declined",
+        "user: status=403,404,500-502 header=x-a message=a+", "user: sqlstate=08,40 grpc=ABORTED",
+        "user: a_hook", "gone", "drafts",
+    ]  # fmt: skip
 
 
 def test_why_names_what_matched_and_where() -> None:
@@ -185,22 +181,8 @@ def test_rules_without_defaults_know_the_body_the_limits_and_anything_else() -> 
 
 PIECES: list[Any] = [
     *(
-        None,
-        True,
-        -1,
-        0,
-        402,
-        429,
-        503,
-        10**30,
-        float("nan"),
-        "",
-        "429",
-        "x",
-        "RESOURCE_EXHAUSTED",
-        b"\xff",
-        [],
-        {},
+        None, True, -1, 0, 402, 429, 503, 10**30, float("nan"), "", "429", "x",
+        "RESOURCE_EXHAUSTED", b"\xff", [], {},
     ),
     *(
         {"error": {"code": "insufficient_quota"}},
@@ -208,55 +190,31 @@ PIECES: list[Any] = [
         {"date": "x", "retry-after": "-"},
     ),
     *(
-        ValueError("token=abc"),
-        RpcError("UNAVAILABLE"),
-        aws("SlowDown"),
-        http_error(500),
-        object(),
-        range(5),
-        print,
+        ValueError("token=abc"), RpcError("UNAVAILABLE"), aws("SlowDown"), http_error(500),
+        object(), range(5), print,
     ),
-]
+]  # fmt: skip
 NAMES = [
     *(
-        "status_code",
-        "status",
-        "code",
-        "type",
-        "response",
-        "headers",
-        "body",
-        "details",
-        "sqlstate",
-        "errno",
-        "reason",
+        "status_code", "status", "code", "type", "response", "headers", "body", "details",
+        "sqlstate", "errno", "reason",
     ),
     *(
-        "retryable",
-        "retry_after",
-        "kwargs",
-        "orig",
-        "cause",
-        "exceptions",
-        "args",
-        "__cause__",
+        "retryable", "retry_after", "kwargs", "orig", "cause", "exceptions", "args", "__cause__",
         "connection_invalidated",
     ),
-]
+]  # fmt: skip
 
 
 @given(
     st.sampled_from(
         [
-            "shop.Error",
-            "redis.exceptions.ConnectionError",
-            "smtplib.SMTPError",
-            "pymysql.err.Error",
-            "grpc.X",
+            "shop.Error", "redis.exceptions.ConnectionError", "smtplib.SMTPError",
+            "pymysql.err.Error", "grpc.X",
         ]
     ),
     st.dictionaries(st.sampled_from(NAMES), st.integers(0, len(PIECES) - 1)),
-)
+)  # fmt: skip
 def test_judging_never_raises(name: str, drawn: dict[str, int]) -> None:
     error = fake_error(name)
     for attribute, index in drawn.items():
@@ -270,9 +228,7 @@ def test_judging_never_raises(name: str, drawn: dict[str, int]) -> None:
     assert classification.delay is None or 0 < classification.delay <= 21_600
 
 
-def test_an_error_that_cannot_be_classified_counts_as_any_other(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_that_cannot_be_classified_counts_as_any_other(caplog) -> None:
     """The log has an error, because that is a bug of the product."""
 
     class Broken(Cooldown):

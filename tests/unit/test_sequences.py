@@ -118,9 +118,7 @@ def is_sound(bench: Bench) -> None:
     st.lists(st.tuples(CALLS, st.sampled_from([*HARMLESS, *FINAL]), WAITS), max_size=25),
     EITHER,
 )
-def test_what_ends_in_our_hands_is_never_a_crash(
-    in_records: bool, steps: list[tuple[str, str, float]], on_done: OnDone
-) -> None:
+def test_what_ends_in_our_hands_is_never_a_crash(in_records, steps, on_done) -> None:
     bench = Bench(in_records)
     for call_id, what, wait in steps:
         call = bench.call(
@@ -145,9 +143,7 @@ def test_what_ends_in_our_hands_is_never_a_crash(
     ),
     EITHER,
 )
-def test_crashes_are_those_of_processes_that_died_and_end_the_key(
-    in_records: bool, steps: list[tuple[str, str, float, bool]], on_done: OnDone
-) -> None:
+def test_crashes_are_those_of_processes_that_died_and_end_the_key(in_records, steps, on_done):
     bench, died = Bench(in_records), 0
     for call_id, what, wait, repeat in steps:
         call = bench.call(
@@ -173,9 +169,7 @@ def test_crashes_are_those_of_processes_that_died_and_end_the_key(
     st.integers(0, 3),
     st.integers(1, 4),
 )
-def test_a_failure_that_repeats_itself_comes_to_an_end(
-    in_records: bool, what: str, max_retries: int, max_failures: int
-) -> None:
+def test_a_failure_that_repeats_itself_comes_to_an_end(in_records, what, max_retries, max_failures):
     bench = Bench(in_records)
     call = bench.call(max_retries=max_retries, max_failures=max_failures, retention=60.0)
     for _ in range(30):

@@ -91,9 +91,7 @@ def plugged(tmp_path: Path) -> Iterator[Callable[[str], Plugged]]:
     app_components.close_all()
 
 
-def test_tasks_run_under_the_leases_of_another_distribution(
-    toy: None, plugged: Callable[[str], Plugged]
-) -> None:
+def test_tasks_run_under_the_leases_of_another_distribution(toy, plugged) -> None:
     shop = plugged("toy://shop")
     app_components.components_of(shop.app, eager=True).records.check()
     assert shop.work.apply().get() == "done"
@@ -107,9 +105,7 @@ def test_tasks_run_under_the_leases_of_another_distribution(
     assert len(shop.seen) == 1
 
 
-def test_a_worker_starts_with_it_and_logs_its_warning(
-    toy: None, plugged: Callable[[str], Plugged], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_starts_with_it_and_logs_its_warning(toy, plugged, caplog) -> None:
     with caplog.at_level(logging.WARNING, "celery_leases"):
         startup.check_before_work(AWorker(plugged("toy://shop").app))
     assert "toy://shop" in caplog.text
@@ -162,9 +158,7 @@ def opened(settings): return Store()
         ),
     ],
 )
-def test_a_store_that_cannot_be_used_stops_the_worker(
-    install: Install, plugged: Callable[[str], Plugged], value: str, source: str, why: str
-) -> None:
+def test_a_store_that_cannot_be_used_stops_the_worker(install, plugged, value, source, why) -> None:
     install(value, source=source)
     with pytest.raises(SystemExit) as caught:
         startup.check_before_work(AWorker(plugged(f"own://u:{SECRET}@host/1").app))
@@ -174,9 +168,7 @@ def test_a_store_that_cannot_be_used_stops_the_worker(
     assert SECRET not in said
 
 
-def test_the_error_of_a_store_about_its_configuration_is_shown_as_it_is(
-    install: Install, plugged: Callable[[str], Plugged]
-) -> None:
+def test_the_error_of_a_store_about_its_configuration_is_shown_as_it_is(install, plugged) -> None:
     error = "from celery_leases.errors import LeaseConfigurationError as Wrong\n"
     install("own_leases:opened", source=error + "def opened(_): raise Wrong('name a bucket')")
     with pytest.raises(SystemExit, match=r"^celery_leases: name a bucket$"):

@@ -60,9 +60,7 @@ def test_the_error_for_a_database_url_hides_its_password(url: str) -> None:
 @pytest.mark.parametrize(
     "where", [f"u:{SECRET}@127.0.0.1:1/x?", f"127.0.0.1:1/x?password={SECRET}&"]
 )
-def test_an_unreachable_database_is_named_without_the_passwords_of_its_url(
-    scheme: str, where: str
-) -> None:
+def test_an_unreachable_database_is_named_without_the_passwords_of_its_url(scheme, where) -> None:
     more = f"sslpassword={SECRET}&" if scheme.startswith("postgresql") else ""
     records = SqlRecordStore(engine_for(f"{scheme}://{where}{more}connect_timeout=2"))
     with pytest.raises(StoreUnavailable, match=re.escape("127.0.0.1:1/x")) as caught:
@@ -109,9 +107,7 @@ def test_the_servers_of_a_list_are_shown() -> None:
         ("mariadb://h/d", {"pymysql"}, "mariadb+pymysql"),
     ],
 )
-def test_a_url_without_a_driver_takes_one_that_is_installed(
-    monkeypatch: pytest.MonkeyPatch, url: str, installed: set[str], driver: str
-) -> None:
+def test_a_url_without_a_driver_takes_one_that_is_installed(monkeypatch, url, installed, driver):
     monkeypatch.setattr(database, "_is_installed", lambda name: name in installed)
     engine = engine_for(url)
     assert engine.url.drivername == driver
@@ -129,9 +125,7 @@ def test_a_url_without_a_driver_takes_one_that_is_installed(
         ),
     ],
 )
-def test_a_url_without_any_driver_installed_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, url: str, write: str
-) -> None:
+def test_a_url_without_any_driver_installed_names_the_extra(monkeypatch, url, write) -> None:
     def missing(*_: Any, **__: Any) -> Any:
         raise ModuleNotFoundError("No module named 'driver'")
 

@@ -15,9 +15,7 @@ RECORD = Record(
 
 
 @pytest.mark.parametrize(("call_id", "retries"), [("call-1", 2), ("call-2", 0)])
-def test_a_call_that_celery_has_retried_is_published_with_its_retries(
-    call_id: str, retries: int
-) -> None:
+def test_a_call_that_celery_has_retried_is_published_with_its_retries(call_id, retries) -> None:
     """With fewer it would be dropped as a copy of the attempt before; another call's count is not
     its own.
     """

@@ -24,21 +24,12 @@ class Size(StrEnum):
 @pytest.mark.parametrize(
     "value",
     [
-        None,
-        1,
-        1.5,
-        True,
-        "ä",
-        [1, [2]],
-        {"a": {"b": [None]}},
-        b"x",
-        Decimal("1.50"),
-        dict.fromkeys(("task", "args", "kwargs", "options")),
-        UUID(int=7),
+        None, 1, 1.5, True, "ä", [1, [2]], {"a": {"b": [None]}}, b"x", Decimal("1.50"),
+        dict.fromkeys(("task", "args", "kwargs", "options")), UUID(int=7),
         datetime(2026, 4, 1, tzinfo=UTC),
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_arguments_that_json_restores_are_stored(value: Any) -> None:
     text = stored_form(signature("t", (value,), {"k": value}, app=APP))
     assert (decode(text)["args"], decode(text)["kwargs"]) == ([value], {"k": value})
@@ -74,9 +65,7 @@ def test_a_canvas_is_stored_unchanged() -> None:
     ("serializer", "delivered"),
     [("json", [[1, 2], {"1": Decimal(2)}]), ("pickle", [(1, 2), {1: Decimal(2)}])],
 )
-def test_arguments_are_delivered_as_their_serializer_gives_them_back(
-    serializer: str, delivered: list[Any]
-) -> None:
+def test_arguments_are_delivered_as_their_serializer_gives_them_back(serializer, delivered) -> None:
     """JSON has no tuples; pickle has, and is read though none from others would be."""
     assert as_delivered([(1, 2), {1: Decimal(2)}], {}, serializer) == (delivered, {})
 

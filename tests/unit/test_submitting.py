@@ -64,9 +64,7 @@ def test_each_call_of_a_task_that_reruns_is_work_of_its_own(app: Any) -> None:
     assert RAN == ["a", "a", "a"]
 
 
-def test_what_cools_down_or_has_failed_is_not_published(
-    app: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cools_down_or_has_failed_is_not_published(app, monkeypatch) -> None:
     order, published = app.tasks["shop.order"], []
     assert codes(order, ("a", -1), ("b", 0)) == [202, 202]
     monkeypatch.setattr(LeasedTask, "apply_async", lambda *given, **_: published.append(given))
@@ -93,9 +91,7 @@ def test_other_content_and_a_key_that_cannot_be_made_are_errors(app: Any) -> Non
     assert RAN == ["a"]
 
 
-def test_options_go_to_the_call_and_the_place_into_the_answer(
-    app: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_go_to_the_call_and_the_place_into_the_answer(app, monkeypatch) -> None:
     order, published = app.tasks["shop.order"], []
 
     def publish(self: Any, *given: Any, **options: Any) -> None:
@@ -155,9 +151,7 @@ def test_a_task_without_a_lease_is_refused(app: Any) -> None:
         submit(plain)
 
 
-def test_an_outage_of_the_broker_is_an_error_of_celery_leases(
-    app: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_outage_of_the_broker_is_an_error_of_celery_leases(app, monkeypatch) -> None:
     def away(*_: Any, **__: Any) -> None:
         raise OperationalError("Error 111 connecting to amqp://user:hunter2@host//")
 

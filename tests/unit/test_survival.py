@@ -170,13 +170,9 @@ def charges_each_item_once(self: Any, order: int) -> Any:
 
 
 GOOD = (
-    passes_the_key_on,
-    looks_it_up,
-    has_a_key_of_its_own,
-    stops_in_doubt,
-    commits_with_its_rows,
+    passes_the_key_on, looks_it_up, has_a_key_of_its_own, stops_in_doubt, commits_with_its_rows,
     charges_each_item_once,
-)
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -219,9 +215,7 @@ def task_of(kit: LeaseKit, body: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize(
     ("body", "line"), NAIVE.items(), ids=lambda given: getattr(given, "__name__", "")
 )
-def test_a_double_charge_is_found_with_its_line(
-    kit: LeaseKit, body: Callable[..., Any], line: str
-) -> None:
+def test_a_double_charge_is_found_with_its_line(kit, body, line) -> None:
     with pytest.raises(AssertionError) as found:
         testing.assert_survives_crashes(task_of(kit, body), 7)
     said = str(found.value)

@@ -98,9 +98,7 @@ class TestTheOldHolder:
         )
         assert (bench.row.crashes, histories(bench)) == (1, [Ended.TERMINATED])
 
-    def test_one_that_could_not_write_takes_it_back_when_its_call_comes_again(
-        self, bench: Bench
-    ) -> None:
+    def test_one_that_could_not_write_takes_it_back_when_its_call_comes_again(self, bench) -> None:
         zombie = unheard(bench, call_id="zombie")
         bench.run(bench.call(), Interrupted(SystemExit()))
         assert bench.row.crashes == 1
@@ -108,9 +106,7 @@ class TestTheOldHolder:
         assert bench.row.crashes == 0
         assert histories(bench)[0] is Ended.LOST
 
-    def test_nothing_else_changes_for_an_attempt_whose_key_an_operator_has_taken(
-        self, bench: Bench
-    ) -> None:
+    def test_nothing_else_changes_for_an_attempt_whose_key_an_operator_has_taken(self, bench):
         zombie = begun(bench, call_id="zombie")
         bench.records.others.reset(bench.row.stored_key, keep=True)
         before = bench.row
@@ -140,9 +136,7 @@ class TestSuspicionsAlone:
     @pytest.mark.parametrize(
         "answer", [True, StoreUnavailable("away", False)], ids=["lost", "away"]
     )
-    def test_a_key_does_not_fail_while_its_lease_store_loses_leases(
-        self, bench: Bench, answer: bool | Exception
-    ) -> None:
+    def test_a_key_does_not_fail_while_its_lease_store_loses_leases(self, bench, answer) -> None:
         asked = self.lossy(bench, answer)
         for _ in range(2):
             unheard(bench, call_id="first", max_crashes=2)
@@ -185,16 +179,11 @@ class TestWithEnd:
     @pytest.mark.parametrize(
         ("after", "crashes", "left"),
         [
-            ((), 1, 0),
-            ((Ended.CRASHED,), 2, 1),
-            ((Ended.LOST, Ended.ABANDONED), 2, 1),
-            ((Ended.FAILED, Ended.CRASHED), 1, 1),
-            ((Ended.RETURNED,), 0, 0),
+            ((), 1, 0), ((Ended.CRASHED,), 2, 1), ((Ended.LOST, Ended.ABANDONED), 2, 1),
+            ((Ended.FAILED, Ended.CRASHED), 1, 1), ((Ended.RETURNED,), 0, 0),
         ],
-    )
-    def test_only_a_crash_that_still_counts_is_taken_back(
-        self, after: tuple[Ended, ...], crashes: int, left: int
-    ) -> None:
+    )  # fmt: skip
+    def test_only_a_crash_that_still_counts_is_taken_back(self, after, crashes, left) -> None:
         found = attempt_history.with_end(self.row(*after, crashes=crashes), "theirs", Ended.LOST)
         assert found is not None
         assert (found.crashes, found.history[0].ended) == (left, Ended.LOST)

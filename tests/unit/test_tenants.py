@@ -108,9 +108,7 @@ def caller() -> Iterator[None]:
     del TENANT[1:]
 
 
-def test_a_call_that_the_relay_publishes_has_the_headers_of_its_caller(
-    tenants: Celery, sent: list[dict[str, Any]], caller: None
-) -> None:
+def test_a_call_that_the_relay_publishes_has_the_headers_of_its_caller(tenants, sent, caller):
     engine = create_engine(tenants.conf.leases_database_url)
     with engine.begin() as connection:
         call = tenants.tasks["bill"].delay_in(connection, "x")
@@ -122,9 +120,7 @@ def test_a_call_that_the_relay_publishes_has_the_headers_of_its_caller(
     engine.dispose()
 
 
-def test_a_stored_message_of_a_call_that_is_queued_once_has_them_too(
-    tenants: Celery, sent: list[dict[str, Any]], caller: None
-) -> None:
+def test_a_stored_message_of_a_call_that_is_queued_once_has_them_too(tenants, sent, caller) -> None:
     first = tenants.tasks["once"].delay("x")
     assert tenants.tasks["once"].delay("x").id == first.id
     TENANT.append("other")
@@ -167,9 +163,7 @@ def test_a_tenant_is_a_function() -> None:
         bool(task.name)
 
 
-def test_a_schema_of_tenant_schemas_celery_is_the_tenant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_schema_of_tenant_schemas_celery_is_the_tenant(tmp_path, monkeypatch) -> None:
     library = pytest.importorskip("tenant_schemas_celery.task")
     schema = SimpleNamespace(schema_name="acme")
     monkeypatch.setattr(library, "connection", schema)

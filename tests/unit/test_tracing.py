@@ -82,9 +82,7 @@ def attributes(spans: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("level", ["WARNING", "DEBUG"])
-def test_a_call_sets_attributes_of_its_current_span(
-    spans: Any, task: Any, level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_sets_attributes_of_its_current_span(spans, task, level, monkeypatch) -> None:
     name, before = f"good-{level}", logger.level
     logger.setLevel(level)
     try:
@@ -118,9 +116,7 @@ def test_a_failure_sets_its_codes_and_not_its_text(spans: Any, task: Any) -> Non
     assert SECRET not in str(told)
 
 
-def test_no_span_is_created_and_spans_that_do_not_record_are_not_changed(
-    spans: Any, task: Any
-) -> None:
+def test_no_span_is_created_and_spans_that_do_not_record_are_not_changed(spans, task) -> None:
     task.delay("alone")
     assert attributes(spans) == []
     assert tracing.recording_span() is None

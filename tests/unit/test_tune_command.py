@@ -126,9 +126,7 @@ def test_measured_lateness_counts(types: Types, counts: Callable[..., None]) -> 
     assert "latest 10s)." in said
 
 
-def test_the_lateness_of_one_task_and_a_given_one(
-    types: Types, counts: Callable[..., None]
-) -> None:
+def test_the_lateness_of_one_task_and_a_given_one(types, counts) -> None:
     counts("a", (200, "tuned.work", 0.2), (50, "tuned.idle", 9.0))
     advice = json.loads(types("--json", "--task", "tuned.work").stdout.splitlines()[-1])
     assert (advice["lateness"], advice["renewals"], advice["guard"]) == (0.25, 200, 2.0)
@@ -159,9 +157,7 @@ def test_an_slo_that_is_missed_is_exit_code_1_with_the_line_to_write(types: Type
     assert "No lease_ttl meets a takeover within 5.0s" in types("--takeover-slo", "5s").stdout
 
 
-def test_a_redis_broker_that_redelivers_late_is_named(
-    types: Types, app: Celery, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_redis_broker_that_redelivers_late_is_named(types, app, monkeypatch) -> None:
     monkeypatch.setitem(app.conf, "broker_url", "redis://localhost:1")
     found = types("--task", "tuned.work", "--takeover-slo", "40s")
     assert found.exit_code == 1

@@ -39,9 +39,7 @@ def test_a_lock_without_renewal_needs_p99_and_jitter_and_guard() -> None:
         (0.005, 5.0, 5.01 / (1 - 0.01 - 1 / 6 - 1 / 3 - 0.1 - 1 / 12)),
     ],
 )
-def test_the_shortest_ttl_outlasts_a_failed_renewal(
-    latency: float, lateness: float, ttl: float
-) -> None:
+def test_the_shortest_ttl_outlasts_a_failed_renewal(latency, lateness, ttl) -> None:
     assert shortest_ttl(latency, lateness) == pytest.approx(ttl)
 
 
@@ -56,9 +54,7 @@ def test_the_shortest_ttl_outlasts_a_failed_renewal(
         ([], None),
     ],
 )
-def test_lateness_is_the_upper_bound_of_the_bucket_with_the_99th_of_a_hundred(
-    counts: list[int], lateness: Lateness | None
-) -> None:
+def test_lateness_is_the_upper_bound_of_the_bucket_with_the_99th_of_a_hundred(counts, lateness):
     assert Lateness.of((0.1, 0.5, 5.0), counts) == lateness
 
 

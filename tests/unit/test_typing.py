@@ -56,15 +56,9 @@ def test_a_project_with_celery_types_is_checked_without_errors(tmp_path: Path) -
     (tmp_path / "project.py").write_text(PROJECT)
     (tmp_path / "frozen.py").write_text(FROZEN)
     command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--strict",
-        "--cache-dir",
-        str(tmp_path / "cache"),
-        "project.py",
-        "frozen.py",
-    ]
+        sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"),
+        "project.py", "frozen.py",
+    ]  # fmt: skip
     checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     errors = [line for line in checked.stdout.splitlines() if ": error: " in line]
     assert len(errors) == 1, checked.stdout + checked.stderr

@@ -13,8 +13,8 @@ from celery_leases.decide.verdicts import Drop, Raise, Reschedule, Return, Run, 
 from celery_leases.decide.waiting import RETRY_GRACE
 from celery_leases.errors import CoolingDown
 from celery_leases.groups.group import Gate
-from celery_leases.options import OnCooling, OnHeld
-from celery_leases.record import Ended, Failure, Record, State
+from celery_leases.options import OnCooling
+from celery_leases.record import Ended, Failure, State
 from celery_leases.text.durations import in_words
 from tests.unit.decision_inputs import (
     GROUP,
@@ -72,9 +72,7 @@ class TestWaitingForItsRetryTime:
         assert decide(a_call(), a_record(state, retry_at=retry_at)) == Run()
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
-    def test_the_call_that_waits_is_granted_the_travel_time_of_its_message(
-        self, state: State
-    ) -> None:
+    def test_the_call_that_waits_is_granted_the_travel_time_of_its_message(self, state) -> None:
         """Celery sends its retry before the row is closed; nothing else may come early."""
         grace = int(RETRY_GRACE * SECOND)
         early = a_record(state, OURS, retry_at=NOW + grace, ended=Ended.RETRIED)
@@ -86,9 +84,7 @@ class TestWaitingForItsRetryTime:
 
     @pytest.mark.parametrize("on_held", ON_HELD)
     @pytest.mark.parametrize("on_cooling", ON_COOLING)
-    def test_a_countdown_is_no_cooldown_and_no_holder(
-        self, on_held: OnHeld, on_cooling: OnCooling
-    ) -> None:
+    def test_a_countdown_is_no_cooldown_and_no_holder(self, on_held, on_cooling) -> None:
         verdict = reschedule(
             decide(a_call(on_held=on_held, on_cooling=on_cooling), waiting(State.PENDING, 30))
         )
@@ -120,9 +116,7 @@ class TestAnotherCallMeetsACooldown:
         [None, waiting(State.COOLING, 0, failure=LIMITED), waiting(State.PENDING, 600)],
         ids=["fresh", "cooled", "pending"],
     )
-    def test_by_default_it_waits_at_the_gate_of_its_group(
-        self, record: Record | None, gate: Gate
-    ) -> None:
+    def test_by_default_it_waits_at_the_gate_of_its_group(self, record, gate) -> None:
         """A limit that another key has met is no failure of this call, which would leave no
         record.
         """
@@ -130,9 +124,7 @@ class TestAnotherCallMeetsACooldown:
         assert (verdict.event_type, verdict.started) == ("cooldown", False)
 
     @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
-    def test_by_default_it_is_rescheduled_if_a_canvas_waits_for_it(
-        self, facts: dict[str, Any]
-    ) -> None:
+    def test_by_default_it_is_rescheduled_if_a_canvas_waits_for_it(self, facts) -> None:
         """A chain, chord or group would end with the error."""
         verdict = reschedule(decide(a_call(canvas=True), **facts))
         assert (verdict.event_type, verdict.started) == ("cooldown", False)
@@ -152,9 +144,7 @@ class TestAnotherCallMeetsACooldown:
     @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
     @pytest.mark.parametrize("on_cooling", ON_COOLING)
     @pytest.mark.parametrize("canvas", [False, True])
-    def test_a_call_that_has_begun_is_always_rescheduled(
-        self, facts: dict[str, Any], on_cooling: OnCooling, canvas: bool
-    ) -> None:
+    def test_a_call_that_has_begun_is_always_rescheduled(self, facts, on_cooling, canvas) -> None:
         call = a_call(started=True, on_cooling=on_cooling, canvas=canvas)
         assert isinstance(decide(call, **facts), Reschedule)
 
@@ -172,9 +162,7 @@ class TestItsOwnCooldown:
     @pytest.mark.parametrize(
         "gate", [None, closed_gate(60), probed(14)], ids=["open", "shut", "probed"]
     )
-    def test_the_same_call_is_rescheduled_with_any_options(
-        self, on_cooling: OnCooling, canvas: bool, repeat: bool, gate: Gate | None
-    ) -> None:
+    def test_the_same_call_is_rescheduled_with_any_options(self, on_cooling, canvas, repeat, gate):
         verdict = reschedule(
             decide(
                 a_call(on_cooling=on_cooling, canvas=canvas, repeat=repeat),
@@ -198,9 +186,7 @@ class TestItsOwnCooldown:
         ],
         ids=["cooled", "nearly cooled", "snoozed", "lost", "crashed"],
     )
-    def test_a_copy_without_a_trace_of_its_run_is_rescheduled_at_a_closed_gate(
-        self, record: Record, gate: Gate
-    ) -> None:
+    def test_a_copy_without_a_trace_of_its_run_is_rescheduled_at_a_closed_gate(self, record, gate):
         """Its process died before it could publish a new copy: the row shows that the call has
         begun.
         """
@@ -246,9 +232,7 @@ class TestHowLong:
     @pytest.mark.parametrize(
         ("own", "gate", "waits"), [(300, 60, 300), (60, 300, 300), (0, 60, 60), (60, 0, 60)]
     )
-    def test_a_body_starts_at_the_later_of_its_own_time_and_its_groups(
-        self, own: int, gate: int, waits: int
-    ) -> None:
+    def test_a_body_starts_at_the_later_of_its_own_time_and_its_groups(self, own, gate, waits):
         record = waiting(State.COOLING, own, failure=LIMITED)
         error = cooling_down(
             decide(a_call(on_cooling="raise"), record, gate=closed_gate(gate) if gate else None)
@@ -314,9 +298,7 @@ class TestWhatIsTold:
             (COOLING, closed_gate(900), "group"),
         ],
     )
-    def test_it_names_the_key_or_the_group_that_waits(
-        self, record: Record | None, gate: Gate | None, scope: str
-    ) -> None:
+    def test_it_names_the_key_or_the_group_that_waits(self, record, gate, scope) -> None:
         assert cooling_down(decide(a_call(on_cooling="raise"), record, gate=gate)).scope == scope
 
     def test_a_closed_gate_names_its_group(self) -> None:
@@ -327,11 +309,8 @@ class TestWhatIsTold:
             )
         )
         assert (error.key, error.retry_after, error.reason, error.rule) == (
-            KEY.key,
-            300.0,
-            "out_of_quota",
-            "quota",
-        )
+            KEY.key, 300.0, "out_of_quota", "quota",
+        )  # fmt: skip
         assert f"cooldown group {GROUP}" in str(error)
 
     @pytest.mark.parametrize(
@@ -370,17 +349,11 @@ class TestWhatIsTold:
     @pytest.mark.parametrize(
         ("seconds", "words"),
         [
-            (0.4, "1 second"),
-            (1.0, "1 second"),
-            (44.2, "45 seconds"),
-            (66.0, "2 minutes"),
-            (299.2, "5 minutes"),
-            (300.0, "5 minutes"),
-            (304.9, "5 minutes"),
-            (305.1, "6 minutes"),
+            (0.4, "1 second"), (1.0, "1 second"), (44.2, "45 seconds"), (66.0, "2 minutes"),
+            (299.2, "5 minutes"), (300.0, "5 minutes"), (304.9, "5 minutes"), (305.1, "6 minutes"),
             (3606.0, "2 hours"),
         ],
-    )
+    )  # fmt: skip
     def test_times_are_rounded_up(self, seconds: float, words: str) -> None:
         error = cooling_down(decide(a_call(), waiting(State.COOLING, seconds)))
         assert str(error).startswith(f"Retry available in {words}: ")

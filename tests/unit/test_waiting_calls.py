@@ -300,9 +300,7 @@ def test_a_call_whose_countdown_ends_while_its_key_is_held_waits_on(timer: Timer
     assert call.begins == 1
 
 
-def test_a_worker_that_stops_begins_nothing_early(
-    timer: Timer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_stops_begins_nothing_early(timer, monkeypatch) -> None:
     calls, here = a_held_key()
     call = Scheduled(calls, here, timer)
     here.key_is_free = True

@@ -52,9 +52,7 @@ def test_a_wait_goes_on_as_long_as_its_cause_is_the_same() -> None:
     assert still == [False, True, False, True, False, False, True, False, False, False, True]
 
 
-def test_a_reschedule_within_a_wait_is_logged_for_debugging(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_reschedule_within_a_wait_is_logged_for_debugging(caplog) -> None:
     caplog.set_level(logging.DEBUG, "celery_leases")
     for still in (False, True):
         event = CallRescheduled(
