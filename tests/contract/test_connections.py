@@ -116,7 +116,6 @@ def backends(engine: Engine) -> int:
 
 @pytest.mark.parametrize("times", [1, 3], ids=["by SQLAlchemy", "on the cursor"])
 def test_many_threads_share_few_connections(server_url: str, times: int) -> None:
-    """Each thread waits for a connection, and all calls succeed."""
     database, watcher = Database(engine_for(server_url, 3, 30.0)), engine_for(server_url)
     sleep = "SLEEP(0.1)" if is_mysql(watcher.dialect) else "pg_sleep(0.1)"
     one = f"SELECT 1 AS one FROM (SELECT {sleep}) AS slept"  # noqa: S608
@@ -143,7 +142,6 @@ def test_many_threads_share_few_connections(server_url: str, times: int) -> None
 
 
 def test_where_all_connections_are_in_use_nothing_was_executed(server_url: str) -> None:
-    """The error says for how long the call has waited, and names the setting."""
     database = Database(engine_for(server_url, 2, 0.3))
     statement = text("SELECT 1 AS one").columns(column("one", Integer))
     for _ in range(3):
@@ -174,12 +172,8 @@ def test_connections_that_cannot_be_made_take_no_place() -> None:
 @pytest.mark.parametrize(
     "url", ["sqlite://", "sqlite:///x.db", "postgresql+psycopg://127.0.0.1:1/x"]
 )
-def test_a_worker_at_debug_has_no_log_lines_of_the_pool(
-    caplog: pytest.LogCaptureFixture, url: str
-) -> None:
-    """As with SQLAlchemy's own pools at DEBUG: under eventlet, a log line of the renewer, which
-    is a real thread, would block the worker forever.
-    """
+def test_no_log_lines_of_the_pool_at_debug(caplog: pytest.LogCaptureFixture, url: str) -> None:
+    """Under eventlet, a log line of the renewer would block the worker for ever."""
     caplog.set_level("DEBUG")
     engine = engine_for(url)
     for pool in (engine.pool, engine.pool.recreate()):
@@ -188,7 +182,6 @@ def test_a_worker_at_debug_has_no_log_lines_of_the_pool(
 
 
 def test_a_connection_in_use_is_closed_when_it_comes_back_to_a_closed_pool(server_url: str) -> None:
-    """For example of a thread that is still busy when the client is closed."""
     engine, watcher = engine_for(server_url, 2), engine_for(server_url)
     used, idle = engine.raw_connection(), engine.raw_connection()
     idle.close()
@@ -216,9 +209,6 @@ def clients(admin: redis.Redis) -> int:
 
 
 def test_many_threads_share_few_connections_to_redis(server: RedisServer) -> None:
-    """Scripts, reads and pipelines share the connections; a slow server does not get more of
-    them.
-    """
     store = RedisLeaseStore.from_url(
         server.url, timeout=20.0, permits=ResourcePool(3, Permit, 30.0)
     )
@@ -240,7 +230,6 @@ def test_many_threads_share_few_connections_to_redis(server: RedisServer) -> Non
 
 
 def test_where_all_turns_at_redis_are_taken_nothing_was_sent(server: RedisServer) -> None:
-    """The permits are free again, whatever the calls end with."""
     permits = ResourcePool(2, Permit, 0.2)
     store = RedisLeaseStore.from_url(server.url, timeout=1.0, permits=permits)
     taken = [permits.acquire(), permits.acquire()]
@@ -298,10 +287,7 @@ def begun(components: Components, key: str) -> tuple[HeldLease, Any]:
 
 
 def test_a_full_pool_loses_no_lease(components: Components) -> None:
-    """Bodies use all their connections for three ttls. The renewer has its own connection, so
-    the leases are renewed. A call that needs a connection meanwhile fails in time, and in the
-    end all outcomes are written.
-    """
+    """The renewer has a connection of its own; a call without one fails in time."""
     held = [begun(components, fresh_key()) for _ in range(3)]
     lenders = [lender_of(components.records.database.engine)]
     if isinstance(components.leases, RedisLeaseStore):
@@ -323,10 +309,9 @@ def test_a_full_pool_loses_no_lease(components: Components) -> None:
         assert row(components.records, record.stored_key).state is State.DONE
 
 
-def test_a_process_has_at_most_as_many_connections_as_it_may(
+def test_a_process_has_no_more_connections_than_it_may(
     components: Components, leases_postgres_url: str
 ) -> None:
-    """Tasks, the renewer, bodies that call the stores, and the purging thread together."""
     held_lease, record = begun(components, fresh_key())
     renewer: Renewer = components.execution.renewer
     watcher = engine_for(leases_postgres_url)
@@ -349,7 +334,6 @@ def test_a_process_has_at_most_as_many_connections_as_it_may(
 
 @pytest.mark.parametrize("size", [0, 2, -1, 10.0, "10", True, [3]])
 def test_a_number_of_connections_that_cannot_be_is_refused(size: object) -> None:
-    """When the worker starts, with the line to write."""
     conf = {
         "leases_url": "database",
         "leases_database_url": "sqlite:///x.db",

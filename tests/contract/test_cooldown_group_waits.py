@@ -12,7 +12,7 @@ from celery_leases.testing.contracts.claim_requests import make_claim_request
 
 
 def test_only_the_keys_of_the_opened_group_may_run_at_once(tmp_path: Path) -> None:
-    """Keys of another group, and keys that cool down for another reason, keep waiting."""
+    """Keys of another group, or that cool down for another reason, keep waiting."""
     url = f"sqlite:///{tmp_path}/records.db"
     client, records = LeaseClient("database", url), SqlRecordStore(engine_for(url))
     records.check()

@@ -98,7 +98,7 @@ def failed_once(records: SqlRecordStore, **claim_request: Any) -> str:
 def test_a_claim_of_a_row_that_cannot_be_read_changes_nothing_that_counts(
     sql_records: SqlRecordStore, column: str, value: str
 ) -> None:
-    """The error names key and column. The row is not running, and no later claim counts a crash."""
+    """The error names key and column; no later claim counts a crash."""
     key = failed_once(sql_records)
     change(sql_records, key, column, value)
     for _ in range(3):
@@ -120,7 +120,6 @@ def test_a_claim_of_a_row_that_cannot_be_read_changes_nothing_that_counts(
 def test_an_unreadable_value_without_a_decision_is_ignored_with_a_warning(
     sql_records: SqlRecordStore, caplog: pytest.LogCaptureFixture, column: str, value: str
 ) -> None:
-    """No decision depends on the value, so the call runs."""
     key = failed_once(sql_records)
     change(sql_records, key, column, value)
     with caplog.at_level(logging.WARNING):
@@ -131,12 +130,10 @@ def test_an_unreadable_value_without_a_decision_is_ignored_with_a_warning(
 
 
 @pairs(LOOKED_AT)
-def test_one_broken_row_does_not_keep_an_operator_from_the_others(
+def test_one_broken_row_hides_no_other_from_an_operator(
     sql_records: SqlRecordStore, column: str, value: str
 ) -> None:
-    """``list`` shows the row among the others, ``show`` says what is wrong, and ``forget``
-    repairs it.
-    """
+    """``list`` and ``show`` name it, ``forget`` repairs it."""
     client = LeaseClient.on(DatabaseLeaseStore(sql_records), sql_records)
     well, key = failed_once(sql_records), failed_once(sql_records)
     if column == "result":
@@ -194,20 +191,19 @@ LOST = pytest.mark.parametrize("value", ["{", "[]", '"text"', '{"generation": "x
 
 
 @LOST
-def test_a_generation_that_is_lost_is_followed_by_one_that_never_was(
+def test_a_lost_generation_is_followed_by_one_that_never_was(
     sql_records: SqlRecordStore, value: str
 ) -> None:
-    """The next generation finds none of the effects of this generation and of those before it."""
+    """No effect of an earlier generation is found."""
     lose_the_generation(sql_records, "details", value)
 
 
 @pytest.mark.parametrize(
     "value", ['{"generation": 2, "results": 5}', '{"generation": 2, "retries": "x"}']
 )
-def test_a_generation_that_can_be_read_is_followed_by_the_next(
+def test_a_readable_generation_is_followed_by_the_next(
     sql_records: SqlRecordStore, value: str
 ) -> None:
-    """Even if other parts of the document are unreadable."""
     _, record = of_third_generation(sql_records)
     change(sql_records, record.stored_key, "details", value)
     after = sql_records.reset(record.stored_key, keep=False)
@@ -215,10 +211,9 @@ def test_a_generation_that_can_be_read_is_followed_by_the_next(
     assert after.generation == 3
 
 
-def test_a_broken_row_is_skipped_by_those_who_look_for_messages(
+def test_a_broken_row_is_skipped_when_messages_are_looked_for(
     sql_records: SqlRecordStore,
 ) -> None:
-    """The rescue reports the row among the others."""
     keys = [failed_once(sql_records, message="{}") for _ in range(3)]
     change(sql_records, keys[1], "progress", "{")
     for key in keys:
@@ -231,10 +226,9 @@ def test_a_broken_row_is_skipped_by_those_who_look_for_messages(
     assert [key for key, unreadable in found.items() if unreadable] == [keys[1]]
 
 
-def test_a_group_is_opened_even_if_an_error_of_its_keys_is_unreadable(
+def test_a_group_is_opened_though_an_error_is_unreadable(
     sql_records: SqlRecordStore,
 ) -> None:
-    """The error of one key is unreadable."""
     keys = []
     for _ in range(2):
         record = won(sql_records, make_claim_request(fresh_key()))
@@ -258,9 +252,7 @@ def test_a_group_is_opened_even_if_an_error_of_its_keys_is_unreadable(
 def test_an_effect_that_cannot_be_read_is_not_taken_for_one_that_has_not_happened(
     sql_records: SqlRecordStore, column: str, value: str
 ) -> None:
-    """The error names effect and column, nothing is written, and an operator sees which effect
-    it is.
-    """
+    """The error names effect and column, and nothing is written."""
     effects, record = (
         SqlEffectStore(sql_records.database, sql_records.tables),
         won(sql_records, make_claim_request(fresh_key())),
@@ -292,7 +284,6 @@ def test_an_effect_that_cannot_be_read_is_not_taken_for_one_that_has_not_happene
 
 
 def test_an_effect_whose_number_is_a_text_is_named(tmp_path: Path) -> None:
-    """SQLite allows that."""
     with migrated(f"sqlite:///{tmp_path}/leases.db") as records:
         effects, record = (
             SqlEffectStore(records.database, records.tables),
@@ -317,7 +308,6 @@ def test_an_effect_whose_number_is_a_text_is_named(tmp_path: Path) -> None:
     "reason", ["a\x00b", "half \ud83d of it", "x" * 300, "\N{GRINNING FACE}" * 300]
 )
 def test_any_reason_can_be_written(sql_records: SqlRecordStore, reason: str) -> None:
-    """Without characters that no database stores, and truncated to the size of its column."""
     record = won(sql_records, make_claim_request(fresh_key(), holder="h\x00" * 300))
     snoozed = outcome(record, State.PENDING, Ended.SNOOZED, reason=reason, retry_after=5.0)
     assert sql_records.settle(record, snoozed)
@@ -348,10 +338,10 @@ def latin(leases_postgres: PostgresServer) -> Any:
 
 
 @pytest.mark.parametrize("driver", postgresql.DRIVERS)
-def test_a_database_without_an_encoding_stores_texts_as_utf_8(
+def test_without_an_encoding_texts_are_stored_as_utf_8(
     leases_postgres: PostgresServer, driver: str
 ) -> None:
-    """With ``SQL_ASCII`` the server leaves the encoding to its clients."""
+    """``SQL_ASCII`` leaves the encoding to the clients."""
     url = database_in(leases_postgres, "SQL_ASCII").replace("+psycopg:", f"+{driver}:")
     with migrated(url) as records:
         record = won(records, make_claim_request(f"{fresh_key()}|\u5f85"))
@@ -374,7 +364,6 @@ def test_a_database_without_an_encoding_stores_texts_as_utf_8(
 def test_an_outcome_that_the_database_refuses_for_its_text_is_written_without_it(
     latin: SqlRecordStore, more: dict[str, Any]
 ) -> None:
-    """State, counts and times are written."""
     record = won(latin, make_claim_request(fresh_key()))
     assert latin.settle(record, outcome(record, **({"state": State.DONE} | more)))
     written = row(latin, record.stored_key)
@@ -384,7 +373,6 @@ def test_an_outcome_that_the_database_refuses_for_its_text_is_written_without_it
 
 
 def test_a_key_that_the_database_refuses_is_an_error_of_the_call(latin: SqlRecordStore) -> None:
-    """It would be refused each time, so it is an error of the call."""
     for call in (
         lambda: latin.claim(make_claim_request("t:contract|\u5f85"), "database"),
         lambda: latin.read("\u5f85"),
@@ -395,7 +383,6 @@ def test_a_key_that_the_database_refuses_is_an_error_of_the_call(latin: SqlRecor
 
 
 def test_a_reply_that_the_database_refuses_leaves_its_effect_done(latin: SqlRecordStore) -> None:
-    """The effect has happened, which is more important than the text of its reply."""
     effects, record = (
         SqlEffectStore(latin.database, latin.tables),
         won(latin, make_claim_request(fresh_key())),
@@ -424,7 +411,6 @@ def test_a_reply_that_the_database_refuses_leaves_its_effect_done(latin: SqlReco
 def test_any_exception_of_a_driver_means_that_the_store_is_unavailable(
     database_url: str, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Also at the first connection."""
     with migrated(database_url) as records:
         record = won(records, make_claim_request(fresh_key()))
 
@@ -446,16 +432,14 @@ def test_any_exception_of_a_driver_means_that_the_store_is_unavailable(
                 step()
 
 
-def test_a_soft_time_limit_that_strikes_in_a_statement_is_the_tasks(
+def test_a_soft_time_limit_in_a_statement_is_the_tasks(
     sql_records: SqlRecordStore,
 ) -> None:
-    """The limit was raised inside a call of the store, but it belongs to the task."""
     with pytest.raises(SoftTimeLimitExceeded), sql_records.database.errors():
         raise SoftTimeLimitExceeded
 
 
 def test_a_refused_claim_of_a_row_that_runs_is_not_given_back(sql_records: SqlRecordStore) -> None:
-    """It belongs to another attempt."""
     record = won(sql_records, make_claim_request(fresh_key()), "database")
     change(sql_records, record.stored_key, "progress", "{")
     with pytest.raises(RecordUnreadable):

@@ -126,10 +126,8 @@ BESIDES = {"prefetch-beyond-visibility-timeout", "broker-away", "short-visibilit
 
 
 @pytest.mark.parametrize("code", BROKEN)
-def test_a_broken_set_up_is_named_with_what_happens_and_what_to_write(
-    makes: Makes, code: str
-) -> None:
-    """Only what is broken, and its consequences, is reported; no password is shown."""
+def test_a_broken_set_up_is_named_with_what_to_write(makes: Makes, code: str) -> None:
+    """Only what is broken, and its consequences; no password is shown."""
     try:
         app = makes(**BROKEN[code])
     except LeaseConfigurationError:  # a task with wrong settings cannot be registered
@@ -143,7 +141,6 @@ def test_a_broken_set_up_is_named_with_what_happens_and_what_to_write(
 
 
 def test_wrong_settings_are_named_where_they_keep_a_task_from_being_registered() -> None:
-    """An app registers the shared tasks of other modules when its tasks are first used."""
     shared = Celery("other", broker="memory://", set_as_current=False)
     shared.conf.leases_database_url = "sqlite://"
 
@@ -169,7 +166,6 @@ def forgotten_shared_tasks() -> Iterator[None]:
 def test_of_a_healthy_set_up_nothing_is_found(
     makes: Makes, request: pytest.FixtureRequest, records: str
 ) -> None:
-    """The examined facts are shown: version, latency and clock of each server."""
     conf: dict[str, Any] = {}
     if records != "sqlite":
         url = request.getfixturevalue(f"leases_{records}_url")
@@ -191,10 +187,7 @@ def test_of_a_healthy_set_up_nothing_is_found(
 
 
 @pytest.mark.parametrize("rights", [ACL_COMMANDS, ACL_COMMANDS.replace("+scan +info", "")])
-def test_a_user_with_few_rights_is_no_finding(
-    makes: Makes, server: RedisServer, rights: str
-) -> None:
-    """A fact that the server does not show is unknown, and not reported."""
+def test_few_rights_are_no_finding(makes: Makes, server: RedisServer, rights: str) -> None:
     with redis.Redis.from_url(server.url) as admin:
         admin.execute_command("ACL", "SETUSER", "few", "on", ">pw", "~*", *rights.split())
         try:
@@ -258,7 +251,6 @@ def test_a_primary_behind_sentinel_that_accepts_writes_alone_is_named(makes: Mak
 
 
 def test_two_environments_on_one_prefix_are_named(makes: Makes, server: RedisServer) -> None:
-    """They are found by a lease whose holder has its records in another database."""
     app = makes()
     store = RedisLeaseStore.from_url(app.conf.leases_url, prefix=app.conf.leases_prefix)
     store.acquire(make_claim_request("t:x|k", database="another"))
@@ -279,7 +271,7 @@ def test_runs_of_the_records_count_where_there_is_no_time_limit(makes: Makes) ->
     assert "examined.send ran for 200 s" in found(app)["short-visibility-timeout"].problem
 
 
-def test_clocks_versions_and_slow_servers_are_named(
+def test_clocks_versions_and_slowness_are_named(
     makes: Makes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = health.RedisServerFacts("6.0.16", 60.0, -70.0, "noeviction", True)
@@ -290,17 +282,15 @@ def test_clocks_versions_and_slow_servers_are_named(
 
 
 def test_a_set_up_without_a_worker_is_named(makes: Makes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the broker can be asked."""
     monkeypatch.setattr(doctor, "worker_answers", servers.worker_answers)
     monkeypatch.setattr(doctor, "WORKER_TIMEOUT", 0.1)
     assert "published calls do not run" in found(makes())["no-worker"].problem
     assert "no-worker" not in found(makes(broker=f"redis://{NOWHERE}/0"))
 
 
-def test_calls_whose_messages_nobody_publishes_again_are_named(
+def test_calls_whose_messages_nobody_publishes_are_named(
     makes: Makes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as one that no worker knew: its key stays queued."""
     app = makes(task={"lease_queue_once": True})
     task = app.tasks["examined.send"]
     task.delay(1)
@@ -331,7 +321,7 @@ def test_options_without_a_lease_are_named() -> None:
     assert "bare.send has lease_key" in found(bare)["options-without-lease"].problem
 
 
-def test_a_worker_says_what_it_finds_in_one_line_each_and_no_notes(
+def test_a_worker_says_its_findings_in_one_line_each(
     makes: Makes, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = makes(
@@ -347,10 +337,9 @@ def test_a_worker_says_what_it_finds_in_one_line_each_and_no_notes(
     assert all("\n" not in line and "; " in line for line in said)
 
 
-def test_a_worker_of_greenlets_knows_its_own_pool(
+def test_greenlet_workers_know_their_own_pool(
     makes: Makes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The setting of the app does not name the pool of the worker."""
     limits = {"soft_time_limit": None, "time_limit": None}
     for pool, concurrency, said in (
         ("celery.concurrency.gevent:TaskPool", 10, 0),
@@ -362,7 +351,6 @@ def test_a_worker_of_greenlets_knows_its_own_pool(
 
 
 def test_the_command_prints_its_findings_and_exits_with_their_severity(makes: Makes) -> None:
-    """The exit code is 0 if there are at most notes, otherwise 1. JSON is on one line."""
 
     def types(app: Celery, *words: str) -> Any:
         return CliRunner().invoke(leases, ["doctor", *words], obj=SimpleNamespace(app=app))

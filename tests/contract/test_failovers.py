@@ -37,10 +37,7 @@ def servers(leases_redis: RedisServer) -> Iterator[tuple[RedisServer, RedisServe
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "pool"])
-def test_leases_follow_the_address_of_a_primary(
-    servers: tuple[RedisServer, RedisServer], direct: bool
-) -> None:
-    """The open connection still leads to the former primary. At most one command fails."""
+def test_leases_follow_a_primary(servers: tuple[RedisServer, RedisServer], direct: bool) -> None:
     old, new = servers
     options: dict[str, Any] = (
         {} if direct else {"credential_provider": UsernamePasswordCredentialProvider("default", "")}
@@ -62,7 +59,6 @@ def test_leases_follow_the_address_of_a_primary(
 
 
 def test_records_follow_the_address_of_a_primary(server_url: str) -> None:
-    """Each statement is repeated on a new connection: by SQLAlchemy at first, then on a cursor."""
     records = SqlRecordStore(engine_for(server_url, 1))
     records.migrate()
     read_only = (

@@ -123,9 +123,7 @@ def test_a_gate_is_closed_as_if_one_came_after_the_other(
     lasts: float,
     slot: str | None,
 ) -> None:
-    """The failure asks for a delay of 100 s. Between reading the gate and writing it, something
-    else happens.
-    """
+    """The failure asks for 100 s; something else happens between read and write."""
     before(store)
     happens = [meanwhile]
 
@@ -143,10 +141,9 @@ def test_a_gate_is_closed_as_if_one_came_after_the_other(
         assert lasts - 10 < gate.closed_for <= lasts
 
 
-def test_a_gate_that_changes_each_time_is_given_up(
+def test_a_gate_that_always_changes_is_given_up(
     store: GatedLeaseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of tries is limited, and nothing was written."""
 
     def decided(group: str, gate: Gate | None, cause: Closing, token: str) -> Gate:
         decision = cooldown_groups.closed(group, gate, cause, token)

@@ -108,9 +108,7 @@ def remaining(leases: DatabaseLeaseStore, record: Record) -> float:
 
 
 def test_rows_that_may_be_locked_are_not_waited_for(leases: DatabaseLeaseStore) -> None:
-    """Own, other and missing leases in one call, with one that is not guarded. The results are
-    in the order of the renewals.
-    """
+    """The results are in the order of the renewals."""
     free, ours, locked, others = [claimed(leases) for _ in range(4)]
     with leases.database.engine.connect() as connection:
         connection.execute(text("BEGIN"))
@@ -139,7 +137,6 @@ def test_rows_that_may_be_locked_are_not_waited_for(leases: DatabaseLeaseStore) 
 def test_the_slot_of_a_probe_is_renewed_though_its_row_is_locked(
     leases: DatabaseLeaseStore, engine: Engine, guarded: bool
 ) -> None:
-    """It is renewed long before it ends, so that the gate does not consider the probe dead."""
     half_open(leases, GROUP)
     claim_request = make_claim_request(fresh_key(), ttl=TTL, group=GROUP)
     answer = leases.acquire(claim_request)
@@ -182,7 +179,6 @@ def lite(on_sqlite: DatabaseLeaseStore) -> Iterator[sqlite3.Connection]:
 def test_on_sqlite_a_writer_locks_the_row_and_a_reader_does_not(
     on_sqlite: DatabaseLeaseStore, lite: sqlite3.Connection
 ) -> None:
-    """The renewal does not wait for the writer. Afterwards a renewal works as before."""
     leases, record = on_sqlite, claimed(on_sqlite)
     lite.execute("BEGIN IMMEDIATE")
     transaction = JoinedTransaction(lite, leases.records)
@@ -202,19 +198,16 @@ def test_on_sqlite_a_writer_locks_the_row_and_a_reader_does_not(
 
 
 @pytest.mark.parametrize("look_at", ["stranger", "nobody"])
-def test_on_sqlite_a_lease_of_another_attempt_is_not_renewed(
+def test_on_sqlite_a_lease_of_another_is_not_renewed(
     on_sqlite: DatabaseLeaseStore, look_at: str
 ) -> None:
-    """As on any database, also without waiting."""
     key = claimed(on_sqlite).stored_key if look_at == "stranger" else fresh_key()
     expected = RenewalResult.OTHER if look_at == "stranger" else RenewalResult.MISSING
     assert on_sqlite.renew([Renewal(key, look_at, TTL, guarded=True)]) == [expected]
 
 
-def test_a_session_in_the_middle_of_its_commit_is_open(
-    leases: DatabaseLeaseStore, engine: Engine
-) -> None:
-    """The row is locked until the database has confirmed the commit."""
+def test_a_session_that_commits_is_open(leases: DatabaseLeaseStore, engine: Engine) -> None:
+    """The row is locked until the commit is confirmed."""
     record = claimed(leases)
     seen: list[bool] = []
     with Session(engine) as session:
@@ -231,7 +224,6 @@ def test_a_session_in_the_middle_of_its_commit_is_open(
 def test_a_row_locked_by_its_own_body_is_seen_as_locked_until_the_end(
     leases: DatabaseLeaseStore, engine: Engine, lock: str
 ) -> None:
-    """Also long after the lease has expired. After the rollback it is renewed."""
     record = claimed(leases, SHORT)
     with Session(engine) as session:
         transaction = JoinedTransaction(session, leases.records)
@@ -245,10 +237,9 @@ def test_a_row_locked_by_its_own_body_is_seen_as_locked_until_the_end(
     assert renew_guarded(leases, record) is RenewalResult.OURS
 
 
-def test_a_savepoint_that_is_rolled_back_releases_the_lock(
+def test_a_savepoint_rolled_back_releases_the_lock(
     leases: DatabaseLeaseStore, engine: Engine
 ) -> None:
-    """The transaction object is still open, but the row can be renewed."""
     record = claimed(leases)
     with engine.connect() as connection:
         savepoint = connection.begin_nested()
@@ -273,10 +264,9 @@ def end_session(connection: Connection, leases: DatabaseLeaseStore) -> None:
 
 
 @pytest.mark.parametrize("way", ["terminated", "idle for too long"])
-def test_a_session_ended_by_the_server_releases_the_lock(
+def test_a_session_the_server_ended_has_no_lock(
     leases: DatabaseLeaseStore, engine: Engine, way: str
 ) -> None:
-    """The client has not noticed it: its transaction object is still open."""
     record = claimed(leases)
     with engine.connect() as connection:
         on_mysql = is_mysql(engine.dialect)
@@ -301,10 +291,9 @@ def test_a_session_ended_by_the_server_releases_the_lock(
         connection.invalidate()
 
 
-def test_a_driver_that_is_in_its_next_transaction_holds_no_lock(
+def test_a_driver_in_its_next_transaction_has_no_lock(
     leases: DatabaseLeaseStore, driver: Any
 ) -> None:
-    """The driver reports a transaction, but it is a later one."""
     record = claimed(leases)
     transaction = JoinedTransaction(driver, leases.records)
     transaction.guard(record)
@@ -315,10 +304,7 @@ def test_a_driver_that_is_in_its_next_transaction_holds_no_lock(
     assert renew_guarded(leases, record) is RenewalResult.OURS
 
 
-def test_a_lock_that_another_attempt_has_taken_is_not_ours(
-    leases: DatabaseLeaseStore, engine: Engine
-) -> None:
-    """The row shows that as soon as it is committed."""
+def test_a_lock_of_another_attempt_is_not_ours(leases: DatabaseLeaseStore, engine: Engine) -> None:
     record = claimed(leases, SHORT)
     time.sleep(1.5 * SHORT)
     successor = leases.acquire(make_claim_request(record.stored_key, ttl=TTL))
@@ -391,7 +377,6 @@ def guarded(sql_records: SqlRecordStore, request: pytest.FixtureRequest) -> Iter
 
 
 def test_a_check_passes_while_the_row_is_locked(guarded: Guarded) -> None:
-    """Even long after the lease has expired; the time of the lock counts from the last check."""
     for _ in range(3):
         guarded.held_lease.check()
         guarded.held_lease._clock.sleep(0.9)
@@ -400,7 +385,6 @@ def test_a_check_passes_while_the_row_is_locked(guarded: Guarded) -> None:
 
 
 def test_a_check_after_a_rollback_renews_the_lease(guarded: Guarded) -> None:
-    """No other attempt has taken the row, so the row becomes the lease again."""
     guarded.session.rollback()
     guarded.held_lease.check()
     assert not guarded.held_lease.needs_row_lock(guarded.held_lease.now())
@@ -408,14 +392,12 @@ def test_a_check_after_a_rollback_renews_the_lease(guarded: Guarded) -> None:
 
 
 def test_a_check_after_a_commit_goes_on(guarded: Guarded) -> None:
-    """The lease was renewed, or the record is done."""
     guarded.session.commit()
     guarded.held_lease.check()
     assert not guarded.held_lease.needs_row_lock(guarded.held_lease.now())
 
 
 def test_a_check_after_a_rollback_that_let_another_call_in_raises(guarded: Guarded) -> None:
-    """At once, before the renewer has noticed it."""
     guarded.session.rollback()
     guarded.taken()
     assert guarded.held_lease.held
@@ -424,10 +406,7 @@ def test_a_check_after_a_rollback_that_let_another_call_in_raises(guarded: Guard
 
 
 @pytest.mark.parametrize("comes", [True, False], ids=["taken", "not taken"])
-def test_a_check_fails_after_the_session_was_ended(
-    server_records: SqlRecordStore, comes: bool
-) -> None:
-    """Its transaction object is still open."""
+def test_a_check_fails_after_the_session_ended(server_records: SqlRecordStore, comes: bool) -> None:
     guarded = Guarded(server_records, "guard")
     end_session(guarded.session.connection(), guarded.leases)
     wait_until(
@@ -449,9 +428,7 @@ def test_a_check_fails_after_the_session_was_ended(
 def test_a_check_does_not_pass_where_the_database_does_not_answer(
     leases_postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """The row was locked, but the server may have ended the session, and another attempt may
-    have taken the row.
-    """
+    """The server may have ended the session, and another attempt may have taken the row."""
     url = leases_postgres.new_database()
     with CuttingProxy(leases_postgres.port) as proxy, migrated(url) as direct:
         through = SqlRecordStore(
@@ -488,9 +465,7 @@ GUARDS: dict[str, Callable[[Any], Any]] = {
 
 
 def test_a_guard_extends_the_lease_with_its_commit(leases: DatabaseLeaseStore, driver: Any) -> None:
-    """By the ttl, counted from the guard. A rollback undoes it, and a longer lease is not
-    shortened.
-    """
+    """By the ttl from the guard; a rollback undoes it, and a longer lease stays."""
     record = claimed(leases)
     JoinedTransaction(driver, leases.records).guard(record)
     driver.rollback()
@@ -509,10 +484,7 @@ def test_a_guard_extends_the_lease_with_its_commit(leases: DatabaseLeaseStore, d
     assert remaining(leases, record) > 3 * TTL
 
 
-def test_a_guard_does_not_set_the_lease_of_a_row_with_a_separate_lease(
-    records: SqlRecordStore, engine: Engine
-) -> None:
-    """With Redis leases ``lease_until`` stays NULL, and nothing is done at the commit."""
+def test_a_guard_leaves_a_separate_lease_alone(records: SqlRecordStore, engine: Engine) -> None:
     record = won(records, make_claim_request(fresh_key(), ttl=SHORT), "redis:one")
     with Session(engine) as session:
         JoinedTransaction(session, records).guard(record)
@@ -522,10 +494,9 @@ def test_a_guard_does_not_set_the_lease_of_a_row_with_a_separate_lease(
 
 
 @pytest.mark.parametrize("given", GUARDS)
-def test_a_commit_finds_the_lease_alive_however_long_it_took(
+def test_a_commit_finds_the_lease_alive_after_any_time(
     sql_records: SqlRecordStore, given: str
 ) -> None:
-    """The lease is extended just before the commit, so a later claim is refused."""
     leases = DatabaseLeaseStore(sql_records)
     engine = create_engine(sql_records.database.engine.url, poolclass=NullPool)
     record = claimed(leases, 1.0)
@@ -539,10 +510,9 @@ def test_a_commit_finds_the_lease_alive_however_long_it_took(
     assert isinstance(answer.claim, Refused)
 
 
-def test_a_claim_that_waits_for_the_row_at_the_commit_is_refused(
+def test_a_claim_that_waits_at_the_commit_is_refused(
     leases: DatabaseLeaseStore, engine: Engine
 ) -> None:
-    """The claim is decided by the committed row."""
     record = claimed(leases, 1.0)
     with Session(engine) as session, ThreadPoolExecutor(1) as threads:
         JoinedTransaction(session, leases.records).guard(record)
@@ -568,10 +538,7 @@ def updates(connection: Connection) -> list[str]:
     return found
 
 
-def test_nothing_is_extended_where_it_is_not_needed(
-    leases: DatabaseLeaseStore, engine: Engine
-) -> None:
-    """After a short transaction, after a rollback, in a later transaction, and for a completion."""
+def test_nothing_is_extended_without_need(leases: DatabaseLeaseStore, engine: Engine) -> None:
     long, short = claimed(leases, SHORT), claimed(leases, 60.0)
     with engine.connect() as connection:
         made = updates(connection)
@@ -596,10 +563,7 @@ def test_nothing_is_extended_where_it_is_not_needed(
         assert len(made) == 5
 
 
-def test_a_long_lived_connection_gathers_no_listeners(
-    leases: DatabaseLeaseStore, engine: Engine
-) -> None:
-    """However many transactions it guards, and however they end."""
+def test_a_long_connection_gathers_no_listeners(leases: DatabaseLeaseStore, engine: Engine) -> None:
     record = claimed(leases)
     with engine.connect() as connection:
         for number in range(50):
@@ -611,10 +575,9 @@ def test_a_long_lived_connection_gathers_no_listeners(
 
 @pytest.mark.only(server="postgresql")  # on other databases, an error leaves the transaction open
 @pytest.mark.parametrize("given", GUARDS)
-def test_an_error_before_the_commit_leaves_nothing_committed(
+def test_an_error_before_commit_commits_nothing(
     leases: DatabaseLeaseStore, engine: Engine, given: str
 ) -> None:
-    """The code that commits gets the error, and the transaction is rolled back."""
     record = claimed(leases, SHORT)
     with leases.database.engine.connect() as other:
         other.execute(text("CREATE TABLE books (name text)"))
@@ -642,9 +605,7 @@ def test_an_error_before_the_commit_leaves_nothing_committed(
 def test_a_pooled_connection_in_use_by_another_user_is_left_alone(
     leases: DatabaseLeaseStore, driver: psycopg.Connection[Any]
 ) -> None:
-    """The driver may be in a later transaction of another user, which is not the guarded one. An
-    open guarded one is ended.
-    """
+    """The driver may be in a later transaction of another user."""
     record = claimed(leases)
     first = JoinedTransaction(driver, leases.records)
     first.guard(record)
@@ -664,7 +625,6 @@ def test_a_pooled_connection_in_use_by_another_user_is_left_alone(
 def test_a_row_factory_of_the_user_does_not_matter(
     leases: DatabaseLeaseStore, driver: psycopg.Connection[Any], rows: Any
 ) -> None:
-    """The transaction is locked and identified nevertheless."""
     record = claimed(leases)
     driver.row_factory = rows
     transaction = JoinedTransaction(driver, leases.records)
@@ -673,12 +633,9 @@ def test_a_row_factory_of_the_user_does_not_matter(
     assert (transaction.is_over(), transaction.roll_back()) == (False, True)
 
 
-def test_on_sqlite_a_next_transaction_is_left_alone(
+def test_on_sqlite_a_next_transaction_is_left(
     on_sqlite: DatabaseLeaseStore, lite: sqlite3.Connection
 ) -> None:
-    """A transaction that only reads has no lock; one that has written is not the guarded one
-    either.
-    """
     record = claimed(on_sqlite)
     lite.execute("BEGIN IMMEDIATE")
     first = JoinedTransaction(lite, on_sqlite.records)
@@ -695,10 +652,7 @@ def test_on_sqlite_a_next_transaction_is_left_alone(
     assert not lite.execute("SELECT 1 FROM sqlite_master WHERE name = 'books'").fetchall()
 
 
-def test_a_closed_connection_is_in_no_transaction(
-    leases: DatabaseLeaseStore, engine: Engine
-) -> None:
-    """SQLAlchemy's wrapper has no DB-API connection then."""
+def test_a_closed_connection_has_no_transaction(leases: DatabaseLeaseStore, engine: Engine) -> None:
     raw = engine.raw_connection()
     transaction = JoinedTransaction(raw, leases.records)
     transaction.guard(claimed(leases))
@@ -717,7 +671,6 @@ def test_a_closed_connection_is_in_no_transaction(
 def test_a_connection_to_another_database_is_refused(
     leases: DatabaseLeaseStore, on_sqlite: DatabaseLeaseStore, tmp_path: Any
 ) -> None:
-    """Whichever tables are there, and whatever was to be written."""
     url = make_url(leases.database.engine.url)
     elsewhere = url.set(drivername="postgresql", database="postgres").render_as_string(
         hide_password=False
@@ -739,7 +692,6 @@ def test_a_connection_to_another_database_is_refused(
 
 @pytest.mark.parametrize("kind", ["AsyncSession", "AsyncConnection"])
 def test_what_is_asynchronous_is_refused(leases: DatabaseLeaseStore, kind: str) -> None:
-    """Its methods cannot be awaited here, and it does not count as an open connection."""
     given = AsyncSession() if kind == "AsyncSession" else object.__new__(AsyncConnection)
     transaction = JoinedTransaction(given, leases.records)
     with pytest.raises(WrongDatabase, match=f"{kind} is asynchronous"):
@@ -748,10 +700,7 @@ def test_what_is_asynchronous_is_refused(leases: DatabaseLeaseStore, kind: str) 
 
 
 @pytest.mark.only(server="postgresql")
-def test_a_snapshot_older_than_the_attempt_is_refused(
-    leases: DatabaseLeaseStore, driver: Any
-) -> None:
-    """The transaction cannot see the claim."""
+def test_a_snapshot_before_the_attempt_is_refused(leases: DatabaseLeaseStore, driver: Any) -> None:
     driver.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
     driver.execute("SELECT 1")
     record = claimed(leases)

@@ -62,10 +62,9 @@ def django(sql_records: SqlRecordStore, request: pytest.FixtureRequest) -> Itera
 
 
 @ON_DJANGO
-def test_the_connections_of_django_are_joined_under_debug_too(
+def test_djangos_connections_are_joined_under_debug(
     sql_records: SqlRecordStore, django: Any
 ) -> None:
-    """Django's commit also commits what was guarded, completed and enqueued."""
     record = won(sql_records, make_claim_request(fresh_key()), DatabaseLeaseStore(sql_records).name)
     django.set_autocommit(False)
     transaction = JoinedTransaction(django, sql_records)
@@ -83,7 +82,6 @@ def test_the_connections_of_django_are_joined_under_debug_too(
 
 @ON_DJANGO
 def test_a_cursor_is_not_taken_for_a_connection(sql_records: SqlRecordStore, django: Any) -> None:
-    """Django's cursor has a cursor of the driver inside, which must not be used."""
     with (
         django.cursor() as cursor,
         pytest.raises(WrongDatabase, match="is not a SQLAlchemy Session"),
@@ -110,7 +108,6 @@ def engine_by(store: SqlRecordStore, driver: str, **options: Any) -> Engine:
 
 @pytest.mark.parametrize("driver", ENGINES)
 def test_an_engine_in_autocommit_mode_is_refused(postgres: SqlRecordStore, driver: str) -> None:
-    """Whether or not the driver reports a transaction, SQLAlchemy does not begin one."""
     engine = engine_by(postgres, driver, isolation_level="AUTOCOMMIT")
     for given in (
         engine,
@@ -125,10 +122,7 @@ def test_an_engine_in_autocommit_mode_is_refused(postgres: SqlRecordStore, drive
 
 
 @pytest.mark.parametrize("driver", ENGINES)
-def test_a_connection_with_a_level_of_its_own_is_joined(
-    postgres: SqlRecordStore, driver: str
-) -> None:
-    """The isolation level of its engine does not matter."""
+def test_a_connection_with_its_own_level_is_joined(postgres: SqlRecordStore, driver: str) -> None:
     record = won(postgres, make_claim_request(fresh_key()), DatabaseLeaseStore(postgres).name)
     engine = engine_by(postgres, driver, isolation_level="AUTOCOMMIT")
     with engine.connect().execution_options(isolation_level="READ COMMITTED") as connection:
@@ -138,7 +132,6 @@ def test_a_connection_with_a_level_of_its_own_is_joined(
 
 
 def test_on_sqlite_autocommit_with_a_begin_of_its_own_is_joined(sqlite: SqlRecordStore) -> None:
-    """SQLAlchemy may be configured not to begin transactions; here the user has begun one."""
     record = won(sqlite, make_claim_request(fresh_key()), DatabaseLeaseStore(sqlite).name)
     engine = create_engine(
         sqlite.database.engine.url, poolclass=NullPool, isolation_level="AUTOCOMMIT"
@@ -183,12 +176,10 @@ GIVEN: dict[str, Callable[[URL, URL], Any]] = {
 
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("records", ["by name", "by query"])
-def test_the_database_is_the_one_that_the_connections_say(
+def test_the_database_is_what_the_connections_say(
     leases_postgres_url: str, records: str, given: str
 ) -> None:
-    """An engine may have another URL, or one without a database; so may the engine of the
-    records.
-    """
+    """Whatever the URL of an engine is."""
     url = make_url(leases_postgres_url)
     with migrated(
         (by_query(url) if records == "by query" else url).render_as_string(hide_password=False)
@@ -205,7 +196,6 @@ def test_the_database_is_the_one_that_the_connections_say(
 @pytest.mark.parametrize("records", ["", "file:"])
 @pytest.mark.parametrize("given", ["", "file:"])
 def test_a_file_is_the_same_however_it_is_named(tmp_path: Path, records: str, given: str) -> None:
-    """By its path or by a URI. Another file, or an in-memory database, is another one."""
 
     def named(kind: str, name: str) -> str:
         return f"sqlite:///{kind}{tmp_path / name}" + ("?uri=true" if kind else "")
@@ -244,9 +234,7 @@ class Routed(Session):
 
 
 def test_a_session_on_several_engines_is_refused(sql_records: SqlRecordStore) -> None:
-    """Its rows and the record would be committed one after the other, even in one database. One
-    of the connections can be given.
-    """
+    """Its rows and the record would be committed one after the other."""
     record = won(sql_records, make_claim_request(fresh_key()), DatabaseLeaseStore(sql_records).name)
     url = sql_records.database.engine.url
     own, other = create_engine(url, poolclass=NullPool), create_engine(url, poolclass=NullPool)
@@ -268,7 +256,6 @@ def test_a_session_on_several_engines_is_refused(sql_records: SqlRecordStore) ->
 
 
 def test_a_session_that_knows_one_engine_only_is_joined(sql_records: SqlRecordStore) -> None:
-    """The engine may be bound several times. A session with its own ``get_bind`` is not checked."""
     engine, other = (
         create_engine(sql_records.database.engine.url, poolclass=NullPool) for _ in range(2)
     )
@@ -284,7 +271,6 @@ def test_a_session_that_knows_one_engine_only_is_joined(sql_records: SqlRecordSt
 
 
 def test_a_session_in_two_phases_may_have_several_engines(server_records: SqlRecordStore) -> None:
-    """They are committed together. A connection that was given in a transaction is refused."""
     url = server_records.database.engine.url
     engine, other = (create_engine(url, poolclass=NullPool) for _ in range(2))
     with Session(engine, binds={Book: other}, twophase=True) as session:
@@ -298,9 +284,7 @@ def test_a_session_in_two_phases_may_have_several_engines(server_records: SqlRec
 
 
 def test_schemas_that_the_session_translates_are_not_ours(postgres: SqlRecordStore) -> None:
-    """Records stay in their configured schema: when they are guarded, at the commit, and when
-    they are completed.
-    """
+    """Records stay in their configured schema."""
     record = won(
         postgres, make_claim_request(fresh_key(), ttl=SHORT), DatabaseLeaseStore(postgres).name
     )

@@ -45,12 +45,8 @@ def first_words(sent: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     "other", ["A", "ä", "á", "a ", " a", "a\t", "\N{FULLWIDTH LATIN SMALL LETTER A}", "a\u200b"]
 )
-def test_keys_that_differ_in_anything_are_different_keys(
-    sql_records: SqlRecordStore, other: str
-) -> None:
-    """In case, accents, width, and trailing spaces, on any database. The same holds for owners,
-    calls, effects and marks.
-    """
+def test_keys_that_differ_at_all_are_different(sql_records: SqlRecordStore, other: str) -> None:
+    """In case, accents, width and trailing spaces; owners, effects and marks too."""
     base = fresh_key()
     one, two = base + "a", base + other
     first, second = (
@@ -73,7 +69,6 @@ def test_keys_that_differ_in_anything_are_different_keys(
 
 
 def test_names_of_full_length_fit_into_the_keys_of_the_tables(records: SqlRecordStore) -> None:
-    """Three names of 255 characters of four bytes."""
     long = "\N{GRINNING FACE}" * 255
     record = won(records, make_claim_request(long))
     assert row(records, long).owner == record.owner
@@ -83,9 +78,7 @@ def test_names_of_full_length_fit_into_the_keys_of_the_tables(records: SqlRecord
 
 
 def test_a_key_that_is_too_long_is_refused_and_not_cut(records: SqlRecordStore) -> None:
-    """With any ``sql_mode`` of the server: otherwise two long keys with the same beginning would
-    be equal.
-    """
+    """With any ``sql_mode``: otherwise two long keys with the same beginning would be equal."""
     with pytest.raises(KeyUnusable):
         records.claim(make_claim_request("k" * 256), "database")
 
@@ -94,7 +87,6 @@ def test_a_key_that_is_too_long_is_refused_and_not_cut(records: SqlRecordStore) 
 
 
 def test_a_first_run_is_one_statement_more_than_elsewhere(records: SqlRecordStore) -> None:
-    """A claim reads, and then inserts or updates. A refused claim only reads."""
     leases, claim_request = DatabaseLeaseStore(records), make_claim_request(fresh_key())
     with statements_of(records.database) as sent:
         leases.acquire(claim_request)
@@ -128,7 +120,6 @@ def commands(records: SqlRecordStore) -> int:
 
 
 def test_no_statement_is_followed_by_another_round_trip(records: SqlRecordStore) -> None:
-    """Neither COMMIT nor ROLLBACK, because of autocommit."""
     record = won(records, make_claim_request(fresh_key()))
     before = commands(records)
     assert records.settle(record, outcome(record))
@@ -136,7 +127,6 @@ def test_no_statement_is_followed_by_another_round_trip(records: SqlRecordStore)
 
 
 def test_a_claim_writes_all_or_nothing_of_a_takeover(records: SqlRecordStore) -> None:
-    """Each column depends on the row as it was before."""
     claim_request = make_claim_request(fresh_key(), fingerprint="v1:a")
     first = won(records, claim_request)
     second = won(records, make_claim_request(claim_request.stored_key, fingerprint="v1:a"))
@@ -173,12 +163,10 @@ def race(url: str, seed: int, begin: Any, found: Any) -> None:
     found.put(wins)
 
 
-def test_of_two_processes_that_race_for_claims_each_fence_has_one_winner(
+def test_of_two_processes_that_race_each_fence_has_one_winner(
     records: SqlRecordStore,
 ) -> None:
-    """A thousand claims in each process, on twenty keys. The fence of a key grows with each
-    success.
-    """
+    """The fence of a key grows with each success."""
     spawn = multiprocessing.get_context("spawn")
     together, found = spawn.Barrier(2), spawn.Queue()
     url = records.database.engine.url.render_as_string(hide_password=False)
@@ -201,7 +189,6 @@ def test_of_two_processes_that_race_for_claims_each_fence_has_one_winner(
 
 
 def test_the_clock_does_not_depend_on_the_time_zone_of_a_session(records: SqlRecordStore) -> None:
-    """Nor on the hour that is repeated when summer time ends."""
     with records.database.engine.connect() as connection:
         for zone in ("+00:00", "-11:00", "+13:00"):
             connection.execute(text(f"SET time_zone = '{zone}'"))
@@ -213,9 +200,7 @@ def test_the_clock_does_not_depend_on_the_time_zone_of_a_session(records: SqlRec
 
 
 def test_a_server_with_other_sql_modes_can_be_used(leases_mariadb: MariaServer) -> None:
-    """Quotes for names, full GROUP BY, truncated values, short lock timeouts, case-sensitive
-    table names.
-    """
+    """Quotes for names, full GROUP BY, truncated values, short lock timeouts."""
     modes = "ANSI_QUOTES,PIPES_AS_CONCAT,NO_BACKSLASH_ESCAPES"
     if leases_mariadb.name == "MariaDB":
         modes += ",SIMULTANEOUS_ASSIGNMENT"
@@ -239,7 +224,6 @@ def test_a_server_with_other_sql_modes_can_be_used(leases_mariadb: MariaServer) 
 
 
 def test_tables_may_lie_in_another_database_of_the_server(leases_mariadb: MariaServer) -> None:
-    """The setting is ``leases_database_schema``."""
     records = SqlRecordStore(engine_for(leases_mariadb.new_database()), Tables("jobs"))
     with records.database.engine.connect() as connection:
         connection.execute(text("CREATE DATABASE jobs"))
@@ -256,12 +240,10 @@ def test_tables_may_lie_in_another_database_of_the_server(leases_mariadb: MariaS
 
 
 @pytest.mark.parametrize("size", [3_000_000, 20_000_000])
-def test_a_call_whose_message_is_too_large_for_the_server_runs_without_it(
+def test_a_call_too_large_for_the_server_runs_without_it(
     records: SqlRecordStore, size: int
 ) -> None:
-    """The server may close the connection while it receives the value, as in an outage. A key that
-    is too large is an error of its call.
-    """
+    """A key that is too large is an error of its call."""
 
     def allow(bytes_of_a_packet: int) -> None:
         engine = records.database.engine

@@ -49,7 +49,6 @@ def locked(connection: Connection) -> None:
 def test_after_a_lock_timeout_nothing_was_written(
     records: SqlRecordStore,
 ) -> None:
-    """Lock timeouts are whole seconds here. The statement is rolled back."""
     record = won(records, make_claim_request(fresh_key()))
     with records.database.engine.connect() as other:
         locked(other)
@@ -65,7 +64,6 @@ def test_after_a_lock_timeout_nothing_was_written(
 
 
 def test_a_statement_rolled_back_by_a_deadlock_is_repeated(records: SqlRecordStore) -> None:
-    """The other transaction continues, and then the statement succeeds."""
     leases = DatabaseLeaseStore(records)
     record = won(records, make_claim_request(fresh_key()))
     effects = SqlEffectStore(records.database, records.tables)
@@ -105,7 +103,6 @@ def deadlocks(connection: Connection) -> int:
 
 
 def test_a_silent_server_does_not_block_a_call_for_ever(leases_mariadb: MariaServer) -> None:
-    """Whether the statement was executed is not known."""
     with type(leases_mariadb)() as server:
         records = SqlRecordStore(
             engine_for(f"{server.new_database()}?read_timeout=1&connect_timeout=1")
@@ -124,9 +121,7 @@ def test_a_silent_server_does_not_block_a_call_for_ever(leases_mariadb: MariaSer
 
 
 def test_a_restarted_server_finds_its_records_again(leases_mariadb: MariaServer) -> None:
-    """The server was killed, not shut down. Settled outcomes are there, and no task notices the
-    lost connection.
-    """
+    """The server was killed, not shut down."""
     with type(leases_mariadb)() as server:
         records = SqlRecordStore(engine_for(server.new_database()))
         records.migrate()
@@ -157,7 +152,7 @@ def driver(records: SqlRecordStore) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("store", ["redis:one", "database"])
-def test_a_guard_by_a_plain_connection_needs_no_change_to_be_seen(
+def test_a_guard_by_a_plain_connection_is_seen(
     records: SqlRecordStore, driver: Any, store: str
 ) -> None:
     """Such a connection counts changed rows, and a guard may change none."""
@@ -173,10 +168,9 @@ def test_a_guard_by_a_plain_connection_needs_no_change_to_be_seen(
     assert records.settle(record, outcome(record))
 
 
-def test_a_guard_sees_the_successor_despite_an_old_snapshot(
+def test_a_guard_sees_the_successor_in_an_old_snapshot(
     records: SqlRecordStore, driver: Any
 ) -> None:
-    """At REPEATABLE READ the transaction reads the old row, but locks the new one."""
     claim_request = make_claim_request(fresh_key())
     record = won(records, claim_request)
     transaction = JoinedTransaction(driver, records)
@@ -214,10 +208,10 @@ class DjangoLike:
         return self.connection.cursor()
 
 
-def test_a_plain_connection_that_does_not_report_its_transaction_is_refused(
+def test_a_connection_that_hides_its_transaction_is_refused(
     records: SqlRecordStore, driver: Any
 ) -> None:
-    """Django's connection shows a transaction by switching off autocommit."""
+    """Django's shows one by switching off autocommit."""
     record, mute = won(records, make_claim_request(fresh_key())), Mute(driver)
     with pytest.raises(WrongDatabase, match="does not show whether its transaction is open"):
         JoinedTransaction(mute, records).guard(record)
@@ -233,12 +227,9 @@ def test_a_plain_connection_that_does_not_report_its_transaction_is_refused(
     assert not transaction.is_open()
 
 
-def test_a_call_enqueued_after_an_old_snapshot_is_found(
+def test_a_call_enqueued_after_an_old_snapshot_is_seen(
     records: SqlRecordStore, driver: Any
 ) -> None:
-    """The insert finds a row that the transaction cannot see. A locking read shows the newest
-    one.
-    """
     key, outbox = CallKey("k", fresh_key(), None, None), Outbox(records)
     enqueuing = outbox.enqueue_writes("contract", key, "first", "{}", ttl=15.0, retention=60.0)
     transaction = JoinedTransaction(driver, records)
@@ -260,7 +251,6 @@ def test_a_call_enqueued_after_an_old_snapshot_is_found(
 
 
 def test_an_enqueued_call_is_taken_by_one_of_many(records: SqlRecordStore) -> None:
-    """All read at the same time. One of them takes the unchanged row."""
     key, outbox = CallKey("k", fresh_key(), None, None), Outbox(records)
     assert records.database.touch(
         outbox.enqueue_writes("contract", key, "first", "{}", ttl=15.0, retention=60.0), {}

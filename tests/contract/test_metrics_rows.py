@@ -78,10 +78,9 @@ def count_outcome(counting: Counting, record: Record, outcome: Outcome = DONE) -
     counting.observe(AttemptSettled.by(subject, record, outcome, 0.5, 0.6))
 
 
-def test_folding_changes_no_count_and_leaves_one_row(
+def test_folding_changes_no_count_and_leaves_a_row(
     store: SqlMetrics, sql_records: SqlRecordStore
 ) -> None:
-    """Also if a row is written twice, as after a lost reply."""
     assert store.write("a" * 12, some(returned=2), first=True, closed=False)
     for _ in range(2):
         assert store.write("a" * 12, some(returned=3), first=False, closed=True)
@@ -102,10 +101,9 @@ def test_folding_changes_no_count_and_leaves_one_row(
 
 
 @pytest.mark.parametrize("step", ["before the total", "after it"])
-def test_a_fold_that_is_interrupted_is_done_by_the_next(
+def test_an_interrupted_fold_is_done_by_the_next(
     store: SqlMetrics, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted before the total is written, and before the rows are deleted."""
     for process in ("a" * 12, "b" * 12):
         store.write(process, some(returned=2), first=True, closed=False)
 
@@ -130,7 +128,6 @@ def test_a_fold_that_is_interrupted_is_done_by_the_next(
 
 
 def test_many_rows_are_folded_in_one_go(store: SqlMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In batches, so that no statement is too long."""
     monkeypatch.setattr(rows, "BATCH_SIZE", 2)
     for number in range(5):
         store.write(f"{number:012}", some(returned=1), first=True, closed=True)
@@ -138,9 +135,7 @@ def test_many_rows_are_folded_in_one_go(store: SqlMetrics, monkeypatch: pytest.M
     assert attempts(store) == {"returned": 5}
 
 
-def test_two_that_fold_at_once_count_once(
-    store: SqlMetrics, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_folds_at_once_count_once(store: SqlMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
     store.write("a" * 12, some(returned=2), first=True, closed=True)
     store.write("b" * 12, some(returned=1), first=True, closed=False)
     total = store._read_total
@@ -159,9 +154,7 @@ def test_two_that_fold_at_once_count_once(
 def test_what_a_killed_process_had_not_written_is_counted_from_the_records(
     store: SqlMetrics, sql_records: SqlRecordStore, counting: Callable[[], Counting]
 ) -> None:
-    """Each outcome is counted once: those that the process has written, those that it has not,
-    and one that it began before its last write and counted afterwards.
-    """
+    """Each outcome is counted once, also one that began before the last write."""
     mine, other = counting(), counting()
     failed = Outcome(
         State.COOLING,
@@ -194,7 +187,6 @@ def test_what_a_killed_process_had_not_written_is_counted_from_the_records(
 def test_a_process_that_counted_as_dead_counts_nothing_twice(
     store: SqlMetrics, sql_records: SqlRecordStore, counting: Callable[[], Counting]
 ) -> None:
-    """It was stopped, another process has folded its row, and it continues."""
     mine = counting()
     count_outcome(mine, run(sql_records, mine, "one"))
     mine.flush()
@@ -213,10 +205,9 @@ def test_a_process_that_counted_as_dead_counts_nothing_twice(
     assert store.read().tally.counts["crashes", "t"] == 1
 
 
-def test_a_claim_and_its_refusal_do_not_see_the_tag(
+def test_a_claim_does_not_see_the_tag(
     sql_records: SqlRecordStore, counting: Callable[[], Counting]
 ) -> None:
-    """An outcome that is written twice is the same outcome, and the row is as without a tag."""
     mine = counting()
     record = run(sql_records, mine, "k")
     assert sql_records.settle(record, DONE)

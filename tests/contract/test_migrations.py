@@ -54,9 +54,6 @@ def migrated(records: SqlRecordStore, step: Callable[[Connection, Tables], None]
 
 
 def test_claims_and_outcomes_go_on_while_a_step_is_applied(sql_records: SqlRecordStore) -> None:
-    """Workers of this release, whose connections have prepared their statements. Each key is
-    claimed once and done once.
-    """
     url = sql_records.database.engine.url.render_as_string(False)
     stop, ran, lock = threading.Event(), [], threading.Lock()
 
@@ -98,10 +95,9 @@ def test_claims_and_outcomes_go_on_while_a_step_is_applied(sql_records: SqlRecor
         assert "colour" in columns(connection, sql_records.tables)
 
 
-def test_tables_of_an_earlier_version_are_refused_until_they_are_migrated(
+def test_earlier_tables_are_refused_until_migrated(
     sql_records: SqlRecordStore,
 ) -> None:
-    """With the command to run."""
     with sql_records.database.engine.connect() as connection:
         connection.execute(text("UPDATE celery_leases_version SET version = 0"))
     with pytest.raises(SchemaOutdated, match=r"have version 0, not 1.*leases migrate"):
@@ -121,7 +117,6 @@ def test_several_migrations_at_once_apply_a_step_once(sql_records: SqlRecordStor
 
 
 def test_a_step_that_was_interrupted_runs_again(sql_records: SqlRecordStore) -> None:
-    """Its version is written when it has ended."""
 
     class KilledError(BaseException):
         """Ends a migration as the death of its process would."""
@@ -139,7 +134,6 @@ def test_a_step_that_was_interrupted_runs_again(sql_records: SqlRecordStore) -> 
 
 
 def test_a_step_waits_for_a_transaction_that_guards_a_row(server_records: SqlRecordStore) -> None:
-    """It is tried again until that transaction has ended."""
     records, record = server_records, won(server_records, make_claim_request(fresh_key()))
     user = engine_for(records.database.engine.url.render_as_string(False)).execution_options(
         isolation_level="READ COMMITTED"
@@ -161,10 +155,9 @@ def test_a_step_waits_for_a_transaction_that_guards_a_row(server_records: SqlRec
     assert row(records, record.stored_key).state is State.DONE
 
 
-def test_a_step_that_cannot_lock_the_table_is_given_up(
+def test_a_step_that_gets_no_lock_is_given_up(
     server_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tables keep their version."""
     monkeypatch.setattr(migrations, "RETRY_TIME", 0.0)
     record = won(server_records, make_claim_request(fresh_key()))
     url = server_records.database.engine.url.render_as_string(False)

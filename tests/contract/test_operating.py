@@ -84,9 +84,7 @@ def test_a_key_of_a_task_of_the_app_is_found_without_reading_all_records(
     database_url: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By its stored key, also in a namespace. Keys of other tasks are searched if no task of the
-    app has them, and a key of two tasks is refused.
-    """
+    """By its stored key, also in a namespace; a key of two tasks is refused."""
     app = Celery("operated", broker="memory://", set_as_current=False)
     app.conf.update(leases_url="database", leases_database_url=database_url)
     for name, more in {"t": {}, "other": {}, "shared": {"lease_namespace": "all"}}.items():
@@ -116,10 +114,9 @@ def test_a_key_of_a_task_of_the_app_is_found_without_reading_all_records(
         assert searched == ["removed", "nobody's"]
 
 
-def test_pages_have_each_record_once_in_their_order(
+def test_pages_have_each_record_once_in_order(
     client: LeaseClient, put: Callable[..., None]
 ) -> None:
-    """Also records that started at the same time."""
     for number in range(7):
         put(f"k{number}")
     sql(
@@ -140,7 +137,7 @@ def test_pages_have_each_record_once_in_their_order(
         client.page(after="nonsense!")
 
 
-def test_the_slowest_come_first_and_those_that_run_count(
+def test_the_slowest_come_first_and_runs_count(
     client: LeaseClient, put: Callable[..., None]
 ) -> None:
     for key, seconds in (("quick", 1), ("slow", 60), ("slower", 90)):
@@ -206,7 +203,7 @@ def test_forgotten_keys_are_in_no_page(client: LeaseClient, put: Callable[..., N
     assert client.how_many() == 0
 
 
-def test_statistics_count_by_task_and_state_and_by_rule(
+def test_statistics_count_by_state_and_by_rule(
     client: LeaseClient, put: Callable[..., None]
 ) -> None:
     put("d1", ago=500)
@@ -240,7 +237,6 @@ def test_statistics_count_by_task_and_state_and_by_rule(
 def test_the_database_counts_the_rules_whatever_is_in_the_texts(
     client: LeaseClient, put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It returns a row for each rule, and not the error of each record."""
     trap = ',"group":"g","rule":"r","reason":"s"}'
     failures = {
         "plain": Failure("E", trap, "r", "s"),
@@ -270,10 +266,9 @@ def test_the_database_counts_the_rules_whatever_is_in_the_texts(
     assert rows in ([5], [6])
 
 
-def test_many_keys_are_changed_if_they_are_as_they_were_found(
+def test_keys_are_changed_if_they_are_as_found(
     client: LeaseClient, put: Callable[..., None]
 ) -> None:
-    """A key that was claimed, settled or released since is not changed, and the answer says so."""
     for key in ("a", "b", "c", "d"):
         put(key, State.FAILED)
     found = [*client.matching(client.where(states=["failed"]))]
@@ -303,7 +298,6 @@ def test_what_became_of_a_key_is_known_without_another_look(
     monkeypatch: pytest.MonkeyPatch,
     what: Literal["retry", "forget"],
 ) -> None:
-    """With many keys, and no message to publish, it would cost as much as the change."""
     put("a", State.FAILED)
     (found,) = client.matching()
     publishing = client.publish
@@ -339,9 +333,7 @@ def test_a_key_that_changes_between_the_look_and_the_write_is_left_alone(
     assert (change.done, client.status("a", task="t").state) == (False, "pending")
 
 
-def test_release_takes_only_keys_that_somebody_holds(
-    client: LeaseClient, put: Callable[..., None]
-) -> None:
+def test_release_takes_only_held_keys(client: LeaseClient, put: Callable[..., None]) -> None:
     put("a", State.FAILED)
     put("b", State.RUNNING)
     changes = {
@@ -350,21 +342,17 @@ def test_release_takes_only_keys_that_somebody_holds(
     assert changes == {"a": False, "b": True}
 
 
-def test_what_changes_after_a_filter_was_made_is_not_in_it(
-    client: LeaseClient, put: Callable[..., None]
-) -> None:
+def test_later_changes_are_not_in_a_filter(client: LeaseClient, put: Callable[..., None]) -> None:
     put("a", State.FAILED, ago=10)
     wanted = client.as_of_now(client.where(states=["failed"]))
     put("b", State.FAILED)
     assert keys([*client.matching(wanted)]) == ["a"]
 
 
-def test_old_records_are_purged_in_batches_and_nothing_else(
+def test_old_records_are_purged_and_nothing_else(
     client: LeaseClient, put: Callable[..., None]
 ) -> None:
-    """Never a running row, or one whose message must be published; an uncertain one only if it
-    is asked for.
-    """
+    """No running row, none to publish; an uncertain one if asked for."""
     for number in range(5):
         put(f"old{number}", ago=40 * 86_400)
     put("new")
@@ -391,9 +379,7 @@ def test_old_records_are_purged_in_batches_and_nothing_else(
     assert list(client.purge()) == [1]
 
 
-def test_the_effects_of_a_purged_record_go_with_it(
-    client: LeaseClient, put: Callable[..., None]
-) -> None:
+def test_effects_go_with_a_purged_record(client: LeaseClient, put: Callable[..., None]) -> None:
     put("old", ago=40 * 86_400)
     put("new")
     effects = client._records.tables.effects
@@ -419,9 +405,6 @@ def test_the_effects_of_a_purged_record_go_with_it(
 def test_a_page_stays_readable_when_the_lease_store_does_not_answer(
     client: LeaseClient, put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lease store is asked once, and not for each record, because each call would wait for
-    its timeout.
-    """
     for key in ("a", "b", "c"):
         put(key, State.RUNNING)
     asked: list[str] = []
@@ -437,10 +420,9 @@ def test_a_page_stays_readable_when_the_lease_store_does_not_answer(
     assert len(asked) == 1
 
 
-def test_a_page_of_many_records_reads_no_more_than_it_shows(
+def test_a_page_of_many_reads_what_it_shows(
     client: LeaseClient, sql_records: SqlRecordStore
 ) -> None:
-    """The statement sorts only the keys, and reads the rows of one page."""
     row = sql_records.tables.records
     columns = {
         "task": "t",
@@ -475,7 +457,7 @@ def test_a_page_of_many_records_reads_no_more_than_it_shows(
     assert [*client.purge(older="1d", batch=1000)] == [1000, 1000, 1000]
 
 
-def test_the_example_of_the_docs_retries_what_was_rate_limited(
+def test_the_docs_example_retries_rate_limits(
     client: LeaseClient, put: Callable[..., None]
 ) -> None:
     (source,) = (block for block in blocks(page("command-line"), "python") if "as_of_now" in block)

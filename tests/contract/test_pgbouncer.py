@@ -62,7 +62,6 @@ def threshold_of(url: str) -> int | None:
 
 
 def test_every_call_of_several_processes_is_claimed_and_settled(pooled_url: str) -> None:
-    """Each has its own connections; all of them prepare statements under the same names."""
     stores = [SqlRecordStore(engine_for(pooled_url)) for _ in range(CLIENTS)]
     stores[0].migrate()
 
@@ -80,19 +79,15 @@ def test_every_call_of_several_processes_is_claimed_and_settled(pooled_url: str)
         records.database.close()
 
 
-def test_a_connection_to_a_pooler_prepares_no_statements(
-    pooled_url: str, leases_postgres_url: str
-) -> None:
-    """Not even one whose pooler accepts them: it need not say so."""
+def test_a_pooled_connection_prepares_nothing(pooled_url: str, leases_postgres_url: str) -> None:
     assert threshold_of(pooled_url) is None
     assert threshold_of(leases_postgres_url) == 5
 
 
 @pytest.mark.parametrize(("given", "threshold"), [("2", 2), ("None", None)])
-def test_a_threshold_in_the_url_decides(
+def test_the_threshold_of_the_url_decides(
     pooled_url: str, leases_postgres_url: str, given: str, threshold: int | None
 ) -> None:
-    """With and without a pooler."""
     for url in (pooled_url, leases_postgres_url):
         chosen = make_url(url).update_query_dict({"prepare_threshold": given})
         assert threshold_of(chosen.render_as_string(False)) == threshold
@@ -100,7 +95,6 @@ def test_a_threshold_in_the_url_decides(
 
 @pytest.mark.parametrize("given", ["never", "-1", "²"])
 def test_a_threshold_that_is_no_number_is_refused(given: str) -> None:
-    """The message shows no password."""
     url = make_url("postgresql+psycopg://root:secret@nowhere/db")
     with pytest.raises(
         LeaseConfigurationError, match="write a number of executions, or None"
@@ -118,7 +112,6 @@ def test_a_threshold_that_is_no_number_is_refused(given: str) -> None:
     ],
 )
 def test_a_connection_that_is_refused_for_its_options_is_opened_without_them(refusal: str) -> None:
-    """As the poolers of PgBouncer, Neon and Amazon word it. Options of the URL are not left out."""
     tried: list[dict[str, Any]] = []
 
     def opened(**given: Any) -> str:
@@ -134,10 +127,9 @@ def test_a_connection_that_is_refused_for_its_options_is_opened_without_them(ref
         postgresql.connect(dialect, None, [], {"options": "-c search_path=x"})
 
 
-def test_statements_that_another_client_has_deallocated_are_executed_on_a_new_connection(
+def test_statements_deallocated_by_another_client_are_executed_again(
     leases_postgres_url: str,
 ) -> None:
-    """As a pooler does that resets its connections."""
     records = SqlRecordStore(engine_for(leases_postgres_url, 1))
     records.migrate()
     leases = DatabaseLeaseStore(records)

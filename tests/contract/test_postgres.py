@@ -39,12 +39,10 @@ def server(leases_postgres: PostgresServer) -> Iterator[PostgresServer]:
 
 
 @needs_told
-def test_a_silent_server_does_not_block_a_call_for_ever(
+def test_a_silent_server_does_not_block_a_call(
     server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is frozen, while TCP acknowledges packets. Whether the statement was executed is not
-    known.
-    """
+    """It is frozen, while TCP acknowledges packets."""
     records = SqlRecordStore(engine_for(server.new_database()))
     records.migrate()
     record = won(records, make_claim_request(fresh_key()))
@@ -69,10 +67,10 @@ def test_a_silent_server_does_not_block_a_call_for_ever(
 
 
 @needs_told
-def test_a_statement_without_an_answer_closes_its_connection(
+def test_no_answer_closes_the_connection(
     leases_postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection is closed, so that a late reply is not read as that to the next statement."""
+    """A late reply must not be read as that to the next statement."""
     engine = engine_for(leases_postgres_url)
     monkeypatch.setattr(postgresql, "SILENCE", SILENCE)
     with engine.connect() as connection:
@@ -92,7 +90,6 @@ def test_a_statement_without_an_answer_closes_its_connection(
 def test_a_claim_waits_for_an_insert_of_its_row_that_is_not_committed(
     leases_postgres_url: str, end: str, group: str | None
 ) -> None:
-    """It is refused if the other row stays, and wins if the row vanishes."""
     records = SqlRecordStore(engine_for(leases_postgres_url))
     records.migrate()
     leases = DatabaseLeaseStore(records)
@@ -127,12 +124,9 @@ def test_a_claim_waits_for_an_insert_of_its_row_that_is_not_committed(
     records.database.close()
 
 
-def test_a_refused_claim_writes_nothing_locks_nothing_and_takes_no_transaction_id(
+def test_a_refused_claim_writes_and_locks_nothing_and_takes_no_transaction_id(
     server: PostgresServer,
 ) -> None:
-    """Also with the gate of a cooldown group. The server shows it by its WAL position, its
-    transaction ids, and the system columns of the rows.
-    """
     records = SqlRecordStore(engine_for(server.new_database()))
     records.migrate()
     leases = DatabaseLeaseStore(records)
@@ -172,10 +166,7 @@ def test_a_refused_claim_writes_nothing_locks_nothing_and_takes_no_transaction_i
 
 
 @pytest.mark.parametrize("asked", ["", "?options=-c%20lock_timeout%3D700"])
-def test_the_lock_timeout_is_that_of_the_url_or_the_default(
-    leases_postgres_url: str, asked: str
-) -> None:
-    """``options`` in the URL have precedence."""
+def test_the_lock_timeout_is_that_of_the_url(leases_postgres_url: str, asked: str) -> None:
     engine = engine_for(leases_postgres_url + asked)
     with engine.connect() as connection:
         assert connection.execute(text("SHOW lock_timeout")).scalar_one() == (
@@ -187,7 +178,6 @@ def test_the_lock_timeout_is_that_of_the_url_or_the_default(
 def test_the_latest_and_the_expired_records_are_found_by_an_index(
     leases_postgres_url: str,
 ) -> None:
-    """Neither the first page of a list nor a purge reads all records."""
     records = SqlRecordStore(engine_for(leases_postgres_url))
     records.migrate()
     records.check()
@@ -229,9 +219,6 @@ def test_the_latest_and_the_expired_records_are_found_by_an_index(
 
 
 def test_a_list_sorts_nothing_but_keys(leases_postgres_url: str) -> None:
-    """The page is small compared with the rows that are read; computing the time for each row
-    would take most of the time.
-    """
     records = SqlRecordStore(engine_for(leases_postgres_url))
     records.migrate()
     records.check()

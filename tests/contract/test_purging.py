@@ -32,10 +32,9 @@ def left(records: SqlRecordStore) -> int:
         )
 
 
-def test_a_turn_goes_on_while_batches_are_full_and_ends_for_a_while(
+def test_a_turn_lasts_while_batches_are_full(
     sql_records: SqlRecordStore,
 ) -> None:
-    """Another process that asks meanwhile gets ``False``."""
     expire(sql_records, 5)
     assert [sql_records.purge_in_turn(2, 60.0) for _ in range(3)] == [True, True, False]
     assert left(sql_records) == 0
@@ -44,10 +43,9 @@ def test_a_turn_goes_on_while_batches_are_full_and_ends_for_a_while(
     assert left(sql_records) == 1
 
 
-def test_of_many_that_ask_at_once_one_has_the_turn(
+def test_of_many_that_ask_one_has_the_turn(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others delete no row."""
     expire(sql_records, 2)
     asked: list[int] = []
     purge = sql_records.purge
@@ -57,10 +55,9 @@ def test_of_many_that_ask_at_once_one_has_the_turn(
     assert (len(asked), left(sql_records)) == (1, 0)
 
 
-def test_a_process_that_dies_in_its_turn_is_followed_soon(
+def test_a_process_that_dies_is_followed_soon(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example a pool child that runs only one task."""
     monkeypatch.setattr(records, "PURGE_PATIENCE", 0.5)
     expire(sql_records, 2)
 
@@ -80,7 +77,6 @@ def test_a_process_that_dies_in_its_turn_is_followed_soon(
 
 
 def test_a_turn_costs_one_look_where_it_is_not_due(sql_records: SqlRecordStore) -> None:
-    """There is no write, so nothing waits for a writer on SQLite."""
     expire(sql_records, 1)
     assert not sql_records.purge_in_turn(10, 60.0)
     with sql_records.database.engine.connect() as writer:
@@ -91,7 +87,7 @@ def test_a_turn_costs_one_look_where_it_is_not_due(sql_records: SqlRecordStore) 
 
 
 def test_where_nothing_is_over_nothing_is_written(sql_records: SqlRecordStore) -> None:
-    """A process that is frozen in a write would block every other writer of a SQLite file."""
+    """A process frozen in a write would block every other writer of a SQLite file."""
     closed(sql_records, won(sql_records, make_claim_request(fresh_key())))
     with sql_records.database.engine.connect() as writer:
         writer.execute(text("BEGIN"))
@@ -104,7 +100,6 @@ def test_where_nothing_is_over_nothing_is_written(sql_records: SqlRecordStore) -
 
 
 def test_a_row_that_runs_for_longer_than_its_retention_stays(sql_records: SqlRecordStore) -> None:
-    """The retention counts from the outcome. The claim has only written an estimate."""
     record = won(sql_records, make_claim_request(fresh_key(), retention=0.001), "database")
     assert record.expires_at is None
     time.sleep(0.01)
@@ -125,7 +120,6 @@ def test_a_row_that_runs_for_longer_than_its_retention_stays(sql_records: SqlRec
 def test_an_outcome_that_comes_soon_leaves_the_moment_of_expiry(
     sql_records: SqlRecordStore, early: int, unchanged: bool
 ) -> None:
-    """The row expires at most a hundredth of its retention earlier, and no index changes."""
     record = won(sql_records, make_claim_request(fresh_key(), retention=3600.0), "database")
     ended = record.started_at + (3600 - early) * 1_000_000
     with sql_records.database.engine.connect() as connection:

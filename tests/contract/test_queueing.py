@@ -41,10 +41,9 @@ def reassign(outbox: Outbox, old: Record, call_id: str, *, new_generation: bool 
     )
 
 
-def test_a_queued_record_is_one_statement_and_counts_once(
+def test_a_queued_record_is_one_statement_and_counts(
     outbox: Outbox, sql_records: SqlRecordStore
 ) -> None:
-    """The record shows since when it waits, and keeps its message until the broker has it."""
     key = fresh_key()
     with statements_of(outbox.database) as statements:
         assert queue(outbox, key, "call-1")
@@ -63,10 +62,10 @@ def test_a_queued_record_is_one_statement_and_counts_once(
     assert found.message is not None
 
 
-def test_a_call_that_was_not_published_leaves_its_key_free(
+def test_an_unpublished_call_leaves_its_key_free(
     outbox: Outbox, sql_records: SqlRecordStore
 ) -> None:
-    """Unless a worker has started the call: then the broker had accepted the message."""
+    """Unless a worker has started it."""
     key, other = fresh_key(), fresh_key()
     queue(outbox, key, "call-1")
     outbox.withdraw(key, "call-1", 3600.0)
@@ -81,12 +80,9 @@ def test_a_call_that_was_not_published_leaves_its_key_free(
     assert row(sql_records, other).state is State.RUNNING
 
 
-def test_a_key_without_a_call_is_taken_if_it_is_unchanged(
+def test_a_key_without_a_call_is_taken_unchanged(
     outbox: Outbox, sql_records: SqlRecordStore
 ) -> None:
-    """Of two calls that are published at the same time, one gets the key. Its counts stay unless
-    it starts anew.
-    """
     key = fresh_key()
     record = won(sql_records, make_claim_request(key, call_id="call-1"), DATABASE)
     done = closed(

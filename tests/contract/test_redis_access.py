@@ -55,10 +55,7 @@ def refusals(store: RedisLeaseStore) -> dict[str, StoreUnavailable]:
 # -- TLS -------------------------------------------------------------------------------------------
 
 
-def test_a_certificate_of_another_authority_is_reported_as_by_openssl(
-    tls_store: Reached, tmp_path: Path
-) -> None:
-    """And no command was sent."""
+def test_another_authority_is_reported_as_by_openssl(tls_store: Reached, tmp_path: Path) -> None:
     stranger = Certificates(tmp_path)
     store = RedisLeaseStore.from_url(tls_store.url, options={"ssl": stranger.client_options})
     with pytest.raises(StoreUnavailable, match="CERTIFICATE_VERIFY_FAILED") as caught:
@@ -66,12 +63,10 @@ def test_a_certificate_of_another_authority_is_reported_as_by_openssl(
     assert caught.value.executed is False
 
 
-def test_a_server_that_requires_a_client_certificate_refuses_a_client_without(
+def test_a_client_without_its_certificate_is_refused(
     tls_store: Reached,
 ) -> None:
-    """The URL has only the certificate authority. Whether the alert or the end of the connection
-    is read first, is random.
-    """
+    """Whether alert or end of connection is read first, is random."""
     authority = tls_store.options["ssl"]["ssl_ca_certs"]
     store = RedisLeaseStore.from_url(f"{tls_store.url}?ssl_ca_certs={authority}")
     with pytest.raises(StoreUnavailable, match=r"(?i)ssl|closed|reset|broken pipe"):
@@ -79,7 +74,6 @@ def test_a_server_that_requires_a_client_certificate_refuses_a_client_without(
 
 
 def test_a_server_without_tls_never_answers(server: RedisServer) -> None:
-    """The server waits for the end of a line, and no command was sent."""
     store = RedisLeaseStore.from_url(server.url.replace("redis://", "rediss://"), timeout=0.4)
     with pytest.raises(StoreUnavailable, match="Timeout connecting") as caught:
         store.holder("x")
@@ -90,7 +84,6 @@ def test_a_server_without_tls_never_answers(server: RedisServer) -> None:
 
 
 def test_the_documented_user_notices_a_failover_and_sees_no_other_keys(acl_store: Reached) -> None:
-    """INFO is one of the rights; keys with other prefixes cannot be read."""
     store = RedisLeaseStore.from_url(acl_store.url, prefix="celery_leases:own")
     assert store.age(fresh_key()) == 0.0
     _, history = store._client.get("celery_leases:own:epoch").split()
@@ -102,7 +95,6 @@ def test_the_documented_user_notices_a_failover_and_sees_no_other_keys(acl_store
 
 @pytest.mark.parametrize("missing", ACL_COMMANDS.split())
 def test_a_right_that_is_missing_is_named(server: RedisServer, missing: str) -> None:
-    """No step treats the refusal as a result, and the error names the rights that a user needs."""
     words = documented_user()
     assert {word for word in words if word.startswith("+")} == set(ACL_COMMANDS.split())
     with redis.Redis.from_url(server.url) as admin:
@@ -139,7 +131,6 @@ def refusal_of_a_renewal(whole: RedisLeaseStore, server: RedisServer) -> bool:
 
 
 def test_without_info_only_an_emptied_store_is_noticed(server: RedisServer) -> None:
-    """Users with and without the right to call INFO share one epoch."""
     with redis.Redis.from_url(server.url) as admin:
         admin.execute_command(
             "ACL", "SETUSER", "leases", *(word for word in documented_user() if word != "+info")
@@ -171,9 +162,7 @@ class Rotating(redis.CredentialProvider):
 
 
 def test_a_password_may_change_under_a_store(server: RedisServer) -> None:
-    """Open connections keep working. A new connection asks the provider; with the old password
-    the store is unavailable.
-    """
+    """Open connections keep working; a new one asks the provider."""
     provider = Rotating("first")
     with redis.Redis.from_url(server.url) as admin:
         admin.config_set("requirepass", "first")
@@ -201,7 +190,6 @@ def test_a_password_may_change_under_a_store(server: RedisServer) -> None:
 
 @pytest.mark.parametrize("kind", ["sentinel", "cluster"])
 def test_a_provider_is_asked_by_every_kind_of_store(kind: str) -> None:
-    """It replaces user and password."""
     provider = Rotating("x")
     urls = {"sentinel": "sentinel://a?master_name=m", "cluster": "redis+cluster://a"}
     store = RedisLeaseStore.from_url(urls[kind], options={"credential_provider": provider})
@@ -216,7 +204,6 @@ def documented_extras() -> dict[str, list[str]]:
 
 
 def test_a_cluster_needs_the_documented_rights_and_no_more(leases_redis: RedisServer) -> None:
-    """The rights to find the nodes, and to follow slots that move."""
     rights = [*documented_user(), *documented_extras()["a cluster"]]
     with RedisCluster() as cluster:
         for node in cluster.nodes:
@@ -233,9 +220,7 @@ def test_a_cluster_needs_the_documented_rights_and_no_more(leases_redis: RedisSe
 
 
 def test_sentinel_needs_the_documented_rights_and_no_more(leases_redis: RedisServer) -> None:
-    """One user on the Sentinels, whose users are separate; a wrong password for them is reported
-    as such.
-    """
+    """One user on the Sentinels, whose users are separate."""
     extras = documented_extras()
     with RedisSentinels() as sentinels:
         for server in sentinels.servers:

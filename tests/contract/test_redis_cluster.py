@@ -92,7 +92,6 @@ def group_apart(cluster: RedisCluster, store: RedisLeaseStore, claim_request: Cl
 @pytest.mark.parametrize("prefix", ["celery_leases", "team:{x}", "a}b", "ü"])
 @pytest.mark.parametrize("stored_key", ["t:task|key", "g:{", "g:}{a}", "", "}", "{}x"])
 def test_a_lease_shares_its_slot_with_its_epoch(prefix: str, stored_key: str) -> None:
-    """With any braces in the names, because one script uses both keys."""
     keys = Keys(prefix, clustered=True)
     assert key_slot(keys.epoch(stored_key).encode()) == key_slot(keys.lease(stored_key).encode())
     assert len({key_slot(name.encode()) for name in keys.gate("a{b}c")}) == 1
@@ -100,15 +99,12 @@ def test_a_lease_shares_its_slot_with_its_epoch(prefix: str, stored_key: str) ->
 
 @pytest.mark.parametrize("prefix", ["{}", "a{b", "{}{x}"])
 def test_a_prefix_that_would_separate_the_keys_of_a_lease_is_refused(prefix: str) -> None:
-    """Its brace would begin the hash tag of every key, so that the keys of a lease have
-    different ones.
-    """
+    """Its brace would begin the hash tag of every key."""
     with pytest.raises(LeaseConfigurationError, match="leases_prefix"):
         RedisLeaseStore.from_url("redis+cluster://h", prefix=prefix)
 
 
 def test_every_slot_has_an_epoch_of_its_own(cluster: RedisCluster, store: RedisLeaseStore) -> None:
-    """A request in one slot does not set the epoch of another slot."""
     first, second = make_claim_request("g:{a"), make_claim_request("g:{b")
     assert store.acquire(first) == Acquired()
     wait_until(lambda: store.age(first.stored_key) > 0.05, 10, "the slot to age")
@@ -122,9 +118,7 @@ def test_every_slot_has_an_epoch_of_its_own(cluster: RedisCluster, store: RedisL
 def test_a_request_in_a_group_takes_two_round_trips_and_three_at_a_closed_gate(
     cluster: RedisCluster, store: RedisLeaseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request for a held key reads no gate. Without a group there is one round trip, as on a
-    single server.
-    """
+    """A request for a held key reads no gate."""
     half_open(store, "half-open")
     closed(store, "closed", 60.0)
     for node in cluster.nodes:
@@ -161,12 +155,9 @@ def test_a_request_in_a_group_takes_two_round_trips_and_three_at_a_closed_gate(
         assert len(sent) == trips
 
 
-def test_a_request_that_a_gate_refuses_leaves_no_lease(
+def test_a_request_refused_by_a_gate_has_no_lease(
     cluster: RedisCluster, store: RedisLeaseStore
 ) -> None:
-    """Whether the gate is closed or another token probes. The next request without the group
-    gets the key at once.
-    """
     claim_request = make_claim_request(fresh_key())
     group = group_apart(cluster, store, claim_request)
     closed(store, group, 60.0)
@@ -181,12 +172,8 @@ def test_a_request_that_a_gate_refuses_leaves_no_lease(
     assert store.acquire(claim_request) == Acquired()
 
 
-def test_a_gate_that_does_not_answer_refuses_every_request(
-    cluster: RedisCluster, store: RedisLeaseStore
-) -> None:
-    """The request fails, and the caller can release the lease. A probe slot is never taken
-    without its lease.
-    """
+def test_a_silent_gate_refuses_every_request(cluster: RedisCluster, store: RedisLeaseStore) -> None:
+    """A probe slot is never taken without its lease."""
     claim_request = make_claim_request(fresh_key())
     group = group_apart(cluster, store, claim_request)
     half_open(store, group)
@@ -213,10 +200,9 @@ def test_a_gate_that_does_not_answer_refuses_every_request(
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
-def test_a_node_that_is_down_fails_its_own_leases_only(
+def test_a_node_that_is_down_fails_its_leases(
     cluster: RedisCluster, store: RedisLeaseStore, how: str
 ) -> None:
-    """Each renewal gets its result, in about the time of one timeout, repeatedly."""
     claim_requests = leases_on(cluster, store)
     gone = cluster.nodes[1]
     gone.kill() if how == "killed" else gone.pause()
@@ -285,9 +271,7 @@ class FakeNode:
 
 
 def test_a_call_waits_for_one_frozen_node_and_asks_them_in_turn() -> None:
-    """Once the nodes are known to be frozen, the others are asked first. A node that answers
-    again is trusted again.
-    """
+    """Known frozen nodes are asked last; one that answers again is trusted again."""
     asked: list[int] = []
     nodes = {port: FakeNode(asked, port) for port in (1, 2, 3)}
     nodes_of_a_cluster = Cluster([("h", 1)], lambda _, port: nodes[port], timeout=0.3)
@@ -309,10 +293,7 @@ def test_a_call_waits_for_one_frozen_node_and_asks_them_in_turn() -> None:
     assert nodes_of_a_cluster.send(commands) == [1, 2, 3]
 
 
-def test_a_node_that_restarts_empty_is_noticed(
-    cluster: RedisCluster, store: RedisLeaseStore
-) -> None:
-    """A new request learns it, and leaves the key to its holder, which writes its lease again."""
+def test_a_node_that_restarts_empty_is_seen(cluster: RedisCluster, store: RedisLeaseStore) -> None:
     claim_requests = leases_on(cluster, store)
     gone = cluster.nodes[2]
     gone.kill()
@@ -336,7 +317,6 @@ def test_a_node_that_restarts_empty_is_noticed(
 
 
 def test_any_node_of_the_url_will_do(cluster: RedisCluster) -> None:
-    """A node that is down is skipped, and all nodes are found."""
     host, port = "127.0.0.1", cluster.nodes[1].port
     store = RedisLeaseStore.from_url(
         f"redis+cluster://{host}:{free_port()},{host}:{port}", timeout=TIMEOUT
@@ -346,7 +326,6 @@ def test_any_node_of_the_url_will_do(cluster: RedisCluster) -> None:
 
 
 def test_without_a_node_nothing_was_executed(leases_redis_url: str) -> None:
-    """Neither has a server that is not a cluster. Both errors say so."""
     hosts = {
         f"127.0.0.1:{free_port()}": "connecting to",
         leases_redis_url.split("/")[2]: "cluster support disabled",
@@ -358,10 +337,9 @@ def test_without_a_node_nothing_was_executed(leases_redis_url: str) -> None:
         assert caught.value.executed is False
 
 
-def test_a_command_for_an_unserved_slot_was_not_executed(
+def test_an_unserved_slot_has_executed_nothing(
     cluster: RedisCluster, store: RedisLeaseStore
 ) -> None:
-    """Until a node serves it."""
     claim_request = make_claim_request(fresh_key())
     node = cluster.node_of(store._keys.lease(claim_request.stored_key))
     slot = key_slot(store._keys.lease(claim_request.stored_key).encode())
@@ -387,9 +365,7 @@ def acquires(store: RedisLeaseStore, claim_request: ClaimRequest) -> bool:
 
 
 def test_a_lease_moves_with_its_slot(cluster: RedisCluster, store: RedisLeaseStore) -> None:
-    """A store that knows the old node can renew the lease during and after the migration, and
-    other requests are refused.
-    """
+    """A store that knows the old node can renew during and after the migration."""
     claim_request = make_claim_request(fresh_key())
     assert store.acquire(claim_request) == Acquired()
     lease = store._keys.lease(claim_request.stored_key)
@@ -417,10 +393,7 @@ def test_a_lease_moves_with_its_slot(cluster: RedisCluster, store: RedisLeaseSto
                 client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[old])
 
 
-def test_scripts_that_nodes_have_lost_are_sent_again(
-    cluster: RedisCluster, store: RedisLeaseStore
-) -> None:
-    """Each node caches its own scripts."""
+def test_lost_scripts_are_sent_again(cluster: RedisCluster, store: RedisLeaseStore) -> None:
     claim_requests = leases_on(cluster, store)
     for node in cluster.nodes:
         with redis.Redis(port=node.port) as admin:

@@ -55,7 +55,6 @@ def connections(url: str) -> int:
 def test_an_interruption_leaves_no_reply_for_the_next_command(
     client: DirectClient, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """It is raised after the command was sent, while the reply is late, and the caller gets it."""
     connections: Any = limited(redis.Connection)
     usual: Any = getattr(connections, where)
 
@@ -71,10 +70,7 @@ def test_an_interruption_leaves_no_reply_for_the_next_command(
     assert client.send(packed(["ECHO", "ours"])) == b"ours"
 
 
-def test_a_refused_command_leaves_its_connection_open(
-    client: DirectClient, leases_redis_url: str
-) -> None:
-    """An error of the server is a complete reply."""
+def test_a_refusal_leaves_its_connection_open(client: DirectClient, leases_redis_url: str) -> None:
     before = client.send(packed(["CLIENT", "ID"]))
     with pytest.raises(redis.ResponseError):
         client.send(packed(["NO-SUCH-COMMAND"]))
@@ -85,10 +81,9 @@ def test_a_refused_command_leaves_its_connection_open(
     )
 
 
-def test_a_connection_that_died_while_idle_is_replaced(
+def test_a_connection_that_died_idle_is_replaced(
     client: DirectClient, leases_redis_url: str
 ) -> None:
-    """No command fails because of it, and no command is sent twice."""
     for time in range(3):
         with redis.Redis.from_url(leases_redis_url) as admin:
             admin.client_kill_filter(_type="normal")
@@ -96,7 +91,6 @@ def test_a_connection_that_died_while_idle_is_replaced(
 
 
 def test_a_server_that_restarted_is_connected_to_again(leases_redis: RedisServer) -> None:
-    """Lost scripts are sent again."""
     with RedisServer() as server:
         store = RedisLeaseStore.from_url(server.url)
         claim_request = make_claim_request(fresh_key())
@@ -107,10 +101,9 @@ def test_a_server_that_restarted_is_connected_to_again(leases_redis: RedisServer
         store.close()
 
 
-def test_an_unread_reply_is_never_that_of_the_next_command(
+def test_an_unread_reply_is_never_that_of_another(
     client: DirectClient, leases_redis_url: str
 ) -> None:
-    """The lease is free, and the commands after its release get replies of their own."""
     store = RedisLeaseStore(client, "unawaited", "unawaited")
     for _ in range(3):
         request = make_claim_request(fresh_key())
@@ -122,10 +115,10 @@ def test_an_unread_reply_is_never_that_of_the_next_command(
         assert store.holder(request.stored_key) is None
 
 
-def test_a_release_is_repeated_if_the_server_has_lost_the_script(
+def test_a_release_is_repeated_without_the_script(
     client: DirectClient, leases_redis_url: str
 ) -> None:
-    """At once on a connection without an earlier release; otherwise before the next command."""
+    """At once, or before the next command."""
     store = RedisLeaseStore(client, "unawaited", "unawaited")
     requests = [make_claim_request(fresh_key()) for _ in range(2)]
     with redis.Redis.from_url(leases_redis_url) as admin:
@@ -140,10 +133,9 @@ def test_a_release_is_repeated_if_the_server_has_lost_the_script(
         assert not admin.keys("unawaited:*:lease")
 
 
-def test_a_connection_that_died_with_an_unread_reply_is_replaced(
+def test_a_dead_connection_with_a_reply_is_replaced(
     client: DirectClient, leases_redis_url: str
 ) -> None:
-    """The next command does not fail, is sent once, and its connection knows no script."""
     store = RedisLeaseStore(client, "unawaited", "unawaited")
     with redis.Redis.from_url(leases_redis_url) as admin:
         for time in range(3):
@@ -159,10 +151,9 @@ def test_a_connection_that_died_with_an_unread_reply_is_replaced(
             assert not admin.keys("unawaited:*:lease")
 
 
-def test_a_connection_closed_by_another_thread_leaves_no_unread_reply(
+def test_a_connection_closed_elsewhere_leaves_no_reply(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not while it is being closed either, when the reply to a release is late."""
     closing, close = threading.Event(), threading.Event()
     usual: Any = redis.connection.AbstractConnection.disconnect
     with RedisServer() as server:
@@ -200,7 +191,7 @@ def test_a_connection_closed_by_another_thread_leaves_no_unread_reply(
 def test_a_release_that_is_never_answered_fails_no_later_command(
     leases_redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A firewall forgot the connection while the body ran, so the release reached nobody."""
+    """A firewall forgot the connection while the body ran."""
     client = cast(DirectClient, redis_address(leases_redis_url).client(0.5))
     store = RedisLeaseStore(client, "unawaited", "unawaited")
     request = make_claim_request(fresh_key())
@@ -213,10 +204,9 @@ def test_a_release_that_is_never_answered_fails_no_later_command(
     client.disconnect()
 
 
-def test_threads_share_connections_and_no_replies(
+def test_threads_share_connections_but_no_replies(
     client: DirectClient, leases_redis_url: str
 ) -> None:
-    """There are as many connections as commands were in flight at once, and they stay open."""
     wrong: list[object] = []
     others = connections(leases_redis_url) - 1
 
@@ -243,9 +233,6 @@ def test_threads_share_connections_and_no_replies(
 
 
 def test_a_forked_process_opens_connections_of_its_own(client: DirectClient) -> None:
-    """Its commands and those of its parent do not mix, and its end closes no connection of the
-    parent.
-    """
     before = client.send(packed(["CLIENT", "ID"]))
     child = os.fork()
     if not child:
@@ -255,7 +242,6 @@ def test_a_forked_process_opens_connections_of_its_own(client: DirectClient) -> 
 
 
 def test_commands_are_packed_as_redis_py_packs_them() -> None:
-    """Texts in UTF-8, and integers."""
     arguments: list[str | int] = ["EVALSHA", "ä😀", 0, 12, -3, "", "two words"]
     theirs = b"".join(redis.Connection().pack_command(*arguments))
     assert packed(arguments) == theirs
@@ -263,7 +249,6 @@ def test_commands_are_packed_as_redis_py_packs_them() -> None:
 
 
 def test_a_look_at_a_connection_reads_nothing() -> None:
-    """It only shows whether there is data to read, or the end of the connection."""
     reading, writing = os.pipe()
     look = os_threads.readable_poll(reading)
     assert not look(0)
@@ -276,10 +261,10 @@ def test_a_look_at_a_connection_reads_nothing() -> None:
     os.close(reading)
 
 
-def test_a_client_with_a_credential_provider_keeps_the_connections_of_redis_py(
+def test_a_client_with_a_provider_uses_redis_pys_pool(
     leases_redis_url: str,
 ) -> None:
-    """Only redis-py's pool can authenticate again on open connections."""
+    """Only that can authenticate again."""
     provider = redis.UsernamePasswordCredentialProvider("default", "")
     made = redis_address(leases_redis_url, {"credential_provider": provider}).client(2.0)
     assert not isinstance(made, DirectClient)

@@ -12,7 +12,6 @@ SECRET = "s3cret-w0rd"
 
 
 def test_an_error_that_repeats_the_login_shows_no_secret() -> None:
-    """For an unknown command, also for AUTH and HELLO, Redis repeats the arguments."""
     error = redis.ResponseError(
         f"unknown command 'HELLO', with args beginning with: '3' 'AUTH' 'default' '{SECRET}'"
     )
@@ -20,7 +19,6 @@ def test_an_error_that_repeats_the_login_shows_no_secret() -> None:
 
 
 def test_sentinels_without_a_primary_are_reported_in_one_line() -> None:
-    """redis-py lists each Sentinel client with all its parameters."""
     asked = (
         f"<Redis(<Pool(password={SECRET})>)>",
         f"Redis<Pool<password={SECRET}>>",

@@ -40,7 +40,6 @@ class TestGates(GateStoreContract, GateHistoryContract):
 
 
 def test_a_client_that_decodes_its_replies_can_be_used(open_store: OpenStore) -> None:
-    """The client that a user gives may decode replies or not."""
     store = open_store(decode_responses=True)
     half_open(store, GROUP)
     claim_request = make_claim_request(fresh_key(), group=GROUP)
@@ -55,9 +54,7 @@ def test_a_client_that_decodes_its_replies_can_be_used(open_store: OpenStore) ->
 
 
 def test_a_new_server_is_noticed_at_a_gate_too(store: RedisLeaseStore) -> None:
-    """The request gets the probe slot, and the caller gives it back with the lease if the row is
-    running.
-    """
+    """The caller gives the probe slot back with the lease if the row is running."""
     half_open(store, GROUP)
     claim_request = make_claim_request(fresh_key(), group=GROUP)
     assert store.acquire(claim_request) == Acquired(probe=True)
@@ -68,7 +65,6 @@ def test_a_new_server_is_noticed_at_a_gate_too(store: RedisLeaseStore) -> None:
 
 
 def test_a_held_or_cooling_key_is_reported_at_any_gate(store: RedisLeaseStore) -> None:
-    """No slot is taken. The holder itself gets the lease again, because its body may have begun."""
     held, cooling = (
         make_claim_request(fresh_key(), group=GROUP),
         make_claim_request(fresh_key(), group=GROUP),
@@ -90,12 +86,9 @@ def test_a_held_or_cooling_key_is_reported_at_any_gate(store: RedisLeaseStore) -
 # -- trips -----------------------------------------------------------------------------------------
 
 
-def test_every_step_is_one_round_trip_and_closing_two(
+def test_every_step_is_one_trip_and_closing_two(
     leases_redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Acquiring reads the gate in the same round trip, and renewals include probe slots. Without
-    a group nothing more is sent.
-    """
     store = RedisLeaseStore.from_url(leases_redis_url)
     closed(store, "closed", 60.0)
     half_open(store, GROUP)
@@ -148,7 +141,6 @@ def test_every_step_is_one_round_trip_and_closing_two(
 
 
 def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
-    """After SCRIPT FLUSH, or a failover, between any two steps."""
     half_open(store, GROUP)
     claim_request = make_claim_request(fresh_key(), group=GROUP)
     store._client.script_flush()
@@ -170,9 +162,6 @@ def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
 
 
 def test_trips_are_forgotten_after_a_quiet_time(store: RedisLeaseStore) -> None:
-    """The time counts from the end of the cooldown. A closing with a shorter time shortens
-    neither.
-    """
     closed(store, GROUP, 3600.0)
     assert 3600 + POLICY.quiet - 60 < store._client.pttl(TRIPS) / 1000 <= 3600 + POLICY.quiet
     long = CooldownPolicy(60, 2, 30 * 86_400, 0)
@@ -191,7 +180,6 @@ def test_trips_are_forgotten_after_a_quiet_time(store: RedisLeaseStore) -> None:
 
 
 def test_a_history_that_another_program_wrote_is_ignored(store: RedisLeaseStore) -> None:
-    """It does not keep a gate from being closed or opened."""
     for write in (
         lambda: store._client.set(PAST, b"\xff garbage", px=60_000),
         lambda: store._client.lpush(PAST, "x"),
@@ -205,7 +193,6 @@ def test_a_history_that_another_program_wrote_is_ignored(store: RedisLeaseStore)
 
 
 def test_an_emptied_server_has_open_gates(store: RedisLeaseStore) -> None:
-    """This is accepted: the next failure closes the gate again."""
     closed(store, GROUP, 60.0)
     store._client.flushall()
     assert store.gate(GROUP) is None
@@ -216,7 +203,6 @@ def test_an_emptied_server_has_open_gates(store: RedisLeaseStore) -> None:
 
 
 def test_the_keys_of_a_gate_share_a_hash_tag_and_end(store: RedisLeaseStore) -> None:
-    """A cluster stores them on one node, and each of them expires."""
     half_open(store, GROUP)
     store.acquire(make_claim_request("t:x|y", group=GROUP))
     closed(store, GROUP, 60.0)
@@ -236,7 +222,6 @@ def test_the_keys_of_a_gate_share_a_hash_tag_and_end(store: RedisLeaseStore) -> 
     "value", [b"garbage", b"", b"7 {not json", b"7 [1, 2]", b"\xff\xfe \x00", b'-3 {"reason":5}']
 )
 def test_a_foreign_value_is_a_gate_too(store: RedisLeaseStore, value: bytes) -> None:
-    """It has no known reason. It is closed, probed and opened like any other gate."""
     store._client.set(TRIPS, value, px=60_000)
     store._client.set(PROBE, b"stranger", px=60_000)
     gate = found(store, GROUP)
@@ -250,7 +235,6 @@ def test_a_foreign_value_is_a_gate_too(store: RedisLeaseStore, value: bytes) -> 
 
 
 def test_a_foreign_type_is_no_gate(store: RedisLeaseStore) -> None:
-    """It causes no error, and a failure replaces it."""
     for name in (TRIPS, PROBE):
         store._client.hset(name, "a", "b")
     assert store.gate(GROUP) is None
@@ -261,7 +245,6 @@ def test_a_foreign_type_is_no_gate(store: RedisLeaseStore) -> None:
 
 @pytest.mark.parametrize("prefix", ["a*b", "[ab]", "team:{x}", "ü"])
 def test_any_prefix_finds_its_own_gates_only(open_store: OpenStore, prefix: str) -> None:
-    """Special characters of SCAN patterns are escaped, and other prefixes are other stores."""
     store, other = open_store(prefix), open_store("aab")
     closed(store, "mine", 60.0)
     closed(other, "theirs", 60.0)

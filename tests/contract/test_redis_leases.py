@@ -57,7 +57,6 @@ class TestMarks(MarkStoreContract):
 
 
 def test_a_client_that_decodes_its_replies_can_be_used(open_store: OpenStore, key: str) -> None:
-    """The client that a user gives may decode replies or not."""
     store = open_store(decode_responses=True)
     claim_request = make_claim_request(key)
     assert store.acquire(claim_request) == Acquired()
@@ -76,12 +75,10 @@ def test_a_client_that_decodes_its_replies_can_be_used(open_store: OpenStore, ke
 
 
 @pytest.mark.parametrize("first", ["acquired", "asked"])
-def test_a_store_shows_for_how_long_its_server_has_had_its_data(
+def test_a_store_shows_how_long_it_has_its_data(
     store: RedisLeaseStore, key: str, first: str
 ) -> None:
-    """Since the first lease, or the first call of ``age()``. After a month the server counts as
-    new again.
-    """
+    """After a month it counts as new again."""
     if first == "acquired":
         store.acquire(make_claim_request(key))
     assert store.age(key) < 0.1
@@ -92,14 +89,12 @@ def test_a_store_shows_for_how_long_its_server_has_had_its_data(
 
 
 def test_a_held_key_is_held_in_a_young_store_too(store: RedisLeaseStore, key: str) -> None:
-    """The age only matters for a free key."""
     claim_request = make_claim_request(key)
     assert store.acquire(claim_request) == Acquired()
     assert isinstance(store.acquire(make_claim_request(key)), Held)
 
 
 def test_an_emptied_server_counts_as_new(store: RedisLeaseStore, key: str) -> None:
-    """FLUSHALL deletes the epoch with the leases, but does not change the replication id."""
     store.acquire(make_claim_request(key))
     wait_until(lambda: store.age(key) > 0.05, 10, "the store to age")
     store._client.flushall()
@@ -107,10 +102,9 @@ def test_an_emptied_server_counts_as_new(store: RedisLeaseStore, key: str) -> No
 
 
 @pytest.mark.parametrize("value", ["", "garbage", "a" * 40, "up", "up 1 name", {"up": "1"}])
-def test_a_foreign_value_for_the_epoch_is_ignored(
+def test_a_foreign_epoch_is_ignored(
     store: RedisLeaseStore, key: str, value: str | dict[str, str]
 ) -> None:
-    """The server counts as new."""
     if isinstance(value, dict):
         store._client.hset("celery_leases:epoch", mapping=value)
     else:
@@ -126,12 +120,10 @@ def test_a_foreign_value_for_the_epoch_is_ignored(
 @pytest.mark.parametrize(
     "value", [b"garbage", b"", b"tok {not json", b"tok [1, 2]", b"\xff\xfe \x00", {"a": "b"}]
 )
-def test_a_foreign_value_is_named_as_one(
+def test_a_foreign_value_is_named(
     store: RedisLeaseStore, key: str, value: bytes | dict[str, str]
 ) -> None:
-    """The error has the key and the advice. No call holds the key, so waiting would never end.
-    Nothing changes the value.
-    """
+    """No call holds the key, so waiting would never end."""
     lease = store._keys.lease(key)
     if isinstance(value, dict):
         store._client.hset(lease, mapping=value)
@@ -164,7 +156,6 @@ def test_a_foreign_value_is_named_as_one(
 def test_a_value_of_a_later_version_is_held_for_its_ttl(
     store: RedisLeaseStore, key: str, value: bytes, call_id: str, host: str
 ) -> None:
-    """Little is known of its holder. No step of this version changes it."""
     lease = store._keys.lease(key)
     store._client.set(lease, value, px=60_000)
     claim_request = make_claim_request(key)
@@ -178,12 +169,10 @@ def test_a_value_of_a_later_version_is_held_for_its_ttl(
 
 
 @pytest.mark.parametrize("cools", [False, True], ids=["held", "cooling"])
-def test_a_lease_of_a_worker_with_other_records_is_a_mismatch(
+def test_a_lease_with_other_records_is_a_mismatch(
     store: RedisLeaseStore, key: str, cools: bool
 ) -> None:
-    """Two environments with the same prefix do not wait for each other's calls, and do not end
-    each other's cooldowns. The error names both.
-    """
+    """Two environments with one prefix."""
     claim_request = make_claim_request(key, database="aa")
     assert isinstance(store.acquire(claim_request), Acquired)
     assert not cools or store.cool(key, claim_request.token, 60.0)
@@ -198,7 +187,6 @@ def test_a_lease_of_a_worker_with_other_records_is_a_mismatch(
 
 
 def test_our_own_lease_without_an_end_gets_one(store: RedisLeaseStore, key: str) -> None:
-    """For example after PERSIST by hand."""
     claim_request = make_claim_request(key, ttl=15.0)
     assert store.acquire(claim_request) == Acquired()
     repairs: tuple[Callable[[], bool], ...] = (
@@ -213,9 +201,6 @@ def test_our_own_lease_without_an_end_gets_one(store: RedisLeaseStore, key: str)
 
 
 def test_acquiring_again_never_shortens_a_longer_lease(store: RedisLeaseStore, key: str) -> None:
-    """For example a repeated request whose first try was executed, and its lease extended, long
-    ago.
-    """
     claim_request = make_claim_request(key, ttl=1.0)
     assert store.acquire(claim_request) == Acquired()
     assert store.renew([Renewal(key, claim_request.token, 600)]) == [RenewalResult.OURS]
@@ -227,7 +212,6 @@ def test_acquiring_again_never_shortens_a_longer_lease(store: RedisLeaseStore, k
 
 @pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "cooling:x"])
 def test_a_token_must_be_one_word(store: RedisLeaseStore, key: str, token: str) -> None:
-    """The token ends at the first space of the value, and must not look like a cooldown."""
     with pytest.raises(ValueError, match="owner token"):
         store.acquire(replace(make_claim_request(key), token=token))
 
@@ -236,10 +220,9 @@ def test_a_token_must_be_one_word(store: RedisLeaseStore, key: str, token: str) 
 
 
 @pytest.mark.parametrize("prefix", ["a*b", "a?", "[ab]", "a\\", "team:{x}", "ü"])
-def test_any_prefix_has_leases_and_gates_of_its_own(
+def test_any_prefix_has_its_own_leases_and_gates(
     open_store: OpenStore, prefix: str, key: str
 ) -> None:
-    """Special characters of SCAN patterns are escaped, and other prefixes are other stores."""
     store, other = open_store(prefix), open_store("aab")
     assert store.acquire(make_claim_request(key)) == Acquired()
     assert other.acquire(make_claim_request(key)) == Acquired()
@@ -252,7 +235,6 @@ def test_any_prefix_has_leases_and_gates_of_its_own(
 
 
 def test_all_keys_of_a_task_key_share_a_hash_tag(store: RedisLeaseStore, key: str) -> None:
-    """A cluster stores them on one node."""
     assert store.acquire(make_claim_request(key)) == Acquired()
     assert store.swap_mark(key, "waiter", None, "x", 5)
     found = {name.decode() for name in store._client.keys("*")}
@@ -267,7 +249,6 @@ def test_all_keys_of_a_task_key_share_a_hash_tag(store: RedisLeaseStore, key: st
 
 
 def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
-    """After SCRIPT FLUSH, or a failover, between any two steps."""
     claim_requests = [make_claim_request(fresh_key()) for _ in range(50)]
     for claim_request in claim_requests:
         assert store.acquire(claim_request) == Acquired()
@@ -289,10 +270,9 @@ def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
         assert step()
 
 
-def test_every_step_is_one_round_trip(
+def test_each_step_is_one_round_trip(
     leases_redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also fifty renewals."""
     store = RedisLeaseStore.from_url(leases_redis_url)
     claim_requests = [make_claim_request(fresh_key()) for _ in range(50)]
     for claim_request in claim_requests:
@@ -348,11 +328,7 @@ def fork_and_read(url: str, key: str) -> None:
 
 
 def test_a_forked_child_uses_the_store_it_inherited(leases_redis_url: str, key: str) -> None:
-    """Each process has its own connections, so no process reads the reply of another one.
-
-    A new process forks: in this one, apps of other tests have left Celery's fork hooks, and
-    Celery's Redis backend waits in such a hook for a reply that the parent may read.
-    """
+    """A new process forks: here, apps of other tests have left Celery's fork hooks."""
     spawn = multiprocessing.get_context("spawn")
     process = spawn.Process(target=fork_and_read, args=(leases_redis_url, key))
     process.start()

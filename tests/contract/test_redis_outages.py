@@ -89,7 +89,6 @@ def refusal(step: Callable[[], Any]) -> StoreUnavailable:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_an_unreachable_server_has_executed_nothing(step: str) -> None:
-    """A refused connection is reported at once, without a retry, with the name of the store."""
     port = free_port()
     store = RedisLeaseStore.from_url(f"redis://:{SECRET}@127.0.0.1:{port}/3", timeout=TIMEOUT)
     error = refusal(steps(store)[step])
@@ -98,7 +97,6 @@ def test_an_unreachable_server_has_executed_nothing(step: str) -> None:
 
 
 def test_a_name_that_does_not_resolve_and_a_socket_that_is_not_there_are_refusals() -> None:
-    """No command was sent."""
     for url in ("redis://no-such-host.invalid/0", "unix:///no/such.sock"):
         assert (
             refusal(steps(RedisLeaseStore.from_url(url, timeout=TIMEOUT))["acquire"]).executed
@@ -107,12 +105,10 @@ def test_a_name_that_does_not_resolve_and_a_socket_that_is_not_there_are_refusal
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_frozen_server_may_have_executed_the_command(
+def test_a_frozen_server_may_have_executed(
     server: RedisServer, store: RedisLeaseStore, step: str
 ) -> None:
-    """It is asked once, and the call waits no longer than the timeout, on an open connection and
-    on a new one.
-    """
+    """It is asked once, and the call waits for the timeout."""
     fresh = store.bounded(TIMEOUT)
     server.pause()
     try:
@@ -122,12 +118,9 @@ def test_a_frozen_server_may_have_executed_the_command(
         server.resume()
 
 
-def test_a_lease_acquired_by_a_frozen_server_belongs_to_its_token(
+def test_a_lease_of_a_frozen_server_is_its_tokens(
     server: RedisServer, store: RedisLeaseStore
 ) -> None:
-    """The server executes the command when it continues. The same token has the lease then, and
-    no other token gets it.
-    """
     claim_request = make_claim_request(fresh_key())
     server.pause()
     assert refusal(lambda: store.acquire(claim_request)).executed is None
@@ -142,10 +135,9 @@ def test_a_lease_acquired_by_a_frozen_server_belongs_to_its_token(
     assert store.release(claim_request.stored_key, claim_request.token)
 
 
-def test_a_server_that_dies_with_the_command_may_have_executed_it(
+def test_a_server_that_dies_may_have_executed(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection breaks after the command was sent."""
     store = RedisLeaseStore.from_url(server.url, timeout=20.0)
     assert store.holder("x") is None
     sent = threading.Event()
@@ -177,7 +169,6 @@ def test_a_server_that_dies_with_the_command_may_have_executed_it(
 
 
 def test_killed_connections_are_replaced(server: RedisServer, store: RedisLeaseStore) -> None:
-    """CLIENT KILL between two steps is not an outage."""
     key = fresh_key()
     claim_request = make_claim_request(key)
     assert store.acquire(claim_request) == Acquired()
@@ -187,12 +178,7 @@ def test_killed_connections_are_replaced(server: RedisServer, store: RedisLeaseS
         assert store.renew([Renewal(key, claim_request.token, 15.0)]) == [RenewalResult.OURS]
 
 
-def test_a_restarted_server_is_empty_and_counts_as_new(
-    server: RedisServer, store: RedisLeaseStore
-) -> None:
-    """A new request learns that a holder may be about to write its lease again, and leaves the
-    key to it.
-    """
+def test_a_restarted_server_counts_as_new(server: RedisServer, store: RedisLeaseStore) -> None:
     claim_request = make_claim_request(fresh_key())
     assert store.acquire(claim_request) == Acquired()
     server.kill()
@@ -210,10 +196,10 @@ def test_a_restarted_server_is_empty_and_counts_as_new(
     assert holder.token == claim_request.token
 
 
-def test_a_server_may_have_lost_leases_if_it_was_emptied_or_evicts_keys(
+def test_an_emptied_server_may_have_lost_leases(
     server: RedisServer, store: RedisLeaseStore
 ) -> None:
-    """One that never evicts keys any more has lost none that way."""
+    """Or one that evicts keys."""
     claim_request = make_claim_request(fresh_key())
     assert store.acquire(claim_request) == Acquired()
     key = claim_request.stored_key
@@ -234,10 +220,9 @@ def test_a_server_may_have_lost_leases_if_it_was_emptied_or_evicts_keys(
 # -- commands the server rejects -------------------------------------------------------------------
 
 
-def test_a_server_that_accepts_no_writes_has_executed_nothing(
+def test_a_server_that_cannot_write_executed_nothing(
     server: RedisServer, store: RedisLeaseStore
 ) -> None:
-    """The memory is full, the server is a replica, or it has too few replicas."""
     with redis.Redis.from_url(server.url) as admin:
         for option, wrong, right in (("maxmemory", 1, 0), ("min-replicas-to-write", 1, 0)):
             admin.config_set(option, wrong)
@@ -252,10 +237,9 @@ def test_a_server_that_accepts_no_writes_has_executed_nothing(
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_server_busy_with_a_script_has_executed_nothing(
+def test_a_busy_server_has_executed_nothing(
     server: RedisServer, store: RedisLeaseStore, step: str
 ) -> None:
-    """Another client's script runs endlessly."""
 
     def run_for_ever() -> None:
         with (
@@ -288,9 +272,6 @@ def test_a_server_busy_with_a_script_has_executed_nothing(
 
 
 def test_a_login_that_is_wrong_missing_or_not_allowed_is_a_refusal(server: RedisServer) -> None:
-    """No password, a wrong password, or a user without the right to run scripts. No password is
-    shown.
-    """
     port = server.port
     with redis.Redis.from_url(server.url) as admin:
         admin.acl_setuser(
@@ -314,10 +295,9 @@ def test_a_login_that_is_wrong_missing_or_not_allowed_is_a_refusal(server: Redis
             admin.config_set("requirepass", "")
 
 
-def test_one_lease_that_is_refused_does_not_fail_the_others(
+def test_one_refused_lease_does_not_fail_others(
     server: RedisServer, store: RedisLeaseStore
 ) -> None:
-    """The result of that lease is the error. If all leases are refused, the error is raised."""
     ours, theirs = make_claim_request(f"g:ours-{fresh_key()}"), make_claim_request(fresh_key())
     for claim_request in (ours, theirs):
         assert store.acquire(claim_request) == Acquired()
@@ -348,12 +328,9 @@ def test_one_lease_that_is_refused_does_not_fail_the_others(
 # -- bounds ----------------------------------------------------------------------------------------
 
 
-def test_a_bounded_store_has_connections_of_its_own(
+def test_a_bounded_store_has_its_own_connections(
     server: RedisServer, store: RedisLeaseStore
 ) -> None:
-    """It is the same store with other timeouts, and closing it closes no connection of the first
-    one.
-    """
     patient = RedisLeaseStore.from_url(server.url, timeout=30.0)
     hasty = patient.bounded(0.2)
     assert (hasty.name, hasty.prefix) == (patient.name, patient.prefix)

@@ -73,7 +73,6 @@ def replicated(sentinels: RedisSentinels) -> bool:
 def test_a_lease_survives_a_failover(
     sentinels: RedisSentinels, store: RedisLeaseStore, end: str
 ) -> None:
-    """Calls in between fail in time, and new requests learn that the server counts as new."""
     claim_request, other = make_claim_request(fresh_key()), make_claim_request(fresh_key())
     assert store.acquire(claim_request) == Acquired()
     wait_until(lambda: replicated(sentinels), 10, "the replica")
@@ -91,12 +90,9 @@ def test_a_lease_survives_a_failover(
         old.resume()
 
 
-def test_a_lease_that_was_not_replicated_is_missing(
+def test_a_lease_not_replicated_is_missing(
     sentinels: RedisSentinels, store: RedisLeaseStore
 ) -> None:
-    """The replica is disconnected, a lease is taken, and the primary dies. A new request learns
-    that the holder may need time.
-    """
     wait_until(lambda: replicated(sentinels), 10, "the replica")
     (replica,) = (server for server in sentinels.servers if server is not sentinels.primary)
     claim_request = make_claim_request(fresh_key(), ttl=60.0)
@@ -116,9 +112,7 @@ def test_a_lease_that_was_not_replicated_is_missing(
 def test_a_renewal_finds_the_new_primary_while_the_old_one_still_answers(
     sentinels: RedisSentinels, store: RedisLeaseStore
 ) -> None:
-    """The old primary was frozen and continues, and the Sentinels have not demoted it yet: it would
-    renew a lease that another attempt holds at the new primary.
-    """
+    """The Sentinels have not demoted the old one yet."""
     renewing = store.bounded(TIMEOUT)
     claim_request = make_claim_request(fresh_key(), ttl=60.0)
     assert renewing.acquire(claim_request) == Acquired()
@@ -140,10 +134,9 @@ def test_a_renewal_finds_the_new_primary_while_the_old_one_still_answers(
     renewing.close()
 
 
-def test_a_primary_that_steps_down_executes_nothing_more(
+def test_a_primary_that_steps_down_executes_nothing(
     sentinels: RedisSentinels, store: RedisLeaseStore
 ) -> None:
-    """Refused commands are reported as such, and the next call finds the new primary."""
     claim_request = make_claim_request(fresh_key())
     assert store.acquire(claim_request) == Acquired()
     wait_until(lambda: replicated(sentinels), 10, "the replica")
@@ -165,9 +158,6 @@ def test_a_primary_that_steps_down_executes_nothing_more(
 
 
 def test_sentinels_that_do_not_answer_are_skipped_in_time(sentinels: RedisSentinels) -> None:
-    """Two are frozen, one of which is asked first. Without any Sentinel nothing was executed,
-    and the error says so.
-    """
     for sentinel in sentinels.sentinels[:2]:
         sentinel.pause()
     store = RedisLeaseStore.from_url(sentinels.url, timeout=TIMEOUT)
@@ -183,7 +173,6 @@ def test_sentinels_that_do_not_answer_are_skipped_in_time(sentinels: RedisSentin
 
 
 def test_an_unknown_primary_is_reported_by_its_name(sentinels: RedisSentinels) -> None:
-    """The same holds for one that too few Sentinels monitor."""
     for wrong in (
         ("master_name=leases", "master_name=other"),
         ("/0?", "/0?min_other_sentinels=3&"),

@@ -43,7 +43,6 @@ def made_of(url: str, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("scheme", ["redis", "valkey", "rediss", "valkeys"])
 def test_servers_are_found_over_tcp(scheme: str) -> None:
-    """With and without TLS, with all parts of a URL or only some."""
     tls = scheme.endswith("ss") or scheme == "valkeys"
     assert made_of(f"{scheme}://") == {"host": "127.0.0.1", "port": 6379, "db": 0, "tls": tls}
     url = f"{scheme}://me:{SECRET}%40@Example.org:7000/3"
@@ -61,7 +60,6 @@ def test_servers_are_found_over_tcp(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", ["unix", "socket", "redis+socket", "valkey+socket"])
 @pytest.mark.parametrize("query", ["db", "virtual_host"])
 def test_servers_are_found_over_sockets(scheme: str, query: str) -> None:
-    """In the forms of redis-py and of kombu."""
     expected = {"path": "/run/redis.sock", "db": 3, "password": SECRET, "tls": False}
     assert (
         made_of(f"{scheme}://:{SECRET}@/run/redis.sock?{query}=3", socket_keepalive=True)
@@ -75,14 +73,12 @@ def test_servers_are_found_over_sockets(scheme: str, query: str) -> None:
 
 
 def test_the_query_may_name_the_database_and_the_login() -> None:
-    """As for redis-py."""
     found = made_of(f"redis://h/0?db=5&username=me&password={SECRET}")
     assert (found["db"], found["username"], found["password"]) == (5, "me", SECRET)
     assert made_of("redis://h?virtual_host=4")["db"] == 4
 
 
 def test_tls_is_configured_by_url_or_options() -> None:
-    """In the terms of kombu and of ``broker_use_ssl``."""
     found = made_of(
         "rediss://h?ssl_cert_reqs=CERT_NONE&ssl_ca_certs=/ca.pem&ssl_check_hostname=false"
     )
@@ -116,7 +112,6 @@ def test_transport_options_are_followed_where_they_matter() -> None:
 
 
 def test_a_credential_provider_replaces_the_password() -> None:
-    """An object, or the dotted name of its class."""
 
     class Provider(redis.CredentialProvider):
         def get_credentials(self) -> tuple[str]:
@@ -135,9 +130,6 @@ def test_a_credential_provider_replaces_the_password() -> None:
 
 
 def test_all_spellings_of_one_server_have_one_name() -> None:
-    """Different databases, prefixes, ports and hosts have different names. The name contains no
-    login.
-    """
 
     def name(url: str, prefix: str = "p", **options: Any) -> str:
         return RedisLeaseStore.from_url(url, prefix=prefix, options=options).name
@@ -183,7 +175,6 @@ def test_all_spellings_of_one_server_have_one_name() -> None:
     ],
 )
 def test_any_other_url_is_refused_without_its_password(url: str) -> None:
-    """With what to write instead."""
     with pytest.raises(LeaseConfigurationError) as caught:
         RedisLeaseStore.from_url(url)
     assert SECRET not in str(caught.value)
@@ -192,7 +183,6 @@ def test_any_other_url_is_refused_without_its_password(url: str) -> None:
 
 
 def test_sentinels_are_listed_as_for_kombu() -> None:
-    """The options or the URL name the primary. User, password and TLS are for Redis itself."""
     url = f"sentinel://me:{SECRET}@A;sentinel://b:7000/2"
     kwargs = {"password": "other", "ssl": True, "socket_timeout": 99, "retry_on_timeout": True}
     options = {
@@ -243,7 +233,6 @@ def test_sentinels_are_listed_as_for_kombu() -> None:
 
 
 def test_a_store_behind_sentinels_has_the_name_of_its_primary() -> None:
-    """The list of Sentinels may change."""
     spellings = [
         "sentinel://a;sentinel://b/2?master_name=m",
         f"sentinel://:{SECRET}@c:7/2?master_name=m",
@@ -256,7 +245,6 @@ def test_a_store_behind_sentinels_has_the_name_of_its_primary() -> None:
     "scheme", ["redis+cluster", "valkey+cluster", "rediss+cluster", "valkeys+cluster"]
 )
 def test_a_cluster_is_named_by_some_of_its_nodes(scheme: str) -> None:
-    """In any order, with commas or in kombu's form. All nodes are connected to in the same way."""
     spelled = (f"me:{SECRET}@b:7000,a", f"me:{SECRET}@a;{scheme}://me:{SECRET}@b:7000")
     for rest in spelled:
         store = RedisLeaseStore.from_url(f"{scheme}://{rest}", prefix="p", timeout=1.5)
@@ -277,13 +265,11 @@ def test_a_cluster_is_named_by_some_of_its_nodes(scheme: str) -> None:
 
 
 def test_no_password_shows_in_a_representation() -> None:
-    """Neither in that of the store, nor of its parts."""
     store = RedisLeaseStore.from_url(f"redis://me:{SECRET}@h:1/2")
     assert SECRET not in repr(store) + repr(vars(store)["_reopen"]) + store.name
 
 
 def test_the_name_of_a_store_with_many_nodes_fits_into_its_column() -> None:
-    """And names one store: another node, or another prefix, is another name."""
     nodes = [f"redis-node-{number}.cache.example.com:6379" for number in range(24)]
 
     def name(nodes: list[str], prefix: str = "celery_leases") -> str:

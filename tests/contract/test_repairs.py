@@ -67,7 +67,7 @@ def test_an_attempt_that_begins_while_an_operator_reads_is_not_changed(
     command: str,
     after: str,
 ) -> None:
-    """Its lease or its fence is noticed, the operator gets an error, and its outcome is written."""
+    """Its lease or its fence is noticed."""
     old = closed(
         sql_records,
         won(sql_records, make_claim_request(fresh_key()), DATABASE),
@@ -93,7 +93,6 @@ def test_an_attempt_that_begins_while_an_operator_reads_is_not_changed(
 def test_with_force_such_an_attempt_is_ended(
     client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """Also if another attempt has begun meanwhile."""
     old = closed(
         sql_records,
         won(sql_records, make_claim_request(fresh_key()), DATABASE),
@@ -117,9 +116,6 @@ def test_with_force_such_an_attempt_is_ended(
 def test_what_an_operator_found_is_resolved_and_nothing_that_came_later(
     client: LeaseClient, sql_records: SqlRecordStore, command: str, *, force: bool
 ) -> None:
-    """The row is uncertain again, but because of another attempt than the one that the operator
-    has read.
-    """
     old = uncertain(sql_records)
     found = client.status(old.stored_key)
     client.resolve(old.stored_key, "retry")
@@ -137,7 +133,6 @@ def test_what_an_operator_found_is_resolved_and_nothing_that_came_later(
 def test_a_key_that_ends_while_an_operator_reads_must_be_read_again(
     client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """The message shows the current state, because the operator has read another one."""
     old = closed(
         sql_records,
         won(sql_records, make_claim_request(fresh_key()), DATABASE),
@@ -166,9 +161,7 @@ def test_a_changed_record_has_the_retention_of_its_task(
     given: str | None,
     days: int,
 ) -> None:
-    """The last claim has stored the retention. The operator may give another one; without both
-    it is 7 days.
-    """
+    """The last claim has stored it; without any it is 7 days."""
     retention = own * DAY if own else None
     if command == "release":
         record = won(sql_records, make_claim_request(fresh_key(), retention=retention), DATABASE)
@@ -186,7 +179,6 @@ def test_a_changed_record_has_the_retention_of_its_task(
 def test_a_list_reads_no_more_rows_than_it_shows(
     client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only rows in the stored state are read, unless the state is not stored as such."""
     limits: list[int] = []
     find = sql_records.find
 

@@ -23,7 +23,6 @@ __all__ = ["server_url"]
 
 @pytest.mark.parametrize("schema", ["50%", "a  b", "a:b", "%(x)s", "now = 1", "{records}", "Ä`\"'"])
 def test_a_schema_of_any_name_keeps_records(server_url: str, schema: str) -> None:
-    """With a claim with and without a group, an effect, a renewal, an outcome, and a migration."""
     engine = engine_for(server_url)
     quoted = engine.dialect.identifier_preparer.quote_identifier(schema)
     with engine.connect() as connection:
@@ -58,7 +57,6 @@ def test_a_schema_of_any_name_keeps_records(server_url: str, schema: str) -> Non
 
 
 def test_the_printed_sql_makes_the_schema_and_may_be_run_again(server_url: str) -> None:
-    """By hand, by a user who may create schemas. Migrations find it then."""
     schema = "50% of leases"
     engine = engine_for(server_url)
     quoted = engine.dialect.identifier_preparer.quote_identifier(schema)
@@ -78,7 +76,6 @@ def test_the_printed_sql_makes_the_schema_and_may_be_run_again(server_url: str) 
 
 
 def test_a_schema_that_is_there_needs_no_right_to_make_one(leases_postgres_url: str) -> None:
-    """An administrator has created it; the user owns it, but may not create one."""
     admin = engine_for(leases_postgres_url)
     name = f"mover_{uuid4().hex[:8]}"
     with admin.connect() as connection:
@@ -101,6 +98,5 @@ def test_a_schema_that_is_there_needs_no_right_to_make_one(leases_postgres_url: 
 
 @pytest.mark.parametrize("schema", ["", "a\\b", "a\nb", "x" * 64, 7])
 def test_what_no_database_calls_a_schema_is_refused(schema: str) -> None:
-    """When the stores are opened. The error names the setting."""
     with pytest.raises(LeaseConfigurationError, match="leases_database_schema="):
         Tables(schema)

@@ -87,12 +87,10 @@ def waiting_for(
         yield threads, other
 
 
-def test_an_intent_waits_for_a_claim_that_is_being_committed_and_is_refused(
+def test_an_intent_waits_for_a_claim_and_is_refused(
     server_records: SqlRecordStore,
 ) -> None:
-    """The statement locks the row and reads the committed one. Without the lock it would read
-    the old row.
-    """
+    """Without the lock it would read the old row."""
     effects, key = effects_of(server_records), fresh_key()
     zombie = won(server_records, make_claim_request(key))
     claim = "UPDATE celery_leases_records SET fence = fence + 1, owner = 'successor'"
@@ -105,7 +103,6 @@ def test_an_intent_waits_for_a_claim_that_is_being_committed_and_is_refused(
 
 
 def test_an_intent_waits_for_a_renewal_and_is_accepted(server_records: SqlRecordStore) -> None:
-    """If the row is the lease, its own renewal must not count as a claim."""
     effects, record = (
         effects_of(server_records),
         won(server_records, make_claim_request(fresh_key())),
@@ -120,12 +117,9 @@ def test_an_intent_waits_for_a_renewal_and_is_accepted(server_records: SqlRecord
         assert isinstance(answer.result(10), Begun)
 
 
-def test_a_claim_waits_for_an_intent_that_is_being_committed(
+def test_a_claim_waits_for_an_uncommitted_intent(
     server_records: SqlRecordStore,
 ) -> None:
-    """No claim can happen between the check of the fence and the intent, so the successor finds
-    the intent.
-    """
     effects, key = effects_of(server_records), fresh_key()
     zombie = won(server_records, make_claim_request(key))
     theirs: list[Effect] = []
@@ -153,9 +147,6 @@ def test_a_claim_waits_for_an_intent_that_is_being_committed(
 def test_an_intent_does_not_wait_for_a_locked_row_for_ever(
     server_records: SqlRecordStore,
 ) -> None:
-    """A transaction is open, or a process is frozen in one. The error says that nothing was
-    written.
-    """
     effects, record = (
         effects_of(server_records),
         won(server_records, make_claim_request(fresh_key())),
@@ -170,10 +161,9 @@ def test_an_intent_does_not_wait_for_a_locked_row_for_ever(
     assert other.closed
 
 
-def test_an_intent_whose_reply_is_lost_with_its_connection_is_begun(
+def test_an_intent_whose_reply_is_lost_is_begun(
     sql_records: SqlRecordStore,
 ) -> None:
-    """The statement is repeated on a new connection, and finds its own row."""
     effects, record = effects_of(sql_records), won(sql_records, make_claim_request(fresh_key()))
     with reply_lost(effects):
         begun = sent(effects, record)
@@ -203,12 +193,9 @@ def reply_lost(effects: SqlEffectStore) -> Iterator[None]:
     assert lost
 
 
-def test_an_intent_that_was_withdrawn_before_it_could_be_read_is_begun(
+def test_an_intent_withdrawn_before_it_is_read_is_begun(
     sql_records: SqlRecordStore,
 ) -> None:
-    """An old attempt withdraws the intent between the two statements, which does not lose the
-    lease.
-    """
     effects, key = effects_of(sql_records), fresh_key()
     old = sent(effects, won(sql_records, make_claim_request(key)))
     record = won(sql_records, make_claim_request(key))
@@ -224,10 +211,9 @@ def test_an_intent_that_was_withdrawn_before_it_could_be_read_is_begun(
     assert begun.effect.fence == record.fence
 
 
-def test_a_reference_that_no_database_stores_is_left_out_and_is_no_outage(
+def test_a_reference_no_database_stores_is_left_out(
     postgres: SqlRecordStore,
 ) -> None:
-    """PostgreSQL does not store NUL. The effect has happened nevertheless."""
     effects, record = effects_of(postgres), won(postgres, make_claim_request(fresh_key()))
     assert effects.finish(sent(effects, record), '"kept"', "a\x00b")
     (found,) = effects.of_key(record)
@@ -235,7 +221,6 @@ def test_a_reference_that_no_database_stores_is_left_out_and_is_no_outage(
 
 
 def test_effects_are_kept_in_the_schema_of_the_records(leases_postgres_url: str) -> None:
-    """The setting is ``leases_database_schema``."""
     from celery_leases.stores.sql.schema import Tables
 
     engine = engine_for(leases_postgres_url)
@@ -251,12 +236,10 @@ def test_effects_are_kept_in_the_schema_of_the_records(leases_postgres_url: str)
     assert effects.forget_sent(later) == 0
 
 
-def test_a_transaction_that_has_written_to_sqlite_is_suspected(
+def test_a_transaction_that_wrote_to_sqlite_is_suspected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be the body's own, so waiting for it would never end. Nothing was written, and the
-    error says what to do.
-    """
+    """It may be the body's own."""
     monkeypatch.setattr(database, "BUSY_TIMEOUT", 0.1)
     records = SqlRecordStore(engine_for(f"sqlite:///{tmp_path}/records.db"))
     records.migrate()

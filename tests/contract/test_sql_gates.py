@@ -68,9 +68,6 @@ def finished(store: DatabaseLeaseStore, key: str, state: State = State.DONE, **m
 
 
 def test_an_open_gate_costs_no_statement(store: DatabaseLeaseStore) -> None:
-    """The statement that reads the row also reads the gate. A probe takes its slot before it
-    claims.
-    """
     closed(store, "closed", 60.0)
     half_open(store, GROUP)
     at_once = store.database.engine.dialect.name == "postgresql"
@@ -107,7 +104,6 @@ def test_an_open_gate_costs_no_statement(store: DatabaseLeaseStore) -> None:
 def test_a_gate_is_closed_even_if_its_history_cannot_be_written(
     store: DatabaseLeaseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The history is only for operators. Without it the closing is not shown."""
 
     def fails(*_: Any) -> Any:
         raise StoreUnavailable("no answer")
@@ -125,7 +121,6 @@ def test_a_gate_is_closed_even_if_its_history_cannot_be_written(
 
 
 def test_closings_are_remembered_for_a_month_after_the_last(store: DatabaseLeaseStore) -> None:
-    """It is not purged earlier, and is purged then."""
     closed(store, GROUP, 60.0)
     store.open_gate(GROUP)
     store.records.purge(100)
@@ -154,12 +149,9 @@ def shut_by_probe(store: DatabaseLeaseStore, group: str) -> None:
 
 @pytest.mark.parametrize("shutting", [shut_by_time, shut_by_probe])
 @pytest.mark.parametrize("state", [State.DONE, State.FAILED, State.PENDING, State.COOLING])
-def test_a_refusal_by_the_gate_contains_the_record(
+def test_a_refusal_by_the_gate_has_the_record(
     store: DatabaseLeaseStore, shutting: Shutting, state: State
 ) -> None:
-    """In every state: the result of a done record is returned at a closed gate too. Nothing is
-    written.
-    """
     key = fresh_key()
     done = finished(
         store, key, state, result='"a"', retry_after=60.0 if state is State.COOLING else None
@@ -174,10 +166,9 @@ def test_a_refusal_by_the_gate_contains_the_record(
 
 
 @pytest.mark.parametrize("shutting", [shut_by_time, shut_by_probe])
-def test_the_holder_is_shown_at_a_closed_gate_too(
+def test_the_holder_is_shown_at_a_closed_gate(
     store: DatabaseLeaseStore, shutting: Shutting
 ) -> None:
-    """In the record of the answer."""
     claim_request = make_claim_request(fresh_key(), group=GROUP)
     assert isinstance(store.acquire(claim_request), Claimed)
     shutting(store, GROUP)
@@ -201,10 +192,9 @@ def test_the_holder_is_shown_at_a_closed_gate_too(
         (State.RUNNING, {}),
     ],
 )
-def test_a_record_that_refuses_takes_no_slot(
+def test_a_refusing_record_takes_no_slot(
     store: DatabaseLeaseStore, state: State, more: dict[str, Any]
 ) -> None:
-    """At a half-open gate the record refuses the claim, and nothing is written to find that out."""
     key = fresh_key()
     if state is State.RUNNING:
         store.acquire(make_claim_request(key))
@@ -222,7 +212,6 @@ def test_a_record_that_refuses_takes_no_slot(
 
 
 def test_a_record_with_other_arguments_takes_no_slot(store: DatabaseLeaseStore) -> None:
-    """All reasons of the record to refuse are checked before the slot is taken."""
     claim_request = make_claim_request(fresh_key(), fingerprint="v1:a")
     settled(
         store.records, won(store.records, claim_request, DATABASE), State.PENDING, ended=Ended.LOST
@@ -238,10 +227,9 @@ def test_a_record_with_other_arguments_takes_no_slot(store: DatabaseLeaseStore) 
     assert found(store, GROUP).probe is None
 
 
-def test_a_slot_is_given_back_if_the_claim_fails(
+def test_a_slot_is_returned_if_the_claim_fails(
     store: DatabaseLeaseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The row changes between each read and the following write."""
     key = fresh_key()
     finished(store, key, State.PENDING)
     half_open(store, GROUP)
@@ -257,10 +245,7 @@ def test_a_slot_is_given_back_if_the_claim_fails(
     ("rerun", "state"),
     [(True, State.DONE), (True, State.FAILED), (False, State.RUNNING), (False, State.PENDING)],
 )
-def test_a_record_that_may_be_taken_over_is_probed(
-    store: DatabaseLeaseStore, rerun: bool, state: State
-) -> None:
-    """Another call of a ``rerun`` task, the next attempt after a crash, and a retry that is due."""
+def test_a_row_to_take_over_is_probed(store: DatabaseLeaseStore, rerun: bool, state: State) -> None:
     key = fresh_key()
     claim_request = make_claim_request(key)
     if state is State.RUNNING:
@@ -276,17 +261,15 @@ def test_a_record_that_may_be_taken_over_is_probed(
 
 
 def test_an_expired_row_is_probed(store: DatabaseLeaseStore) -> None:
-    """It counts as absent."""
     key = fresh_key()
     finished(store, key, State.DONE, retention=0.0)
     half_open(store, GROUP)
     assert probing(store.acquire(make_claim_request(key, group=GROUP)))
 
 
-def test_a_probe_whose_claim_was_never_made_is_the_probe_when_it_asks_again(
+def test_a_probe_that_never_claimed_is_the_probe_again(
     store: DatabaseLeaseStore,
 ) -> None:
-    """The database became unavailable between slot and claim."""
     half_open(store, GROUP)
     claim_request = make_claim_request(fresh_key(), group=GROUP)
     assert store.take_probe(GROUP, claim_request.token, 15.0)
@@ -297,9 +280,6 @@ def test_a_probe_whose_claim_was_never_made_is_the_probe_when_it_asks_again(
 
 
 def test_an_expired_slot_admits_no_request(store: DatabaseLeaseStore) -> None:
-    """Not even its former holder, which must take the slot again, because another token may have
-    it.
-    """
     half_open(store, GROUP)
     claim_request = make_claim_request(fresh_key(), group=GROUP)
     assert store.take_probe(GROUP, claim_request.token, 0.01)
@@ -308,10 +288,9 @@ def test_an_expired_slot_admits_no_request(store: DatabaseLeaseStore) -> None:
     assert found(store, GROUP).probe == claim_request.token
 
 
-def test_a_slot_at_a_gate_that_was_closed_meanwhile_is_given_back(
+def test_a_slot_at_a_gate_closed_meanwhile_is_given_back(
     store: DatabaseLeaseStore,
 ) -> None:
-    """A late failure closed the gate between slot and claim."""
     half_open(store, GROUP)
     claim_request = make_claim_request(fresh_key(), group=GROUP)
     assert store.take_probe(GROUP, claim_request.token, 15.0)
@@ -323,7 +302,6 @@ def test_a_slot_at_a_gate_that_was_closed_meanwhile_is_given_back(
 
 
 def test_leases_are_renewed_even_if_their_slots_cannot_be(store: DatabaseLeaseStore) -> None:
-    """Even if the table of gates does not exist."""
     claim_request = make_claim_request(fresh_key())
     store.acquire(claim_request)
     with store.database.engine.connect() as connection:
@@ -337,7 +315,6 @@ def test_leases_are_renewed_even_if_their_slots_cannot_be(store: DatabaseLeaseSt
 
 
 def test_a_gate_is_forgotten_after_a_quiet_time(store: DatabaseLeaseStore) -> None:
-    """It counts as open, the next failure counts as the first, and it is purged."""
     closed(store, GROUP, 60.0)
     for forgotten in (
         lambda: closed(store, GROUP, 60.0).trips == 1,
@@ -360,7 +337,6 @@ def test_a_gate_is_forgotten_after_a_quiet_time(store: DatabaseLeaseStore) -> No
 
 
 def test_a_closing_with_a_shorter_memory_shortens_nothing(store: DatabaseLeaseStore) -> None:
-    """Tasks of one group may have different policies. The longest time counts."""
     long = CooldownPolicy(60, 2, 30 * 86_400, 0)
     closed(store, GROUP, 60.0, policy=long)
     closed(store, GROUP, 120.0)
@@ -372,7 +348,6 @@ def test_a_closing_with_a_shorter_memory_shortens_nothing(store: DatabaseLeaseSt
 
 
 def test_a_gate_is_purged_no_sooner(store: DatabaseLeaseStore) -> None:
-    """Neither a closed nor a half-open gate."""
     half_open(store, GROUP)
     closed(store, "closed", 60.0)
     store.records.purge(10)

@@ -69,12 +69,10 @@ class TestMarks(MarkStoreContract):
         return DatabaseLeaseStore(sql_records)
 
 
-def test_of_many_claims_of_an_absent_row_at_once_one_wins_and_the_others_say_so(
+def test_of_many_claims_of_an_absent_row_one_wins(
     sql_records: SqlRecordStore,
 ) -> None:
-    """On PostgreSQL the snapshots of the others may not have the row. Then their answer has no
-    row, and they do not win.
-    """
+    """The snapshots of the others may not have the row."""
     for _ in range(20):
         key = fresh_key()
         together = threading.Barrier(8)
@@ -88,12 +86,10 @@ def test_of_many_claims_of_an_absent_row_at_once_one_wins_and_the_others_say_so(
         assert sum(isinstance(answer, Won) for answer in claims) == 1
 
 
-def test_a_claim_that_waited_for_a_row_lock_answers_with_what_was_committed(
+def test_a_claim_that_waited_answers_with_what_was_committed(
     server_records: SqlRecordStore,
 ) -> None:
-    """PostgreSQL checks the condition again on the newest row, but returns the row of the
-    statement's snapshot.
-    """
+    """PostgreSQL returns the snapshot's row."""
     records = server_records
     claim_request = make_claim_request(fresh_key())
     record = won(records, claim_request)
@@ -111,12 +107,7 @@ def test_a_claim_that_waited_for_a_row_lock_answers_with_what_was_committed(
 
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.DONE])
-def test_a_claim_that_is_refused_waits_for_no_lock(
-    sql_records: SqlRecordStore, state: State
-) -> None:
-    """Neither for the row, which a transaction of its holder may have locked, nor for a writer
-    of SQLite.
-    """
+def test_a_refused_claim_waits_for_no_lock(sql_records: SqlRecordStore, state: State) -> None:
     record = won(sql_records, make_claim_request(fresh_key()), "database")
     if state is State.DONE:
         closed(sql_records, record, state, result="1")
@@ -155,7 +146,6 @@ def before_the_write(
 def test_a_claim_whose_row_keeps_changing_is_refused_in_the_end(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has read the row that often, and has written nothing."""
     record = closed(
         sql_records,
         won(sql_records, make_claim_request(fresh_key())),
@@ -183,7 +173,6 @@ def test_a_claim_whose_row_keeps_changing_is_refused_in_the_end(
 def test_a_change_between_the_read_and_the_write_of_a_claim_counts(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, happens: str
 ) -> None:
-    """The claim reads again, and is decided by the new row."""
     leases = DatabaseLeaseStore(sql_records)
     first = make_claim_request(fresh_key(), ttl=0.001)
     record, key = won(sql_records, first, "database"), first.stored_key
@@ -223,12 +212,10 @@ def test_a_change_between_the_read_and_the_write_of_a_claim_counts(
     assert len(seen) == (2 if happens in ("released", "forgotten") else 1)
 
 
-def test_an_expired_lease_in_a_row_is_taken_only_if_the_database_was_available(
+def test_an_expired_lease_is_taken_if_the_database_was_there(
     database_url: str,
 ) -> None:
-    """A process that has just made its first claim does not know whether the database was
-    available to the holder.
-    """
+    """A new process does not know that."""
     holder, rival = (DatabaseLeaseStore(SqlRecordStore(engine_for(database_url))) for _ in range(2))
     holder.records.migrate()
     rival.records.availability.grace = 0.6
@@ -249,10 +236,7 @@ def test_an_expired_lease_in_a_row_is_taken_only_if_the_database_was_available(
 def test_a_claim_that_is_executed_late_takes_no_expired_lease(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    """A database that was frozen executes the statements of holders and other processes in any
-    order. A third of the row's ttl is added for the transport; a live holder has twice as much
-    left.
-    """
+    """A third of the row's ttl is added for the transport; a holder has twice as much left."""
     leases, key = DatabaseLeaseStore(sql_records), fresh_key()
     assert acquired(leases.acquire(make_claim_request(key, ttl=0.9)))
     wait_until(lambda: leases.holder(key) is None, 10, "the lease to end")
@@ -266,7 +250,6 @@ def test_a_claim_that_is_executed_late_takes_no_expired_lease(
 def test_all_processes_read_the_same_identity_of_a_database(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With any URL, and however many processes read it first. A purge does not delete it."""
     with sql_records.database.engine.connect() as connection:
         connection.execute(text("DELETE FROM celery_leases_marks"))
     stores = [
@@ -298,7 +281,6 @@ def test_a_settled_outcome_whose_reply_was_lost_counts_as_written(
 
 
 def test_the_settled_row_is_the_cooldown(sql_records: SqlRecordStore) -> None:
-    """There is no cooldown to start or end, and a renewal does not match the row."""
     leases = DatabaseLeaseStore(sql_records)
     key = fresh_key()
     record = won(sql_records, make_claim_request(key), leases.name)
@@ -311,7 +293,6 @@ def test_the_settled_row_is_the_cooldown(sql_records: SqlRecordStore) -> None:
 
 
 def test_a_connection_that_died_is_replaced_within_the_call(server_records: SqlRecordStore) -> None:
-    """The server was restarted while the pool was idle. No task notices it."""
     record = won(server_records, make_claim_request(fresh_key()))
     assert end_other_connections(
         SqlRecordStore(engine_for(str(server_records.database.engine.url)))
@@ -346,18 +327,12 @@ assert client.status("x", task="t").state == "absent"
 
 @pytest.mark.parametrize("how", ["with hooks", "without hooks"])
 def test_a_client_used_before_a_fork_may_be_used_after_it(server_url: str, how: str) -> None:
-    """For example in a web server that loads the application before it forks, in Python or in C. No
-    connection is shared by two processes.
-
-    The process that forks has no other threads: without Python's hooks, a child may wait for ever
-    for one that had asked for the interpreter's lock.
-    """
+    """The process that forks has no other threads."""
     command = [sys.executable, "-c", FORKS, server_url, how]
     subprocess.run(command, check=True, timeout=60)
 
 
 def test_a_database_without_tables_stops_with_the_command_to_run(server_url: str) -> None:
-    """An operator creates the tables, except on SQLite."""
     records = SqlRecordStore(engine_for(server_url))
     with pytest.raises(SchemaOutdated, match="leases migrate"):
         records.check()
@@ -367,9 +342,6 @@ def test_a_database_without_tables_stops_with_the_command_to_run(server_url: str
 
 
 def test_tables_of_a_later_version_are_refused_and_named(sql_records: SqlRecordStore) -> None:
-    """The message has all versions, and the release to install. ``leases migrate`` reports the
-    same.
-    """
     with sql_records.database.engine.connect() as connection:
         connection.execute(text("UPDATE celery_leases_version SET version = 99, made_by = '9.9'"))
     for refuses in (sql_records.check, sql_records.migrate):
@@ -380,7 +352,6 @@ def test_tables_of_a_later_version_are_refused_and_named(sql_records: SqlRecordS
 
 
 def test_the_printed_sql_makes_the_tables_that_migrate_makes(server_url: str) -> None:
-    """An operator may run it by hand, also twice, and migrate afterwards."""
     records = SqlRecordStore(engine_for(server_url))
     with records.database.engine.connect() as connection:
         for statement in 2 * records.tables.ddl(records.database.engine).strip().removesuffix(
@@ -393,7 +364,6 @@ def test_the_printed_sql_makes_the_tables_that_migrate_makes(server_url: str) ->
 
 
 def test_many_processes_may_make_the_tables_of_one_database(database_url: str) -> None:
-    """Workers that start at the same time do not disturb each other, nor do operators."""
     stores = [SqlRecordStore(engine_for(database_url)) for _ in range(8)]
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda store: store.migrate(), stores))
@@ -402,7 +372,6 @@ def test_many_processes_may_make_the_tables_of_one_database(database_url: str) -
 
 @pytest.mark.parametrize("scheme", ["postgresql+psycopg", "mysql+pymysql", "mariadb+pymysql"])
 def test_an_unavailable_database_is_reported_without_its_password(scheme: str) -> None:
-    """The error is neither SQLAlchemy's nor the driver's."""
     records = SqlRecordStore(engine_for(f"{scheme}://me:secret@127.0.0.1:1/x?connect_timeout=2"))
     for call in (
         lambda: records.read("t:x|y"),
@@ -425,6 +394,5 @@ def test_an_unavailable_database_is_reported_without_its_password(scheme: str) -
     ],
 )
 def test_a_database_that_cannot_hold_records_is_refused_with_what_to_write(url: str) -> None:
-    """At once, and not by the first task."""
     with pytest.raises(LeaseConfigurationError, match="leases_database_url"):
         engine_for(url)

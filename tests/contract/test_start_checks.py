@@ -136,9 +136,7 @@ def granted(owner: Engine, name: str, statements: str) -> str:
 
 
 def test_the_rights_that_are_documented_are_enough(app: Celery, owner: Engine) -> None:
-    """For everything that workers and clients do. A transaction of the user's needs fewer
-    rights.
-    """
+    """For everything that workers and clients do."""
     on_postgres, on_mysql = blocks(section(page("databases"), "Rights"), "sql")
     mysql = owner.dialect.name != "postgresql"
     url = granted(owner, "worker_" + str(owner.url.database), on_mysql if mysql else on_postgres)
@@ -179,7 +177,6 @@ def test_the_rights_that_are_documented_are_enough(app: Celery, owner: Engine) -
 
 
 def test_the_rights_for_migrations_that_are_documented_are_enough(leases_mariadb_url: str) -> None:
-    """For creating the tables, and for a later version with another column and index."""
     asked = (
         section(page("databases"), "Rights").partition("a user with ")[2].partition(" beside")[0]
     )
@@ -198,16 +195,12 @@ def test_the_rights_for_migrations_that_are_documented_are_enough(leases_mariadb
 
 @pytest.mark.parametrize("rights", ["SELECT", "SELECT, INSERT, UPDATE", "SELECT, UPDATE, DELETE"])
 def test_a_user_who_may_not_write_stops_the_worker(app: Celery, owner: Engine, rights: str) -> None:
-    """The error names the missing rights."""
     said = refusal(app, leases_url="database", leases_database_url=a_user(owner, rights=rights))
     assert "SELECT, INSERT, UPDATE and DELETE on celery_leases_records" in said
     assert PASSWORD not in said
 
 
-def test_a_role_whose_transactions_are_read_only_stops_the_worker(
-    app: Celery, leases_postgres_url: str
-) -> None:
-    """Its statements would always fail."""
+def test_a_read_only_role_stops_the_worker(app: Celery, leases_postgres_url: str) -> None:
     owner = migrated(leases_postgres_url)
     url = a_user(owner, rights="ALL")
     with owner.connect() as connection:
@@ -221,7 +214,6 @@ def test_a_role_whose_transactions_are_read_only_stops_the_worker(
 
 @pytest.mark.parametrize("table", TABLES)
 def test_a_column_that_is_missing_stops_the_worker(app: Celery, owner: Engine, table: str) -> None:
-    """All columns of each table are checked."""
     with owner.connect() as connection:
         column = {"records": "reason", "effects": "reference", "marks": "value", "gates": "why"}[
             table
@@ -241,7 +233,6 @@ def test_a_sqlite_file_that_has_another_form_stops_the_worker(app: Celery, tmp_p
 
 
 def test_a_sqlite_file_that_another_process_writes_does_not(app: Celery, tmp_path: Path) -> None:
-    """The lock is temporary, so the worker starts with a warning."""
     url = f"sqlite:///{tmp_path / 'records.db'}"
     migrated(url)
     other = create_engine(url)
@@ -251,10 +242,10 @@ def test_a_sqlite_file_that_another_process_writes_does_not(app: Celery, tmp_pat
         connection.exec_driver_sql("ROLLBACK")
 
 
-def test_rights_that_are_enough_say_nothing(
+def test_enough_rights_say_nothing(
     app: Celery, owner: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The checks write nothing but the mark that identifies the database."""
+    """The checks write nothing but the mark of the database."""
     url = a_user(owner, rights="SELECT, INSERT, UPDATE, DELETE")
     started(app, leases_url="database", leases_database_url=url)
     assert not caplog.records
@@ -265,7 +256,6 @@ def test_rights_that_are_enough_say_nothing(
 
 
 def test_a_web_process_may_ask_with_the_right_to_read_alone(owner: Engine) -> None:
-    """Also before the first worker."""
     with closing(LeaseClient("database", a_user(owner))) as leases:
         assert leases.status("c:1", task="checked.send").state == "absent"
 
@@ -278,9 +268,7 @@ def test_a_worker_starts_on_tables_that_are_in_use(
     caplog: pytest.LogCaptureFixture,
     server: str,
 ) -> None:
-    """The checks lock no row, not even the mark that identifies the database, which is stored
-    under an empty key.
-    """
+    """The checks lock no row, not even the mark that identifies the database."""
     url = (
         f"sqlite:///{tmp_path / 'r.db'}"
         if server == "sqlite"
@@ -325,7 +313,6 @@ def in_redis(app: Celery, server: RedisServer, tmp_path: Path) -> Callable[..., 
 def test_a_user_of_the_lease_store_without_its_rights_stops_the_worker(
     app: Celery, server: RedisServer, in_redis: Callable[..., dict[str, Any]], missing: str
 ) -> None:
-    """The error has the rules of ACL SETUSER that are needed."""
     with redis.Redis.from_url(server.url) as admin:
         admin.script_flush()
     words = [
@@ -338,7 +325,7 @@ def test_a_user_of_the_lease_store_without_its_rights_stops_the_worker(
     assert PASSWORD not in said
 
 
-def test_a_wrong_password_of_the_lease_store_stops_the_worker(
+def test_a_wrong_lease_store_password_stops(
     app: Celery, in_redis: Callable[..., dict[str, Any]]
 ) -> None:
     conf = in_redis("+@all", "~*")
@@ -347,7 +334,6 @@ def test_a_wrong_password_of_the_lease_store_stops_the_worker(
 
 
 def test_a_server_without_scripts_stops_the_worker(app: Celery, tmp_path: Path) -> None:
-    """A proxy, or a server with a renamed command."""
     with RedisServer(options=("--rename-command", "EVALSHA", "")) as bare:
         said = refusal(
             app, leases_url=bare.url, leases_database_url=f"sqlite:///{tmp_path / 'records.db'}"
@@ -367,7 +353,7 @@ def test_a_lease_store_that_evicts_is_a_warning(
     words: tuple[str, ...],
     warned: bool,
 ) -> None:
-    """The policy is read by INFO or CONFIG. If the user may call neither, there is no warning."""
+    """The policy is read by INFO or CONFIG."""
     with redis.Redis.from_url(server.url) as admin:
         admin.config_set("maxmemory-policy", "allkeys-lru")
         try:
@@ -381,10 +367,7 @@ def test_a_lease_store_that_evicts_is_a_warning(
     ] == ([(True, True)] if warned else [])
 
 
-def test_stores_that_do_not_answer_are_warnings(
-    app: Celery, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A worker may start before its servers."""
+def test_stores_that_are_silent_are_warnings(app: Celery, caplog: pytest.LogCaptureFixture) -> None:
     nowhere = "127.0.0.1:9"
     started(
         app,
@@ -402,7 +385,6 @@ def test_stores_that_do_not_answer_are_warnings(
 def test_options_on_a_task_without_a_lease_are_a_warning(
     app: Celery, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Task and options are named. There is also a warning for a worker without leased tasks."""
     monkeypatch.setattr(_state, "_on_app_finalizers", set())  # shared tasks of other tests
     bare = Celery("bare", broker="memory://", set_as_current=False)
 
@@ -437,7 +419,6 @@ def test_a_redis_broker_without_a_visibility_timeout_is_a_warning(
     options: dict[str, Any],
     expected: str | None,
 ) -> None:
-    """With the two numbers from which it follows, and the lines to write."""
     database = f"sqlite:///{tmp_path / 'records.db'}"
     started(
         app, broker_url=server.url, broker_transport_options=options, leases_database_url=database

@@ -83,9 +83,6 @@ def on_cursors(database: Database) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("records", DRIVERS, indirect=True)
 def test_a_repeated_statement_returns_what_sqlalchemy_returned(records: SqlRecordStore) -> None:
-    """SQLAlchemy executes it the first time, the driver the other times: with % and : in texts,
-    numbers, NULLs, and booleans.
-    """
     key = fresh_key() + "50%s :x 'ä'"
     closed(
         records,
@@ -123,9 +120,7 @@ def test_a_repeated_statement_returns_what_sqlalchemy_returned(records: SqlRecor
 
 @pytest.mark.parametrize("records", DRIVERS, indirect=True)
 def test_a_repeated_write_counts_the_rows_it_touches(records: SqlRecordStore) -> None:
-    """Matched rows count, also if nothing changes in them. An insert whose key exists counts
-    none.
-    """
+    """Matched rows count. An insert whose key exists counts none."""
     record, database = won(records, make_claim_request(fresh_key())), records.database
     table = records.tables.records
     same = (
@@ -142,12 +137,9 @@ def test_a_repeated_write_counts_the_rows_it_touches(records: SqlRecordStore) ->
         assert marks.mark(record.stored_key, value) == value
 
 
-def test_a_statement_of_one_call_is_not_compiled_and_neither_is_one_with_in(
+def test_a_statement_of_one_call_or_with_in_is_not_compiled(
     server_records: SqlRecordStore,
 ) -> None:
-    """A statement that is built for a call is not compiled, and neither is one with IN, whose
-    text depends on the number of values.
-    """
     database, table = server_records.database, server_records.tables.records
     many = select(table.c.stored_key).where(
         table.c.stored_key.in_(bindparam("keys", expanding=True))
@@ -174,12 +166,10 @@ def idle_connection(database: Database) -> Any:
 
 
 @pytest.mark.parametrize("records", ["postgresql+psycopg"], indirect=True)
-def test_a_statement_has_one_cursor_on_a_connection_until_it_is_gone(
+def test_a_statement_has_one_cursor_on_a_connection(
     records: SqlRecordStore,
 ) -> None:
-    """Psycopg looks up all converters again for another cursor. Neither a new connection nor a
-    statement that was executed a few times keeps a cursor of before.
-    """
+    """Psycopg looks up all converters for another cursor."""
     database = records.database
     statements = [select((bindparam("number", type_=Integer) * 2).label("doubled"))]
 
@@ -210,7 +200,6 @@ def test_a_statement_has_one_cursor_on_a_connection_until_it_is_gone(
 def test_a_first_success_leaves_the_row_that_a_longer_statement_leaves(
     records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own statement writes only the columns that change."""
     left = []
     for short in (True, False):
         record = won(records, make_claim_request(fresh_key(), retention=3600.0))
@@ -231,12 +220,9 @@ def test_a_first_success_leaves_the_row_that_a_longer_statement_leaves(
     assert (left[0]["state"], left[0]["result"]) == ("done", '"x"')
 
 
-def test_a_column_that_a_table_gets_under_a_running_worker_disturbs_nothing(
+def test_a_new_column_under_a_running_worker_disturbs_nothing(
     server_records: SqlRecordStore,
 ) -> None:
-    """PostgreSQL refuses to execute a statement that was prepared for other columns, on each
-    connection that has prepared it.
-    """
     records, record = server_records, won(server_records, make_claim_request(fresh_key()))
     for _ in range(8):  # psycopg prepares a statement that is executed often
         before = row(records, record.stored_key)
@@ -297,7 +283,6 @@ def slow(records: SqlRecordStore) -> Executable:
 def test_an_exception_during_a_statement_leaves_no_half_read_connection(
     records: SqlRecordStore, error: type[BaseException], compiled: bool
 ) -> None:
-    """The next statement gets its own reply at once, and no other connection was closed."""
     database, statement = records.database, slow(records)
     if compiled:
         database.first(statement, {"span": 0})
@@ -322,9 +307,6 @@ def pooled(records: SqlRecordStore, number: int) -> None:
 
 @pytest.mark.parametrize("records", ON_SERVERS, indirect=True)
 def test_a_server_that_has_restarted_costs_one_repetition(records: SqlRecordStore) -> None:
-    """All connections of the pool are dead. After the first is found, no other dead one is
-    tried.
-    """
     record = won(records, make_claim_request(fresh_key()))
     row(records, record.stored_key)
     pooled(records, 5)
@@ -340,10 +322,9 @@ def test_a_server_that_has_restarted_costs_one_repetition(records: SqlRecordStor
 
 
 @pytest.mark.parametrize("records", DRIVERS, indirect=True)
-def test_a_key_that_exists_is_an_error_for_a_statement_that_does_not_expect_it(
+def test_an_unexpected_key_that_exists_is_an_error(
     records: SqlRecordStore,
 ) -> None:
-    """On a cursor too."""
     values = {name.key: name.key for name in records.tables.marks.c} | {"expires_at": 1}
     add = insert(records.tables.marks).values({name: bindparam(name) for name in values})
     records.database.count(add, values)
@@ -354,7 +335,6 @@ def test_a_key_that_exists_is_an_error_for_a_statement_that_does_not_expect_it(
 
 @pytest.mark.parametrize("records", DRIVERS, indirect=True)
 def test_a_refused_value_costs_no_connection(records: SqlRecordStore) -> None:
-    """The value was not sent, or the server has refused it."""
     records.read("x")
     used = []
     for _ in range(3):
@@ -370,9 +350,6 @@ def test_a_refused_value_costs_no_connection(records: SqlRecordStore) -> None:
 
 @pytest.mark.parametrize("records", DRIVERS, indirect=True)
 def test_an_error_leaves_its_connection_in_the_pool(records: SqlRecordStore) -> None:
-    """The number of connections is unchanged, and the error is that of the database, without
-    texts of SQLAlchemy.
-    """
     gone = text("SELECT * FROM nowhere").columns(column("x"))
     records.database.first(records._select_any_expired, {})
     compiled = records.database._statements._compile(gone)
@@ -386,7 +363,6 @@ def test_an_error_leaves_its_connection_in_the_pool(records: SqlRecordStore) -> 
 
 
 def test_threads_share_the_statements_and_no_connection(server_records: SqlRecordStore) -> None:
-    """Each thread gets its own results."""
     keys = [won(server_records, make_claim_request(fresh_key())).stored_key for _ in range(4)]
     wrong: list[str] = []
 

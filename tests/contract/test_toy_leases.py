@@ -38,7 +38,6 @@ class TestToyLeases(SeparateLeaseStoreContract, GateStoreContract, MarkStoreCont
     def test_its_groups_have_no_closings(
         self, store: SeparateLeaseStore, group: str, tmp_path: Path
     ) -> None:
-        """It is no ``ClosingStore``, and everything else is shown."""
         with migrated(f"sqlite:///{tmp_path / 'r.db'}") as records:
             client = LeaseClient.on(store, records)
             client.close_group(group, "5m")

@@ -71,7 +71,6 @@ def held(url: str) -> Callable[[], object]:
     ids=["postgresql", "mysql", "redis", "sentinel", "cluster"],
 )
 def test_connecting(made: Callable[[str], Callable[[], object]], url: str, silent: int) -> None:
-    """The server accepts the connection, and sends no greeting."""
     step = made(url.format(port=silent))
     with limited(), pytest.raises(StoreUnavailable):
         step()
@@ -79,7 +78,6 @@ def test_connecting(made: Callable[[str], Callable[[], object]], url: str, silen
 
 @pytest.mark.parametrize("server", ["leases_postgres", "leases_mariadb"])
 def test_a_statement(request: pytest.FixtureRequest, server: str) -> None:
-    """On an open connection, to a server that was frozen since."""
     running: PostgresServer | MariaServer = request.getfixturevalue(server)
     records = SqlRecordStore(engine_for(running.new_database()))
     records.migrate()
@@ -95,7 +93,7 @@ def test_a_statement(request: pytest.FixtureRequest, server: str) -> None:
 
 
 def test_a_command(leases_redis: RedisServer, leases_redis_url: str) -> None:
-    """As a statement. Afterwards the connection has its own timeout again."""
+    """Afterwards the connection has its own timeout again."""
     ask = held(leases_redis_url)
     ask()
     leases_redis.pause()
@@ -108,7 +106,6 @@ def test_a_command(leases_redis: RedisServer, leases_redis_url: str) -> None:
 
 
 def test_another_writer_of_sqlite(tmp_path: Path) -> None:
-    """A transaction of another connection writes."""
     engine = engine_for(f"sqlite:///{tmp_path}/records.db")
     records, other = SqlRecordStore(engine), engine_for(str(engine.url))
     records.check()
@@ -123,7 +120,6 @@ def test_another_writer_of_sqlite(tmp_path: Path) -> None:
 
 
 def test_a_connection_of_the_pool() -> None:
-    """All are in use."""
     pool = ResourcePool(1, Permit, 30.0)
     taken = pool.acquire()
     with limited(), pytest.raises(PoolExhausted):

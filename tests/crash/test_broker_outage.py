@@ -11,7 +11,6 @@ from tests.support.servers import RabbitServer
 def test_a_reschedule_that_is_not_confirmed_loses_no_message(
     scene_factory: CrashDeploymentFactory, own_rabbit: RabbitServer, name: str, how: str
 ) -> None:
-    """The broker stops while a duplicate waits for the holder; both calls get the one result."""
     scene = scene_factory(
         ("rabbit", "redis", "postgres"),
         urls={"rabbit": own_rabbit.url},

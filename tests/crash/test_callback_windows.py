@@ -65,9 +65,7 @@ def answered_again(scene: CrashDeployment) -> None:
 def test_a_chain_goes_on_with_the_first_result(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...], window: str
 ) -> None:
-    """Body once, leased link once; the plain one once where the callbacks were not out yet, else at
-    most twice.
-    """
+    """The plain link runs once where the callbacks were not out yet, else at most twice."""
     scene = scene_factory(combination, module=FAILING, start=False)
     tasks = scene.tasks
     signature = tasks.work.s(name, answer=name)
@@ -89,7 +87,6 @@ def test_a_chain_goes_on_with_the_first_result(
 def test_a_group_completes_with_the_first_results(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...], window: str
 ) -> None:
-    """Each member's body runs once, and the group has the results of these bodies."""
     scene = scene_factory(combination, module=FAILING, start=False)
     names = [f"{name}{number}" for number in range(3)]
     result = group(scene.tasks.work.s(each) for each in names).apply_async()
@@ -106,7 +103,6 @@ def test_a_group_completes_with_the_first_results(
 def test_a_chord_counts_its_member_once(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...], window: str
 ) -> None:
-    """The chord's body runs once, with the first results, although a member answers twice."""
     scene = scene_factory(combination, module=FAILING, start=False)
     names = [f"{name}{number}" for number in range(3)]
     result = chord(

@@ -64,9 +64,6 @@ def run(scene: CrashDeployment, name: str, script: list[Any], way: str = "sessio
 def test_a_process_that_is_killed_around_the_completion_books_once(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """SIGKILL at each line: what was committed is never done again, what was not is done by the
-    next attempt.
-    """
     scene = make_books(
         scene_factory(combination, home=BOOKING, concurrency=len(DEATHS), ttl=10, visibility=30)
     )
@@ -93,7 +90,6 @@ def test_a_commit_whose_reply_is_lost_has_succeeded(
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """The body gets an error, but the record is done: the call succeeds and does not run again."""
     kind = combination[-1]
     commit = (
         b"\x03COMMIT" if kind == "mariadb" else b"COMMIT"
@@ -133,9 +129,6 @@ def test_a_commit_whose_reply_is_lost_has_succeeded(
 def test_a_backend_that_ends_inside_the_transaction_takes_the_completion_along(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """Ended by the server after ``complete()``: the commit fails, nothing is booked, the next run
-    does it.
-    """
     scene = make_books(scene_factory(combination, home=BOOKING, visibility=30))
     for way in ("session", "connection", "driver", "django"):
         script = [OPEN, WRITE, COMPLETE, ["end backend"], COMMIT]

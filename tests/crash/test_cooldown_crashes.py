@@ -56,9 +56,7 @@ def second_run(scene: CrashDeployment, name: str) -> dict[str, object]:
 def test_a_worker_killed_at_any_step_around_a_failure_counts_it_once_and_loses_no_call(
     scene_factory: CrashDeploymentFactory, tmp_path: Path, name: str, combination: tuple[str, ...]
 ) -> None:
-    """Six calls and six steps, and one kill: a crash before the outcome is written, a failure after
-    it, never both.
-    """
+    """A crash before the outcome is written, a failure after it, never both."""
     about = {step: f"resumes:{_named(name, step)}" for step in STEPS}
     scene = _stopping(scene_factory, tmp_path, combination, about)
     gate = scene.gate()
@@ -89,7 +87,6 @@ def test_a_worker_killed_at_any_step_around_a_failure_counts_it_once_and_loses_n
 def test_a_worker_killed_after_it_closed_a_gate_leaves_it_closed(
     scene_factory: CrashDeploymentFactory, tmp_path: Path, name: str, combination: tuple[str, ...]
 ) -> None:
-    """The failure was not written and counts as a crash; the call runs when the gate opens."""
     scene = _stopping(scene_factory, tmp_path, combination, {"after close": name})
     result = scene.tasks.grouped.delay(name, [BUSY, OK], name)
     scene.wait_for("failpoint", step="after close", about=name)
@@ -133,9 +130,6 @@ def _named(name: str, step: str) -> str:
 def test_a_lease_store_that_comes_back_empty_changes_no_cooldown(
     scene_factory: CrashDeploymentFactory, own_redis: RedisServer, name: str
 ) -> None:
-    """The record holds the time: presses are refused as before, and the call resumes when it is
-    over, not before.
-    """
     scene = scene_factory(ELSEWHERE, home=COOLING, env={"LEASES_URL": own_redis.url})
     first = scene.tasks.resumes.delay(name, [limited(5), OK])
     row = cooled(scene, "resumes", name)
@@ -152,9 +146,6 @@ def test_a_lease_store_that_comes_back_empty_changes_no_cooldown(
 def test_a_lease_store_that_dies_before_the_cooldown_is_set_there_changes_nothing_either(
     scene_factory: CrashDeploymentFactory, own_redis: RedisServer, name: str
 ) -> None:
-    """The outcome is written, the call rescheduled, and the key does not run until the record's
-    ``retry_at``.
-    """
     scene = scene_factory(ELSEWHERE, ttl=3, home=COOLING, env={"LEASES_URL": own_redis.url})
     gate = scene.gate()
     script = [["when", str(gate), *limited(4)], OK]
@@ -187,7 +178,6 @@ def test_a_cooldown_is_written_when_the_database_is_back(
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """The failure is not lost and is no crash; its time counts from the moment of writing."""
     scene = scene_factory(
         combination, urls={"postgres": own_postgres.new_database()}, visibility=20, home=COOLING
     )
@@ -214,9 +204,6 @@ def test_a_cooldown_is_written_when_the_database_is_back(
 def test_a_cooldown_that_could_not_be_written_in_time_is_neither_crash_nor_failure(
     scene_factory: CrashDeploymentFactory, own_postgres: PostgresServer, name: str
 ) -> None:
-    """After ``leases_settle_timeout`` the call is rescheduled without an outcome; it runs again,
-    and finishes.
-    """
     scene = scene_factory(
         ELSEWHERE,
         urls={"postgres": own_postgres.new_database()},
@@ -248,9 +235,6 @@ def test_a_cooldown_that_could_not_be_written_in_time_is_neither_crash_nor_failu
 def test_a_redelivered_copy_of_a_cooling_call_neither_runs_early_nor_is_lost(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """A wait of several hops, a copy with the mark of a redelivery, and the copy of a worker that
-    freezes.
-    """
     scene = scene_factory(combination, visibility=2, home=COOLING, concurrency=2)
     other = scene.another(queue=scene.side_queue())  # ready before the cooldown begins
     script, side = [limited(5), OK], scene.side_queue()
@@ -279,9 +263,6 @@ def test_a_redelivered_copy_of_a_cooling_call_neither_runs_early_nor_is_lost(
 def test_a_gate_whose_probe_is_killed_is_opened_by_the_next_one(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """Two workers with four children: the slot of the dead ends with its ttl, and again one body
-    alone probes.
-    """
     scene = scene_factory(combination, visibility=3, home=COOLING, concurrency=4, start=False)
     scene.worker.launch()
     other = scene.new_worker()

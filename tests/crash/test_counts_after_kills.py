@@ -36,7 +36,6 @@ def recorded(scene: CrashDeployment) -> Counter[str]:
 def test_a_warm_shutdown_loses_no_count(
     pool: str, scene_factory: CrashDeploymentFactory, name: str
 ) -> None:
-    """Each process writes its last counts before it ends, long before they were due."""
     if pool == "gevent":
         pytest.importorskip("gevent")
     scene = scene_factory(POOL_STORES[pool], start=False, env=METRICS, concurrency=3)
@@ -55,7 +54,6 @@ def test_a_warm_shutdown_loses_no_count(
 def test_counts_and_records_agree_after_kills(
     scene_factory: CrashDeploymentFactory, name: str
 ) -> None:
-    """One child is killed in a body; then all processes, before they have written their last."""
     scene = scene_factory(REDIS_REDIS_POSTGRES, env=METRICS, concurrency=4)
     gate = scene.gate()
     stands = scene.tasks.work.delay(f"{name}-stands", gate=str(gate))

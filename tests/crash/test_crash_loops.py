@@ -30,12 +30,8 @@ def waits(scene: CrashDeployment, task: str, name: str, crashes: int) -> float:
     return float(row["retry_at"] - row["finished_at"]) / 1e6
 
 
-def test_c4_a_crash_loop_ends_in_failed_and_the_caller_gets_the_error(
-    scene_factory: CrashDeploymentFactory, name: str
-) -> None:
-    """C4: the second attempt follows at once, the third after 5 s, the fourth after 30 s; then it
-    is over.
-    """
+def test_c4_a_crash_loop_ends_in_failed(scene_factory: CrashDeploymentFactory, name: str) -> None:
+    """The second attempt at once, the third after 5 s, the fourth after 30 s."""
     scene = scene_factory(BOTH_WAYS[0], ttl=1, visibility=4)
     result = scene.tasks.often.delay(name)
     assert waits(scene, "often", name, 2) == pytest.approx(5.0, abs=0.1)
@@ -69,7 +65,6 @@ def test_c4_a_crash_loop_ends_in_failed_and_the_caller_gets_the_error(
 def test_a_body_that_ends_its_process_counts_as_a_crash_and_ends(
     scene_factory: CrashDeploymentFactory, name: str, how: str, combination: tuple[str, ...]
 ) -> None:
-    """``sys.exit(3)`` and ``os._exit(3)`` twice in a row: ``failed`` at ``lease_max_crashes=2``."""
     scene = scene_factory(combination, ttl=1, visibility=30)
     result = scene.tasks.exits.delay(name, how)
     with pytest.raises(PermanentFailure):
@@ -82,12 +77,10 @@ def test_a_body_that_ends_its_process_counts_as_a_crash_and_ends(
     scene.wait_until_drained()
 
 
-def test_what_ends_a_worker_is_counted_where_nobody_stops_it(
+def test_what_ends_a_worker_counts_where_nobody_stops_it(
     scene_factory: CrashDeploymentFactory, name: str
 ) -> None:
-    """In a pool process ``WorkerShutdown`` ends the process, as ``sys.exit()`` does: a crash. The
-    others are errors of the body.
-    """
+    """In a pool process it is a crash."""
     scene = scene_factory(BOTH_WAYS[0], ttl=1, visibility=30)
     results = {how: scene.tasks.stops.delay(name, how) for how in scene.tasks.STOPS}
     for how, result in results.items():

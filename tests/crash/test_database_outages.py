@@ -64,9 +64,6 @@ def test_a_restart_during_the_claim_is_no_crash(
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """The claim is in flight when the server crashes: it is asked again, or rescheduled, and runs
-    once.
-    """
     scene = scene_factory(combination, urls={"postgres": own_postgres.new_database()}, visibility=8)
     with table_locked(scene):
         result = scene.tasks.work.delay(name)
@@ -84,9 +81,6 @@ def test_a_restart_during_the_settle_is_decided_by_reading_back(
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """The settle is in flight when the server crashes: it is written afterwards, and the body runs
-    once.
-    """
     scene = scene_factory(
         combination, urls={"postgres": own_postgres.new_database()}, ttl=4, visibility=10
     )
@@ -119,9 +113,6 @@ def test_a_statement_whose_reply_is_lost_is_decided_by_reading_back(
     statement: bytes,
     carried_out: bool,
 ) -> None:
-    """The connection is cut before the request arrives, or after the server has committed: one
-    body, one end.
-    """
     url = leases_postgres.new_database()
     with CuttingProxy(leases_postgres.port) as proxy:
         through = url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")
@@ -147,9 +138,7 @@ def test_a_claim_whose_reply_is_lost_for_longer_than_the_lease_is_no_crash(
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """The row belongs to an attempt that never ran; the call is delivered again with its token, and
-    no crash is counted.
-    """
+    """The row belongs to an attempt that never ran."""
     url = leases_postgres.new_database()
     with CuttingProxy(leases_postgres.port) as proxy:
         through = url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")
@@ -177,9 +166,7 @@ def test_an_outcome_is_written_after_an_outage_at_the_settle(
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """The outage is longer than the ttl: the outcome is written afterwards, unless another call has
-    claimed the key.
-    """
+    """The outage is longer than the ttl."""
     scene = scene_factory(
         combination, urls={"postgres": own_postgres.new_database()}, ttl=2, visibility=60
     )
@@ -203,9 +190,6 @@ def test_an_outcome_is_written_after_an_outage_at_the_settle(
 def test_a_duplicate_that_finds_the_database_back_first_waits_for_the_holder(
     scene_factory: CrashDeploymentFactory, leases_postgres: PostgresServer, name: str
 ) -> None:
-    """Rows are leases, the outage has outlasted one, and its body has ended: the outcome is
-    written, not repeated.
-    """
     url = leases_postgres.new_database()
     with CuttingProxy(leases_postgres.port) as proxy:
         env = {"LEASES_DATABASE_URL": url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")}
@@ -236,7 +220,6 @@ def test_a_duplicate_that_finds_the_database_back_first_waits_for_the_holder(
 def test_a_database_frozen_beyond_the_ttl_at_the_settle_gets_one_end(
     scene_factory: CrashDeploymentFactory, own_postgres: PostgresServer, name: str
 ) -> None:
-    """Redis leases: the lease is renewed while the statement hangs, so no other call begins."""
     scene = scene_factory(
         REDIS_LEASES, urls={"postgres": own_postgres.new_database()}, ttl=2, concurrency=2
     )
@@ -266,7 +249,6 @@ def test_a_database_frozen_beyond_the_ttl_at_the_settle_gets_one_end(
 def test_a_sqlite_file_locked_by_another_writer_is_waited_for(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """Locked for 3 s at the claim, and again at the settle: one body, one end."""
     scene = scene_factory(combination, ttl=5, visibility=60)
     file = scene.database_url.removeprefix("sqlite:///")
     gate = scene.gate()
@@ -310,9 +292,7 @@ def test_a_worker_without_a_descriptor_left_fails_no_call(
     tmp_path: Path,
     name: str,
 ) -> None:
-    """Each new connection raises a bare OSError: calls that have not begun wait, and outcomes are
-    written later.
-    """
+    """Each new connection raises a bare OSError."""
     starved = tmp_path / "starved"
     url, env = leases_postgres.new_database(), {"STARVED": str(starved)}
     scene = scene_factory(
@@ -344,7 +324,6 @@ def test_a_worker_without_a_descriptor_left_fails_no_call(
 def test_a_worker_that_has_no_descriptor_left_for_its_first_calls_fails_none(
     scene_factory: CrashDeploymentFactory, tmp_path: Path, name: str
 ) -> None:
-    """It tries again, then gives them back to the broker, and runs them once it can."""
     starved = tmp_path / "starved"
     scene = scene_factory(
         DATABASE_LEASES,

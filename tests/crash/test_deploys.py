@@ -16,9 +16,6 @@ from tests.integration.deployments import BOTH_WAYS, spelled
 def test_three_deploys_in_a_row_count_no_crash(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """Warm until patience ends, soft with a second's grace, and cold; the attempts are given back
-    each time.
-    """
     scene = scene_factory(combination, visibility=3)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
@@ -57,7 +54,7 @@ def test_three_deploys_in_a_row_count_no_crash(
 def test_a_cold_shutdown_of_a_solo_worker_loses_nothing(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """Celery ends the body by an error of its own there, which is no failure of the task."""
+    """Celery ends the body by an error of its own there."""
     scene = scene_factory(combination, visibility=3, start=False)
     solo = scene.another(pool="solo")
     gate = scene.gate()
@@ -75,7 +72,6 @@ def test_a_cold_shutdown_of_a_solo_worker_loses_nothing(
 def test_a_warm_shutdown_lets_the_body_end(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """The lease is renewed while the worker waits, and the work is done by it."""
     scene = scene_factory(combination, visibility=30)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
@@ -94,7 +90,6 @@ def test_a_warm_shutdown_lets_the_body_end(
 def test_a_body_that_tidies_up_in_a_cold_shutdown_counts_no_crash(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """0.3 s in a ``finally`` after ``SystemExit``: the attempt is given back all the same."""
     scene = scene_factory(combination, visibility=3)
     gate = scene.gate()
     result = scene.tasks.tidies.delay(name, str(gate))
@@ -111,12 +106,10 @@ def test_a_body_that_tidies_up_in_a_cold_shutdown_counts_no_crash(
     scene.done_once("tidies", name, crashes=0)
 
 
-def test_sigterm_to_the_whole_process_group_counts_no_crash(
+def test_sigterm_to_the_process_group_counts_no_crash(
     scene_factory: CrashDeploymentFactory, name: str
 ) -> None:
-    """What systemd and many shells do: main process and children get SIGTERM at once, and then
-    again.
-    """
+    """As systemd and many shells do."""
     scene = scene_factory(BOTH_WAYS[0], visibility=3)
     gate = scene.gate()
     result = scene.tasks.tidies.delay(name, str(gate))

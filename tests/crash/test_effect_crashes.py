@@ -107,10 +107,7 @@ def case_of(wave: Wave, way: str, step: str) -> Case:
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("way", ["dedupe", "verify"])
-def test_a_process_killed_at_any_step_charges_once_and_writes_one_invoice(
-    wave: Wave, way: str, step: str
-) -> None:
-    """If the provider dedupes or can be asked, no operator is needed."""
+def test_a_process_killed_at_any_step_charges_once(wave: Wave, way: str, step: str) -> None:
     case = case_of(wave, way, step)
     verdict = wave.assert_sound(case)
     wave.wait_until_killed(case)
@@ -123,9 +120,6 @@ def test_a_process_killed_at_any_step_charges_once_and_writes_one_invoice(
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("step", STEPS)
 def test_an_unknown_outcome_is_never_charged_twice(wave: Wave, step: str) -> None:
-    """Either it is certain what has happened, and the work goes on; or the key waits for an
-    operator.
-    """
     case = case_of(wave, "stop", step)
     verdict = wave.assert_sound(case)
     wave.wait_until_killed(case)
@@ -138,7 +132,6 @@ def test_an_unknown_outcome_is_never_charged_twice(wave: Wave, step: str) -> Non
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", range(RANDOM_EACH * len(WAYS)))
 def test_a_process_killed_at_any_moment_charges_once(wave: Wave, number: int) -> None:
-    """At random; what must hold is the same."""
     case = wave.cases[len(WAYS) * len(STEPS) + number]
     print(case, wave.assert_sound(case))
 
@@ -184,9 +177,6 @@ def waiting_case(wave: Wave, step: str) -> Case:
 
 
 def test_an_operator_sees_an_uncertain_effect_and_resolves_it_as_done(wave: Wave) -> None:
-    """List and show name the key, the effect and what to look for; later callers get what he
-    found.
-    """
     case = waiting_case(wave, INSIDE)
     key = f"invoice:{case.name}"
     (charge,) = wave.provider.charges(case.name)
@@ -210,9 +200,6 @@ def test_an_operator_sees_an_uncertain_effect_and_resolves_it_as_done(wave: Wave
 
 @pytest.mark.parametrize("step", ["after intent", "after reply"])
 def test_an_operator_who_resolves_it_as_retry_lets_it_run_again(wave: Wave, step: str) -> None:
-    """Under the same idempotency key: whether it is charged a second time is his word and the other
-    side's.
-    """
     case = waiting_case(wave, step)
     before = wave.provider.charges(case.name)
     says(wave, "resolve", f"invoice:{case.name}", retry=True)
@@ -230,7 +217,6 @@ def test_an_operator_who_resolves_it_as_retry_lets_it_run_again(wave: Wave, step
 def test_a_worker_killed_with_all_its_bodies_charges_once(
     request: pytest.FixtureRequest, tmp_path: Path, provider: Provider, combination: tuple[str, ...]
 ) -> None:
-    """Another worker gets the messages, and finds each invoice somewhere else on its way."""
     wave = Wave(scene_of(request, tmp_path, provider, combination, visibility=2), provider)
     try:
         cases = [Case(way, pause=0.02 * number) for number in range(4) for way in WAYS]
@@ -252,9 +238,7 @@ def test_a_worker_killed_with_all_its_bodies_charges_once(
 def test_soak(
     request: pytest.FixtureRequest, tmp_path: Path, provider: Provider, combination: tuple[str, ...]
 ) -> None:
-    """Each step and as many random moments, over and over; every fifth round a whole worker dies
-    too.
-    """
+    """Each step and as many random moments; every fifth round a whole worker dies too."""
     wave = Wave(
         scene_of(request, tmp_path, provider, combination, visibility=4, concurrency=10), provider
     )

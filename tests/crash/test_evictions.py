@@ -30,7 +30,6 @@ def evict(admin: redis.Redis) -> None:
 def test_a_body_that_lives_is_no_crash_although_its_lease_was_evicted(
     scene_factory: CrashDeploymentFactory, name: str, own_redis: RedisServer, pool: str
 ) -> None:
-    """It is taken over as abandoned, and takes that back when its outcome is refused."""
     urls = {"LEASES_URL": own_redis.url}
     scene = scene_factory(REDIS_REDIS_POSTGRES, ttl=3, visibility=60, start=False, env=urls)
     scene.another(pool=pool, concurrency=2)

@@ -24,9 +24,7 @@ def report(request: pytest.FixtureRequest) -> Report:
 
 
 def test_a_loss_at_the_moment_a_greenlets_body_ends_strays_nowhere(report: Report) -> None:
-    """600 races in 20 greenlets: each run is done or lost, and nothing is thrown into a step or
-    what comes after.
-    """
+    """600 races in 20 greenlets: each run is done or lost."""
     ended = report("race")
     print(ended)
     assert set(ended) == {"done", "lost"}, ended
@@ -35,7 +33,6 @@ def test_a_loss_at_the_moment_a_greenlets_body_ends_strays_nowhere(report: Repor
 
 
 def test_a_body_that_waits_for_the_hub_is_interrupted_at_once(report: Report) -> None:
-    """The renewing OS threads wake a sleeping hub, whatever the greenlet waits for."""
     seconds = report("reach")
     print(seconds)
     assert set(seconds) == {"sleep", "recv", "event", "lock", "select", "subprocess", "join"}
@@ -43,36 +40,26 @@ def test_a_body_that_waits_for_the_hub_is_interrupted_at_once(report: Report) ->
 
 
 def test_an_interrupted_body_may_clean_up_for_a_short_time(report: Report) -> None:
-    """A short clean-up is not interrupted; a long one is interrupted again, because the first
-    exception may have been swallowed.
-    """
+    """A long one is interrupted again: the first exception may have been swallowed."""
     short, long = report("cleaning", "0.3"), report("cleaning", "2")
     assert (short["ended"], short["seen"]) == (["lost"], {"told": 1, "cleaned": 1})
     assert (long["ended"], long["seen"]) == (["lost"], {"told": 1, "told while cleaning": 1})
 
 
 def test_a_body_that_has_checked_is_not_interrupted_while_it_cleans_up(report: Report) -> None:
-    """What was sent to it before it asked comes when it first lets others run, in the middle of its
-    cleaning.
-    """
     told = report("asking", "0.2")
     assert (told["ended"], told["seen"]) == (["lost"], {"told": 1, "cleaned": 1})
 
 
 def test_a_body_that_wants_a_mere_flag_is_not_thrown_into(report: Report) -> None:
-    """``lease_on_lost="flag"``: it sleeps while the lease is lost, and its outcome counts because
-    no other call has taken the key.
-    """
     told = report("flagged")
     assert (told["ended"], told["seen"]) == (["done"], {"slept on": 1})
 
 
 def test_a_call_inside_a_body_is_not_thrown_into_for_the_outer_lease(report: Report) -> None:
-    """One greenlet, two deliveries: the inner one ends, then the outer body is interrupted."""
     told = report("outer", "1")
     assert (told["ended"], told["states"]) == (["lost"], {"lost": "pending", "inside": "done"})
 
 
 def test_a_killed_greenlet_gives_its_attempt_back(report: Report) -> None:
-    """``GreenletExit`` is how these pools revoke a call: no crash."""
     assert report("killed") == {"ended": [], "state": "pending", "crashes": 0}

@@ -12,7 +12,7 @@ interrupted = partial(reported, "tests.apps.interrupted_runs")
 
 
 def test_a_loss_at_the_moment_the_body_ends_strays_nowhere() -> None:
-    """300 races: each run is done or lost, and no exception comes out anywhere else (F20)."""
+    """300 races: each run is done or lost."""
     ended = interrupted("race")
     print(ended)
     assert set(ended) == {"done", "lost"}, ended
@@ -21,7 +21,6 @@ def test_a_loss_at_the_moment_the_body_ends_strays_nowhere() -> None:
 
 
 def test_a_soft_limit_during_the_claim_keeps_the_body_from_beginning() -> None:
-    """The attempt is given back; the limit was not the body's."""
     found = interrupted("step", "SIGUSR1", "insert_or_read")
     assert found == {
         "outcome": "lost",
@@ -34,7 +33,6 @@ def test_a_soft_limit_during_the_claim_keeps_the_body_from_beginning() -> None:
 
 
 def test_a_soft_limit_during_the_settle_is_dropped() -> None:
-    """The body was in time."""
     found = interrupted("step", "SIGUSR1", "settle")
     assert found == {
         "outcome": "done",
@@ -49,12 +47,7 @@ def test_a_soft_limit_during_the_settle_is_dropped() -> None:
 @pytest.mark.parametrize(
     ("step", "state", "ran"), [("insert_or_read", "pending", False), ("settle", "done", True)]
 )
-def test_sigterm_waits_for_the_statement_and_then_ends_the_process(
-    step: str, state: str, ran: bool
-) -> None:
-    """The step is finished and the attempt closed before ``SystemExit`` goes on; nothing is left to
-    be a crash.
-    """
+def test_sigterm_waits_for_the_statement(step: str, state: str, ran: bool) -> None:
     found = interrupted("step", "SIGTERM", step)
     assert found == {
         "outcome": None,

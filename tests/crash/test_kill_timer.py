@@ -41,12 +41,7 @@ def is_there(pid: int) -> bool:
 
 
 @pytest.mark.nightly
-def test_thirty_stopped_bodies_never_have_an_effect_again(
-    scene: CrashDeployment, name: str
-) -> None:
-    """SIGSTOP for longer than the ttl: each process is dead before it could be continued, and the
-    next attempt finishes the work.
-    """
+def test_thirty_stopped_bodies_have_no_effect_again(scene: CrashDeployment, name: str) -> None:
     longest = 0.0
     for round_ in range(ROUNDS):
         gate = scene.gate()
@@ -82,9 +77,6 @@ def test_thirty_stopped_bodies_never_have_an_effect_again(
 def test_a_body_that_holds_the_interpreter_dies_at_its_deadline_and_the_next_one_ends(
     scene: CrashDeployment, name: str
 ) -> None:
-    """No thread of the process can renew or interrupt meanwhile; the broker's copy goes on in
-    another child.
-    """
     result = scene.tasks.hogs.delay(name)
     (first,) = scene.wait_for("begin", name=name)
     wait_until(lambda: not is_there(first["pid"]), 20, "the hog to be dead")
@@ -98,10 +90,7 @@ def test_a_body_that_holds_the_interpreter_dies_at_its_deadline_and_the_next_one
     print(f"dead {died:.2f} s after it began, ttl {scene.ttl:g} s")
 
 
-def test_a_renewed_body_outlives_its_ttl_and_leaves_no_timer_behind(
-    scene: CrashDeployment, name: str
-) -> None:
-    """Each renewal puts the end off; the timer is gone with the body, however that ends."""
+def test_a_renewed_body_leaves_no_timer_behind(scene: CrashDeployment, name: str) -> None:
     results = [
         scene.tasks.lasts.delay(f"{name}-{number}", seconds=3 * scene.ttl) for number in range(2)
     ]
@@ -116,10 +105,7 @@ def test_a_renewed_body_outlives_its_ttl_and_leaves_no_timer_behind(
     assert {event["pid"] for event in scene.events("end")} <= {told["pid"] for told in left}
 
 
-def test_an_eager_call_in_the_body_leaves_it_its_timer_and_its_interruption(
-    scene: CrashDeployment, name: str
-) -> None:
-    """The call is part of the body; if the body loses its lease later, it is still interrupted."""
+def test_an_eager_call_in_the_body_leaves_it_its_timer(scene: CrashDeployment, name: str) -> None:
     gate = scene.gate()
     result = scene.tasks.nests.delay(name, str(gate))
     (first,) = scene.wait_for("begin", name=name)
@@ -133,10 +119,9 @@ def test_an_eager_call_in_the_body_leaves_it_its_timer_and_its_interruption(
     assert [event["fence"] for event in scene.events("end", name=name)] == [second["fence"]]
 
 
-def test_a_worker_without_a_process_for_each_body_refuses_to_start(
+def test_without_a_process_for_each_body_none_starts(
     scene_factory: CrashDeploymentFactory,
 ) -> None:
-    """Killing it would end other bodies too."""
     scene = scene_factory(BOTH_WAYS[0], home=KILLING, start=False)
     scene.worker.pool = "threads"
     with pytest.raises(Exception, match="start"):
@@ -149,7 +134,6 @@ def test_a_worker_without_a_process_for_each_body_refuses_to_start(
 def test_a_body_whose_key_was_released_is_killed_as_soon_as_that_is_seen(
     scene_factory: CrashDeploymentFactory, name: str
 ) -> None:
-    """It is not left until the end of its lease, when the next call could already run."""
     ttl = 12
     scene = scene_factory(BOTH_WAYS[0], home=KILLING, ttl=ttl, visibility=60, concurrency=2)
     result = scene.tasks.clings.delay(name)

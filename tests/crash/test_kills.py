@@ -17,7 +17,6 @@ billiard's five.
 def test_m4_the_work_of_a_killed_pool_child_runs_again_at_once_however_long_its_lease(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """The main process frees the key, the crash is counted, and the work ends once."""
     scene = scene_factory(combination, ttl=15, visibility=60)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
@@ -52,9 +51,6 @@ def test_m4_the_work_of_a_killed_pool_child_runs_again_at_once_however_long_its_
 def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to_another(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """Another worker gets the message from the broker; Redis gives it out after the visibility
-    timeout.
-    """
     scene = scene_factory(combination)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
@@ -81,7 +77,6 @@ def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to
 def test_another_call_takes_over_from_a_killed_worker_within_the_ttl_and_one_reschedule(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """A standing-by worker with a duplicate call is let in as soon as the dead one's lease ends."""
     scene = scene_factory(combination, visibility=20)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))

@@ -68,7 +68,6 @@ def paused(scene: CrashDeployment, pid: int, task: str, name: str) -> Iterator[N
 
 
 def test_a_zombie_begins_no_effect(scene: CrashDeployment, provider: Provider, name: str) -> None:
-    """Another attempt has charged the customer; the zombie gets ``LeaseLost``."""
     gate = scene.gate()
     zombie = scene.tasks.flagged.delay(name, "stop", str(gate))
     (begun,) = scene.wait_for("begin", name=name)
@@ -86,9 +85,6 @@ def test_a_zombie_begins_no_effect(scene: CrashDeployment, provider: Provider, n
 def test_a_reply_that_reaches_a_zombie_is_recorded_and_resolves_an_uncertain_effect(
     scene: CrashDeployment, provider: Provider, name: str
 ) -> None:
-    """The other attempt could not know, and parked the key; the reply is noted all the same, and
-    later used.
-    """
     zombie, begun, gate = charged(scene, provider, name, "flagged", "stop")
     with paused(scene, begun["pid"], "flagged", name):
         scene.another()
@@ -118,12 +114,9 @@ def test_a_reply_that_reaches_a_zombie_is_recorded_and_resolves_an_uncertain_eff
 
 
 @pytest.mark.parametrize("scene", BOTH_WAYS[1:], indirect=True, ids=spelled)
-def test_an_attempt_that_waits_to_look_finds_the_reply_that_came(
+def test_an_attempt_that_waits_finds_the_reply_that_came(
     scene: CrashDeployment, provider: Provider, name: str
 ) -> None:
-    """It is rescheduled because a look-up would be too early; then the zombie has recorded the
-    reply, and no look-up is needed.
-    """
     scene.another()
     zombie, begun, gate = charged(scene, provider, name, "flagged", "later")
     with paused(scene, begun["pid"], "flagged", name):
@@ -141,7 +134,6 @@ def test_an_attempt_that_waits_to_look_finds_the_reply_that_came(
 def test_an_interrupted_zombie_loses_its_reply_and_the_other_side_is_asked(
     scene: CrashDeployment, provider: Provider, name: str
 ) -> None:
-    """It is interrupted while it waits for the reply; the next attempt looks the effect up."""
     zombie, begun, gate = charged(scene, provider, name, "interrupted", "verify")
     with paused(scene, begun["pid"], "interrupted", name):
         pass
@@ -160,9 +152,6 @@ def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """An operator releases the key while the reply is delayed; the next attempt repeats the request
-    and finishes.
-    """
     scene = scene_factory(combination, env={"PROVIDER": provider.url}, concurrency=2, **OPTIONS)
     early, late = scene.gate(), scene.gate()
     provider.script(name, {"hold": str(early)}, {"hold": str(late)}, dedupe=True)
@@ -199,9 +188,6 @@ def test_a_statement_whose_reply_is_lost_leaves_nothing_in_doubt(
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """The connection is cut before or after the statement, and later ones are refused for some
-    time: the provider is called once, and no operator is needed.
-    """
     url = leases_postgres.new_database()
     with CuttingProxy(leases_postgres.port) as proxy:
         through = url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")
@@ -240,7 +226,6 @@ def test_a_reply_that_arrives_during_an_outage_is_recorded_afterwards(
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """The outage is longer than the ttl, and no other call begins."""
     urls = {"postgres": own_postgres.new_database()}
     scene = scene_factory(combination, urls=urls, env={"PROVIDER": provider.url}, **OPTIONS)
     result, _, gate = charged(scene, provider, name, "flagged", "stop")

@@ -46,9 +46,7 @@ def leave_behind(sentinels: RedisSentinels) -> None:
 def test_one_body_goes_on_over_a_failover(
     scene_factory: CrashDeploymentFactory, sentinels: RedisSentinels, name: str, replica: str
 ) -> None:
-    """Its lease goes on at the promoted replica, or is asserted there again before a duplicate
-    could have it.
-    """
+    """Its lease goes on at the promoted replica, or is asserted there again."""
     scene = scene_factory(
         BROKER_APART, ttl=10, visibility=30, concurrency=2, env={"LEASES_URL": sentinels.url}
     )
@@ -87,9 +85,7 @@ def test_one_body_goes_on_over_a_failover(
 def test_a_failover_longer_than_the_lease_ends_in_one_done_record(
     scene_factory: CrashDeploymentFactory, sentinels: RedisSentinels, name: str
 ) -> None:
-    """The body is interrupted before its deadline, and the call is rescheduled and runs again with
-    the promoted replica: never two bodies at the same time.
-    """
+    """Never two bodies at the same time."""
     scene = scene_factory(
         BROKER_APART, ttl=2, visibility=30, concurrency=2, env={"LEASES_URL": sentinels.url}
     )
@@ -112,7 +108,6 @@ def test_a_failover_longer_than_the_lease_ends_in_one_done_record(
 def test_a_cluster_keeps_the_leases_of_twenty_calls_of_one_key(
     scene_factory: CrashDeploymentFactory, cluster: RedisCluster, name: str
 ) -> None:
-    """One body; each caller gets its result."""
     scene = scene_factory(
         BROKER_APART, ttl=3, visibility=30, concurrency=4, env={"LEASES_URL": cluster.url}
     )
@@ -130,9 +125,6 @@ def test_a_cluster_keeps_the_leases_of_twenty_calls_of_one_key(
 def test_a_cluster_that_loses_a_node_loses_its_leases_only(
     scene_factory: CrashDeploymentFactory, cluster: RedisCluster, name: str
 ) -> None:
-    """The body whose lease was on that node is interrupted and runs later; the others continue,
-    with renewals beyond their ttl.
-    """
     scene = scene_factory(
         BROKER_APART, ttl=3, visibility=30, concurrency=3, env={"LEASES_URL": cluster.url}
     )

@@ -27,9 +27,6 @@ def scene(scene_factory: CrashDeploymentFactory, own_redis: RedisServer) -> Cras
 def test_an_outage_of_the_lease_store_interrupts_a_body_and_its_work_is_done_later(
     scene: CrashDeployment, own_redis: RedisServer, name: str, how: str
 ) -> None:
-    """It is interrupted at the stop deadline although no reply arrives; the message survives, and
-    no crash is counted.
-    """
     stop = scene.gate()
     result = scene.tasks.checks.delay(name, stop=str(stop))
     scene.wait_for("begin", name=name)
@@ -60,7 +57,6 @@ def test_an_outage_of_the_lease_store_interrupts_a_body_and_its_work_is_done_lat
 def test_a_sleeping_body_is_interrupted_by_an_outage_of_the_lease_store(
     scene: CrashDeployment, own_redis: RedisServer, name: str
 ) -> None:
-    """The body checks nothing; the watcher's signal interrupts it before its lease can expire."""
     scene.tasks.sleeps.delay(name, 600)
     scene.wait_for("begin", name=name)
     away = time.monotonic()
@@ -75,9 +71,6 @@ def test_a_sleeping_body_is_interrupted_by_an_outage_of_the_lease_store(
 def test_an_outage_shorter_than_the_lease_is_not_noticed_by_the_body(
     scene: CrashDeployment, own_redis: RedisServer, name: str
 ) -> None:
-    """Killed and back at once, without its data: the renewer asserts the lease again, and one body
-    goes on.
-    """
     stop = scene.gate()
     result = scene.tasks.checks.delay(name, stop=str(stop))
     scene.wait_for("begin", name=name)
@@ -101,9 +94,6 @@ def test_a_body_keeps_its_lease_when_the_store_is_flushed(
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """A duplicate published right after FLUSHALL finds no lease, and still does not take over: it
-    gets the result.
-    """
     scene = scene_factory(
         combination, ttl=3, visibility=30, concurrency=2, env={"LEASES_URL": own_redis.url}
     )
@@ -132,9 +122,7 @@ def test_a_body_keeps_its_lease_when_the_store_is_flushed(
 def test_a_newcomer_with_a_shorter_ttl_takes_nothing_over_after_a_flush(
     scene_factory: CrashDeploymentFactory, own_redis: RedisServer, name: str
 ) -> None:
-    """As in a deploy that changes ``lease_ttl``: the store is older than the newcomer's ttl, and
-    the holder lives.
-    """
+    """The store is older than the newcomer's ttl, and the holder lives."""
     scene = scene_factory(ELSEWHERE, ttl=15, visibility=60, env={"LEASES_URL": own_redis.url})
     stop = scene.gate()
     result = scene.tasks.checks.delay(name, stop=str(stop))
@@ -168,9 +156,6 @@ def test_a_newcomer_with_a_shorter_ttl_takes_nothing_over_after_a_flush(
 def test_broker_and_leases_on_one_redis_that_dies_with_its_data_on_disk(
     scene_factory: CrashDeploymentFactory, durable_redis: RedisServer, name: str
 ) -> None:
-    """Killed for longer than the ttl and started again: the message is still there, the work is
-    done, no crash.
-    """
     scene = scene_factory(
         ("redis", "redis", "postgres"), urls={"redis": durable_redis.url}, ttl=2, visibility=3
     )

@@ -52,9 +52,7 @@ def held_and_waited_for(scene: CrashDeployment, name: str) -> tuple[Path, AsyncR
 def test_a_call_that_waits_for_a_key_outlives_a_mark_that_was_not_set(
     scene_factory: CrashDeploymentFactory, proxy: CuttingProxy, name: str
 ) -> None:
-    """Its second copy is not taken for superfluous because of the first one, which it has
-    replaced.
-    """
+    """Its second copy is not taken for superfluous because of the first one."""
     scene = scene_of(scene_factory, proxy, ttl=15, log_level="DEBUG")
     gate, holder, waiter = held_and_waited_for(scene, name)
     proxy.cut(NOTING, before=True)
@@ -68,7 +66,6 @@ def test_a_call_that_waits_for_a_key_outlives_a_mark_that_was_not_set(
 def test_a_call_that_cools_down_outlives_a_mark_that_was_not_set(
     scene_factory: CrashDeploymentFactory, proxy: CuttingProxy, name: str
 ) -> None:
-    """It is rescheduled several times, runs again, and is done."""
     scene = scene_of(scene_factory, proxy, home=COOLING)
     result = scene.tasks.resumes.delay(name, [limited(4), OK])
     scene.wait_for_log(result.id, "rescheduled in")
@@ -80,7 +77,6 @@ def test_a_call_that_cools_down_outlives_a_mark_that_was_not_set(
 def test_a_message_with_an_unreadable_header_is_not_dropped_for_a_mark(
     scene_factory: CrashDeploymentFactory, proxy: CuttingProxy, name: str
 ) -> None:
-    """Its number is unknown, so it cannot be compared with other copies."""
     scene = scene_of(scene_factory, proxy, ttl=15)
     gate = scene.gate()
     holder = scene.tasks.work.delay(name, gate=str(gate))
@@ -102,7 +98,6 @@ def test_a_message_with_an_unreadable_header_is_not_dropped_for_a_mark(
 def test_the_mark_of_an_ended_call_drops_no_new_message_with_the_same_id(
     scene_factory: CrashDeploymentFactory, proxy: CuttingProxy, name: str
 ) -> None:
-    """Otherwise a message that is sent again with this id would be dropped as an old copy."""
     scene = scene_of(scene_factory, proxy, ttl=15)
     gate, holder, waiter = held_and_waited_for(scene, name)
     marks, stored = (

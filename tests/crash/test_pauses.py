@@ -28,12 +28,7 @@ def resumed(scene: CrashDeployment, pid: int) -> float:
 
 
 @pytest.mark.both_lease_stores
-def test_a_zombie_that_checks_gets_lease_lost_and_its_outcome_is_refused(
-    scene: CrashDeployment, name: str
-) -> None:
-    """``check()`` raises, result, record and release are refused. The row only says now that the
-    zombie has lost its lease, and not that nothing was heard of it.
-    """
+def test_a_zombie_that_checks_gets_lease_lost(scene: CrashDeployment, name: str) -> None:
     stop = scene.gate()
     zombie = scene.tasks.checks.delay(name, stop=str(stop))
     (first,) = scene.wait_for("begin", name=name)
@@ -61,10 +56,7 @@ def test_a_zombie_that_checks_gets_lease_lost_and_its_outcome_is_refused(
 
 
 @pytest.mark.both_lease_stores
-def test_m9_a_zombie_that_ends_while_the_next_one_runs_leaves_it_its_lease(
-    scene: CrashDeployment, name: str
-) -> None:
-    """M9: the first ends after the second took over; the second keeps its lease and finishes."""
+def test_m9_a_zombie_leaves_the_next_one_its_lease(scene: CrashDeployment, name: str) -> None:
     stop = scene.gate()
     scene.tasks.checks.delay(name, stop=str(stop))
     (first,) = scene.wait_for("begin", name=name)
@@ -91,9 +83,6 @@ def test_m9_a_zombie_that_ends_while_the_next_one_runs_leaves_it_its_lease(
 
 
 def test_a_zombie_that_sleeps_is_interrupted(scene: CrashDeployment, name: str) -> None:
-    """The loss reaches a body that only sleeps, by signal, and its delivery gets the second's
-    result.
-    """
     zombie = scene.tasks.sleeps.delay(name, 600)
     (first,) = scene.wait_for("begin", name=name)
     scene.worker.pause(pid=first["pid"])
@@ -111,10 +100,9 @@ def test_a_zombie_that_sleeps_is_interrupted(scene: CrashDeployment, name: str) 
     print(f"interrupted {lost['t'] - at:.3f} s after SIGCONT")
 
 
-def test_a_zombie_that_swallows_every_exception_is_interrupted_all_the_same(
+def test_a_zombie_that_swallows_exceptions_is_interrupted(
     scene: CrashDeployment, name: str
 ) -> None:
-    """``except Exception`` does not catch a lost lease."""
     stop = scene.gate()
     zombie = scene.tasks.swallows.delay(name, stop=str(stop))
     (first,) = scene.wait_for("begin", name=name)
@@ -135,9 +123,6 @@ def test_a_zombie_that_swallows_every_exception_is_interrupted_all_the_same(
 def test_a_redelivered_copy_takes_over_from_a_paused_child_and_finishes(
     scene_factory: CrashDeploymentFactory, name: str
 ) -> None:
-    """One call, delivered again by Redis while its first run is stopped: one end, and the zombie's
-    delivery is over.
-    """
     scene = scene_factory(BOTH_WAYS[0], visibility=2)
     stop = scene.gate()
     result = scene.tasks.checks.delay(name, stop=str(stop))

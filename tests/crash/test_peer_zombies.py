@@ -24,17 +24,11 @@ def scene(request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory)
     return scene_factory(request.param, visibility=60)
 
 
-def test_x1_a_first_run_that_fails_after_it_was_taken_over_changes_nothing(
-    scene: CrashDeployment, name: str
-) -> None:
-    """Powertools: the record of the new owner is deleted, and a third run starts."""
+def test_x1_a_failure_after_a_takeover_changes_nothing(scene: CrashDeployment, name: str) -> None:
     end_too_late(scene, name, "too late")
 
 
-def test_x3_a_first_run_that_succeeds_after_it_was_taken_over_changes_nothing(
-    scene: CrashDeployment, name: str
-) -> None:
-    """River, Oban: the state of the second run is overwritten."""
+def test_x3_a_success_after_a_takeover_changes_nothing(scene: CrashDeployment, name: str) -> None:
     end_too_late(scene, name, None)
 
 
@@ -71,12 +65,7 @@ def end_too_late(scene: CrashDeployment, name: str, error: str | None) -> None:
     scene.done_once("goes_on", name, ends=2, crashes=1)
 
 
-def test_x2_calls_that_wait_for_a_zombies_key_run_one_after_the_other(
-    scene: CrashDeployment, name: str
-) -> None:
-    """Solid Queue: the zombie and its successor both gave the slot back, and eleven ran at once.
-    Here never two.
-    """
+def test_x2_calls_that_wait_for_a_zombie_run_in_turn(scene: CrashDeployment, name: str) -> None:
     gate = scene.gate()
     scene.tasks.rerun.delay(name, 0.1, str(gate))
     (first,) = scene.wait_for("begin", name=name)

@@ -43,12 +43,7 @@ def skip_without(pool: str) -> None:
 
 
 @chosen(("prefork",))  # the others have no child
-def test_a_killed_child_leaves_its_work_to_the_next_and_nothing_in_the_main_process(
-    scene: CrashDeployment, name: str
-) -> None:
-    """The main process notices, closes the attempt and frees the key; three deaths cost it no
-    handle and no socket.
-    """
+def test_a_killed_child_leaves_its_work_and_nothing_else(scene: CrashDeployment, name: str) -> None:
     before = None
     for number in range(3):
         gate, each = scene.gate(), f"{name}-{number}"
@@ -67,10 +62,7 @@ def test_a_killed_child_leaves_its_work_to_the_next_and_nothing_in_the_main_proc
 
 
 @chosen(tuple(POOL_STORES))
-def test_a_killed_worker_leaves_its_work_to_another(
-    scene: CrashDeployment, name: str, pool: str
-) -> None:
-    """The broker delivers again, the lease ends by itself, and the crash is counted."""
+def test_a_killed_worker_leaves_its_work(scene: CrashDeployment, name: str, pool: str) -> None:
     gate = scene.gate()
     result = scene.tasks.stands.delay(name, str(gate))
     (first,) = scene.wait_for("begin", name=name)
@@ -87,9 +79,7 @@ def test_a_killed_worker_leaves_its_work_to_another(
 def test_a_killed_green_worker_on_redis_leaves_its_work_to_one_of_another_pool(
     scene_factory: CrashDeploymentFactory, name: str, pool: str
 ) -> None:
-    """Celery's loop for greenlets never looks for messages that a dead worker has left on Redis;
-    others do.
-    """
+    """Celery's loop for greenlets never looks for messages of a dead worker on Redis."""
     skip_without(pool)
     scene = scene_factory(REDIS_REDIS_POSTGRES, home=DYING, ttl=TTL, start=False)
     green = scene.another(pool=pool)
@@ -109,9 +99,6 @@ def test_a_killed_green_worker_on_redis_leaves_its_work_to_one_of_another_pool(
 def test_a_process_that_is_paused_beyond_the_ttl_is_interrupted_and_refused(
     scene_factory: CrashDeploymentFactory, name: str, pool: str
 ) -> None:
-    """SIGSTOP, a takeover, SIGCONT: the zombie is interrupted (by ``check()`` with threads), and
-    the row only says that the zombie has lost its lease.
-    """
     skip_without(pool)
     scene = scene_factory(POOL_STORES[pool], home=DYING, ttl=TTL, visibility=60, start=False)
     scene.worker.pool = pool  # type: ignore[assignment]
@@ -138,12 +125,9 @@ def test_a_process_that_is_paused_beyond_the_ttl_is_interrupted_and_refused(
 
 
 @chosen(("prefork",))  # the others have no child
-def test_children_that_end_after_each_task_leave_nothing(
+def test_children_that_end_after_a_task_leave_nothing(
     scene_factory: CrashDeploymentFactory, name: str, pool: str
 ) -> None:
-    """``max_tasks_per_child=1`` and 30 calls: 30 bodies in 30 children, no crash, no handle of a
-    child left over.
-    """
     scene = scene_factory(POOL_STORES[pool], home=DYING, ttl=TTL, visibility=60, start=False)
     worker = scene.another(concurrency=2, options=("--max-tasks-per-child", "1"))
     gate = scene.gate()
@@ -165,12 +149,9 @@ def test_children_that_end_after_each_task_leave_nothing(
 
 
 @pytest.mark.nightly
-def test_children_that_live_for_one_task_purge_what_is_over(
+def test_children_of_one_task_purge_what_is_over(
     scene_factory: CrashDeploymentFactory, name: str
 ) -> None:
-    """1,000 records whose retention is over go within seconds of traffic, in batches, though no
-    process gets old.
-    """
     scene = scene_factory(("redis", "redis", "postgres"), visibility=60, start=False)
     columns = "task, key, state, fence, owner, call_id, holder, lease_store, attempt"
     old = "'t', 'k', 'done', 1, '', '', '', '', 1, 1, 1, 1"

@@ -70,10 +70,9 @@ def taken_over(
     return killed, [first, second]
 
 
-def test_a_call_finds_its_charge_after_another_has_had_the_key(
+def test_a_call_finds_its_charge_after_another(
     scene: CrashDeployment, provider: Provider, name: str
 ) -> None:
-    """One charge for each of the two calls, under two idempotency keys."""
     killed, charges = taken_over(scene, provider, name, "verify")
     assert killed.get(timeout=30) == {"charges": charges[:1]}
     assert provider.charges(name) == charges
@@ -87,10 +86,9 @@ def test_a_call_finds_its_charge_after_another_has_had_the_key(
     ]
 
 
-def test_a_call_that_cannot_look_waits_for_an_operator(
+def test_a_call_that_cannot_look_waits_for_a_person(
     scene: CrashDeployment, provider: Provider, name: str
 ) -> None:
-    """It is not charged a second time, whichever call has had the key meanwhile."""
     killed, charges = taken_over(scene, provider, name, "stop")
     with pytest.raises(Uncertain, match="is not known"):
         killed.get(timeout=30)

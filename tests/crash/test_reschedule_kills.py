@@ -12,12 +12,9 @@ REDIS = ("redis", "redis", "postgres")
 STEPS = ("before publish", "after publish", "after mark")
 
 
-def test_c6_a_copy_that_met_the_holder_is_not_the_last_copy(
+def test_c6_a_copy_that_met_the_holder_is_not_the_last(
     scene_factory: CrashDeploymentFactory, name: str
 ) -> None:
-    """The peer case: the copy is ended while the first runs, then the first is killed. The task
-    runs again.
-    """
     scene = scene_factory(REDIS, visibility=2)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
@@ -43,11 +40,7 @@ def test_c6_a_copy_that_met_the_holder_is_not_the_last_copy(
 def test_a_worker_killed_during_a_reschedule_loses_no_message(
     scene_factory: CrashDeploymentFactory, name: str, step: str, first_survives: bool
 ) -> None:
-    """Before the publish, between publish and mark, and between mark and acknowledgement.
-
-    The dead worker's lease outlasts the visibility timeout, so the redelivered copy has to wait
-    again.
-    """
+    """The dead worker's lease outlasts the visibility timeout."""
     scene = scene_factory(REDIS, ttl=2 if first_survives else 5, visibility=2, module=FAILING)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
@@ -69,9 +62,6 @@ def test_a_worker_killed_during_a_reschedule_loses_no_message(
 def test_a_worker_killed_during_a_reschedule_on_rabbitmq_loses_no_message(
     scene_factory: CrashDeploymentFactory, name: str, step: str
 ) -> None:
-    """RabbitMQ delivers the old copy again at once; two copies of one call are harmless, none would
-    not be.
-    """
     scene = scene_factory(("rabbit", "database", "postgres"), module=FAILING)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))

@@ -35,7 +35,6 @@ def scene(pool: str, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
 def test_a_warm_shutdown_waits_for_the_body_and_renews_its_lease_meanwhile(
     scene: CrashDeployment, name: str, pool: str
 ) -> None:
-    """SIGTERM, then twice the ttl: one holder all along, and the body ends in the first worker."""
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
     (begun,) = scene.wait_for("begin", name=name)
@@ -57,12 +56,7 @@ def test_a_warm_shutdown_waits_for_the_body_and_renews_its_lease_meanwhile(
 @pytest.mark.parametrize(
     "pool", [pool for pool in POOLS if pool != "eventlet"]
 )  # whose cold shutdown may hang
-def test_a_cold_shutdown_loses_nothing_and_counts_no_crash(
-    scene: CrashDeployment, name: str, pool: str
-) -> None:
-    """SIGQUIT in the middle of a body: with threads it may end, elsewhere it is ended and its
-    attempt given back.
-    """
+def test_a_cold_shutdown_loses_nothing(scene: CrashDeployment, name: str, pool: str) -> None:
     if pool in ("solo", "gevent") and celery.VERSION < (5, 7):
         pytest.skip(BEFORE_5_7)
     gate = scene.gate()
@@ -88,7 +82,6 @@ def test_a_cold_shutdown_loses_nothing_and_counts_no_crash(
 def test_a_further_signal_after_a_cold_shutdown_of_threads_gives_the_attempts_back(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """The process ends without waiting for its bodies, which have not crashed."""
     scene = scene_factory(combination, visibility=5, start=False)
     worker = scene.another(pool="threads", concurrency=2)
     gate = scene.gate()
@@ -117,10 +110,7 @@ def test_a_further_signal_after_a_cold_shutdown_of_threads_gives_the_attempts_ba
 @pytest.mark.parametrize(
     "pool", ["gevent"]
 )  # the only other pool whose bodies a revoke reaches is eventlet's
-def test_a_revoked_greenlet_is_not_rescheduled(
-    scene: CrashDeployment, name: str, pool: str
-) -> None:
-    """It is killed as in a cold shutdown, but on request: REVOKED, no crash, a free key."""
+def test_a_revoked_greenlet_stays_revoked(scene: CrashDeployment, name: str, pool: str) -> None:
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
@@ -139,9 +129,6 @@ def test_a_revoked_greenlet_is_not_rescheduled(
 def test_a_cold_shutdown_cuts_no_step_around_a_body_in_a_greenlet(
     scene_factory: CrashDeploymentFactory, name: str, pool: str, step: str
 ) -> None:
-    """Celery acknowledges what it has killed: killed there, the call or its result would be
-    lost.
-    """
     pytest.importorskip(pool)
     scene = scene_factory(
         POOL_STORES[pool], module="tests.apps.shutdown_failpoints", start=False, concurrency=4
@@ -170,9 +157,7 @@ def test_a_cold_shutdown_cuts_no_step_around_a_body_in_a_greenlet(
 def test_the_signal_of_a_cold_shutdown_may_interrupt_any_greenlet(
     scene_factory: CrashDeploymentFactory, name: str, pool: str, step: str
 ) -> None:
-    """Celery's handler waits for the whole pool: in one of its greenlets it would wait for
-    itself.
-    """
+    """In one of its greenlets Celery's handler would wait for itself."""
     pytest.importorskip(pool)
     scene = scene_factory(
         POOL_STORES[pool], module="tests.apps.shutdown_failpoints", start=False, concurrency=4

@@ -64,7 +64,7 @@ def test_of_a_killed_child(
 def test_of_a_killed_worker(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """The lease on RabbitMQ, the visibility timeout on Redis, and one reschedule."""
+    """Lease or visibility timeout, and one reschedule."""
     scene = scene_factory(combination, ttl=TTL, visibility=VISIBILITY)
     spans = [
         takeover(scene, f"{name}-{number}", whole_worker=True)

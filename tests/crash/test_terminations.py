@@ -30,12 +30,7 @@ def scene(request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory)
 
 
 @pytest.mark.both_lease_stores
-def test_m8_the_hard_time_limit_is_a_failure_and_the_next_call_runs(
-    scene: CrashDeployment, name: str
-) -> None:
-    """M8: FAILURE as in Celery, no redelivery, counted as a crash, and the key is free a second
-    later.
-    """
+def test_m8_the_hard_time_limit_is_a_failure(scene: CrashDeployment, name: str) -> None:
     result = scene.tasks.limited.delay(name)
     (first,) = scene.wait_for("begin", name=name)
     with pytest.raises(TimeLimitExceeded):
@@ -55,12 +50,9 @@ def test_m8_the_hard_time_limit_is_a_failure_and_the_next_call_runs(
     )
 
 
-def test_m8_a_frozen_child_that_the_hard_limit_kills_leaves_the_key_free(
+def test_m8_a_frozen_child_killed_by_its_limit_frees_the_key(
     scene: CrashDeployment, name: str
 ) -> None:
-    """It cannot write that it ends, so the main process does, once it is gone; counted as a
-    crash.
-    """
     result = scene.tasks.limited.delay(name)
     (first,) = scene.wait_for("begin", name=name)
     os.kill(first["pid"], signal.SIGSTOP)
@@ -77,9 +69,6 @@ def test_m8_a_frozen_child_that_the_hard_limit_kills_leaves_the_key_free(
 
 @pytest.mark.parametrize("sig", ["SIGTERM", "SIGKILL"])
 def test_m6_a_revoked_call_leaves_the_key_free(scene: CrashDeployment, name: str, sig: str) -> None:
-    """M6: ``revoke(terminate=True)`` while it runs: REVOKED, the key is free, the next call only
-    needs a child.
-    """
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
@@ -104,7 +93,6 @@ def test_m6_a_revoked_call_leaves_the_key_free(scene: CrashDeployment, name: str
 def test_a_request_class_of_the_users_own_does_not_keep_the_key_of_a_revoked_call(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """It is combined with ours: both are asked, and the next call only needs a child."""
     scene = scene_factory(combination, ttl=TTL, visibility=60)
     gate = scene.gate()
     result = scene.tasks.audited.delay(name, str(gate))
@@ -119,12 +107,7 @@ def test_a_request_class_of_the_users_own_does_not_keep_the_key_of_a_revoked_cal
     assert following.get(timeout=20) == {"name": name}
 
 
-def test_the_soft_limit_reaches_the_body_and_is_its_failure(
-    scene: CrashDeployment, name: str
-) -> None:
-    """``SoftTimeLimitExceeded`` in the body, at the caller and in the record; what it did is not
-    known, so it cools.
-    """
+def test_the_soft_limit_is_the_bodys_failure(scene: CrashDeployment, name: str) -> None:
     result = scene.tasks.softly.delay(name)
     with pytest.raises(SoftTimeLimitExceeded):
         result.get(timeout=20)
@@ -147,9 +130,6 @@ def test_the_soft_limit_reaches_the_body_and_is_its_failure(
 def test_a_soft_limit_just_outside_the_body_does_not_undo_its_success(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """The limit fires while the outcome is being written: it is dropped, and the call has
-    succeeded.
-    """
     scene = scene_factory(combination, visibility=60, module=FAILING, start=False)
     scene.another(env=scene.failpoint("slow settle"))
     result = scene.tasks.softly.delay(name, 0.6)
@@ -163,9 +143,6 @@ def test_a_soft_limit_just_outside_the_body_does_not_undo_its_success(
 def test_a_revoke_while_the_outcome_is_written_lets_the_statement_finish(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """SIGTERM between the body and its release: done is done, the key is free, and a duplicate is
-    answered.
-    """
     scene = scene_factory(combination, visibility=60, module=FAILING, start=False)
     scene.another(env=scene.failpoint("slow settle"))
     result = scene.tasks.work.delay(name, answer="sent")

@@ -23,7 +23,6 @@ BOTH_LEASES = pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEA
 def test_calls_of_a_killed_worker_run_although_their_limit_is_as_short_as_the_wait_for_evidence(
     scene_factory: CrashDeploymentFactory, name: str, broker: str
 ) -> None:
-    """With database leases the next worker must first see the database answer for a while."""
     scene = scene_factory((broker, "database", "postgres"), ttl=3, visibility=4, concurrency=5)
     names = [f"{name}{number}" for number in range(5)]
     gate = scene.gate()
@@ -49,7 +48,6 @@ def test_a_database_that_is_silent_for_longer_than_the_limit_ends_no_call(
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """Each delivery is rescheduled before Celery kills it; afterwards each call runs once."""
     scene = scene_factory(
         combination, urls={"postgres": own_postgres.new_database()}, visibility=30, concurrency=2
     )
@@ -86,9 +84,7 @@ def make_slow(scene: CrashDeployment, when: str, seconds: float) -> None:
 def test_a_body_that_begins_late_and_meets_its_limit_is_counted(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """Celery counts the limit from the delivery, so the body has had less than the limit. While the
-    child writes that it was interrupted it is killed, and its statement is executed all the same.
-    """
+    """Celery counts the limit from the delivery, so the body has had less than it."""
     scene = scene_factory(combination, ttl=30, visibility=60)
     make_slow(scene, "TG_OP = 'INSERT' OR NEW.ended IN ('interrupted', 'terminated')", 1.0)
     with pytest.raises(TimeLimitExceeded):
@@ -116,7 +112,6 @@ def row_of(scene: CrashDeployment, task: str, name: str) -> dict[str, Any]:
 def test_a_limit_that_only_the_worker_knows_is_counted_as_one_of_the_task(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...], pool: str
 ) -> None:
-    """``celery worker --time-limit``: each call has ended, and is counted."""
     scene = scene_factory(combination, ttl=30, visibility=60, start=False)
     scene.another(pool=pool, concurrency=2, options=("--time-limit", "1"))
     for crashes in (1, 2):
@@ -133,7 +128,6 @@ def test_a_limit_that_only_the_worker_knows_is_counted_as_one_of_the_task(
 def test_a_queued_call_that_its_limit_ends_before_its_lease_makes_room_for_the_next(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """Its record was written when it was called; nothing waits in it any more."""
     scene = scene_factory(combination, ttl=30, visibility=60)
     with pytest.raises(TimeLimitExceeded):
         scene.tasks.prepared.apply_async((name, 30), time_limit=1).get(timeout=30)
@@ -152,7 +146,6 @@ def test_a_broker_that_is_silent_too_keeps_the_call(
     own_rabbit: RabbitServer,
     name: str,
 ) -> None:
-    """No copy can be published in time, so the delivery is returned, and delivered again."""
     urls = {"postgres": own_postgres.new_database(), "rabbit": own_rabbit.url}
     scene = scene_factory(REDIS_LEASES, urls=urls, visibility=60)
     scene.tasks.work.delay(f"{name}-first").get(timeout=30)

@@ -166,7 +166,6 @@ def _quiet() -> Iterator[None]:
 
 
 def test_plain_alembic_makes_and_drops_the_tables(database_url: str, tmp_path: Path) -> None:
-    """On each kind of server; what is there is exactly what ``leases migrate`` makes."""
     config = project(tmp_path, database_url, PLAIN)
     run_through(config, database_url)
     engine = engine_for(database_url)
@@ -180,7 +179,6 @@ def test_plain_alembic_makes_and_drops_the_tables(database_url: str, tmp_path: P
 
 
 def test_asyncpg_does_the_same(leases_postgres_url: str, tmp_path: Path) -> None:
-    """With the env.py of Alembic's asynchronous template."""
     pytest.importorskip(
         "asyncpg", reason="asyncpg is not installed: it is in the dependency group test"
     )
@@ -189,7 +187,6 @@ def test_asyncpg_does_the_same(leases_postgres_url: str, tmp_path: Path) -> None
 
 
 def test_autogenerate_would_drop_the_tables_without_it(tmp_path: Path) -> None:
-    """So that the tests above can fail."""
     config = project(tmp_path, f"sqlite:///{tmp_path / 'a.db'}", PLAIN)
     command.upgrade(config, "head")
     config.set_main_option("keep_off", "no")
@@ -198,7 +195,6 @@ def test_autogenerate_would_drop_the_tables_without_it(tmp_path: Path) -> None:
 
 
 def test_the_session_waits_afterwards_as_it_did_before(server_url: str) -> None:
-    """The user's own lock timeout applies to later statements again."""
     engine = create_engine(make_url(server_url))
     of_mysql = engine.dialect.name in ("mysql", "mariadb")
     names = (
@@ -226,7 +222,6 @@ def test_the_session_waits_afterwards_as_it_did_before(server_url: str) -> None:
 
 
 def test_a_transaction_that_alembic_has_not_begun_is_refused(tmp_path: Path) -> None:
-    """As it would be committed halfway."""
     engine = create_engine(f"sqlite:///{tmp_path / 'a.db'}")
     with engine.begin() as connection:
         context = MigrationContext.configure(connection)
@@ -238,10 +233,7 @@ def test_a_transaction_that_alembic_has_not_begun_is_refused(tmp_path: Path) -> 
     engine.dispose()
 
 
-def test_the_sql_of_new_tables_can_be_printed_and_run_twice(
-    server_url: str, tmp_path: Path
-) -> None:
-    """As that of ``leases migrate --sql``; the SQL that drops them can be printed too."""
+def test_the_sql_of_new_tables_can_be_printed_and_run(server_url: str, tmp_path: Path) -> None:
     config = project(tmp_path, server_url, PLAIN)
 
     def printed(step: Any, revisions: str) -> list[str]:
@@ -261,10 +253,9 @@ def test_the_sql_of_new_tables_can_be_printed_and_run_twice(
     engine.dispose()
 
 
-def test_a_schema_of_its_own_is_made_and_left_alone_by_autogenerate(
+def test_a_schema_of_its_own_is_made_and_left_alone(
     leases_postgres_url: str,
 ) -> None:
-    """Also where autogenerate looks into all schemas."""
     engine = create_engine(leases_postgres_url)
     mine = MetaData()
     Table("mine", mine, Column("id", Integer, primary_key=True))
@@ -281,10 +272,9 @@ def test_a_schema_of_its_own_is_made_and_left_alone_by_autogenerate(
     engine.dispose()
 
 
-def test_flask_migrate_writes_no_drop_and_upgrades(
+def test_flask_migrate_drops_nothing_and_upgrades(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``flask db migrate``, as its documentation has it."""
     flask = pytest.importorskip(
         "flask", reason="Flask is not installed: it is in the dependency group test"
     )
@@ -330,7 +320,6 @@ def test_flask_migrate_writes_no_drop_and_upgrades(
 
 
 def test_two_that_upgrade_at_once_do_not_stop_one_another(leases_postgres_url: str) -> None:
-    """As when several containers of a release start."""
 
     def upgraded() -> None:
         engine = create_engine(leases_postgres_url)

@@ -22,9 +22,7 @@ class Stop(BaseException):
     ids=["asyncio", "own", "generator"],
 )
 def test_it_is_a_failure_like_any_other_and_counts(error: BaseException) -> None:
-    """Taken for an interruption it would run again with each delivery, and be paid for each
-    time.
-    """
+    """Taken for an interruption it would be paid for with each delivery."""
     app = Celery("ends", broker="memory://", set_as_current=False)
 
     @app.task(
@@ -48,7 +46,6 @@ def test_it_is_a_failure_like_any_other_and_counts(error: BaseException) -> None
 
 
 def test_what_a_body_raises_after_its_lease_is_lost_is_no_failure() -> None:
-    """Every outcome of that attempt is refused."""
     app = Celery("lost", broker="memory://", set_as_current=False)
 
     @app.task(

@@ -27,7 +27,6 @@ def bench() -> Iterator[Bench]:
 
 @pytest.mark.nightly
 def test_contenders_take_turns(bench: Bench) -> None:
-    """Each runs its tasks once, and costs something, while the others stand still."""
     turns = []
     with bench.running((roster.PLAIN, roster.LEASES)) as running:
         for one in running:
@@ -45,7 +44,6 @@ def test_contenders_take_turns(bench: Bench) -> None:
 
 @pytest.mark.nightly
 def test_writes_are_counted_as_in_the_budgets(bench: Bench) -> None:
-    """By hand a replay locks a row; a replay of ours writes no more than its budget."""
     finding = writes.measure(bench, quick=True)
     assert finding.facts["locks replay tight"].median == 1
     assert finding.facts["wal run tight"].median < finding.facts["wal run leases"].median
@@ -62,10 +60,8 @@ def test_writes_are_counted_as_in_the_budgets(bench: Bench) -> None:
 
 
 @pytest.mark.nightly
-def test_leases_are_renewed_while_they_are_watched(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each once within the third of a ttl, and several with one call."""
+def test_leases_are_renewed_while_watched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several with one call."""
     monkeypatch.setattr(renewals, "QUICK", (20, 0.5, 5.0))
     leases, database = renewals.measure(bench, quick=True).tables[0][1:]
     for _, share, renewed, calls, _ in (leases, database):
@@ -76,7 +72,6 @@ def test_leases_are_renewed_while_they_are_watched(
 
 @pytest.mark.nightly
 def test_a_mutex_runs_every_call_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On both kinds of stores."""
     monkeypatch.setattr(mutex, "QUICK", (3, 0.05))
     for _, ran, _, _, _, at_once, _ in mutex.measure(bench, quick=True).tables[0][1:]:
         assert (ran, at_once) == ("3 of 3", "1")

@@ -107,7 +107,6 @@ def pictures() -> Path | None:
 def test_an_operator_filters_selects_confirms_and_sees_the_result(
     shop: Shop, board: str, browser: Browser, pictures: Path | None, tmp_path: Path
 ) -> None:
-    """Nothing that the pages do is refused by their own policy."""
     where = pictures or tmp_path
     browser.open(f"http://{board}/")
     assert "Overview" not in browser.text(), "without a password"

@@ -53,9 +53,6 @@ def bench(request: pytest.FixtureRequest, bench_factory: BenchFactory) -> Iterat
 
 
 def test_a_first_run_is_two_redis_trips_and_two_statements(bench: Bench, name: str) -> None:
-    """Acquire and release, claim and settle; with database leases the claim is the lease, and Redis
-    is not asked.
-    """
     commands, statements = bench.cost(
         lambda: bench.stage.tasks.work.delay(name).get(timeout=PATIENCE)
     )
@@ -65,10 +62,9 @@ def test_a_first_run_is_two_redis_trips_and_two_statements(bench: Bench, name: s
     assert not {"BEGIN", "COMMIT", "ROLLBACK", "SET", "SHOW"} & set(statements)
 
 
-def test_a_duplicate_by_another_call_is_answered_by_one_statement_that_writes_nothing(
+def test_a_duplicate_is_answered_by_one_statement_that_writes_nothing(
     bench: Bench, name: str
 ) -> None:
-    """The refused claim returns the result; the row's tuple does not change."""
     stage = bench.stage
     value = stage.tasks.work.delay(name).get(timeout=PATIENCE)
     before = bench.version(f"work:{name}")
@@ -83,9 +79,7 @@ def test_a_duplicate_by_another_call_is_answered_by_one_statement_that_writes_no
 
 
 def test_a_redelivered_copy_is_answered_by_one_select(bench: Bench, name: str) -> None:
-    """A delivery with the redelivered flag reads before it claims: no lease is acquired, and
-    nothing is written.
-    """
+    """No lease is acquired, and nothing is written."""
     stage, side = bench.stage, bench.stage.side_queue()
     call = str(uuid4())
     stage.send("work", name, task_id=call).get(timeout=PATIENCE)
@@ -103,7 +97,6 @@ def test_a_redelivered_copy_is_answered_by_one_select(bench: Bench, name: str) -
 
 
 def test_publishing_asks_neither_store(bench: Bench, name: str) -> None:
-    """The caller's side: not one command, not one statement."""
     side = bench.stage.side_queue()
     commands, statements = bench.cost(
         lambda: bench.stage.tasks.work.apply_async((name,), queue=side)
@@ -112,7 +105,6 @@ def test_publishing_asks_neither_store(bench: Bench, name: str) -> None:
 
 
 def test_a_first_run_and_a_replay_write_within_their_budgets(bench: Bench, name: str) -> None:
-    """WAL, transaction ids and row locks, by the server's own counters."""
     work, store = bench.stage.tasks.work, bench.stage.lease_store
     first_runs, replays = [], []
     for attempt in range(3):
@@ -135,11 +127,7 @@ def _each(writes: Writes) -> Writes:
 
 
 def test_replays_leave_no_dead_tuple_behind(bench: Bench, name: str) -> None:
-    """Twenty replays, by the server's own statistics: not one row inserted, updated, deleted, or
-    dead.
-
-    A read may clear a page of those that were dead before.
-    """
+    """A read may clear a page of rows that were dead before."""
     stage = bench.stage
     value = stage.tasks.work.delay(name).get(timeout=PATIENCE)
     before = _statistics_of_writes(bench)
@@ -175,7 +163,6 @@ def _statistics_of_writes(bench: Bench) -> list[dict[str, Any]]:
 def test_an_empty_redis_costs_nothing_more(
     stage_factory: DeploymentFactory, postgres: PostgresServer, lease_server: RedisServer, name: str
 ) -> None:
-    """Two round trips and two statements from the first call on, for any ttl of the task."""
     stage = stage_factory(
         REDIS_REDIS_POSTGRES,
         env={"TTL": str(TTL), "LEASES_URL": lease_server.url},

@@ -29,9 +29,6 @@ PLAIN = 185
 def test_a_task_stays_within_its_budget_of_calls(
     run: str, leases: str, leases_redis_url: str, leases_postgres_url: str
 ) -> None:
-    """A task without a body, on Redis and PostgreSQL or on PostgreSQL alone, run for the first time
-    or replayed.
-    """
     urls = {"LEASES_URL": leases_redis_url if leases == "redis" else "database"}
     command = [sys.executable, "-m", "tests.apps.count_calls", run]
     env = {**os.environ, **urls, "LEASES_DATABASE_URL": leases_postgres_url}

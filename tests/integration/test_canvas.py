@@ -14,10 +14,7 @@ from tests.integration.deployments import PATIENCE, Deployment
 # our mark: tests/crash has that window. Here no process dies, so each is sent exactly once.
 
 
-def test_duplicates_inside_a_group_share_one_body_and_one_result(
-    stage: Deployment, name: str
-) -> None:
-    """Three members of one key and one of another."""
+def test_duplicates_inside_a_group_share_one_body(stage: Deployment, name: str) -> None:
     work = stage.tasks.work
     values = group(work.s(name), work.s(name), work.s(f"{name}-other"), work.s(name))().get(
         timeout=PATIENCE
@@ -27,10 +24,7 @@ def test_duplicates_inside_a_group_share_one_body_and_one_result(
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_a_group_whose_members_are_delivered_three_times_runs_each_once(
-    stage: Deployment, name: str
-) -> None:
-    """Copies that come while the member runs, and copies that come when it is done."""
+def test_a_group_delivered_three_times_runs_each_once(stage: Deployment, name: str) -> None:
     side, gate = stage.side_queue(), stage.gate()
     members = [stage.tasks.work.s(f"{name}-{n}", gate=str(gate)).set(queue=side) for n in range(2)]
     outcome = group(members)()
@@ -47,12 +41,7 @@ def test_a_group_whose_members_are_delivered_three_times_runs_each_once(
     assert outcome.get(timeout=PATIENCE) == values
 
 
-def test_a_chain_whose_first_step_is_delivered_three_times_goes_on_once(
-    stage: Deployment, name: str
-) -> None:
-    """The leased next step runs once, and the plain step behind it: copies that come after that are
-    dropped.
-    """
+def test_a_chain_delivered_three_times_goes_on_once(stage: Deployment, name: str) -> None:
     side, gate = stage.side_queue(), stage.gate()
     first = stage.tasks.work.s(name, gate=str(gate), answer=name).set(queue=side)
     outcome = chain(first, stage.tasks.leased_link.s(), stage.tasks.plain.s())()
@@ -68,12 +57,7 @@ def test_a_chain_whose_first_step_is_delivered_three_times_goes_on_once(
     assert len(stage.events("plain", id=outcome.id)) == 1
 
 
-def test_copies_that_come_while_the_callbacks_are_being_sent_do_not_send_them_again(
-    stage: Deployment, name: str
-) -> None:
-    """Eight chains whose second step comes twice at once: the copy finds it done before its
-    callbacks are marked.
-    """
+def test_copies_that_come_while_callbacks_are_sent_send_none(stage: Deployment, name: str) -> None:
     side, number = stage.side_queue(), 8
     results = []
     for n in range(number):
@@ -95,7 +79,6 @@ def test_copies_that_come_while_the_callbacks_are_being_sent_do_not_send_them_ag
 def test_links_of_a_call_that_is_delivered_again_when_it_is_done_are_not_sent_again(
     stage: Deployment, name: str, callback: str
 ) -> None:
-    """A copy with the mark "callbacks are out" ends without a word to Celery."""
     now, later = stage.side_queue(), stage.side_queue()
     call, linked = str(uuid4()), str(uuid4())
     link = getattr(stage.tasks, callback).si(name).set(task_id=linked)
@@ -112,10 +95,7 @@ def test_links_of_a_call_that_is_delivered_again_when_it_is_done_are_not_sent_ag
     assert len(stage.events(callback, id=linked)) == 1
 
 
-def test_another_call_of_the_key_gets_the_result_and_its_own_callbacks(
-    stage: Deployment, name: str
-) -> None:
-    """A duplicate with a link of its own: the body ran for the first, the link runs for both."""
+def test_another_call_gets_the_result_and_its_own_callbacks(stage: Deployment, name: str) -> None:
     assert stage.tasks.work.delay(name).get(timeout=PATIENCE)
     duplicate = stage.tasks.work.apply_async((name,), link=stage.tasks.gather.s())
     value = duplicate.get(timeout=PATIENCE)
@@ -124,10 +104,7 @@ def test_another_call_of_the_key_gets_the_result_and_its_own_callbacks(
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_a_chord_with_a_member_delivered_three_times_calls_its_body_once(
-    stage: Deployment, name: str
-) -> None:
-    """Each member counts once: a copy has the same result, or it is dropped."""
+def test_a_chord_member_delivered_three_times_counts_once(stage: Deployment, name: str) -> None:
     side, gate = stage.side_queue(), stage.gate()
     header = [stage.tasks.work.s(f"{name}-{n}", gate=str(gate)).set(queue=side) for n in range(2)]
     outcome = chord(header, stage.tasks.gather.s())
@@ -143,12 +120,7 @@ def test_a_chord_with_a_member_delivered_three_times_calls_its_body_once(
     assert len(stage.events("begin", name=f"{name}-0")) == 1
 
 
-def test_a_frozen_chord_that_is_applied_again_runs_nothing_again(
-    stage: Deployment, name: str
-) -> None:
-    """It sends the ids of its first time, so its calls are copies; plain tasks would run, and its
-    body too.
-    """
+def test_a_frozen_chord_applied_again_runs_nothing(stage: Deployment, name: str) -> None:
     frozen = chord(
         [stage.tasks.keyless.s(f"{name}-0"), stage.tasks.keyless.s(f"{name}-1")],
         stage.tasks.gather.s(),
@@ -169,10 +141,7 @@ def test_a_frozen_chord_that_is_applied_again_runs_nothing_again(
     assert len(stage.events("gather", id=result.id)) == 1
 
 
-def test_a_chord_whose_member_is_redelivered_by_the_broker_completes(
-    stage: Deployment, name: str
-) -> None:
-    """The flag ``redelivered`` alone changes nothing for a member that has not begun."""
+def test_a_chord_whose_member_is_redelivered_completes(stage: Deployment, name: str) -> None:
     side = stage.side_queue()
     header = [stage.tasks.work.s(f"{name}-a").set(queue=side), stage.tasks.work.s(f"{name}-b")]
     result = chord(header, stage.tasks.gather.s())()
@@ -182,7 +151,6 @@ def test_a_chord_whose_member_is_redelivered_by_the_broker_completes(
 
 
 def test_a_leased_body_of_a_chord_runs_once(stage: Deployment, name: str) -> None:
-    """The chord's body is itself a leased task, keyed by what it gets."""
     header = [stage.tasks.keyless.s(name), stage.tasks.keyless.s(name)]
     result = chord(header, stage.tasks.leased_link.si(name))()
     assert result.get(timeout=PATIENCE) == name
@@ -191,12 +159,10 @@ def test_a_leased_body_of_a_chord_runs_once(stage: Deployment, name: str) -> Non
 
 
 @pytest.mark.parametrize("task", ["ignores", "impatient"])
-def test_what_would_be_dropped_or_waited_for_still_completes_a_chord(
+def test_what_would_be_dropped_still_completes_a_chord(
     stage: Deployment, name: str, task: str
 ) -> None:
-    """``ignore`` and ``wait`` in a header: a member that ended without a result would leave the
-    chord hanging.
-    """
+    """A member without a result would leave it hanging."""
     gate = stage.gate()
     leased = getattr(stage.tasks, task)
     running = leased.delay(name, gate=str(gate))
@@ -211,10 +177,7 @@ def test_what_would_be_dropped_or_waited_for_still_completes_a_chord(
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_the_leased_errback_of_failed_calls_chains_and_chords_runs_once(
-    stage: Deployment, name: str
-) -> None:
-    """It is published and runs under its lease, although Celery would call it where each failed."""
+def test_the_leased_errback_of_failed_calls_runs_once(stage: Deployment, name: str) -> None:
     fails, work = stage.tasks.fails, stage.tasks.work
     errback = stage.tasks.refunds.s(name=name)
     calls = [

@@ -72,10 +72,9 @@ def operator(tmp_path: Path) -> Operator:
     return someone
 
 
-def test_a_running_key_is_shown_with_its_holder_and_forgotten_only_by_force(
+def test_a_running_key_is_shown_and_forgotten_only_by_force(
     operator: Operator,
 ) -> None:
-    """The holder's outcome is refused afterwards, because its fence is no longer valid."""
     operator.runs(WORK, "invoice:1")
     shown = json.loads(operator.sees("show", "invoice:1", "--json"))
     assert (shown["state"], shown["task"], shown["attempt"]) == ("running", WORK, 1)
@@ -98,10 +97,9 @@ def test_a_running_key_is_shown_with_its_holder_and_forgotten_only_by_force(
     [("retry",), ("forget",), ("resolve", "--done"), ("resolve", "--retry"), ("release",)],
     ids=" ".join,
 )
-def test_a_record_is_kept_for_the_retention_that_an_operator_gives(
+def test_a_record_is_kept_for_an_operators_retention(
     operator: Operator, words: tuple[str, ...]
 ) -> None:
-    """Instead of the retention of its task."""
     if words[0] == "release":
         operator.runs(WORK, "invoice:1")
     else:
@@ -115,7 +113,6 @@ def test_a_record_is_kept_for_the_retention_that_an_operator_gives(
 
 
 def test_a_released_key_is_free_and_keeps_its_history(operator: Operator) -> None:
-    """Release says that no message was published by it."""
     operator.runs(WORK, "invoice:2")
     done = operator.types("release", "invoice:2", "--json")
     assert json.loads(done.stdout)["state"] == "pending"
@@ -126,14 +123,12 @@ def test_a_released_key_is_free_and_keeps_its_history(operator: Operator) -> Non
 
 
 def test_forget_frees_a_failed_key_and_release_refers_to_it(operator: Operator) -> None:
-    """A tired operator should not have to guess which of the two it is."""
     operator.finished(WORK, "invoice:3", State.FAILED)
     assert "leases retry" in operator.types("release", "invoice:3").stderr
     assert json.loads(operator.sees("forget", "invoice:3", "--json"))["state"] == "absent"
 
 
 def test_the_list_names_states_and_can_be_narrowed(operator: Operator) -> None:
-    """A key that is not fit to print is printed all the same, on one line."""
     operator.finished(WORK, "invoice:4")
     operator.runs(RERUN, "odd\nkey")
     lines = operator.sees("list").splitlines()
@@ -146,7 +141,6 @@ def test_the_list_names_states_and_can_be_narrowed(operator: Operator) -> None:
 
 
 def test_a_key_of_two_tasks_asks_which(operator: Operator) -> None:
-    """The message names both."""
     operator.finished(WORK, "invoice:5")
     operator.finished(RERUN, "invoice:5")
     asked = operator.types("show", "invoice:5")
@@ -163,12 +157,9 @@ def test_a_key_of_two_tasks_asks_which(operator: Operator) -> None:
     [("list",), ("show", "invoice:5"), ("retry", "invoice:5"), ("forget", "invoice:5")],
     ids=" ".join,
 )
-def test_an_unknown_task_is_an_error_and_not_an_empty_list(
+def test_an_unknown_task_is_an_error_and_no_empty_list(
     operator: Operator, words: tuple[str, ...]
 ) -> None:
-    """Exit code 2 and the names that could be meant. A task whose records are older than its name
-    is no typo.
-    """
     operator.finished(WORK, "invoice:5")
     asked = operator.types(*words, "--task", "tests.apps.leased.wrok")
     assert (asked.returncode, asked.stdout) == (2, "")
@@ -179,7 +170,6 @@ def test_an_unknown_task_is_an_error_and_not_an_empty_list(
 
 
 def test_a_number_that_json_does_not_know_is_printed_as_text(operator: Operator) -> None:
-    """A program that reads JSON strictly would refuse it."""
     operator.finished(
         WORK, "invoice:6", result='{"mean": NaN, "bounds": [-Infinity, Infinity, 1.5]}'
     )
@@ -195,7 +185,6 @@ def test_a_number_that_json_does_not_know_is_printed_as_text(operator: Operator)
 
 @pytest.mark.parametrize("verb", ["open", "close"])
 def test_a_group_without_a_name_is_refused(operator: Operator, verb: str) -> None:
-    """No task can be in it."""
     asked = operator.types("group", verb, " ")
     assert (asked.returncode, asked.stdout) == (2, "")
     assert "is blank" in asked.stderr
@@ -203,7 +192,6 @@ def test_a_group_without_a_name_is_refused(operator: Operator, verb: str) -> Non
 
 
 def test_a_key_is_found_by_its_namespace_or_by_a_task_that_has_it(operator: Operator) -> None:
-    """The app knows the namespaces of its tasks; another task's key of that name is another key."""
     operator.finished("ours", "shared:1")
     operator.finished(WORK, "shared:1")
     assert "ours" in operator.sees("show", "shared:1", "--namespace", "ours")
@@ -216,7 +204,6 @@ def test_a_key_is_found_by_its_namespace_or_by_a_task_that_has_it(operator: Oper
 
 
 def test_an_unknown_key_is_absent(operator: Operator) -> None:
-    """With exit code 1, for scripts; and there is nothing to release."""
     asked = operator.types("show", "nothing", "--json")
     assert asked.returncode == 1
     assert json.loads(asked.stdout)["state"] == "absent"
@@ -224,7 +211,6 @@ def test_an_unknown_key_is_absent(operator: Operator) -> None:
 
 
 def test_without_tables_the_command_to_run_is_named_and_runs(leases_postgres_url: str) -> None:
-    """It may print its SQL first, and be run twice."""
     operator = Operator(leases_postgres_url)
     asked = operator.types("list")
     assert asked.returncode == 1
@@ -242,7 +228,6 @@ def test_without_tables_the_command_to_run_is_named_and_runs(leases_postgres_url
 
 
 def test_an_unreachable_database_is_one_line(tmp_path: Path) -> None:
-    """No traceback, no password."""
     operator = Operator("postgresql+psycopg://me:secret@127.0.0.1:1/x?connect_timeout=2")
     asked = operator.types("list")
     assert asked.returncode == 1
@@ -251,7 +236,6 @@ def test_an_unreachable_database_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_terminal_obeys_nothing_that_a_key_holds(operator: Operator) -> None:
-    """Shown, listed and refused with escapes; as JSON it is the key itself."""
     key = "evil\x1b[2J\nline\u202e"
     operator.runs(WORK, key)
     for words in (("show", f"t:{WORK}|{key}"), ("list",)):

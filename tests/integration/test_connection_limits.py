@@ -82,12 +82,8 @@ class Watcher:
 
 
 @pytest.mark.every_argument
-def test_a_worker_of_many_bodies_has_few_connections(
-    stage: Deployment, kind: str, name: str
-) -> None:
-    """Three hundred calls, a hundred at once: all are run once, none is rescheduled, and no lease
-    is lost.
-    """
+def test_many_bodies_have_few_connections(stage: Deployment, kind: str, name: str) -> None:
+    """Three hundred calls, a hundred at once."""
     watcher = Watcher(stage)
     results = [stage.tasks.work.delay(f"{name}-{number}", 0.05) for number in range(CALLS)]
     seen = [watcher.counted()]

@@ -36,12 +36,9 @@ def shaped(stage: Deployment, task: str, *args: object, **kwargs: object) -> obj
 # -- retries and Celery's own control flow ---------------------------------------------------------
 
 
-def test_another_call_does_not_jump_the_queue_during_the_countdown_of_a_retry(
+def test_another_call_does_not_jump_the_queue_during_a_countdown(
     stage: Deployment, name: str
 ) -> None:
-    """The key waits for its own call; the other call is rescheduled, and gets the result of the
-    retry.
-    """
     first = stage.tasks.retries.delay(name, 1, countdown=2)
     stage.wait_for_state("retries", f"retries:{name}", "pending")
     other = stage.tasks.retries.delay(name, 1, countdown=2)
@@ -55,9 +52,7 @@ def test_another_call_does_not_jump_the_queue_during_the_countdown_of_a_retry(
 
 
 def test_a_retry_without_attempts_left_raises_the_last_error(stage: Deployment, name: str) -> None:
-    """``autoretry_for`` gives up: the original error meets the rules, its caller gets it, and the
-    key cools down.
-    """
+    """Its caller gets the original error, and the key cools down."""
     with pytest.raises(ValueError, match=f"not yet: {name}"):
         stage.tasks.auto.delay(name, 100).get(timeout=PATIENCE)
     assert [event["retries"] for event in stage.events("begin", name=name)] == [0, 1, 2, 3]
@@ -73,7 +68,6 @@ def test_a_retry_without_attempts_left_raises_the_last_error(stage: Deployment, 
 
 
 def test_what_the_body_ignores_is_done_without_a_result(stage: Deployment, name: str) -> None:
-    """A copy of that call is dropped; the key stays done."""
     call = stage.tasks.passes.delay(name, "ignore")
     row = stage.wait_for_state("passes", f"passes:{name}", "done")
     assert (row["reason"], row["result"], row["ended"]) == ("ignored", None, "ignored")
@@ -83,12 +77,8 @@ def test_what_the_body_ignores_is_done_without_a_result(stage: Deployment, name:
     assert not stage.is_held("passes", f"passes:{name}")
 
 
-def test_what_the_body_rejects_has_failed_and_runs_when_it_is_moved_back(
-    stage: Deployment, name: str
-) -> None:
-    """The caller has the failure; a dead letter that is moved back runs, and so does another
-    call.
-    """
+def test_what_the_body_rejects_runs_when_it_is_moved_back(stage: Deployment, name: str) -> None:
+    """Such as a dead letter."""
     call = stage.tasks.passes.delay(name, "reject")
     with pytest.raises(Reject):
         call.get(timeout=PATIENCE)
@@ -100,10 +90,7 @@ def test_what_the_body_rejects_has_failed_and_runs_when_it_is_moved_back(
 
 
 @pytest.mark.parametrize("how", ["retry and return", "publish itself"])
-def test_a_call_that_goes_on_in_another_message_is_not_done(
-    stage: Deployment, name: str, how: str
-) -> None:
-    """Whatever its body returns; what follows in its chain is sent when it has ended."""
+def test_a_call_that_goes_on_elsewhere_is_not_done(stage: Deployment, name: str, how: str) -> None:
     steps = (stage.tasks.passes.si(name, how) | stage.tasks.plain.s())()
     assert steps.get(timeout=PATIENCE) == {"name": name}
     begun = stage.events("begin", name=name)
@@ -112,7 +99,6 @@ def test_a_call_that_goes_on_in_another_message_is_not_done(
 
 
 def test_what_the_body_rejects_for_another_time_runs_again(stage: Deployment, name: str) -> None:
-    """``Reject(requeue=True)``: the broker delivers it again, the key is free for it."""
     assert stage.tasks.passes.delay(name, "requeue").get(timeout=PATIENCE) == {"name": name}
     assert [event["attempt"] for event in stage.events("begin", name=name)] == [1, 2]
     row = stage.row("passes", f"passes:{name}")
@@ -121,19 +107,13 @@ def test_what_the_body_rejects_for_another_time_runs_again(stage: Deployment, na
 
 
 def test_a_replaced_task_gives_the_result_of_its_replacement(stage: Deployment, name: str) -> None:
-    """``replace()`` uses the same id and ends the run; the key is done and not held."""
     assert stage.tasks.passes.delay(name, "replace").get(timeout=PATIENCE) == name
     stage.wait_for_state("passes", f"passes:{name}", "done")
     assert not stage.is_held("passes", f"passes:{name}")
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_another_call_waits_for_the_result_of_a_replacement_and_gets_it(
-    stage: Deployment, name: str
-) -> None:
-    """As the caller of the task that replaced itself does; here by a chain, whose last step has the
-    id.
-    """
+def test_another_call_gets_the_result_of_a_replacement(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     first = stage.tasks.passes.delay(name, str(gate))
     stage.wait_for_state("passes", f"passes:{name}", "done")
@@ -146,10 +126,7 @@ def test_another_call_waits_for_the_result_of_a_replacement_and_gets_it(
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_another_call_gets_the_error_of_a_replacement_that_failed(
-    stage: Deployment, name: str
-) -> None:
-    """The key is done, by a call that has failed elsewhere."""
+def test_another_call_gets_the_error_of_a_replacement(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     gate.write_text(f"broken {name}")
     calls = [stage.tasks.passes.delay(name, str(gate)) for _ in range(2)]
@@ -162,12 +139,7 @@ def test_another_call_gets_the_error_of_a_replacement_that_failed(
 # -- direct calls ----------------------------------------------------------------------------------
 
 
-def test_a_task_that_calls_itself_in_its_body_does_not_wait_for_its_own_lease(
-    stage: Deployment, name: str
-) -> None:
-    """The inner bodies run at once and without a lease; the outer one has its lease back
-    afterwards.
-    """
+def test_a_task_that_calls_itself_does_not_wait_for_its_lease(stage: Deployment, name: str) -> None:
     assert stage.tasks.recursive.delay(name, 2).get(timeout=PATIENCE) == [2, 1, 0]
     held = [(event["what"], event["depth"], event["held"]) for event in stage.events(name=name)]
     assert held == [
@@ -184,7 +156,6 @@ def test_a_task_that_calls_itself_in_its_body_does_not_wait_for_its_own_lease(
 
 
 def test_another_task_called_directly_in_a_body_runs_alone(stage: Deployment, name: str) -> None:
-    """No lease, no record, no round trip for it, and the outer lease is still the outer one's."""
     assert stage.tasks.calls.delay(name).get(timeout=PATIENCE) == {"direct": 9, "map": [1, 4]}
     (begin,) = stage.events("begin", name=name)
     (end,) = stage.events("end", name=name)
@@ -195,9 +166,6 @@ def test_another_task_called_directly_in_a_body_runs_alone(stage: Deployment, na
 
 
 def test_map_and_chunks_run_the_bodies_without_leases(stage: Deployment) -> None:
-    """Celery calls the bodies directly there, many in one message: there is nothing to lease them
-    by.
-    """
     square = stage.tasks.square
     assert square.map([7, 7, 8]).apply_async().get(timeout=PATIENCE) == [49, 49, 64]
     assert square.chunks([(9,), (9,)], 1).apply_async().get(timeout=PATIENCE) == [[81], [81]]
@@ -211,7 +179,6 @@ def test_map_and_chunks_run_the_bodies_without_leases(stage: Deployment) -> None
 
 
 def test_options_of_a_base_class_hold_for_its_tasks(stage: Deployment, name: str) -> None:
-    """An attribute on the class is as good as an option of the decorator."""
     assert shaped(stage, "inherits", name) == name
     (event,) = stage.events("begin", name=name)
     assert (event["held"], event["key"]) == (True, f"billing:{name}")
@@ -220,17 +187,15 @@ def test_options_of_a_base_class_hold_for_its_tasks(stage: Deployment, name: str
 
 
 @pytest.mark.parametrize("task", ["ClassBased", "shared", "mixed", "made"])
-def test_every_shape_of_task_runs_once_under_its_lease(
+def test_each_shape_of_task_runs_once_under_its_lease(
     stage: Deployment, name: str, task: str
 ) -> None:
-    """Two calls with equal arguments: one body, equal results."""
     assert shaped(stage, task, name) == shaped(stage, task, name)
     assert len(stage.events("begin", name=name)) == 1
     assert stage.events("begin", name=name)[0].get("held", True)
 
 
 def test_the_hooks_of_another_base_class_are_called(stage: Deployment, name: str) -> None:
-    """``on_success`` of a third-party ``Task`` behind the mixin gets the run and the replay."""
     assert shaped(stage, "mixed", name) == name
     assert shaped(stage, "mixed", name) == name
     seen = stage.wait_for("on_success", 2, name=name)
@@ -238,9 +203,6 @@ def test_the_hooks_of_another_base_class_are_called(stage: Deployment, name: str
 
 
 def test_a_pydantic_task_gets_and_gives_models(stage: Deployment, name: str) -> None:
-    """The key is made of the arguments as they travel; the body gets the model, and both calls its
-    result.
-    """
     invoice = {"name": name, "month": 4}
     assert (
         shaped(stage, "model", invoice)
@@ -251,12 +213,7 @@ def test_a_pydantic_task_gets_and_gives_models(stage: Deployment, name: str) -> 
     assert (event["held"], event["kind"]) == (True, "Invoice")
 
 
-def test_two_apps_in_one_process_keep_their_stores_and_leases_apart(
-    stage: Deployment, name: str
-) -> None:
-    """A task of the other app inside a body of this one: its own lease and replay, and the outer
-    lease stays.
-    """
+def test_two_apps_in_one_process_keep_their_stores_apart(stage: Deployment, name: str) -> None:
     assert shaped(stage, "hosts", name) == [True, f"hosts:{name}"]
     (inner,) = stage.events("foreign", name=name)
     assert (inner["held"], inner["key"]) == (True, f"other:{name}")
@@ -277,7 +234,6 @@ def eager(stage: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_apply_runs_the_protocol_and_replays(stage: Deployment, name: str, eager: Any) -> None:
-    """Eager calls have stores of their own in memory: the second one is answered from there."""
     first = eager.work.apply(args=(name,))
     assert first.get()["name"] == name
     assert eager.work.apply(args=(name,)).get() == first.get()
@@ -285,10 +241,7 @@ def test_apply_runs_the_protocol_and_replays(stage: Deployment, name: str, eager
     assert stage.row("work", f"work:{name}") is None
 
 
-def test_task_always_eager_replays_retries_and_shows_errors(
-    stage: Deployment, name: str, eager: Any
-) -> None:
-    """``delay`` in place: results, retries, groups, and the errors of duplicates."""
+def test_task_always_eager_replays_and_retries(stage: Deployment, name: str, eager: Any) -> None:
     eager.app.conf.update(task_always_eager=True)
     assert eager.work.delay(name).get() == eager.work.delay(name).get()
     assert eager.retries.delay(name, 2).get() == {"name": name, "retries": 2}
@@ -300,12 +253,7 @@ def test_task_always_eager_replays_retries_and_shows_errors(
         eager.refuses.delay(name).get()
 
 
-def test_an_eager_call_of_a_held_key_raises_lease_held(
-    stage: Deployment, name: str, eager: Any
-) -> None:
-    """An eager call cannot be rescheduled: the caller gets the error, and the holder is not
-    affected.
-    """
+def test_an_eager_call_of_a_held_key_is_refused(stage: Deployment, name: str, eager: Any) -> None:
     eager.app.conf.update(
         leases_eager_stores=True, task_always_eager=True, task_eager_propagates=True
     )
@@ -319,10 +267,10 @@ def test_an_eager_call_of_a_held_key_raises_lease_held(
     assert eager.work.delay(name, gate=str(gate)).get() == value
 
 
-def test_code_around_the_body_that_ends_its_process_is_guarded_as_the_body_is(
+def test_code_around_the_body_that_ends_its_process_is_guarded(
     stage: Deployment, name: str
 ) -> None:
-    """The process would end with each delivery, and no count would end that."""
+    """No count would end that."""
     tasks, children = stage.tasks, stage.worker.children()
     for task in (tasks.keyed, tasks.unprepared):
         error = task.delay(name).get(timeout=PATIENCE, propagate=False)

@@ -45,10 +45,7 @@ def _fails(bench: Bench, task: str, *arguments: object) -> None:
     wait_until(lambda: bool(bench.stage.log(f"{call.id}] raised")), PATIENCE, "the end of the call")
 
 
-def test_a_first_run_behind_an_open_gate_costs_no_more_than_one_without_a_group(
-    bench: Bench, name: str
-) -> None:
-    """The gate is asked at by the trip that acquires, or by the statement that claims."""
+def test_an_open_gate_costs_no_more_than_no_group(bench: Bench, name: str) -> None:
     tasks = bench.stage.tasks
     alone = bench.cost(lambda: tasks.slow.delay(name, [OK]).get(timeout=PATIENCE))
     grouped = bench.cost(
@@ -63,9 +60,6 @@ def test_a_first_run_behind_an_open_gate_costs_no_more_than_one_without_a_group(
 
 
 def test_a_failure_that_cools_its_key_costs_what_a_success_costs(bench: Bench, name: str) -> None:
-    """Acquire, claim, settle, and the change of the lease into a cooldown in place of its
-    release.
-    """
     commands, statements = bench.cost(lambda: _fails(bench, "slow", name, [BROKEN]))
     if bench.stage.lease_store == "database":
         assert (commands, len(statements)) == ([], 2)
@@ -73,12 +67,7 @@ def test_a_failure_that_cools_its_key_costs_what_a_success_costs(bench: Bench, n
         assert (commands, len(statements)) == (["EVALSHA", "EVALSHA"], 2)
 
 
-def test_a_press_during_a_cooldown_is_refused_by_one_statement_that_writes_nothing(
-    bench: Bench, name: str
-) -> None:
-    """The cooling lease sends it to the record, by one command; the row's tuple is the one that was
-    there before.
-    """
+def test_a_press_during_a_cooldown_is_refused_by_one_statement(bench: Bench, name: str) -> None:
     _fails(bench, "slow", name, [BROKEN])
     before = bench.version(f"slow:{name}")
     commands, statements = bench.cost(lambda: refusal(bench.stage.tasks.slow.delay(name, [BROKEN])))
@@ -88,7 +77,6 @@ def test_a_press_during_a_cooldown_is_refused_by_one_statement_that_writes_nothi
 
 
 def test_closing_a_gate_costs_two_looks_and_two_writes_more(bench: Bench, name: str) -> None:
-    """At the gate and at its last closings, however many keys of the group there are."""
     group = f"group-{name}"
     commands, statements = bench.cost(lambda: _fails(bench, "gated", name, [BUSY], group))
     if bench.stage.lease_store == "database":
@@ -99,12 +87,7 @@ def test_closing_a_gate_costs_two_looks_and_two_writes_more(bench: Bench, name: 
         assert len(statements) == 2
 
 
-def test_a_call_at_a_closed_gate_is_refused_by_one_statement_that_writes_nothing(
-    bench: Bench, name: str
-) -> None:
-    """A key that never ran: no row is made for it; and one that did is replayed at the same
-    price.
-    """
+def test_a_call_at_a_closed_gate_is_refused_by_one_statement(bench: Bench, name: str) -> None:
     group, tasks = f"group-{name}", bench.stage.tasks
     value = tasks.gated.delay(f"{name}-done", [OK], group).get(timeout=PATIENCE)
     before = bench.version(f"gated:{name}-done")

@@ -45,12 +45,7 @@ def module_stage(
 # -- Celery's own retries and control flow ---------------------------------------------------------
 
 
-def test_the_users_own_retries_are_counted_by_celery_and_no_others(
-    stage: Deployment, name: str
-) -> None:
-    """``raise self.retry()`` before and after a cooldown: it is no failure, and the cooldown is
-    none of its retries.
-    """
+def test_only_the_users_own_retries_are_counted_by_celery(stage: Deployment, name: str) -> None:
     result = stage.tasks.resumes.delay(name, [["retry", 0.2], limited(1.2), ["retry", 0.2], OK])
     assert result.get(timeout=PATIENCE) == {"name": name, "paid": 4}
     runs = paid(stage, name)
@@ -66,10 +61,7 @@ def test_the_users_own_retries_are_counted_by_celery_and_no_others(
     assert_sound(stage, "resumes", name)
 
 
-def test_the_rules_meet_the_original_error_once_autoretry_gives_up(
-    stage: Deployment, name: str
-) -> None:
-    """Status and header of the third answer decide, although Celery saw two retries before it."""
+def test_the_rules_meet_the_original_error_after_autoretry(stage: Deployment, name: str) -> None:
     first = stage.tasks.auto.delay(name, [limited(60)])
     row = cooled(stage, "auto", name)
     assert [run["retries"] for run in paid(stage, name)] == [0, 1, 2]
@@ -86,7 +78,6 @@ def test_the_rules_meet_the_original_error_once_autoretry_gives_up(
 def test_ignore_and_reject_mean_after_a_cooldown_what_they_mean_without(
     stage: Deployment, name: str, how: str, state: str, ended: str
 ) -> None:
-    """The resumed call ends without a result; the key cools no more."""
     stage.tasks.resumes.delay(name, [limited(1.2), [how]])
     wait_until(lambda: len(paid(stage, name)) == 2, PATIENCE, "the second body")
     row = stage.wait_for_state("resumes", f"resumes:{name}", state)
@@ -95,7 +86,6 @@ def test_ignore_and_reject_mean_after_a_cooldown_what_they_mean_without(
 
 
 def test_reject_with_requeue_runs_again_after_a_cooldown(stage: Deployment, name: str) -> None:
-    """The broker delivers it again, and the same call gets its result."""
     result = stage.tasks.resumes.delay(name, [limited(1.2), ["requeue"], OK])
     assert result.get(timeout=PATIENCE) == {"name": name, "paid": 3}
     assert_sound(stage, "resumes", name)
@@ -105,9 +95,6 @@ def test_reject_with_requeue_runs_again_after_a_cooldown(stage: Deployment, name
 
 
 def test_a_soft_limit_in_the_body_cools_the_key_as_ambiguous(stage: Deployment, name: str) -> None:
-    """For 15 s at least, whatever the policy; the next attempt can see that the call may have been
-    executed.
-    """
     script = [["sleep", 30], OK]
     with pytest.raises(SoftTimeLimitExceeded):
         stage.tasks.limited.delay(name, script).get(timeout=PATIENCE)
@@ -119,12 +106,8 @@ def test_a_soft_limit_in_the_body_cools_the_key_as_ambiguous(stage: Deployment, 
     _was_ambiguous(stage, name)
 
 
-def test_a_body_without_memory_cools_the_key_as_ambiguous_and_its_worker_lives(
-    stage: Deployment, name: str
-) -> None:
-    """A ``MemoryError`` in Celery's main process would end the worker; the rescheduled call does
-    not carry it there.
-    """
+def test_a_body_without_memory_cools_as_ambiguous(stage: Deployment, name: str) -> None:
+    """A ``MemoryError`` in the main process would end it."""
     script = [["raise", "MemoryError"], OK]
     stage.tasks.resumes.delay(name, script)
     let_go = _ends_as_ambiguous(stage, "resumes", name, "MemoryError")
@@ -155,12 +138,7 @@ def _was_ambiguous(stage: Deployment, name: str) -> None:
     assert (error["rule"], error["ambiguous"]) == ("time-or-memory-limit", True)
 
 
-def test_a_read_timeout_is_retried_where_repeating_is_harmless_and_cools_elsewhere(
-    stage: Deployment, name: str
-) -> None:
-    """``lease_idempotent``: a server that accepts and never answers may have done what it was
-    asked.
-    """
+def test_a_read_timeout_is_retried_where_that_is_harmless(stage: Deployment, name: str) -> None:
     script = [["read timeout"], OK]
     result = stage.tasks.repeatable.delay(name, script)
     assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
@@ -176,9 +154,6 @@ def test_a_read_timeout_is_retried_where_repeating_is_harmless_and_cools_elsewhe
 
 
 def test_the_next_attempt_can_read_how_the_last_one_failed(stage: Deployment, name: str) -> None:
-    """``current_lease.previous``: class, message, rule and host; a clear failure is not
-    ambiguous.
-    """
     result = stage.tasks.resumes.delay(name, [BROKEN, OK])
     assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
     first, second = paid(stage, name)
@@ -197,12 +172,9 @@ def test_the_next_attempt_can_read_how_the_last_one_failed(stage: Deployment, na
 
 
 @pytest.mark.parametrize("task", ["resumes", "ignores"])
-def test_a_step_of_a_chain_waits_for_the_cooldown_of_another_call(
+def test_a_step_of_a_chain_waits_for_anothers_cooldown(
     stage: Deployment, name: str, task: str
 ) -> None:
-    """A refused or dropped step would end the chain: it is rescheduled, and goes on with the saved
-    result.
-    """
     leased, script = getattr(stage.tasks, task), [limited(1.8), OK]
     first = leased.delay(name, script)
     cooled(stage, task, name)
@@ -213,12 +185,7 @@ def test_a_step_of_a_chain_waits_for_the_cooldown_of_another_call(
     assert_sound(stage, task, name)
 
 
-def test_a_chord_waits_for_a_member_that_cools_down_and_for_one_that_meets_it(
-    stage: Deployment, name: str
-) -> None:
-    """Both members of the key and one of another: each counts once, and the chord's body runs
-    once.
-    """
+def test_a_chord_waits_for_a_member_that_cools_down(stage: Deployment, name: str) -> None:
     cools = stage.tasks.resumes.s(name, [limited(1.5), OK])
     outcome = chord(
         [cools, cools.clone(), stage.tasks.resumes.s(f"{name}-other", [OK])], stage.tasks.gather.s()
@@ -231,7 +198,6 @@ def test_a_chord_waits_for_a_member_that_cools_down_and_for_one_that_meets_it(
 
 
 def test_a_chain_fails_where_a_cooldown_is_to_fail_it(stage: Deployment, name: str) -> None:
-    """``lease_on_cooling="raise"`` asked for in so many words counts for canvas too."""
     script = [limited(2.5), OK]
     first = stage.tasks.refuses.delay(name, script)
     cooled(stage, "refuses", name)
@@ -242,9 +208,6 @@ def test_a_chain_fails_where_a_cooldown_is_to_fail_it(stage: Deployment, name: s
 
 
 def test_a_call_without_a_key_is_rescheduled(stage: Deployment, name: str) -> None:
-    """``lease_on_cooling="reschedule"``: it is not refused, and gets the result of the call that
-    resumes.
-    """
     script = [limited(1.8), OK]
     first = stage.tasks.waits.delay(name, script)
     cooled(stage, "waits", name)
@@ -253,10 +216,7 @@ def test_a_call_without_a_key_is_rescheduled(stage: Deployment, name: str) -> No
     assert len(stage.wait_for_log(other.id, "rescheduled in")) >= 1
 
 
-def test_a_plain_call_is_dropped_where_a_cooldown_is_to_be_ignored(
-    stage: Deployment, name: str
-) -> None:
-    """``lease_on_cooling="ignore"``: no result, no error, one line in the log."""
+def test_a_plain_call_is_dropped_where_it_is_to_ignore(stage: Deployment, name: str) -> None:
     script = [limited(1.8), OK]
     first = stage.tasks.ignores.delay(name, script)
     cooled(stage, "ignores", name)
@@ -267,7 +227,6 @@ def test_a_plain_call_is_dropped_where_a_cooldown_is_to_be_ignored(
 
 
 def test_without_events_none_are_published(stage: Deployment, name: str) -> None:
-    """A worker without ``-E`` sends no events about the call."""
     watcher = Watcher(stage)
     try:
         call = stage.tasks.resumes.delay(name, [limited(1.2), OK])
@@ -298,7 +257,6 @@ def eager(stage: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_an_eager_call_gets_its_original_error_and_the_next_one_is_refused(
     stage: Deployment, name: str, eager: Any, step: list[Any]
 ) -> None:
-    """An eager call cannot be rescheduled; the whole protocol runs with stores in memory."""
     with pytest.raises((Answered, KeyError)):
         eager.slow.apply(args=(name, [step, OK])).get()
     with pytest.raises(CoolingDown) as told:
@@ -308,10 +266,9 @@ def test_an_eager_call_gets_its_original_error_and_the_next_one_is_refused(
     assert stage.row("slow", f"slow:{name}") is None
 
 
-def test_an_eager_call_that_would_be_retried_soon_gets_its_original_error(
+def test_an_eager_call_to_retry_gets_its_original_error(
     stage: Deployment, name: str, eager: Any
 ) -> None:
-    """It cannot be rescheduled; the next call runs as soon as the record allows it."""
     with pytest.raises(Answered):
         eager.resumes.apply(args=(name, [TAKEN, OK])).get()
     assert len(paid(stage, name)) == 1
@@ -323,18 +280,14 @@ def test_an_eager_call_that_would_be_retried_soon_gets_its_original_error(
 def test_an_eager_call_that_asks_to_wait_returns_the_time_to_its_caller(
     stage: Deployment, name: str, eager: Any, step: list[Any]
 ) -> None:
-    """Control flow is no error of the caller's: it gets ``CoolingDown`` with the time it asked
-    for.
-    """
     with pytest.raises(CoolingDown, match="Retry available in 60 seconds") as told:
         eager.resumes.apply(args=(name, [step])).get()
     assert told.value.retry_after == pytest.approx(60, abs=0.5)
 
 
-def test_a_direct_call_raises_what_its_body_raises(
+def test_a_direct_call_raises_what_the_body_raises(
     stage: Deployment, name: str, eager: Any
 ) -> None:
-    """It has no lease, so only the caller can act on the error; nothing is written."""
     for step, error in (
         (["cooldown", 60, "draft not ready"], Cooldown),
         (["later", 60], RetryLater),
@@ -350,10 +303,7 @@ def test_a_direct_call_raises_what_its_body_raises(
     assert stage.row("resumes", f"resumes:{name}-later") is None
 
 
-def test_an_operators_retry_ends_the_wait_of_a_call_that_stopped(
-    stage: Deployment, name: str
-) -> None:
-    """Waits and failures start again at the beginning, and the next call runs at once."""
+def test_an_operators_retry_ends_the_wait_of_a_call(stage: Deployment, name: str) -> None:
     script = [BROKEN, OK]
     with pytest.raises(KeyError):
         stage.tasks.slow.delay(name, script).get(timeout=PATIENCE)

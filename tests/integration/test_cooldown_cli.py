@@ -27,9 +27,6 @@ def operator(module_stage: Deployment) -> Terminal:
 
 
 def test_explain_shows_which_rule_matches_a_failure_and_what_follows(operator: Terminal) -> None:
-    """For people in lines, for programs in JSON; rules and options are those of the task that is
-    named.
-    """
     lines = operator.sees("explain", "--status", "429", "--header", "retry-after=37").splitlines()
     assert lines[0] == "rate-limited: status 429"
     text = "\n".join(lines)
@@ -75,19 +72,15 @@ def test_explain_shows_which_rule_matches_a_failure_and_what_follows(operator: T
 def test_what_cannot_be_meant_is_refused_with_a_word_of_help(
     operator: Terminal, words: tuple[str, ...], code: int, answer: str
 ) -> None:
-    """Exit code 2 for the command line, 1 for what it asks about; never a traceback."""
     done = operator.types(*words)
     assert (done.returncode, done.stdout) == (code, "")
     assert answer in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_cooling_key_is_listed_shown_and_retried(
+def test_a_cooling_key_is_listed_and_retried(
     stage: Deployment, operator: Terminal, name: str
 ) -> None:
-    """``leases retry`` ends the wait and says that no message was published; the next call runs at
-    once.
-    """
     script = [["cooldown", 300, "draft not ready"], OK]
     with pytest.raises(CoolingDown, match="Retry available in 5 minutes"):
         stage.tasks.slow.delay(name, script).get(timeout=PATIENCE)
@@ -114,10 +107,9 @@ def test_a_cooling_key_is_listed_shown_and_retried(
     assert "leases forget" in again.stderr
 
 
-def test_a_failed_key_is_listed_shown_and_retried(
+def test_a_failed_key_is_listed_and_retried(
     stage: Deployment, operator: Terminal, name: str
 ) -> None:
-    """Its error is in the first line; after ``leases retry`` the next call runs."""
     script = [["raise", "ValueError", f"no document {name}"], OK]
     with pytest.raises(ValueError, match="no document"):
         stage.tasks.firm.delay(name, script).get(timeout=PATIENCE)
@@ -133,10 +125,9 @@ def test_a_failed_key_is_listed_shown_and_retried(
     assert stage.tasks.firm.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
 
 
-def test_the_gate_of_a_group_is_closed_listed_and_opened(
+def test_the_gate_is_closed_listed_and_opened(
     stage: Deployment, operator: Terminal, name: str
 ) -> None:
-    """Callers get the reason; ``retry`` of a key names the command that opens its group."""
     group = f"model-{name}"
     assert f"model-{name}" not in operator.sees("group", "list")
     (closed,) = _about(
@@ -170,10 +161,9 @@ def test_the_gate_of_a_group_is_closed_listed_and_opened(
     assert "was already open" in again.stderr
 
 
-def test_retry_of_a_key_whose_group_is_closed_says_so(
+def test_retry_says_that_the_group_is_closed(
     stage: Deployment, operator: Terminal, name: str
 ) -> None:
-    """The operator learns that the key alone is not what waits."""
     group = f"model-{name}"
     with pytest.raises(CoolingDown):
         stage.tasks.gated.delay(name, [["cooldown", 300, "quota", "group"]], group).get(

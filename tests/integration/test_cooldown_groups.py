@@ -72,16 +72,8 @@ def wait_for_lines(stage: Deployment, about: str, number: int) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_keys_behind_a_limit_waste_less_than_a_tenth_of_the_calls_in_a_group(
-    stage: Deployment, name: str
-) -> None:
-    """The limit counts rejected calls, as real ones do: without a group, keys use up the limit of
-    each other.
-
-    The server counts the calls of both runs. In the group every key is accepted once, without any
-    other help; without it ten times as many calls are rejected, and the keys finish only when the
-    limit is lifted.
-    """
+def test_keys_in_a_group_waste_less_than_a_tenth_of_the_calls(stage: Deployment, name: str) -> None:
+    """Alone, they use up the limit of each other."""
     keys = 60 if stage.lease_store == "database" else 200
     with Limiter(25, 1.5, stage.directory / f"{name}-together") as limiter:
         began = time.monotonic()
@@ -109,12 +101,9 @@ def test_keys_behind_a_limit_waste_less_than_a_tenth_of_the_calls_in_a_group(
     print(f"alone: {alone} after {took:.1f} s")
 
 
-def test_one_closing_is_one_trip_however_many_bodies_fail_in_it(
+def test_one_closing_is_one_trip_however_many_fail(
     stage: Deployment, name: str, group: str
 ) -> None:
-    """Four bodies that were in flight fail together; the gate closes for the first wait, not for
-    the fourth.
-    """
     gate = stage.gate()
     script = [["when", str(gate), *BUSY], OK]
     results = [
@@ -133,12 +122,9 @@ def test_one_closing_is_one_trip_however_many_bodies_fail_in_it(
 # -- one probe -------------------------------------------------------------------------------------
 
 
-def test_exactly_one_of_many_calls_probes_and_its_success_lets_the_others_in(
+def test_one_of_many_calls_probes_and_lets_the_others_in(
     stage: Deployment, name: str, group: str
 ) -> None:
-    """Eight children and twenty calls that wait: one body, until it has succeeded. Waiting spends
-    no attempt.
-    """
     stage.client.close_group(group, 1.5, "overloaded")
     gate, keys = stage.gate(), [f"{name}-{n}" for n in range(20)]
     results = [stage.tasks.grouped.delay(key, [["when", str(gate), "ok"]], group) for key in keys]
@@ -165,10 +151,9 @@ def test_exactly_one_of_many_calls_probes_and_its_success_lets_the_others_in(
         )
 
 
-def test_a_probe_that_fails_of_its_group_closes_it_again_for_longer(
+def test_a_failed_probe_closes_its_group_for_longer(
     stage: Deployment, name: str, group: str
 ) -> None:
-    """1.5 s, then 3 s; the third attempt opens it. None of it counts as a failure of the key."""
     result = stage.tasks.grouped.delay(name, [BUSY, BUSY, OK], group)
     first, second = wait_for_lines(stage, f"cooldown group {group} is closed", 2)[:2]
     assert "closed for 1.5 s by rule busy: trip 1 in a row" in first
@@ -183,10 +168,9 @@ def test_a_probe_that_fails_of_its_group_closes_it_again_for_longer(
     assert gate_of(stage, group) is None
 
 
-def test_a_probe_that_fails_of_something_else_opens_its_group(
+def test_a_probe_that_fails_otherwise_opens_its_group(
     stage: Deployment, name: str, group: str
 ) -> None:
-    """The dependency has answered: what is wrong is this key, and it alone waits."""
     stage.client.close_group(group, 1.0)
     stage.tasks.grouped.delay(name, [BROKEN, OK], group)
     wait_for_lines(stage, f"cooldown group {group} is open again", 1)
@@ -199,12 +183,9 @@ def test_a_probe_that_fails_of_something_else_opens_its_group(
 
 
 @pytest.mark.parametrize("word", ["later", "snooze"])
-def test_a_probe_that_is_rescheduled_leaves_its_group_half_open(
+def test_a_rescheduled_probe_leaves_the_gate_half_open(
     stage: Deployment, name: str, group: str, word: str
 ) -> None:
-    """A quick retry or a snooze does not test the dependency: the call probes again, and then opens
-    the gate.
-    """
     stage.client.close_group(group, 1.0)
     gates = [stage.gate(), stage.gate()]
     script = [["when", str(gates[0]), word, 0.2], ["when", str(gates[1]), "ok"]]
@@ -219,10 +200,9 @@ def test_a_probe_that_is_rescheduled_leaves_its_group_half_open(
     wait_until(lambda: gate_of(stage, group) is None, PATIENCE, "the gate to open")
 
 
-def test_a_probe_whose_failure_is_ambiguous_leaves_its_group_half_open(
+def test_an_ambiguous_probe_leaves_the_gate_half_open(
     stage: Deployment, name: str, group: str
 ) -> None:
-    """Its slot is free at once for the next call, which opens the gate."""
     stage.client.close_group(group, 1.0)
     with pytest.raises(TimeoutError):
         stage.tasks.visits.delay(name, [["read timeout"]], group).get(timeout=PATIENCE)
@@ -233,10 +213,9 @@ def test_a_probe_whose_failure_is_ambiguous_leaves_its_group_half_open(
     wait_until(lambda: gate_of(stage, group) is None, PATIENCE, "the gate to open")
 
 
-def test_finished_work_is_replayed_through_a_closed_gate(
+def test_done_work_is_replayed_through_a_closed_gate(
     stage: Deployment, name: str, group: str
 ) -> None:
-    """A gate stops bodies only; a key that never ran is refused, with the name of the group."""
     value = stage.tasks.gated.delay(name, [OK], group).get(timeout=PATIENCE)
     stage.client.close_group(group, 60, "invoice overdue")
     assert stage.tasks.gated.delay(name, [OK], group).get(timeout=PATIENCE) == value
@@ -251,9 +230,6 @@ def test_finished_work_is_replayed_through_a_closed_gate(
 
 
 def test_an_operator_closes_and_opens_a_gate(stage: Deployment, name: str, group: str) -> None:
-    """A body that runs is not disturbed; the next one may only start once the gate is open, and is
-    no probe.
-    """
     gate = stage.gate()
     running = stage.tasks.gated.delay(name, [["when", str(gate), "ok"]], group)
     stage.wait_for("paid", name=name)

@@ -38,10 +38,7 @@ def module_stage(
     made.close_when_drained(request.session)
 
 
-def test_a_rate_limited_call_resumes_and_presses_meanwhile_are_refused(
-    stage: Deployment, name: str
-) -> None:
-    """Ten calls at once; the time is in the record, for any lease store."""
+def test_a_limited_call_resumes_and_presses_are_refused(stage: Deployment, name: str) -> None:
     script = [limited(3), OK]
     first = stage.tasks.resumes.delay(name, script)
     row = cooled(stage, "resumes", name)
@@ -52,10 +49,7 @@ def test_a_rate_limited_call_resumes_and_presses_meanwhile_are_refused(
     assert_sound(stage, "resumes", name)
 
 
-def test_eight_failures_of_a_group_close_its_gate_once_and_one_probe_opens_it(
-    stage: Deployment, name: str
-) -> None:
-    """Written by eight processes at the same time; twenty calls wait, and one body alone begins."""
+def test_eight_failures_close_once_and_one_probe_opens(stage: Deployment, name: str) -> None:
     gates, keys = [stage.gate(), stage.gate()], [f"{name}-{n}" for n in range(20)]
     script = [["when", str(gates[0]), *BUSY], ["when", str(gates[1]), "ok"]]
 

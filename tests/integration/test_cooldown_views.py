@@ -58,12 +58,7 @@ def shown_elsewhere(stage: Deployment, *asked: dict[str, Any]) -> list[tuple[dic
 # -- status ----------------------------------------------------------------------------------------
 
 
-def test_a_web_process_without_tasks_shows_when_a_key_can_be_tried_again(
-    stage: Deployment, name: str
-) -> None:
-    """Three hundred seconds are shown as five minutes, with reason, rule and scope; also for a key
-    that was never called.
-    """
+def test_a_web_process_shows_when_to_try_again(stage: Deployment, name: str) -> None:
     stage.tasks.slow.delay(name, [["cooldown", 300, f"draft {name} not ready"]])
     cooled(stage, "slow", name)
     (cooling, message), (absent, nothing) = shown_elsewhere(
@@ -83,10 +78,7 @@ def test_a_web_process_without_tasks_shows_when_a_key_can_be_tried_again(
     assert (absent["state"], nothing) == ("absent", "Not started yet")
 
 
-def test_a_web_process_shows_a_closed_group_for_keys_that_never_ran(
-    stage: Deployment, name: str
-) -> None:
-    """The record of the failed key has its group; for another key the caller names the group."""
+def test_a_web_process_shows_a_closed_group_for_any_key(stage: Deployment, name: str) -> None:
     group = f"model-{name}"
     stage.tasks.gated.delay(name, [["cooldown", 300, "too many tokens", "group"]], group)
     stage.wait_for_state("gated", f"gated:{name}", "cooling")
@@ -103,10 +95,9 @@ def test_a_web_process_shows_a_closed_group_for_keys_that_never_ran(
 
 
 @pytest.mark.parametrize("task", ["slow", "resumes"])
-def test_secrets_in_an_error_are_not_remembered_nor_logged_nor_shown(
+def test_secrets_in_an_error_are_neither_kept_nor_shown(
     stage: Deployment, name: str, task: str
 ) -> None:
-    """Neither the row nor the gate nor the log has them, whether or not the call resumes."""
     result = getattr(stage.tasks, task).delay(name, [["raise", "RuntimeError", TELLING], OK])
     row = cooled(stage, task, name)
     shown = status(stage, task, name)
@@ -147,12 +138,9 @@ def watcher(stage: Deployment) -> Iterator[Watcher]:
     made.close()
 
 
-def test_celerys_event_state_shows_cooldowns_backoffs_and_snoozes(
+def test_celerys_events_show_cooldowns_and_snoozes(
     stage: Deployment, name: str, watcher: Watcher
 ) -> None:
-    """Custom task events, with key, wait and reason; a failure that is retried is also a retry for
-    Celery.
-    """
     gate = stage.gate()
     script = [["snooze", 0.2], TAKEN, limited(2), ["when", str(gate), "ok"]]
     call = stage.tasks.quick.delay(name, script).id
@@ -182,7 +170,6 @@ def kinds(watcher: Watcher, call: str) -> list[str]:
 def test_the_event_of_a_call_that_waits_for_another_calls_cooldown_names_it(
     stage: Deployment, name: str, watcher: Watcher
 ) -> None:
-    """And so does that of a call which is not to resume, before Celery's own failure."""
     script = [limited(1.8), OK]
     stage.tasks.waits.delay(name, script)
     cooled(stage, "waits", name)

@@ -44,12 +44,7 @@ def module_stage(
 # -- presses ---------------------------------------------------------------------------------------
 
 
-def test_twenty_calls_within_a_minute_are_one_paid_call_and_nineteen_refusals(
-    stage: Deployment, name: str
-) -> None:
-    """The call that ran gets the original error, the others get the time and the reason; only one
-    call was paid.
-    """
+def test_twenty_calls_in_a_minute_are_one_paid_call(stage: Deployment, name: str) -> None:
     presses = [stage.tasks.stops.delay(name, [limited(60)]) for _ in range(20)]
     errors = [press.get(timeout=PATIENCE, propagate=False) for press in presses]
     now = time.time()
@@ -71,12 +66,7 @@ def test_twenty_calls_within_a_minute_are_one_paid_call_and_nineteen_refusals(
     assert_sound(stage, "stops", name)
 
 
-def test_the_call_that_failed_resumes_by_itself_after_the_server_delay(
-    stage: Deployment, name: str
-) -> None:
-    """Its own result arrives; nineteen presses meanwhile are refused, and a later one gets the same
-    result.
-    """
+def test_the_call_that_failed_resumes_after_the_delay(stage: Deployment, name: str) -> None:
     first = stage.tasks.resumes.delay(name, [limited(4), OK])
     row = cooled(stage, "resumes", name)
     wait_until(
@@ -100,9 +90,6 @@ def test_the_call_that_failed_resumes_by_itself_after_the_server_delay(
 
 
 def test_the_status_of_a_waiting_call_shows_its_revocation(stage: Deployment, name: str) -> None:
-    """After its worker has discarded the message: it does not run again, and the key continues to
-    cool for others.
-    """
     first = stage.tasks.resumes.delay(name, [limited(5), OK])
     before = cooled(stage, "resumes", name)
     host = f"{stage.worker.name}@{os.uname().nodename}"
@@ -127,12 +114,7 @@ def test_the_status_of_a_waiting_call_shows_its_revocation(stage: Deployment, na
     }
 
 
-def test_a_call_that_does_not_resume_ends_and_the_next_call_after_the_time_runs(
-    stage: Deployment, name: str
-) -> None:
-    """For jobs that a person restarts: the caller gets the error, no copy is published, and the key
-    cools nevertheless.
-    """
+def test_a_call_that_does_not_resume_ends_and_the_next_runs(stage: Deployment, name: str) -> None:
     script = [limited(1.5), OK]
     with pytest.raises(Answered):
         stage.tasks.stops.delay(name, script).get(timeout=PATIENCE)
@@ -144,12 +126,8 @@ def test_a_call_that_does_not_resume_ends_and_the_next_call_after_the_time_runs(
     assert_sound(stage, "stops", name)
 
 
-def test_a_fresh_message_under_the_id_of_a_call_that_stopped_waits_for_its_time_and_runs(
-    stage: Deployment, name: str
-) -> None:
-    """Forwarded from a dead-letter queue while the key cools down: it is rescheduled, in hops, and
-    is no copy.
-    """
+def test_a_fresh_message_of_a_stopped_call_waits_and_runs(stage: Deployment, name: str) -> None:
+    """It is rescheduled in hops, and is no copy."""
     script = [limited(1.5), OK]
     call = stage.tasks.stops.delay(name, script)
     with pytest.raises(Answered):
@@ -160,10 +138,7 @@ def test_a_fresh_message_under_the_id_of_a_call_that_stopped_waits_for_its_time_
     assert_sound(stage, "stops", name)
 
 
-def test_a_copy_of_a_call_whose_caller_got_the_error_does_not_run(
-    stage: Deployment, name: str
-) -> None:
-    """Delivered once more by the broker, during the cooldown and after it: its outcome is known."""
+def test_a_copy_of_a_call_with_its_error_does_not_run(stage: Deployment, name: str) -> None:
     script, during, after = [limited(1.5), OK], stage.side_queue(), stage.side_queue()
     call = stage.tasks.stops.delay(name, script)
     with pytest.raises(Answered):
@@ -180,10 +155,7 @@ def test_a_copy_of_a_call_whose_caller_got_the_error_does_not_run(
     assert_sound(stage, "stops", name)
 
 
-def test_the_second_failure_in_a_row_waits_twice_as_long_and_a_success_forgets_both(
-    stage: Deployment, name: str
-) -> None:
-    """Without a header the policy decides: 3 s, then 6 s."""
+def test_the_second_failure_waits_twice_as_long(stage: Deployment, name: str) -> None:
     script = [BROKEN, BROKEN, OK]
     waits = []
     for number in (1, 2):
@@ -207,10 +179,7 @@ def test_the_second_failure_in_a_row_waits_twice_as_long_and_a_success_forgets_b
 # -- failures for good -----------------------------------------------------------------------------
 
 
-def test_every_later_caller_gets_a_permanent_failure_without_a_run(
-    stage: Deployment, name: str
-) -> None:
-    """Class, message and rule are remembered; the first caller has the original error."""
+def test_later_callers_get_a_permanent_failure_at_once(stage: Deployment, name: str) -> None:
     script = [["raise", "ValueError", f"no document {name}"], OK]
     with pytest.raises(ValueError, match=f"no document {name}"):
         stage.tasks.firm.delay(name, script).get(timeout=PATIENCE)
@@ -227,7 +196,6 @@ def test_every_later_caller_gets_a_permanent_failure_without_a_run(
 
 
 def test_a_body_can_fail_for_good(stage: Deployment, name: str) -> None:
-    """``PermanentFailure`` from user code needs no rule."""
     script = [["permanent", "unknown invoice"], OK]
     for _ in range(2):
         with pytest.raises(PermanentFailure, match="unknown invoice"):
@@ -236,7 +204,6 @@ def test_a_body_can_fail_for_good(stage: Deployment, name: str) -> None:
 
 
 def test_the_last_failure_that_is_allowed_ends_the_key(stage: Deployment, name: str) -> None:
-    """``lease_max_failures=2``: the call resumes once, then it and later calls get the error."""
     first = stage.tasks.breaks.delay(name, [BROKEN])
     with pytest.raises(KeyError):
         first.get(timeout=PATIENCE)
@@ -254,12 +221,7 @@ def test_the_last_failure_that_is_allowed_ends_the_key(stage: Deployment, name: 
 # -- quick retries, snoozes ------------------------------------------------------------------------
 
 
-def test_quick_retries_count_in_the_record_and_end_in_a_cooldown(
-    stage: Deployment, name: str
-) -> None:
-    """Two are allowed: the third failure cools the key, and the user's own ``request.retries`` stay
-    untouched.
-    """
+def test_quick_retries_count_and_end_in_a_cooldown(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     first = stage.tasks.quick.delay(name, [TAKEN, TAKEN, ["when", str(gate), *TAKEN], OK])
     stage.wait_for("paid", 3, name=name)
@@ -278,10 +240,7 @@ def test_quick_retries_count_in_the_record_and_end_in_a_cooldown(
     assert_sound(stage, "quick", name)
 
 
-def test_another_call_does_not_jump_the_queue_during_a_quick_retry(
-    stage: Deployment, name: str
-) -> None:
-    """It runs after the key's own call and gets its result; it is neither run nor refused."""
+def test_another_call_does_not_jump_a_quick_retry(stage: Deployment, name: str) -> None:
     script = [["later", 3], OK]
     first = stage.tasks.refuses.delay(name, script)
     stage.wait_for_state("refuses", f"refuses:{name}", "pending")
@@ -293,9 +252,6 @@ def test_another_call_does_not_jump_the_queue_during_a_quick_retry(
 
 
 def test_twenty_snoozes_spend_no_attempt(stage: Deployment, name: str) -> None:
-    """Nor a failure, nor a quick retry, nor a crash: the twenty-first run is still the first
-    attempt.
-    """
     result = stage.tasks.quick.delay(name, [*[["snooze", 0.05]] * 20, OK])
     assert result.get(timeout=PATIENCE) == {"name": name, "paid": 21}
     assert [run["attempt"] for run in paid(stage, name)] == [1] * 21
@@ -305,12 +261,7 @@ def test_twenty_snoozes_spend_no_attempt(stage: Deployment, name: str) -> None:
     assert_sound(stage, "quick", name)
 
 
-def test_retries_snoozes_cooldowns_and_a_warm_shutdown_are_no_crash_loop(
-    stage: Deployment, name: str
-) -> None:
-    """Six calls on the brink (``lease_max_crashes=1``), stopped in the middle of it all: every one
-    finishes.
-    """
+def test_retries_snoozes_and_a_shutdown_are_no_crash_loop(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     steps: list[list[Any]] = [
         ["later", 0.2],

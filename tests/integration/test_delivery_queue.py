@@ -19,7 +19,6 @@ from celery_leases.worker.delivery_queue import FixedRoute, Routes
 def test_a_copy_reaches_the_queues_of_the_exchange_it_came_through(
     leases_redis_url: str, leases_queue: str, kind: str, key: str
 ) -> None:
-    """A topic or fanout exchange that a process does not know would count as a direct one."""
     app = Celery("routed", broker=leases_redis_url, set_as_current=False)
     queue = Queue(
         leases_queue,

@@ -48,9 +48,6 @@ def begin(command: list[str], temporary: Path) -> GuardedProcess:
 
 
 def test_the_demo_keeps_its_promises_and_leaves_no_file(tmp_path: Path) -> None:
-    """Both kills are shown, and the takeovers are in time; exit code 0; lines have at most 100
-    columns.
-    """
     done = play(tmp_path, *DEMO)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"SIGKILLs .*, in the middle of", done.stdout)) == 2
@@ -61,9 +58,6 @@ def test_the_demo_keeps_its_promises_and_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_the_timeline_is_sorted_by_time(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line that another process writes late still comes in its place; a headline comes after
-    what was before it.
-    """
     narrator = Narrator(done="mailed")
     began = narrator.began
     narrator.say("web-1", "later", at=began + 3)
@@ -77,7 +71,6 @@ def test_the_timeline_is_sorted_by_time(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.nightly
 def test_the_demo_finds_broken_promises(tmp_path: Path) -> None:
-    """Without leases invoices are mailed twice, and the demo reports that and fails."""
     done = play(tmp_path, *DEMO, "--without-leases")
     assert done.returncode == 1
     assert "BROKEN: invoice:1842:2026-04 was mailed 2 times, not once" in done.stdout
@@ -87,9 +80,6 @@ def test_the_demo_finds_broken_promises(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_demo_of_cooldowns_pays_once_and_leaves_no_file(tmp_path: Path) -> None:
-    """Twelve paid calls, counted by the model itself, beside those of plain Celery; exit code 0, in
-    100 columns.
-    """
     done = play(tmp_path, *COOLDOWN)
     assert done.returncode == 0, done.stdout + done.stderr
     table = [
@@ -118,9 +108,6 @@ def test_the_demo_of_cooldowns_pays_once_and_leaves_no_file(tmp_path: Path) -> N
 
 @pytest.mark.nightly
 def test_the_demo_of_cooldowns_finds_a_call_too_many(temporary: Path) -> None:
-    """One more call on the account of the leased task, from outside, is a broken promise: exit code
-    1.
-    """
     demo = begin(COOLDOWN, temporary)
     try:
         demo.wait_for_log("has started", 30)
@@ -163,7 +150,6 @@ STOPS = [
 def test_a_demo_that_is_stopped_leaves_nothing_behind(
     temporary: Path, command: list[str], sent: signal.Signals, code: int
 ) -> None:
-    """Ctrl-C in the middle: no process, no file."""
     demo = begin(command, temporary)
     try:
         demo.wait_for_log(r"begins 1842", 30)
@@ -186,7 +172,6 @@ def test_a_demo_that_is_stopped_leaves_nothing_behind(
 
 
 def test_the_examples_for_real_workers_pass(pytester: pytest.Pytester) -> None:
-    """docs/testing.md shows a crash test and a contract; both are run as they stand there."""
     page = (ROOT / "docs/testing.md").read_text()
     _, crash, contract = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     # Workers run in pytest's root directory, where the project would be.

@@ -51,9 +51,6 @@ def site(tmp_path: Path) -> Iterator[GuardedProcess]:
 def test_an_operator_retries_a_failed_key(
     site: GuardedProcess, browser: Browser, tmp_path: Path
 ) -> None:
-    """Sees the list, opens the key, asks for a retry, and confirms it; nothing is refused by the
-    policy.
-    """
     address = site.wait_for_log(r"server at (http://127\.0\.0\.1:\d+/)", 60)[1]
     browser.open(f"{address}admin/celery_leases/leaserecord/")
     browser.write("#id_username", "ann")

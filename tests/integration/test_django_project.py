@@ -69,14 +69,12 @@ def manage(database_url: str) -> Manage:
 
 
 def test_the_projects_own_tests_pass(manage: Manage) -> None:
-    """Their database can be destroyed afterwards."""
     said = manage("test", "--noinput", "orders.tests")
     assert "Destroying test database" in said
     assert "\nOK" in said
 
 
 def test_the_admin_shows_records_and_acts_on_them(leases_postgres_url: str) -> None:
-    """By the project's own tests of it; none of its tests is skipped there."""
     said = manage_with(leases_postgres_url)("test", "--noinput")
     assert "Destroying test database" in said
     assert "\nOK\n" in said
@@ -88,7 +86,6 @@ ELSEWHERE = {"CELERY_LEASES": {"url": "redis://127.0.0.1:1/0"}}
 
 
 def test_tests_without_a_test_database_do_not_meet_the_configured_one() -> None:
-    """No server answers at the configured database and lease store."""
     manage = manage_with(
         "postgresql://nobody@127.0.0.1:1/shop", **{SETTINGS: json.dumps(ELSEWHERE)}
     )
@@ -98,7 +95,6 @@ def test_tests_without_a_test_database_do_not_meet_the_configured_one() -> None:
 
 
 def test_leases_of_tests_are_in_the_test_database(leases_postgres_url: str) -> None:
-    """The configured lease store is not asked."""
     manage = manage_with(leases_postgres_url, **{SETTINGS: json.dumps(ELSEWHERE)})
     said = manage("test", "--noinput", "orders.tests.CommittingTests")
     assert "\nOK" in said
@@ -121,10 +117,7 @@ MIGRATION_MODULES = MIGRATION_MODULES()
 """As pytest-django's option --nomigrations has it."""
 
 
-def test_without_migrations_the_test_database_has_our_tables(
-    leases_postgres_url: str, tmp_path: Path
-) -> None:
-    """Those that the migrations make, and none that Django makes of the models."""
+def test_without_migrations_tests_have_our_tables(leases_postgres_url: str, tmp_path: Path) -> None:
     (tmp_path / "quick.py").write_text(WITHOUT_MIGRATIONS)
     env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "DJANGO_SETTINGS_MODULE": "quick"}
     said = manage_with(leases_postgres_url, **env)(
@@ -153,7 +146,6 @@ def sqlite_url(tmp_path: Path) -> str:
 
 
 def test_a_healthy_project_passes_the_checks(sqlite_url: str) -> None:
-    """Those of the database too, once the tables are there."""
     assert checked(sqlite_url) == {}
     assert list(checked(sqlite_url, "--database", "default")) == ["W006"]
     manage_with(sqlite_url)("migrate", "--verbosity", "0")
@@ -161,7 +153,6 @@ def test_a_healthy_project_passes_the_checks(sqlite_url: str) -> None:
 
 
 def test_records_and_brokers_that_do_not_fit_are_named(sqlite_url: str) -> None:
-    """With the setting to write."""
     found = checked(
         sqlite_url,
         CELERY_BROKER_URL="redis://:secret@elsewhere/0",
@@ -176,14 +167,12 @@ def test_records_and_brokers_that_do_not_fit_are_named(sqlite_url: str) -> None:
 
 
 def test_a_schema_that_django_does_not_look_into_is_named(sqlite_url: str) -> None:
-    """It is for apps that make their tables by `leases migrate`."""
     found = checked(sqlite_url, CELERY_LEASES_DATABASE_SCHEMA="leases")
     assert found.keys() == {"W001"}
     assert "The records are in the schema leases" in found["W001"]
 
 
 def test_checks_name_tasks_whose_options_have_no_effect(sqlite_url: str) -> None:
-    """And a call that no relay would publish after a crash."""
     found = checked(sqlite_url, CELERY_BEAT_SCHEDULE={}, MORE_APPS=["faulty"])
     assert found.keys() == {"W003", "W004", "W007"}
     assert "faulty.tasks.retrying" in found["W003"]
@@ -207,13 +196,11 @@ def test_checks_name_tasks_whose_options_have_no_effect(sqlite_url: str) -> None
     ],
 )
 def test_wrong_settings_are_errors(sqlite_url: str, settings: dict[str, Any], said: str) -> None:
-    """Each with what to write."""
     found = checked(sqlite_url, code=1, **settings)
     assert said in found["E001"]
 
 
 def test_the_command_line_is_a_command_of_the_project(sqlite_url: str) -> None:
-    """With its options and exit codes."""
     manage = manage_with(sqlite_url)
     manage("migrate", "--verbosity", "0")
     assert json.loads(
@@ -250,10 +237,7 @@ def _index_text(index: Any) -> str:
     return str({**index, "dialect_options": options})
 
 
-def test_migrations_make_the_tables_that_the_command_makes(
-    database_url: str, manage: Manage
-) -> None:
-    """Compared on the server; there is nothing to migrate afterwards, and going back drops them."""
+def test_migrations_make_the_commands_tables(database_url: str, manage: Manage) -> None:
     manage("migrate", "--verbosity", "0")
     engine = create_engine(engine_for(database_url).url)
     by_django = reflected(engine)
@@ -270,7 +254,6 @@ def test_migrations_make_the_tables_that_the_command_makes(
 
 
 def test_every_check_is_explained() -> None:
-    """docs/django.md has each id that the checks give."""
     source = (ROOT / "celery_leases" / "django" / "checks.py").read_text()
     given = set(re.findall(r'id="celery_leases\.(\w+)"', source))
     assert given == set(re.findall(r"`celery_leases\.([EW]\d+)`", page("django")))
@@ -290,7 +273,6 @@ charge.delay_on_commit(1)
 def test_a_worker_runs_what_a_transaction_has_enqueued(
     worker_factory: WorkerFactory, leases_redis_url: str, leases_postgres_url: str
 ) -> None:
-    """It is started by Celery's command line without a relay, and it logs the checks."""
     env = {
         "SHOP_BROKER_URL": leases_redis_url,
         "SHOP_DATABASE_URL": leases_postgres_url,
@@ -314,7 +296,6 @@ def test_a_worker_runs_what_a_transaction_has_enqueued(
 
 
 def test_the_examples_of_the_page_pass(tmp_path: Path) -> None:
-    """docs/django.md shows an app, its settings, a function and a test, which go together."""
     settings, task, configured, buying, testing = blocks(page("django"), "python")
     assert "celery_leases.django" in settings
     names: dict[str, Any] = {}

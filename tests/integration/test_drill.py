@@ -105,7 +105,6 @@ def place(leases_redis_url: str, leases_postgres_url: str, tmp_path: Path) -> It
 
 
 def test_a_good_set_up_passes(place: Place) -> None:
-    """Each step passes, every takeover is measured, and the events are shown."""
     code, steps, err = place.drills("--ttl", "5s", visibility=6).ended()
     assert code == 0, (steps, err)
     assert [(step["step"], step["met"]) for step in steps] == [
@@ -134,7 +133,6 @@ def test_a_good_set_up_passes(place: Place) -> None:
 
 @pytest.mark.nightly
 def test_a_ttl_that_is_too_long_fails_and_is_named(place: Place) -> None:
-    """The visibility timeout is named too. The dead worker's unacknowledged message is deleted."""
     drill = place.drills("--ttl", "1m", "--takeover-slo", "2s", "--step", "worker", visibility=600)
     code, (step,), err = drill.ended()
     assert code == 1
@@ -147,7 +145,6 @@ def test_a_ttl_that_is_too_long_fails_and_is_named(place: Place) -> None:
 
 
 def test_ctrl_c_leaves_nothing_behind(place: Place) -> None:
-    """In the middle of a step, while a worker is paused: the workers end too."""
     drill = place.drills("--ttl", "1m", "--step", "pause", visibility=600)
     wait_until(
         lambda: any(b"pause" in key for key in place.leases.keys("*:lease")), 60, "a running body"

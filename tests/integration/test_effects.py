@@ -52,10 +52,9 @@ def raised(result: Any, kind: type[BaseException]) -> BaseException:
 # -- once ------------------------------------------------------------------------------------------
 
 
-def test_over_failures_retries_waits_and_copies_the_call_is_made_once(
+def test_over_failures_and_copies_the_call_is_made_once(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
-    """Each later attempt gets the saved reply; two copies of the message change nothing."""
     side = stage.side_queue()
     after = [["fail", "no"], ["retry", 0.1], ["later", 0.1], ["snooze", 0.1]]
     result = stage.tasks.pay.apply_async((name, after), queue=side)
@@ -70,10 +69,9 @@ def test_over_failures_retries_waits_and_copies_the_call_is_made_once(
     assert (len(stage.events("begin", name=name)), found.attempt) == (5, 4)
 
 
-def test_what_an_effect_replied_is_the_same_on_every_attempt(
+def test_an_effects_reply_is_the_same_on_every_attempt(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
-    """Value, reference and idempotency key."""
     stage.tasks.pay.delay(name, [["later", 0.1]]).get(timeout=PATIENCE)
     first, second = stage.events("charge", name=name)
     assert (
@@ -83,12 +81,9 @@ def test_what_an_effect_replied_is_the_same_on_every_attempt(
     )
 
 
-def test_several_effects_are_each_made_once(
+def test_several_effects_are_made_once_each(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
-    """The second is refused at first; the first is not made again for that, and has a key of its
-    own.
-    """
     provider.script(name, {}, LIMITED)
     result = stage.tasks.pay.delay(name, names=["charge", "mail"]).get(timeout=PATIENCE)
     assert provider.charges(name) == result["charges"]
@@ -105,7 +100,6 @@ def test_several_effects_are_each_made_once(
 def test_a_call_whose_effect_cannot_be_read_waits_until_it_is_repaired(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
-    """Celery does not take it for the task's failure; no call is made, and no attempt is spent."""
     result = stage.tasks.pay.delay(name, [["later", 5]])
     row = stage.wait_for_state("pay", f"pay:{name}", "pending")
     _write_effect_state(stage, row["stored_key"], "bogus")
@@ -135,10 +129,9 @@ def _write_effect_state(stage: Deployment, stored_key: str, state: str) -> None:
 # -- refused: it has not happened ------------------------------------------------------------------
 
 
-def test_a_rate_limited_call_is_made_again_once_the_key_has_cooled(
+def test_a_limited_call_is_made_again_after_the_cooldown(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
-    """Under the same idempotency key; while it cools there is no effect."""
     provider.script(name, LIMITED)
     result = stage.tasks.pay.delay(name)
     stage.wait_for_state("pay", f"pay:{name}", "cooling")
@@ -154,7 +147,6 @@ def test_a_rate_limited_call_is_made_again_once_the_key_has_cooled(
 def test_a_declined_charge_fails_and_is_repeated_after_an_operators_retry(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
-    """Nothing is in doubt; the customer has another card now."""
     provider.script(name, {"status": 402})
     error = raised(stage.tasks.stops.delay(name), Answered)
     assert isinstance(error, Answered)
@@ -170,7 +162,6 @@ def test_a_declined_charge_fails_and_is_repeated_after_an_operators_retry(
 
 
 def test_a_refused_connection_is_retried(stage: Deployment, provider: Provider, name: str) -> None:
-    """The provider's port was closed twice."""
     (charge,) = stage.tasks.pay.delay(name, away=[0, 1]).get(timeout=PATIENCE)["charges"]
     assert provider.charges(name) == [charge]
     assert len(stage.events("begin", name=name)) == 3
@@ -179,10 +170,7 @@ def test_a_refused_connection_is_retried(stage: Deployment, provider: Provider, 
 # -- in doubt --------------------------------------------------------------------------------------
 
 
-def test_after_a_timeout_it_is_looked_up_and_found(
-    stage: Deployment, provider: Provider, name: str
-) -> None:
-    """Charged once, asked once, found once: the reply is noted as if it had come."""
+def test_after_a_timeout_it_is_looked_up(stage: Deployment, provider: Provider, name: str) -> None:
     provider.script(name, SILENT)
     (charge,) = stage.tasks.pay.delay(name, way="verify", timeout=0.3).get(timeout=PATIENCE)[
         "charges"
@@ -193,10 +181,7 @@ def test_after_a_timeout_it_is_looked_up_and_found(
     assert status(stage, name).reference == charge
 
 
-def test_what_is_not_found_is_called_again(
-    stage: Deployment, provider: Provider, name: str
-) -> None:
-    """The provider answered 500 and did nothing, which only a look-up can find out."""
+def test_what_is_not_found_is_called_anew(stage: Deployment, provider: Provider, name: str) -> None:
     provider.script(name, {"status": 500})
     (charge,) = stage.tasks.pay.delay(name, way="verify").get(timeout=PATIENCE)["charges"]
     assert provider.charges(name) == [charge]
@@ -204,10 +189,9 @@ def test_what_is_not_found_is_called_again(
     assert charge_events(stage, name) == [(charge, False)]
 
 
-def test_a_provider_that_dedupes_is_simply_asked_again(
+def test_a_provider_that_dedupes_is_asked_again(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
-    """Under the same key: it charges once."""
     provider.script(name, SILENT, {"status": 500, "charged": True}, dedupe=True)
     (charge,) = stage.tasks.pay.delay(name, way="dedupe", timeout=0.3).get(timeout=PATIENCE)[
         "charges"
@@ -218,10 +202,9 @@ def test_a_provider_that_dedupes_is_simply_asked_again(
 
 
 @pytest.mark.parametrize("way", ["stop", "unsure"])
-def test_an_uncertain_effect_waits_for_an_operator(
+def test_an_uncertain_effect_waits_for_a_person(
     stage: Deployment, provider: Provider, name: str, way: str
 ) -> None:
-    """The caller gets the error, others are refused, nothing runs; the row names the effect."""
     provider.script(name, SILENT)
     error = raised(stage.tasks.pay.delay(name, way=way, timeout=0.3), Uncertain)
     (key,) = provider.keys(name)
@@ -240,10 +223,9 @@ def test_an_uncertain_effect_waits_for_an_operator(
     assert len(stage.events("begin", name=name)) == 2
 
 
-def test_an_operator_resolves_an_effect_that_happened(
+def test_an_operator_resolves_what_happened(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
-    """Later callers get what he gave, and nothing runs."""
     provider.script(name, SILENT)
     raised(stage.tasks.pay.delay(name, timeout=0.3), Uncertain)
     (charge,) = provider.charges(name)
@@ -256,10 +238,7 @@ def test_an_operator_resolves_an_effect_that_happened(
     assert len(stage.events("begin", name=name)) == 2
 
 
-def test_an_operator_who_did_not_find_it_lets_it_run(
-    stage: Deployment, provider: Provider, name: str
-) -> None:
-    """Then it may be charged again, under the same key: that was his word."""
+def test_an_operator_lets_it_run_again(stage: Deployment, provider: Provider, name: str) -> None:
     provider.script(name, {"status": 500})
     raised(stage.tasks.pay.delay(name, timeout=0.3), Uncertain)
     again = stage.client.resolve(f"pay:{name}", "retry", task=f"{INVOICING}.pay")
@@ -269,10 +248,7 @@ def test_an_operator_who_did_not_find_it_lets_it_run(
     assert len(set(provider.keys(name))) == 1
 
 
-def test_a_mere_retry_does_not_make_it_certain(
-    stage: Deployment, provider: Provider, name: str
-) -> None:
-    """It becomes uncertain again: only ``resolve`` records that it did not happen."""
+def test_a_retry_does_not_make_it_certain(stage: Deployment, provider: Provider, name: str) -> None:
     provider.script(name, SILENT)
     raised(stage.tasks.pay.delay(name, timeout=0.3), Uncertain)
     stage.client.retry(f"pay:{name}", task=f"{INVOICING}.pay")
@@ -280,10 +256,9 @@ def test_a_mere_retry_does_not_make_it_certain(
     assert len(provider.charges(name)) == 1
 
 
-def test_it_is_not_looked_up_before_the_first_request_is_over(
+def test_it_is_not_looked_up_before_the_request_is_over(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
-    """The call is rescheduled as after a snooze, without counting an attempt."""
     provider.script(name, SILENT)
     (charge,) = stage.tasks.pay.delay(name, way="later", timeout=0.3).get(timeout=PATIENCE)[
         "charges"
@@ -307,7 +282,6 @@ def test_it_is_not_looked_up_before_the_first_request_is_over(
 def test_a_reply_that_cannot_be_stored_is_an_error_and_the_request_is_never_repeated(
     stage: Deployment, provider: Provider, name: str, reply: str, why: str
 ) -> None:
-    """It has happened, and is parked at once, until an operator gives a result."""
     given: dict[str, Any] = {"reply": reply, "reference": "none", "way": "dedupe"}
     error = raised(stage.tasks.stops.delay(name, **given), Uncertain)
     assert why in str(error)
@@ -328,10 +302,9 @@ def test_a_reply_that_cannot_be_stored_is_an_error_and_the_request_is_never_repe
     assert len(charges) == len(provider.lines("asked", name)) == 1
 
 
-def test_a_reply_that_was_not_stored_can_be_looked_up(
+def test_an_unstored_reply_can_be_looked_up(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
-    """By a task that can ask for it, once an operator lets it run again."""
     given: dict[str, Any] = {"reply": "object", "reference": "none", "way": "verify"}
     raised(stage.tasks.stops.delay(name, **given), Uncertain)
     assert provider.looks(name) == []
@@ -343,10 +316,9 @@ def test_a_reply_that_was_not_stored_can_be_looked_up(
 
 
 @pytest.mark.parametrize("reply", ["object", "large"])
-def test_a_reference_is_enough_to_go_on_with(
+def test_a_reference_is_enough(
     stage: Deployment, provider: Provider, name: str, reply: str
 ) -> None:
-    """The value is stored in no attempt."""
     given: dict[str, Any] = {"reply": reply, "reference": "fixed"}
     result = stage.tasks.pay.delay(name, [["later", 0.1]], **given).get(timeout=PATIENCE)
     assert result == {"charges": ["fixed"]}
@@ -354,10 +326,9 @@ def test_a_reference_is_enough_to_go_on_with(
     assert len(provider.charges(name)) == 1
 
 
-def test_a_reference_that_raises_does_not_undo_the_effect(
+def test_a_reference_that_raises_undoes_nothing(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
-    """Mended, it finds the reference in the saved reply."""
     for _ in range(2):
         raised(stage.tasks.stops.delay(name, reference="raises"), KeyError)
         wait_until(
@@ -376,10 +347,7 @@ def test_a_reference_that_raises_does_not_undo_the_effect(
 # -- names -----------------------------------------------------------------------------------------
 
 
-def test_a_name_twice_in_one_attempt_is_refused(
-    stage: Deployment, provider: Provider, name: str
-) -> None:
-    """Before the second call."""
+def test_a_name_twice_is_refused(stage: Deployment, provider: Provider, name: str) -> None:
     error = raised(stage.tasks.stops.delay(name, names=["charge", "charge"]), EffectMisused)
     assert "twice in one attempt" in str(error)
     assert len(provider.charges(name)) == 1
@@ -389,7 +357,6 @@ def test_a_name_twice_in_one_attempt_is_refused(
 def test_an_invalid_name_is_refused(
     stage: Deployment, provider: Provider, name: str, effect: Any
 ) -> None:
-    """Before any call."""
     error = raised(stage.tasks.stops.delay(name, names=[effect]), EffectMisused)
     assert "1 to 255 characters" in str(error)
     assert provider.keys(name) == []
@@ -398,10 +365,9 @@ def test_an_invalid_name_is_refused(
 # -- generations -----------------------------------------------------------------------------------
 
 
-def test_a_forgotten_key_is_new_work_under_a_new_idempotency_key(
+def test_a_forgotten_key_is_new_work_under_a_new_key(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
-    """Even a provider that dedupes charges again; the effects of before are not shown any more."""
     provider.script(name, dedupe=True)
     (first,) = stage.tasks.pay.delay(name, [["later", 0.1]]).get(timeout=PATIENCE)["charges"]
     stage.client.forget(f"pay:{name}", task=f"{INVOICING}.pay")
@@ -412,10 +378,9 @@ def test_a_forgotten_key_is_new_work_under_a_new_idempotency_key(
     assert [effect.reference for effect in status(stage, name).effects] == [second]
 
 
-def test_each_call_of_a_rerun_task_has_effects_of_its_own(
+def test_each_call_of_a_rerun_task_has_its_own_effects(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
-    """Once for each call, however many attempts that takes."""
     provider.script(name, dedupe=True)
     charges = []
     for number in range(3):
@@ -432,7 +397,6 @@ def test_each_call_of_a_rerun_task_has_effects_of_its_own(
 
 
 def test_called_directly_it_is_the_call(stage: Deployment, provider: Provider, name: str) -> None:
-    """Each time, under a key of its own."""
     with environment({"PROVIDER": provider.url, "JOURNAL": str(stage.journal)}):
         charges = [stage.tasks.pay(name)["charges"][0] for _ in range(2)]
     assert provider.charges(name) == charges
@@ -449,7 +413,6 @@ def eager(stage: Deployment, provider: Provider) -> Iterator[LeaseClient]:
 def test_an_eager_call_uses_what_one_before_it_has_done(
     stage: Deployment, provider: Provider, eager: LeaseClient, name: str
 ) -> None:
-    """The whole protocol runs, on stores in memory."""
     apply, key = stage.tasks.stops.apply, f"t:{INVOICING}.stops|stops:{name}"
     raised(apply((name, [["fail", "no"]])), ValueError)
     raised(apply((name, [["fail", "no"]])), CoolingDown)
@@ -463,7 +426,6 @@ def test_an_eager_call_uses_what_one_before_it_has_done(
 def test_an_eager_call_with_an_unknown_outcome_becomes_uncertain(
     stage: Deployment, provider: Provider, eager: LeaseClient, name: str
 ) -> None:
-    """Its caller gets the error at once, because it cannot be rescheduled."""
     apply, key = stage.tasks.stops.apply, f"t:{INVOICING}.stops|stops:{name}"
     provider.script(name, SILENT)
     raised(apply((name,), {"timeout": 0.3}), TimeoutError)
@@ -477,7 +439,6 @@ def test_an_eager_call_with_an_unknown_outcome_becomes_uncertain(
 def test_an_eager_call_before_the_look_up_gets_the_time(
     stage: Deployment, provider: Provider, eager: LeaseClient, name: str
 ) -> None:
-    """It cannot be rescheduled."""
     apply, key = stage.tasks.stops.apply, f"t:{INVOICING}.stops|stops:{name}"
     provider.script(name, SILENT)
     given = {"timeout": 0.3, "way": "later"}
@@ -493,7 +454,6 @@ def test_an_eager_call_before_the_look_up_gets_the_time(
 
 
 def test_a_status_is_plain_json(stage: Deployment, provider: Provider, name: str) -> None:
-    """Effects with their times, for programs."""
     stage.tasks.pay.delay(name).get(timeout=PATIENCE)
     shown = json.loads(json.dumps(status(stage, name).as_json()))
     (effect,) = shown["effects"]

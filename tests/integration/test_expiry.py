@@ -23,10 +23,7 @@ def module_stage(
     made.close_when_drained(request.session)
 
 
-def test_a_copy_with_expires_never_revokes_a_call_that_has_begun(
-    stage: Deployment, name: str
-) -> None:
-    """The copy expires while it is rescheduled: it still runs, and the call succeeds."""
+def test_a_copy_with_expires_revokes_no_call_that_began(stage: Deployment, name: str) -> None:
     gate, call = stage.gate(), str(uuid4())
     running = stage.send("keyless", name, 0.0, str(gate), task_id=call)
     stage.wait_for("begin", name=name)
@@ -43,12 +40,7 @@ def test_a_copy_with_expires_never_revokes_a_call_that_has_begun(
     assert running.state == "SUCCESS"
 
 
-def test_m7_a_message_that_expired_in_the_queue_is_revoked_as_ever_and_holds_nothing(
-    stage: Deployment, name: str
-) -> None:
-    """M7: a normal message whose time is over is Celery's business; there is neither a lease nor a
-    row.
-    """
+def test_m7_a_message_that_expired_in_the_queue_is_revoked(stage: Deployment, name: str) -> None:
     expired = stage.tasks.work.apply_async(
         (name,), expires=datetime.now(UTC) - timedelta(seconds=5)
     )
@@ -60,12 +52,7 @@ def test_m7_a_message_that_expired_in_the_queue_is_revoked_as_ever_and_holds_not
     assert stage.tasks.work.delay(name).get(timeout=PATIENCE)["name"] == name
 
 
-def test_a_redelivered_message_that_expired_before_it_began_is_revoked(
-    stage: Deployment, name: str
-) -> None:
-    """The worker leaves the expiry of a redelivered message to the child, which revokes it: nothing
-    has begun.
-    """
+def test_a_redelivered_message_that_expired_is_revoked(stage: Deployment, name: str) -> None:
     expired = stage.redeliver_expired("work", name)
     with pytest.raises(TaskRevokedError):
         expired.get(timeout=PATIENCE)
@@ -75,12 +62,7 @@ def test_a_redelivered_message_that_expired_before_it_began_is_revoked(
     assert stage.events(name=name) == []
 
 
-def test_a_redelivered_and_expired_copy_does_not_revoke_the_call_that_runs(
-    stage: Deployment, name: str
-) -> None:
-    """One id, so a revocation would meet the run: the copy is rescheduled instead, from now on
-    without an expiry.
-    """
+def test_an_expired_copy_does_not_revoke_the_call_that_runs(stage: Deployment, name: str) -> None:
     gate, call = stage.gate(), str(uuid4())
     running = stage.send("work", name, 0.0, str(gate), task_id=call)
     stage.wait_for("begin", name=name)

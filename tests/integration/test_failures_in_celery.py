@@ -77,12 +77,10 @@ def shown(stage: Deployment, call: Any, state: str) -> dict[str, Any]:
 # -- unknown errors and unknown outcomes -----------------------------------------------------------
 
 
-def test_a_bug_fails_now_as_in_celery_and_its_key_cools_down(
+def test_a_bug_fails_now_and_its_key_cools_down(
     stage: Deployment, name: str, watcher: Watcher
 ) -> None:
-    """FAILURE with exception and traceback, ``task_failure``, the errback, Celery's line at ERROR;
-    nothing queued.
-    """
+    """As in Celery: signal, errback, log line."""
     call = stage.tasks.usual.apply_async((name, [BROKEN, OK]), link_error=stage.tasks.failed.s())
     with pytest.raises(KeyError):
         call.get(timeout=PATIENCE)
@@ -106,12 +104,7 @@ def test_a_bug_fails_now_as_in_celery_and_its_key_cools_down(
     assert_sound(stage, "usual", name)
 
 
-def test_an_unknown_outcome_fails_and_later_messages_say_that_it_may_have_been_executed(
-    stage: Deployment, name: str
-) -> None:
-    """The call that failed has its own error; the log, the page and the next caller know of the
-    doubt.
-    """
+def test_an_unknown_outcome_fails_and_later_callers_know(stage: Deployment, name: str) -> None:
     doubt = "the call may have been executed"
     call = stage.tasks.usual.delay(name, [["read timeout"], OK])
     with pytest.raises(TimeoutError):
@@ -125,7 +118,6 @@ def test_an_unknown_outcome_fails_and_later_messages_say_that_it_may_have_been_e
 
 
 def test_a_chain_and_a_chord_end_with_a_bug_as_in_celery(stage: Deployment, name: str) -> None:
-    """Their later steps never run; the error comes up, and the errbacks are called."""
     steps = chain(stage.tasks.usual.si(name, [BROKEN]), stage.tasks.plain.s()).apply_async(
         link_error=stage.tasks.failed.s()
     )
@@ -141,9 +133,6 @@ def test_a_chain_and_a_chord_end_with_a_bug_as_in_celery(stage: Deployment, name
 
 
 def test_wrong_arguments_fail_for_good(stage: Deployment, name: str) -> None:
-    """No wait will make them fit, so that nothing cools down; a ``TypeError`` of the body's own
-    does.
-    """
     wrong = stage.send("unkeyed", name, "too", "many")
     with pytest.raises(TypeError):
         wrong.get(timeout=PATIENCE)
@@ -157,7 +146,6 @@ def test_wrong_arguments_fail_for_good(stage: Deployment, name: str) -> None:
 
 
 def test_a_permanent_failure_shows_the_class_of_its_error(stage: Deployment, name: str) -> None:
-    """A message alone, such as 'customer', does not help later callers."""
     with pytest.raises(ValueError, match="no document"):
         stage.tasks.firm.delay(name, [["raise", "ValueError", "no document"]]).get(timeout=PATIENCE)
     with pytest.raises(PermanentFailure, match=r"^ValueError: no document$"):
@@ -167,12 +155,9 @@ def test_a_permanent_failure_shows_the_class_of_its_error(stage: Deployment, nam
 # -- calls that are rescheduled --------------------------------------------------------------------
 
 
-def test_a_failed_call_that_is_rescheduled_is_a_retry_for_celery(
+def test_a_failed_call_that_is_rescheduled_is_a_retry(
     stage: Deployment, name: str, watcher: Watcher
 ) -> None:
-    """State, exception and traceback, ``task_retry`` with its reason, both events and Celery's
-    line; one message.
-    """
     gate = stage.gate()
     call = stage.tasks.usual.delay(name, [limited(2), ["when", str(gate), "ok"]])
     meta = shown(stage, call, "RETRY")
@@ -201,7 +186,6 @@ def test_a_failed_call_that_is_rescheduled_is_a_retry_for_celery(
     "step", [TAKEN, ["later", 0.4, "not yet"]], ids=["quick retry", "asked for"]
 )
 def test_so_is_a_quick_retry(stage: Deployment, name: str, step: list[Any]) -> None:
-    """One signal for each attempt that failed."""
     call = stage.tasks.quick.delay(name, [step, step, OK])
     assert call.get(timeout=PATIENCE) == {"name": name, "paid": 3}
     assert [what for what, _ in signalled(stage, call, 3)] == [
@@ -211,12 +195,7 @@ def test_so_is_a_quick_retry(stage: Deployment, name: str, step: list[Any]) -> N
     ]
 
 
-def test_a_further_reschedule_of_the_same_wait_is_not_a_second_retry(
-    stage: Deployment, name: str
-) -> None:
-    """The copy reads the record and is rescheduled again: the state stays RETRY, also with
-    ``task_track_started``.
-    """
+def test_a_further_reschedule_of_a_wait_is_no_retry(stage: Deployment, name: str) -> None:
     call = stage.tasks.tracked.delay(name, [["cooldown", 3, "not yet"], OK])
     shown(stage, call, "RETRY")
     stage.tasks.tracked.apply_async((name, [OK]), task_id=call.id)
@@ -231,12 +210,8 @@ def test_a_further_reschedule_of_the_same_wait_is_not_a_second_retry(
     assert [what for what, _ in signalled(stage, call, 2)] == ["task_retry", "task_success"]
 
 
-def test_an_unknown_error_that_is_retried_is_logged_at_error_with_its_traceback(
-    stage: Deployment, name: str
-) -> None:
-    """``lease_resume="always"``: Celery logs a retry in one line, and a bug must not be
-    invisible.
-    """
+def test_an_unknown_error_that_is_retried_is_logged_at_error(stage: Deployment, name: str) -> None:
+    """A bug must not be invisible."""
     call = stage.tasks.resumes.delay(name, [BROKEN, OK])
     assert call.get(timeout=PATIENCE) == {"name": name, "paid": 2}
     (line,) = stage.wait_for_log(call.id, "raised, and will run again")
@@ -252,7 +227,6 @@ def test_an_unknown_error_that_is_retried_is_logged_at_error_with_its_traceback(
 
 
 def test_a_snooze_and_a_wait_for_anothers_key_are_no_retries(stage: Deployment, name: str) -> None:
-    """Nothing has failed."""
     call = stage.tasks.usual.delay(name, [["snooze", 0.2], OK])
     assert call.get(timeout=PATIENCE)
     assert [what for what, _ in signalled(stage, call)] == ["task_success"]
@@ -261,10 +235,7 @@ def test_a_snooze_and_a_wait_for_anothers_key_are_no_retries(stage: Deployment, 
 # -- the gate of a group ---------------------------------------------------------------------------
 
 
-def test_a_new_call_waits_at_a_closed_gate_and_its_status_shows_the_time(
-    stage: Deployment, name: str
-) -> None:
-    """No FAILURE without a run; a second call of the key that failed is refused as ever."""
+def test_a_new_call_waits_at_a_closed_gate_and_shows_it(stage: Deployment, name: str) -> None:
     group = f"group-{name}"
     script = [limited(3), OK]
     first = stage.tasks.shared.delay(name, script, group)
@@ -281,7 +252,6 @@ def test_a_new_call_waits_at_a_closed_gate_and_its_status_shows_the_time(
 
 
 def test_an_option_that_is_written_counts_at_the_gate_too(stage: Deployment, name: str) -> None:
-    """``lease_on_cooling="raise"``."""
     group = f"group-{name}"
     stage.tasks.shared.delay(name, [limited(3), OK], group)
     stage.wait_for_state("shared", f"shared:{name}", "cooling")

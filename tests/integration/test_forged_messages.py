@@ -38,12 +38,9 @@ def module_stage(
 @pytest.mark.parametrize(
     "value", [True, "f" * 32, {"running": True}, ["t:tests.apps.leased.work|x", "call"]], ids=str
 )
-def test_names_that_a_worker_sets_itself_are_not_taken_from_a_message(
+def test_internal_names_are_not_taken_from_a_message(
     stage: Deployment, name: str, value: Any
 ) -> None:
-    """The body runs under a lease and a record of its own, once for its key, under a token of the
-    worker's.
-    """
     forged = {f"{OURS}_{inside}": value for inside in INSIDE} | {
         "is_eager": True,
         "called_directly": True,
@@ -67,10 +64,7 @@ def test_names_that_a_worker_sets_itself_are_not_taken_from_a_message(
     ],
     ids=str,
 )
-def test_the_third_part_of_a_body_sets_nothing_either(
-    stage: Deployment, name: str, embedded: Any
-) -> None:
-    """Celery makes attributes of the request of it, after the headers."""
+def test_the_third_part_of_a_body_sets_nothing(stage: Deployment, name: str, embedded: Any) -> None:
     calls = [str(uuid4()) for _ in range(2)]
     with stage.app.connection_for_write() as connection:
         for call in calls:
@@ -87,10 +81,7 @@ def test_the_third_part_of_a_body_sets_nothing_either(
     assert len(stage.log(f"the message body has {sorted(embedded)[:1]}"[:-1])) >= len(calls)
 
 
-def test_a_header_with_another_key_gives_neither_its_result_nor_a_run_under_it(
-    stage: Deployment, name: str
-) -> None:
-    """The key is made from the arguments, whatever the header contains."""
+def test_a_header_with_another_key_gives_nothing_of_it(stage: Deployment, name: str) -> None:
     other, call = f"{name}-other", str(uuid4())
     answer = stage.tasks.work.delay(other, answer="secret").get(timeout=PATIENCE)
     before = stage.row("work", f"work:{other}")
@@ -108,10 +99,7 @@ def test_a_header_with_another_key_gives_neither_its_result_nor_a_run_under_it(
     ["x", {"v": 1}, {"v": 1, "key": None}, {"v": 1, "key": {"a": 1}}, {"v": 1, "tries": "many"}],
     ids=str,
 )
-def test_a_header_of_the_wrong_type_is_ignored_with_one_warning(
-    stage: Deployment, name: str, header: Any
-) -> None:
-    """The call runs as if it had none, and ends."""
+def test_a_header_of_the_wrong_type_is_ignored(stage: Deployment, name: str, header: Any) -> None:
     call = str(uuid4())
     if isinstance(header, dict) and len(header) > 1:
         header = {"task": f"{APP}.work", "id": call} | header
@@ -130,10 +118,7 @@ def test_a_header_of_the_wrong_type_is_ignored_with_one_warning(
 
 
 @pytest.mark.parametrize("retries", ["1", 1.5, -1, [1], True], ids=str)
-def test_retries_that_are_no_count_are_ignored_with_one_warning(
-    stage: Deployment, name: str, retries: Any
-) -> None:
-    """The call runs as one that Celery has never retried, and ends."""
+def test_retries_that_are_no_count_are_ignored(stage: Deployment, name: str, retries: Any) -> None:
     result = stage.send("work", name, kwargs=MINE, headers={"retries": retries})
     assert result.get(timeout=PATIENCE) == "mine"
     assert (

@@ -52,9 +52,7 @@ PATCHED = {
 
 @pytest.mark.parametrize("library", PATCHED)
 def test_a_log_line_of_a_renewing_thread_holds_up_no_greenlet(library: str) -> None:
-    """Both log at once, and a receiver does; a real thread inside a greenlet's lock would stop them
-    all.
-    """
+    """A real thread inside a greenlet's lock would stop them all."""
     pytest.importorskip(library)
     program = textwrap.dedent(PROGRAM).format(library=PATCHED[library], lines=LINES)
     done = subprocess.run(

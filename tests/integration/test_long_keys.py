@@ -31,7 +31,6 @@ def module_stage(
 
 
 def test_a_call_with_a_long_key_is_retried_and_rescheduled(stage: Deployment, name: str) -> None:
-    """By Celery and by us; its body sees all of the key, and a log line the beginning."""
     gate = stage.gate()
     first = stage.send("exports", name, IDS, str(gate))
     stage.wait_for("begin", 2, name=name)

@@ -50,9 +50,7 @@ def module_stage(
 
 
 def test_a_rescheduled_message_is_like_the_one_that_was_sent(stage: Deployment, name: str) -> None:
-    """Serializer, compression, redacted arguments, headers, stamps and all else; only its ETA is
-    new.
-    """
+    """Only its ETA is new."""
     signature = stage.tasks.reschedules_once.s(name, payload={1, 2}).set(
         serializer="pickle",
         compression="zlib",
@@ -84,7 +82,6 @@ def test_a_rescheduled_message_is_like_the_one_that_was_sent(stage: Deployment, 
 
 
 def test_stamps_may_have_the_names_of_options(stage: Deployment, name: str) -> None:
-    """They are published again unchanged, and are not taken for options."""
     headers = {"stamped_headers": OPTIONS, "stamps": {stamp: ["monday"] for stamp in OPTIONS}}
     call = stage.send("reschedules_once", name, headers=headers)
     assert call.get(timeout=PATIENCE) == "NoneType"
@@ -96,10 +93,7 @@ def test_stamps_may_have_the_names_of_options(stage: Deployment, name: str) -> N
     )
 
 
-def test_a_call_whose_message_cannot_be_written_again_fails_at_once(
-    stage: Deployment, name: str
-) -> None:
-    """The error is at the caller and in the record, and the worker's only slot is free again."""
+def test_a_call_that_cannot_be_written_again_fails(stage: Deployment, name: str) -> None:
     call = stage.tasks.reschedules_once.apply_async((name,), {"delay": 600}, serializer="read-only")
     with pytest.raises(RescheduleFailed, match="a worker does not write this"):
         call.get(timeout=PATIENCE)
@@ -112,9 +106,6 @@ def test_a_call_whose_message_cannot_be_written_again_fails_at_once(
 
 
 def test_a_call_whose_headers_make_no_message_fails_at_once(stage: Deployment, name: str) -> None:
-    """It is not returned to the broker and again: each time it would keep a slot of the
-    worker.
-    """
     call = stage.send("reschedules_once", name, headers={"as_execution_options": 5})
     with pytest.raises(RescheduleFailed, match="'int' object is not callable"):
         call.get(timeout=PATIENCE)
@@ -122,10 +113,8 @@ def test_a_call_whose_headers_make_no_message_fails_at_once(stage: Deployment, n
 
 
 @pytest.mark.only(broker="redis")
-def test_a_copy_of_a_message_without_exchange_and_routing_key_returns_to_its_queue(
-    stage: Deployment, name: str
-) -> None:
-    """As a client in another language may publish it to a list of Redis."""
+def test_a_copy_without_exchange_returns_to_its_queue(stage: Deployment, name: str) -> None:
+    """As a client in another language may publish it."""
     side, other = stage.side_queue(), stage.side_queue()
     stage.consume(other)
     call = stage.tasks.reschedules_once.apply_async((name,), {"delay": 0.1}, queue=side)
@@ -140,7 +129,6 @@ def test_a_copy_of_a_message_without_exchange_and_routing_key_returns_to_its_que
 
 @pytest.mark.only(broker="redis")
 def test_a_task_id_of_ones_own_may_have_any_length_and_form(stage: Deployment, name: str) -> None:
-    """RabbitMQ takes at most 255 bytes."""
     for number in (7, 8):
         task_id = f"{name}~{number}" if number == 7 else f"{name}~8{'x' * 300}~8"
         named = (f"{name}-{number}",), {"delay": 0.1}

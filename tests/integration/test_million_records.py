@@ -100,7 +100,6 @@ def timed(what: str, step: Callable[[], Any], bound: float) -> None:
 
 
 def test_a_scrape_ends_within_the_timeout_of_prometheus(shop: Shop, tmp_path: Path) -> None:
-    """The first one counts the records; the next ones show that count."""
     with serving(
         shop, tmp_path, r"http://(127\.0\.0\.1:\d+)/metrics", "exporter", "--port", "0"
     ) as address:
@@ -117,7 +116,6 @@ def test_a_scrape_ends_within_the_timeout_of_prometheus(shop: Shop, tmp_path: Pa
 
 
 def test_the_board_shows_each_page_in_time(shop: Shop, browser: Browser, tmp_path: Path) -> None:
-    """Overview, keys with a filter and their next page, one key, and groups."""
     with serving(
         shop, tmp_path, r"running on http://(127\.0\.0\.1:\d+)", "web", "--port", "0"
     ) as address:
@@ -186,7 +184,6 @@ print("shown", json.dumps(shown))
 
 
 def test_djangos_admin_shows_each_page_in_time(shop: Shop) -> None:
-    """Of a project whose tables were there before; it counts no rows."""
     url = shop.records.database.engine.url.render_as_string(hide_password=False)
     manage = manage_with(url)
     manage("migrate", "--verbosity", "0")

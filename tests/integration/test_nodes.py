@@ -27,7 +27,6 @@ def add(setup: CeleryTestSetup, x: int, y: int) -> object:
 
 
 def test_pytest_celery_runs_over_local_processes(celery_setup: CeleryTestSetup) -> None:
-    """pytest-celery's set-up is ready, runs a task, survives a kill and a restart."""
     worker = celery_setup.worker
     assert celery_setup.ready(control=True)
     assert worker is not None
@@ -48,7 +47,6 @@ def test_pytest_celery_runs_over_local_processes(celery_setup: CeleryTestSetup) 
 def test_every_pool_starts_and_stops_warm(
     pool: str, worker_factory: WorkerFactory, leases_redis_url: str
 ) -> None:
-    """A worker of each pool gets ready and ends with 0 on SIGTERM."""
     if pool in {"gevent", "eventlet"}:
         pytest.importorskip(pool)
     worker = worker_factory("tests.apps.plain", broker=leases_redis_url, pool=pool)
@@ -59,9 +57,6 @@ def test_every_pool_starts_and_stops_warm(
 def test_a_killed_child_is_replaced_and_a_killed_worker_takes_its_children_along(
     worker_factory: WorkerFactory, leases_redis_url: str
 ) -> None:
-    """``kill_child`` kills one of the pool; ``kill`` the main process, after which no child is
-    left.
-    """
     worker = worker_factory("tests.apps.plain", broker=leases_redis_url, concurrency=2)
     before = worker.wait_for_children()
     victim = worker.kill_child()
@@ -77,12 +72,10 @@ def test_a_killed_child_is_replaced_and_a_killed_worker_takes_its_children_along
         worker.kill_child()
 
 
-def test_a_paused_worker_does_not_answer_until_it_is_resumed(
+def test_a_paused_worker_does_not_answer(
     worker_factory: WorkerFactory, leases_redis_url: str
 ) -> None:
-    """SIGSTOP of the tree and of one child, seen in the process table; SIGCONT lets the task
-    end.
-    """
+    """SIGSTOP of the tree and of one child."""
     app = plain.app
     app.conf.update(broker_url=leases_redis_url, result_backend=leases_redis_url)
     worker = worker_factory("tests.apps.plain", broker=leases_redis_url, backend=leases_redis_url)
@@ -100,7 +93,6 @@ def test_a_paused_worker_does_not_answer_until_it_is_resumed(
 
 
 def test_a_worker_that_cannot_start_shows_its_log(worker_factory: WorkerFactory) -> None:
-    """A wrong app is an error at once, with Celery's own words."""
     with pytest.raises(NotReady, match=r"tests\.apps\.nothere"):
         worker_factory("tests.apps.nothere")
 
@@ -108,7 +100,6 @@ def test_a_worker_that_cannot_start_shows_its_log(worker_factory: WorkerFactory)
 def test_two_workers_share_the_work_of_one_queue(
     worker_factory: WorkerFactory, leases_redis_url: str, leases_queue: str
 ) -> None:
-    """Workers launched side by side consume a queue of their own."""
     app = plain.app
     app.conf.update(broker_url=leases_redis_url, result_backend=leases_redis_url)
     urls = {"broker": leases_redis_url, "backend": leases_redis_url, "queue": leases_queue}

@@ -22,12 +22,7 @@ def module_stage(
     made.close_when_drained(request.session)
 
 
-def test_twenty_calls_of_one_key_run_one_body_and_get_its_result(
-    stage: Deployment, name: str
-) -> None:
-    """All twenty are there before the body ends; each caller gets the same value, and the row names
-    the first.
-    """
+def test_twenty_calls_of_one_key_run_one_body(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     results = [stage.tasks.work.delay(name, gate=str(gate)) for _ in range(20)]
     (begun,) = stage.wait_for("begin", name=name)
@@ -46,12 +41,7 @@ def test_twenty_calls_of_one_key_run_one_body_and_get_its_result(
     )
 
 
-def test_x4_the_same_key_with_other_arguments_is_refused_and_changes_nothing(
-    stage: Deployment, name: str
-) -> None:
-    """``KeyReused`` names what differs; not a column of the row moves, whether it is done or still
-    running.
-    """
+def test_x4_other_arguments_are_refused_and_change_nothing(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     running = stage.tasks.work.delay(name, gate=str(gate), answer="first")
     stage.wait_for("begin", name=name)
@@ -83,22 +73,16 @@ def test_x4_the_same_key_with_other_arguments_is_refused_and_changes_nothing(
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_without_a_key_two_calls_with_equal_arguments_both_run(
-    stage: Deployment, name: str
-) -> None:
-    """Each call is its own key, so no other call is a duplicate."""
+def test_without_a_key_equal_calls_both_run(stage: Deployment, name: str) -> None:
     first, second = stage.tasks.keyless.delay(name), stage.tasks.keyless.delay(name)
     assert [call.get(timeout=PATIENCE)["name"] for call in (first, second)] == [name, name]
     assert {event["id"] for event in stage.events("begin", name=name)} == {first.id, second.id}
 
 
 @pytest.mark.parametrize("task", ["keyless", "rerun"])
-def test_ten_deliveries_of_one_call_run_once_and_leave_one_waiting_copy(
+def test_ten_deliveries_run_once_and_leave_one_copy(
     stage: Deployment, name: str, task: str
 ) -> None:
-    """The same message ten times, one of them running: one copy waits, eight end at once, all have
-    one result.
-    """
     gate, call = stage.gate(), str(uuid4())
     first = stage.send(task, name, 0.0, str(gate), task_id=call)
     stage.wait_for("begin", name=name)
@@ -118,10 +102,7 @@ def test_ten_deliveries_of_one_call_run_once_and_leave_one_waiting_copy(
     assert first.get(timeout=PATIENCE)["name"] == name
 
 
-def test_rerun_runs_once_for_each_call_and_one_after_the_other(
-    stage: Deployment, name: str
-) -> None:
-    """Five calls of a ``rerun`` task: five bodies, none at the same time, fences that only grow."""
+def test_rerun_runs_once_for_each_call_in_turn(stage: Deployment, name: str) -> None:
     results = [stage.tasks.rerun.delay(name, 0.05) for _ in range(5)]
     fences = [result.get(timeout=PATIENCE)["fence"] for result in results]
     assert len(set(fences)) == 5

@@ -7,12 +7,7 @@ from celery_leases.testing.waits import wait_until
 from tests.integration.deployments import PATIENCE, Deployment
 
 
-def test_with_wait_the_duplicate_waits_in_its_worker_until_the_key_is_done(
-    stage: Deployment, name: str
-) -> None:
-    """Nothing is rescheduled: the waiting delivery answers with the result as soon as it is
-    there.
-    """
+def test_with_wait_the_duplicate_waits_in_its_worker(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     first = stage.tasks.waits.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
@@ -25,7 +20,6 @@ def test_with_wait_the_duplicate_waits_in_its_worker_until_the_key_is_done(
 
 
 def test_a_wait_that_is_too_long_ends_with_a_reschedule(stage: Deployment, name: str) -> None:
-    """After ``lease_wait`` the delivery no longer blocks its worker, and is rescheduled."""
     gate = stage.gate()
     first = stage.tasks.impatient.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
@@ -36,10 +30,7 @@ def test_a_wait_that_is_too_long_ends_with_a_reschedule(stage: Deployment, name:
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_ignore_drops_other_calls_while_the_key_is_held_and_when_it_is_done(
-    stage: Deployment, name: str
-) -> None:
-    """They end without a result; the first call is not touched."""
+def test_ignore_drops_other_calls_of_a_held_or_done_key(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     first = stage.tasks.ignores.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
@@ -54,10 +45,7 @@ def test_ignore_drops_other_calls_while_the_key_is_held_and_when_it_is_done(
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_with_raise_other_calls_get_the_error_that_the_key_is_held_or_done(
-    stage: Deployment, name: str
-) -> None:
-    """The caller gets the error with its details; the record stays as it is."""
+def test_with_raise_other_calls_get_the_error(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     first = stage.tasks.refuses.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
@@ -73,9 +61,7 @@ def test_with_raise_other_calls_get_the_error_that_the_key_is_held_or_done(
 
 
 def test_the_options_speak_about_other_calls_only(stage: Deployment, name: str) -> None:
-    """A copy of the call itself is rescheduled and replayed even by ``ignore`` and ``fail``: it may
-    be the last copy.
-    """
+    """A copy of the call itself may be the last copy."""
     gate, calls = stage.gate(), {}
     for task in ("ignores", "refuses"):
         calls[task] = stage.send(task, f"{name}-{task}", 0.0, str(gate))
@@ -90,10 +76,7 @@ def test_the_options_speak_about_other_calls_only(stage: Deployment, name: str) 
         assert len(stage.events("begin", name=f"{name}-{task}")) == 1
 
 
-def test_rerun_runs_the_next_call_and_replays_the_copies_of_finished_ones(
-    stage: Deployment, name: str
-) -> None:
-    """Each call its own run and result, also when copies of older calls come after newer ones."""
+def test_rerun_runs_the_next_call_and_replays_copies(stage: Deployment, name: str) -> None:
     first = stage.tasks.rerun.delay(name)
     one = first.get(timeout=PATIENCE)
     second = stage.tasks.rerun.delay(name)
@@ -107,12 +90,7 @@ def test_rerun_runs_the_next_call_and_replays_the_copies_of_finished_ones(
     assert [event["attempt"] for event in stage.events("begin", name=name)] == [1, 1]
 
 
-def test_a_body_that_raises_leaves_its_key_cooling_and_a_later_call_runs(
-    stage: Deployment, name: str
-) -> None:
-    """With ``never`` the caller gets the body's own exception; the failure is counted, and the next
-    attempt can read it.
-    """
+def test_a_body_that_raises_leaves_its_key_cooling(stage: Deployment, name: str) -> None:
     failed = stage.tasks.fails.delay(name)
     with pytest.raises(ValueError, match=f"no luck with {name}"):
         failed.get(timeout=PATIENCE)

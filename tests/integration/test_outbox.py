@@ -52,12 +52,9 @@ __all__ = ["driver", "engine", "module_stage", "operator"]
 # -- enqueue ---------------------------------------------------------------------------------------
 
 
-def test_an_enqueued_call_is_published_once_its_transaction_has_committed(
+def test_an_enqueued_call_is_published_after_the_commit(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """Before that it is neither in the queue nor in the records; afterwards it is as any other
-    call.
-    """
     with Session(engine) as session:
         handle = stage.tasks.order.delay_in(session, name)
         assert stage.row("order", f"order:{name}") is None
@@ -75,7 +72,6 @@ def test_an_enqueued_call_is_published_once_its_transaction_has_committed(
 
 
 def test_an_enqueued_call_has_its_options(stage: Deployment, engine: Engine, name: str) -> None:
-    """Those of ``apply_async``; a countdown counts from the call."""
     tasks = stage.tasks
     with Session(engine) as session:
         called = time.monotonic()
@@ -96,10 +92,9 @@ def test_an_enqueued_call_has_its_options(stage: Deployment, engine: Engine, nam
     stage.wait_for("begin", name=f"{name}-linked")
 
 
-def test_options_that_a_record_cannot_store_are_refused(
+def test_options_a_record_cannot_store_are_refused(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """The error names the options that it can store."""
     order = stage.tasks.order
     with Session(engine) as session, session.begin():
         with pytest.raises(
@@ -114,9 +109,6 @@ def test_options_that_a_record_cannot_store_are_refused(
 
 
 def test_after_a_rollback_there_was_nothing(stage: Deployment, engine: Engine, name: str) -> None:
-    """By session, connection and driver: no record, no message, and the session may be used
-    again.
-    """
     with Session(engine) as session:
         stage.tasks.order.delay_in(session, name)
         session.rollback()
@@ -138,10 +130,7 @@ def test_after_a_rollback_there_was_nothing(stage: Deployment, engine: Engine, n
     assert begins(stage, name) == [handle.id]
 
 
-def test_a_savepoint_decides_for_what_was_enqueued_within(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
-    """What was rolled back to it never was; what was released waits for the outer commit."""
+def test_a_savepoint_decides_for_its_calls(stage: Deployment, engine: Engine, name: str) -> None:
     with Session(engine) as session:
         with session.begin_nested() as savepoint:
             stage.tasks.order.delay_in(session, f"{name}-not")
@@ -155,10 +144,9 @@ def test_a_savepoint_decides_for_what_was_enqueued_within(
     assert not begins(stage, f"{name}-not")
 
 
-def test_several_calls_of_one_transaction_are_all_published(
+def test_several_calls_of_a_transaction_are_published(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """Tasks without a key too; the same key twice is one call."""
     with Session(engine) as session, session.begin():
         handles = [stage.tasks.order.delay_in(session, f"{name}-{number}") for number in range(3)]
         handles.append(stage.tasks.single.delay_in(session, name))
@@ -171,7 +159,6 @@ def test_several_calls_of_one_transaction_are_all_published(
 
 
 def test_the_same_key_twice_by_a_driver_is_one_call(stage: Deployment, name: str) -> None:
-    """A DB-API connection sees its own row too."""
     with closing(driver(stage)) as connection:
         handles = [stage.tasks.order.delay_in(connection, name) for _ in range(2)]
         connection.rollback()
@@ -179,10 +166,9 @@ def test_the_same_key_twice_by_a_driver_is_one_call(stage: Deployment, name: str
 
 
 @pytest.mark.parametrize("kind", ["connection", "session on a connection", "driver"])
-def test_a_connection_leaves_the_publishing_to_the_relay(
+def test_a_connection_leaves_publishing_to_the_relay(
     stage: Deployment, engine: Engine, name: str, kind: str
 ) -> None:
-    """Its commit cannot be observed; the relay publishes due messages, each of them once."""
     if kind == "connection":
         with engine.begin() as connection:
             handle = stage.tasks.order.delay_in(connection, name)
@@ -220,7 +206,6 @@ with Session(create_engine(os.environ["LEASES_DATABASE_URL"])) as session, sessi
 def test_what_a_killed_process_had_committed_is_relayed_by_the_command(
     stage: Deployment, operator: Terminal, name: str
 ) -> None:
-    """SIGKILL between commit and publish: ``celery leases relay`` publishes it, once."""
     dead = subprocess.run(
         [sys.executable, "-c", DYING],
         env={**os.environ, **stage.env, "NAME": name},
@@ -240,9 +225,6 @@ def test_what_a_killed_process_had_committed_is_relayed_by_the_command(
 
 
 def test_the_chore_in_a_worker_relays_too(stage: Deployment, engine: Engine, name: str) -> None:
-    """``celery_leases.relay`` is a task of any app that includes
-    ``celery_leases.builtin_tasks``.
-    """
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     let_be_due(stage, name)
@@ -250,10 +232,7 @@ def test_the_chore_in_a_worker_relays_too(stage: Deployment, engine: Engine, nam
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
 
 
-def test_two_relays_at_once_publish_each_call_once(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
-    """The relay that locks a message first publishes it."""
+def test_two_relays_publish_each_call_once(stage: Deployment, engine: Engine, name: str) -> None:
     with engine.begin() as connection:
         handles = [
             stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(5)
@@ -266,10 +245,7 @@ def test_two_relays_at_once_publish_each_call_once(
         assert begins(stage, f"{name}-{number}") == [handle.id]
 
 
-def test_a_relay_and_a_publish_at_once_are_one_run(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
-    """The second copy of the call is dropped or replayed."""
+def test_a_relay_and_a_publish_are_one_run(stage: Deployment, engine: Engine, name: str) -> None:
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     let_be_due(stage, name)
@@ -283,7 +259,6 @@ def test_a_relay_and_a_publish_at_once_are_one_run(
 def test_a_commit_succeeds_during_an_outage_of_the_broker(
     stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """During the outage the relay reports that nothing was published; afterwards it publishes."""
     copies = app_components.components_of(stage.app).publisher
     copies.close()
     with monkeypatch.context() as patch:
@@ -308,10 +283,7 @@ def test_a_commit_succeeds_during_an_outage_of_the_broker(
 # -- enqueue of a key that has a record ------------------------------------------------------------
 
 
-def test_a_key_that_has_a_record_is_not_enqueued_again(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
-    """Pending, running or done: the handle is that of the first call, and nothing is published."""
+def test_a_key_with_a_record_is_not_enqueued(stage: Deployment, engine: Engine, name: str) -> None:
     gate = stage.gate()
     with engine.begin() as connection:
         first = stage.tasks.order.delay_in(connection, name, str(gate))
@@ -333,10 +305,7 @@ def test_a_key_that_has_a_record_is_not_enqueued_again(
     assert begins(stage, name) == [first.id]
 
 
-def test_a_key_that_has_failed_for_good_is_refused(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
-    """With what it has failed of; the transaction may go on."""
+def test_a_key_failed_for_good_is_refused(stage: Deployment, engine: Engine, name: str) -> None:
     with pytest.raises(PermanentFailure):
         stage.tasks.order.delay(name, None, "fail").get(timeout=PATIENCE)
     with Session(engine) as session, session.begin():
@@ -346,10 +315,7 @@ def test_a_key_that_has_failed_for_good_is_refused(
     assert handle.get(timeout=PATIENCE) == by(f"{name}-other", handle.id)
 
 
-def test_other_content_under_the_same_key_is_refused(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
-    """``KeyReused`` names the arguments that differ."""
+def test_other_content_of_a_key_is_refused(stage: Deployment, engine: Engine, name: str) -> None:
     with Session(engine) as session, session.begin():
         first = stage.tasks.order.delay_in(session, name)
         with pytest.raises(KeyReused) as told:
@@ -358,10 +324,9 @@ def test_other_content_under_the_same_key_is_refused(
     assert first.get(timeout=PATIENCE) == by(name, first.id)
 
 
-def test_a_key_whose_call_will_not_run_again_is_enqueued_again(
+def test_a_key_left_to_its_callers_is_enqueued_again(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """Its cooldown is over, and it was left to its callers: this one is published, and runs."""
     with pytest.raises(Exception, match="Retry available"):
         stage.tasks.order.delay(name, None, "cool").get(timeout=PATIENCE)
     assert (record(stage, name)["state"], record(stage, name)["resumes"]) == ("cooling", 0)
@@ -376,10 +341,7 @@ def test_a_key_whose_call_will_not_run_again_is_enqueued_again(
     assert begins(stage, name)[1:] == [handle.id]
 
 
-def test_a_key_that_an_operator_has_released_is_enqueued_again(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
-    """No message of it exists, as the output of ``release`` says."""
+def test_a_released_key_is_enqueued_again(stage: Deployment, engine: Engine, name: str) -> None:
     stage.client.resolve(doubtful(stage, name), "retry", task=f"{ORDERING}.order")
     with Session(engine) as session, session.begin():
         handle = stage.tasks.order.delay_in(session, name, None, "doubt")
@@ -399,7 +361,6 @@ def let_expire(patch: pytest.MonkeyPatch, task: Any) -> None:
 def test_a_key_whose_enqueued_call_has_expired_is_enqueued_again(
     stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Published and discarded: no rescue publishes it again, and the next call has the key."""
     order = stage.tasks.order
     with monkeypatch.context() as patch, Session(engine) as session, session.begin():
         let_expire(patch, order)
@@ -421,7 +382,6 @@ def test_a_key_whose_enqueued_call_has_expired_is_enqueued_again(
 def test_a_relay_drops_what_has_expired_and_an_enqueue_replaces_it(
     stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it was ever published; either way the key is free for the next call."""
     order, names = stage.tasks.order, (f"{name}-dropped", f"{name}-replaced")
     with monkeypatch.context() as patch, engine.begin() as connection:
         let_expire(patch, order)
@@ -446,9 +406,7 @@ def test_a_relay_drops_what_has_expired_and_an_enqueue_replaces_it(
 def test_a_key_whose_enqueued_call_was_revoked_is_free_once_it_is_forgotten(
     stage: Deployment, engine: Engine, operator: Terminal, name: str
 ) -> None:
-    """A revocation does not change the record, and a rescue would publish the message, so an
-    operator uses ``forget``.
-    """
+    """A revocation does not change the record."""
     with engine.begin() as connection:
         revoked = stage.tasks.order.delay_in(connection, name)
     host = f"{stage.worker.name}@{os.uname().nodename}"
@@ -469,10 +427,9 @@ def test_a_key_whose_enqueued_call_was_revoked_is_free_once_it_is_forgotten(
     assert begins(stage, name) == [handle.id]
 
 
-def test_another_call_of_the_key_may_come_before_the_enqueued_one(
+def test_another_call_may_come_before_the_enqueued_one(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """It runs, and the enqueued one is answered with its result: one run."""
     with engine.begin() as connection:
         enqueued = stage.tasks.order.delay_in(connection, name)
     early = stage.tasks.order.delay(name)
@@ -483,10 +440,9 @@ def test_another_call_of_the_key_may_come_before_the_enqueued_one(
     assert begins(stage, name) == [early.id]
 
 
-def test_an_enqueued_call_whose_first_delivery_was_lost_runs_at_the_next(
+def test_a_lost_first_delivery_runs_at_the_next(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """Its record is pending and has never ended in any way: a redelivered message finds it free."""
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     side = stage.side_queue()
@@ -499,10 +455,7 @@ def test_an_enqueued_call_whose_first_delivery_was_lost_runs_at_the_next(
     assert begins(stage, name) == [handle.id]
 
 
-def test_a_client_of_the_app_relays_and_other_clients_raise(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
-    """It takes the app to publish a message."""
+def test_a_client_of_the_app_relays(stage: Deployment, engine: Engine, name: str) -> None:
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     let_be_due(stage, name)
@@ -518,12 +471,9 @@ def test_a_client_of_the_app_relays_and_other_clients_raise(
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
 
 
-def test_what_cannot_be_enqueued_is_refused_and_writes_nothing(
+def test_what_cannot_be_enqueued_writes_nothing(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """Wrong arguments, arguments that are no JSON, tasks whose calls share a record, and
-    autocommit.
-    """
     with Session(engine) as session, session.begin():
         with pytest.raises(TypeError):
             stage.tasks.order.delay_in(session, name, unknown=1)
@@ -541,10 +491,9 @@ def test_what_cannot_be_enqueued_is_refused_and_writes_nothing(
     assert stage.row("order", f"order:{name}") is None
 
 
-def test_arguments_that_would_not_arrive_as_they_are_cannot_be_enqueued(
+def test_arguments_that_would_change_are_not_enqueued(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """Nor those that cannot be published at all; nothing is written."""
     typed = stage.tasks.typed
     with Session(engine) as session, session.begin():
         for content in ((2, 3), {1: [2]}, [{"a": (1,)}]):
@@ -566,10 +515,7 @@ def test_arguments_that_would_not_arrive_as_they_are_cannot_be_enqueued(
     assert number.get(timeout=PATIENCE) == by(name, number.id)
 
 
-def test_a_call_whose_arguments_json_would_change_is_not_stored(
-    stage: Deployment, name: str
-) -> None:
-    """The worker logs that once; other calls of the task are stored."""
+def test_arguments_json_would_change_are_not_stored(stage: Deployment, name: str) -> None:
     for number, content in enumerate([(2, 3), {1: "x"}]):
         assert stage.tasks.typed.delay(f"{name}-{number}", content).get(timeout=PATIENCE) == repr(
             content
@@ -584,10 +530,9 @@ def test_a_call_whose_arguments_json_would_change_is_not_stored(
 
 
 @pytest.mark.only(database="postgres")  # there are no row locks on SQLite
-def test_a_locked_record_does_not_keep_the_relay_from_the_others(
+def test_a_locked_record_does_not_stop_the_relay(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """A transaction that goes on for long has one of them locked; the others are published."""
     with engine.begin() as connection:
         handles = [
             stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(3)
@@ -605,7 +550,6 @@ def test_a_locked_record_does_not_keep_the_relay_from_the_others(
 
 
 def test_beat_relays_by_itself(stage_factory: DeploymentFactory, name: str) -> None:
-    """With the schedule of the documentation, and beat inside the worker."""
     stage = stage_factory(
         PG_DATABASE, home=ORDERING, start=False, env={"CHORES_EVERY": "0.5", "TTL": f"{TTL:g}"}
     )

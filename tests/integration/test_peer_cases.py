@@ -30,12 +30,7 @@ from tests.support.servers.local import free_port
 
 
 @pytest.mark.parametrize("task", ["retries", "auto"])
-def test_m1_a_body_that_fails_twice_is_retried_until_it_succeeds(
-    stage: Deployment, name: str, task: str
-) -> None:
-    """Both by ``self.retry()`` and by ``autoretry_for``: three runs of one call, then done, and
-    nothing is held.
-    """
+def test_m1_a_body_that_fails_twice_is_retried(stage: Deployment, name: str, task: str) -> None:
     result = stage.send(task, name, 2)
     assert result.get(timeout=PATIENCE) == {"name": name, "retries": 2}
     begun = stage.events("begin", name=name)
@@ -49,12 +44,7 @@ def test_m1_a_body_that_fails_twice_is_retried_until_it_succeeds(
     assert not stage.is_held(task, key)
 
 
-def test_m2_a_message_delivered_again_while_its_first_copy_runs_is_rescheduled(
-    stage: Deployment, name: str
-) -> None:
-    """One of the two runs; the other is rescheduled, and answered from the record when it is
-    done.
-    """
+def test_m2_a_second_copy_of_a_running_call_is_rescheduled(stage: Deployment, name: str) -> None:
     gate, call = stage.gate(), str(uuid4())
     first = stage.send("work", name, 0.0, str(gate), task_id=call)
     stage.wait_for("begin", name=name)
@@ -67,10 +57,7 @@ def test_m2_a_message_delivered_again_while_its_first_copy_runs_is_rescheduled(
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_m3_a_call_by_name_and_one_by_beat_have_the_protection_of_delay(
-    stage: Deployment, name: str
-) -> None:
-    """The key is made in the worker, so it does not matter who publishes."""
+def test_m3_a_call_by_name_or_beat_is_protected(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     options = {"name": name, "gate": str(gate)}
     entry = beat.ScheduleEntry(
@@ -94,7 +81,6 @@ def test_m3_a_call_by_name_and_one_by_beat_have_the_protection_of_delay(
 
 
 def test_m5_a_call_that_could_not_be_published_holds_nothing(stage: Deployment, name: str) -> None:
-    """The broker is down for the caller: an error for them, and the next call runs at once."""
     nowhere = f"{'amqp' if stage.broker == 'rabbit' else 'redis'}://127.0.0.1:{free_port()}//"
     tasks = imported_anew("tests.apps.leased", stage.env | {"CELERY_BROKER_URL": nowhere})
     tasks.app.conf.update(
@@ -110,10 +96,7 @@ def test_m5_a_call_that_could_not_be_published_holds_nothing(stage: Deployment, 
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_m10_a_step_of_a_chain_that_another_call_holds_waits_and_goes_on_with_its_result(
-    stage: Deployment, name: str
-) -> None:
-    """The finished step before it stays SUCCESS, and the step after it gets the saved result."""
+def test_m10_a_held_step_of_a_chain_waits_and_goes_on(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     holder = stage.tasks.work.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
@@ -129,12 +112,7 @@ def test_m10_a_step_of_a_chain_that_another_call_holds_waits_and_goes_on_with_it
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_m11_a_duplicate_inside_a_chord_header_gets_the_saved_result(
-    stage: Deployment, name: str
-) -> None:
-    """Two members of one key, the second while the first runs: the chord completes with the result
-    twice.
-    """
+def test_m11_a_duplicate_in_a_chord_gets_the_result(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     members = [stage.tasks.work.s(name, gate=str(gate)) for _ in range(2)]
     result = chord(members, stage.tasks.gather.s())()
@@ -147,12 +125,7 @@ def test_m11_a_duplicate_inside_a_chord_header_gets_the_saved_result(
     assert len(stage.events("gather", id=result.id)) == 1
 
 
-def test_m12_an_argument_that_json_turns_into_a_list_makes_one_key(
-    stage: Deployment, name: str
-) -> None:
-    """``(1, 2)`` here and ``[1, 2]`` in the worker: one key and one fingerprint, also for who asks
-    for the status.
-    """
+def test_m12_an_argument_json_turns_into_a_list_is_one_key(stage: Deployment, name: str) -> None:
     first = stage.tasks.work.delay((1, name), answer=(1, 2)).get(timeout=PATIENCE)
     assert stage.tasks.work.delay([1, name], answer=[1, 2]).get(timeout=PATIENCE) == first == [1, 2]
     assert len(stage.events("begin", name=[1, name])) == 1
@@ -162,10 +135,9 @@ def test_m12_an_argument_that_json_turns_into_a_list_makes_one_key(
 
 
 @pytest.mark.parametrize("kind", ["redis", "database"])
-def test_m13_a_call_survives_an_outage_of_the_lease_store(
+def test_m13_a_call_survives_a_lease_store_outage(
     stage_factory: DeploymentFactory, name: str, kind: str
 ) -> None:
-    """The message is rescheduled during the outage, and runs once afterwards."""
     if kind == "redis":
         server: RedisServer | PostgresServer = RedisServer().start()
         stage = stage_factory(REDIS_REDIS_POSTGRES, env={"LEASES_URL": server.url})
@@ -190,10 +162,7 @@ def test_m13_a_call_survives_an_outage_of_the_lease_store(
         server.stop()
 
 
-def test_m14_the_errors_of_duplicates_arrive_with_their_class_and_their_details(
-    stage: Deployment, name: str
-) -> None:
-    """Through the result backend as JSON, and through pickle; no worker dies of them."""
+def test_m14_errors_of_duplicates_arrive_with_their_details(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     holder = stage.tasks.refuses.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
@@ -221,7 +190,6 @@ def test_m14_the_errors_of_duplicates_arrive_with_their_class_and_their_details(
 
 
 def test_c1_a_replayed_member_of_a_chord_is_never_ignored(stage: Deployment, name: str) -> None:
-    """Members whose key is done, with every option that ends a duplicate without a result."""
     for task in ("work", "ignores"):
         leased = getattr(stage.tasks, task)
         value = leased.delay(name).get(timeout=PATIENCE)
@@ -233,9 +201,6 @@ def test_c1_a_replayed_member_of_a_chord_is_never_ignored(stage: Deployment, nam
 
 
 def test_c2_a_copy_of_a_running_member_never_fails_it(stage: Deployment, name: str) -> None:
-    """The copy meets its own call's lease: nothing is stored over the run, and the chord
-    completes.
-    """
     side, gate = stage.side_queue(), stage.gate()
     member = stage.tasks.ignores.s(name, gate=str(gate)).set(queue=side)
     result = chord([member, stage.tasks.plain.s(1)], stage.tasks.gather.s())()
@@ -250,10 +215,9 @@ def test_c2_a_copy_of_a_running_member_never_fails_it(stage: Deployment, name: s
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_x4_a_connection_error_is_not_stored_for_ever(
+def test_x4_a_connection_error_is_not_kept_for_ever(
     stage_factory: DeploymentFactory, name: str
 ) -> None:
-    """Its caller gets the error, the key cools for a minute, and the next call after that runs."""
     stage = stage_factory(REDIS_DATABASE_SQLITE, home=COOLING)
     script = [["raise", "ConnectionError", "gone"], OK]
     with pytest.raises(ConnectionError, match="gone"):

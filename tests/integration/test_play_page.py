@@ -82,13 +82,10 @@ def play(tmp_path: Path) -> Iterator[GuardedProcess]:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_what_the_page_promises_happens(
+def test_the_page_keeps_its_promises(
     play: GuardedProcess, browser: Browser, tmp_path: Path
 ) -> None:
-    """A double click is paid once, a rate limit counts down and drains, a dead worker's document is
-    taken over, and a person resolves a charge. At the end the connection is lost, and the page
-    shows that.
-    """
+    """At the end the connection is lost, and the page shows that."""
     page = opened(play, browser)
     pays_once(page)
     counts_down_and_drains(page, Path(os.environ.get("LEASES_PICTURES", tmp_path)))
@@ -99,10 +96,9 @@ def test_what_the_page_promises_happens(
 
 
 @pytest.mark.timeout(300)
-def test_a_double_click_on_the_page_is_paid_once(
+def test_a_double_click_is_paid_once(
     play: GuardedProcess, browser: Browser, tmp_path: Path
 ) -> None:
-    """The shortest part of what the page promises."""
     page = opened(play, browser)
     pays_once(page)
     assert_ends(page, play, tmp_path)
@@ -238,7 +234,6 @@ STATE: dict[str, Any] = {
 
 
 def test_a_page_without_events_asks_again_and_again(browser: Browser) -> None:
-    """The page shows that, and the answer to a button."""
     from werkzeug.serving import make_server
 
     from example_project.play import web

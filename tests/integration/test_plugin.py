@@ -41,7 +41,6 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
 
 
 def test_a_missing_server_is_a_skip_and_one_line(project: pytest.Pytester) -> None:
-    """Every test that needed the server is skipped and counted in one summary line."""
     outcome = project.runpytest_subprocess("-p", "no:cacheprovider")
     outcome.assert_outcomes(passed=1, skipped=3)
     outcome.stdout.fnmatch_lines(
@@ -49,10 +48,9 @@ def test_a_missing_server_is_a_skip_and_one_line(project: pytest.Pytester) -> No
     )
 
 
-def test_a_missing_server_is_a_failure_in_ci(
+def test_a_missing_server_fails_in_ci(
     project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With CI=true nothing may be missing."""
     monkeypatch.setenv("CI", "true")
     outcome = project.runpytest_subprocess("-p", "no:cacheprovider")
     outcome.assert_outcomes(passed=1, skipped=1, errors=2)
@@ -62,9 +60,6 @@ def test_a_missing_server_is_a_failure_in_ci(
 
 @pytest.mark.nightly
 def test_the_docker_flag_leaves_the_nodes_to_pytest_celery(project: pytest.Pytester) -> None:
-    """Without the flag the local nodes are in place; with it pytest-celery's own are, and docker
-    tests run.
-    """
     local = project.runpytest_subprocess("--fixtures", "-q")
     local.stdout.fnmatch_lines(["celery_broker_cluster*node_fixtures.py*"])
     docker = project.runpytest_subprocess("--fixtures", "-q", "--leases-docker")
@@ -75,9 +70,6 @@ def test_the_docker_flag_leaves_the_nodes_to_pytest_celery(project: pytest.Pytes
 
 @pytest.mark.nightly
 def test_the_plugin_hides_no_fixture_of_celery(pytester: pytest.Pytester) -> None:
-    """Neither Celery's own worker, nor pytest-celery's nodes, which another plugin replaces if it
-    is asked to.
-    """
     pytester.makeconftest('pytest_plugins = ["celery.contrib.pytest", "tests.support.plugin"]')
     alone = pytester.runpytest_subprocess("--fixtures", "-q", "-p", "no:celery")
     alone.stdout.fnmatch_lines(["celery_worker *celery/contrib/pytest.py*"])
@@ -87,7 +79,7 @@ def test_the_plugin_hides_no_fixture_of_celery(pytester: pytest.Pytester) -> Non
 
 
 def test_the_extra_for_testing_does_not_install_pytest_celery() -> None:
-    """Its fixture ``celery_worker`` would hide Celery's own wherever the extra is installed."""
+    """Its ``celery_worker`` would hide Celery's own."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "optional-dependencies"
     ]

@@ -70,9 +70,6 @@ def process(stage: Deployment, name: str) -> Iterator[int]:
 def test_a_body_that_holds_the_gil_beyond_the_ttl_is_interrupted_and_runs_again(
     stage: Deployment, name: str, process: int
 ) -> None:
-    """One regular expression, during which no thread can renew. The attempt is given back, and no
-    crash is counted.
-    """
     once = stage.gate()
     result = stage.tasks.hogs.delay(name, str(once), 1.2 * TTL, stage.worker.pool == "threads")
     held, *_ = stage.wait_for("held", name=name)
@@ -86,10 +83,8 @@ def test_a_body_that_holds_the_gil_beyond_the_ttl_is_interrupted_and_runs_again(
     print(f"held for {held['seconds']:.2f} s, told {lost['t'] - held['t']:.3f} s later")
 
 
-def test_a_body_that_hangs_fails_once_it_was_held_for_too_long(
-    stage: Deployment, name: str, process: int
-) -> None:
-    """As of a time limit; given back, it would only hang again."""
+def test_a_body_that_hangs_for_too_long_fails(stage: Deployment, name: str, process: int) -> None:
+    """Given back, it would only hang again."""
     if stage.worker.pool == "threads":
         pytest.skip("it is told by check() there, which a body that hangs does not call")
     result = stage.tasks.hangs.delay(name)
@@ -100,10 +95,9 @@ def test_a_body_that_hangs_fails_once_it_was_held_for_too_long(
     assert len(stage.events("begin", name=name)) == len(stage.events("lost", name=name)) == 1
 
 
-def test_a_body_that_blocks_the_hub_beyond_the_ttl_does_not_lose_its_lease(
+def test_a_body_that_blocks_the_hub_does_not_lose_its_lease(
     stage: Deployment, name: str, process: int
 ) -> None:
-    """The threads that renew are the system's: they run while no greenlet can."""
     if stage.worker.pool not in GREEN:
         pytest.skip(
             "a call that blocks a thread is any sleep there; see tests/integration/test_pools.py"
@@ -125,9 +119,6 @@ def test_a_body_that_blocks_the_hub_beyond_the_ttl_does_not_lose_its_lease(
 def test_a_process_that_the_body_has_forked_takes_no_step_of_the_protocol(
     stage: Deployment, name: str, process: int, how: str, code: int
 ) -> None:
-    """It ends at the end of the body; the parent still has the lease, and its outcome is the only
-    one.
-    """
     result = stage.tasks.forks.delay(name, how)
     answer = result.get(timeout=PATIENCE)
     (begun,), (end,) = stage.events("begin", name=name), stage.wait_for("end", name=name)

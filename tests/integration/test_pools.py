@@ -39,9 +39,6 @@ def module_stage(
 
 
 def test_twenty_calls_of_one_key_run_one_body_in_every_pool(stage: Deployment, name: str) -> None:
-    """Bodies and duplicates are threads or greenlets of one process, with one renewer and one set
-    of connections.
-    """
     gate = stage.gate()
     results = [stage.tasks.work.delay(name, gate=str(gate)) for _ in range(20)]
     stage.wait_for("begin", name=name)
@@ -54,9 +51,6 @@ def test_twenty_calls_of_one_key_run_one_body_in_every_pool(stage: Deployment, n
 
 
 def test_renewals_hold_the_lease_of_a_body_of_twice_the_ttl(stage: Deployment, name: str) -> None:
-    """A renewal comes every third of a ttl; after seven of them the key is still held, and the
-    outcome is accepted.
-    """
     gate = stage.gate()
     running = stage.tasks.work.delay(name, gate=str(gate))
     stage.wait_for_log(f"key work:{name}:", "lease renewed", 7)
@@ -69,7 +63,6 @@ def test_renewals_hold_the_lease_of_a_body_of_twice_the_ttl(stage: Deployment, n
 
 
 def test_several_bodies_in_one_process_keep_their_own_leases(stage: Deployment, name: str) -> None:
-    """Each sees its own key in ``current_lease``, and all are renewed."""
     number = min(3, stage.worker.concurrency)
     gate = stage.gate()
     results = [stage.tasks.keyless.delay(f"{name}-{n}", gate=str(gate)) for n in range(number)]
@@ -84,10 +77,7 @@ def test_several_bodies_in_one_process_keep_their_own_leases(stage: Deployment, 
         assert (ended["key"], ended["fence"]) == (results[n].id, fences[n])
 
 
-def test_check_raises_when_the_lease_was_released_by_an_operator(
-    stage: Deployment, name: str
-) -> None:
-    """``check()`` raises, and the call runs again with a higher fence."""
+def test_check_raises_when_an_operator_released_the_lease(stage: Deployment, name: str) -> None:
     running = stage.tasks.checks.delay(name, gate="once")
     (begun,) = stage.wait_for("begin", name=name)
     stage.client.release(f"checks:{name}", task=stage.tasks.checks.name)
@@ -100,12 +90,8 @@ def test_check_raises_when_the_lease_was_released_by_an_operator(
     assert (row["state"], row["crashes"]) == ("done", 0)
 
 
-def test_a_body_that_raises_what_ends_a_worker_fails_as_with_any_other_error(
-    stage: Deployment, name: str
-) -> None:
-    """Nobody stops the worker, and no process ends: taken for a stop, the call would run again for
-    ever. Celery would never acknowledge it.
-    """
+def test_a_body_that_raises_what_ends_a_worker_fails(stage: Deployment, name: str) -> None:
+    """Taken for a stop, the call would run for ever."""
     hows = [*stage.tasks.STOPS] + (["kill"] if stage.worker.pool in ("gevent", "eventlet") else [])
     results = {how: stage.tasks.stops.delay(name, how) for how in hows}
     for how, result in results.items():
@@ -119,10 +105,7 @@ def test_a_body_that_raises_what_ends_a_worker_fails_as_with_any_other_error(
 
 
 @pytest.mark.parametrize("how", ["retry and return", "publish itself"])
-def test_a_call_that_goes_on_in_another_message_runs_again_in_every_pool(
-    stage: Deployment, name: str, how: str
-) -> None:
-    """The task of a publish is that of its own thread or greenlet."""
+def test_a_call_that_goes_on_elsewhere_runs_again(stage: Deployment, name: str, how: str) -> None:
     assert stage.tasks.passes.delay(name, how).get(timeout=PATIENCE) == {"name": name}
     begun = stage.events("begin", name=name)
     assert [event["attempt"] for event in begun] == [1, 2]

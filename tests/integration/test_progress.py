@@ -40,7 +40,7 @@ def module_stage(
         if isinstance(item, pytest.Function) and spelled(request.param) in item.name
     }
     # These take long for the time until a death is noticed: they go on beside the other tests.
-    if test_of_ten_thousand_items_none_is_skipped_and_with_every_1_none_repeats.__name__ in wanted:
+    if test_of_ten_thousand_items_none_is_skipped.__name__ in wanted:
         for item in DEATHS:
             arm(made, f"item {item}", "every-1")
         made.tasks.loops.delay("every-1", MANY, every=1)
@@ -92,9 +92,6 @@ class Worked:
 
 @pytest.mark.parametrize("every", [None, 7])
 def test_a_failure_loses_nothing(stage: Deployment, name: str, every: int | None) -> None:
-    """What was not saved yet is saved with the outcome: cooled down or tried again, it goes on at
-    that very item.
-    """
     result = stage.tasks.loops.delay(name, 100, every=every, fails_at=[10, 33, 80])
     result.get(timeout=PATIENCE)
     assert Worked(stage, name).items == list(range(100))
@@ -102,7 +99,6 @@ def test_a_failure_loses_nothing(stage: Deployment, name: str, every: int | None
 
 
 def test_a_lost_lease_stops_the_loop_between_two_items(stage: Deployment, name: str) -> None:
-    """The next item raises; the next run continues after the last saved item."""
     gate = stage.gate()
     result = stage.tasks.loops.delay(name, 20, every=1, waits_at=5, gate=str(gate))
     (waits,) = stage.wait_for("waits", name=name)
@@ -120,14 +116,12 @@ def test_a_lost_lease_stops_the_loop_between_two_items(stage: Deployment, name: 
 
 
 def test_two_loops_have_their_own_positions(stage: Deployment, name: str) -> None:
-    """Killed in the second, the first is not run again."""
     arm(stage, "row", name)
     result = stage.tasks.tables.delay(name, 5, 2)
     assert result.get(timeout=PATIENCE) == [["body", 2], ["body", 3], ["body", 4]]
 
 
 def test_a_loop_extends_a_lease_without_renewal(stage: Deployment, name: str) -> None:
-    """Under ``lease_renew=False`` what is saved pushes it out, for longer than it would last."""
     result = stage.tasks.quietly.delay(name, 45, 0.1)
     result.get(timeout=PATIENCE)
     assert Worked(stage, name).items == list(range(45))
@@ -138,7 +132,6 @@ def test_a_loop_extends_a_lease_without_renewal(stage: Deployment, name: str) ->
 def test_a_shutdown_loses_nothing(
     stage_factory: DeploymentFactory, name: str, how: signal.Signals
 ) -> None:
-    """The worker is stopped in the middle of the loop; the next one goes on at the very item."""
     stage = stage_factory(
         BOTH_WAYS[0], home=PROGRESSING, env={"SOFT_SHUTDOWN": "0.5", "VISIBILITY": "4"}
     )
@@ -166,7 +159,6 @@ def test_a_shutdown_loses_nothing(
 
 
 def test_a_new_generation_begins_at_its_first_page(stage: Deployment, name: str) -> None:
-    """Forgotten, it has no progress, and none is shown."""
     stage.tasks.loops.delay(name, 3).get(timeout=PATIENCE)
     stage.client.forget(f"loops:{name}", task=f"{PROGRESSING}.loops")
     assert stage.client.status(f"loops:{name}", task=f"{PROGRESSING}.loops").progress is None
@@ -178,7 +170,6 @@ def test_a_new_generation_begins_at_its_first_page(stage: Deployment, name: str)
 
 
 def test_saving_is_throttled(stage: Deployment, name: str) -> None:
-    """Ten thousand items are a statement a second, and not ten thousand."""
     with (
         environment({"JOURNAL": str(stage.journal)}),
         statements_of(components_of(stage.app, eager=True).records.database) as statements,
@@ -191,7 +182,6 @@ def test_saving_is_throttled(stage: Deployment, name: str) -> None:
 
 
 def test_called_directly_it_is_a_plain_loop(stage: Deployment, name: str) -> None:
-    """As often as one likes."""
     with environment({"JOURNAL": str(stage.journal)}):
         for _ in range(2):
             assert stage.tasks.quietly(name, 3, 0.0) == {"name": name, "count": 3}
@@ -202,9 +192,6 @@ def test_called_directly_it_is_a_plain_loop(stage: Deployment, name: str) -> Non
 
 
 def test_a_task_that_gets_on_each_time_is_never_given_up(stage: Deployment) -> None:
-    """It dies three times, with two crashes in a row being too many, and finishes: its progress
-    resets their number.
-    """
     stage.wait_for_state("pages", "pages:gets-on", "done", 3 * PATIENCE)
     begun = stage.events("begin", name="gets-on")
     assert [(event["page"], event["crashes"]) for event in begun] == [
@@ -219,10 +206,9 @@ def test_a_task_that_gets_on_each_time_is_never_given_up(stage: Deployment) -> N
 
 
 @pytest.mark.nightly
-def test_of_ten_thousand_items_none_is_skipped_and_with_every_1_none_repeats(
+def test_of_ten_thousand_items_none_is_skipped(
     stage: Deployment,
 ) -> None:
-    """Killed at three random items, before these were begun: each is worked on exactly once."""
     stage.wait_for_state("loops", "loops:every-1", "done", 3 * PATIENCE)
     assert len(stage.events("failpoint", name="every-1")) == len(DEATHS)
     assert Worked(stage, "every-1").items == list(range(MANY))
@@ -231,9 +217,7 @@ def test_of_ten_thousand_items_none_is_skipped_and_with_every_1_none_repeats(
 
 
 def test_by_default_at_most_a_seconds_items_repeat(stage: Deployment) -> None:
-    """Killed at random items of ten thousand: what is worked on again was worked on just before the
-    death.
-    """
+    """What is worked on again was worked on just before the death."""
     stage.wait_for_state("loops", "loops:by-default", "done", 3 * PATIENCE)
     worked = Worked(stage, "by-default")
     worked.assert_nothing_skipped(MANY)

@@ -35,9 +35,6 @@ def kind_of(stage: Deployment, queue: str) -> Any:
 
 
 def test_a_call_returns_after_several_waits(stage: Deployment, name: str) -> None:
-    """Short and long: each is a message that is new to RabbitMQ, and none costs one of the
-    deliveries it allows.
-    """
     calls = [stage.tasks.snoozes.delay(f"{name}-{number}", 0.2, 1.0, 3.0) for number in range(3)]
     assert [call.get(timeout=PATIENCE)["name"] for call in calls] == [
         f"{name}-{number}" for number in range(3)
@@ -47,9 +44,6 @@ def test_a_call_returns_after_several_waits(stage: Deployment, name: str) -> Non
 
 
 def test_calls_that_wait_leave_the_worker_free(stage: Deployment, name: str) -> None:
-    """Twice as many calls wait as the worker may have unacknowledged; fresh calls run all the
-    same.
-    """
     waiting = [
         stage.tasks.snoozes.delay(f"{name}-{number}", 6.0) for number in range(2 * 2 * SLOTS)
     ]
@@ -62,7 +56,6 @@ def test_calls_that_wait_leave_the_worker_free(stage: Deployment, name: str) -> 
 
 
 def test_a_wait_ends_in_the_queue_it_began_in(stage: Deployment, name: str) -> None:
-    """A worker of another queue puts its calls back into that queue, not into the default one."""
     high = stage.side_queue()
     worker = stage.new_worker(
         queue=high, concurrency=1, env=stage.env | {"SIDE_QUEUE": high}
@@ -105,7 +98,6 @@ def refusing(
 
 
 def test_a_call_fails_before_its_queue_would_discard_it(refusing: Deployment, name: str) -> None:
-    """The error is at the caller and in the record, and each delivery has a log line."""
     Path(refusing.env["REFUSED"]).touch()
     call = refusing.tasks.reschedules_once.delay(name)
     with pytest.raises(RescheduleFailed, match="the broker takes nothing"):
@@ -115,10 +107,7 @@ def test_a_call_fails_before_its_queue_would_discard_it(refusing: Deployment, na
     assert (status.state, status.resumes) == ("pending", False)
 
 
-def test_a_call_whose_reschedule_succeeds_at_last_runs_again(
-    refusing: Deployment, name: str
-) -> None:
-    """It is published again and again by the worker that holds its delivery."""
+def test_a_call_whose_reschedule_succeeds_at_last_runs(refusing: Deployment, name: str) -> None:
     Path(refusing.env["REFUSED"]).touch()
     call = refusing.tasks.reschedules_once.delay(name)
     refusing.wait_for_log(call.id, "could not be rescheduled")
@@ -130,7 +119,7 @@ def test_a_call_whose_reschedule_succeeds_at_last_runs_again(
 def test_the_copy_of_a_running_call_spends_no_more_deliveries_than_there_are(
     refusing: Deployment, name: str, ends: bool
 ) -> None:
-    """Its queue never discards it: it is held, and ends once no more may be given back."""
+    """It is held, and ends once no more may be given back."""
     gate = refusing.gate()
     call = refusing.tasks.stays.delay(name, str(gate))
     refusing.wait_for("begin", name=name)

@@ -46,9 +46,6 @@ __all__ = ["driver", "engine", "module_stage", "operator"]
 def test_what_was_published_and_never_delivered_is_rescued(
     stage: Deployment, engine: Engine, operator: Terminal, name: str
 ) -> None:
-    """The broker has lost the message of an enqueued call: ``--dry-run`` lists it, ``rescue``
-    publishes it.
-    """
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     change(stage, name, "publish_at = NULL")
@@ -66,10 +63,7 @@ def test_what_was_published_and_never_delivered_is_rescued(
     assert begins(stage, name) == [handle.id]
 
 
-def test_two_rescues_at_once_publish_a_message_once(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
-    """The row is compared as it is set."""
+def test_two_rescues_publish_a_message_once(stage: Deployment, engine: Engine, name: str) -> None:
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     let_be_old(stage, name, "order")
@@ -79,10 +73,7 @@ def test_two_rescues_at_once_publish_a_message_once(
     assert begins(stage, name) == [handle.id]
 
 
-def test_a_record_that_changed_since_it_was_read_is_not_published(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
-    """Of two rescues that have read the same row the second finds it taken."""
+def test_a_changed_record_is_not_published(stage: Deployment, engine: Engine, name: str) -> None:
     with engine.begin() as connection:
         stage.tasks.order.delay_in(connection, name)
     let_be_old(stage, name, "order")
@@ -92,10 +83,9 @@ def test_a_record_that_changed_since_it_was_read_is_not_published(
     stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
 
 
-def test_a_key_that_waits_in_a_backlog_gets_one_copy_in_each_interval(
+def test_a_key_in_a_backlog_gets_a_copy_in_each_interval(
     stage_factory: DeploymentFactory, name: str
 ) -> None:
-    """Beat runs the rescue more often than that, and no worker consumes the queue."""
     stage = stage_factory(PG_REDIS, home=ORDERING, start=False, env={"TTL": f"{TTL:g}"})
     made = create_engine(stage.database_url, poolclass=NullPool)
     with Session(made) as session, session.begin():
@@ -113,9 +103,6 @@ def test_a_key_that_waits_in_a_backlog_gets_one_copy_in_each_interval(
 def test_what_a_rescue_could_not_publish_is_not_counted_and_the_next_one_does(
     stage: Deployment, engine: Engine, operator: Terminal, name: str
 ) -> None:
-    """During an outage of the broker the command fails and says why; a later rescue publishes the
-    message.
-    """
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     change(stage, name, "publish_at = NULL")
@@ -132,10 +119,9 @@ def test_what_a_rescue_could_not_publish_is_not_counted_and_the_next_one_does(
     assert begins(stage, name) == [handle.id]
 
 
-def test_what_a_killed_rescue_has_marked_is_published_by_the_next(
+def test_what_a_killed_rescue_marked_is_published(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """It died before it published, and no relay runs."""
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     change(stage, name, "publish_at = NULL")
@@ -151,10 +137,9 @@ def test_what_a_killed_rescue_has_marked_is_published_by_the_next(
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
 
 
-def test_an_enqueued_record_knows_the_retention_of_its_task(
+def test_an_enqueued_record_knows_its_retention(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """Before a worker has claimed it."""
     with engine.begin() as connection:
         stage.tasks.order.delay_in(connection, name)
     assert record(stage, name)["retention"] == stage.tasks.order.lease_options.retention
@@ -164,7 +149,6 @@ def test_an_enqueued_record_knows_the_retention_of_its_task(
 def test_a_call_enqueued_after_the_key_was_reset_stays_until_it_is_published(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """The retention that an operator gave does not apply to a new call."""
     with engine.begin() as connection:
         stage.tasks.order.delay_in(connection, name)
     stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
@@ -179,7 +163,6 @@ def test_a_call_enqueued_after_the_key_was_reset_stays_until_it_is_published(
 
 
 def test_nothing_is_rescued_while_its_lease_lives(stage: Deployment, name: str) -> None:
-    """However long it has been running, and were its message due."""
     gate = stage.gate()
     result = stage.tasks.kept.delay(name, str(gate))
     stage.wait_for("begin", name=name)
@@ -195,7 +178,6 @@ def test_nothing_is_rescued_while_its_lease_lives(stage: Deployment, name: str) 
 def test_a_lost_message_of_a_key_whose_last_call_had_failed_is_rescued(
     stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call before was left to its callers; this one is theirs."""
     with pytest.raises(Exception, match="Retry available"):
         stage.tasks.order.delay(name, None, "cool").get(timeout=PATIENCE)
     with monkeypatch.context() as lossy:
@@ -214,10 +196,7 @@ def test_a_lost_message_of_a_key_whose_last_call_had_failed_is_rescued(
 
 @pytest.mark.every_argument
 @pytest.mark.parametrize("how", ["revoked", "hard time limit"])
-def test_a_call_that_celery_has_ended_is_not_rescued(
-    stage: Deployment, name: str, how: str
-) -> None:
-    """Its callers have already got the final state."""
+def test_a_call_that_celery_has_ended_is_left(stage: Deployment, name: str, how: str) -> None:
     limit = {} if how == "revoked" else {"time_limit": 1}
     result = stage.tasks.kept.apply_async((name, str(stage.gate())), **limit)
     stage.wait_for("begin", name=name)
@@ -235,7 +214,6 @@ def test_a_call_that_celery_has_ended_is_not_rescued(
 def test_live_ones_do_not_hide_a_stranded_one(
     stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many have been running for longer than the page that is looked at."""
     monkeypatch.setattr(outbox, "READ_AT_ONCE", 1)
     gate = stage.gate()
     results = [stage.tasks.kept.delay(f"{name}-live-{number}", str(gate)) for number in range(2)]
@@ -253,10 +231,7 @@ def test_live_ones_do_not_hide_a_stranded_one(
 
 
 @pytest.mark.only(database="postgres")  # there are no row locks on SQLite
-def test_a_rescue_skips_a_locked_record_and_publishes_the_others(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
-    """A locked record is in use."""
+def test_a_rescue_skips_a_locked_record(stage: Deployment, engine: Engine, name: str) -> None:
     with engine.begin() as connection:
         handles = [
             stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(2)
@@ -285,12 +260,7 @@ def lose(stage: Deployment) -> None:
         broker.delete("unacked", "unacked_index", stage.queue)
 
 
-def test_what_a_broker_has_lost_is_run_again_with_its_canvas(
-    lossy_stage: Deployment, name: str
-) -> None:
-    """A killed worker's call in a chain, another in a chord, and one that was cooling; not one
-    without the option.
-    """
+def test_what_a_broker_lost_runs_again_with_its_canvas(lossy_stage: Deployment, name: str) -> None:
     stage, tasks = lossy_stage, lossy_stage.tasks
     gate = stage.gate()
     linked = chain(tasks.kept.s(f"{name}-chain", str(gate)), tasks.plain.s()).apply_async()
@@ -332,7 +302,6 @@ def test_what_a_broker_has_lost_is_run_again_with_its_canvas(
 
 
 def test_a_limit_below_one_is_refused(operator: Terminal) -> None:
-    """By each command that has one."""
     for command in ("relay", "rescue", "list"):
         for limit in ("0", "-1"):
             done = operator.types(command, "--limit", limit)
@@ -342,10 +311,7 @@ def test_a_limit_below_one_is_refused(operator: Terminal) -> None:
 # -- resolve ---------------------------------------------------------------------------------------
 
 
-def test_an_operator_may_resolve_an_uncertain_key_as_done(
-    stage: Deployment, operator: Terminal, name: str
-) -> None:
-    """By client and command; later callers get the result he gives, and nothing runs."""
+def test_an_operator_may_resolve_as_done(stage: Deployment, operator: Terminal, name: str) -> None:
     task = f"{ORDERING}.order"
     key = doubtful(stage, name)
     assert stage.client.resolve(key, "done", result={"charge": "ch_1"}, task=task).state == "done"
@@ -369,10 +335,9 @@ def test_an_operator_may_resolve_an_uncertain_key_as_done(
     )
 
 
-def test_an_operator_may_let_an_uncertain_key_run_again(
+def test_an_operator_may_let_a_key_run_again(
     stage: Deployment, operator: Terminal, name: str
 ) -> None:
-    """No message is published, and the output says so; the next call runs."""
     key = doubtful(stage, name)
     done = operator.types("resolve", key, "--retry")
     assert (done.returncode, "no message was published" in done.stderr) == (0, True)
@@ -382,7 +347,6 @@ def test_an_operator_may_let_an_uncertain_key_run_again(
 
 
 def test_a_live_lease_is_not_resolved_unless_forced(stage: Deployment, name: str) -> None:
-    """With force the holder's outcome is refused, and its caller gets the operator's result."""
     gate = stage.gate()
     task, key = f"{ORDERING}.order", f"order:{name}"
     running = stage.tasks.order.delay(name, str(gate))
@@ -403,7 +367,6 @@ def test_a_live_lease_is_not_resolved_unless_forced(stage: Deployment, name: str
 
 
 def test_bad_words_to_resolve_are_refused(stage: Deployment, operator: Terminal, name: str) -> None:
-    """Unknown keys, outcomes and results that are no JSON; nothing is changed."""
     task, key = f"{ORDERING}.order", doubtful(stage, name)
     with pytest.raises(UnknownKey):
         stage.client.resolve("order:nobody", "done", task=task)

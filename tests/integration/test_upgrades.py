@@ -28,7 +28,6 @@ part.
 def test_no_call_is_lost_and_none_runs_twice_while_the_tables_are_migrated(
     stage_factory: DeploymentFactory, combination: tuple[str, ...], name: str
 ) -> None:
-    """Under a stream of calls and with bodies that hold their leases throughout."""
     stage = stage_factory(combination)
     stop, sent = threading.Event(), []
 

@@ -31,12 +31,9 @@ def module_stage(
 
 
 @pytest.mark.parametrize("task", ["work", "rerun", "keyless"])
-def test_c3_a_call_that_outlives_the_visibility_timeout_runs_once_and_ends(
+def test_c3_a_call_beyond_the_visibility_timeout_runs_once(
     stage: Deployment, name: str, task: str
 ) -> None:
-    """C3: restored copies meet their own holder, one of them waits at a time, and in the end no
-    copy is left.
-    """
     gate = stage.gate()
     running = stage.send(task, name, 0.0, str(gate))
     # Three rounds of the copies: the body is held until they have been restored, rescheduled, and
@@ -53,9 +50,7 @@ def test_c3_a_call_that_outlives_the_visibility_timeout_runs_once_and_ends(
 
 
 def test_a_far_countdown_waits_in_hops_and_only_once(stage: Deployment, name: str) -> None:
-    """The broker would deliver the waiting message again and again, and the worker would hold each
-    delivery until the countdown is over. It restores the message of no hop.
-    """
+    """The broker would deliver the waiting message again and again."""
     # The first call of a process takes about as long as the visibility timeout.
     for first in [stage.send("work", f"{name}-{n}", 0.5) for n in range(4)]:
         first.get(timeout=PATIENCE)

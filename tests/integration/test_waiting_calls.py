@@ -49,12 +49,9 @@ def alone(stage: Deployment, name: str) -> list[str]:
 
 @pytest.mark.parametrize("pool", POOL_STORES)
 @pytest.mark.every_argument
-def test_calls_of_a_mutex_follow_each_other_at_once(
+def test_calls_of_a_mutex_follow_at_once(
     stage_factory: DeploymentFactory, pool: str, name: str
 ) -> None:
-    """In every pool. Only those that were with a process before anything was known of the key are
-    rescheduled.
-    """
     with stage_factory(POOL_STORES[pool], worker={"pool": pool, "concurrency": 2}) as stage:
         gate = stage.gate()
         results = [stage.tasks.rerun.delay(name, gate=str(gate)) for _ in range(ONE_BY_ONE)]
@@ -68,12 +65,7 @@ def test_calls_of_a_mutex_follow_each_other_at_once(
         stage.wait_until_drained()
 
 
-def test_a_call_that_comes_while_others_wait_does_not_go_to_a_process(
-    stage: Deployment, name: str
-) -> None:
-    """It gets a countdown in the worker's main process, and its turn after those that came
-    before.
-    """
+def test_a_call_that_comes_later_takes_no_process(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     first = stage.tasks.rerun.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
@@ -96,7 +88,6 @@ def test_a_call_that_comes_while_others_wait_does_not_go_to_a_process(
 
 
 def test_twenty_calls_of_finished_work_are_answered_together(stage: Deployment, name: str) -> None:
-    """When the body that they wait for has ended."""
     gate = stage.gate()
     first = stage.tasks.work.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
@@ -108,12 +99,7 @@ def test_twenty_calls_of_finished_work_are_answered_together(stage: Deployment, 
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_a_call_with_other_arguments_does_not_wait_behind_the_others(
-    stage: Deployment, name: str
-) -> None:
-    """With leases in the database it is refused while the key is held, because the row has the
-    fingerprint of the arguments.
-    """
+def test_other_arguments_do_not_wait_behind(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     running = stage.tasks.work.delay(name, gate=str(gate), answer="first")
     stage.wait_for("begin", name=name)
@@ -129,10 +115,7 @@ def test_a_call_with_other_arguments_does_not_wait_behind_the_others(
         other.get(timeout=PATIENCE)
 
 
-def test_a_call_that_is_revoked_while_it_waits_lets_the_next_one_pass(
-    stage: Deployment, name: str
-) -> None:
-    """It never runs, and those behind it do not wait for it."""
+def test_a_revoked_waiter_lets_the_next_pass(stage: Deployment, name: str) -> None:
     gate = stage.gate()
     first = stage.tasks.rerun.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
@@ -153,7 +136,6 @@ def test_a_call_that_is_revoked_while_it_waits_lets_the_next_one_pass(
 
 
 def test_inspect_shows_those_that_wait_and_no_others(stage: Deployment, name: str) -> None:
-    """``celery inspect scheduled`` shows them until they begin."""
     gate = stage.gate()
     running = stage.tasks.rerun.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
@@ -174,7 +156,6 @@ def test_inspect_shows_those_that_wait_and_no_others(stage: Deployment, name: st
 
 
 def test_a_key_that_another_worker_frees_is_noticed(stage: Deployment, name: str) -> None:
-    """The lease store is asked for it."""
     side, gate = stage.side_queue(), stage.gate()
     with stage.new_worker(concurrency=1) as other:
         other.start()
@@ -198,7 +179,6 @@ def test_a_key_that_another_worker_frees_is_noticed(stage: Deployment, name: str
 def test_the_calls_that_wait_in_a_killed_worker_run_in_another_one(
     stage_factory: DeploymentFactory, combination: tuple[str, ...], name: str
 ) -> None:
-    """Their messages were never acknowledged."""
     with stage_factory(combination, env={"VISIBILITY": "4"}) as stage:
         gate = stage.gate()
         results: list[Any] = [

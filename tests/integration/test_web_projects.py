@@ -105,14 +105,12 @@ def shop_of(
 @pytest.mark.every_argument
 @pytest.mark.parametrize("name", ["flask", "fastapi"])
 def test_the_projects_own_tests_pass(shop_of: Callable[[str], Shop], name: str) -> None:
-    """By the command that their people type."""
     assert " passed" in shop_of(name).runs("-m", "pytest", "-q")
 
 
 def test_an_order_on_flask_is_charged_once_though_its_worker_is_killed(
     shop_of: Callable[[str], Shop], worker_factory: WorkerFactory
 ) -> None:
-    """``flask db upgrade`` makes its tables; the button is pressed before and after the kill."""
     shop = shop_of("flask")
     flask = ("-m", "flask", "--app", "make_celery:flask_app")
     shop.runs(*flask, "db", "upgrade")
@@ -152,7 +150,6 @@ def test_an_order_on_flask_is_charged_once_though_its_worker_is_killed(
 def test_a_browser_on_fastapi_sees_an_order_from_the_queue_to_its_end(
     shop_of: Callable[[str], Shop], worker_factory: WorkerFactory
 ) -> None:
-    """By server-sent events of a real server; repeated with the same key it is charged once."""
     shop = shop_of("fastapi")
     shop.runs("-m", "celery", "-A", WORKERS["fastapi"], "leases", "migrate")
     anne = {"Authorization": "anne", "Idempotency-Key": '"1"'}
