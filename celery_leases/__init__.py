@@ -23,12 +23,14 @@ if TYPE_CHECKING:
         Uncertain,
     )
     from celery_leases.lease import current_lease
+    from celery_leases.options import Failures
     from celery_leases.status import LeaseStatus
     from celery_leases.task import LeasedMixin, LeasedTask
 
 __all__ = [
     "Cooldown",
     "CoolingDown",
+    "Failures",
     "LeaseClient",
     "LeaseLost",
     "LeaseStatus",
@@ -44,6 +46,7 @@ __all__ = [
 _LAZY = {
     "Cooldown": "celery_leases.errors",
     "CoolingDown": "celery_leases.errors",
+    "Failures": "celery_leases.options",
     "LeaseClient": "celery_leases.client",
     "LeaseLost": "celery_leases.errors",
     "LeaseStatus": "celery_leases.status",

@@ -159,7 +159,7 @@ class Cooldown(_RaisedByBody, LeasesError):
     while.
 
     ``delay`` is a number of seconds, text such as ``"5m"``, a timedelta, or ``None`` for the task's
-    ``lease_cooldown``. ``until``, instead of a delay, is an aware datetime or seconds since the
+    ``Failures.cooldown``. ``until``, instead of a delay, is an aware datetime or seconds since the
     epoch. Both are converted to seconds. ``scope="group"`` closes the gate of the task's cooldown
     group. A wrong value raises :class:`LeaseConfigurationError`.
     """

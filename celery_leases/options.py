@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast, get_args
 
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.text.durations import seconds
+from celery_leases.text.durations import Duration, seconds
 
 if TYPE_CHECKING:  # a process that only publishes needs no rules
     from celery_leases.failures.classifier import Rules
@@ -45,20 +45,66 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "on_held": get_args(OnHeld),
     "on_done": get_args(OnDone),
     "on_cooling": get_args(_Cooling),
-    "resume": get_args(Resume),
     "on_queued": get_args(OnQueued),
 }
 APP_ONLY: Final = frozenset({"result_max", "settle_timeout"})
 """Settings of the whole app that a task cannot set."""
 _SECONDS: Final = ("ttl", "max_hold", "wait", "retention", "settle_timeout")
-_FLAGS: Final = ("renew", "allow_loss", "idempotent", "store_arguments", "queue_once")
+_FLAGS: Final = ("renew", "allow_loss", "store_arguments", "queue_once")
 _PREFIX: Final = re.compile("^leases?_?")
-_COUNTS: Final[Mapping[str, int]] = {
-    "max_crashes": 1,
-    "result_max": 1,
-    "max_retries": 0,
-    "max_failures": 1,
-}
+
+
+@dataclass(frozen=True, init=False)
+class Failures:
+    """What failures of a task mean: the option ``lease_failures``, or the setting
+    ``leases_failures`` for all tasks of an app. ``dataclasses.replace()`` makes a copy with other
+    values.
+
+    A value out of range raises :class:`LeaseConfigurationError`.
+    """
+
+    #: The rules that classify failures; ``None``: the default rules. Read :attr:`classifier`.
+    rules: Rules | None
+    #: The cooldown if neither a rule nor the server names a time. A duration is its base.
+    cooldown: CooldownPolicy
+    #: Quick retries before a failure becomes a cooldown.
+    retries: int
+    #: Counted failures before the key is ``failed``; failures of its group are not counted.
+    failures: int
+    #: Crashes in a row before the key is ``failed``.
+    crashes: int
+    #: A second request does no harm, so a call whose outcome is unknown is retried soon.
+    idempotent: bool
+    #: Which failed calls run again by themselves after the cooldown; see
+    #: :func:`~celery_leases.decide.after_failure.resumes_after_cooldown`.
+    resume: Resume
+
+    def __init__(
+        self,
+        rules: Rules | None = None,
+        *,
+        cooldown: CooldownPolicy | Duration = 300.0,
+        retries: int = 5,
+        failures: int = 10,
+        crashes: int = 3,
+        idempotent: bool = False,
+        resume: Resume = "transient",
+    ) -> None:
+        put = object.__setattr__  # the instance is frozen
+        put(self, "rules", None if rules is None else _rules("Failures: rules", rules))
+        put(self, "cooldown", CooldownPolicy.of(cooldown, "Failures: cooldown"))
+        put(self, "retries", _count("Failures: retries", retries, 0))
+        put(self, "failures", _count("Failures: failures", failures, 1))
+        put(self, "crashes", _count("Failures: crashes", crashes, 1))
+        put(self, "idempotent", _flag("Failures: idempotent", idempotent))
+        put(self, "resume", _choice("Failures: resume", resume, get_args(Resume)))
+
+    @cached_property
+    def classifier(self) -> Rules:
+        """The rules that classify failures."""
+        from celery_leases.failures.classifier import Rules
+
+        return Rules.default() if self.rules is None else self.rules
 
 
 @dataclass(frozen=True)
@@ -84,15 +130,8 @@ class LeaseOptions:
     #: ``None``: ``"raise"`` for a key that cools down itself, unless the delivery carries chain,
     #: chord, group or link; otherwise ``"reschedule"``.
     on_cooling: OnCooling = None
-    resume: Resume = "transient"
-    cooldown: CooldownPolicy = field(default_factory=CooldownPolicy)
+    failures: Failures = field(default_factory=Failures)
     cooldown_group: KeyMaker = None
-    #: The rules that classify failures; ``None``: the default rules. Read :attr:`classifier`.
-    rules: Rules | None = None
-    idempotent: bool = False
-    max_retries: int = 5
-    max_failures: int = 10
-    max_crashes: int = 3
     retention: float = 7 * DAY
     result_max: int = 256 * 1024
     settle_timeout: float = 60.0
@@ -102,13 +141,6 @@ class LeaseOptions:
     queue_once: bool = False
     on_queued: OnQueued = "return"
     allow_loss: bool = False
-
-    @cached_property
-    def classifier(self) -> Rules:
-        """The rules that classify failures of the task."""
-        from celery_leases.failures.classifier import Rules
-
-        return Rules.default() if self.rules is None else self.rules
 
     @cached_property
     def compares(self) -> bool:
@@ -128,7 +160,6 @@ class LeaseOptions:
         return self.on_done == "rerun"
 
 
-_DEFAULTS: Final = LeaseOptions()
 OPTION_NAMES: Final = tuple(field.name for field in fields(LeaseOptions))
 
 
@@ -170,9 +201,11 @@ def hint_of(prefix: str, written: str, known: Sequence[str]) -> str:
     similar to it, or all of them.
     """
     bare = _PREFIX.sub("", written)
-    near = difflib.get_close_matches(bare, known, n=1)
+    meant = {part.name: f"failures=Failures({part.name}=…)" for part in fields(Failures)}
+    meant |= {name: name for name in known}
+    near = difflib.get_close_matches(bare, meant, n=1)
     if near:
-        return f"did you mean {prefix}{near[0]}?"
+        return f"did you mean {prefix}{meant[near[0]]}?"
     return "known are " + ", ".join(f"{prefix}{name}" for name in known)
 
 
@@ -194,20 +227,30 @@ def _wrong(option: str, value: object, write: str) -> LeaseConfigurationError:
 
 def _checked(option: str, name: str, value: Any) -> Any:
     if name in _CHOICES:
-        if value not in _CHOICES[name]:
-            raise _wrong(option, value, " or ".join(map(repr, _CHOICES[name])))
-        return value
+        return _choice(option, value, _CHOICES[name])
     if name in _SECONDS:
         return _seconds(option, name, value)
     if name in _FLAGS:
-        if not isinstance(value, bool):
-            raise _wrong(option, value, "True or False")
-        return value
-    if name in _COUNTS:
-        if isinstance(value, bool) or not isinstance(value, int) or value < _COUNTS[name]:
-            raise _wrong(option, value, f"a whole number of at least {_COUNTS[name]}")
-        return value
+        return _flag(option, value)
     return _CHECKS[name](option, value)
+
+
+def _choice(option: str, value: Any, choices: Sequence[str]) -> Any:
+    if value not in choices:
+        raise _wrong(option, value, " or ".join(map(repr, choices)))
+    return value
+
+
+def _flag(option: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(option, value, "True or False")
+    return value
+
+
+def _count(option: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise _wrong(option, value, f"a whole number of at least {least}")
+    return value
 
 
 def _seconds(option: str, name: str, value: Any) -> float:
@@ -265,8 +308,14 @@ def _rules(option: str, value: Any) -> Rules:
     raise _wrong(option, value, "Rules.default().on(...), or Rules() for your own rules alone")
 
 
-def _policy(option: str, value: Any) -> CooldownPolicy:
-    return CooldownPolicy.of(value, option)
+def _failures(option: str, value: Any) -> Failures:
+    if isinstance(value, Failures):
+        return value
+    raise _wrong(option, value, 'Failures(retries=5, resume="transient") or with other parts of it')
+
+
+def _result_max(option: str, value: Any) -> int:
+    return _count(option, value, 1)
 
 
 _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
@@ -274,9 +323,9 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "namespace": _namespace,
     "fingerprint": _fingerprint,
     "tenant": _tenant,
-    "cooldown": _policy,
     "cooldown_group": _maker,
-    "rules": _rules,
+    "failures": _failures,
+    "result_max": _result_max,
 }
 
 
@@ -289,7 +338,7 @@ def _check_together(
 
     if options.key is None:
         for name in ("namespace", "fingerprint", "on_held", "wait"):
-            if name in given and getattr(options, name) != getattr(_DEFAULTS, name):
+            if name in given and getattr(options, name) != getattr(LeaseOptions, name):
                 refuse(
                     name,
                     "needs a lease_key: without one, only copies of one call share a key; add lease_key",

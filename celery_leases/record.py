@@ -125,9 +125,9 @@ class Record:
     holder: str
     attempt: int
     generation: int
-    #: Consecutive failures, compared with ``lease_max_failures``.
+    #: Consecutive failures, compared with ``Failures.failures``.
     failures: int
-    #: Consecutive crashes, known and suspected, compared with ``lease_max_crashes``.
+    #: Consecutive crashes, known and suspected, compared with ``Failures.crashes``.
     crashes: int
     #: How often Celery had retried the call of the last claim.
     retries: int

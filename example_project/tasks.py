@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from celery_leases import LeasedTask
+from celery_leases import Failures, LeasedTask
 from celery_leases.rules import CooldownPolicy
 from example_project.celery import app
 
@@ -48,7 +48,9 @@ def send_invoice(self: Any, customer_id: int, month: str) -> dict[str, Any]:
     base=LeasedTask,
     lease_key="document:{document_id}",
     lease_cooldown_group="model:{model}",  # a rate limit concerns all documents of the model
-    lease_resume="never",  # a person waits, and presses the button again after the cooldown
+    lease_failures=Failures(
+        resume="never"
+    ),  # a person waits, and presses the button again after the cooldown
 )
 def write_summary(document_id: int, model: str) -> dict[str, Any]:
     """Let the model summarise one document, for the person who pressed the button."""
@@ -59,9 +61,10 @@ def write_summary(document_id: int, model: str) -> dict[str, Any]:
     base=LeasedTask,
     lease_key="document:{document_id}",
     lease_cooldown_group="model:{model}",
-    lease_resume="always",  # nobody waits: every failed call runs again by itself
+    lease_failures=Failures(
+        cooldown=CooldownPolicy(COOLDOWN_SECONDS, jitter=0), resume="always"
+    ),  # nobody waits: every failed call runs again by itself
     lease_on_cooling="reschedule",  # calls that arrive during a cooldown wait too
-    lease_cooldown=CooldownPolicy(COOLDOWN_SECONDS, jitter=0),
 )
 def write_summary_overnight(document_id: int, model: str) -> dict[str, Any]:
     """Let the model summarise one document, some time this night."""

@@ -254,7 +254,7 @@ class Execution:
         return Raised(
             error,
             failure_of(error),
-            call.options.classifier.classify(error, self.context.wall_time()),
+            call.options.failures.classifier.classify(error, self.context.wall_time()),
         )
 
     def _failed(self, call: Call, record: Record, ending: Raised) -> AfterFailure:

@@ -65,7 +65,7 @@ def explain(ctx: click.Context, task: str | None, as_json: bool, **given: Any) -
     """Print which rule matches a failure, why, and what the task does then."""
     facts = _facts(given)
     options = _options(ctx, task)
-    classification = options.classifier.classify_facts(facts, time.time())
+    classification = options.failures.classifier.classify_facts(facts, time.time())
     values = explained(classification, options)
     if as_json:
         echo_json(values)

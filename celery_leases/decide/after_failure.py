@@ -109,7 +109,7 @@ def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> Af
         case "retry":
             delay = _delay(
                 ruling,
-                ruling.policy or call.options.cooldown,
+                ruling.policy or call.options.failures.cooldown,
                 classification,
                 counts.quick_retries + 1,
                 rand,
@@ -128,13 +128,13 @@ def resumes_after_cooldown(
 ) -> bool:
     """Whether a call runs again by itself after a cooldown; *ruling* is the action that applies.
 
-    With ``lease_resume="transient"`` it does if the failure is transient: its rule says retry, or
-    the group failed, or the server or the body has given a delay. A call that may have been
-    executed runs again only if its task is ``lease_idempotent``.
+    With ``Failures(resume="transient")`` it does if the failure is transient: its rule says retry,
+    or the group failed, or the server or the body has given a delay. A call that may have been
+    executed runs again only with ``Failures(idempotent=True)``.
     """
-    if options.resume != "transient":
-        return options.resume == "always"
-    if ruling.ambiguous and not options.idempotent:
+    if options.failures.resume != "transient":
+        return options.failures.resume == "always"
+    if ruling.ambiguous and not options.failures.idempotent:
         return False
     timed = classification.delay is not None and ruling.server_delay != "ignore"
     asked = classification.reason is Reason.ASKED
@@ -164,7 +164,10 @@ def _quiet(call: Call, classification: Classification) -> float:
     """
     ruling = classification.ruling
     rulings = [one for one in (ruling, ruling.if_not_idempotent, ruling.then) if one is not None]
-    policies = [call.options.cooldown, *(one.policy for one in rulings if one.policy is not None)]
+    policies = [
+        call.options.failures.cooldown,
+        *(one.policy for one in rulings if one.policy is not None),
+    ]
     return max(2 * (classification.delay or 0.0), *(policy.quiet for policy in policies))
 
 
@@ -174,10 +177,10 @@ def _effective(call: Call, classification: Classification, counts: Counts) -> tu
     """
     ruling, reason = classification.ruling, classification.reason
     while ruling.kind == "retry":
-        if ruling.ambiguous and not call.options.idempotent:
+        if ruling.ambiguous and not call.options.failures.idempotent:
             ruling = ruling.if_not_idempotent or _AMBIGUOUS
             continue
-        retries = ruling.max if ruling.max is not None else call.options.max_retries
+        retries = ruling.max if ruling.max is not None else call.options.failures.retries
         if counts.quick_retries < retries:
             break
         ambiguous = ruling.ambiguous
@@ -185,7 +188,7 @@ def _effective(call: Call, classification: Classification, counts: Counts) -> tu
         ruling = ruling.then or _RETRIES_USED_UP
         ruling = replace(ruling, ambiguous=ruling.ambiguous or ambiguous)
     # Failures of the group do not count: the key does not cause a rate limit or an empty quota.
-    too_many = ruling.scope == "key" and counts.failures + 1 >= call.options.max_failures
+    too_many = ruling.scope == "key" and counts.failures + 1 >= call.options.failures.failures
     if ruling.kind == "cooldown" and too_many:
         return Ruling(
             "permanent", ambiguous=ruling.ambiguous, operator=ruling.operator
@@ -201,7 +204,7 @@ def _cool_down(
     counts: Counts,
     rand: float,
 ) -> EnterCooldown:
-    policy = ruling.policy or call.options.cooldown
+    policy = ruling.policy or call.options.failures.cooldown
     resume = call.reschedulable and resumes_after_cooldown(call.options, classification, ruling)
     if failure.group is not None:
         given = _server_delay(ruling, classification, rand)

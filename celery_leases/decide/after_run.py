@@ -251,7 +251,7 @@ def _with_retention(call: Call, outcome: Outcome) -> Outcome:
     """*outcome* with a retention that ends after its wait, and not before its counts are reset."""
     if outcome.state not in (State.PENDING, State.COOLING):
         return outcome
-    retention = max(call.options.retention, call.options.cooldown.quiet)
+    retention = max(call.options.retention, call.options.failures.cooldown.quiet)
     return replace(outcome, retention=(outcome.retry_after or 0.0) + retention)
 
 
@@ -304,7 +304,7 @@ def _after_crash(
 
     *one_known*: the attempt on *record* has crashed.
     """
-    if outcome.crashes < call.options.max_crashes:
+    if outcome.crashes < call.options.failures.crashes:
         return replace(outcome, retry_after=crash_pause(outcome.crashes) or None)
     died = attempt_history.crashes_in_words(record, outcome.crashes, one_known=one_known)
     message = f"{printable(call.key.key)}: {died}"

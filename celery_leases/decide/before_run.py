@@ -28,7 +28,7 @@ an attempt holds the lease                        of this call: ``Reschedule`` u
                                                   another call: ``lease_on_cooling``:
                                                   ``Raise(CoolingDown)``, ``Reschedule``, ``Drop``
 ``pending``, and ``retry_at`` is in the future    ``Reschedule`` until then
-claimed, after ``lease_max_crashes`` in a row     ``Raise(PermanentFailure)``
+claimed, after ``Failures.crashes`` in a row       ``Raise(PermanentFailure)``
 claimed, after the second crash in a row          ``Reschedule`` for 5 s, later for 30 s
 anything else                                     ``Run``
 ================================================  ==================================================
@@ -48,15 +48,15 @@ returned                                          ``done``; the value as it was 
 raised, and the rules say permanent               ``failed``; the exception
 raised, and the rules say retry                   ``pending`` for the delay, a quick retry; rescheduled, ``Retry``
 raised, and the rules say cooldown                ``cooling`` for the delay, a failure unless its group failed;
-                                                  ``lease_resume``: rescheduled, ``Retry``; or the exception
-raised once too often                             a retry above ``lease_max_retries`` becomes a cooldown,
-                                                  failure number ``lease_max_failures`` is ``failed``
+                                                  ``Failures.resume``: rescheduled, ``Retry``; or the exception
+raised once too often                             a retry above ``Failures.retries`` becomes a cooldown,
+                                                  failure number ``Failures.failures`` is ``failed``
 raised ``Uncertain``                              ``uncertain``; the exception
 raised ``Snooze``                                 ``pending`` for the delay, attempt not counted; rescheduled
 lost its lease                                    ``pending``, attempt not counted; rescheduled
 was interrupted by a shutdown or revoke           ``pending``, attempt not counted; the interruption continues
 ran into the hard time limit, or ended its
-pool process                                      ``pending``, a crash, ``failed`` after ``lease_max_crashes``;
+pool process                                      ``pending``, a crash, ``failed`` after ``Failures.crashes``;
                                                   the interruption continues
 called ``retry()``, published its call again,
 or raised ``Reject(requeue=True)``                ``pending`` until the countdown is over; the exception
@@ -150,7 +150,9 @@ def after_claim(call: Call, record: Record) -> Run | Reschedule | Raise:
     counted = record.crashed_call in (None, call.call_id) or not call.options.rerun
     if not counted:
         return Run()
-    if record.crashes >= call.options.max_crashes and (record.just_crashed or call.options.rerun):
+    if record.crashes >= call.options.failures.crashes and (
+        record.just_crashed or call.options.rerun
+    ):
         return Raise(crash_loop(record))
     pause = crash_pause(record.crashes) if record.just_crashed else 0.0
     return _after_pause(record, pause) if pause else Run()

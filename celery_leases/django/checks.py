@@ -111,7 +111,7 @@ def check_tasks(**_: Any) -> list[CheckMessage]:
         Warning(
             f"The leased task {name} has autoretry_for: each failure is also handled by the rules, which have "
             "their own waits.",
-            hint="Remove autoretry_for, and write lease_rules.",
+            hint="Remove autoretry_for, and write lease_failures=Failures(rules).",
             id="celery_leases.W003",
         )
         for name, task in sorted(leased.items())

@@ -46,9 +46,9 @@ class Ruling:
     """
 
     kind: Kind
-    #: The delays; ``None``: those of the task's ``lease_cooldown``.
+    #: The delays; ``None``: those of the task's ``Failures.cooldown``.
     policy: CooldownPolicy | None = None
-    #: How many quick retries; ``None``: the task's ``lease_max_retries``.
+    #: How many quick retries; ``None``: the task's ``Failures.retries``.
     max: int | None = None
     #: What cools down. For a task without ``lease_cooldown_group``, *group* means the key.
     scope: Scope = "key"
@@ -61,7 +61,7 @@ class Ruling:
     server_delay: DelayUse = "at_least"
     #: The minimum of the policy's delay, in seconds.
     at_least: float = 0.0
-    #: The action instead of an ambiguous retry, unless the task is ``lease_idempotent``; ``None``:
+    #: The action instead of an ambiguous retry, unless ``Failures.idempotent``; ``None``:
     #: a cooldown of the key.
     if_not_idempotent: Ruling | None = None
     #: The action after the last quick retry; ``None``: a cooldown of the key by the task's policy.
@@ -89,7 +89,7 @@ class Classification:
 def retry(
     delay: Duration = 1.0,
     *,
-    max: int | None = None,  # noqa: A002 - named like lease_max_retries
+    max: int | None = None,  # noqa: A002 - it is a maximum; ``Failures.retries`` is the default
     factor: float = 2.0,
     cap: Duration | None = None,
     jitter: float = 0.5,
@@ -100,7 +100,7 @@ def retry(
     if that is longer).
 
     After *max* retries the action *then* applies. *ambiguous*: the call may have been executed, so
-    only a ``lease_idempotent`` task is retried. A wrong value raises
+    only an idempotent task is retried (``Failures.idempotent``). A wrong value raises
     :class:`LeaseConfigurationError`.
     """
     _check_retry(max, then)
@@ -121,8 +121,8 @@ def cooldown(
     """Do not run the key for a while, or with ``scope="group"`` no key of its cooldown group.
 
     For *delay*, times *factor* (2) at each failure, up to *cap* (6 hours, or *delay* if that is
-    longer), with *jitter* (0.5). Without a *delay* as the task's ``lease_cooldown`` says. A wrong
-    value raises :class:`LeaseConfigurationError`.
+    longer), with *jitter* (0.5). Without a *delay*, ``Failures.cooldown`` applies. A wrong value
+    raises :class:`LeaseConfigurationError`.
     """
     if scope not in ("key", "group"):
         raise LeaseConfigurationError(

@@ -710,7 +710,7 @@ class LeaseKit:
 
     def classify(self, error: BaseException, task: Any = None) -> Classification:
         """How the rules of *task*, by default the default rules, classify *error*."""
-        rules = task.lease_options.classifier if task is not None else Rules.default()
+        rules = task.lease_options.failures.classifier if task is not None else Rules.default()
         found: Classification = rules.classify(error, self.now)
         return found
 

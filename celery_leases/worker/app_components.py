@@ -89,7 +89,7 @@ class AppComponents(Components):
             record=record,
             store=self.effects,
             clock=self.clock,
-            classify=lambda error: options.classifier.classify(
+            classify=lambda error: options.failures.classifier.classify(
                 error, self.context.wall_time(), time.monotonic
             ),
             interrupts_deferred=interrupts_deferred,

@@ -152,7 +152,7 @@ class ExceptionTranslator:
         return self._classified(error, traceback_of(error))
 
     def _classified(self, error: BaseException, traceback: str | None) -> Raised:
-        classification = self.call.options.classifier.classify(
+        classification = self.call.options.failures.classifier.classify(
             error, self.context.wall_time(), time.monotonic
         )
         return Raised(error, failure_of(error), classification, traceback)

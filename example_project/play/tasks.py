@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from celery.utils.log import get_task_logger
 
-from celery_leases import LeasedTask, Uncertain
+from celery_leases import Failures, LeasedTask, Uncertain
 from celery_leases.rules import Rules, cooldown
 from example_project.celery import app
 from example_project.demo.json_over_http import Refused, ask
@@ -42,8 +42,7 @@ RULES = (
     lease_key=KEY,
     lease_queue_once=True,  # a second press gets the first call, and a lost message can be published again
     lease_cooldown_group=GROUP,  # a rate limit concerns all documents
-    lease_resume="always",  # a call that failed runs again by itself
-    lease_rules=RULES,
+    lease_failures=Failures(RULES, resume="always"),  # a call that failed runs again by itself
 )
 def summarise(self: Any, document: int) -> dict[str, Any]:
     """Read the document, then pay for its summary once."""

@@ -9,7 +9,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from celery_leases import LeasedTask, LeaseLost
+from celery_leases import Failures, LeasedTask, LeaseLost
 from celery_leases.concurrency import os_threads
 from tests.apps.leased import *  # noqa: F403
 from tests.apps.leased import app, note
@@ -50,7 +50,11 @@ def stands(self, name, gate, checks=False):
 
 
 @app.task(
-    base=LeasedTask, bind=True, lease_key="hangs:{name}", lease_max_hold=4, lease_max_failures=1
+    base=LeasedTask,
+    bind=True,
+    lease_key="hangs:{name}",
+    lease_max_hold=4,
+    lease_failures=Failures(failures=1),
 )
 def hangs(self, name):
     """Never end, and never check the lease."""

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from urllib.request import urlopen
 from celery import current_task
 from celery.exceptions import Ignore, Reject
 
-from celery_leases import Cooldown, LeasedTask, PermanentFailure, RetryLater, Snooze
+from celery_leases import Cooldown, Failures, LeasedTask, PermanentFailure, RetryLater, Snooze
 from celery_leases.rules import CooldownPolicy, Rules, cooldown, permanent, retry
 from tests.apps.leased import app, gather, note, plain, wait_for
 from tests.integration.rate_limited_server import Answered
@@ -116,44 +116,52 @@ _CONFLICT = Rules.default().on(
     status=409, to=retry("400ms", max=2, factor=1, jitter=0), name="taken"
 )
 _BUSY = Rules.default().on(status=429, to=cooldown("1.5s", scope="group", jitter=0), name="busy")
+_ALWAYS = Failures(_BUSY, cooldown=_exactly(1.5), resume="always")
 _GROUPED = {
     "lease_cooldown_group": "{group}",
-    "lease_rules": _BUSY,
-    "lease_cooldown": _exactly(1.5),
 }
 
-resumes = _task("resumes", lease_cooldown=_exactly(3), lease_resume="always")
-usual = _task("usual", lease_cooldown=_exactly(3))
-stops = _task("stops", lease_cooldown=_exactly(3), lease_resume="never")
-slow = _task("slow", lease_cooldown=_exactly(300), lease_resume="never")
+resumes = _task("resumes", lease_failures=Failures(cooldown=_exactly(3), resume="always"))
+usual = _task("usual", lease_failures=Failures(cooldown=_exactly(3)))
+stops = _task("stops", lease_failures=Failures(cooldown=_exactly(3), resume="never"))
+slow = _task("slow", lease_failures=Failures(cooldown=_exactly(300), resume="never"))
 firm = _task(
-    "firm", lease_rules=Rules.default().on(exc=ValueError, to=permanent(), name="no such document")
+    "firm",
+    lease_failures=Failures(
+        Rules.default().on(exc=ValueError, to=permanent(), name="no such document")
+    ),
 )
-breaks = _task("breaks", lease_resume="always", lease_cooldown=_exactly(1), lease_max_failures=2)
+breaks = _task("breaks", lease_failures=Failures(cooldown=_exactly(1), failures=2, resume="always"))
 quick = _task(
     "quick",
-    lease_resume="always",
-    lease_rules=_CONFLICT,
-    lease_cooldown=_exactly(3),
-    lease_max_crashes=1,
+    lease_failures=Failures(_CONFLICT, cooldown=_exactly(3), crashes=1, resume="always"),
 )
 auto = _task(
     "auto",
     autoretry_for=(Answered,),
     retry_kwargs={"max_retries": 2, "countdown": 0.1},
-    lease_resume="never",
+    lease_failures=Failures(resume="never"),
 )
-limited = _task("limited", soft_time_limit=1, lease_cooldown=_exactly(3), lease_resume="never")
-repeatable = _task("repeatable", lease_idempotent=True)
-refuses = _task("refuses", lease_cooldown=_exactly(3), lease_on_cooling="raise")
-waits = _task("waits", lease_cooldown=_exactly(3), lease_on_cooling="reschedule")
-ignores = _task("ignores", lease_cooldown=_exactly(3), lease_on_cooling="ignore")
-grouped = _task("grouped", lease_on_cooling="reschedule", lease_resume="always", **_GROUPED)
-visits = _task("visits", lease_on_cooling="reschedule", lease_resume="never", **_GROUPED)
+limited = _task(
+    "limited", soft_time_limit=1, lease_failures=Failures(cooldown=_exactly(3), resume="never")
+)
+repeatable = _task("repeatable", lease_failures=Failures(idempotent=True))
+refuses = _task("refuses", lease_failures=Failures(cooldown=_exactly(3)), lease_on_cooling="raise")
+waits = _task("waits", lease_failures=Failures(cooldown=_exactly(3)), lease_on_cooling="reschedule")
+ignores = _task("ignores", lease_failures=Failures(cooldown=_exactly(3)), lease_on_cooling="ignore")
+grouped = _task("grouped", lease_on_cooling="reschedule", lease_failures=_ALWAYS, **_GROUPED)
+visits = _task(
+    "visits",
+    lease_on_cooling="reschedule",
+    lease_failures=replace(_ALWAYS, resume="never"),
+    **_GROUPED,
+)
 shared = _task("shared", lease_cooldown_group="{group}")
 shut_out = _task("shut_out", lease_cooldown_group="{group}", lease_on_cooling="raise")
 tracked = _task("tracked", track_started=True)
-gated = _task("gated", lease_resume="never", lease_on_cooling="raise", **_GROUPED)
+gated = _task(
+    "gated", lease_failures=replace(_ALWAYS, resume="never"), lease_on_cooling="raise", **_GROUPED
+)
 
 
 @app.task(base=LeasedTask, name=f"{__name__}.unkeyed")

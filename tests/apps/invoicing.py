@@ -10,6 +10,7 @@ the call itself the provider kills the process.
 import json
 import os
 import time
+from dataclasses import replace
 from http.client import HTTPConnection
 from operator import itemgetter
 from pathlib import Path
@@ -19,7 +20,7 @@ from urllib.parse import urlsplit
 from sqlalchemy import create_engine, event, make_url, text
 from sqlalchemy.pool import NullPool
 
-from celery_leases import LeasedTask, RetryLater, Snooze, Uncertain, current_lease
+from celery_leases import Failures, LeasedTask, RetryLater, Snooze, Uncertain, current_lease
 from celery_leases.attempt import run
 from celery_leases.rules import CooldownPolicy, Rules
 from celery_leases.stores.sql.effects import SqlEffectStore
@@ -110,7 +111,9 @@ def reply_of(customer, key, pause=0.0):
     return reply
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="invoice:{name}", lease_max_crashes=50)
+@app.task(
+    base=LeasedTask, bind=True, lease_key="invoice:{name}", lease_failures=Failures(crashes=50)
+)
 def invoice(self, name, way, pause=0.0, gate=None):
     """Charge once and write one invoice, completely or not at all; pauses *pause* seconds around
     each step.
@@ -148,14 +151,16 @@ def invoice(self, name, way, pause=0.0, gate=None):
     bind=True,
     lease_key="flagged:{name}",
     lease_on_lost="flag",
-    lease_max_crashes=50,
+    lease_failures=Failures(crashes=50),
 )
 def flagged(self, name, way, gate=None):
     """Charge, without being interrupted when the lease is lost."""
     return _charge(self, name, way, gate)
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="interrupted:{name}", lease_max_crashes=50)
+@app.task(
+    base=LeasedTask, bind=True, lease_key="interrupted:{name}", lease_failures=Failures(crashes=50)
+)
 def interrupted(self, name, way, gate=None):
     """Charge, and be interrupted when the lease is lost."""
     return _charge(self, name, way, gate)
@@ -287,8 +292,9 @@ RULES = (
 )
 RULES = RULES.on(status=500, to="200ms")
 app.conf.leases_result_max = 1000
-PAYS = {"base": LeasedTask, "bind": True, "lease_cooldown": _soon(0.3), "lease_rules": RULES}
-PAYS |= {"lease_resume": "always"}  # the next attempt finds the charge of the previous one
+# With "always" the next attempt finds the charge of the previous one.
+FAILURES = Failures(RULES, cooldown=_soon(0.3), resume="always")
+PAYS = {"base": LeasedTask, "bind": True, "lease_failures": FAILURES}
 
 
 @app.task(**PAYS, lease_key="pay:{name}", max_retries=5)
@@ -304,7 +310,11 @@ def pays(self, name, *args, **kwargs):
 
 
 @app.task(
-    **PAYS | {"lease_cooldown": _soon(3), "lease_key": "stops:{name}", "lease_resume": "never"}
+    **PAYS
+    | {
+        "lease_failures": replace(FAILURES, cooldown=_soon(3), resume="never"),
+        "lease_key": "stops:{name}",
+    }
 )
 def stops(self, name, *args, **kwargs):
     """See :func:`_pay`; the caller gets the failure."""

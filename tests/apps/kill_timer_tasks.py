@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from celery_leases import LeasedTask
+from celery_leases import Failures, LeasedTask
 from tests.apps.leased import *  # noqa: F403
 from tests.apps.leased import app, note
 
@@ -18,7 +18,7 @@ PULSE = 0.02
     bind=True,
     lease_key="pulses:{name}",
     lease_on_lost="kill",
-    lease_max_crashes=100,
+    lease_failures=Failures(crashes=100),
 )
 def pulses(self, name, gate):
     """Run until *gate* exists; the first attempt makes effects and never checks the lease."""

@@ -24,7 +24,7 @@ from celery.signals import worker_ready
 from celery.worker.request import Request
 from kombu import Exchange, Queue
 
-from celery_leases import LeasedTask, Snooze, current_lease
+from celery_leases import Failures, LeasedTask, Snooze, current_lease
 from tests.support.workers import QUEUE_VARIABLE
 
 TTL = float(os.environ.get("TTL", "3"))
@@ -217,7 +217,10 @@ def dies(self, name, times=100):
 
 
 @app.task(
-    base=LeasedTask, bind=True, lease_key="fails:{name}", lease_resume="never", lease_cooldown="1s"
+    base=LeasedTask,
+    bind=True,
+    lease_key="fails:{name}",
+    lease_failures=Failures(cooldown="1s", resume="never"),
 )
 def fails(self, name):
     """Raise."""
@@ -354,7 +357,7 @@ def tidies(self, name, gate, tidying=0.3):
     return {"name": name, "fence": self.lease.fence}
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="exits:{name}", lease_max_crashes=2)
+@app.task(base=LeasedTask, bind=True, lease_key="exits:{name}", lease_failures=Failures(crashes=2))
 def exits(self, name, how, times=100):
     """End its own process in the first *times* attempts: ``sys.exit(3)`` or ``os._exit(3)``."""
     begins(self, name, previous=_ended(self.lease.previous))
@@ -383,8 +386,7 @@ STOPS: dict[str, type[BaseException]] = {
     base=LeasedTask,
     bind=True,
     lease_key="stops:{name}:{how}",
-    lease_max_crashes=2,
-    lease_resume="never",
+    lease_failures=Failures(crashes=2, resume="never"),
 )
 def stops(self, name, how):
     """Raise an exception of :data:`STOPS`, or greenlet's own ``GreenletExit``."""
@@ -442,7 +444,11 @@ def unread(self, name):
 
 
 @app.task(
-    base=LeasedTask, bind=True, lease_key="softly:{name}", soft_time_limit=1, lease_resume="never"
+    base=LeasedTask,
+    bind=True,
+    lease_key="softly:{name}",
+    soft_time_limit=1,
+    lease_failures=Failures(resume="never"),
 )
 def softly(self, name, seconds=30.0):
     """Work for *seconds* with a soft time limit of one second."""
@@ -456,7 +462,7 @@ def softly(self, name, seconds=30.0):
     return {"name": name}
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="often:{name}", lease_max_crashes=4)
+@app.task(base=LeasedTask, bind=True, lease_key="often:{name}", lease_failures=Failures(crashes=4))
 def often(self, name):
     """Kill its own process in every attempt."""
     begins(self, name)
@@ -503,7 +509,7 @@ def refuses(self, name, seconds=0.0, gate=None):
     base=LeasedTask,
     bind=True,
     lease_key="auto:{name}",
-    lease_resume="never",
+    lease_failures=Failures(resume="never"),
     autoretry_for=(ValueError,),
     retry_kwargs={"max_retries": 3, "countdown": 0.1},
 )

@@ -5,7 +5,7 @@ from ast import literal_eval
 
 from kombu.serialization import register
 
-from celery_leases import Cooldown, LeasedTask, PermanentFailure, Uncertain, builtin_tasks
+from celery_leases import Cooldown, Failures, LeasedTask, PermanentFailure, Uncertain, builtin_tasks
 from celery_leases.rules import CooldownPolicy
 from tests.apps.leased import app, note, plain, wait_for
 
@@ -48,7 +48,10 @@ def _ordered(task, name, gate, how):
 
 
 @app.task(
-    base=LeasedTask, bind=True, lease_key="order:{name}", lease_resume="never", lease_cooldown=_ONCE
+    base=LeasedTask,
+    bind=True,
+    lease_key="order:{name}",
+    lease_failures=Failures(cooldown=_ONCE, resume="never"),
 )
 def order(self, name, gate=None, how=None):
     """Its message is stored only if it is enqueued in a transaction."""
@@ -71,14 +74,16 @@ def again(self, name):
     bind=True,
     lease_key="kept:{name}",
     lease_store_arguments=True,
-    lease_cooldown=_ONCE,
+    lease_failures=Failures(cooldown=_ONCE),
 )
 def kept(self, name, gate=None, how=None):
     """Its message is stored in the record."""
     return _ordered(self, name, gate, how)
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="unkept:{name}", lease_cooldown=_ONCE)
+@app.task(
+    base=LeasedTask, bind=True, lease_key="unkept:{name}", lease_failures=Failures(cooldown=_ONCE)
+)
 def unkept(self, name, gate=None, how=None):
     """Its message is not stored."""
     return _ordered(self, name, gate, how)

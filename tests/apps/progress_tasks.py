@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-from celery_leases import LeasedTask, RetryLater
+from celery_leases import Failures, LeasedTask, RetryLater
 from celery_leases.rules import CooldownPolicy
 from tests.apps.failpoints import reach_for
 from tests.apps.leased import app, note, wait_for
@@ -36,7 +36,10 @@ class Items:
 
 
 @app.task(
-    base=LeasedTask, bind=True, lease_key="loops:{name}", lease_cooldown=SOON, lease_resume="always"
+    base=LeasedTask,
+    bind=True,
+    lease_key="loops:{name}",
+    lease_failures=Failures(cooldown=SOON, resume="always"),
 )
 def loops(self, name, count, every=None, pace=0.0, fails_at=(), waits_at=None, gate=None):
     """Process *count* items; a test arms ``item n`` to kill the process there."""
@@ -72,7 +75,7 @@ def quietly(self, name, count, pace):
     return {"name": name, "count": count}
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="pages:{name}", lease_max_crashes=2)
+@app.task(base=LeasedTask, bind=True, lease_key="pages:{name}", lease_failures=Failures(crashes=2))
 def pages(self, name, count):
     """Read *count* pages, and die after each."""
     page = (self.lease.progress or {}).get("page", 0)

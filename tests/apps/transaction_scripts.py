@@ -23,7 +23,7 @@ from sqlalchemy import create_engine, event, make_url, text
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import NullPool
 
-from celery_leases import LeasedTask, Snooze, current_lease, signals
+from celery_leases import Failures, LeasedTask, Snooze, current_lease, signals
 from celery_leases.attempt import run
 from celery_leases.rules import CooldownPolicy
 from tests.apps.leased import app, note, plain, wait_for
@@ -326,9 +326,7 @@ def _runs(name):
     bind=True,
     lease_key="books:{name}",
     lease_fingerprint=("name",),
-    lease_resume="never",
-    lease_cooldown=CooldownPolicy(1, jitter=0),
-    lease_max_crashes=10,
+    lease_failures=Failures(cooldown=CooldownPolicy(1, jitter=0), crashes=10, resume="never"),
 )
 def books(self, name, way, *scripts):
     """Play a script."""

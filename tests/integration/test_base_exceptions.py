@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_leases import LeaseClient, LeasedTask
+from celery_leases import Failures, LeaseClient, LeasedTask
 from celery_leases.errors import LeaseHeld
 
 
@@ -26,7 +26,11 @@ def test_it_is_a_failure_like_any_other_and_counts(error: BaseException) -> None
     app = Celery("ends", broker="memory://", set_as_current=False)
 
     @app.task(
-        base=LeasedTask, bind=True, lease_key="ends:{name}", name="ends", lease_resume="never"
+        base=LeasedTask,
+        bind=True,
+        lease_key="ends:{name}",
+        name="ends",
+        lease_failures=Failures(resume="never"),
     )
     def ends(self: Any, name: str) -> None:
         raise error

@@ -34,11 +34,21 @@ ON_DONE: tuple[OnDone, ...] = ("replay", "ignore", "raise", "rerun")
 FAILURE = Failure("ValueError", "boom")
 
 
+FAILURES = {
+    **{name: name for name in ("rules", "cooldown", "idempotent", "resume")},
+    **{f"max_{name}": name for name in ("retries", "failures", "crashes")},
+}
+"""Names for the parts of ``lease_failures``: a call has ``retries`` too."""
+
+
 def a_call(*, on_held: OnHeld = "reschedule", on_done: OnDone = "replay", **changes: Any) -> Call:
-    """A call of ours; a name of an option among *changes* changes that option, any other the
-    call.
+    """A call of ours; a name of an option, or of :data:`FAILURES`, among *changes* changes that
+    option, any other the call.
     """
     options = changes.pop("options", LeaseOptions(key="invoice:{id}"))
+    parts = {part: changes.pop(name) for name, part in FAILURES.items() if name in changes}
+    if parts:
+        options = replace(options, failures=replace(options.failures, **parts))
     chosen = {
         name: changes.pop(name) for name in list(changes) if name in OPTION_NAMES and name != "key"
     }

@@ -35,7 +35,7 @@ OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
 SOON = raised(retry("2s", jitter=0.0))
 FOR_GOOD = raised(permanent())
 RATE_LIMITED = Closing(
-    policy=a_call().options.cooldown, reason="rate_limited", rule="r", server_delay=60.0
+    policy=a_call().options.failures.cooldown, reason="rate_limited", rule="r", server_delay=60.0
 )
 
 

@@ -10,7 +10,6 @@ from celery_leases.decide import after_run as settlement
 from celery_leases.decide.before_run import after_claim
 from celery_leases.decide.verdicts import Raise, Reschedule, Run
 from celery_leases.errors import PermanentFailure
-from celery_leases.options import LeaseOptions
 from celery_leases.record import Record, State
 from tests.unit.decision_inputs import (
     NOW,
@@ -34,7 +33,7 @@ class TestClaimed:
         )
 
     def verdict(self, record: Record, **options: Any) -> Run | Reschedule | Raise:
-        return after_claim(a_call(options=LeaseOptions(key="k", **options)), record)
+        return after_claim(a_call(**options), record)
 
     def test_a_claimed_key_runs(self) -> None:
         assert self.verdict(self.claimed(), max_crashes=3) == Run()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_leases import LeaseClient, LeasedTask
+from celery_leases import Failures, LeaseClient, LeasedTask
 from celery_leases.errors import KeyUnusable
 from tests.unit.celery_apps import apps
 
@@ -158,7 +158,7 @@ def test_a_type_error_of_a_decorated_body_is_no_wrong_call(decorator, function, 
     def fails(*_: Any, **__: Any) -> None:
         raise TypeError("in the body")
 
-    task = task_of(decorator, fails, lease_resume="never")
+    task = task_of(decorator, fails, lease_failures=Failures(resume="never"))
     result = task.apply(*call)
     with pytest.raises(TypeError, match="in the body"):
         result.get()

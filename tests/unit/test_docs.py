@@ -25,7 +25,7 @@ from celery_leases.decide.verdicts import Verdict
 from celery_leases.events import AttemptSettled, CrashSeen
 from celery_leases.failures.actions import Reason
 from celery_leases.groups.group import Gate
-from celery_leases.options import APP_ONLY, OPTION_NAMES, LeaseOptions
+from celery_leases.options import APP_ONLY, OPTION_NAMES, Failures, LeaseOptions
 from celery_leases.record import Ended, Failure, State
 from celery_leases.rules import CooldownPolicy, Rules
 from celery_leases.settings import _SETTINGS, read_settings
@@ -81,7 +81,7 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
         "on_cooling": '`"raise"` for a cooling key, `"reschedule"` at a closed gate',
         "cooldown_group": "none",
         "tenant": "none",
-        "rules": "`Rules.default()`",
+        "failures": "`Failures()`",
     }
     for name in OPTION_NAMES:
         if name not in APP_ONLY:
@@ -89,9 +89,19 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
                 name, spelled(name, getattr(LeaseOptions(), name))
             )
     assert LeaseOptions().max_hold == 24 * 3600
-    assert LeaseOptions().cooldown.factor == 2
     assert LeaseOptions().on_cooling is LeaseOptions().cooldown_group is None
-    assert LeaseOptions().classifier == Rules.default()
+
+
+def test_the_table_of_failures_names_every_part_with_its_default() -> None:
+    """The README has all parts of ``lease_failures``, and their defaults."""
+    rows = {row[0].strip("`"): row[1] for row in markdown_rows(section(README, "Failures"))[1:]}
+    assert rows.keys() == {part.name for part in fields(Failures)}
+    failures = Failures()
+    worded = {"rules": "`Rules.default()`", "cooldown": "300 s, doubling to 6 h"}
+    for name, default in rows.items():
+        assert default == worded.get(name, spelled(name, getattr(failures, name)))
+    assert failures.classifier == Rules.default()
+    assert failures.cooldown == CooldownPolicy(300.0, factor=2.0, cap=6 * 3600.0, jitter=0.5)
 
 
 def test_the_rights_are_those_of_every_table() -> None:
@@ -276,7 +286,7 @@ def test_the_signal_example_receives_a_crash(readme, capsys) -> None:
 
 
 def test_the_reminder_example_cools_down_on_request(readme: dict[str, Any]) -> None:
-    assert readme["send_reminder"].lease_options.rules is readme["RULES"]
+    assert readme["send_reminder"].lease_options.failures.rules is readme["RULES"]
     with pytest.raises(CoolingDown, match=r"Retry available in 60 minutes: .*: draft not ready"):
         readme["send_reminder"].delay(7, "")
     assert readme["send_reminder"].lease_status(7, "").state == "cooling"

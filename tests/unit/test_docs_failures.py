@@ -16,7 +16,7 @@ import pytest
 
 import celery_leases
 from celery_leases import CoolingDown, LeaseClient
-from celery_leases.options import LeaseOptions
+from celery_leases.options import Failures
 from celery_leases.rules import CooldownPolicy, Rules, cooldown, permanent, retry
 from tests.unit.doc_pages import blocks, eagerly, executed, markdown_rows, page, section
 
@@ -54,7 +54,7 @@ def verdict_cell(rule: Any) -> str:
         return "as requested"
     words = kind_cell(ruling)
     if ruling.if_not_idempotent:
-        words = f"{words} if `lease_idempotent`, else {kind_cell(ruling.if_not_idempotent)}"
+        words = f"{words} if `idempotent`, else {kind_cell(ruling.if_not_idempotent)}"
     if ruling.then:
         words = f"{words}, then {kind_cell(ruling.then)}"
     return "; ".join(
@@ -69,7 +69,7 @@ def delay_cell(rule: Any) -> str:
         return ""
     if rule.name.startswith("asked-"):
         return "as requested"
-    words = growth(ruling.policy) if ruling.policy else "`lease_cooldown`"
+    words = growth(ruling.policy) if ruling.policy else "`Failures.cooldown`"
     if ruling.server_delay == "instead":
         words = f"from the response, else {words}"
     if ruling.at_least:
@@ -233,15 +233,15 @@ def test_the_ways_to_write_a_ruling_have_their_parameters() -> None:
 
 
 def test_the_numbers_in_the_text_are_the_defaults() -> None:
-    options = LeaseOptions()
-    assert f"`lease_max_retries` ({options.max_retries})" in PAGE
-    assert f"`lease_max_failures`-th failure ({options.max_failures})" in PAGE
-    requests = 3 * (options.max_retries + 1)
+    failures = Failures()
+    assert f"`Failures.retries` ({failures.retries})" in PAGE
+    assert f"`Failures.failures`-th failure ({failures.failures})" in PAGE
+    requests = 3 * (failures.retries + 1)
     assert (
-        f"inside a task with {options.max_retries} quick retries is {requests} requests"
+        f"inside a task with {failures.retries} quick retries is {requests} requests"
         in " ".join(PAGE.split())
     )
-    assert (options.cooldown.base, options.cooldown.cap) == (300, 6 * 3600)
+    assert (failures.cooldown.base, failures.cooldown.cap) == (300, 6 * 3600)
     assert (
         "failed 10 times: for up to 5 minutes after the first failure, doubling to up to 6 hours"
         in " ".join(PAGE.split())
@@ -279,7 +279,7 @@ def test_the_example_of_a_limit_is_one_paid_call_for_twenty_presses(texts: dict[
 
 def test_the_rules_of_the_example_do_what_the_page_says(texts: dict[str, Any]) -> None:
     rules, now = texts["RULES"], time.time()
-    assert rules is texts["send_order"].lease_options.rules
+    assert rules is texts["send_order"].lease_options.failures.rules
     pending = Answered(404)
     pending.args = ("order 7: sync pending",)
     by_hook = rules.classify(pending, now)

@@ -39,8 +39,8 @@ def test_a_duration_may_be_written_in_many_ways(written: Any, meant: float) -> N
 @pytest.mark.parametrize("written", WRONG, ids=lambda value: repr(value)[:20])
 def test_anything_else_is_refused_with_what_to_write(written: Any) -> None:
     with pytest.raises(LeaseConfigurationError) as refused:
-        seconds(written, "lease_cooldown")
-    assert str(refused.value).startswith(f"lease_cooldown={written!r} is not usable; write ")
+        seconds(written, "lease_ttl")
+    assert str(refused.value).startswith(f"lease_ttl={written!r} is not usable; write ")
     assert '"5m"' in str(refused.value)
 
 

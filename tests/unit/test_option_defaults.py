@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from celery_leases.failures.classifier import Rules
-from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.options import LeaseOptions
+from celery_leases.options import Failures, LeaseOptions
 from tests.unit.task_options import gathered_options, refused
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
@@ -84,17 +83,17 @@ class TestDefaultsOfTheApp:
     @pytest.mark.parametrize(
         "defaults",
         [
-            {"on_cooling": "ignore"}, {"resume": "never"}, {"cooldown": "10m"},
-            {"cooldown_group": "billing"}, {"cooldown_group": str}, {"rules": Rules()},
-            {"idempotent": True}, {"max_retries": 0}, {"max_failures": 1},
+            {"on_cooling": "ignore"},
+            {"cooldown_group": "billing"},
+            {"cooldown_group": str},
+            {"failures": Failures(Rules(), cooldown="10m", retries=0, resume="never")},
         ],
         ids=lambda defaults: next(iter(defaults)),
     )  # fmt: skip
     @pytest.mark.parametrize("given", [{}, {"key": "{month}"}], ids=str)
     def test_options_for_failures_have_app_wide_defaults(self, defaults, given) -> None:
         (name, value), *_ = defaults.items()
-        found = getattr(gathered_options(defaults=defaults, **given), name)
-        assert found == (CooldownPolicy.of(value) if name == "cooldown" else value)
+        assert getattr(gathered_options(defaults=defaults, **given), name) == value
 
     def test_the_error_for_a_default_group_with_unknown_parameters_names_the_setting(self) -> None:
         message = refused(defaults={"cooldown_group": "openai:{model}"})

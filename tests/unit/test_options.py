@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
+from celery_leases.errors import LeaseConfigurationError
 from celery_leases.failures.classifier import Rules
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.options import (
     APP_ONLY,
     OPTION_NAMES,
+    Failures,
     LeaseOptions,
-    OnCooling,
-    Resume,
 )
 from tests.unit.task_options import gathered_options, refused
 
@@ -33,14 +33,16 @@ def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:
         wait=0.0,
         on_done="replay",
         on_cooling=None,
-        resume="transient",
-        cooldown=CooldownPolicy(300.0, factor=2.0, cap=6 * 3600.0, jitter=0.5),
+        failures=Failures(
+            None,
+            cooldown=CooldownPolicy(300.0, factor=2.0, cap=6 * 3600.0, jitter=0.5),
+            retries=5,
+            failures=10,
+            crashes=3,
+            idempotent=False,
+            resume="transient",
+        ),
         cooldown_group=None,
-        rules=None,
-        idempotent=False,
-        max_retries=5,
-        max_failures=10,
-        max_crashes=3,
         retention=7 * 86_400.0,
         result_max=262_144,
         settle_timeout=60.0,
@@ -48,12 +50,14 @@ def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:
         on_queued="return",
         allow_loss=False,
     )
-    assert gathered_options().classifier == Rules.default()
+    assert Failures().classifier == Rules.default()
 
 
 def test_options_are_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         gathered_options().ttl = 3.0  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        Failures().retries = 3  # type: ignore[misc]
 
 
 WRONG = [
@@ -62,19 +66,14 @@ WRONG = [
     ("ttl", 0.5),
     ("ttl", timedelta(milliseconds=500)),
     ("ttl", "500ms"),
-    *[(name, value) for name in ("renew", "allow_loss", "idempotent", "queue_once") for value in
+    *[(name, value) for name in ("renew", "allow_loss", "queue_once") for value in
       (None, 0, 1, "yes", [])],
-    *[(name, value) for name in ("max_crashes", "result_max", "max_failures") for value in
-      (0, -1, 1.5, True, None, "3", 3.0)],
-    *[("max_retries", value) for value in (-1, 1.5, True, None, "3", 0.0)],
-    *[(name, value) for name in ("on_lost", "on_held", "on_done", "on_cooling", "resume", "on_queued") for value in
+    *[("result_max", value) for value in (0, -1, 1.5, True, None, "3", 3.0)],
+    *[(name, value) for name in ("on_lost", "on_held", "on_done", "on_cooling", "on_queued") for value in
       (None, "", "nonsense", True, 1, ["reschedule"], "PUT_BACK")],
     ("on_cooling", "resume"),
-    ("resume", "stop"),
-    ("resume", "fail"),
-    *[("cooldown", value) for value in (0, -1, "", "soon", None, True, float("nan"), [300], {"base": 300})],
     *[("cooldown_group", value) for value in ("", 7, b"g", ["a"], True, "{", "a}", "{}", "{0}", "{month!x}")],
-    *[("rules", value) for value in (None, "default", [], {}, Rules, print)],
+    *[("failures", value) for value in (None, 3, {}, {"retries": 3}, Failures, Rules())],
     ("on_lost", "murder"),
     *[("key", value) for value in ("", 7, b"k", ["a"], True, "{", "a}", "{}", "{0}", "{0.name}", "{month!x}")],
     *[("fingerprint", value) for value in (True, 7, "month", {"month": 1}, ["month", 1], b"month")],
@@ -113,8 +112,6 @@ class TestWrongValues:
             ("wait", "-30", "seconds above 0 (below ten years) as a number, as text such as"),
             ("renew", "no", "True or False"),
             ("on_cooling", "resume", "'raise' or 'reschedule' or 'ignore'"),
-            ("resume", "fail", "'transient' or 'always' or 'never'"),
-            ("cooldown", "soon", "seconds above 0 (below ten years) as a number, as text such as"),
             (
                 "cooldown_group",
                 7,
@@ -125,11 +122,7 @@ class TestWrongValues:
                 "{model}",
                 "names of the task's parameters (customer_id, month), not 'model'",
             ),
-            ("rules", [], "Rules.default().on(...), or Rules() for your own rules alone"),
-            ("idempotent", "yes", "True or False"),
-            ("max_retries", -1, "a whole number of at least 0"),
-            ("max_failures", 0, "a whole number of at least 1"),
-            ("max_crashes", 0, "a whole number of at least 1"),
+            ("failures", {"retries": 3}, "Failures("),
             (
                 "fingerprint",
                 "month",
@@ -176,51 +169,79 @@ class TestRightValues:
     def test_names_for_the_fingerprint_are_stored_as_a_tuple(self) -> None:
         assert gathered_options(key="{month}", fingerprint=["month"]).fingerprint == ("month",)
 
-    @pytest.mark.parametrize("on_cooling", ["raise", "reschedule", "ignore"])
-    @pytest.mark.parametrize("resume", ["transient", "always", "never"])
-    def test_what_is_done_about_a_cooldown(self, on_cooling: OnCooling, resume: Resume) -> None:
-        options = gathered_options(on_cooling=on_cooling, resume=resume)
-        assert (options.on_cooling, options.resume) == (on_cooling, resume)
-
-    @pytest.mark.parametrize("base", [600, 600.0, "10m", timedelta(minutes=10)])
-    def test_a_number_is_the_base_of_a_cooldown_that_doubles_up_to_six_hours(self, base) -> None:
-        assert gathered_options(cooldown=base).cooldown == CooldownPolicy(
-            600.0, factor=2.0, cap=6 * 3600.0, jitter=0.5
-        )
-
-    def test_a_base_above_six_hours_is_its_own_cap(self) -> None:
-        assert gathered_options(cooldown="8h").cooldown.cap == 8 * 3600.0
-
-    def test_a_policy_is_taken_as_it_is(self) -> None:
-        policy = CooldownPolicy("10s", factor=3.0, cap="1h", jitter=0.0)
-        assert gathered_options(cooldown=policy).cooldown is policy
-
     @pytest.mark.parametrize("group", ["openai", "openai:{month}", "{customer_id[0]}", str, None])
     def test_templates_and_callables_are_groups_with_and_without_a_key(self, group: Any) -> None:
         assert gathered_options(cooldown_group=group).cooldown_group == group
         assert gathered_options(cooldown_group=group, key="{month}").cooldown_group == group
-
-    def test_rules_are_taken_as_they_are(self) -> None:
-        rules = Rules()
-        assert gathered_options(rules=rules).rules is rules
-
-    def test_a_task_may_have_no_quick_retries_and_no_second_attempt(self) -> None:
-        options = gathered_options(max_retries=0, max_failures=1, idempotent=True)
-        assert (options.max_retries, options.max_failures, options.idempotent) == (0, 1, True)
 
     @pytest.mark.parametrize("chosen", [False, str])
     def test_a_fingerprint_is_switched_off_or_made_by_a_callable(self, chosen: Any) -> None:
         assert gathered_options(key="{month}", fingerprint=chosen).fingerprint == chosen
 
 
+WRONG_PARTS = [
+    *[(name, value, "a whole number of at least 1") for name in ("failures", "crashes")
+      for value in (0, -1, 1.5, True, None, "3", 3.0)],
+    *[("retries", value, "a whole number of at least 0") for value in (-1, 1.5, True, None, "3", 0.0)],
+    *[("idempotent", value, "True or False") for value in (None, 0, 1, "yes", [])],
+    *[("resume", value, "'transient' or 'always' or 'never'") for value in (None, "", "fail", "stop", True, ["never"])],
+    *[("rules", value, "Rules.default().on(...), or Rules() for your own rules alone")
+      for value in ("default", [], {}, Rules, print)],
+    *[("cooldown", value, "seconds above 0 (below ten years) as a number, as text such as")
+      for value in (0, -1, "", "soon", None, True, float("nan"), [300], {"base": 300})],
+]  # fmt: skip
+
+
+class TestFailures:
+    """``lease_failures``."""
+
+    @pytest.mark.parametrize(("name", "value", "write"), WRONG_PARTS, ids=repr)
+    def test_the_message_names_the_wrong_part_its_value_and_what_to_write(
+        self, name: str, value: Any, write: str
+    ) -> None:
+        with pytest.raises(LeaseConfigurationError) as caught:
+            Failures(**{name: value})
+        message = str(caught.value)
+        assert message.startswith(f"Failures: {name}={value!r} is not usable; write {write}")
+
+    @pytest.mark.parametrize("base", [600, 600.0, "10m", timedelta(minutes=10)])
+    def test_a_number_is_the_base_of_a_cooldown_that_doubles_up_to_six_hours(
+        self, base: Any
+    ) -> None:
+        assert Failures(cooldown=base).cooldown == CooldownPolicy(
+            600.0, factor=2.0, cap=6 * 3600.0, jitter=0.5
+        )
+
+    def test_a_base_above_six_hours_is_its_own_cap(self) -> None:
+        assert Failures(cooldown="8h").cooldown.cap == 8 * 3600.0
+
+    def test_rules_and_a_policy_are_taken_as_they_are(self) -> None:
+        rules, policy = Rules(), CooldownPolicy("10s", factor=3.0, cap="1h", jitter=0.0)
+        given = Failures(rules, cooldown=policy)
+        assert given.rules is given.classifier is rules
+        assert given.cooldown is policy
+
+    def test_a_copy_differs_only_in_what_is_given(self) -> None:
+        given = Failures(Rules(), cooldown="1h", retries=0, failures=1, idempotent=True)
+        assert replace(given, resume="never") == Failures(
+            Rules(), cooldown="1h", retries=0, failures=1, idempotent=True, resume="never"
+        )
+
+
 class TestUnknownNames:
     @pytest.mark.parametrize(
         ("name", "meant"),
         [
-            ("tll", "ttl"), ("on_hold", "on_held"), ("retension", "retention"), ("keys", "key"),
-            ("max_crash", "max_crashes"), ("on_coolin", "on_cooling"),
-            ("cooldown_groups", "cooldown_group"), ("rule", "rules"),
-            ("max_failure", "max_failures"), ("idempotency", "idempotent"),
+            ("tll", "ttl"),
+            ("on_hold", "on_held"),
+            ("retension", "retention"),
+            ("keys", "key"),
+            ("crash", "failures=Failures(crashes=…)"),
+            ("on_coolin", "on_cooling"),
+            ("cooldown_groups", "cooldown_group"),
+            ("rule", "failures=Failures(rules=…)"),
+            ("failure", "failures"),
+            ("idempotency", "failures=Failures(idempotent=…)"),
         ],
     )  # fmt: skip
     def test_a_name_misspelt_is_answered_with_the_one_meant(self, name: str, meant: str) -> None:

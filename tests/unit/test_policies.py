@@ -91,10 +91,8 @@ def test_a_number_is_the_base_and_raises_the_cap_if_needed() -> None:
 
 
 def test_the_error_for_a_wrong_policy_names_the_option() -> None:
-    with pytest.raises(
-        LeaseConfigurationError, match="task t: lease_cooldown='soon' is not usable"
-    ):
-        CooldownPolicy.of("soon", "task t: lease_cooldown")
+    with pytest.raises(LeaseConfigurationError, match="Failures: cooldown='soon' is not usable"):
+        CooldownPolicy.of("soon", "Failures: cooldown")
 
 
 def test_growth_starts_again_after_twice_the_cap_but_not_within_a_day() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from celery import Celery, Task
 from celery.worker.request import Request
 
-from celery_leases import LeaseClient, LeasedMixin, LeasedTask
+from celery_leases import Failures, LeaseClient, LeasedMixin, LeasedTask
 from celery_leases.errors import AlreadyDone, CoolingDown, LeaseConfigurationError, LeaseHeld
 from celery_leases.failures.actions import permanent
 from celery_leases.failures.classifier import Rules
@@ -47,22 +48,12 @@ def refusal(base: Any = LeasedTask, **options: Any) -> str:
 
 
 def test_options_for_failures_are_gathered_from_task_and_app() -> None:
-    rules = Rules.default().on(status=404, to=permanent())
-    app = an_app(
-        leases_cooldown="10m",
-        leases_cooldown_group="billing",
-        leases_max_retries=2,
-        leases_rules=rules,
-    )
-    options = registered(
-        app, lease_max_retries=0, lease_resume="never", lease_idempotent=True
-    ).lease_options
-    assert (options.cooldown.base, options.cooldown_group, options.rules) == (
-        600.0,
-        "billing",
-        rules,
-    )
-    assert (options.max_retries, options.resume, options.idempotent) == (0, "never", True)
+    of_app = Failures(Rules.default().on(status=404, to=permanent()), cooldown="10m")
+    defaults: dict[str, Any] = {"leases_failures": of_app, "leases_cooldown_group": "billing"}
+    options = registered(an_app(**defaults)).lease_options
+    assert (options.failures, options.cooldown_group) == (of_app, "billing")
+    own = replace(of_app, resume="never")
+    assert registered(an_app(**defaults), lease_failures=own).lease_options.failures is own
 
 
 @pytest.mark.parametrize(
@@ -73,9 +64,9 @@ def test_options_for_failures_are_gathered_from_task_and_app() -> None:
         ({"lease_settle_timeout": 5}, "write app.conf.leases_settle_timeout=5"),
         ({"lease_on_cooling": "wait"}, "'raise' or 'reschedule' or 'ignore'"),
         ({"lease_cooldown_group": "openai:{model}"}, ", not 'model'"),
-        ({"lease_cooldown": 0}, "lease_cooldown=0 is not usable"),
-        ({"lease_rules": [permanent()]}, "Rules.default().on(...)"),
-        ({"lease_max_failure": 3}, "did you mean lease_max_failures?"),
+        ({"lease_failures": Rules()}, "write Failures("),
+        ({"lease_failure": 3}, "did you mean lease_failures?"),
+        ({"lease_crashes": 3}, "did you mean lease_failures=Failures(crashes=…)?"),
     ],
 )
 def test_what_would_be_done_wrong_about_failures_is_refused(options, hint) -> None:
@@ -398,7 +389,7 @@ def test_a_soft_limit_close_to_the_hard_one_is_noticed(soft, hard, worker, tight
     ("setting", "hint"),
     [
         ("leases_databse_url", "did you mean leases_database_url?"),
-        ("leases_max_failure", "did you mean leases_max_failures?"),
+        ("leases_retry", "did you mean leases_failures=Failures(retries=…)?"),
         ("leases_zzz", "known are leases_url, "),
         ("lease_url", "did you mean leases_url?"),
         ("leaseurl", "did you mean leases_url?"),

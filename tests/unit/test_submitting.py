@@ -6,7 +6,7 @@ import pytest
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-from celery_leases import LeaseClient, LeasedTask, LeaseStatus, PermanentFailure
+from celery_leases import Failures, LeaseClient, LeasedTask, LeaseStatus, PermanentFailure
 from celery_leases.errors import (
     AlreadyQueued,
     BrokerUnavailable,
@@ -30,7 +30,12 @@ def app(apps: None) -> Any:
     made = Celery("shop", broker="memory://", set_as_current=False)
     made.conf.task_always_eager = True
 
-    @made.task(base=LeasedTask, name="shop.order", lease_key="order:{key}", lease_resume="never")
+    @made.task(
+        base=LeasedTask,
+        name="shop.order",
+        lease_key="order:{key}",
+        lease_failures=Failures(resume="never"),
+    )
     def order(key, amount=1):
         RAN.append(key)
         if amount < 0:

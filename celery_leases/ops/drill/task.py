@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from celery import Celery
 
+from celery_leases.options import Failures
 from celery_leases.task import LeasedTask
 
 TASK: Final = "celery_leases.ops.drill"
@@ -48,7 +49,7 @@ def register(app: Celery, ttl: float, body: Body) -> Any:
         lease_queue_once=False,
         lease_store_arguments=False,
         lease_allow_loss=False,
-        lease_max_crashes=10,
+        lease_failures=Failures(crashes=10),
         lease_retention=RETENTION,
     )
     def drill(self: Any, key: str) -> None:

@@ -206,7 +206,7 @@ def _celery_findings(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]
                 "autoretry",
                 f"{name} has autoretry_for: Celery retries its errors, and the rules see them only "
                 "after the last retry",
-                "leave autoretry_for out, and write lease_rules",
+                "leave autoretry_for out, and write lease_failures=Failures(rules)",
             )
         if getattr(task, "retry_on_worker_lost", None):
             yield _warning(

@@ -5,7 +5,7 @@ from typing import Any
 from celery import shared_task
 from django.db.models import F
 
-from celery_leases import LeasedTask
+from celery_leases import Failures, LeasedTask
 from orders.models import Order
 
 
@@ -16,7 +16,7 @@ def charge(self: Any, number: int) -> dict[str, int]:
     return {"order": number, "attempt": self.lease.attempt}
 
 
-@shared_task(base=LeasedTask, lease_key="refund:{number}", lease_max_failures=1)
+@shared_task(base=LeasedTask, lease_key="refund:{number}", lease_failures=Failures(failures=1))
 def refund(number: int) -> None:
     """Refuse each refund."""
     raise ValueError(f"order {number} was not charged")
