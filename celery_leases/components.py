@@ -154,7 +154,7 @@ def open_records(
     If all connections are in use, a call waits for one for at most *longest_wait* seconds, or less
     if its lease ends sooner.
     """
-    from celery_leases.stores.sql.database import engine_for
+    from celery_leases.stores.sql.connections import engine_for
     from celery_leases.stores.sql.records import SqlRecordStore
     from celery_leases.stores.sql.schema import Tables
 

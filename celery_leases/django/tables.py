@@ -8,7 +8,7 @@ from typing import Any
 
 from celery_leases.django.configuration import url_of_alias
 from celery_leases.django.databases import IN_MEMORY
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.migrations import Migrated
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.schema import NEWEST, Tables

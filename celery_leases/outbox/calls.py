@@ -50,9 +50,9 @@ from celery_leases.worker.stored_messages import (
 )
 
 if TYPE_CHECKING:
+    from celery_leases.stores.sql.dialects import Writes
     from celery_leases.stores.sql.outbox import Outbox
     from celery_leases.stores.sql.records import SqlRecordStore
-    from celery_leases.stores.sql.upserts import Writes
 
 T = TypeVar("T")
 RELAY_AT_ONCE: Final = 100

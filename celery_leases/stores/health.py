@@ -16,8 +16,6 @@ from celery_leases.stores.urls import display_database_url
 ROUND_TRIPS: Final = 5
 """The number of measured round trips."""
 MIN_REDIS: Final = (6, 2)
-MIN_MARIADB: Final = (10, 6)
-MIN_MYSQL: Final = (8, 0, 17)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +66,10 @@ def redis_facts(client: Any) -> RedisServerFacts:
 
 def records_facts(records: SqlRecordStore) -> ServerFacts:
     """Facts about the database of *records*; raises ``StoreUnavailable`` if it does not answer."""
-    engine = records.database.engine
     latency = _measured(records.now)
     ahead = _clock_ahead(lambda: records.now() / 1e6)
-    version = ".".join(map(str, _version(engine.dialect)))
-    name = "MariaDB" if getattr(engine.dialect, "is_mariadb", False) else engine.dialect.name
-    return ServerFacts(
-        "records", display_database_url(engine.url), f"{name} {version}".strip(), latency, ahead
-    )
-
-
-def is_too_old(records: SqlRecordStore) -> str | None:
-    """The minimum version of the database if its version is lower; otherwise ``None``."""
-    dialect: Any = records.database.engine.dialect
-    if dialect.name not in ("mysql", "mariadb"):
-        return None
-    mariadb = getattr(dialect, "is_mariadb", False)
-    minimum = MIN_MARIADB if mariadb else MIN_MYSQL
-    if tuple(_version(dialect)) >= minimum:
-        return None
-    return f"{'MariaDB' if mariadb else 'MySQL'} {'.'.join(map(str, minimum))}"
-
-
-def _version(dialect: Any) -> tuple[int, ...]:
-    found = getattr(dialect, "server_version_info", None) or ()
-    return tuple(each for each in found if isinstance(each, int))
+    address = display_database_url(records.database.engine.url)
+    return ServerFacts("records", address, records.database.dialect.product, latency, ahead)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -172,7 +172,7 @@ def _make(app: Celery, *, eager: bool) -> AppComponents:
             )
             if eager and settings.eager_stores:
                 components.records.check()  # an eager call cannot wait until the tables exist
-            elif components.records.database.host_clock:
+            elif not components.records.database.dialect.has_server:
                 # If the database cannot be reached now, deliveries are rescheduled.
                 with suppress(StoreUnavailable):
                     components.records.check()

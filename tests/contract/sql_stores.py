@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, event, text
+from sqlalchemy import Connection, Dialect, event, text
 
-from celery_leases.stores.sql.database import Database, engine_for
-from celery_leases.stores.sql.dialects.mysql import is_mysql
+from celery_leases.stores.sql.connections import engine_for
+from celery_leases.stores.sql.database import Database
+from celery_leases.stores.sql.dialects.mysql import FAMILY
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.waits import wait_until
 
@@ -23,6 +24,11 @@ def new_database(request: pytest.FixtureRequest, kind: str) -> str:
         "leases_postgres" if kind == "postgresql" else "leases_mariadb"
     )
     return str(server.new_database())
+
+
+def is_mysql(dialect: Dialect) -> bool:
+    """Whether SQLAlchemy's *dialect* is that of MySQL or MariaDB."""
+    return dialect.name in FAMILY
 
 
 @contextmanager

@@ -21,12 +21,12 @@ from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.record import State
 from celery_leases.settings import read_settings
 from celery_leases.stores.redis.leases import RedisLeaseStore
-from celery_leases.stores.sql.database import Database, engine_for
-from celery_leases.stores.sql.dialects.mysql import is_mysql
+from celery_leases.stores.sql.connections import engine_for
+from celery_leases.stores.sql.database import Database
 from celery_leases.testing.contracts.claim_requests import acquired, fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import outcome, row
 from celery_leases.testing.waits import wait_until
-from tests.contract.sql_stores import server_url
+from tests.contract.sql_stores import is_mysql, server_url
 from tests.support.servers import RedisServer
 from tests.unit.memory_stores import Seen
 
@@ -52,8 +52,7 @@ def all_lent(*lenders: ResourcePool[Any]) -> Iterator[None]:
 
 def lender_of(engine: Engine) -> ResourcePool[Any]:
     """The pool of an engine."""
-    resource_pool: ResourcePool[Any] = cast(Any, engine.pool)._resource_pool
-    return resource_pool
+    return cast(ResourcePool[Any], engine.pool)
 
 
 def in_threads(number: int, call: Callable[[], object]) -> list[BaseException]:

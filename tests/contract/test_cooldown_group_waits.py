@@ -6,7 +6,7 @@ from pathlib import Path
 
 from celery_leases import LeaseClient
 from celery_leases.record import Ended, Failure, Outcome, State, Won
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.claim_requests import make_claim_request
 

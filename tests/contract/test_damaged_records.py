@@ -18,7 +18,7 @@ from celery_leases.client import LeaseClient
 from celery_leases.effect import Found, scope_of
 from celery_leases.errors import KeyUnusable, RecordUnreadable, StoreUnavailable
 from celery_leases.record import Ended, Failure, Record, State, Won
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
@@ -337,7 +337,7 @@ def latin(leases_postgres: PostgresServer) -> Any:
         yield store
 
 
-@pytest.mark.parametrize("driver", postgresql.DRIVERS)
+@pytest.mark.parametrize("driver", postgresql.PostgreSQL.DRIVERS)
 def test_without_an_encoding_texts_are_stored_as_utf_8(
     leases_postgres: PostgresServer, driver: str
 ) -> None:

@@ -26,7 +26,7 @@ from celery_leases.findings import Examination, Finding, Severity
 from celery_leases.stores import health
 from celery_leases.stores.redis.errors import ACL_COMMANDS
 from celery_leases.stores.redis.leases import RedisLeaseStore
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.testing.contracts.record_case import closed, won

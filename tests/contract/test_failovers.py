@@ -17,12 +17,11 @@ from celery_leases.decide.answers import Acquired
 from celery_leases.errors import StoreUnavailable
 from celery_leases.record import Won
 from celery_leases.stores.redis.leases import RedisLeaseStore
-from celery_leases.stores.sql.database import engine_for
-from celery_leases.stores.sql.dialects.mysql import is_mysql
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import outcome, won
-from tests.contract.sql_stores import server_url
+from tests.contract.sql_stores import is_mysql, server_url
 from tests.crash.cutting_proxy import CuttingProxy
 from tests.support.servers import RedisServer
 

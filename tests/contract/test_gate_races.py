@@ -13,7 +13,7 @@ from celery_leases.groups import group as cooldown_groups
 from celery_leases.groups.group import Closing, Gate
 from celery_leases.stores import group_closing as cooldown_group_closing
 from celery_leases.stores.redis.leases import RedisLeaseStore
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request

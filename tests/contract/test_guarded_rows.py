@@ -26,9 +26,8 @@ from celery_leases.attempt.renewal import HELD_BY_OTHER, Renewer
 from celery_leases.decide.answers import Claimed, Renewal, RenewalResult
 from celery_leases.errors import LeaseLost, StoreUnavailable, WrongDatabase
 from celery_leases.record import Record, Refused, Won
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.dialects import postgresql
-from celery_leases.stores.sql.dialects.mysql import is_mysql
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.transactions import JoinedTransaction
@@ -38,6 +37,7 @@ from celery_leases.testing.contracts.record_case import outcome, row, won
 from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import (
     database_url,
+    is_mysql,
     migrated,
     server_records,
     server_url,

@@ -13,7 +13,7 @@ from sqlalchemy import text
 
 from celery_leases.errors import KeyUnusable
 from celery_leases.record import Refused, State, Won
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
@@ -192,10 +192,13 @@ def test_the_clock_does_not_depend_on_the_time_zone_of_a_session(records: SqlRec
     with records.database.engine.connect() as connection:
         for zone in ("+00:00", "-11:00", "+13:00"):
             connection.execute(text(f"SET time_zone = '{zone}'"))
-            found = connection.execute(text(f"SELECT {mysql.NOW}")).scalar_one()
+            found = connection.execute(text(f"SELECT {mysql.MySQL.NOW}")).scalar_one()
             assert abs(found / 1e6 - time.time()) < 60
             connection.execute(text("SET timestamp = 1729990800.25"))
-            assert connection.execute(text(f"SELECT {mysql.NOW}")).scalar_one() == 1729990800250000
+            assert (
+                connection.execute(text(f"SELECT {mysql.MySQL.NOW}")).scalar_one()
+                == 1729990800250000
+            )
             connection.execute(text("SET timestamp = DEFAULT"))
 
 

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, text
 from celery_leases.errors import LeaseLost, StoreUnavailable, WrongDatabase
 from celery_leases.keys import CallKey
 from celery_leases.record import Refused
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.outbox import Outbox

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, inspect, text
 from celery_leases.errors import SchemaOutdated, StoreUnavailable
 from celery_leases.record import State
 from celery_leases.stores.sql import migrations
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.migrations import Migrated
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.schema import NEWEST, Tables

@@ -16,7 +16,7 @@ from sqlalchemy import make_url, text
 
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.record import Won
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore

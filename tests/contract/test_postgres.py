@@ -13,7 +13,7 @@ from celery_leases.decide.answers import Claimed
 from celery_leases.errors import StoreUnavailable
 from celery_leases.record import Refused, Won
 from celery_leases.record_filters import RecordFilter
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore

@@ -8,7 +8,7 @@ from sqlalchemy import make_url, select, text
 from celery_leases.decide.answers import Renewal, RenewalResult
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.record import State
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore

@@ -14,8 +14,8 @@ from sqlalchemy.exc import OperationalError
 from celery_leases.effect import Begun, Effect, EffectState, Found
 from celery_leases.errors import StoreUnavailable
 from celery_leases.record import Record, Won
-from celery_leases.stores.sql import database
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
+from celery_leases.stores.sql.dialects import sqlite
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts import EffectStoreContract
@@ -240,7 +240,7 @@ def test_a_transaction_that_wrote_to_sqlite_is_suspected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be the body's own."""
-    monkeypatch.setattr(database, "BUSY_TIMEOUT", 0.1)
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT", 0.1)
     records = SqlRecordStore(engine_for(f"sqlite:///{tmp_path}/records.db"))
     records.migrate()
     record = won(records, make_claim_request(fresh_key()))

@@ -19,7 +19,7 @@ from celery_leases.errors import LeaseConfigurationError, SchemaOutdated, StoreU
 from celery_leases.record import Ended, Record, Refusal, Refused, State, Won
 from celery_leases.stores.claim_procedure import CLAIM_TRIES
 from celery_leases.stores.sql import records
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts import (
@@ -111,7 +111,7 @@ def test_a_refused_claim_waits_for_no_lock(sql_records: SqlRecordStore, state: S
     record = won(sql_records, make_claim_request(fresh_key()), "database")
     if state is State.DONE:
         closed(sql_records, record, state, result="1")
-    sqlite = sql_records.database.host_clock
+    sqlite = sql_records.database.host_now
     with sql_records.database.engine.connect() as other:
         other.execute(text("BEGIN IMMEDIATE" if sqlite else "BEGIN"))
         other.execute(text("UPDATE celery_leases_records SET attempt = 7"))

@@ -21,7 +21,7 @@ from celery_leases.decide.answers import Renewal, RenewalResult
 from celery_leases.keys import CallKey
 from celery_leases.record import State
 from celery_leases.stores.sql import migrations
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.outbox import Outbox

@@ -30,7 +30,8 @@ from sqlalchemy import (
 from celery_leases.errors import KeyUnusable, StoreUnavailable, ValueRefused
 from celery_leases.record import State
 from celery_leases.stores.sql import record_columns
-from celery_leases.stores.sql.database import Database, _cursors_of, engine_for
+from celery_leases.stores.sql.connections import engine_for
+from celery_leases.stores.sql.database import Database, _cursors_of
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
@@ -154,7 +155,7 @@ def test_a_statement_of_one_call_or_with_in_is_not_compiled(
                 is not None
             )
     assert number == [0]
-    assert len(database._statements._executed) < 8
+    assert len(database._executed) < 8
 
 
 def idle_connection(database: Database) -> Any:
@@ -178,7 +179,7 @@ def test_a_statement_has_one_cursor_on_a_connection(
         return row and row["doubled"]
 
     def cursor() -> Any:
-        compiled = database._statements.compiled(statements[0])
+        compiled = database._compiled[statements[0]]
         assert compiled is not None
         return _cursors_of(idle_connection(database))[compiled]
 
@@ -352,14 +353,13 @@ def test_a_refused_value_costs_no_connection(records: SqlRecordStore) -> None:
 def test_an_error_leaves_its_connection_in_the_pool(records: SqlRecordStore) -> None:
     gone = text("SELECT * FROM nowhere").columns(column("x"))
     records.database.first(records._select_any_expired, {})
-    compiled = records.database._statements._compile(gone)
-    records.database._statements._compiled[gone] = compiled
+    records.database._executed.add(gone)  # so that it is compiled
     for _ in range(3):
         with pytest.raises(StoreUnavailable, match="nowhere") as caught:
             records.database.first(gone, {})
         assert caught.value.executed is None
     pool: Any = records.database.engine.pool
-    assert (len(pool._resource_pool._idle), len(pool._resource_pool.all())) == (1, 1)
+    assert (len(pool._idle), len(pool.all())) == (1, 1)
 
 
 def test_threads_share_the_statements_and_no_connection(server_records: SqlRecordStore) -> None:

@@ -17,7 +17,7 @@ from celery_leases.errors import StoreUnavailable
 from celery_leases.settings import POOL_SIZE
 from celery_leases.stores.interfaces import LeaseStoreSettings
 from celery_leases.stores.registry import open_lease_store
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.records import SqlRecordStore
 from tests.support.servers import MariaServer, PostgresServer, RedisServer
 

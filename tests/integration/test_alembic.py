@@ -27,9 +27,10 @@ from sqlalchemy import Column, Integer, MetaData, Table, create_engine, inspect,
 from celery_leases import alembic as leases
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.record import State
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
+from celery_leases.stores.sql.dialects import dialect_of
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.stores.sql.schema import NEWEST, Tables, indexes_of
+from celery_leases.stores.sql.schema import NEWEST, Tables
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import closed, won
 from tests.contract.sql_stores import database_url, server_url
@@ -174,7 +175,9 @@ def test_plain_alembic_makes_and_drops_the_tables(database_url: str, tmp_path: P
             found = {column["name"] for column in inspect(connection).get_columns(table.name)}
             assert found == set(table.c.keys())
             indexes = {index["name"] for index in inspect(connection).get_indexes(table.name)}
-            assert indexes == {str(index.name) for index in indexes_of(table, engine.dialect)}
+            assert indexes == {
+                str(index.name) for index in dialect_of(engine.dialect).indexes_of(table)
+            }
     engine.dispose()
 
 

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import text
 
 from celery_leases.record import Ended, State
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.claim_requests import make_claim_request

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, create_engine, inspect, text
 
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.schema import Tables
 from tests.support.commands import run_command
 from tests.support.plugin import WorkerFactory

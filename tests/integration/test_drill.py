@@ -18,7 +18,7 @@ import redis
 from sqlalchemy import text
 
 from celery_leases.record import State
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.testing.contracts.record_case import won

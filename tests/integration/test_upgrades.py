@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.records import SqlRecordStore
 from tests.contract.test_migrations import migrated
 from tests.integration.conftest import DeploymentFactory

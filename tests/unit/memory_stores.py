@@ -20,7 +20,7 @@ from celery_leases.errors import StoreUnavailable
 from celery_leases.events import Event
 from celery_leases.record import Record
 from celery_leases.stores.availability import NEVER
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.record_columns import column_values
 from celery_leases.stores.sql.records import SqlRecordStore

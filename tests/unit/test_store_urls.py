@@ -12,8 +12,9 @@ from celery_leases import LeaseClient
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.settings import read_settings
 from celery_leases.stores.redis.url import without_password
-from celery_leases.stores.sql import database
-from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql import connections
+from celery_leases.stores.sql.connections import engine_for
+from celery_leases.stores.sql.dialects import Dialect
 from celery_leases.stores.sql.joining import _wrong_database
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.urls import display_url
@@ -108,7 +109,7 @@ def test_the_servers_of_a_list_are_shown() -> None:
     ],
 )
 def test_a_url_without_a_driver_takes_one_that_is_installed(monkeypatch, url, installed, driver):
-    monkeypatch.setattr(database, "_is_installed", lambda name: name in installed)
+    monkeypatch.setattr(Dialect, "has_driver", lambda name: name in installed)
     engine = engine_for(url)
     assert engine.url.drivername == driver
     assert engine.url.host == make_url(url).host
@@ -129,8 +130,8 @@ def test_a_url_without_any_driver_installed_names_the_extra(monkeypatch, url, wr
     def missing(*_: Any, **__: Any) -> Any:
         raise ModuleNotFoundError("No module named 'driver'")
 
-    monkeypatch.setattr(database, "_is_installed", lambda _: False)
-    monkeypatch.setattr(database, "create_engine", missing)
+    monkeypatch.setattr(Dialect, "has_driver", lambda _: False)
+    monkeypatch.setattr(connections, "create_engine", missing)
     with pytest.raises(LeaseConfigurationError, match=re.escape(write)):
         engine_for(url)
 

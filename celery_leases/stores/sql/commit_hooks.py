@@ -68,9 +68,7 @@ def _before_commit(connection: Connection) -> None:
         return
     for store, record, since in guarded.records.values():
         if boot_clock() - since > deadlines.renewal_due(0.0, record.lease_ttl):
-            values = rows.guard_parameters(record)
-            if store.database.host_clock:
-                values |= {"now": store.database.host_now()}
+            values = store.database.timed(rows.guard_parameters(record))
             execute_in(connection, store.guard, values)
 
 

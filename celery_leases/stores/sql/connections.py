@@ -1,85 +1,141 @@
-"""Connection pools with a limit for each process."""
+"""The engine of a records database: its URL, its driver, and a limited number of connections."""
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.pool import Pool, StaticPool
+from sqlalchemy import URL, Engine, create_engine, event, make_url
+from sqlalchemy.engine import ExceptionContext
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.pool import Pool
 from sqlalchemy.pool.base import _ConnectionRecord
 
-from celery_leases.concurrency.resource_pool import PoolExhausted, ResourcePool
+from celery_leases.concurrency.resource_pool import ResourcePool
+from celery_leases.deadlines import LONGEST_CONNECTION_TIMEOUT
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.stores.sql.dialects import DIALECTS, Dialect, Fault, dialect_of
+from celery_leases.stores.urls import display_database_url, display_url
 
+POOL_SIZE: Final = 10
 logger: Final = logging.getLogger("sqlalchemy.pool")
 """The logger of SQLAlchemy's pools. The pools here log nothing at DEBUG, because a real thread must
 not log under eventlet.
 """
+_TO_WRITE: Final = 'write "postgresql+psycopg://host/database", "mysql+pymysql://host/database" or "sqlite:///file.db"'
 
 
-class ConnectionLender(Protocol):
-    """A pool that also lends connections without SQLAlchemy's wrapper."""
+def engine_for(
+    url: str,
+    size: int = POOL_SIZE,
+    longest_wait: float = LONGEST_CONNECTION_TIMEOUT,
+) -> Engine:
+    """An engine for *url* in autocommit mode, with at most *size* connections.
 
-    def acquire(self) -> _ConnectionRecord:
-        """Take a connection out of the pool until :meth:`take_back`. Its ``get_connection()`` opens
-        it if necessary.
-        """
-        ...
+    If all connections are in use, a statement waits at most *longest_wait* seconds for one. A
+    statement fails after 15 s without an answer. Raises :class:`LeaseConfigurationError` for an
+    unsupported database or a missing driver.
+    """
+    parsed, kind = _parsed(url)
+    shown = f"leases_database_url={display_database_url(parsed)!r}"
+    try:
+        options = kind.engine_options(parsed)
+    except ValueError as error:
+        raise LeaseConfigurationError(f"{shown}: {error}") from None
+    if "poolclass" not in options:
+        options |= {"poolclass": BoundedPool, "pool_size": size, "pool_timeout": longest_wait}
+    try:
+        engine = create_engine(
+            parsed,
+            isolation_level="AUTOCOMMIT",
+            pool_reset_on_return=None,
+            # Some statements read rows of two tables without a join, about which SQLAlchemy would
+            # warn.
+            enable_from_linting=False,
+            **options,
+        )
+    except (
+        ModuleNotFoundError,
+        SQLAlchemyError,
+        TypeError,
+    ) as error:  # TypeError: SQLAlchemy is too old for an option
+        backend = parsed.get_backend_name()
+        write = f"pip install 'celery-leases[{kind.NAMES[0]}]'"
+        if parsed.get_driver_name() != kind.DRIVERS[0]:  # the extra does not bring that driver
+            write = f"write {backend}+{kind.DRIVERS[0]}://… and {write}, or install the driver that the URL names"
+        raise LeaseConfigurationError(f"{shown} has no driver here ({error}); {write}") from None
+    dialect = dialect_of(engine.dialect)
 
-    def release(self, record: _ConnectionRecord) -> None:
-        """Return the connection to the pool."""
-        ...
+    def invalidate(context: ExceptionContext) -> None:
+        """Replace the connection of a statement that SQLAlchemy has executed."""
+        if dialect.fault(context.original_exception) in (Fault.STALE, Fault.READ_ONLY):
+            context.is_disconnect = True
 
-    def invalidate_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
-        """Close a dead connection. Connections of the same age are replaced at their next use."""
-        ...
+    event.listen(engine, "handle_error", invalidate)
+    dialect.listen(engine)
+    return engine
 
 
-class BoundedPool(Pool):
+def _parsed(url: str) -> tuple[URL, type[Dialect]]:
+    """The URL of a supported database. If *url* names no driver, it gets an installed one."""
+    try:
+        parsed = make_url(url)
+    except (SQLAlchemyError, ValueError, TypeError) as error:
+        raise LeaseConfigurationError(
+            f"leases_database_url={display_url(url)!r} is not a database URL ({type(error).__name__}); {_TO_WRITE}"
+        ) from None
+    backend, _, driver = parsed.drivername.partition("+")
+    backend = "postgresql" if backend == "postgres" else backend
+    kind = DIALECTS.get(backend)
+    if kind is None:
+        raise LeaseConfigurationError(
+            f"leases_database_url={display_url(url)!r}: records can be stored in {' or '.join(DIALECTS)}; {_TO_WRITE}"
+        )
+    if not kind.DRIVERS:
+        return parsed, kind
+    if driver and driver not in kind.DRIVERS:
+        raise LeaseConfigurationError(
+            f"leases_database_url={display_url(url)!r}: the driver must be {' or '.join(kind.DRIVERS)}; {_TO_WRITE}"
+        )
+    found = driver or next(filter(kind.has_driver, kind.DRIVERS), kind.DRIVERS[0])
+    return parsed.set(drivername=f"{backend}+{found}"), kind
+
+
+class BoundedPool(Pool, ResourcePool[_ConnectionRecord]):
     """At most *pool_size* connections, which stay open while idle.
 
-    If all are in use, callers wait in their order of arrival, for *timeout* seconds or as long as
-    :data:`celery_leases.concurrency.resource_pool.max_wait` says. Then
-    :class:`sqlalchemy.exc.TimeoutError` is raised.
+    Connections are also lent without SQLAlchemy's wrapper: ``acquire()`` takes one out of the pool
+    until ``release()``; its ``get_connection()`` opens it if necessary.
     """
 
     def __init__(
-        self, creator: Any, pool_size: int = 10, timeout: float = 10.0, **given: Any
+        self, creator: Any, pool_size: int = POOL_SIZE, timeout: float = 10.0, **given: Any
     ) -> None:
-        super().__init__(creator, **given)
+        Pool.__init__(self, creator, **given)
+        ResourcePool.__init__(self, pool_size, self._new_record, timeout)
         self.logger = logger
-        self._resource_pool = ResourcePool(pool_size, self._new_record, timeout)
         self._is_disposed = False
 
-    def acquire(self) -> _ConnectionRecord:
-        """See :class:`Lending`."""
-        try:
-            return self._resource_pool.acquire()
-        except PoolExhausted as error:
-            raise PoolTimeout(
-                f"connections of this process: {error}; see leases_pool_size"
-            ) from None
-
-    def release(self, record: _ConnectionRecord) -> None:
-        """See :class:`Lending`."""
-        if self._is_disposed:
-            record.close()
-        self._resource_pool.release(record)
-
     def invalidate_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
-        """See :class:`Lending`."""
+        """Close a dead connection. Connections of the same age are replaced at their next use."""
         if self._invalidate_time < record.starttime:
             self._invalidate_time = time.time()
         record.invalidate(error)
+
+    def release(self, resource: _ConnectionRecord) -> None:
+        """Return a connection to the pool."""
+        if self._is_disposed:
+            resource.close()
+        super().release(resource)
 
     def recreate(self) -> BoundedPool:
         """An empty pool of the same kind."""
         self.logger.info("Pool recreating")
         return type(self)(
             self._creator,
-            pool_size=self._resource_pool.size,
-            timeout=self._resource_pool.longest,
+            pool_size=self.size,
+            timeout=self.longest,
             recycle=self._recycle,
             reset_on_return=self._reset_on_return,
             pre_ping=self._pre_ping,
@@ -92,12 +148,12 @@ class BoundedPool(Pool):
     def dispose(self) -> None:
         """Close all connections. A connection in use is closed when it is returned."""
         self._is_disposed = True
-        for record in self._resource_pool.drain():
+        for record in self.drain():
             record.close()
 
     def status(self) -> str:
         """How many connections there are."""
-        return f"{len(self._resource_pool.all())} of at most {self._resource_pool.size}"
+        return f"{len(self.all())} of at most {self.size}"
 
     def _new_record(self) -> _ConnectionRecord:
         return _ConnectionRecord(self, connect=False)
@@ -107,25 +163,3 @@ class BoundedPool(Pool):
 
     def _do_return_conn(self, record: Any) -> None:
         self.release(record)
-
-
-class SingleConnectionPool(StaticPool):
-    """One connection for all threads, for an in-memory database, which exists in one connection
-    only.
-    """
-
-    def __init__(self, creator: Any, **given: Any) -> None:
-        super().__init__(creator, **given)
-        self.logger = logger
-
-    def acquire(self) -> _ConnectionRecord:
-        """See :class:`Lending`."""
-        record: _ConnectionRecord = self._do_get()  # type: ignore[assignment]
-        return record
-
-    def release(self, record: _ConnectionRecord) -> None:
-        """See :class:`Lending`."""
-
-    def invalidate_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
-        """See :class:`Lending`."""
-        record.invalidate(error)

@@ -16,11 +16,10 @@ from celery_leases.groups.group import Gate
 from celery_leases.groups.history import RETENTION
 from celery_leases.groups.values import gate_from, gate_name, reason_json
 from celery_leases.stores.group_closing import GateClosing
-from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.database import Database
+from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.upserts import Writes, insert_absent, upsert
-from celery_leases.stores.sql.values import MICROSECONDS, microseconds
+from celery_leases.stores.sql.values import MICROSECONDS, Row, microseconds
 
 PAST: Final = "celery_leases.closings"
 """The value of the column ``name`` in such a row. The column ``scope`` has the name of the gate."""
@@ -99,7 +98,7 @@ class SqlGates(GateClosing):
         written = {"result": after, "sent_at": now, "expires_at": now + microseconds(RETENTION)}
         if before is None:
             fresh = {**key, **written, "state": PAST_STATE, "fence": 0, "idempotency_key": ""}
-            made = insert_absent(effects, self.database.engine.dialect, [*key], fresh)
+            made = self.database.dialect.insert_absent(effects, [*key], fresh)
             return self.database.touch(made, {})
         same = and_(*self._past, effects.c.scope == key["scope"], effects.c.result == before)
         return self.database.count(update(effects).where(same).values(written), {}) == 1
@@ -123,8 +122,9 @@ class SqlGates(GateClosing):
     def _first_closing(self, after: Gate, remembered: float) -> Writes:
         """Write the row of a gate that was open: insert it, or replace an expired one."""
         values = self._values(after, remembered) | {"probe": "", "probe_until": 0}
-        dialect, name = self.database.engine.dialect, gate_name(after.group)
-        return upsert(self._gates, dialect, {"name": name}, values, where=not_(self._remembered))
+        name = {"name": gate_name(after.group)}
+        dialect = self.database.dialect
+        return dialect.upsert(self._gates, name, values, where=not_(self._remembered))
 
     def _closing(self, before: Gate, after: Gate, remembered: float, token: str) -> Update:
         """Close the gate if it is unchanged since *before*, and is not closed for longer."""

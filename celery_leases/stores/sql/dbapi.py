@@ -1,74 +1,17 @@
-"""What DB-API drivers do differently: the state of a transaction, the database's name, the type
+"""What DB-API drivers do differently: whether a transaction is open, the database's name, the type
 of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
-from secrets import token_hex
-from typing import Any, Final
+from typing import Any
 
-from sqlalchemy import BigInteger, CursorResult, Dialect, bindparam, func, select
+from sqlalchemy import CursorResult, Dialect
 
-from celery_leases.errors import StoreUnavailable
-from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.dialects import mysql
-
-IN_PROGRESS: Final = "in progress"
-
-
-class TransactionMark:
-    """Identifies a transaction of a DB-API connection, so that it is not confused with a later one.
-
-    On PostgreSQL the mark is the transaction id, on SQLite a savepoint. MySQL has none.
-    """
-
-    def __init__(self, driver: Any, database: Database) -> None:
-        self._driver = driver
-        self._database = database
-        self._number: int | None = None
-        self._savepoint: str | None = None
-
-    def set(self) -> None:
-        """Mark the current transaction of the connection, unless it is marked."""
-        kind = self._database.engine.dialect.name
-        if kind == "postgresql" and self._number is None:
-            with closing(self._driver.cursor()) as cursor:
-                cursor.execute("SELECT txid_current() AS number")
-                with suppress(Exception):  # a row factory of the user's may hide the column
-                    self._number = int(first_row(cursor)["number"])
-        elif kind == "sqlite" and self._savepoint is None and self._driver.in_transaction:
-            savepoint = f"celery_leases_{token_hex(8)}"
-            self._driver.execute(f"SAVEPOINT {savepoint}")
-            self._savepoint = savepoint
-
-    def is_over(self) -> bool:
-        """Whether the transaction has certainly ended; asks on another connection."""
-        with suppress(StoreUnavailable):
-            if self._number is not None:
-                return self._status() != IN_PROGRESS
-            if self._savepoint is not None:
-                return self._database.has_no_writer()
-        return False
-
-    def is_surely_open(self) -> bool:
-        """Whether the transaction is certainly open. Releases the savepoint, so call it only once,
-        right before a rollback.
-        """
-        with suppress(Exception):
-            if self._number is not None:
-                return self._status() == IN_PROGRESS
-            if self._savepoint is not None:
-                self._driver.execute(f"RELEASE {self._savepoint}")
-                return True
-        return False
-
-    def _status(self) -> str | None:
-        asked = select(func.txid_status(bindparam("number", type_=BigInteger)).label("status"))
-        row = self._database.first(asked, {"number": self._number})
-        return row["status"] if row is not None else None
 
 
 def database_of(driver: Any) -> str | None:

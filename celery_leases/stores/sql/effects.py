@@ -31,15 +31,12 @@ from celery_leases.effect import (
 from celery_leases.errors import RecordUnreadable, ValueRefused
 from celery_leases.record import Record
 from celery_leases.results import decode
-from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.database import Database
-from celery_leases.stores.sql.dialects import mysql
-from celery_leases.stores.sql.dialects.names import in_text, now_in_text
+from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.record_statements import is_running
 from celery_leases.stores.sql.rows import attempt_parameters
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.upserts import Writes
-from celery_leases.stores.sql.values import microseconds
+from celery_leases.stores.sql.values import Row, microseconds
 
 logger = logging.getLogger("celery_leases")
 
@@ -236,18 +233,17 @@ class SqlEffectStore:
         return self.read(values["stored_key"], values["name"], values["scope"])
 
     def _beginning(self) -> TextualSelect | Writes:
-        dialect = self.database.engine.dialect
-        on_mysql = mysql.is_mysql(dialect)
-        effects = in_text(self.effects, dialect)
+        dialect = self.database.dialect
+        effects = dialect.in_text(self.effects)
         words = {
             "effects": f"{effects} AS e",
-            "records": in_text(self.records, dialect),
-            "now": now_in_text(dialect),
-            "lock": "" if self.database.host_clock else "FOR UPDATE",
-            "big": "SIGNED" if on_mysql else "BIGINT",
+            "records": dialect.in_text(self.records),
+            "now": dialect.NOW,
+            "lock": dialect.ROW_LOCK,
+            "big": dialect.BIG_INTEGER,
         }
         words["held"] = _HELD.format(**words)
-        if on_mysql:
+        if not dialect.writes_return:
             return text(_INSERT.format(**words | {"effects": effects})), text(
                 _TAKE_OVER.format(**words)
             )

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from celery_leases.errors import WrongDatabase
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.dbapi import database_of, reports_transaction
-from celery_leases.stores.sql.dialects import mysql
+from celery_leases.stores.sql.dialects import DIALECTS, mysql
 from celery_leases.stores.urls import display_database_url
 
 AUTOCOMMIT: Final = "AUTOCOMMIT"
@@ -44,11 +44,7 @@ def refuse_unjoinable(key: str, given: Any, database: Database) -> None:
         )
     _check_database(key, given, database)
     driver = driver_of(given)
-    if (
-        mysql.is_mysql(database.engine.dialect)
-        and driver is given
-        and not mysql.reports_status(driver)
-    ):
+    if driver is given and database.dialect.hides_transactions(driver):
         raise WrongDatabase(
             f"{key}: {type(driver).__module__} does not show whether its transaction is open; give a Session or a "
             "Connection of SQLAlchemy, or Django's connection"
@@ -163,9 +159,9 @@ def _autocommits(given: Any, driver: Any) -> bool:
     return by_itself and not reports_transaction(driver)
 
 
-def _product(engine: Engine) -> str:
+def _product(engine: Engine) -> object:
     """The database product of an engine; MySQL and MariaDB count as one."""
-    return mysql.FAMILY[0] if mysql.is_mysql(engine.dialect) else engine.dialect.name
+    return DIALECTS.get(engine.dialect.name)
 
 
 def _database_in_url(url: URL) -> str | None:

@@ -27,9 +27,8 @@ from celery_leases.groups.group import admits
 from celery_leases.options import DATABASE
 from celery_leases.record import ClaimRequest, Ended, Refused, State, Won
 from celery_leases.stores.sql.cooldown_groups import SqlGates, later_of
-from celery_leases.stores.sql.dialects import mysql
+from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.stores.sql.upserts import Writes, is_one_of, upsert
 from celery_leases.stores.sql.values import microseconds
 
 
@@ -88,7 +87,7 @@ class DatabaseLeaseStore(SqlGates):
                 by_ttl[renewal.ttl].append(renewal)
         for ttl, group in by_ttl.items():
             renewed |= self._renewed(ttl, group)
-        if not (locked and self.database.host_clock):
+        if not locked or self.database.dialect.has_server:
             self._renew_slots(renewals)
         return [
             RenewalResult.OURS
@@ -183,7 +182,7 @@ class DatabaseLeaseStore(SqlGates):
         """The keys whose row is locked by a transaction. On SQLite a writer locks all rows."""
         if not keys:
             return set()
-        if self.database.host_clock:
+        if not self.database.dialect.has_server:
             return set() if self.database.has_no_writer() else set(keys)
         return set(keys) - {
             row["stored_key"] for row in self.database.all(self._select_unlocked, {"keys": keys})
@@ -196,7 +195,7 @@ class DatabaseLeaseStore(SqlGates):
             [renewal.token for renewal in group],
         )
         values = {"span": microseconds(ttl), "keys": keys, "tokens": tokens}
-        if not mysql.is_mysql(self.database.engine.dialect):
+        if self.database.dialect.writes_return:
             return {
                 (row["stored_key"], row["owner"])
                 for row in self.database.all(self._renewal, values)
@@ -210,17 +209,17 @@ class DatabaseLeaseStore(SqlGates):
     def _renew_statement(self) -> Update:
         records = self.records.tables.records
         until: ColumnElement[int] = self.database.now + bindparam("span", type_=BigInteger)
-        dialect = self.database.engine.dialect
+        dialect = self.database.dialect
         renewed = (
             records.update()
             .values(lease_until=later_of(records.c.lease_until, until))
             .where(
-                is_one_of(records.c.stored_key, "keys", dialect),
-                is_one_of(records.c.owner, "tokens", dialect),
+                dialect.is_one_of(records.c.stored_key, "keys"),
+                dialect.is_one_of(records.c.owner, "tokens"),
                 records.c.state == State.RUNNING,
             )
         )
-        if mysql.is_mysql(dialect):
+        if not dialect.writes_return:
             return renewed
         return renewed.returning(records.c.stored_key, records.c.owner)
 
@@ -255,4 +254,4 @@ class DatabaseLeaseStore(SqlGates):
         free = or_(
             marks.c.expires_at <= now, marks.c.value == bindparam("expected"), marks.c.value == new
         )
-        return upsert(marks, self.database.engine.dialect, key, values, where=free)
+        return self.database.dialect.upsert(marks, key, values, where=free)

@@ -31,10 +31,9 @@ from sqlalchemy import BigInteger, and_, bindparam, delete, func, or_, select, u
 from celery_leases.metrics_totals import MICROSECONDS, Tally, Total, Written, summed
 from celery_leases.record import Ended, State
 from celery_leases.stores.sql import rows
-from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.upserts import insert_absent, upsert
+from celery_leases.stores.sql.values import Row
 
 NAME: Final = "celery_leases.metrics"
 """The value of the column ``name`` in these rows."""
@@ -100,7 +99,7 @@ class SqlMetrics:
         fresh = {**written, "fence": 0, "idempotency_key": "", "sent_at": now}
         # A closed row may be written again, because the reply to the last write may be lost.
         own = table.c.state != FOLDING
-        self._insert_or_update = upsert(table, database.engine.dialect, key, fresh, where=own)
+        self._insert_or_update = database.dialect.upsert(table, key, fresh, where=own)
         self._update = update(table).where(mine, own).values(written)
         self._mark_folding = (
             update(table)
@@ -225,7 +224,7 @@ class SqlMetrics:
             values = {"state": CLOSED, "fence": 1, "idempotency_key": "", "sent_at": now}
             made = key | values | {"result": after, "done_at": now}
             return self.database.touch(
-                insert_absent(table, self.database.engine.dialect, list(key), made), {}
+                self.database.dialect.insert_absent(table, list(key), made), {}
             )
         same = and_(self._is_count, table.c.scope == TOTAL, table.c.fence == version)
         changed = update(table).where(same).values(fence=version + 1, result=after, done_at=now)

@@ -5,8 +5,7 @@ run. See :mod:`celery_leases.stores.sql.versions`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +13,7 @@ from sqlalchemy import Connection, Engine, select, update
 from sqlalchemy.exc import DBAPIError
 
 from celery_leases.errors import StoreUnavailable
-from celery_leases.stores.sql.dialects import mysql, postgresql
+from celery_leases.stores.sql.dialects import Fault, dialect_of
 from celery_leases.stores.sql.schema import RELEASE, Tables
 from celery_leases.stores.sql.versions import STEPS, Step
 from celery_leases.stores.urls import display_database_url
@@ -52,15 +51,15 @@ def _apply(connection: Connection, tables: Tables, version: int, step: Step) -> 
     """Run *step* and write *version*, unless another process has done so. Retries while another
     transaction holds a lock that the step needs.
     """
-    until = time.monotonic() + RETRY_TIME
+    until, dialect = time.monotonic() + RETRY_TIME, dialect_of(connection.dialect)
     while True:
         try:
-            with _alone(connection) as alone:
+            with dialect.migrating(connection) as alone:
                 if alone:
                     return _apply_once(connection, tables, version, step)
             reason = "another migration is running"
         except DBAPIError as error:
-            if not _is_locked(error):
+            if dialect.fault(error) not in (Fault.LOCKED, Fault.DEADLOCK):
                 raise
             reason = f"other transactions have locked the tables ({error.orig})"
         if time.monotonic() > until:
@@ -78,35 +77,3 @@ def _apply_once(connection: Connection, tables: Tables, version: int, step: Step
     if found < version:
         step(connection, tables)
         connection.execute(update(noted).values(version=version, made_by=RELEASE))
-
-
-@contextmanager
-def _alone(connection: Connection) -> Iterator[bool]:
-    """A transaction that waits at most about a second for each lock. On MySQL, whose statements
-    each commit, it is a lock instead; ``False`` if another migration has it.
-    """
-    if mysql.is_mysql(connection.dialect):
-        with mysql.migration_lock(connection) as locked:
-            yield locked
-        return
-    if connection.dialect.name == "postgresql":
-        connection.exec_driver_sql("BEGIN")
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {postgresql.LOCK_TIMEOUT_OF_STEPS}")
-    else:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-    try:
-        yield True
-        connection.exec_driver_sql("COMMIT")
-    except BaseException:
-        with suppress(Exception):  # the transaction ends with its connection
-            connection.exec_driver_sql("ROLLBACK")
-        raise
-
-
-def _is_locked(error: DBAPIError) -> bool:
-    """Whether the error is a lock timeout or a deadlock."""
-    return (
-        postgresql.state_of(error) in (postgresql.LOCK_NOT_AVAILABLE, postgresql.DEADLOCK)
-        or mysql.code_of(error) in mysql.NOT_EXECUTED
-        or "database is locked" in str(error.orig)
-    )

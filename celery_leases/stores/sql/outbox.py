@@ -14,10 +14,9 @@ from celery_leases.decide.after_run import CALL_ENDING_CAUSES
 from celery_leases.keys import CallKey
 from celery_leases.record import CALLER_HAS_FAILURE, Ended, Record, State
 from celery_leases.stores.sql import rows
-from celery_leases.stores.sql.dialects import mysql
+from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.record_columns import column_values
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.stores.sql.upserts import Writes, insert_absent
 from celery_leases.stores.sql.values import microseconds
 
 PUBLISH_GRACE: Final = 5.0
@@ -58,7 +57,7 @@ class Outbox:
         new |= dict.fromkeys(("fence", "created_at", "started_at"), now) | {
             "publish_at": now + _PUBLISH_GRACE_US
         }
-        return insert_absent(self._table, self.database.engine.dialect, ("stored_key",), new)
+        return self.database.dialect.insert_absent(self._table, ("stored_key",), new)
 
     def replace_writes(
         self,
@@ -269,7 +268,7 @@ class Outbox:
         )
 
     def _take(self, stored_key: str, *, due: bool) -> Record | None:
-        if mysql.is_mysql(self.database.engine.dialect):
+        if not self.database.dialect.writes_return:
             return self._take_as_read(stored_key, due=due)
         row = self.database.first(self._taking(stored_key, due=due), {})
         return rows.to_record(row, lenient=True) if row is not None else None

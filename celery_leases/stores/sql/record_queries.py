@@ -10,13 +10,12 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Dialect, Select, Table, and_, case, func, not_, or_, select
+from sqlalchemy import ColumnElement, Select, Table, and_, case, func, not_, or_, select
 
 from celery_leases.record import State
 from celery_leases.record_filters import Order, Position, RecordFilter
-from celery_leases.stores.sql.dialects.names import position
+from celery_leases.stores.sql.dialects import Dialect
 from celery_leases.stores.sql.record_statements import RecordStatements
-from celery_leases.stores.sql.upserts import in_subquery
 
 FAILING: Final = (State.PENDING, State.COOLING, State.FAILED, State.UNCERTAIN)
 
@@ -83,6 +82,11 @@ def conditions(table: Table, wanted: RecordFilter) -> list[ColumnElement[bool]]:
     return found
 
 
+def in_subquery(limited: Select[Any]) -> Select[Any]:
+    """*limited* in a subquery: MySQL allows LIMIT on the table that is changed only in one."""
+    return select(limited.subquery())
+
+
 def moved(table: Table) -> ColumnElement[int]:
     """The time at which a row entered its state."""
     running = table.c.state == State.RUNNING
@@ -111,14 +115,14 @@ def failures(table: Table, dialect: Dialect) -> Select[Any]:
     next. A quote inside of a text is escaped, so none of the searched texts is inside of one.
     """
     error = table.c.error
-    start = position(error, '"rule":', dialect)
-    no_rule = position(error, '"reason":', dialect)
+    start = dialect.position(error, '"rule":')
+    no_rule = dialect.position(error, '"reason":')
     tail: ColumnElement[str] = case(
         (start > 0, func.substr(error, start)),
         (no_rule > 0, func.substr(error, no_rule)),
         else_="",
     )
-    end = position(tail, ',"group":', dialect)
+    end = dialect.position(tail, ',"group":')
     part = case((end > 0, func.substr(tail, 1, end - 1)), else_=tail).label("part")
     failed = select(part).where(error.is_not(None), table.c.state.in_(FAILING)).subquery()
     return select(failed.c.part, func.count().label("count")).group_by(failed.c.part)

@@ -23,19 +23,16 @@ from sqlalchemy import (
     cast,
     exists,
     func,
-    insert,
     literal_column,
     null,
     select,
     update,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 
 from celery_leases.record import Outcome, Record, State
 from celery_leases.stores.claim_procedure import COMPARED
 from celery_leases.stores.sql import record_columns
 from celery_leases.stores.sql.database import Database
-from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.record_columns import (
     DOCUMENT,
     INSERTED,
@@ -53,10 +50,10 @@ class RecordStatements:
         self.table: Table = tables.records
         self._now = database.now
         self._gates = tables.gates
-        self._on_mysql = mysql.is_mysql(database.engine.dialect)
+        self._dialect = database.dialect
         make = (
             self._insert_or_read_statement
-            if database.engine.dialect.name == "postgresql"
+            if self._dialect.reads_or_inserts
             else self._read_statement
         )
         #: Selects whole rows, and the time of the statement as ``now``.
@@ -81,15 +78,10 @@ class RecordStatements:
 
     @cached_property
     def insert(self) -> Executable:
-        """Insert a new row, where the first step of a claim only reads. On MySQL the time of the
-        insert is returned as ``LAST_INSERT_ID``.
+        """Insert a new row, where the first step of a claim only reads. Its fence is the time of
+        the insert.
         """
-        if self._on_mysql:
-            return insert(self.table).values(
-                {**self._new_row(self._now), "fence": func.last_insert_id(self._now)}
-            )
-        made = sqlite.insert(self.table).values(self._new_row(self._now))
-        return made.on_conflict_do_nothing().returning(self.table.c.fence)
+        return self._dialect.insert_now(self.table, self._new_row(self._now), "fence")
 
     def settlement(
         self, record: Record, outcome: Outcome, tag: str | None
@@ -162,7 +154,7 @@ class RecordStatements:
         absent = [~exists(select(seen.c.document))] + [~exists(select(gate.c.document))] * gated
         moment = select(self._now.label("now")).subquery("moment")
         fresh = self._new_row(moment.c.now)
-        made = postgresql.insert(self.table).from_select(
+        made = self._dialect.insert(self.table).from_select(
             list(fresh),
             select(*(value.label(name) for name, value in fresh.items())).where(*absent),
         )

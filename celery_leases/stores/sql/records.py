@@ -45,14 +45,12 @@ from celery_leases.record_filters import Order, Position, RecordFilter
 from celery_leases.stores.availability import Availability
 from celery_leases.stores.claim_procedure import COMPARED, Claiming, InsertOrReadResult
 from celery_leases.stores.sql import migrations, record_columns, record_queries, rows
-from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.cooldown_groups import gate_of
 from celery_leases.stores.sql.database import Database
-from celery_leases.stores.sql.dialects import mysql
+from celery_leases.stores.sql.record_queries import in_subquery
 from celery_leases.stores.sql.record_statements import RecordStatements, is_running
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.upserts import in_subquery, upsert
-from celery_leases.stores.sql.values import MICROSECONDS, microseconds
+from celery_leases.stores.sql.values import MICROSECONDS, Row, microseconds
 
 logger = logging.getLogger("celery_leases")
 
@@ -92,9 +90,6 @@ class SqlRecordStore(Claiming):
         self.tables = tables or Tables()
         #: Decides whether an expired row that is itself the lease may be taken over.
         self.availability = Availability(database=self.tables_location)
-        self._on_mysql = mysql.is_mysql(engine.dialect)
-        #: Whether the first step of a claim is one statement.
-        self._reads_and_inserts = engine.dialect.name == "postgresql"
         self.statements = RecordStatements(self.database, self.tables)
         #: Makes the tag of an outcome, which is stored in its row; see
         #: :class:`celery_leases.metrics_counting.Counting`.
@@ -109,8 +104,8 @@ class SqlRecordStore(Claiming):
         is_mark = [marks.c[name] == value for name, value in key.items()]
         values = {"value": "", "expires_at": until}
         self._select_purge_mark = select(marks.c.expires_at, now.label("now")).where(*is_mark)
-        self._take_purge_mark = upsert(
-            marks, engine.dialect, key, values, where=marks.c.expires_at <= now
+        self._take_purge_mark = self.database.dialect.upsert(
+            marks, key, values, where=marks.c.expires_at <= now
         )
         self._set_purge_mark = update(marks).where(*is_mark).values(expires_at=until)
         others = (self.tables.effects, marks, self.tables.gates)
@@ -174,9 +169,7 @@ class SqlRecordStore(Claiming):
         if row is None:
             values = {"value": secrets.token_hex(4), "expires_at": ALWAYS}
             never = marks.c.expires_at < 0
-            self.database.touch(
-                upsert(marks, self.database.engine.dialect, key, values, where=never), {}
-            )
+            self.database.touch(self.database.dialect.upsert(marks, key, values, where=never), {})
             row = self.database.first(found, {})
         return str(row["value"]) if row is not None else ""
 
@@ -198,7 +191,7 @@ class SqlRecordStore(Claiming):
             assert found is not None  # the statement always returns one row
             now = int(found["now"])
             row: Mapping[Any, Any] | None
-            if self._reads_and_inserts:
+            if self.database.dialect.reads_or_inserts:
                 row, gate = (
                     _from_json(found["record"]),
                     _from_json(found["gate"]) if group is not None else None,
@@ -207,9 +200,9 @@ class SqlRecordStore(Claiming):
             else:
                 row = found if found["stored_key"] is not None else None
                 gate = self._gate_in(found) if group is not None else None
-                moment = (
-                    self._inserted(statements, values) if row is None and gate is None else None
-                )
+                moment = None
+                if row is None and gate is None:
+                    moment = self.database.inserted_at(statements.insert, values)
                 inserted, now = moment is not None, moment or now
         return InsertOrReadResult(
             now,
@@ -236,13 +229,6 @@ class SqlRecordStore(Claiming):
         :class:`~celery_leases.stores.claim_procedure.Claiming`.
         """
         self.database.first(self._lock, {"for_key": row.stored_key})
-
-    def _inserted(self, statements: RecordStatements, values: Mapping[str, Any]) -> int | None:
-        """Insert a row; returns the time of the insert, or ``None`` if the key has a row now."""
-        if self._on_mysql:
-            return self.database.number(statements.insert, values)
-        row = self.database.first(statements.insert, values)
-        return row["fence"] if row is not None else None
 
     def _gate_in(self, found: Mapping[Any, Any]) -> Mapping[Any, Any] | None:
         gate = {column.name: found[f"gate_{column.name}"] for column in self.tables.gates.c}
@@ -356,7 +342,7 @@ class SqlRecordStore(Claiming):
 
     def failures(self) -> Counter[tuple[str, str]]:
         """How many rows that are not done failed last by each rule, with the reason of the rule."""
-        query = record_queries.failures(self.tables.records, self.database.engine.dialect)
+        query = record_queries.failures(self.tables.records, self.database.dialect)
         counts: Counter[tuple[str, str]] = Counter()
         for row in self.database.all(query, {}):
             with suppress(ValueError, TypeError, RecursionError):
@@ -584,7 +570,7 @@ class SqlRecordStore(Claiming):
         over = and_(records.c.expires_at <= self.database.now, records.c.state != State.RUNNING)
         # Both deletes repeat the condition, so the effects of a row that was claimed since stay.
         expired = select(records.c.stored_key).where(over).limit(limit)
-        if self.database.engine.dialect.name == "postgresql":
+        if self.database.dialect.joint_index:
             expired = expired.order_by(records.c.started_at)  # so that it uses the index
         found = self.database.all(expired, {})
         old = [row["stored_key"] for row in found]

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from celery_leases.record import Ended, Outcome, Record, State
 from celery_leases.stores.sql import record_columns
-from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.values import (
     SHORT_TEXT,
     ColumnReader,
+    Row,
     failure_in,
     microseconds,
     progress_in,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
+import sqlalchemy
 from sqlalchemy import (
     BigInteger,
     Column,
     Connection,
-    Dialect,
     Engine,
     Index,
     Integer,
@@ -22,20 +22,16 @@ from sqlalchemy import (
     inspect,
     select,
 )
-from sqlalchemy.dialects.mysql import LONGTEXT
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import (
-    CreateIndex,
-    CreateSchema,
-    CreateTable,
     DropTable,
     ExecutableDDLElement,
 )
-from sqlalchemy.sql.compiler import DDLCompiler
 
 from celery_leases.errors import LeaseConfigurationError, SchemaOutdated
-from celery_leases.stores.sql.dialects import mysql
+from celery_leases.stores.sql.dialects import dialect_of
+from celery_leases.stores.sql.dialects.dialect import JOINT
+from celery_leases.stores.sql.dialects.mysql import LONG, TABLE_OPTIONS
 from celery_leases.stores.sql.record_columns import DOCUMENT
 from celery_leases.stores.urls import display_database_url
 
@@ -46,11 +42,6 @@ NEWEST: Final = 1
 """The version of these tables; see :mod:`celery_leases.stores.sql.versions`."""
 RELEASE: Final = "0.1.0"
 RECORDS: Final = "celery_leases_records"
-
-ONLY_ON: Final = "celery_leases_only_on"
-"""The key in the ``info`` of an index under which the names of its dialects are."""
-
-LONG: Final = Text().with_variant(LONGTEXT(), *mysql.FAMILY)
 
 
 class Tables:
@@ -110,7 +101,7 @@ class Tables:
             Column("message", LONG),
             # The fields that only decisions read; see celery_leases.stores.sql.record_document.
             Column(DOCUMENT, LONG),
-            **mysql.TABLE_OPTIONS,
+            **TABLE_OPTIONS,
         )
         self.effects = Table(
             "celery_leases_effects",
@@ -128,7 +119,7 @@ class Tables:
             Column("done_at", BigInteger),
             # NULL for effects of a generation, which are deleted with their record.
             Column("expires_at", BigInteger),
-            **mysql.TABLE_OPTIONS,
+            **TABLE_OPTIONS,
         )
         self.marks = Table(
             "celery_leases_marks",
@@ -137,7 +128,7 @@ class Tables:
             Column("name", String(255), primary_key=True),
             Column("value", String(255), nullable=False),
             Column("expires_at", BigInteger, nullable=False),
-            **mysql.TABLE_OPTIONS,
+            **TABLE_OPTIONS,
         )
         self.gates = Table(
             "celery_leases_gates",
@@ -150,7 +141,7 @@ class Tables:
             Column("probe", String(64), nullable=False, server_default=""),
             Column("probe_until", BigInteger, nullable=False, server_default="0"),
             Column("expires_at", BigInteger, nullable=False),
-            **mysql.TABLE_OPTIONS,
+            **TABLE_OPTIONS,
         )
         self.version = Table(
             "celery_leases_version",
@@ -158,33 +149,23 @@ class Tables:
             Column("version", Integer, primary_key=True, autoincrement=False),
             # The release that created or last migrated the tables.
             Column("made_by", String(32)),
-            **mysql.TABLE_OPTIONS,
+            **TABLE_OPTIONS,
         )
         started_at, expires_at = self.records.c.started_at, self.records.c.expires_at
-        # PostgreSQL finds both the latest and the expired records by one index.
-        Index(None, started_at, expires_at, info={ONLY_ON: ("postgresql",)})
-        for column, servers in (
-            (expires_at, ("sqlite", *mysql.FAMILY)),
-            (self.records.c.publish_at, ("postgresql", "sqlite", *mysql.FAMILY)),
-        ):
+        Index(None, started_at, expires_at, info={JOINT: True})
+        for column, info in ((expires_at, {JOINT: False}), (self.records.c.publish_at, None)):
             given = column.is_not(None)
-            Index(
-                None,
-                column,
-                postgresql_where=given,
-                sqlite_where=given,
-                info={ONLY_ON: servers},
-            )
+            Index(None, column, postgresql_where=given, sqlite_where=given, info=info)
         Index(None, self.effects.c.expires_at)
         Index(None, self.marks.c.expires_at)
 
     def check(self, engine: Engine) -> None:
         """Raise :class:`SchemaOutdated` unless the tables have the version of this release.
 
-        On SQLite, missing tables are created.
+        Missing tables are created if there is no server.
         """
         found = self.existing_version(engine)
-        if found is None and engine.dialect.name == "sqlite":
+        if found is None and not dialect_of(engine.dialect).has_server:
             self.create(engine)
             found = NEWEST
         if found is None or found < NEWEST:
@@ -224,7 +205,7 @@ class Tables:
         """The SQL that creates the tables. It may be run again."""
         return ";\n\n".join(self.ddl_statements(engine.dialect)) + ";\n"
 
-    def ddl_statements(self, dialect: Dialect) -> list[str]:
+    def ddl_statements(self, dialect: sqlalchemy.Dialect) -> list[str]:
         """The statements of :meth:`ddl`."""
         statements = [
             str(statement.compile(dialect=dialect)).strip()
@@ -250,33 +231,26 @@ class Tables:
         first = [table for table in self.metadata.sorted_tables if table is not self.version]
         return [DropTable(table, if_exists=True) for table in (*first, self.version)]
 
-    def create_statements(self, dialect: Dialect) -> list[ExecutableDDLElement]:
+    def create_statements(self, dialect: sqlalchemy.Dialect) -> list[ExecutableDDLElement]:
         """The statements that create the schema, if it has a name, and the tables, unless they
         exist.
         """
-        schema, made = self.metadata.schema, list[ExecutableDDLElement]()
-        if schema is not None and dialect.name != "sqlite":
-            made.append(CreateSchema(schema, if_not_exists=True))
-        return made + [
-            statement
-            for table in self.metadata.sorted_tables
-            for statement in _create_table_statements(table, dialect)
-        ]
+        ours, schema = dialect_of(dialect), self.metadata.schema
+        made = ours.create_schema(schema) if schema is not None else []
+        for table in self.metadata.sorted_tables:
+            made += ours.create_table(table)
+        return made
 
     def _missing_statements(
         self, connection: Connection, table: Table
     ) -> list[ExecutableDDLElement]:
         """The statements that create a table if it is missing, otherwise its missing indexes."""
-        found = inspect(connection)
+        found, dialect = inspect(connection), dialect_of(connection.dialect)
         if not found.has_table(table.name, schema=table.schema):
-            return _create_table_statements(table, connection.dialect)
+            return dialect.create_table(table)
         there = {index["name"] for index in found.get_indexes(table.name, schema=table.schema)}
-        wanted = indexes_of(table, connection.dialect)
-        missing = [index for index in wanted if index.name not in there]
-        return [
-            CreateIndex(index, if_not_exists=not mysql.is_mysql(connection.dialect))
-            for index in missing
-        ]
+        missing = [index for index in dialect.indexes_of(table) if index.name not in there]
+        return [dialect.create_index(index) for index in missing]
 
     def _create(self, engine: Engine) -> None:
         with engine.connect() as connection:
@@ -294,38 +268,9 @@ class Tables:
         use the schema but not to create one.
         """
         schema = self.metadata.schema
-        if (
-            schema is None
-            or connection.dialect.name == "sqlite"
-            or inspect(connection).has_schema(schema)
-        ):
-            return
-        connection.execute(CreateSchema(schema, if_not_exists=True))
-
-
-class _CreateWithIndexes(CreateTable):
-    """Creates a table and its indexes in one statement, because MySQL has no CREATE INDEX IF NOT
-    EXISTS.
-    """
-
-
-@compiles(_CreateWithIndexes, *mysql.FAMILY)
-def _with_indexes(create: _CreateWithIndexes, compiler: DDLCompiler, **_: Any) -> str:
-    table: Table = create.element
-    columns, end, options = compiler.visit_create_table(create).rpartition("\n)")  # type: ignore[no-untyped-call]
-    quote = compiler.preparer.quote
-    for index in indexes_of(table, compiler.dialect):
-        over = ", ".join(quote(column.name) for column in index.columns)
-        columns = f"{columns.rstrip()}, \n\tINDEX {compiler.preparer.format_index(index)} ({over})"
-    return f"{columns}{end}{options}"
-
-
-def indexes_of(table: Table, dialect: Dialect) -> list[Index]:
-    """The indexes that *table* has on that kind of server, in the order of their names."""
-    found = [
-        index for index in table.indexes if dialect.name in index.info.get(ONLY_ON, (dialect.name,))
-    ]
-    return sorted(found, key=lambda index: str(index.name))
+        if schema is not None and not inspect(connection).has_schema(schema):
+            for statement in dialect_of(connection.dialect).create_schema(schema):
+                connection.execute(statement)
 
 
 def _is_usable_name(schema: object) -> bool:
@@ -335,11 +280,3 @@ def _is_usable_name(schema: object) -> bool:
         and schema.isprintable()
         and "\\" not in schema
     )
-
-
-def _create_table_statements(table: Table, dialect: Dialect) -> list[ExecutableDDLElement]:
-    """The statements that create a table and its indexes unless they exist."""
-    if mysql.is_mysql(dialect):
-        return [_CreateWithIndexes(table, if_not_exists=True)]
-    indexes = [CreateIndex(index, if_not_exists=True) for index in indexes_of(table, dialect)]
-    return [CreateTable(table, if_not_exists=True), *indexes]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Executable
 from sqlalchemy.orm import Session, scoped_session
@@ -17,21 +17,17 @@ from celery_leases.errors import LeaseLost, WrongDatabase
 from celery_leases.record import Outcome, Record, State
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.commit_hooks import call_at_end, execute_in, extend_at_commit
-from celery_leases.stores.sql.database import LOCKED
 from celery_leases.stores.sql.dbapi import (
-    TransactionMark,
     dialect_by_format,
     first_row,
     in_transaction,
 )
-from celery_leases.stores.sql.dialects import mysql, postgresql
+from celery_leases.stores.sql.dialects import Fault, Mark, Writes, touched
 from celery_leases.stores.sql.joining import connection_of, driver_of, refuse_unjoinable
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.stores.sql.upserts import Writes, touched
 from celery_leases.stores.urls import display_database_url
 
 T = TypeVar("T")
-NO_SUCH_TABLE: Final = "no such table"
 
 
 class JoinedTransaction:
@@ -42,9 +38,9 @@ class JoinedTransaction:
     def __init__(self, given: Any, records: SqlRecordStore) -> None:
         self.records = records
         self._given = given.registry() if isinstance(given, scoped_session) else given
-        self._on_mysql = mysql.is_mysql(records.database.engine.dialect)
+        self._dialect = records.database.dialect
         self._is_open: Callable[[], bool] | None = None
-        self._mark: TransactionMark | None = None
+        self._mark: Mark | None = None
 
     def join(self, key: str) -> None:
         """Join the transaction; begin one if the user gave a SQLAlchemy session or connection.
@@ -57,12 +53,12 @@ class JoinedTransaction:
         refuse_unjoinable(key, self._given, self.records.database)
         self._is_open = open_check(self._given)
         if not isinstance(self._given, Session | Connection):
-            self._mark = TransactionMark(driver_of(self._given), self.records.database)
+            self._mark = self._dialect.mark(driver_of(self._given), self.records.database.engine)
 
     def guard(self, record: Record) -> None:
         """Lock the record's row; raise :class:`LeaseLost` if the attempt no longer owns it."""
-        # A DB-API connection to MySQL may count changed rows rather than matched rows.
-        self._lock(self.records.guard, rows.guard_parameters(record), record, look=self._on_mysql)
+        look = self._dialect.reads_snapshots
+        self._lock(self.records.guard, rows.guard_parameters(record), record, look=look)
         if isinstance(self._given, Session | Connection):
             extend_at_commit(connection_of(self._given), self.records, record)
 
@@ -89,7 +85,7 @@ class JoinedTransaction:
         the last committed row.
         """
         found = self.records.statements.select_row
-        if newest and self._on_mysql:
+        if newest and self._dialect.reads_snapshots:
             found = found.with_for_update()
         row = self._execute(found, {"stored_key": stored_key}, key, first_row)
         return rows.to_record(row) if row is not None else None
@@ -175,7 +171,7 @@ class JoinedTransaction:
         try:
             return self._touched(write, {}, key)
         except Exception as error:
-            if mysql.is_duplicate(error):
+            if self._dialect.fault(error) is Fault.DUPLICATE:
                 return False
             raise
 
@@ -188,8 +184,7 @@ class JoinedTransaction:
         """Execute *statement* in the transaction; returns what *take* reads from the result or
         cursor.
         """
-        if self.records.database.host_clock:
-            values = {**values, "now": self.records.database.host_now()}
+        values = self.records.database.timed(values)
         self.join(key)
         try:
             if isinstance(self._given, Session | Connection):
@@ -203,21 +198,18 @@ class JoinedTransaction:
 
     def _explained(self, key: str, error: Exception) -> WrongDatabase | None:
         """An error with advice for a known error of the database; ``None`` for any other."""
-        if LOCKED in str(error):
+        causes = (
+            error,
+            error.__cause__ or error,
+        )  # Django's errors have the driver's as their cause
+        faults = set(map(self._dialect.fault, causes))
+        if Fault.LOCKED in faults and not self._dialect.has_server:
             return WrongDatabase(
                 f"{key}: SQLite: the database is locked; begin the transaction with BEGIN IMMEDIATE and keep it short, "
                 f"because a plain BEGIN cannot write once another transaction has written ({error})"
             )
         table = self.records.tables.records.name
-        causes = (
-            error,
-            error.__cause__ or error,
-        )  # Django's errors have the driver's as their cause
-        undefined = (
-            postgresql.UNDEFINED_TABLE in map(postgresql.state_of, causes)
-            or mysql.code_of(error) == mysql.NO_SUCH_TABLE
-        )
-        if table in str(error) and (NO_SUCH_TABLE in str(error) or undefined):
+        if table in str(error) and Fault.NO_TABLE in faults:
             return WrongDatabase(f"{key}: {self._where_to_join()} ({' '.join(str(error).split())})")
         return None
 
@@ -246,7 +238,7 @@ class JoinedTransaction:
     def _raise_lost(self, record: Record) -> None:
         now = self.records.read(record.stored_key)
         ours = now is not None and now.is_attempt(State.RUNNING, record.owner, record.fence)
-        if ours and self.records.database.engine.dialect.name != "sqlite":
+        if ours and self._dialect.has_server:
             raise WrongDatabase(
                 f"{record.key}: {self._where_to_join()}; or its transaction began before this attempt"
             )

@@ -18,6 +18,8 @@ from celery_leases.text.cleaning import storable
 
 logger = logging.getLogger("celery_leases")
 
+Row = Mapping[Any, Any]
+"""A row of a result: values by column name."""
 MICROSECONDS = 1e6
 SHORT_TEXT: Final = 255
 

@@ -72,11 +72,11 @@ class StoreChecks:
 
     def _records(self) -> None:
         from celery_leases.stores.database_write_check import check_writes
-        from celery_leases.stores.health import is_too_old, records_facts
+        from celery_leases.stores.health import records_facts
 
         records = self._components.records
         self._note(records_facts(records))
-        if (least := is_too_old(records)) is not None:
+        if (least := records.database.dialect.too_old) is not None:
             self._error(
                 "old-database",
                 "the database is older than what the statements need",

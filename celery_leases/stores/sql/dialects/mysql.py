@@ -7,20 +7,37 @@ depend on that level: a statement that needs an unchanged row locks the row.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from sqlalchemy import URL, Connection, Dialect
+import sqlalchemy
+from sqlalchemy import (
+    URL,
+    ColumnElement,
+    Connection,
+    Engine,
+    Executable,
+    Index,
+    Insert,
+    Table,
+    Text,
+    and_,
+    event,
+    func,
+    insert,
+    update,
+)
+from sqlalchemy.dialects.mysql import LONGTEXT
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.schema import CreateIndex, CreateTable, ExecutableDDLElement
+from sqlalchemy.sql.compiler import DDLCompiler
 
 from celery_leases.concurrency import wait_limit
+from celery_leases.stores.sql.dialects.dialect import Dialect, Fault, Writes
 
 FAMILY: Final = ("mysql", "mariadb")
 PYMYSQL: Final = "pymysql"
-DRIVERS: Final = (PYMYSQL, "mysqldb")
-
-NOW: Final = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
-"""The time of the statement in microseconds since the epoch, in any time zone of the session."""
 
 # Keys that differ only in case, accents or trailing spaces must be different keys. The collation
 # for that has different names in MariaDB and MySQL. Each server executes only one of these
@@ -38,30 +55,13 @@ TABLE_OPTIONS: Final[dict[str, Any]] = {
     )
 }
 
-DEADLOCK: Final = 1213
-NOT_EXECUTED: Final = frozenset({1205, DEADLOCK, 1020, 3572})
-"""Errors after which no part of the statement was executed: lock timeouts, and conflicts with other
-transactions.
-"""
+LONG: Final = Text().with_variant(LONGTEXT(), *FAMILY)
+"""The type of a text of any length."""
 
-TOO_LARGE: Final = frozenset({1153, 1301, 1366, 2020})
-"""Errors for a value that is larger than ``max_allowed_packet``, or cannot be encoded for its
-column.
-"""
-
-_LOST: Final = frozenset({2006, 2013, 2055})
-"""The server has closed the connection. It does so too while it receives a statement that is much
-larger than ``max_allowed_packet``.
-"""
-
-MAX_PACKET: Final = "SELECT @@max_allowed_packet AS size"
-
-_READ_ONLY: Final = frozenset({1290, 1792, 1836})
-"""The server, or the session, only reads."""
-
-NO_SUCH_TABLE: Final = 1146
-UNDEFINED_COLUMN: Final = 1054
-_DUPLICATE: Final = 1062
+MAY_BE_TOO_LARGE: Final = 100_000
+"""Bytes of a statement after whose failure the server is asked what it allows."""
+MIN_MARIADB: Final = (10, 6)
+MIN_MYSQL: Final = (8, 0, 17)
 
 _ESCAPED: Final = re.compile(r"""[\0\n\r\x1a"'\\]""")
 
@@ -79,9 +79,152 @@ _SESSION: Final = (
 )
 
 
-def is_lost(error: BaseException) -> bool:
-    """Whether the server has closed the connection."""
-    return code_of(error) in _LOST
+class MySQL(Dialect):
+    """MySQL and MariaDB."""
+
+    NAMES = FAMILY
+    DRIVERS = (PYMYSQL, "mysqldb")
+    MODULES: ClassVar[Mapping[str, str]] = {"mysqldb": "MySQLdb"}
+    FAULTS: ClassVar[Mapping[Any, Fault]] = {
+        **dict.fromkeys((1205, 1020, 3572), Fault.LOCKED),  # 1020: the row has changed
+        1213: Fault.DEADLOCK,
+        # The server closes the connection too while it receives a statement that is much larger
+        # than ``max_allowed_packet``.
+        **dict.fromkeys((2006, 2013, 2055), Fault.LOST),
+        # Larger than ``max_allowed_packet``, or not to be encoded for its column.
+        **dict.fromkeys((1153, 1301, 1366, 2020), Fault.VALUE_REFUSED),
+        **dict.fromkeys((1290, 1792, 1836), Fault.READ_ONLY),
+        1062: Fault.DUPLICATE,
+        **dict.fromkeys((1044, 1142, 1143), Fault.NO_RIGHT),
+        1146: Fault.NO_TABLE,
+        1054: Fault.NO_COLUMN,
+    }
+    NOW = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"  # in any time zone
+    BIG_INTEGER = "SIGNED"
+    UNLOCK = "look for an idle one in SHOW ENGINE INNODB STATUS"
+    writes_return = False
+    reads_snapshots = True
+
+    def __init__(self, sqlalchemy: sqlalchemy.Dialect) -> None:
+        super().__init__(sqlalchemy)
+        self.limit_wait = limit_read_timeout if sqlalchemy.driver == PYMYSQL else None
+
+    @classmethod
+    def engine_options(cls, url: URL) -> dict[str, Any]:
+        wanted = _TIMEOUTS | {"charset": "utf8mb4"}
+        given = {name: value for name, value in wanted.items() if name not in url.query}
+        return {"connect_args": given}
+
+    def listen(self, engine: Engine) -> None:
+        event.listen(engine, "do_connect", connect)
+        event.listen(engine, "connect", prepare)
+        # In autocommit mode a ROLLBACK is unnecessary and would cost a round trip.
+        self.sqlalchemy.do_rollback = _nothing  # type: ignore[assignment, method-assign]
+
+    @property
+    def product(self) -> str:
+        name = "MariaDB" if self._is_mariadb else self.sqlalchemy.name
+        return f"{name} {'.'.join(map(str, self.version))}".strip()
+
+    @property
+    def too_old(self) -> str | None:
+        name, least = ("MariaDB", MIN_MARIADB) if self._is_mariadb else ("MySQL", MIN_MYSQL)
+        return None if self.version >= least else f"{name} {'.'.join(map(str, least))}"
+
+    @property
+    def _is_mariadb(self) -> bool:
+        return bool(getattr(self.sqlalchemy, "is_mariadb", False))
+
+    @staticmethod
+    def code_of(error: BaseException) -> int | None:
+        given = (getattr(error, "orig", None) or error).args
+        return given[0] if given and isinstance(given[0], int) else None
+
+    def is_too_large(self, error: BaseException, values: Mapping[str, Any], engine: Engine) -> str:
+        if self.fault(error) is not Fault.LOST:
+            return ""
+        size = size_of(values.values())
+        if size < MAY_BE_TOO_LARGE:
+            return ""
+        with suppress(Exception), engine.connect() as connection:  # otherwise it is an outage
+            allowed = connection.exec_driver_sql("SELECT @@max_allowed_packet").scalar_one()
+            if size > int(allowed):
+                return f"{size} bytes are more than max_allowed_packet"
+        return ""
+
+    def insert(self, table: Table) -> Insert:
+        return insert(table)
+
+    def upsert(
+        self,
+        table: Table,
+        key: Mapping[str, Any],
+        values: Mapping[str, Any],
+        *,
+        where: ColumnElement[bool],
+    ) -> Writes:
+        # The first statement is an insert, because an update of a missing row may take a gap lock.
+        # The last is an insert again, because the row may have been deleted after the first one.
+        same = and_(*(table.c[name] == value for name, value in key.items()))
+        inserted = insert(table).values({**key, **values})
+        return inserted, update(table).where(same, where).values(values), inserted
+
+    def insert_absent(self, table: Table, key: Sequence[str], values: Mapping[str, Any]) -> Writes:
+        return (insert(table).values(values),)
+
+    def insert_now(self, table: Table, values: Mapping[str, Any], name: str) -> Executable:
+        return insert(table).values({**values, name: func.last_insert_id(self.now)})
+
+    @staticmethod
+    def inserted_at(executed: Any) -> int | None:
+        return int(executed.lastrowid)
+
+    def create_table(self, table: Table) -> list[ExecutableDDLElement]:
+        return [_CreateWithIndexes(table, if_not_exists=True)]
+
+    def create_index(self, index: Index) -> ExecutableDDLElement:
+        return CreateIndex(index)
+
+    @contextmanager
+    def migrating(self, connection: Connection) -> Iterator[bool]:
+        # Each statement commits, so this is a lock. Meanwhile a statement waits at most a second
+        # for a table, because all writes to the table wait behind it.
+        name = "SELECT {}(CONCAT('celery_leases.', LEFT(SHA1(DATABASE()), 20)){})"
+        if not connection.exec_driver_sql(name.format("GET_LOCK", ", 0")).scalar():
+            yield False
+            return
+        waited = connection.exec_driver_sql("SELECT @@SESSION.lock_wait_timeout").scalar()
+        try:
+            connection.exec_driver_sql("SET SESSION lock_wait_timeout = 1")
+            yield True
+        finally:
+            with suppress(Exception):  # both end with the session
+                connection.exec_driver_sql(f"SET SESSION lock_wait_timeout = {waited}")
+                connection.exec_driver_sql(name.format("RELEASE_LOCK", ""))
+
+    def hides_transactions(self, driver: Any) -> bool:
+        return not reports_status(driver)
+
+
+class _CreateWithIndexes(CreateTable):
+    """Creates a table and its indexes in one statement, because MySQL has no CREATE INDEX IF NOT
+    EXISTS.
+    """
+
+
+@compiles(_CreateWithIndexes, *FAMILY)
+def _with_indexes(create: _CreateWithIndexes, compiler: DDLCompiler, **_: Any) -> str:
+    table: Table = create.element
+    columns, end, options = compiler.visit_create_table(create).rpartition("\n)")  # type: ignore[no-untyped-call]
+    quote = compiler.preparer.quote
+    for index in MySQL.indexes_of(table):
+        over = ", ".join(quote(column.name) for column in index.columns)
+        columns = f"{columns.rstrip()}, \n\tINDEX {compiler.preparer.format_index(index)} ({over})"
+    return f"{columns}{end}{options}"
+
+
+def _nothing(_: Any) -> None:
+    pass
 
 
 def size_of(values: Iterable[object]) -> int:
@@ -90,18 +233,7 @@ def size_of(values: Iterable[object]) -> int:
     return sum(len(text.encode(errors="replace")) + len(_ESCAPED.findall(text)) for text in texts)
 
 
-def is_mysql(dialect: Dialect) -> bool:
-    """Whether *dialect* is that of MySQL or MariaDB."""
-    return dialect.name in FAMILY
-
-
-def connect_args(url: URL) -> dict[str, Any]:
-    """The driver's timeouts and charset; parameters in the URL have precedence."""
-    wanted = _TIMEOUTS | {"charset": "utf8mb4"}
-    return {name: value for name, value in wanted.items() if name not in url.query}
-
-
-def connect(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
+def connect(dialect: sqlalchemy.Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
     """Connect as SQLAlchemy does, for as long as this delivery may wait.
 
     PyMySQL waits for the server's greeting as for any reply. MySQLdb's limits are whole seconds,
@@ -133,45 +265,6 @@ def prepare(connection: Any, _: Any) -> None:
     with connection.cursor() as cursor:
         for statement in _SESSION:
             cursor.execute(statement)
-
-
-@contextmanager
-def migration_lock(connection: Connection) -> Iterator[bool]:
-    """Take the lock for migrations of this database; ``False`` if another session has it.
-
-    Meanwhile a statement waits at most a second for a table, because all writes to the table wait
-    behind it.
-    """
-    name = "SELECT {}(CONCAT('celery_leases.', LEFT(SHA1(DATABASE()), 20)){})"
-    if not connection.exec_driver_sql(name.format("GET_LOCK", ", 0")).scalar():
-        yield False
-        return
-    waited = connection.exec_driver_sql("SELECT @@SESSION.lock_wait_timeout").scalar()
-    try:
-        connection.exec_driver_sql("SET SESSION lock_wait_timeout = 1")
-        yield True
-    finally:
-        with suppress(Exception):  # both end with the session
-            connection.exec_driver_sql(f"SET SESSION lock_wait_timeout = {waited}")
-            connection.exec_driver_sql(name.format("RELEASE_LOCK", ""))
-
-
-def code_of(error: BaseException) -> int | None:
-    """The number of a driver's error, also of one inside an error of SQLAlchemy."""
-    given = (getattr(error, "orig", None) or error).args
-    return given[0] if given and isinstance(given[0], int) else None
-
-
-def is_read_only(error: BaseException) -> bool:
-    """Whether the server refused to write. It may be a former primary, whose connections it leaves
-    open, so a new connection may lead to the new primary.
-    """
-    return code_of(error) in _READ_ONLY
-
-
-def is_duplicate(error: BaseException) -> bool:
-    """Whether a row was refused because its key exists."""
-    return code_of(error) == _DUPLICATE
 
 
 def reports_status(connection: Any) -> bool:

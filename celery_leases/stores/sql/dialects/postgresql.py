@@ -1,18 +1,34 @@
-"""PostgreSQL: connection parameters and timeouts."""
+"""PostgreSQL: connection parameters, timeouts, codes of errors, and SQL of its own."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from functools import cache
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from sqlalchemy import URL, Dialect
+import sqlalchemy
+from sqlalchemy import (
+    URL,
+    BigInteger,
+    Column,
+    ColumnElement,
+    Connection,
+    Engine,
+    Table,
+    Text,
+    any_,
+    bindparam,
+    event,
+    func,
+    select,
+)
+from sqlalchemy.dialects import postgresql
 
 from celery_leases.concurrency import wait_limit
-
-DRIVERS: Final = ("psycopg", "psycopg2")
+from celery_leases.stores.sql.dialects.dialect import Dialect, Fault, Mark, transaction
 
 SILENCE: Final = 15.0
 """Seconds that a statement may take. Then its connection is closed, as ``read_timeout`` does on
@@ -27,17 +43,10 @@ LOCK_TIMEOUT_OF_STEPS: Final = 1000
 the table wait behind it.
 """
 
-LOCK_NOT_AVAILABLE: Final = "55P03"
-UNDEFINED_COLUMN: Final = "42703"
-UNIQUE_VIOLATION: Final = "23505"
-UNDEFINED_TABLE: Final = "42P01"
-DEADLOCK: Final = "40P01"
-_READ_ONLY: Final = "25006"
-_STATEMENT_INVALID: Final = {"0A000", "26000", "42P05"}
-"""The columns of its table have changed, it does not exist, or its name is in use."""
-
 PREPARE_THRESHOLD: Final = "prepare_threshold"
 """The parameter of psycopg that says after how many executions a statement is prepared."""
+
+IN_PROGRESS: Final = "in progress"
 
 _REFUSES_OPTIONS: Final = re.compile("unsupported startup parameter|command-line options")
 """What PgBouncer, and what Amazon's RDS Proxy say to ``options``."""
@@ -53,22 +62,102 @@ _LIBPQ: Final = {
 }
 
 
-def connect_args(url: URL) -> dict[str, Any]:
-    """The parameters of libpq for the encoding, and to detect a dead server; parameters in the URL
-    have precedence.
-    """
-    return {name: value for name, value in _LIBPQ.items() if name not in url.query}
+class PostgreSQL(Dialect):
+    """PostgreSQL."""
+
+    NAMES = ("postgresql",)
+    DRIVERS = ("psycopg", "psycopg2")
+    FAULTS: ClassVar[Mapping[Any, Fault]] = {
+        # A prepared statement: the columns of its table have changed, it does not exist, or its
+        # name is in use.
+        **dict.fromkeys(("0A000", "26000", "42P05"), Fault.STALE),
+        "25006": Fault.READ_ONLY,
+        "55P03": Fault.LOCKED,
+        "40P01": Fault.DEADLOCK,
+        "23505": Fault.DUPLICATE,
+        "42501": Fault.NO_RIGHT,
+        "42P01": Fault.NO_TABLE,
+        "42703": Fault.NO_COLUMN,
+    }
+    NOW = "CAST(extract(epoch from statement_timestamp()) * 1000000 AS BIGINT)"
+    UNLOCK = "look for an idle one in pg_stat_activity"
+    reads_or_inserts = True
+    joint_index = True
+    # Psycopg looks up the converters of all values again for each cursor, and for each change of
+    # its statement.
+    keeps_cursors = True
+
+    @classmethod
+    def engine_options(cls, url: URL) -> dict[str, Any]:
+        given = str(url.query.get(PREPARE_THRESHOLD, 0))
+        if given != "None" and not (given.isascii() and given.isdigit()):
+            raise ValueError(
+                f"{PREPARE_THRESHOLD} is {given!r}; write a number of executions, or None for never"
+            )
+        wanted = {name: value for name, value in _LIBPQ.items() if name not in url.query}
+        return {"connect_args": wanted}
+
+    def listen(self, engine: Engine) -> None:
+        event.listen(engine, "do_connect", connect)
+
+    @staticmethod
+    def code_of(error: BaseException) -> str | None:
+        cause = getattr(error, "orig", None) or error
+        found = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+        return str(found) if found is not None else None
+
+    def insert(self, table: Table) -> postgresql.Insert:
+        return postgresql.insert(table)
+
+    def is_one_of(self, column: Column[Any], name: str) -> ColumnElement[bool]:
+        # One array, so that the statement is the same for lists of any length, and is compiled and
+        # prepared once.
+        return column == any_(bindparam(name, type_=postgresql.ARRAY(Text)))
+
+    def position(self, text: ColumnElement[str], part: str) -> ColumnElement[int]:
+        return func.strpos(text, part)
+
+    @contextmanager
+    def migrating(self, connection: Connection) -> Iterator[bool]:
+        limit = f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_OF_STEPS}"
+        yield from transaction(connection, "BEGIN", limit)
+
+    def mark(self, driver: Any, engine: Engine) -> Mark:
+        return _TransactionId(driver, engine)
 
 
-def refused_threshold(url: URL) -> str | None:
-    """Why ``prepare_threshold`` in the URL cannot be used; ``None`` if it can, or is not there."""
-    given = str(url.query.get(PREPARE_THRESHOLD, 0))
-    if given == "None" or (given.isascii() and given.isdigit()):
+class _TransactionId(Mark):
+    """The id of a transaction, whose status any connection can read."""
+
+    def __init__(self, driver: Any, engine: Engine) -> None:
+        self._driver, self._engine = driver, engine
+        self._number: int | None = None
+
+    def set(self) -> None:
+        if self._number is None:
+            with closing(self._driver.cursor()) as cursor:
+                cursor.execute("SELECT txid_current() AS number")
+                row = cursor.fetchone()
+                with suppress(Exception):  # a row factory of the user's may hide the column
+                    self._number = int(row["number"] if isinstance(row, Mapping) else row[0])
+
+    def is_over(self) -> bool:
+        return self._status() not in (None, IN_PROGRESS)
+
+    def is_surely_open(self) -> bool:
+        return self._status() == IN_PROGRESS
+
+    def _status(self) -> str | None:
+        """The status; ``None`` if it is not known now."""
+        if self._number is None:
+            return None
+        asked = select(func.txid_status(bindparam("number", self._number, BigInteger)))
+        with suppress(Exception), self._engine.connect() as connection:
+            return str(connection.execute(asked).scalar_one())
         return None
-    return f"{PREPARE_THRESHOLD} is {given!r}; write a number of executions, or None for never"
 
 
-def connect(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
+def connect(dialect: sqlalchemy.Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
     """Connect as SQLAlchemy does, with a timeout for row locks and one for a server that does not
     answer.
 
@@ -80,7 +169,7 @@ def connect(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) ->
     return _with_lock_timeout(_preparing(dialect, opened), args, given)
 
 
-def _preparing(dialect: Dialect, opened: Callable[..., Any]) -> Callable[..., Any]:
+def _preparing(dialect: sqlalchemy.Dialect, opened: Callable[..., Any]) -> Callable[..., Any]:
     """*opened* with psycopg's ``prepare_threshold``: that of the URL, or none behind a pooler."""
     if dialect.driver != "psycopg":
         return opened  # psycopg2 prepares no statements
@@ -128,28 +217,7 @@ def _with_lock_timeout(opened: Callable[..., Any], args: list[Any], given: dict[
         return opened(*args, **given)
 
 
-def state_of(error: BaseException) -> str | None:
-    """The SQLSTATE of a driver's error, also of one inside an error of SQLAlchemy."""
-    cause = getattr(error, "orig", None) or error
-    found = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    return str(found) if found is not None else None
-
-
-def is_read_only(error: BaseException) -> bool:
-    """Whether the server refused to write. It may be a former primary, whose connections a proxy
-    leaves open, so a new connection may lead to the new primary.
-    """
-    return state_of(error) == _READ_ONLY
-
-
-def is_outdated(error: BaseException) -> bool:
-    """Whether a prepared statement is not valid on its connection. It was not executed, and works
-    on a new connection.
-    """
-    return state_of(error) in _STATEMENT_INVALID
-
-
-def _wakes_while_waiting(dialect: Dialect) -> bool:
+def _wakes_while_waiting(dialect: sqlalchemy.Dialect) -> bool:
     """Whether the driver wakes up every 0.1 s while it waits for data, as psycopg does since
     3.2.11.
     """
