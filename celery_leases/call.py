@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from celery_leases.events import Subject
 from celery_leases.keys import CallKey
@@ -37,6 +36,10 @@ class Call:
     prior: tuple[str, ...] = ()
     #: The owner token of this delivery.
     token: str = ""
+    #: ``hostname/pid`` of the process that runs it.
+    host: str = ""
+    #: The identity of the records database, if the lease is in another store.
+    database: str = ""
     #: The longest countdown after which the broker does not redeliver the message, in seconds.
     longest_countdown: float = LONGEST_COUNTDOWN
     #: When the delivery began, by the local clock. Celery counts the time limits from about then.
@@ -59,21 +62,6 @@ class Call:
     def subject(self) -> Subject:
         """The call that an event is about."""
         return {"task": self.task, "key": self.key.shown, "call_id": self.call_id}
-
-    @property
-    def fingerprint(self) -> str | None:
-        """The fingerprint of its arguments; ``None`` if nothing is compared."""
-        return self.key.fingerprint
-
-    @property
-    def digests(self) -> Mapping[str, str] | None:
-        """The digest of each compared argument; ``None`` if they are not known."""
-        return self.key.digests
-
-    @property
-    def rerun(self) -> bool:
-        """Whether the task has ``lease_on_done="rerun"``: each call of the key runs."""
-        return self.options.rerun
 
     @property
     def fresh(self) -> bool:

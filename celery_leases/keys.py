@@ -21,7 +21,7 @@ from datetime import date, time
 from decimal import Decimal
 from functools import cached_property, lru_cache
 from types import NoneType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from uuid import UUID
 
 from kombu.utils import json as wire
@@ -66,20 +66,6 @@ class CallKey:
     def shown(self) -> str:
         """The key for logs, events and messages, in at most 255 characters."""
         return bounded(self.key)
-
-
-class Compared(Protocol):
-    """What of a call is compared with others of its key: a :class:`CallKey`, a record, a claim."""
-
-    @property
-    def fingerprint(self) -> str | None:
-        """The fingerprint of its arguments; ``None`` if nothing is compared."""
-        ...
-
-    @property
-    def digests(self) -> Mapping[str, str] | None:
-        """The digest of each compared argument, if they are known."""
-        ...
 
 
 class Parameters(inspect.Signature):
@@ -231,15 +217,14 @@ def is_fingerprint(text: str | None) -> bool:
     return text is not None and len(text) == len(VERSION) + 1 + FINGERPRINT_LENGTH
 
 
-def same_arguments(one: Compared, other: Compared) -> bool:
-    """Whether two calls have the same arguments, or those of one of them are not compared."""
-    ours, theirs = one.fingerprint, other.fingerprint
-    return ours is None or theirs is None or ours == theirs
+def same_arguments(one: str | None, other: str | None) -> bool:
+    """Whether two fingerprints are of the same arguments, or one of them compares none."""
+    return one is None or other is None or one == other
 
 
-def differing(one: Compared, other: Compared) -> list[str]:
+def differing(one: Mapping[str, str] | None, other: Mapping[str, str] | None) -> list[str]:
     """The names of the arguments whose digests differ."""
-    ours, theirs = one.digests or {}, other.digests or {}
+    ours, theirs = one or {}, other or {}
     return sorted(
         name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
     )

@@ -196,7 +196,7 @@ class Lease:
         self._refuse_forked("save_progress()")
         self._refuse_guarded("save_progress()")
         self._save(replace(self._progress, value=saved.checked(value, self.key)))
-        self._services.renewer.extend(self._held_lease, self._held_lease.claim_request.ttl)
+        self._services.renewer.extend(self._held_lease, self._held_lease.call.options.ttl)
 
     def each(
         self, items: Iterable[T], *, name: str = "items", every: int | None = None
@@ -263,7 +263,7 @@ class Lease:
         self._save(self._progress)
         # With lease_renew=False, or after lease_max_hold, only saved progress extends the lease.
         if not self._held_lease.renewable(self._held_lease.now()):
-            self._services.renewer.extend(self._held_lease, self._held_lease.claim_request.ttl)
+            self._services.renewer.extend(self._held_lease, self._held_lease.call.options.ttl)
 
     def _advance(self, name: str, finished: int) -> None:
         self._progress = replace(

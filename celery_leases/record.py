@@ -244,43 +244,6 @@ class Record:
 
 
 @value_class(frozen=True, slots=True)
-class ClaimRequest:
-    """The request of one attempt for a key: its lease and its record, with the attempt's token."""
-
-    stored_key: str
-    task: str
-    key: str
-    token: str
-    call_id: str
-    ttl: float
-    holder: str
-    fingerprint: str | None = None
-    digests: Mapping[str, str] | None = None
-    rerun: bool = False
-    #: The identity of the records database, if the lease is in another store.
-    database: str = ""
-    #: The owner tokens of earlier attempts of the call that did not crash, but may have left the
-    #: row running.
-    prior: tuple[str, ...] = ()
-    #: How often Celery has retried the call.
-    retries: int = 0
-    #: The delivery may be a copy of an earlier one of the same call.
-    repeat: bool = False
-    #: The fence of the failure after which the message was published: it is no copy of that run.
-    failure_fence: int | None = None
-    #: The cooldown group whose gate must not block.
-    group: str | None = None
-    #: The call's message as a signature in JSON, if it must be stored.
-    message: str | None = None
-    #: The retention of the task, in seconds.
-    retention: float | None = None
-
-    def is_copy_of(self, fence: int) -> bool:
-        """Whether it belongs to a copy of the run under *fence*, or of an earlier run."""
-        return self.repeat and self.failure_fence != fence
-
-
-@value_class(frozen=True, slots=True)
 class Won:
     """The row is claimed: running under the attempt's token."""
 

@@ -28,7 +28,6 @@ from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Run, V
 from celery_leases.errors import KeyUnusable, LeaseStoreMismatch, RecordUnreadable, StoreUnavailable
 from celery_leases.groups.group import Gate
 from celery_leases.record import (
-    ClaimRequest,
     Outcome,
     Record,
     Refusal,
@@ -79,6 +78,8 @@ class Acquirer:
             verdict = self.decide(call, self.context.records.read(call.key.stored))
             if not isinstance(verdict, Run | Wait):
                 return verdict
+        if not self.context.leases.in_records:
+            call = replace(call, database=self.context.records.identity())
         began = self.context.clock.now()
         while True:
             result = self._acquire_once(call, self.context.clock.now() - began)
@@ -91,37 +92,36 @@ class Acquirer:
             self.context.clock.sleep(result.delay)
 
     def _acquire_once(self, call: Call, waited: float) -> ClaimedAttempt | Verdict:
-        claim_request = self._claim_request(call)
         sent = self.context.clock.now()
-        answer = self._acquire(claim_request)
+        answer = self._acquire(call)
         if isinstance(answer, Cooling):
-            verdict = self.decide(call, self.context.records.read(claim_request.stored_key), waited)
+            verdict = self.decide(call, self.context.records.read(call.key.stored), waited)
             if not isinstance(verdict, Run):
                 return verdict
             # The record decides: by the record, the key no longer cools down.
-            self.context.leases.end_cooldown(claim_request.stored_key)
+            self.context.leases.end_cooldown(call.key.stored)
             sent = self.context.clock.now()
-            answer = self._acquire(claim_request)
+            answer = self._acquire(call)
         match answer:
             case Held(holder):
                 return self._key_is_held(call, holder, waited)
             case BlockedByGate():
                 return self._blocked_by_gate(call, answer, waited)
             case Acquired():
-                return self._acquired(call, claim_request, sent, answer, waited)
+                return self._acquired(call, sent, answer, waited)
             case _:
                 return Reschedule(
                     SHORT_PAUSE + self.context.rand(), "another cooldown of the key has just begun"
                 )
 
     def _acquired(
-        self, call: Call, claim_request: ClaimRequest, sent: float, answer: Acquired, waited: float
+        self, call: Call, sent: float, answer: Acquired, waited: float
     ) -> ClaimedAttempt | Verdict:
         options = call.options
         held_lease = HeldLease(
-            claim_request, sent, self.context.clock, renew=options.renew, max_hold=options.max_hold
+            call, sent, self.context.clock, renew=options.renew, max_hold=options.max_hold
         )
-        held_lease.probe = claim_request.group if answer.probe else None
+        held_lease.probe = call.group if answer.probe else None
         resource_pool.max_wait.set(held_lease.connection_wait)
         try:
             if not held_lease.held:
@@ -136,8 +136,8 @@ class Acquirer:
             # The lease is not released, because it protects the row that may be open. The probe's
             # slot protects nothing.
             with suppress(StoreUnavailable):
-                if claim_request.group is not None:
-                    self.context.gates.release_probe(claim_request.group, claim_request.token)
+                if call.group is not None:
+                    self.context.gates.release_probe(call.group, call.token)
             raise
         if not isinstance(result, ClaimedAttempt):
             self.release(held_lease)
@@ -173,15 +173,13 @@ class Acquirer:
         self._report_held(call, holder)
         return verdict
 
-    def _acquire(
-        self, claim_request: ClaimRequest
-    ) -> Acquired | Held | Cooling | BlockedByGate | Claimed:
+    def _acquire(self, call: Call) -> Acquired | Held | Cooling | BlockedByGate | Claimed:
         if self.context.leases.in_records:
             return Acquired()  # the claim will acquire the lease
         try:
-            return self.context.leases.acquire(claim_request)
+            return self.context.leases.acquire(call)
         except StoreUnavailable:
-            self._release(claim_request, claim_request.group)
+            self._release(call, call.group)
             raise
 
     def _claim(
@@ -240,18 +238,18 @@ class Acquirer:
             if not may_be_ours:
                 raise
             # The lease expires by itself. The next attempt knows this token, and closes its row.
-            token = held_lease.claim_request.token
+            token = held_lease.call.token
             raise RowMayBeOpen(replace(self.after_store_failure(error, 0), prior=token)) from error
 
     def _claim_once(self, held_lease: HeldLease, sent: float) -> Won | Refused | BlockedByGate:
-        claim_request = held_lease.claim_request
+        call = held_lease.call
         if not self.context.leases.in_records:
             return self.context.records.claim(
-                claim_request,
+                call,
                 self.context.leases.name,
-                age=lambda: self._age(claim_request.stored_key, sent),
+                age=lambda: self._age(call.key.stored, sent),
             )
-        answer = self.context.leases.acquire(claim_request)
+        answer = self.context.leases.acquire(call)
         if isinstance(answer, BlockedByGate):
             return answer
         if not isinstance(answer, Claimed):
@@ -259,7 +257,7 @@ class Acquirer:
                 f"{self.context.leases.name}: acquire() must return Claimed or BlockedByGate if in_records is true, "
                 f"but returned {answer}"
             )
-        held_lease.probe = claim_request.group if answer.probe else None
+        held_lease.probe = call.group if answer.probe else None
         return answer.claim
 
     def _age(self, stored_key: str, sent: float) -> float:
@@ -327,29 +325,6 @@ class Acquirer:
 
     # -- steps, some of which attempt.run uses too -------------------------------------------------
 
-    def _claim_request(self, call: Call) -> ClaimRequest:
-        key, options = call.key, call.options
-        return ClaimRequest(
-            stored_key=key.stored,
-            task=call.task,
-            key=key.key,
-            token=call.token,
-            call_id=call.call_id,
-            ttl=options.ttl,
-            holder=self.context.host,
-            fingerprint=key.fingerprint,
-            digests=key.digests,
-            rerun=options.rerun,
-            prior=call.prior,
-            retries=call.retries,
-            repeat=not call.fresh,
-            failure_fence=call.failure_fence,
-            group=call.group,
-            message=call.message,
-            retention=options.retention,
-            database="" if self.context.leases.in_records else self.context.records.identity(),
-        )
-
     def decide(
         self, call: Call, record: Record | None, waited: float = 0.0, gate: Gate | None = None
     ) -> Verdict:
@@ -385,7 +360,7 @@ class Acquirer:
 
     def release(self, held_lease: HeldLease) -> None:
         """Release the lease, and the probe's slot that was acquired with it."""
-        self._release(held_lease.claim_request, held_lease.probe)
+        self._release(held_lease.call, held_lease.probe)
 
     @cached_property
     def _free(self) -> Callable[[str, str], object]:
@@ -393,14 +368,14 @@ class Acquirer:
         leases = self.context.leases
         return leases.release_unawaited if isinstance(leases, UnawaitedRelease) else leases.release
 
-    def _release(self, claim_request: ClaimRequest, probe: str | None) -> None:
+    def _release(self, call: Call, probe: str | None) -> None:
         if probe is not None:
             with suppress(StoreUnavailable):  # it expires by itself
-                self.context.gates.release_probe(probe, claim_request.token)
+                self.context.gates.release_probe(probe, call.token)
         # With database leases the claimed row is the lease, so closing the row has released it.
         if not self.context.leases.in_records:
             with suppress(StoreUnavailable):  # it expires by itself too
-                self._free(claim_request.stored_key, claim_request.token)
+                self._free(call.key.stored, call.token)
 
     def after_store_failure(self, error: Exception | str, failures: int) -> Reschedule:
         """Reschedule the delivery because a store did not answer; *failures*: how often in a row

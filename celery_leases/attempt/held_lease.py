@@ -8,8 +8,8 @@ from typing import Final
 
 from celery_leases import deadlines
 from celery_leases.attempt.body_state import BodyState
+from celery_leases.call import Call
 from celery_leases.errors import LeaseLost, StoreUnavailable
-from celery_leases.record import ClaimRequest
 from celery_leases.stores.interfaces import Clock
 from celery_leases.text.cleaning import printable
 
@@ -33,14 +33,14 @@ class HeldLease:
 
     def __init__(
         self,
-        claim_request: ClaimRequest,
+        call: Call,
         sent: float,
         clock: Clock,
         *,
         renew: bool = True,
         max_hold: float = 86_400.0,
     ) -> None:
-        self.claim_request = claim_request
+        self.call = call
         #: When it was requested, by the local clock.
         self.since = sent
         self.fence = 0
@@ -48,8 +48,8 @@ class HeldLease:
         #: The cooldown group whose probe this attempt is. The probe's slot is renewed together with
         #: the lease.
         self.probe: str | None = None
-        self.hard_deadline = deadlines.hard_deadline(sent, claim_request.ttl)
-        self._stop = deadlines.stop_deadline(self.hard_deadline, claim_request.ttl)
+        self.hard_deadline = deadlines.hard_deadline(sent, call.options.ttl)
+        self._stop = deadlines.stop_deadline(self.hard_deadline, call.options.ttl)
         #: Why the lease is lost.
         self.lost: str | None = None
         #: Called from another thread when the lease is lost, and again until the body has ended;
@@ -61,7 +61,7 @@ class HeldLease:
         #: applies the answer to this lease before it returns.
         self.confirm: Callable[[], None] | None = None
         #: When to renew next.
-        self.due = deadlines.renewal_due(sent, claim_request.ttl)
+        self.due = deadlines.renewal_due(sent, call.options.ttl)
         #: A call of the renewer for this lease has not returned yet.
         self.in_flight = False
         #: The lease was missing in the store and was written again; the record was not read yet.
@@ -90,7 +90,7 @@ class HeldLease:
         """
         if not self._locked_since_renewal:
             return self._stop
-        believed = deadlines.lock_counts_for(self.claim_request.ttl, still=self.body_state.guarded)
+        believed = deadlines.lock_counts_for(self.call.options.ttl, still=self.body_state.guarded)
         return max(self._stop, min(self._hold_until, self._seen_locked + believed))
 
     @property
@@ -117,7 +117,7 @@ class HeldLease:
 
     def connection_wait(self) -> float:
         """For how many seconds this attempt may wait for a connection of the pool."""
-        return deadlines.connection_timeout(self.claim_request.ttl, self.remaining())
+        return deadlines.connection_timeout(self.call.options.ttl, self.remaining())
 
     def check(self) -> None:
         """Raise :class:`LeaseLost` unless the lease still counts.
@@ -137,8 +137,8 @@ class HeldLease:
             reason = self.lost or (DEADLINE if self._renews else NOT_EXTENDED)
             self._interrupted_at = self._clock.now()
             raise LeaseLost(
-                f"{printable(self.claim_request.key)}: the lease is lost: {reason}",
-                self.claim_request.key,
+                f"{printable(self.call.key.key)}: the lease is lost: {reason}",
+                self.call.key.key,
                 reason,
             )
 
@@ -160,7 +160,7 @@ class HeldLease:
         """
         if self.lost is None:
             self._extend_to(deadlines.hard_deadline(sent, ttl))
-            self.due = deadlines.renewal_due(sent, self.claim_request.ttl)
+            self.due = deadlines.renewal_due(sent, self.call.options.ttl)
             self._renewed = max(self._renewed, sent)
             self._update_kill_timer()
 
@@ -195,7 +195,7 @@ class HeldLease:
 
     def _extend_to(self, hard_deadline: float) -> None:
         self.hard_deadline = max(self.hard_deadline, hard_deadline)
-        self._stop = deadlines.stop_deadline(self.hard_deadline, self.claim_request.ttl)
+        self._stop = deadlines.stop_deadline(self.hard_deadline, self.call.options.ttl)
 
     def _update_kill_timer(self) -> None:
         if self.move_kill_timer is not None:
@@ -217,7 +217,7 @@ class HeldLease:
 
     def requested_ttl(self, now: float) -> float:
         """The ttl to request, in seconds; 0: check the lease without renewing it."""
-        return self.claim_request.ttl if self.renewable(now) or self.needs_row_lock(now) else 0.0
+        return self.call.options.ttl if self.renewable(now) or self.needs_row_lock(now) else 0.0
 
     def overdue(self, now: float) -> str | None:
         """The reason why the lease counts no longer by the clock; ``None`` if it counts."""

@@ -70,7 +70,7 @@ class Renewer:
             while self._unstarted:  # raises RuntimeError if no thread can be started
                 os_threads.start_thread(self._unstarted[0])
                 self._unstarted.pop(0)
-            self._held_leases[held_lease.claim_request.token] = held_lease
+            self._held_leases[held_lease.call.token] = held_lease
         if held_lease.due < self._renewal_wakes_at:
             self._renewal_wakeup.notify()
         if held_lease.stop_deadline < self._deadline_wakes_at:
@@ -80,9 +80,9 @@ class Renewer:
         """Stop renewing *held_lease*, and wait for a renewal in progress: a late one must not
         write a released lease again.
         """
-        if held_lease.claim_request.token in self._held_leases:
+        if held_lease.call.token in self._held_leases:
             with self._lock:
-                self._held_leases.pop(held_lease.claim_request.token, None)
+                self._held_leases.pop(held_lease.call.token, None)
         if held_lease.in_flight:
             self._wait_for_renewal(held_lease, DROP_TIMEOUT)
 
@@ -115,7 +115,7 @@ class Renewer:
         """Wait for a renewal in progress; called before the body locks the row, for which that
         renewal would have to wait.
         """
-        self._wait_for_renewal(held_lease, deadlines.call_timeout(held_lease.claim_request.ttl))
+        self._wait_for_renewal(held_lease, deadlines.call_timeout(held_lease.call.options.ttl))
 
     def _wait_for_renewal(self, held_lease: HeldLease, timeout: float) -> None:
         until = self._clock.now() + timeout
@@ -130,7 +130,7 @@ class Renewer:
         held_lease.seen_locked(sent)
         if not held_lease.renewable(now):
             with self._lock:
-                held_lease.due = deadlines.renewal_retry(now, held_lease.claim_request.ttl)
+                held_lease.due = deadlines.renewal_retry(now, held_lease.call.options.ttl)
             self._renewal_wakeup.notify()
 
     def confirm(self, held_lease: HeldLease) -> None:
@@ -209,7 +209,7 @@ class Renewer:
             return []
         due = []
         for held_lease in held_leases:
-            if held_lease.due <= now + deadlines.renewal_batch_window(held_lease.claim_request.ttl):
+            if held_lease.due <= now + deadlines.renewal_batch_window(held_lease.call.options.ttl):
                 if held_lease.needs_renewer(now):
                     held_lease.in_flight = True
                     due.append(held_lease)
@@ -250,7 +250,7 @@ class Renewer:
             held_lease.seen_locked(sent)
             with self._lock:
                 held_lease.due = deadlines.renewal_retry(
-                    self._clock.now(), held_lease.claim_request.ttl
+                    self._clock.now(), held_lease.call.options.ttl
                 )
         elif result is RenewalResult.MISSING:
             self._reassert(held_lease, sent, stores)
@@ -269,12 +269,10 @@ class Renewer:
         if held_lease.body_state.completing and _is_still(held_lease, State.DONE, stores):
             held_lease.completed()  # the body's own commit has released the lease
             return
-        if not held_lease.held or held_lease.claim_request.token not in self._held_leases:
-            held_lease.due = deadlines.renewal_retry(
-                self._clock.now(), held_lease.claim_request.ttl
-            )
+        if not held_lease.held or held_lease.call.token not in self._held_leases:
+            held_lease.due = deadlines.renewal_retry(self._clock.now(), held_lease.call.options.ttl)
             return
-        if not stores.leases.reassert(held_lease.claim_request):
+        if not stores.leases.reassert(held_lease.call):
             self._held_by_other(held_lease, stores)
             return
         held_lease.unverified = True
@@ -282,7 +280,7 @@ class Renewer:
             self._lose_and_release(held_lease, stores)
             return
         held_lease.unverified = False
-        held_lease.extended(sent, held_lease.claim_request.ttl)
+        held_lease.extended(sent, held_lease.call.options.ttl)
         self._observer.observe(
             LeaseRenewed(**_of(held_lease), remaining=held_lease.remaining(), reasserted=True)
         )
@@ -295,7 +293,7 @@ class Renewer:
         the record ``running`` and releases the lease. Until then the renewal counts as failed, and
         the deadline does not move.
         """
-        record = stores.records.read(held_lease.claim_request.stored_key)
+        record = stores.records.read(held_lease.call.key.stored)
         if not held_lease.held or not _is_by(held_lease, record, State.RUNNING):
             self._lose(
                 held_lease,
@@ -309,11 +307,11 @@ class Renewer:
 
     def _lose_and_release(self, held_lease: HeldLease, stores: Context) -> None:
         self._lose(held_lease, SUPERSEDED)
-        stores.leases.release(held_lease.claim_request.stored_key, held_lease.claim_request.token)
+        stores.leases.release(held_lease.call.key.stored, held_lease.call.token)
 
     def _renewal_failed(self, held_lease: HeldLease, error: Exception) -> None:
         now = self._clock.now()
-        held_lease.due = deadlines.renewal_retry(now, held_lease.claim_request.ttl)
+        held_lease.due = deadlines.renewal_retry(now, held_lease.call.options.ttl)
         # A transaction may have ended, so that its lock counts for a shorter time.
         if held_lease.stop_deadline < self._deadline_wakes_at:
             self._deadline_wakeup.notify()
@@ -357,10 +355,7 @@ class Renewer:
 
     def _lose(self, held_lease: HeldLease, reason: str) -> None:
         with self._lock:
-            if (
-                held_lease.lost is not None
-                or held_lease.claim_request.token not in self._held_leases
-            ):
+            if held_lease.lost is not None or held_lease.call.token not in self._held_leases:
                 return
             held_lease.lost = reason
         self._interrupt_body(held_lease, self._clock.now())
@@ -385,19 +380,17 @@ def _next_check(held_lease: HeldLease) -> float:
 
 def _is_still(held_lease: HeldLease, state: State, stores: Context) -> bool:
     """Whether the record is in *state*, and this attempt owns it."""
-    return _is_by(held_lease, stores.records.read(held_lease.claim_request.stored_key), state)
+    return _is_by(held_lease, stores.records.read(held_lease.call.key.stored), state)
 
 
 def _is_by(held_lease: HeldLease, record: Record | None, state: State) -> bool:
-    return record is not None and record.is_attempt(
-        state, held_lease.claim_request.token, held_lease.fence
-    )
+    return record is not None and record.is_attempt(state, held_lease.call.token, held_lease.fence)
 
 
 def _renewal(held_lease: HeldLease, ttl: float) -> Renewal:
     return Renewal(
-        held_lease.claim_request.stored_key,
-        held_lease.claim_request.token,
+        held_lease.call.key.stored,
+        held_lease.call.token,
         ttl,
         held_lease.probe,
         guarded=held_lease.body_state.guarded,
@@ -406,7 +399,7 @@ def _renewal(held_lease: HeldLease, ttl: float) -> Renewal:
 
 def _of(held_lease: HeldLease) -> Subject:
     return {
-        "task": held_lease.claim_request.task,
-        "key": bounded(held_lease.claim_request.key),
-        "call_id": held_lease.claim_request.call_id,
+        "task": held_lease.call.task,
+        "key": bounded(held_lease.call.key.key),
+        "call_id": held_lease.call.call_id,
     }

@@ -294,7 +294,7 @@ class Execution:
         if held_lease.lost is not None:
             return  # another attempt may hold the key, and the probe's slot
         acquirer, context = self.acquirer, self.context
-        claim_request = held_lease.claim_request
+        call = held_lease.call
         cooling = (
             outcome.retry_after if outcome is not None and outcome.state is State.COOLING else None
         )
@@ -312,19 +312,17 @@ class Execution:
             if (
                 held_lease.probe is not None
                 and opens
-                and context.gates.open_gate(held_lease.probe, claim_request.token)
+                and context.gates.open_gate(held_lease.probe, call.token)
             ):
                 context.observer.observe(events.GateOpened(**call.subject, group=held_lease.probe))
                 held_lease.probe = None
             if (
                 cooling is not None
                 and cooling > RETRY_GRACE
-                and context.leases.cool(
-                    claim_request.stored_key, claim_request.token, cooling - RETRY_GRACE
-                )
+                and context.leases.cool(call.key.stored, call.token, cooling - RETRY_GRACE)
             ):
                 if held_lease.probe is not None:
-                    context.gates.release_probe(held_lease.probe, claim_request.token)
+                    context.gates.release_probe(held_lease.probe, call.token)
                 return
         acquirer.release(held_lease)
 

@@ -52,7 +52,7 @@ class Cooling:
 
 @dataclass(frozen=True, slots=True)
 class BlockedByGate:
-    """The gate of the claim request's group blocks; neither lease nor slot was taken.
+    """The gate of the call's group blocks; neither lease nor slot was taken.
 
     ``record_read``: the store has also read the record of the key: ``record``, or ``None``.
     """

@@ -328,7 +328,7 @@ def _lease_held(call: Call, holder: Holder) -> LeaseHeld:
 
 
 def _key_reused(call: Call, record: Record) -> KeyReused:
-    names = differing(call, record)
+    names = differing(call.key.digests, record.digests)
     listed = ", ".join(names) or "their fingerprint"
     message = (
         f"{printable(record.key)} stands for a call with other arguments; they differ in {listed}"

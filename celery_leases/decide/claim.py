@@ -1,5 +1,5 @@
-"""The rule of the claim: whether a key may be claimed, and its row afterwards. Pure functions of a
-row and a claim request.
+"""The rule of the claim: whether a call may have a key, and the row of the key afterwards. Pure
+functions of a row and a call.
 
 The decisions before the run apply the rule to a row that was read. A record store reads the row,
 applies the rule, and writes the row that :func:`claimed` returns by compare-and-set.
@@ -8,25 +8,16 @@ applies the rule, and writes the row that :func:`claimed` returns by compare-and
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import Enum
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
+from celery_leases.call import Call
 from celery_leases.decide import attempt_history
 from celery_leases.decide.waiting import is_waiting
 from celery_leases.errors import LeaseStoreMismatch
-from celery_leases.keys import Compared, same_arguments
+from celery_leases.keys import same_arguments
 from celery_leases.options import DATABASE
-from celery_leases.record import (
-    Attempt,
-    ClaimRequest,
-    Ended,
-    PastAttempt,
-    Record,
-    Refusal,
-    State,
-)
+from celery_leases.record import Attempt, Ended, PastAttempt, Record, Refusal, State
 from celery_leases.text.cleaning import storable
-from celery_leases.value_class import value_class
 
 MICROSECONDS: Final = 1_000_000
 ALWAYS: Final = 2**62
@@ -35,66 +26,7 @@ HOLDER_MAX: Final = 255
 """Characters of a stored ``hostname/pid``."""
 
 
-class Question(Enum):
-    """A value that must be read before a claim can be decided."""
-
-    #: Seconds since the lease store was emptied.
-    AGE = "age"
-
-
-class Claimant(Compared, Protocol):
-    """The values of a call that the rule needs.
-
-    Both a :class:`~celery_leases.call.Call` and its claim request have them.
-    """
-
-    @property
-    def call_id(self) -> str:
-        """Celery's task id."""
-        ...
-
-    @property
-    def rerun(self) -> bool:
-        """Whether the task has ``lease_on_done="rerun"``: each call of the key runs."""
-        ...
-
-    @property
-    def retries(self) -> int:
-        """How often Celery has retried the call."""
-        ...
-
-    @property
-    def prior(self) -> tuple[str, ...]:
-        """The owner tokens of ended attempts of the call that may have left the row running."""
-        ...
-
-    def is_copy_of(self, fence: int) -> bool:
-        """Whether the delivery is a copy of the run under *fence*, or of an earlier run."""
-        ...
-
-
-@value_class(frozen=True, slots=True)
-class Claim:
-    """A claim request under the lease store with the name ``lease_store``.
-
-    ``age``: seconds since that store was emptied, ``None`` until it is read. A holder writes its
-    lease again within the ttl of its row. ``takeover_until``, by the database's clock: until then
-    another attempt's row may be taken over once its lease has expired. A third of that row's ttl is
-    added, for the time in which the statement reaches the database.
-    """
-
-    claim_request: ClaimRequest
-    lease_store: str
-    age: float | None = None
-    takeover_until: int = ALWAYS
-
-    @property
-    def is_lease(self) -> bool:
-        """Whether the claimed row is the lease."""
-        return self.lease_store == DATABASE
-
-
-def refusal(row: Record | None, call: Claimant) -> Refusal | None:
+def refusal(row: Record | None, call: Call) -> Refusal | None:
     """Why *row*, as it was at ``row.now``, refuses *call*; ``None`` if it does not.
 
     For a running row whose lease is in another store, or has expired, see :func:`decide`.
@@ -116,11 +48,12 @@ def refusal(row: Record | None, call: Claimant) -> Refusal | None:
         and (row.state is State.RUNNING or row.ended is Ended.RETRIED)
     ):
         return Refusal.SUPERSEDED
-    if row.state is State.UNCERTAIN or (row.state is State.FAILED and not call.rerun):
+    if row.state is State.UNCERTAIN or (row.state is State.FAILED and not call.options.rerun):
         return Refusal.FAILED
-    if not (ours or row.failure_delivered or call.rerun or same_arguments(row, call)):
+    free = ours or row.failure_delivered or call.options.rerun
+    if not (free or same_arguments(row.fingerprint, call.key.fingerprint)):
         return Refusal.REUSED
-    if row.state is State.DONE and not call.rerun:
+    if row.state is State.DONE and not call.options.rerun:
         return Refusal.DONE
     if row.state is State.RUNNING and row.lease_remaining > 0 and row.owner not in call.prior:
         return Refusal.HELD
@@ -132,81 +65,74 @@ def finished_by(call_id: str, row: Record) -> bool:
     return call_id in row.finished_calls or (row.state is State.DONE and row.call_id == call_id)
 
 
-def decide(row: Record | None, claim: Claim) -> Refusal | Question | None:
-    """Why *claim* may not take *row*, as it was at ``row.now``; ``None`` if it may. The claim does
-    not have the row yet.
+def decide(
+    row: Record | None,
+    call: Call,
+    lease_store: str,
+    *,
+    emptied: float = 0.0,
+    takeover_until: int = ALWAYS,
+) -> Refusal | None:
+    """Why *call* may not take *row*, as it was at ``row.now``, under *lease_store*; ``None`` if it
+    may. The call does not have the row yet.
 
-    A :class:`Question` names a value to read first, because the claim would take over the running
-    row of another attempt. Raises :class:`LeaseStoreMismatch` if the row is running under another
-    lease store.
+    *emptied*: for how many seconds that store has not lost its leases, 0 if that is not known. A
+    holder writes its lease again within the ttl of its row. *takeover_until*, by the database's
+    clock: until then another attempt's row may be taken over once its lease has expired. A third of
+    that row's ttl is added, for the time in which the statement reaches the database. Raises
+    :class:`LeaseStoreMismatch` if the row is running under another lease store.
     """
     if row is None or row.expired or row.state is not State.RUNNING:
-        return refusal(row, claim.claim_request)
-    if row.lease_store != claim.lease_store:
+        return refusal(row, call)
+    if row.lease_store != lease_store:
         raise LeaseStoreMismatch(
-            f"{row.key} is running under the lease store {row.lease_store}, this worker uses {claim.lease_store}; "
+            f"{row.key} is running under the lease store {row.lease_store}, this worker uses {lease_store}; "
             "give all workers of this database one leases_url (or run `leases release` if the other store is retired)",
             row.key,
-            claim.lease_store,
+            lease_store,
             row.lease_store,
         )
-    return refusal(row, claim.claim_request) or _refused_takeover(row, claim)
+    why = refusal(row, call)
+    if why is not None or row.owner in call.prior:
+        return why
+    if lease_store == DATABASE:
+        late = row.now > takeover_until + row.lease_ttl * MICROSECONDS / 3
+        return Refusal.LAPSED if late else None
+    return Refusal.EMPTIED if emptied < row.lease_ttl else None
 
 
-def _refused_takeover(row: Record, claim: Claim) -> Refusal | Question | None:
-    """Why *claim* may not take over a running *row* whose lease has expired or is missing in its
-    store.
+def claimed(row: Record | None, call: Call, lease_store: str, now: int) -> Record:
+    """The row after the claim of *call*; *row* is the row before, *now* microseconds by the
+    database's clock.
     """
-    if row.owner in claim.claim_request.prior:
-        return None
-    if claim.is_lease:
-        return (
-            Refusal.LAPSED
-            if row.now > claim.takeover_until + row.lease_ttl * MICROSECONDS / 3
-            else None
-        )
-    if claim.age is None:
-        return Question.AGE
-    return Refusal.EMPTIED if claim.age < row.lease_ttl else None
-
-
-def is_ours(row: Record, claim_request: ClaimRequest) -> bool:
-    """Whether the request has the row already: its claim was executed, and the reply was lost."""
-    return row.is_attempt(State.RUNNING, claim_request.token)
-
-
-def claimed(row: Record | None, claim: Claim, now: int) -> Record:
-    """The row after *claim*; *row* is the row before, *now* microseconds by the database's
-    clock.
-    """
-    claim_request = claim.claim_request
-    lease_until = now + round(claim_request.ttl * MICROSECONDS) if claim.is_lease else None
+    ttl, retention = call.options.ttl, call.options.retention or None
+    lease_until = now + round(ttl * MICROSECONDS) if lease_store == DATABASE else None
     if row is not None:
-        return _taken(row, claim, now, lease_until)
+        return _taken(row, call, lease_store, now, lease_until)
     return Record(
-        stored_key=claim_request.stored_key,
-        task=claim_request.task,
-        key=claim_request.key,
+        stored_key=call.key.stored,
+        task=call.task,
+        key=call.key.key,
         state=State.RUNNING,
         fence=now,
-        owner=claim_request.token,
-        call_id=claim_request.call_id,
-        holder=storable(claim_request.holder, HOLDER_MAX),
+        owner=call.token,
+        call_id=call.call_id,
+        holder=storable(call.host, HOLDER_MAX),
         attempt=1,
         generation=0,
         failures=0,
         crashes=0,
-        retries=claim_request.retries,
-        lease_store=claim.lease_store,
-        lease_ttl=claim_request.ttl,
+        retries=call.retries,
+        lease_store=lease_store,
+        lease_ttl=ttl,
         created_at=now,
         started_at=now,
         now=now,
-        fingerprint=claim_request.fingerprint,
-        digests=claim_request.digests,
+        fingerprint=call.key.fingerprint,
+        digests=call.key.digests,
         lease_until=lease_until,
-        retention=claim_request.retention or None,
-        message=claim_request.message,
+        retention=retention,
+        message=call.message,
     )
 
 
@@ -224,29 +150,28 @@ def dated(new: Record, now: int) -> Record:
     return new
 
 
-def _taken(row: Record, claim: Claim, now: int, lease_until: int | None) -> Record:
-    claim_request = claim.claim_request
-    for owner in claim_request.prior:
+def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int | None) -> Record:
+    for owner in call.prior:
         row = attempt_history.with_end(row, owner, Ended.LOST) or row
     taken: dict[str, Any] = {
-        "task": claim_request.task,
+        "task": call.task,
         "state": State.RUNNING,
-        "owner": claim_request.token,
-        "call_id": claim_request.call_id,
-        "holder": storable(claim_request.holder, HOLDER_MAX),
-        "retries": claim_request.retries,
-        "lease_store": claim.lease_store,
-        "lease_ttl": claim_request.ttl,
+        "owner": call.token,
+        "call_id": call.call_id,
+        "holder": storable(call.host, HOLDER_MAX),
+        "retries": call.retries,
+        "lease_store": lease_store,
+        "lease_ttl": call.options.ttl,
         "lease_until": lease_until,
         "started_at": now,
-        "retention": claim_request.retention or None,
+        "retention": call.options.retention or None,
         "now": now,
     }
     # Its retention is over, or each call has a generation of its own (rerun).
-    new_generation = row.expired or (claim_request.rerun and row.call_id != claim_request.call_id)
+    new_generation = row.expired or (call.options.rerun and row.call_id != call.call_id)
     # A running row was not closed by its owner, of which nothing was heard since its lease ended:
     # a suspected crash, unless the call knows that attempt.
-    crashed = row.state is State.RUNNING and row.owner not in claim_request.prior
+    crashed = row.state is State.RUNNING and row.owner not in call.prior
     ended = (
         Ended.ABANDONED
         if crashed
@@ -257,22 +182,22 @@ def _taken(row: Record, claim: Claim, now: int, lease_until: int | None) -> Reco
         else row.ended
     )
     # The fingerprint of a call is that of its first message, even if a retry has other arguments.
-    has_fingerprint = row.call_id == claim_request.call_id and row.fingerprint is not None
+    has_fingerprint = row.call_id == call.call_id and row.fingerprint is not None
     if new_generation:
         taken |= {"failures": 0, "quick_retries": 0, "cooldowns": 0, "failed_at": None}
-    if row.publish_at is None and claim_request.message is not None:
-        taken["message"] = claim_request.message
+    if row.publish_at is None and call.message is not None:
+        taken["message"] = call.message
     return replace(
         row,
         fence=max(row.fence + 1, now),
         attempt=1 if new_generation else row.attempt + 1,
         generation=row.generation + new_generation,
-        crashes=_crashes(row, claim_request, crashed=crashed),
+        crashes=_crashes(row, call, crashed=crashed),
         crashed_call=row.call_id if crashed else row.crashed_call,
         crashed_at=now if crashed else None,
         previous=Attempt(ended, row.failure, row.holder) if ended is not None else None,
-        fingerprint=row.fingerprint if has_fingerprint else claim_request.fingerprint,
-        digests=row.digests if has_fingerprint else claim_request.digests,
+        fingerprint=row.fingerprint if has_fingerprint else call.key.fingerprint,
+        digests=row.digests if has_fingerprint else call.key.digests,
         finished_calls=() if row.expired else row.finished_calls,
         history=()
         if row.expired
@@ -300,12 +225,10 @@ def _previous_attempt(row: Record, ended: Ended | None) -> PastAttempt | None:
     )
 
 
-def _crashes(row: Record, claim_request: ClaimRequest, *, crashed: bool) -> int:
+def _crashes(row: Record, call: Call, *, crashed: bool) -> int:
     """Crashes in a row. With on_done="rerun" they belong to one call."""
     if row.expired or not crashed:
         return 0 if row.expired else row.crashes
     return (
-        1
-        if claim_request.rerun and row.crashed_call not in (None, row.call_id)
-        else row.crashes + 1
+        1 if call.options.rerun and row.crashed_call not in (None, row.call_id) else row.crashes + 1
     )

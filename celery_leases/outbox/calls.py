@@ -29,7 +29,6 @@ from celery_leases.errors import (
 )
 from celery_leases.keys import (
     CallKey,
-    Compared,
     call_key,
     differing,
     is_short_form,
@@ -709,9 +708,9 @@ def _check_arguments(record: Record, key: CallKey) -> None:
         _check_same(record, key)
 
 
-def _check_same(other: Compared, key: CallKey) -> None:
-    if not same_arguments(other, key):
-        names = differing(other, key)
+def _check_same(other: CallKey | Record, key: CallKey) -> None:
+    if not same_arguments(other.fingerprint, key.fingerprint):
+        names = differing(other.digests, key.digests)
         listed = ", ".join(names) or "their fingerprint"
         message = f"{key.key} stands for a call with other arguments; they differ in {listed}"
         raise KeyReused(message, key.key, names)

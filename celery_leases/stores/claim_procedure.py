@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Protocol
 
+from celery_leases.call import Call
 from celery_leases.concurrency import os_threads
 from celery_leases.decide import claim as claim_rules
-from celery_leases.decide.claim import ALWAYS, Claim, Question
+from celery_leases.decide.claim import ALWAYS
 from celery_leases.errors import KeyUnusable, StoreUnavailable
 from celery_leases.groups.group import Gate, admits
 from celery_leases.options import DATABASE
-from celery_leases.record import ClaimRequest, Record, Refusal, Refused, Won
+from celery_leases.record import Record, Refusal, Refused, State, Won
 from celery_leases.stores.availability import Availability
 from celery_leases.stores.interfaces import never_emptied
 from celery_leases.value_class import value_class
@@ -88,23 +89,23 @@ class Claiming(ABC):
 
     def claim(
         self,
-        claim_request: ClaimRequest,
+        call: Call,
         lease_store: str,
         *,
         age: Callable[[], float] = never_emptied,
     ) -> Won | Refused:
         """Claim the row; see :class:`~celery_leases.stores.interfaces.RecordStore`."""
-        return self.claim_at_gate(claim_request, lease_store, None, age=age)[0]
+        return self.claim_at_gate(call, lease_store, None, age=age)[0]
 
     def claim_at_gate(
         self,
-        claim_request: ClaimRequest,
+        call: Call,
         lease_store: str,
         slots: ProbeSlots | None,
         *,
         age: Callable[[], float] = never_emptied,
     ) -> tuple[Won | Refused, Gate | None]:
-        """Claim the row; also returns the gate of the request's group if *slots* are given and the
+        """Claim the row; also returns the gate of the call's group if *slots* are given and the
         gate is not open.
 
         The claim is also refused if the gate does not let the body start. At a half-open gate the
@@ -112,15 +113,15 @@ class Claiming(ABC):
         fails. So at most one body starts at a half-open gate.
         """
         try:
-            return self._try_claim(claim_request, lease_store, slots, age)
+            return self._try_claim(call, lease_store, slots, age)
         except KeyUnusable as error:
-            if claim_request.message is None:
+            if call.message is None:
                 raise
             # The message is only for a rescue, and may be what the database refuses.
-            won = self._try_claim(replace(claim_request, message=None), lease_store, slots, age)
+            won = self._try_claim(replace(call, message=None), lease_store, slots, age)
             logger.warning(
                 "%s: the call could not be stored, so it cannot be rescued: %s",
-                claim_request.key,
+                call.key.key,
                 error,
             )
             return won
@@ -154,55 +155,47 @@ class Claiming(ABC):
 
     def _try_claim(
         self,
-        claim_request: ClaimRequest,
+        call: Call,
         lease_store: str,
         slots: ProbeSlots | None,
         age: Callable[[], float],
     ) -> tuple[Won | Refused, Gate | None]:
+        is_lease, emptied = lease_store == DATABASE, 0.0
         for _ in range(CLAIM_TRIES):
-            claim, new, found = self._begin_claim(
-                claim_request, lease_store, claim_request.group if slots is not None else None
-            )
+            sent = os_threads.boot_clock()
+            until = self.availability.takeover_until(sent) if is_lease else ALWAYS
+            new = claim_rules.claimed(None, call, lease_store, 0)
+            found = self.insert_or_read(new, call.group if slots is not None else None)
+            self.availability.answered(sent, os_threads.boot_clock(), found.now)
             row, gate = found.row, found.gate
             if found.inserted:
                 return Won(claim_rules.dated(new, found.now)), gate
-            if row is not None and claim_rules.is_ours(row, claim_request):
+            if row is not None and row.is_attempt(State.RUNNING, call.token):
                 return Won(row), gate
-            why = claim_rules.decide(row, claim)
-            if why is Question.AGE:
-                claim = replace(claim, age=age())
-                why = claim_rules.decide(row, claim)
-            if row is not None and why is Refusal.LAPSED and claim.is_lease:
+            why = claim_rules.decide(row, call, lease_store, takeover_until=until)
+            if why is Refusal.EMPTIED:
+                emptied = age()
+                why = claim_rules.decide(row, call, lease_store, emptied=emptied)
+            if row is not None and why is Refusal.LAPSED:
                 self.await_lock(row)
-            if why is not None or not admits(gate, claim_request.token):
+            if why is not None or not admits(gate, call.token):
                 break
             if slots is not None and gate is not None and gate.probe is None:
-                if not slots.take_probe(gate.group, claim_request.token, claim_request.ttl):
+                if not slots.take_probe(gate.group, call.token, call.options.ttl):
                     continue
-                gate = replace(gate, probe=claim_request.token, probe_for=claim_request.ttl)
-            if (won := self._write(claim, found)) is not None:
+                gate = replace(gate, probe=call.token, probe_for=call.options.ttl)
+            if (won := self._write(call, lease_store, found)) is not None:
                 return Won(won), gate
-        if slots is not None and gate is not None and gate.probe == claim_request.token:
-            slots.release_probe(gate.group, claim_request.token)
-        return Refused(row, why if isinstance(why, Refusal) else Refusal.CHANGED, claim.age), gate
+        if slots is not None and gate is not None and gate.probe == call.token:
+            slots.release_probe(gate.group, call.token)
+        return Refused(row, why or Refusal.CHANGED, emptied), gate
 
-    def _begin_claim(
-        self, claim_request: ClaimRequest, lease_store: str, group: str | None
-    ) -> tuple[Claim, Record, InsertOrReadResult]:
-        sent = os_threads.boot_clock()
-        takeover_until = (
-            self.availability.takeover_until(sent) if lease_store == DATABASE else ALWAYS
-        )
-        claim = Claim(claim_request, lease_store, takeover_until=takeover_until)
-        new = claim_rules.claimed(None, claim, 0)
-        found = self.insert_or_read(new, group)
-        self.availability.answered(sent, os_threads.boot_clock(), found.now)
-        return claim, new, found
-
-    def _write(self, claim: Claim, found: InsertOrReadResult) -> Record | None:
-        """The row that *claim* has written; ``None`` if the row has changed since it was read."""
+    def _write(self, call: Call, lease_store: str, found: InsertOrReadResult) -> Record | None:
+        """The row that the claim has written; ``None`` if the row has changed since it was read."""
         if found.row is None:  # the gate prevented the insert
-            again = self.insert_or_read(claim_rules.claimed(None, claim, 0), None)
-            return claim_rules.claimed(None, claim, again.now) if again.inserted else None
-        new = claim_rules.claimed(found.row, claim, found.now)
+            again = self.insert_or_read(claim_rules.claimed(None, call, lease_store, 0), None)
+            return (
+                claim_rules.claimed(None, call, lease_store, again.now) if again.inserted else None
+            )
+        new = claim_rules.claimed(found.row, call, lease_store, found.now)
         return new if self.swap(found.row, new) else None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from celery_leases.call import Call
 from celery_leases.decide.answers import (
     Acquired,
     BlockedByGate,
@@ -24,7 +25,13 @@ from celery_leases.errors import StoreUnavailable
 from celery_leases.events import Event
 from celery_leases.groups.group import Closing, Gate
 from celery_leases.groups.history import PastClosing
-from celery_leases.record import ClaimRequest, Ended, Outcome, Record, Refused, Won
+from celery_leases.record import (
+    Ended,
+    Outcome,
+    Record,
+    Refused,
+    Won,
+)
 
 
 def never_emptied() -> float:
@@ -43,16 +50,14 @@ class LeaseStore(Protocol):
     #: Whether the claimed row is the lease: acquiring also claims, and settling also releases.
     in_records: bool
 
-    def acquire(
-        self, claim_request: ClaimRequest
-    ) -> Acquired | Held | Cooling | BlockedByGate | Claimed:
-        """Take the lease in one round trip. A lease that the token of the request already holds
+    def acquire(self, call: Call) -> Acquired | Held | Cooling | BlockedByGate | Claimed:
+        """Take the lease in one round trip. A lease that the token of the call already holds
         counts as taken.
 
-        If the lease is free, the same round trip reads the gate of ``claim_request.group``. If the
-        gate is half-open and no attempt probes, the request takes the probe's slot for its ttl
+        If the lease is free, the same round trip reads the gate of ``call.group``. If the
+        gate is half-open and no attempt probes, the call takes the probe's slot for its ttl
         together with the lease. Raises ``LeaseStoreMismatch`` if the holder has its records in
-        another database than the request.
+        another database than the call.
         """
         ...
 
@@ -70,7 +75,7 @@ class LeaseStore(Protocol):
         """
         ...
 
-    def reassert(self, claim_request: ClaimRequest) -> bool:
+    def reassert(self, call: Call) -> bool:
         """Write again a lease that the store has lost, unless another attempt holds the key."""
         ...
 
@@ -242,7 +247,7 @@ class RecordStore(Protocol):
 
     def claim(
         self,
-        claim_request: ClaimRequest,
+        call: Call,
         lease_store: str,
         *,
         age: Callable[[], float] = never_emptied,
@@ -252,7 +257,7 @@ class RecordStore(Protocol):
         A refused claim writes nothing. *age* returns the seconds since the lease store was emptied;
         it is called only before the running row of another attempt is taken over, and its errors
         are raised. Raises :class:`LeaseStoreMismatch` if the key runs under another lease store,
-        :class:`KeyUnusable` if the database refuses a value of the request, and
+        :class:`KeyUnusable` if the database refuses a value of the call, and
         :class:`RecordUnreadable` for a row that cannot be read, which is not changed.
         """
         ...

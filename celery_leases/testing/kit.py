@@ -23,6 +23,7 @@ from celery.result import AsyncResult, EagerResult
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.renewal import HELD_BY_OTHER, Renewer
 from celery_leases.attempt.run import Execution
+from celery_leases.call import Call
 from celery_leases.client import LeaseClient
 from celery_leases.components import Components, build
 from celery_leases.concurrency.os_threads import boot_clock
@@ -34,7 +35,11 @@ from celery_leases.failures.actions import Classification
 from celery_leases.failures.classifier import Rules
 from celery_leases.keys import CallKey, call_group, call_key, stored_key
 from celery_leases.options import DATABASE, DEFAULT_TTL
-from celery_leases.record import ClaimRequest, Record, State, Won
+from celery_leases.record import (
+    Record,
+    State,
+    Won,
+)
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import Announcer
 from celery_leases.status import LeaseStatus
@@ -97,7 +102,7 @@ class KitRenewer(Renewer):
 
     def add(self, held_lease: HeldLease) -> None:
         """See :class:`~celery_leases.attempt.renewal.Renewer`."""
-        self._held_leases[held_lease.claim_request.token] = held_lease
+        self._held_leases[held_lease.call.token] = held_lease
 
     def renew_all(self) -> float | None:
         """Renew all leases that may be renewed; returns the seconds until the next renewal, or
@@ -107,7 +112,7 @@ class KitRenewer(Renewer):
         due = [held_lease for held_lease in self._held_leases.values() if held_lease.renewable(now)]
         if due:
             self._renew(due)
-        return min((held_lease.claim_request.ttl / 3 for held_lease in due), default=None)
+        return min((held_lease.call.options.ttl / 3 for held_lease in due), default=None)
 
     def end_overdue(self) -> None:
         """Lose each lease whose time is over, as the renewer's deadline thread does."""
@@ -384,48 +389,43 @@ class LeaseKit:
         before = components.records.read(key.stored)
         span = HOLD_SECONDS if self.in_memory else HOLD_SECONDS_REAL_CLOCK
         token = uuid4().hex
-        options = self.app.tasks[name].lease_options
-        claim_request = ClaimRequest(
-            key.stored,
+        call = Call(
             name,
-            key.key,
-            token,
             f"held-{token}",
-            span,
-            "another-host/1",
-            fingerprint=key.fingerprint,
-            digests=key.digests,
-            rerun=options.rerun,
+            key,
+            replace(self.app.tasks[name].lease_options, ttl=span),
+            token=token,
+            host="another-host/1",
             database="" if components.leases.in_records else components.records.identity(),
         )
-        held = self._claim(components, claim_request)
+        held = self._claim(components, call)
         try:
             yield
         finally:
-            self._restore(components, claim_request, held, before)
+            self._restore(components, call, held, before)
 
-    def _claim(self, components: Components, claim_request: ClaimRequest) -> Record:
-        answer: Any = components.leases.acquire(claim_request)
+    def _claim(self, components: Components, call: Call) -> Record:
+        answer: Any = components.leases.acquire(call)
         if isinstance(answer, Acquired):
-            claim: Any = components.records.claim(claim_request, components.leases.name)
+            claim: Any = components.records.claim(call, components.leases.name)
             if not isinstance(claim, Won):
-                components.leases.release(claim_request.stored_key, claim_request.token)
+                components.leases.release(call.key.stored, call.token)
         else:
             claim = answer.claim if isinstance(answer, Claimed) else answer
         if not isinstance(claim, Won):
-            raise AssertionError(f"{claim_request.key} cannot be held: {claim}")
+            raise AssertionError(f"{call.key.key} cannot be held: {claim}")
         return claim.record
 
     def _restore(
         self,
         components: Components,
-        claim_request: ClaimRequest,
+        call: Call,
         held: Record,
         before: Record | None,
     ) -> None:
         table = components.records.tables.records
         ours = (
-            table.c.stored_key == claim_request.stored_key,
+            table.c.stored_key == call.key.stored,
             table.c.owner == held.owner,
             table.c.state == State.RUNNING,
         )
@@ -435,7 +435,7 @@ class LeaseKit:
             values = column_values(replace(before, fence=held.fence))
             components.records.database.count(table.update().where(*ours).values(values), {})
         if not components.leases.in_records:
-            components.leases.release(claim_request.stored_key, claim_request.token)
+            components.leases.release(call.key.stored, call.token)
 
     def lose(self, what: Any, *args: Any, task: str | None = None, **kwargs: Any) -> None:
         """Let another attempt take the lease of the body that runs the key in this process; *what*
@@ -450,7 +450,7 @@ class LeaseKit:
         running = [
             held_lease
             for held_lease in renewer.held_leases
-            if held_lease.claim_request.stored_key == key.stored
+            if held_lease.call.key.stored == key.stored
         ]
         if not running:
             raise AssertionError(

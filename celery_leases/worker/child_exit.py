@@ -22,7 +22,6 @@ from celery_leases.call import Call
 from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.decide.after_run import ExitCause, child_exited, closed_for_celery
 from celery_leases.errors import StoreUnavailable
-from celery_leases.keys import CallKey
 from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.signals import logger
 from celery_leases.worker import app_components
@@ -163,15 +162,11 @@ def close_at_exit() -> None:
     """
     for components in app_components.made_here():
         for held_lease in components.renewer.held_leases:
-            request = held_lease.claim_request
-            task = components.app.tasks[request.task]
+            call = held_lease.call
             ended = EndedDelivery(
-                *(task, request.call_id, request.token, None, (), {}, request.retries),
-                *(os.getpid(), ExitCause.STOPPED, False),
+                *(components.app.tasks[call.task], call.call_id, call.token, None, (), {}),
+                *(call.retries, os.getpid(), ExitCause.STOPPED, False),
             )
-            key = CallKey(request.key, request.stored_key)
-            options, token, group = task.lease_options, request.token, request.group
-            call = Call(task.name, request.call_id, key, options, token=token, group=group)
             try:
                 _close_in_stores(ended, call)
             except BaseException as error:  # noqa: BLE001 - see above

@@ -277,6 +277,7 @@ class Delivery:
             retries=request.retries,
             prior=header.prior,
             token=owner_of(self.token or new_token(), self.process),
+            host=self.components.context.host,
             longest_countdown=self.components.settings.longest_countdown,
             received_at=self.received_at,
             time_limit=limits[0] if limits is not None else None,

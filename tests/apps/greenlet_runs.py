@@ -212,7 +212,7 @@ def reach():
 
 def _lose_now(renewer):
     for held_lease in list(renewer._held_leases.values()):
-        LOST_AT[held_lease.claim_request.key] = time.perf_counter()
+        LOST_AT[held_lease.call.key.key] = time.perf_counter()
         renewer._lose(held_lease, REASON)
 
 
@@ -224,7 +224,7 @@ def _lose_soon(renewer, key):
         found := [
             held_lease
             for held_lease in list(renewer._held_leases.values())
-            if held_lease.claim_request.key == key
+            if held_lease.call.key.key == key
         ]
     ):
         pause.acquire(timeout=0.001)

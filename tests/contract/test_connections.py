@@ -23,7 +23,7 @@ from celery_leases.settings import read_settings
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.database import Database
-from celery_leases.testing.contracts.claim_requests import acquired, fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import acquired, fresh_key, make_call
 from celery_leases.testing.contracts.record_case import outcome, row
 from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import is_mysql, server_url
@@ -211,15 +211,15 @@ def test_many_threads_share_few_connections_to_redis(server: RedisServer) -> Non
     store = RedisLeaseStore.from_url(
         server.url, timeout=20.0, permits=ResourcePool(3, Permit, 30.0)
     )
-    claim_requests = [make_claim_request(fresh_key()) for _ in range(4)]
-    for claim_request in claim_requests:
-        assert acquired(store.acquire(claim_request))
+    calls = [make_call(fresh_key()) for _ in range(4)]
+    for call in calls:
+        assert acquired(store.acquire(call))
 
     def use() -> None:
-        store.holder(claim_requests[0].stored_key)
-        store.mark(claim_requests[0].stored_key, "x")
-        store.release(claim_requests[1].stored_key, "another")
-        store.held([claim_request.stored_key for claim_request in claim_requests])
+        store.holder(calls[0].key.stored)
+        store.mark(calls[0].key.stored, "x")
+        store.release(calls[1].key.stored, "another")
+        store.held([call.key.stored for call in calls])
 
     with redis.Redis.from_url(server.url) as admin:
         admin.execute_command("CLIENT", "PAUSE", "600", "ALL")
@@ -273,12 +273,12 @@ def components(
 
 def begun(components: Components, key: str) -> tuple[HeldLease, Any]:
     """A lease that is renewed, and its record."""
-    claim_request, renewer = make_claim_request(key, ttl=TTL), components.execution.renewer
-    held_lease = HeldLease(claim_request, renewer._clock.now(), renewer._clock)
-    claim: Any = components.leases.acquire(claim_request)
+    call, renewer = make_call(key, ttl=TTL), components.execution.renewer
+    held_lease = HeldLease(call, renewer._clock.now(), renewer._clock)
+    claim: Any = components.leases.acquire(call)
     assert acquired(claim)
     if not components.leases.in_records:
-        claim = components.records.claim(claim_request, components.leases.name)
+        claim = components.records.claim(call, components.leases.name)
     record = getattr(claim, "claim", claim).record
     held_lease.fence = record.fence
     renewer.add(held_lease)
@@ -296,9 +296,7 @@ def test_a_full_pool_loses_no_lease(components: Components) -> None:
         while time.monotonic() < until:
             began = time.monotonic()
             with pytest.raises(StoreUnavailable) as caught:
-                components.records.claim(
-                    make_claim_request(fresh_key(), ttl=TTL), components.leases.name
-                )
+                components.records.claim(make_call(fresh_key(), ttl=TTL), components.leases.name)
             assert caught.value.executed is False
             assert time.monotonic() - began < TTL
     for held_lease, record in held:

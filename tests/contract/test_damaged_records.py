@@ -14,6 +14,7 @@ import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy import text
 
+from celery_leases.client import LeaseClient
 from celery_leases.effect import Found, scope_of
 from celery_leases.errors import KeyUnusable, RecordUnreadable, StoreUnavailable
 from celery_leases.record import Ended, Failure, Record, State, Won
@@ -23,10 +24,10 @@ from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import begin, finished, sent
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
-from tests.contract.sql_stores import database_url, migrated, operator_of, sql_records
+from tests.contract.sql_stores import database_url, migrated, sql_records
 from tests.support.servers import PostgresServer
 
 __all__ = ["database_url", "sql_records"]
@@ -81,10 +82,10 @@ def raw(records: SqlRecordStore, key: str) -> Any:
         return connection.execute(query, {"key": key}).mappings().one()
 
 
-def failed_once(records: SqlRecordStore, **claim_request: Any) -> str:
+def failed_once(records: SqlRecordStore, **call: Any) -> str:
     """A key whose first call has failed and may run again."""
     key = fresh_key()
-    record = won(records, make_claim_request(key, **claim_request), "database")
+    record = won(records, make_call(key, **call), "database")
     failure = Failure("ValueError", "no", group="g")
     closed(records, record, State.PENDING, ended=Ended.RETRIED, failure=failure)
     return key
@@ -102,7 +103,7 @@ def test_a_claim_of_a_row_that_cannot_be_read_changes_nothing_that_counts(
     change(sql_records, key, column, value)
     for _ in range(3):
         with pytest.raises(RecordUnreadable) as caught:
-            sql_records.claim(make_claim_request(key), "database")
+            sql_records.claim(make_call(key), "database")
         assert (caught.value.column, caught.value.key, caught.value.executed) == (
             column,
             key,
@@ -112,7 +113,7 @@ def test_a_claim_of_a_row_that_cannot_be_read_changes_nothing_that_counts(
         found = raw(sql_records, key)
         assert found["state"] == ("bogus" if column == "state" else "pending")
         assert (found["crashes"], found["attempt"]) == (0, 1)
-    assert isinstance(sql_records.claim(make_claim_request(fresh_key()), "database"), Won)
+    assert isinstance(sql_records.claim(make_call(fresh_key()), "database"), Won)
 
 
 @pairs(SPARED)
@@ -125,7 +126,7 @@ def test_an_unreadable_value_without_a_decision_is_ignored_with_a_warning(
         read = sql_records.read(key)
     assert read is not None
     assert f"column {column}" in caplog.text
-    assert isinstance(sql_records.claim(make_claim_request(key), "database"), Won)
+    assert isinstance(sql_records.claim(make_call(key), "database"), Won)
 
 
 @pairs(LOOKED_AT)
@@ -133,24 +134,22 @@ def test_one_broken_row_hides_no_other_from_an_operator(
     sql_records: SqlRecordStore, column: str, value: str
 ) -> None:
     """``list`` and ``show`` name it, ``forget`` repairs it."""
-    client = operator_of(DatabaseLeaseStore(sql_records), sql_records)
+    client = LeaseClient.on(DatabaseLeaseStore(sql_records), sql_records)
     well, key = failed_once(sql_records), failed_once(sql_records)
     if column == "result":
         change(sql_records, key, "state", "done")
     change(sql_records, key, column, value)
-    assert {status.key: status.state for status in client.page().statuses} == {
+    assert {status.key: status.state for status in client.list()} == {
         key: "unreadable",
         well: "pending",
     }
-    assert [status.key for status in client.page(client.where(states=["unreadable"])).statuses] == [
-        key
-    ]
+    assert [status.key for status in client.list(states=["unreadable"])] == [key]
     status = client.status(key)
     assert (status.state, status.reason) == ("unreadable", "record_unreadable")
     assert status.detail is not None
     assert f"column {column}" in status.detail
     assert client.forget(key).state == "absent"
-    assert won(sql_records, make_claim_request(key), "database").attempt == 1
+    assert won(sql_records, make_call(key), "database").attempt == 1
 
 
 def of_third_generation(records: SqlRecordStore) -> tuple[SqlEffectStore, Record]:
@@ -158,7 +157,7 @@ def of_third_generation(records: SqlRecordStore) -> tuple[SqlEffectStore, Record
     effects = SqlEffectStore(records.database, records.tables)
     key = fresh_key()
     for generation in range(3):
-        record = won(records, make_claim_request(key), "database")
+        record = won(records, make_call(key), "database")
         assert record.generation == generation
         assert finished(effects, sent(effects, record))
         closed(records, record)
@@ -180,12 +179,12 @@ def lose_the_generation(records: SqlRecordStore, column: str, value: str) -> Non
         after = records.reset(key, keep=False)
         assert after is not None
         assert after.generation > 2
-        record = won(records, make_claim_request(key), "database")
+        record = won(records, make_call(key), "database")
         assert record.generation == after.generation
         assert finished(effects, sent(effects, record))
         closed(records, record)
     assert records.reset(key, keep=False) is not None
-    assert won(records, make_claim_request(key), "database").generation == record.generation + 1
+    assert won(records, make_call(key), "database").generation == record.generation + 1
 
 
 LOST = pytest.mark.parametrize("value", ["{", "[]", '"text"', '{"generation": "x"}', "9" * 30])
@@ -232,7 +231,7 @@ def test_a_group_is_opened_though_an_error_is_unreadable(
 ) -> None:
     keys = []
     for _ in range(2):
-        record = won(sql_records, make_claim_request(fresh_key()))
+        record = won(sql_records, make_call(fresh_key()))
         closed(
             sql_records,
             record,
@@ -256,7 +255,7 @@ def test_an_effect_that_cannot_be_read_is_not_taken_for_one_that_has_not_happene
     """The error names effect and column, and nothing is written."""
     effects, record = (
         SqlEffectStore(sql_records.database, sql_records.tables),
-        won(sql_records, make_claim_request(fresh_key())),
+        won(sql_records, make_call(fresh_key())),
     )
     assert finished(effects, sent(effects, record))
     assert finished(effects, sent(effects, record, "mail"))
@@ -274,7 +273,7 @@ def test_an_effect_that_cannot_be_read_is_not_taken_for_one_that_has_not_happene
         assert f"leases resolve {record.stored_key} --done" in str(caught.value)
         assert "'charge'" in str(caught.value)
     assert isinstance(begin(effects, record, "mail"), Found)
-    status = operator_of(DatabaseLeaseStore(sql_records), sql_records).status(record.stored_key)
+    status = LeaseClient.on(DatabaseLeaseStore(sql_records), sql_records).status(record.stored_key)
     assert {effect.name: effect.state for effect in status.effects} == {
         "charge": "unreadable",
         "mail": "done",
@@ -288,7 +287,7 @@ def test_an_effect_whose_number_is_a_text_is_named(tmp_path: Path) -> None:
     with migrated(f"sqlite:///{tmp_path}/leases.db") as records:
         effects, record = (
             SqlEffectStore(records.database, records.tables),
-            won(records, make_claim_request(fresh_key())),
+            won(records, make_call(fresh_key())),
         )
         sent(effects, record)
         change(records, record.stored_key, "sent_at", "yesterday", "celery_leases_effects")
@@ -309,7 +308,7 @@ def test_an_effect_whose_number_is_a_text_is_named(tmp_path: Path) -> None:
     "reason", ["a\x00b", "half \ud83d of it", "x" * 300, "\N{GRINNING FACE}" * 300]
 )
 def test_any_reason_can_be_written(sql_records: SqlRecordStore, reason: str) -> None:
-    record = won(sql_records, make_claim_request(fresh_key(), holder="h\x00" * 300))
+    record = won(sql_records, make_call(fresh_key(), host="h\x00" * 300))
     snoozed = outcome(record, State.PENDING, Ended.SNOOZED, reason=reason, retry_after=5.0)
     assert sql_records.settle(record, snoozed)
     assert sql_records.settle(record, snoozed), "the same again is known as the same"
@@ -345,7 +344,7 @@ def test_without_an_encoding_texts_are_stored_as_utf_8(
     """``SQL_ASCII`` leaves the encoding to the clients."""
     url = database_in(leases_postgres, "SQL_ASCII").replace("+psycopg:", f"+{driver}:")
     with migrated(url) as records:
-        record = won(records, make_claim_request(f"{fresh_key()}|\u5f85"))
+        record = won(records, make_call(f"{fresh_key()}|\u5f85"))
         assert records.settle(record, outcome(record, result='"\u5f85"'))
         assert row(records, record.stored_key).result == '"\u5f85"'
 
@@ -365,7 +364,7 @@ def test_without_an_encoding_texts_are_stored_as_utf_8(
 def test_an_outcome_that_the_database_refuses_for_its_text_is_written_without_it(
     latin: SqlRecordStore, more: dict[str, Any]
 ) -> None:
-    record = won(latin, make_claim_request(fresh_key()))
+    record = won(latin, make_call(fresh_key()))
     assert latin.settle(record, outcome(record, **({"state": State.DONE} | more)))
     written = row(latin, record.stored_key)
     assert written.state is more.get("state", State.DONE)
@@ -375,7 +374,7 @@ def test_an_outcome_that_the_database_refuses_for_its_text_is_written_without_it
 
 def test_a_key_that_the_database_refuses_is_an_error_of_the_call(latin: SqlRecordStore) -> None:
     for call in (
-        lambda: latin.claim(make_claim_request("t:contract|\u5f85"), "database"),
+        lambda: latin.claim(make_call("t:contract|\u5f85"), "database"),
         lambda: latin.read("\u5f85"),
         lambda: latin.named("\u5f85"),
     ):
@@ -386,7 +385,7 @@ def test_a_key_that_the_database_refuses_is_an_error_of_the_call(latin: SqlRecor
 def test_a_reply_that_the_database_refuses_leaves_its_effect_done(latin: SqlRecordStore) -> None:
     effects, record = (
         SqlEffectStore(latin.database, latin.tables),
-        won(latin, make_claim_request(fresh_key())),
+        won(latin, make_call(fresh_key())),
     )
     effect = sent(effects, record)
     assert effects.finish(effect, None, "\u5f85")
@@ -413,7 +412,7 @@ def test_any_exception_of_a_driver_means_that_the_store_is_unavailable(
     database_url: str, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     with migrated(database_url) as records:
-        record = won(records, make_claim_request(fresh_key()))
+        record = won(records, make_call(fresh_key()))
 
         def refuse(*_: Any, **__: Any) -> Any:
             raise error
@@ -423,7 +422,7 @@ def test_any_exception_of_a_driver_means_that_the_store_is_unavailable(
         records.database.engine.dispose()
         steps: list[Callable[[], object]] = [
             lambda: records.read(record.stored_key),
-            lambda: records.claim(make_claim_request(record.stored_key), "database"),
+            lambda: records.claim(make_call(record.stored_key), "database"),
             lambda: records.settle(record, outcome(record)),
             records.check,
             lambda: DatabaseLeaseStore(records).mark("k", "m"),
@@ -441,8 +440,8 @@ def test_a_soft_time_limit_in_a_statement_is_the_tasks(
 
 
 def test_a_refused_claim_of_a_row_that_runs_is_not_given_back(sql_records: SqlRecordStore) -> None:
-    record = won(sql_records, make_claim_request(fresh_key()), "database")
+    record = won(sql_records, make_call(fresh_key()), "database")
     change(sql_records, record.stored_key, "progress", "{")
     with pytest.raises(RecordUnreadable):
-        sql_records.claim(make_claim_request(record.stored_key), "database")
+        sql_records.claim(make_call(record.stored_key), "database")
     assert raw(sql_records, record.stored_key)["owner"] == record.owner

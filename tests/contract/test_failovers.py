@@ -19,7 +19,7 @@ from celery_leases.record import Won
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import outcome, won
 from tests.contract.sql_stores import is_mysql, server_url
 from tests.crash.cutting_proxy import CuttingProxy
@@ -43,16 +43,16 @@ def test_leases_follow_a_primary(servers: tuple[RedisServer, RedisServer], direc
     )
     with CuttingProxy(old.port) as proxy, redis.Redis.from_url(new.url) as admin:
         store = RedisLeaseStore.from_url(f"redis://127.0.0.1:{proxy.port}/0", options=options)
-        held = make_claim_request(fresh_key())
+        held = make_call(fresh_key())
         assert isinstance(store.acquire(held), Acquired)
-        store.release(held.stored_key, held.token)
+        store.release(held.key.stored, held.token)
         with redis.Redis.from_url(old.url) as former:
             former.replicaof("127.0.0.1", new.port)
         proxy.target = new.port
         with pytest.raises(StoreUnavailable, match="read only replica") as refused:
-            store.acquire(make_claim_request(fresh_key()))
+            store.acquire(make_call(fresh_key()))
         assert refused.value.executed is False
-        assert isinstance(store.acquire(make_claim_request(fresh_key())), Acquired)
+        assert isinstance(store.acquire(make_call(fresh_key())), Acquired)
         assert list(admin.scan_iter("*contract*"))
         store.close()
 
@@ -72,13 +72,13 @@ def test_records_follow_the_address_of_a_primary(server_url: str) -> None:
 
     for _ in range(3):
         demote()
-        record = won(records, make_claim_request(fresh_key()))
+        record = won(records, make_call(fresh_key()))
         demote()
         assert records.settle(record, outcome(record))
     with pytest.raises(StoreUnavailable) as refused, refusing(records, read_only):
-        records.claim(make_claim_request(fresh_key()), "redis:1")
+        records.claim(make_call(fresh_key()), "redis:1")
     assert refused.value.executed is False
-    assert isinstance(records.claim(make_claim_request(fresh_key()), "redis:1"), Won)
+    assert isinstance(records.claim(make_call(fresh_key()), "redis:1"), Won)
     records.database.close()
 
 

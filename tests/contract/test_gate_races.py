@@ -16,7 +16,7 @@ from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.group_case import (
     GatedLeaseStore,
     closed,
@@ -66,7 +66,7 @@ def probed_by(token: str) -> Step:
     def step(store: GatedLeaseStore) -> None:
         if store.gate(GROUP) is None:
             half_open(store, GROUP)
-        probe(store, make_claim_request(fresh_key(), token, group=GROUP))
+        probe(store, make_call(fresh_key(), token, group=GROUP))
 
     return step
 

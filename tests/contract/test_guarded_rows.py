@@ -31,7 +31,7 @@ from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.transactions import JoinedTransaction
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.group_case import half_open
 from celery_leases.testing.contracts.record_case import outcome, row, won
 from celery_leases.testing.waits import wait_until
@@ -92,7 +92,7 @@ def driver(records: SqlRecordStore) -> Iterator[Any]:
 
 def claimed(leases: DatabaseLeaseStore, ttl: float = TTL) -> Record:
     """The record of a key, claimed with its lease."""
-    return won(leases.records, make_claim_request(fresh_key(), ttl=ttl), leases.name)
+    return won(leases.records, make_call(fresh_key(), ttl=ttl), leases.name)
 
 
 def renew_guarded(leases: DatabaseLeaseStore, record: Record, ttl: float = TTL) -> RenewalResult:
@@ -138,21 +138,15 @@ def test_the_slot_of_a_probe_is_renewed_though_its_row_is_locked(
     leases: DatabaseLeaseStore, engine: Engine, guarded: bool
 ) -> None:
     half_open(leases, GROUP)
-    claim_request = make_claim_request(fresh_key(), ttl=TTL, group=GROUP)
-    answer = leases.acquire(claim_request)
+    call = make_call(fresh_key(), ttl=TTL, group=GROUP)
+    answer = leases.acquire(call)
     assert isinstance(answer, Claimed)
     assert answer.probe
     assert isinstance(answer.claim, Won)
     with Session(engine) as session:
         if guarded:
             JoinedTransaction(session, leases.records).guard(answer.claim.record)
-        leases.renew(
-            [
-                Renewal(
-                    claim_request.stored_key, claim_request.token, 4 * TTL, GROUP, guarded=guarded
-                )
-            ]
-        )
+        leases.renew([Renewal(call.key.stored, call.token, 4 * TTL, GROUP, guarded=guarded)])
         gate = leases.gate(GROUP)
         assert gate is not None
         assert gate.probe_for > 2 * TTL
@@ -307,7 +301,7 @@ def test_a_driver_in_its_next_transaction_has_no_lock(
 def test_a_lock_of_another_attempt_is_not_ours(leases: DatabaseLeaseStore, engine: Engine) -> None:
     record = claimed(leases, SHORT)
     time.sleep(1.5 * SHORT)
-    successor = leases.acquire(make_claim_request(record.stored_key, ttl=TTL))
+    successor = leases.acquire(make_call(record.stored_key, ttl=TTL))
     assert isinstance(successor, Claimed)
     assert isinstance(successor.claim, Won)
     with Session(engine) as session:
@@ -327,8 +321,8 @@ class Guarded:
         self, records: SqlRecordStore, lock: str, asking: SqlRecordStore | None = None
     ) -> None:
         self.leases = DatabaseLeaseStore(records)
-        claim_request = make_claim_request(fresh_key(), ttl=SHORT)
-        self.record = won(records, claim_request, self.leases.name)
+        call = make_call(fresh_key(), ttl=SHORT)
+        self.record = won(records, call, self.leases.name)
         leases, clock = self.leases, ManualClock()
         context = Context(
             leases, records, leases, leases, Seen(), clock, lambda: 0.0, "h/1", lambda: 0.0
@@ -339,9 +333,9 @@ class Guarded:
             else context
         )
         self.renewer = Renewer(context, asked, None)
-        self.held_lease = HeldLease(claim_request, clock.now(), clock)
+        self.held_lease = HeldLease(call, clock.now(), clock)
         self.held_lease.fence = self.record.fence
-        self.renewer._held_leases[claim_request.token] = self.held_lease
+        self.renewer._held_leases[call.token] = self.held_lease
         self.held_lease.confirm = lambda: self.renewer.confirm(self.held_lease)
         self.session = Session(create_engine(records.database.engine.url, poolclass=NullPool))
         clock.sleep(0.001)
@@ -363,7 +357,7 @@ class Guarded:
 
     def taken(self) -> None:
         """Let another call take over the row."""
-        answer = self.leases.acquire(make_claim_request(self.record.stored_key))
+        answer = self.leases.acquire(make_call(self.record.stored_key))
         assert isinstance(answer, Claimed)
         assert isinstance(answer.claim, Won)
 
@@ -485,7 +479,7 @@ def test_a_guard_extends_the_lease_with_its_commit(leases: DatabaseLeaseStore, d
 
 
 def test_a_guard_leaves_a_separate_lease_alone(records: SqlRecordStore, engine: Engine) -> None:
-    record = won(records, make_claim_request(fresh_key(), ttl=SHORT), "redis:one")
+    record = won(records, make_call(fresh_key(), ttl=SHORT), "redis:one")
     with Session(engine) as session:
         JoinedTransaction(session, records).guard(record)
         time.sleep(SHORT)
@@ -505,7 +499,7 @@ def test_a_commit_finds_the_lease_alive_after_any_time(
         time.sleep(1.5)
         own.commit()
     assert 0.5 < remaining(leases, record) <= 1.0
-    answer = leases.acquire(make_claim_request(record.stored_key))
+    answer = leases.acquire(make_call(record.stored_key))
     assert isinstance(answer, Claimed)
     assert isinstance(answer.claim, Refused)
 
@@ -517,10 +511,10 @@ def test_a_claim_that_waits_at_the_commit_is_refused(
     with Session(engine) as session, ThreadPoolExecutor(1) as threads:
         JoinedTransaction(session, leases.records).guard(record)
         time.sleep(1.2)
-        claim_request = threads.submit(leases.acquire, make_claim_request(record.stored_key))
+        call = threads.submit(leases.acquire, make_call(record.stored_key))
         wait_for_locks(leases.records)
         session.commit()
-        answer = claim_request.result(PATIENCE)
+        answer = call.result(PATIENCE)
     assert isinstance(answer, Claimed)
     assert isinstance(answer.claim, Refused)
     assert row(leases.records, record.stored_key).owner == record.owner

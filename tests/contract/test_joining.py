@@ -20,7 +20,7 @@ from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.transactions import JoinedTransaction
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import outcome, row, won
 from tests.contract.sql_stores import (
     database_url,
@@ -65,7 +65,7 @@ def django(sql_records: SqlRecordStore, request: pytest.FixtureRequest) -> Itera
 def test_djangos_connections_are_joined_under_debug(
     sql_records: SqlRecordStore, django: Any
 ) -> None:
-    record = won(sql_records, make_claim_request(fresh_key()), DatabaseLeaseStore(sql_records).name)
+    record = won(sql_records, make_call(fresh_key()), DatabaseLeaseStore(sql_records).name)
     django.set_autocommit(False)
     transaction = JoinedTransaction(django, sql_records)
     transaction.guard(record)
@@ -123,7 +123,7 @@ def test_an_engine_in_autocommit_mode_is_refused(postgres: SqlRecordStore, drive
 
 @pytest.mark.parametrize("driver", ENGINES)
 def test_a_connection_with_its_own_level_is_joined(postgres: SqlRecordStore, driver: str) -> None:
-    record = won(postgres, make_claim_request(fresh_key()), DatabaseLeaseStore(postgres).name)
+    record = won(postgres, make_call(fresh_key()), DatabaseLeaseStore(postgres).name)
     engine = engine_by(postgres, driver, isolation_level="AUTOCOMMIT")
     with engine.connect().execution_options(isolation_level="READ COMMITTED") as connection:
         JoinedTransaction(connection, postgres).complete(record, outcome(record, result="1"))
@@ -132,7 +132,7 @@ def test_a_connection_with_its_own_level_is_joined(postgres: SqlRecordStore, dri
 
 
 def test_on_sqlite_autocommit_with_a_begin_of_its_own_is_joined(sqlite: SqlRecordStore) -> None:
-    record = won(sqlite, make_claim_request(fresh_key()), DatabaseLeaseStore(sqlite).name)
+    record = won(sqlite, make_call(fresh_key()), DatabaseLeaseStore(sqlite).name)
     engine = create_engine(
         sqlite.database.engine.url, poolclass=NullPool, isolation_level="AUTOCOMMIT"
     )
@@ -235,7 +235,7 @@ class Routed(Session):
 
 def test_a_session_on_several_engines_is_refused(sql_records: SqlRecordStore) -> None:
     """Its rows and the record would be committed one after the other."""
-    record = won(sql_records, make_claim_request(fresh_key()), DatabaseLeaseStore(sql_records).name)
+    record = won(sql_records, make_call(fresh_key()), DatabaseLeaseStore(sql_records).name)
     url = sql_records.database.engine.url
     own, other = create_engine(url, poolclass=NullPool), create_engine(url, poolclass=NullPool)
     Base.metadata.create_all(other)
@@ -285,9 +285,7 @@ def test_a_session_in_two_phases_may_have_several_engines(server_records: SqlRec
 
 def test_schemas_that_the_session_translates_are_not_ours(postgres: SqlRecordStore) -> None:
     """Records stay in their configured schema."""
-    record = won(
-        postgres, make_claim_request(fresh_key(), ttl=SHORT), DatabaseLeaseStore(postgres).name
-    )
+    record = won(postgres, make_call(fresh_key(), ttl=SHORT), DatabaseLeaseStore(postgres).name)
     engine = engine_by(postgres, "psycopg").execution_options(schema_translate_map={None: "tenant"})
     with Session(engine) as session:
         session.execute(text("CREATE SCHEMA tenant"))

@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import text
 
 from celery_leases.errors import KeyUnusable
+from celery_leases.keys import CallKey
 from celery_leases.record import Refused, State, Won
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.dialects import mysql
@@ -19,7 +20,7 @@ from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import begin
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
 from tests.contract.sql_stores import database_url, mariadb_records, sql_records, statements_of
@@ -50,8 +51,8 @@ def test_keys_that_differ_at_all_are_different(sql_records: SqlRecordStore, othe
     base = fresh_key()
     one, two = base + "a", base + other
     first, second = (
-        won(sql_records, make_claim_request(one)),
-        won(sql_records, make_claim_request(two)),
+        won(sql_records, make_call(one)),
+        won(sql_records, make_call(two)),
     )
     assert (first.attempt, second.attempt) == (1, 1)
     assert [row(sql_records, key).owner for key in (one, two)] == [first.owner, second.owner]
@@ -70,7 +71,7 @@ def test_keys_that_differ_at_all_are_different(sql_records: SqlRecordStore, othe
 
 def test_names_of_full_length_fit_into_the_keys_of_the_tables(records: SqlRecordStore) -> None:
     long = "\N{GRINNING FACE}" * 255
-    record = won(records, make_claim_request(long))
+    record = won(records, make_call(long))
     assert row(records, long).owner == record.owner
     effects = SqlEffectStore(records.database, records.tables)
     assert begin(effects, record, long) is not None
@@ -80,33 +81,31 @@ def test_names_of_full_length_fit_into_the_keys_of_the_tables(records: SqlRecord
 def test_a_key_that_is_too_long_is_refused_and_not_cut(records: SqlRecordStore) -> None:
     """With any ``sql_mode``: otherwise two long keys with the same beginning would be equal."""
     with pytest.raises(KeyUnusable):
-        records.claim(make_claim_request("k" * 256), "database")
+        records.claim(make_call("k" * 256), "database")
 
 
 # -- the claim -------------------------------------------------------------------------------------
 
 
 def test_a_first_run_is_one_statement_more_than_elsewhere(records: SqlRecordStore) -> None:
-    leases, claim_request = DatabaseLeaseStore(records), make_claim_request(fresh_key())
+    leases, call = DatabaseLeaseStore(records), make_call(fresh_key())
     with statements_of(records.database) as sent:
-        leases.acquire(claim_request)
+        leases.acquire(call)
     assert first_words(sent) == ["SELECT", "INSERT"]
-    record = row(records, claim_request.stored_key)
+    record = row(records, call.key.stored)
     with statements_of(records.database) as sent:
-        leases.acquire(make_claim_request(claim_request.stored_key))
+        leases.acquire(make_call(call.key.stored))
     assert first_words(sent) == ["SELECT"]
-    assert row(records, claim_request.stored_key).owner == record.owner
+    assert row(records, call.key.stored).owner == record.owner
     with statements_of(records.database) as sent:
         records.settle(record, outcome(record, State.PENDING))
     assert first_words(sent) == ["UPDATE"]
     with statements_of(records.database) as sent:
-        record = won(records, make_claim_request(claim_request.stored_key), "database")
+        record = won(records, make_call(call.key.stored), "database")
     assert first_words(sent) == ["SELECT", "UPDATE"]
     records.settle(record, outcome(record, result="1"))
     with statements_of(records.database) as sent:
-        assert isinstance(
-            records.claim(make_claim_request(claim_request.stored_key), "database"), Refused
-        )
+        assert isinstance(records.claim(make_call(call.key.stored), "database"), Refused)
     assert first_words(sent) == ["SELECT"]
 
 
@@ -120,22 +119,22 @@ def commands(records: SqlRecordStore) -> int:
 
 
 def test_no_statement_is_followed_by_another_round_trip(records: SqlRecordStore) -> None:
-    record = won(records, make_claim_request(fresh_key()))
+    record = won(records, make_call(fresh_key()))
     before = commands(records)
     assert records.settle(record, outcome(record))
     assert commands(records) - before == 2  # this statement too
 
 
 def test_a_claim_writes_all_or_nothing_of_a_takeover(records: SqlRecordStore) -> None:
-    claim_request = make_claim_request(fresh_key(), fingerprint="v1:a")
-    first = won(records, claim_request)
-    second = won(records, make_claim_request(claim_request.stored_key, fingerprint="v1:a"))
+    call = make_call(fresh_key(), fingerprint="v1:a")
+    first = won(records, call)
+    second = won(records, make_call(call.key.stored, fingerprint="v1:a"))
     assert second.fence > first.fence
-    assert (second.attempt, second.crashes, second.crashed_call) == (2, 1, claim_request.call_id)
+    assert (second.attempt, second.crashes, second.crashed_call) == (2, 1, call.call_id)
     assert second.previous is not None
     assert (second.previous.ended, second.previous.host) == ("abandoned", first.holder)
     done = closed(records, second, State.DONE, result="1")
-    third = won(records, make_claim_request(claim_request.stored_key, rerun=True))
+    third = won(records, make_call(call.key.stored, rerun=True))
     assert (third.attempt, third.generation, third.crashes) == (1, done.generation + 1, 1)
     assert (third.result, third.fingerprint, third.expires_at) == (None, None, None)
 
@@ -146,20 +145,18 @@ def race(url: str, seed: int, begin: Any, found: Any) -> None:
     wins = []
     begin.wait(30)
     for _ in range(1000):
-        claim_request = make_claim_request(f"t:race|{rand.randrange(20)}")
-        answer = records.claim(claim_request, "database")
+        call = make_call(f"t:race|{rand.randrange(20)}")
+        answer = records.claim(call, "database")
         if isinstance(answer, Won):
-            wins.append((claim_request.stored_key, answer.record.fence, answer.record.attempt))
+            wins.append((call.key.stored, answer.record.fence, answer.record.attempt))
             if rand.random() < 0.8:
-                assert DatabaseLeaseStore(records).release(
-                    claim_request.stored_key, claim_request.token
-                )
+                assert DatabaseLeaseStore(records).release(call.key.stored, call.token)
             else:
                 outcome_ = outcome(answer.record, State.PENDING)
                 assert records.settle(answer.record, outcome_)
         else:
             assert answer.record is not None
-            assert answer.record.owner != claim_request.token
+            assert answer.record.owner != call.token
     found.put(wins)
 
 
@@ -212,12 +209,12 @@ def test_a_server_with_other_sql_modes_can_be_used(leases_mariadb: MariaServer) 
     ) as server:
         records = SqlRecordStore(engine_for(server.new_database()))
         records.migrate()
-        claim_request = make_claim_request(fresh_key() + "\\'\"%s")
-        won(records, claim_request)
-        second = won(records, make_claim_request(claim_request.stored_key))
+        call = make_call(fresh_key() + "\\'\"%s")
+        won(records, call)
+        second = won(records, make_call(call.key.stored))
         assert (second.attempt, second.crashes) == (2, 1)
         with pytest.raises(KeyUnusable):
-            records.claim(make_claim_request("k" * 256), "database")
+            records.claim(make_call("k" * 256), "database")
         with records.database.engine.connect() as connection:
             used = (
                 connection.execute(text("SHOW TABLE STATUS LIKE 'celery_leases%'")).mappings().all()
@@ -232,7 +229,7 @@ def test_tables_may_lie_in_another_database_of_the_server(leases_mariadb: MariaS
         connection.execute(text("CREATE DATABASE jobs"))
     records.migrate()
     records.check()
-    record = won(records, make_claim_request(fresh_key()), "database")
+    record = won(records, make_call(fresh_key()), "database")
     assert begin(SqlEffectStore(records.database, records.tables), record) is not None
     assert records.settle(record, outcome(record))
     with records.database.engine.connect() as connection:
@@ -257,9 +254,9 @@ def test_a_call_too_large_for_the_server_runs_without_it(
 
     allow(2**21)
     try:
-        claim_request = make_claim_request(fresh_key(), message="x" * size)
-        assert won(records, claim_request).message is None
+        call = make_call(fresh_key(), message="x" * size)
+        assert won(records, call).message is None
         with pytest.raises(KeyUnusable, match="max_allowed_packet"):
-            records.claim(replace(claim_request, stored_key=fresh_key(), key="k" * size), "store")
+            records.claim(replace(call, key=CallKey("k" * size, fresh_key())), "store")
     finally:
         allow(2**24)

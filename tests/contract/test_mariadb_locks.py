@@ -21,7 +21,7 @@ from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.transactions import JoinedTransaction
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import begin
 from celery_leases.testing.contracts.record_case import outcome, won
 from celery_leases.testing.waits import wait_until
@@ -49,7 +49,7 @@ def locked(connection: Connection) -> None:
 def test_after_a_lock_timeout_nothing_was_written(
     records: SqlRecordStore,
 ) -> None:
-    record = won(records, make_claim_request(fresh_key()))
+    record = won(records, make_call(fresh_key()))
     with records.database.engine.connect() as other:
         locked(other)
         began = time.monotonic()
@@ -65,7 +65,7 @@ def test_after_a_lock_timeout_nothing_was_written(
 
 def test_a_statement_rolled_back_by_a_deadlock_is_repeated(records: SqlRecordStore) -> None:
     leases = DatabaseLeaseStore(records)
-    record = won(records, make_claim_request(fresh_key()))
+    record = won(records, make_call(fresh_key()))
     effects = SqlEffectStore(records.database, records.tables)
     with records.database.engine.connect() as other:
         other.execute(text("BEGIN"))
@@ -108,7 +108,7 @@ def test_a_silent_server_does_not_block_a_call_for_ever(leases_mariadb: MariaSer
             engine_for(f"{server.new_database()}?read_timeout=1&connect_timeout=1")
         )
         records.migrate()
-        record = won(records, make_claim_request(fresh_key()))
+        record = won(records, make_call(fresh_key()))
         server.pause()
         began = time.monotonic()
         with pytest.raises(StoreUnavailable) as caught:
@@ -125,13 +125,13 @@ def test_a_restarted_server_finds_its_records_again(leases_mariadb: MariaServer)
     with type(leases_mariadb)() as server:
         records = SqlRecordStore(engine_for(server.new_database()))
         records.migrate()
-        record = won(records, make_claim_request(fresh_key()))
+        record = won(records, make_call(fresh_key()))
         assert records.settle(record, outcome(record, result="1"))
         server.kill()
         with pytest.raises(StoreUnavailable):
             records.read(record.stored_key)
         server.start()
-        assert isinstance(records.claim(make_claim_request(record.stored_key), "database"), Refused)
+        assert isinstance(records.claim(make_call(record.stored_key), "database"), Refused)
         records.database.close()
 
 
@@ -156,7 +156,7 @@ def test_a_guard_by_a_plain_connection_is_seen(
     records: SqlRecordStore, driver: Any, store: str
 ) -> None:
     """Such a connection counts changed rows, and a guard may change none."""
-    record = won(records, make_claim_request(fresh_key(), ttl=60.0), store)
+    record = won(records, make_call(fresh_key(), ttl=60.0), store)
     transaction = JoinedTransaction(driver, records)
     for _ in range(2):
         transaction.guard(record)
@@ -171,12 +171,12 @@ def test_a_guard_by_a_plain_connection_is_seen(
 def test_a_guard_sees_the_successor_in_an_old_snapshot(
     records: SqlRecordStore, driver: Any
 ) -> None:
-    claim_request = make_claim_request(fresh_key())
-    record = won(records, claim_request)
+    call = make_call(fresh_key())
+    record = won(records, call)
     transaction = JoinedTransaction(driver, records)
     with driver.cursor() as cursor:
         cursor.execute("SELECT owner FROM celery_leases_records")
-        won(records, make_claim_request(claim_request.stored_key))
+        won(records, make_call(call.key.stored))
         cursor.execute("SELECT owner FROM celery_leases_records")
         assert cursor.fetchone() == (record.owner,)
     with pytest.raises(LeaseLost):
@@ -212,7 +212,7 @@ def test_a_connection_that_hides_its_transaction_is_refused(
     records: SqlRecordStore, driver: Any
 ) -> None:
     """Django's shows one by switching off autocommit."""
-    record, mute = won(records, make_claim_request(fresh_key())), Mute(driver)
+    record, mute = won(records, make_call(fresh_key())), Mute(driver)
     with pytest.raises(WrongDatabase, match="does not show whether its transaction is open"):
         JoinedTransaction(mute, records).guard(record)
     transaction = JoinedTransaction(DjangoLike(mute), records)

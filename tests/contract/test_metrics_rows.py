@@ -16,7 +16,7 @@ from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.stores.sql import metrics as rows
 from celery_leases.stores.sql.metrics import SqlMetrics, tag
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts.claim_requests import make_claim_request
+from celery_leases.testing.contracts.calls import make_call
 from celery_leases.testing.contracts.record_case import won
 from tests.contract.sql_stores import database_url, sql_records
 
@@ -67,7 +67,7 @@ def attempts(store: SqlMetrics) -> dict[str, int]:
 def run(records: SqlRecordStore, counting: Counting, key: str, outcome: Outcome = DONE) -> Record:
     """Run an attempt whose outcome *counting* has not yet counted."""
     records.tag = counting.tag
-    request = replace(make_claim_request(f"t:t|{key}", task="t", key=key), call_id=key)
+    request = replace(make_call(f"t:t|{key}", task="t", key=key), call_id=key)
     record = won(records, request)
     assert records.settle(record, outcome)
     return record
@@ -214,5 +214,5 @@ def test_a_claim_does_not_see_the_tag(
     tagged = sql_records.read(record.stored_key)
     assert tagged is not None
     assert tagged.lease_store == tag(mine._process, 1)
-    again = replace(make_claim_request(record.stored_key, task="t", key="k"), rerun=True)
+    again = make_call(record.stored_key, task="t", key="k", rerun=True)
     assert won(sql_records, again).generation == 1

@@ -20,7 +20,7 @@ from celery_leases.stores.sql.migrations import Migrated
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.schema import NEWEST, Tables
 from celery_leases.stores.sql.transactions import JoinedTransaction
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import outcome, row, won
 from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import (
@@ -61,7 +61,7 @@ def test_claims_and_outcomes_go_on_while_a_step_is_applied(sql_records: SqlRecor
         store = SqlRecordStore(engine_for(url))
         store.availability.grace = 0.0
         while not stop.is_set():
-            record = eventually(lambda: won(store, make_claim_request(fresh_key(), ttl=60.0)))
+            record = eventually(lambda: won(store, make_call(fresh_key(), ttl=60.0)))
             assert eventually(lambda: store.settle(record, outcome(record, result="1")))  # noqa: B023
             with lock:
                 ran.append(record.stored_key)
@@ -134,7 +134,7 @@ def test_a_step_that_was_interrupted_runs_again(sql_records: SqlRecordStore) -> 
 
 
 def test_a_step_waits_for_a_transaction_that_guards_a_row(server_records: SqlRecordStore) -> None:
-    records, record = server_records, won(server_records, make_claim_request(fresh_key()))
+    records, record = server_records, won(server_records, make_call(fresh_key()))
     user = engine_for(records.database.engine.url.render_as_string(False)).execution_options(
         isolation_level="READ COMMITTED"
     )
@@ -159,7 +159,7 @@ def test_a_step_that_gets_no_lock_is_given_up(
     server_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(migrations, "RETRY_TIME", 0.0)
-    record = won(server_records, make_claim_request(fresh_key()))
+    record = won(server_records, make_call(fresh_key()))
     url = server_records.database.engine.url.render_as_string(False)
     user = engine_for(url).execution_options(isolation_level="READ COMMITTED")
     with user.connect() as connection:

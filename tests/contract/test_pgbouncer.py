@@ -20,7 +20,7 @@ from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import outcome
 from tests.support.plugin import missing_server
 from tests.support.servers import PgBouncer, PostgresServer, ServerMissing
@@ -67,7 +67,7 @@ def test_every_call_of_several_processes_is_claimed_and_settled(pooled_url: str)
 
     def run(number: int) -> int:
         records = stores[number % CLIENTS]
-        claimed = DatabaseLeaseStore(records).acquire(make_claim_request(fresh_key()))
+        claimed = DatabaseLeaseStore(records).acquire(make_call(fresh_key()))
         assert isinstance(claimed.claim, Won)  # type: ignore[union-attr]
         record = claimed.claim.record  # type: ignore[union-attr]
         return records.settle(record, outcome(record))  # type: ignore[return-value]
@@ -134,12 +134,12 @@ def test_statements_deallocated_by_another_client_are_executed_again(
     records.migrate()
     leases = DatabaseLeaseStore(records)
     for _ in range(8):
-        leases.acquire(make_claim_request(fresh_key()))
+        leases.acquire(make_call(fresh_key()))
     with records.database.engine.connect() as connection:
         assert connection.execute(text("SELECT count(*) FROM pg_prepared_statements")).scalar_one()
         driver = connection.connection.driver_connection
         assert isinstance(driver, psycopg.Connection)
         driver.pgconn.exec_(b"DEALLOCATE ALL")  # psycopg does not see it
-    claimed = leases.acquire(make_claim_request(fresh_key()))
+    claimed = leases.acquire(make_call(fresh_key()))
     assert isinstance(claimed.claim, Won)  # type: ignore[union-attr]
     records.database.close()

@@ -17,7 +17,7 @@ from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import outcome, won
 from celery_leases.testing.waits import wait_until
 from tests.support.servers import PostgresServer
@@ -45,7 +45,7 @@ def test_a_silent_server_does_not_block_a_call(
     """It is frozen, while TCP acknowledges packets."""
     records = SqlRecordStore(engine_for(server.new_database()))
     records.migrate()
-    record = won(records, make_claim_request(fresh_key()))
+    record = won(records, make_call(fresh_key()))
     monkeypatch.setattr(postgresql, "SILENCE", SILENCE)
     server.pause()
     began = time.monotonic()
@@ -57,9 +57,7 @@ def test_a_silent_server_does_not_block_a_call(
     assert caught.value.executed is None
     server.resume()
     wait_until(
-        lambda: isinstance(
-            records.claim(make_claim_request(record.stored_key), "redis:1"), Refused
-        ),
+        lambda: isinstance(records.claim(make_call(record.stored_key), "redis:1"), Refused),
         10,
         "an answer",
     )
@@ -93,8 +91,8 @@ def test_a_claim_waits_for_an_insert_of_its_row_that_is_not_committed(
     records = SqlRecordStore(engine_for(leases_postgres_url))
     records.migrate()
     leases = DatabaseLeaseStore(records)
-    record = won(records, make_claim_request(fresh_key()), "database")
-    claim_request = make_claim_request(record.stored_key, group=group)
+    record = won(records, make_call(fresh_key()), "database")
+    call = make_call(record.stored_key, group=group)
     table = records.tables.records
     is_row = table.c.stored_key == record.stored_key
     with (
@@ -106,7 +104,7 @@ def test_a_claim_waits_for_an_insert_of_its_row_that_is_not_committed(
         watching.execute(table.delete().where(is_row))
         other.execute(text("BEGIN"))
         other.execute(table.insert().values(row))
-        claiming = threads.submit(leases.acquire, claim_request)
+        claiming = threads.submit(leases.acquire, call)
         waits = text(
             "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'transactionid' AND datname = current_database()"
         )
@@ -120,7 +118,7 @@ def test_a_claim_waits_for_an_insert_of_its_row_that_is_not_committed(
         assert answer.claim.record.owner == record.owner
     else:
         assert isinstance(answer.claim, Won)
-        assert answer.claim.record.owner == claim_request.token
+        assert answer.claim.record.owner == call.token
     records.database.close()
 
 
@@ -130,14 +128,14 @@ def test_a_refused_claim_writes_and_locks_nothing_and_takes_no_transaction_id(
     records = SqlRecordStore(engine_for(server.new_database()))
     records.migrate()
     leases = DatabaseLeaseStore(records)
-    done, running = (won(records, make_claim_request(fresh_key()), "database") for _ in range(2))
+    done, running = (won(records, make_call(fresh_key()), "database") for _ in range(2))
     assert records.settle(done, outcome(done, result="1"))
 
     def refusals() -> None:
         for _ in range(20):
             for record in (done, running):
                 for group in (None, "open"):
-                    answer = leases.acquire(make_claim_request(record.stored_key, group=group))
+                    answer = leases.acquire(make_call(record.stored_key, group=group))
                     assert isinstance(answer, Claimed)
                     assert isinstance(answer.claim, Refused)
 
@@ -159,7 +157,7 @@ def test_a_refused_claim_writes_and_locks_nothing_and_takes_no_transaction_id(
 
     wait_until(nothing_written, 30, "a while in which the server itself writes no WAL")
     before = seen()
-    won(records, make_claim_request(fresh_key()))
+    won(records, make_call(fresh_key()))
     assert seen()["wal"] != before["wal"]
     assert seen()["xid"] != before["xid"]
     records.database.close()
@@ -181,7 +179,7 @@ def test_the_latest_and_the_expired_records_are_found_by_an_index(
     records = SqlRecordStore(engine_for(leases_postgres_url))
     records.migrate()
     records.check()
-    row = won(records, make_claim_request(fresh_key()), "database")
+    row = won(records, make_call(fresh_key()), "database")
     assert records.settle(row, outcome(row, result="1", retention=3600.0))
     table = records.tables.records
     with records.database.engine.connect() as connection:

@@ -8,7 +8,7 @@ from sqlalchemy import text
 
 from celery_leases.stores.sql import records
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import closed, refused, won
 from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import database_url, sql_records
@@ -19,7 +19,7 @@ __all__ = ["database_url", "sql_records"]
 def expire(records: SqlRecordStore, number: int) -> None:
     """Create rows whose retention is over."""
     for _ in range(number):
-        closed(records, won(records, make_claim_request(fresh_key())))
+        closed(records, won(records, make_call(fresh_key())))
     with records.database.engine.connect() as connection:
         connection.execute(text("UPDATE celery_leases_records SET expires_at = 1"))
 
@@ -88,7 +88,7 @@ def test_a_turn_costs_one_look_where_it_is_not_due(sql_records: SqlRecordStore) 
 
 def test_where_nothing_is_over_nothing_is_written(sql_records: SqlRecordStore) -> None:
     """A process frozen in a write would block every other writer of a SQLite file."""
-    closed(sql_records, won(sql_records, make_claim_request(fresh_key())))
+    closed(sql_records, won(sql_records, make_call(fresh_key())))
     with sql_records.database.engine.connect() as writer:
         writer.execute(text("BEGIN"))
         writer.execute(text("UPDATE celery_leases_records SET holder = 'seen'"))
@@ -100,14 +100,12 @@ def test_where_nothing_is_over_nothing_is_written(sql_records: SqlRecordStore) -
 
 
 def test_a_row_that_runs_for_longer_than_its_retention_stays(sql_records: SqlRecordStore) -> None:
-    record = won(sql_records, make_claim_request(fresh_key(), retention=0.001), "database")
+    record = won(sql_records, make_call(fresh_key(), retention=0.001), "database")
     assert record.expires_at is None
     time.sleep(0.01)
     assert not sql_records.purge_in_turn(10, 60.0)
     assert sql_records.purge(10) == 0
-    assert (
-        refused(sql_records, make_claim_request(record.stored_key), "database").expires_at is None
-    )
+    assert refused(sql_records, make_call(record.stored_key), "database").expires_at is None
     after = closed(sql_records, record, retention=0.001)
     assert after.expires_at is not None
     assert after.finished_at is not None
@@ -120,7 +118,7 @@ def test_a_row_that_runs_for_longer_than_its_retention_stays(sql_records: SqlRec
 def test_an_outcome_that_comes_soon_leaves_the_moment_of_expiry(
     sql_records: SqlRecordStore, early: int, unchanged: bool
 ) -> None:
-    record = won(sql_records, make_claim_request(fresh_key(), retention=3600.0), "database")
+    record = won(sql_records, make_call(fresh_key(), retention=3600.0), "database")
     ended = record.started_at + (3600 - early) * 1_000_000
     with sql_records.database.engine.connect() as connection:
         connection.execute(text(f"UPDATE celery_leases_records SET expires_at = {ended}"))  # noqa: S608
@@ -129,7 +127,7 @@ def test_an_outcome_that_comes_soon_leaves_the_moment_of_expiry(
     assert (after.expires_at == ended) is unchanged
     again = closed(
         sql_records,
-        won(sql_records, make_claim_request(fresh_key(), retention=3600.0), "database"),
+        won(sql_records, make_call(fresh_key(), retention=3600.0), "database"),
         retention=60.0,
     )
     assert again.expires_at is not None

@@ -11,7 +11,7 @@ from celery_leases.keys import CallKey
 from celery_leases.record import Ended, Record, State
 from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import closed, row, won
 from tests.contract.sql_stores import database_url, sql_records, statements_of
 
@@ -75,7 +75,7 @@ def test_an_unpublished_call_leaves_its_key_free(
     assert reassign(outbox, found, "call-2")
     assert row(sql_records, key).queued
     queue(outbox, other, "call-1")
-    won(sql_records, make_claim_request(other, call_id="call-1"), DATABASE)
+    won(sql_records, make_call(other, call_id="call-1"), DATABASE)
     outbox.withdraw(other, "call-1", 3600.0)
     assert row(sql_records, other).state is State.RUNNING
 
@@ -84,7 +84,7 @@ def test_a_key_without_a_call_is_taken_unchanged(
     outbox: Outbox, sql_records: SqlRecordStore
 ) -> None:
     key = fresh_key()
-    record = won(sql_records, make_claim_request(key, call_id="call-1"), DATABASE)
+    record = won(sql_records, make_call(key, call_id="call-1"), DATABASE)
     done = closed(
         sql_records,
         record,
@@ -102,11 +102,11 @@ def test_a_key_without_a_call_is_taken_unchanged(
     assert found.fence > done.fence
     assert found.finished_calls == ("call-1",)
     assert [past.ended for past in found.history] == [Ended.RETURNED]
-    claimed = won(sql_records, make_claim_request(key, call_id="call-2", rerun=True), DATABASE)
+    claimed = won(sql_records, make_call(key, call_id="call-2", rerun=True), DATABASE)
     assert (claimed.attempt, claimed.generation) == (1, found.generation)
 
     cooling = fresh_key()
-    record = won(sql_records, make_claim_request(cooling, call_id="call-1"), DATABASE)
+    record = won(sql_records, make_call(cooling, call_id="call-1"), DATABASE)
     failed = closed(sql_records, record, State.COOLING, ended=Ended.FAILED, failures=2)
     assert reassign(outbox, replace(failed, resumes=False), "call-2")
     found = row(sql_records, cooling)

@@ -14,7 +14,7 @@ from celery_leases.decide.answers import Acquired, Renewal, RenewalResult
 from celery_leases.errors import StoreUnavailable
 from celery_leases.stores.redis.errors import ACL_COMMANDS
 from celery_leases.stores.redis.leases import RedisLeaseStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.group_case import half_open
 from celery_leases.testing.waits import wait_until
 from tests.contract.redis_stores import (
@@ -42,9 +42,9 @@ def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
 
 def refusals(store: RedisLeaseStore) -> dict[str, StoreUnavailable]:
     """The errors of all steps that fail."""
-    claim_request = make_claim_request(fresh_key())
+    call = make_call(fresh_key())
     errors = {}
-    for name, step in steps(store, claim_request.stored_key).items():
+    for name, step in steps(store, call.key.stored).items():
         try:
             step()
         except StoreUnavailable as error:
@@ -123,10 +123,10 @@ def test_a_right_that_is_missing_is_named(server: RedisServer, missing: str) -> 
 def refusal_of_a_renewal(whole: RedisLeaseStore, server: RedisServer) -> bool:
     """Whether the user cannot extend a lease, and the error names the missing right."""
     store = RedisLeaseStore.from_url(f"redis://leases:{PASSWORD}@127.0.0.1:{server.port}/0")
-    claim_request = make_claim_request(fresh_key())
-    assert whole.acquire(claim_request) == Acquired()
+    call = make_call(fresh_key())
+    assert whole.acquire(call) == Acquired()
     with pytest.raises(StoreUnavailable, match="pexpire") as caught:
-        store.renew([Renewal(claim_request.stored_key, claim_request.token, 60.0)])
+        store.renew([Renewal(call.key.stored, call.token, 60.0)])
     return "the user of leases needs" in str(caught.value)
 
 
@@ -138,7 +138,7 @@ def test_without_info_only_an_emptied_store_is_noticed(server: RedisServer) -> N
     meek = RedisLeaseStore.from_url(f"redis://leases:{PASSWORD}@127.0.0.1:{server.port}/0")
     whole = RedisLeaseStore.from_url(server.url)
     key = fresh_key()
-    assert meek.acquire(make_claim_request(key)) == Acquired()
+    assert meek.acquire(make_call(key)) == Acquired()
     wait_until(lambda: meek.age(key) > 0.05, 10, "the store to age")
     assert whole.age(key) == 0.0
     wait_until(lambda: meek.age(key) > 0.05, 10, "the store to age")
@@ -167,14 +167,12 @@ def test_a_password_may_change_under_a_store(server: RedisServer) -> None:
     with redis.Redis.from_url(server.url) as admin:
         admin.config_set("requirepass", "first")
         store = RedisLeaseStore.from_url(server.url, options={"credential_provider": provider})
-        claim_request = make_claim_request(fresh_key())
+        call = make_call(fresh_key())
 
         def renewed() -> bool:
-            return store.renew([Renewal(claim_request.stored_key, claim_request.token, 15.0)]) == [
-                RenewalResult.OURS
-            ]
+            return store.renew([Renewal(call.key.stored, call.token, 15.0)]) == [RenewalResult.OURS]
 
-        assert store.acquire(claim_request) == Acquired()
+        assert store.acquire(call) == Acquired()
         admin.config_set("requirepass", "second")
         assert renewed()
         assert provider.asked == 1

@@ -10,15 +10,15 @@ import pytest
 import redis
 from redis.crc import key_slot
 
+from celery_leases.call import Call
 from celery_leases.decide.answers import Acquired, BlockedByGate, Held, Renewal, RenewalResult
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.record import ClaimRequest
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.cluster import Cluster
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.stores.redis.values import Keys
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.group_case import closed, found, half_open
 from celery_leases.testing.waits import wait_until
 from tests.support.servers import RedisCluster, RedisServer
@@ -58,27 +58,25 @@ def store(cluster: RedisCluster) -> Iterator[RedisLeaseStore]:
     opened.close()
 
 
-def leases_on(cluster: RedisCluster, store: RedisLeaseStore) -> dict[RedisServer, ClaimRequest]:
+def leases_on(cluster: RedisCluster, store: RedisLeaseStore) -> dict[RedisServer, Call]:
     """One lease on each node."""
-    claim_requests: dict[RedisServer, ClaimRequest] = {}
-    while len(claim_requests) < len(cluster.nodes):
-        claim_request = make_claim_request(fresh_key())
-        claim_requests.setdefault(
-            cluster.node_of(store._keys.lease(claim_request.stored_key)), claim_request
-        )
-    for claim_request in claim_requests.values():
-        assert store.acquire(claim_request) == Acquired()
-    return claim_requests
+    calls: dict[RedisServer, Call] = {}
+    while len(calls) < len(cluster.nodes):
+        call = make_call(fresh_key())
+        calls.setdefault(cluster.node_of(store._keys.lease(call.key.stored)), call)
+    for call in calls.values():
+        assert store.acquire(call) == Acquired()
+    return calls
 
 
-def renewal(claim_request: ClaimRequest) -> Renewal:
+def renewal(call: Call) -> Renewal:
     """A renewal with the original ttl of the lease."""
-    return Renewal(claim_request.stored_key, claim_request.token, claim_request.ttl)
+    return Renewal(call.key.stored, call.token, call.options.ttl)
 
 
-def group_apart(cluster: RedisCluster, store: RedisLeaseStore, claim_request: ClaimRequest) -> str:
-    """A group whose gate is on another node than the lease of *claim_request*."""
-    node = cluster.node_of(store._keys.lease(claim_request.stored_key))
+def group_apart(cluster: RedisCluster, store: RedisLeaseStore, call: Call) -> str:
+    """A group whose gate is on another node than the lease of *call*."""
+    node = cluster.node_of(store._keys.lease(call.key.stored))
     return next(
         name
         for name in map(str, range(100))
@@ -105,11 +103,11 @@ def test_a_prefix_that_would_separate_the_keys_of_a_lease_is_refused(prefix: str
 
 
 def test_every_slot_has_an_epoch_of_its_own(cluster: RedisCluster, store: RedisLeaseStore) -> None:
-    first, second = make_claim_request("g:{a"), make_claim_request("g:{b")
+    first, second = make_call("g:{a"), make_call("g:{b")
     assert store.acquire(first) == Acquired()
-    wait_until(lambda: store.age(first.stored_key) > 0.05, 10, "the slot to age")
-    assert store.age(second.stored_key) == 0.0
-    assert store._client.send([("PTTL", store._keys.epoch(first.stored_key))])[0] > 29 * 86_400_000
+    wait_until(lambda: store.age(first.key.stored) > 0.05, 10, "the slot to age")
+    assert store.age(second.key.stored) == 0.0
+    assert store._client.send([("PTTL", store._keys.epoch(first.key.stored))])[0] > 29 * 86_400_000
 
 
 # -- a gate on another node ------------------------------------------------------------------------
@@ -130,8 +128,8 @@ def test_a_request_in_a_group_takes_two_round_trips_and_three_at_a_closed_gate(
             ):
                 admin.script_load(script.text)
     leases_on(cluster, store)
-    claim_request = make_claim_request(fresh_key(), group="half-open")
-    assert store.acquire(claim_request) == Acquired(probe=True)
+    call = make_call(fresh_key(), group="half-open")
+    assert store.acquire(call) == Acquired(probe=True)
     sent: list[Any] = []
     connections: Any = limited(redis.Connection)
     send: Any = connections.send_unlimited
@@ -142,12 +140,12 @@ def test_a_request_in_a_group_takes_two_round_trips_and_three_at_a_closed_gate(
 
     monkeypatch.setattr(connections, "send_unlimited", counted)
     steps: tuple[tuple[int, Callable[[], Any]], ...] = (
-        (1, lambda: store.acquire(make_claim_request(fresh_key()))),
-        (2, lambda: store.acquire(make_claim_request(fresh_key(), group="open"))),
-        (3, lambda: store.acquire(make_claim_request(fresh_key(), group="closed"))),
-        (2, lambda: store.acquire(claim_request)),
-        (1, lambda: store.acquire(make_claim_request(claim_request.stored_key, group="half-open"))),
-        (1, lambda: store.release(claim_request.stored_key, claim_request.token)),
+        (1, lambda: store.acquire(make_call(fresh_key()))),
+        (2, lambda: store.acquire(make_call(fresh_key(), group="open"))),
+        (3, lambda: store.acquire(make_call(fresh_key(), group="closed"))),
+        (2, lambda: store.acquire(call)),
+        (1, lambda: store.acquire(make_call(call.key.stored, group="half-open"))),
+        (1, lambda: store.release(call.key.stored, call.token)),
     )
     for trips, step in steps:
         sent.clear()
@@ -158,41 +156,35 @@ def test_a_request_in_a_group_takes_two_round_trips_and_three_at_a_closed_gate(
 def test_a_request_refused_by_a_gate_has_no_lease(
     cluster: RedisCluster, store: RedisLeaseStore
 ) -> None:
-    claim_request = make_claim_request(fresh_key())
-    group = group_apart(cluster, store, claim_request)
+    call = make_call(fresh_key())
+    group = group_apart(cluster, store, call)
     closed(store, group, 60.0)
     for _ in range(2):
-        assert isinstance(
-            store.acquire(make_claim_request(claim_request.stored_key, group=group)), BlockedByGate
-        )
-        assert store.holder(claim_request.stored_key) is None
+        assert isinstance(store.acquire(make_call(call.key.stored, group=group)), BlockedByGate)
+        assert store.holder(call.key.stored) is None
         store.open_gate(group)
         half_open(store, group)
-        assert store.acquire(make_claim_request(fresh_key(), group=group)) == Acquired(probe=True)
-    assert store.acquire(claim_request) == Acquired()
+        assert store.acquire(make_call(fresh_key(), group=group)) == Acquired(probe=True)
+    assert store.acquire(call) == Acquired()
 
 
 def test_a_silent_gate_refuses_every_request(cluster: RedisCluster, store: RedisLeaseStore) -> None:
     """A probe slot is never taken without its lease."""
-    claim_request = make_claim_request(fresh_key())
-    group = group_apart(cluster, store, claim_request)
+    call = make_call(fresh_key())
+    group = group_apart(cluster, store, call)
     half_open(store, group)
     gate = cluster.node_of(store._keys.gate(group)[0])
     gate.pause()
     with pytest.raises(StoreUnavailable):
-        store.acquire(
-            make_claim_request(claim_request.stored_key, claim_request.token, group=group)
-        )
-    assert store.release(claim_request.stored_key, claim_request.token)
+        store.acquire(make_call(call.key.stored, call.token, group=group))
+    assert store.release(call.key.stored, call.token)
     gate.resume()
-    store.release_probe(group, claim_request.token)
+    store.release_probe(group, call.token)
     assert found(store, group).probe is None
-    lease = cluster.node_of(store._keys.lease(claim_request.stored_key))
+    lease = cluster.node_of(store._keys.lease(call.key.stored))
     lease.pause()
     with pytest.raises(StoreUnavailable):
-        store.acquire(
-            make_claim_request(claim_request.stored_key, claim_request.token, group=group)
-        )
+        store.acquire(make_call(call.key.stored, call.token, group=group))
     assert found(store, group).probe is None
 
 
@@ -203,29 +195,29 @@ def test_a_silent_gate_refuses_every_request(cluster: RedisCluster, store: Redis
 def test_a_node_that_is_down_fails_its_leases(
     cluster: RedisCluster, store: RedisLeaseStore, how: str
 ) -> None:
-    claim_requests = leases_on(cluster, store)
+    calls = leases_on(cluster, store)
     gone = cluster.nodes[1]
     gone.kill() if how == "killed" else gone.pause()
     for _ in range(3):
         began = time.monotonic()
-        answers = store.renew([renewal(claim_request) for claim_request in claim_requests.values()])
+        answers = store.renew([renewal(call) for call in calls.values()])
         assert time.monotonic() - began < 2 * TIMEOUT + SLACK
-        for node, answer in zip(claim_requests, answers, strict=True):
+        for node, answer in zip(calls, answers, strict=True):
             if node is gone:
                 assert isinstance(answer, StoreUnavailable)
             else:
                 assert answer is RenewalResult.OURS
-    for node, claim_request in claim_requests.items():
+    for node, call in calls.items():
         if node is gone:
             with pytest.raises(StoreUnavailable) as caught:
-                store.acquire(claim_request)
+                store.acquire(call)
             assert caught.value.executed is (False if how == "killed" else None)
             with pytest.raises(StoreUnavailable):
-                store.renew([renewal(claim_request)])
+                store.renew([renewal(call)])
         else:
-            assert isinstance(store.acquire(make_claim_request(claim_request.stored_key)), Held)
+            assert isinstance(store.acquire(make_call(call.key.stored)), Held)
     with pytest.raises(StoreUnavailable):
-        store.held([claim_request.stored_key for claim_request in claim_requests.values()])
+        store.held([call.key.stored for call in calls.values()])
 
 
 class FakeNode:
@@ -294,26 +286,26 @@ def test_a_call_waits_for_one_frozen_node_and_asks_them_in_turn() -> None:
 
 
 def test_a_node_that_restarts_empty_is_seen(cluster: RedisCluster, store: RedisLeaseStore) -> None:
-    claim_requests = leases_on(cluster, store)
+    calls = leases_on(cluster, store)
     gone = cluster.nodes[2]
     gone.kill()
     gone.start()
     cluster.await_agreed()
-    newcomer = make_claim_request(claim_requests[gone].stored_key)
+    newcomer = make_call(calls[gone].key.stored)
     assert store.acquire(newcomer) == Acquired()
-    assert store.age(newcomer.stored_key) < 0.5
-    assert store.release(newcomer.stored_key, newcomer.token)
+    assert store.age(newcomer.key.stored) < 0.5
+    assert store.release(newcomer.key.stored, newcomer.token)
     answers = dict(
         zip(
-            claim_requests,
-            store.renew([renewal(claim_request) for claim_request in claim_requests.values()]),
+            calls,
+            store.renew([renewal(call) for call in calls.values()]),
             strict=True,
         )
     )
     assert [node for node, answer in answers.items() if answer is RenewalResult.MISSING] == [gone]
-    assert store.reassert(claim_requests[gone])
-    held = {claim_request.stored_key for claim_request in claim_requests.values()}
-    assert store.held([*held, newcomer.stored_key]) == held
+    assert store.reassert(calls[gone])
+    held = {call.key.stored for call in calls.values()}
+    assert store.held([*held, newcomer.key.stored]) == held
 
 
 def test_any_node_of_the_url_will_do(cluster: RedisCluster) -> None:
@@ -333,30 +325,30 @@ def test_without_a_node_nothing_was_executed(leases_redis_url: str) -> None:
     for host, said in hosts.items():
         store = RedisLeaseStore.from_url(f"redis+cluster://{host}", timeout=TIMEOUT)
         with pytest.raises(StoreUnavailable, match=said) as caught:
-            store.acquire(make_claim_request(fresh_key()))
+            store.acquire(make_call(fresh_key()))
         assert caught.value.executed is False
 
 
 def test_an_unserved_slot_has_executed_nothing(
     cluster: RedisCluster, store: RedisLeaseStore
 ) -> None:
-    claim_request = make_claim_request(fresh_key())
-    node = cluster.node_of(store._keys.lease(claim_request.stored_key))
-    slot = key_slot(store._keys.lease(claim_request.stored_key).encode())
+    call = make_call(fresh_key())
+    node = cluster.node_of(store._keys.lease(call.key.stored))
+    slot = key_slot(store._keys.lease(call.key.stored).encode())
     with redis.Redis(port=node.port) as admin:
         admin.execute_command("CLUSTER", "DELSLOTS", slot)
         for _ in range(2):
             with pytest.raises(StoreUnavailable) as caught:
-                store.acquire(claim_request)
+                store.acquire(call)
             assert caught.value.executed is False
         admin.execute_command("CLUSTER", "ADDSLOTS", slot)
-    wait_until(lambda: acquires(store, claim_request), 10, "the slot to be served")
+    wait_until(lambda: acquires(store, call), 10, "the slot to be served")
 
 
-def acquires(store: RedisLeaseStore, claim_request: ClaimRequest) -> bool:
+def acquires(store: RedisLeaseStore, call: Call) -> bool:
     """Whether the lease can be taken now."""
     try:
-        return store.acquire(claim_request) == Acquired()
+        return store.acquire(call) == Acquired()
     except StoreUnavailable:
         return False
 
@@ -366,27 +358,27 @@ def acquires(store: RedisLeaseStore, claim_request: ClaimRequest) -> bool:
 
 def test_a_lease_moves_with_its_slot(cluster: RedisCluster, store: RedisLeaseStore) -> None:
     """A store that knows the old node can renew during and after the migration."""
-    claim_request = make_claim_request(fresh_key())
-    assert store.acquire(claim_request) == Acquired()
-    lease = store._keys.lease(claim_request.stored_key)
+    call = make_call(fresh_key())
+    assert store.acquire(call) == Acquired()
+    lease = store._keys.lease(call.key.stored)
     slot, source = key_slot(lease.encode()), cluster.node_of(lease)
     target = next(node for node in cluster.nodes if node is not source)
     with redis.Redis(port=source.port) as old, redis.Redis(port=target.port) as new:
         ids = {client: client.execute_command("CLUSTER", "MYID") for client in (old, new)}
         new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[old])
         old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[new])
-        assert store.renew([renewal(claim_request)]) == [RenewalResult.OURS]
-        epoch = store._keys.epoch(claim_request.stored_key)
+        assert store.renew([renewal(call)]) == [RenewalResult.OURS]
+        epoch = store._keys.epoch(call.key.stored)
         old.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", lease, epoch)
-        assert store.renew([renewal(claim_request)] * 2) == [RenewalResult.OURS] * 2
-        assert store.holder(claim_request.stored_key) is not None
+        assert store.renew([renewal(call)] * 2) == [RenewalResult.OURS] * 2
+        assert store.holder(call.key.stored) is not None
         for client in (new, old):
             client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[new])
         try:
-            assert isinstance(store.acquire(make_claim_request(claim_request.stored_key)), Held)
-            assert store.acquire(claim_request) == Acquired()
-            assert store.held([claim_request.stored_key]) == {claim_request.stored_key}
-            assert store.release(claim_request.stored_key, claim_request.token)
+            assert isinstance(store.acquire(make_call(call.key.stored)), Held)
+            assert store.acquire(call) == Acquired()
+            assert store.held([call.key.stored]) == {call.key.stored}
+            assert store.release(call.key.stored, call.token)
         finally:
             new.delete(epoch)
             for client in (old, new):
@@ -394,22 +386,13 @@ def test_a_lease_moves_with_its_slot(cluster: RedisCluster, store: RedisLeaseSto
 
 
 def test_lost_scripts_are_sent_again(cluster: RedisCluster, store: RedisLeaseStore) -> None:
-    claim_requests = leases_on(cluster, store)
+    calls = leases_on(cluster, store)
     for node in cluster.nodes:
         with redis.Redis(port=node.port) as admin:
             admin.script_flush()
-    assert (
-        store.renew([renewal(claim_request) for claim_request in claim_requests.values()])
-        == [RenewalResult.OURS] * 3
-    )
+    assert store.renew([renewal(call) for call in calls.values()]) == [RenewalResult.OURS] * 3
     for node in cluster.nodes[1:]:
         with redis.Redis(port=node.port) as admin:
             admin.script_flush()
-    assert (
-        store.renew([renewal(claim_request) for claim_request in claim_requests.values()])
-        == [RenewalResult.OURS] * 3
-    )
-    assert all(
-        store.release(claim_request.stored_key, claim_request.token)
-        for claim_request in claim_requests.values()
-    )
+    assert store.renew([renewal(call) for call in calls.values()]) == [RenewalResult.OURS] * 3
+    assert all(store.release(call.key.stored, call.token) for call in calls.values())

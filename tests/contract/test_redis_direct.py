@@ -16,7 +16,7 @@ from celery_leases.stores.redis.clients import redis_address
 from celery_leases.stores.redis.direct_client import DirectClient, packed
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.redis.limited_connection import limited
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.waits import wait_until
 from tests.support.servers import RedisServer
 
@@ -93,11 +93,11 @@ def test_a_connection_that_died_idle_is_replaced(
 def test_a_server_that_restarted_is_connected_to_again(leases_redis: RedisServer) -> None:
     with RedisServer() as server:
         store = RedisLeaseStore.from_url(server.url)
-        claim_request = make_claim_request(fresh_key())
-        assert isinstance(store.acquire(claim_request), Acquired)
+        call = make_call(fresh_key())
+        assert isinstance(store.acquire(call), Acquired)
         server.kill()
         server.start()
-        assert isinstance(store.acquire(claim_request), Acquired)
+        assert isinstance(store.acquire(call), Acquired)
         store.close()
 
 
@@ -106,13 +106,13 @@ def test_an_unread_reply_is_never_that_of_another(
 ) -> None:
     store = RedisLeaseStore(client, "unawaited", "unawaited")
     for _ in range(3):
-        request = make_claim_request(fresh_key())
+        request = make_call(fresh_key())
         assert isinstance(store.acquire(request), Acquired)
-        store.release_unawaited(request.stored_key, "another-token")
-        assert store.holder(request.stored_key) is not None
-        store.release_unawaited(request.stored_key, request.token)
+        store.release_unawaited(request.key.stored, "another-token")
+        assert store.holder(request.key.stored) is not None
+        store.release_unawaited(request.key.stored, request.token)
         assert client.send(packed(["ECHO", "ours"])) == b"ours"
-        assert store.holder(request.stored_key) is None
+        assert store.holder(request.key.stored) is None
 
 
 def test_a_release_is_repeated_without_the_script(
@@ -120,15 +120,15 @@ def test_a_release_is_repeated_without_the_script(
 ) -> None:
     """At once, or before the next command."""
     store = RedisLeaseStore(client, "unawaited", "unawaited")
-    requests = [make_claim_request(fresh_key()) for _ in range(2)]
+    requests = [make_call(fresh_key()) for _ in range(2)]
     with redis.Redis.from_url(leases_redis_url) as admin:
         for request in requests:
             assert isinstance(store.acquire(request), Acquired)
         admin.script_flush()
-        store.release_unawaited(requests[0].stored_key, requests[0].token)
+        store.release_unawaited(requests[0].key.stored, requests[0].token)
         assert len(admin.keys("unawaited:*:lease")) == 1
         admin.script_flush()
-        store.release_unawaited(requests[1].stored_key, requests[1].token)
+        store.release_unawaited(requests[1].key.stored, requests[1].token)
         assert client.send(packed(["ECHO", "ours"])) == b"ours"
         assert not admin.keys("unawaited:*:lease")
 
@@ -139,15 +139,15 @@ def test_a_dead_connection_with_a_reply_is_replaced(
     store = RedisLeaseStore(client, "unawaited", "unawaited")
     with redis.Redis.from_url(leases_redis_url) as admin:
         for time in range(3):
-            request = make_claim_request(fresh_key())
+            request = make_call(fresh_key())
             assert isinstance(store.acquire(request), Acquired)
             for _ in range(2):
-                store.release_unawaited(request.stored_key, request.token)
+                store.release_unawaited(request.key.stored, request.token)
             admin.client_kill_filter(_type="normal")
             assert client.send(packed(["INCR", "counted unawaited"])) == time + 1
             assert isinstance(store.acquire(request), Acquired)
             admin.script_flush()
-            store.release_unawaited(request.stored_key, request.token)
+            store.release_unawaited(request.key.stored, request.token)
             assert not admin.keys("unawaited:*:lease")
 
 
@@ -159,10 +159,10 @@ def test_a_connection_closed_elsewhere_leaves_no_reply(
     with RedisServer() as server:
         client = cast(DirectClient, redis_address(server.url).client(2.0))
         store = RedisLeaseStore(client, "unawaited", "unawaited")
-        request = make_claim_request(fresh_key())
-        store.release_unawaited(request.stored_key, request.token)  # is awaited
+        request = make_call(fresh_key())
+        store.release_unawaited(request.key.stored, request.token)  # is awaited
         server.pause()
-        store.release_unawaited(request.stored_key, request.token)
+        store.release_unawaited(request.key.stored, request.token)
 
         def slow(self: Any, *args: Any) -> None:
             if threading.current_thread() is closer:
@@ -194,12 +194,12 @@ def test_a_release_that_is_never_answered_fails_no_later_command(
     """A firewall forgot the connection while the body ran."""
     client = cast(DirectClient, redis_address(leases_redis_url).client(0.5))
     store = RedisLeaseStore(client, "unawaited", "unawaited")
-    request = make_claim_request(fresh_key())
-    store.release_unawaited(request.stored_key, request.token)  # is awaited
+    request = make_call(fresh_key())
+    store.release_unawaited(request.key.stored, request.token)  # is awaited
     assert isinstance(store.acquire(request), Acquired)
     with monkeypatch.context() as lost:
         lost.setattr(limited(redis.Connection), "send_unlimited", lambda *_: None)
-        store.release_unawaited(request.stored_key, request.token)
+        store.release_unawaited(request.key.stored, request.token)
     assert client.send(packed(["ECHO", "ours"])) == b"ours"
     client.disconnect()
 

@@ -12,7 +12,7 @@ from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.testing.contracts import GateHistoryContract, GateStoreContract
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.group_case import POLICY, closed, closing, found, half_open
 from tests.contract.redis_stores import OpenStore, open_store, valkey_url
 
@@ -42,11 +42,11 @@ class TestGates(GateStoreContract, GateHistoryContract):
 def test_a_client_that_decodes_its_replies_can_be_used(open_store: OpenStore) -> None:
     store = open_store(decode_responses=True)
     half_open(store, GROUP)
-    claim_request = make_claim_request(fresh_key(), group=GROUP)
-    assert store.acquire(claim_request) == Acquired(probe=True)
-    assert isinstance(store.acquire(make_claim_request(fresh_key(), group=GROUP)), BlockedByGate)
+    call = make_call(fresh_key(), group=GROUP)
+    assert store.acquire(call) == Acquired(probe=True)
+    assert isinstance(store.acquire(make_call(fresh_key(), group=GROUP)), BlockedByGate)
     assert [gate.group for gate in store.gates()] == [GROUP]
-    assert store.close_gate(GROUP, closing(60.0), claim_request.token).trips == 2
+    assert store.close_gate(GROUP, closing(60.0), call.token).trips == 2
     assert found(store, GROUP).message == "slow"
 
 
@@ -56,28 +56,26 @@ def test_a_client_that_decodes_its_replies_can_be_used(open_store: OpenStore) ->
 def test_a_new_server_is_noticed_at_a_gate_too(store: RedisLeaseStore) -> None:
     """The caller gives the probe slot back with the lease if the row is running."""
     half_open(store, GROUP)
-    claim_request = make_claim_request(fresh_key(), group=GROUP)
-    assert store.acquire(claim_request) == Acquired(probe=True)
-    assert store.age(claim_request.stored_key) < 0.5
-    assert store.release_probe(GROUP, claim_request.token)
+    call = make_call(fresh_key(), group=GROUP)
+    assert store.acquire(call) == Acquired(probe=True)
+    assert store.age(call.key.stored) < 0.5
+    assert store.release_probe(GROUP, call.token)
     closed(store, GROUP, 60.0)
-    assert isinstance(store.acquire(make_claim_request(fresh_key(), group=GROUP)), BlockedByGate)
+    assert isinstance(store.acquire(make_call(fresh_key(), group=GROUP)), BlockedByGate)
 
 
 def test_a_held_or_cooling_key_is_reported_at_any_gate(store: RedisLeaseStore) -> None:
     held, cooling = (
-        make_claim_request(fresh_key(), group=GROUP),
-        make_claim_request(fresh_key(), group=GROUP),
+        make_call(fresh_key(), group=GROUP),
+        make_call(fresh_key(), group=GROUP),
     )
-    for claim_request in (held, cooling):
-        assert store.acquire(claim_request) == Acquired()
-    assert store.cool(cooling.stored_key, cooling.token, 60.0)
+    for call in (held, cooling):
+        assert store.acquire(call) == Acquired()
+    assert store.cool(cooling.key.stored, cooling.token, 60.0)
     half_open(store, GROUP)
     for _ in range(2):
-        assert isinstance(store.acquire(make_claim_request(held.stored_key, group=GROUP)), Held)
-        assert isinstance(
-            store.acquire(make_claim_request(cooling.stored_key, group=GROUP)), Cooling
-        )
+        assert isinstance(store.acquire(make_call(held.key.stored, group=GROUP)), Held)
+        assert isinstance(store.acquire(make_call(cooling.key.stored, group=GROUP)), Cooling)
         assert found(store, GROUP).probe is None
         assert store.acquire(held) == Acquired()
         closed(store, GROUP, 60.0)
@@ -92,15 +90,15 @@ def test_every_step_is_one_trip_and_closing_two(
     store = RedisLeaseStore.from_url(leases_redis_url)
     closed(store, "closed", 60.0)
     half_open(store, GROUP)
-    claim_request, plain = (
-        make_claim_request(fresh_key(), group=GROUP),
-        make_claim_request(fresh_key()),
+    call, plain = (
+        make_call(fresh_key(), group=GROUP),
+        make_call(fresh_key()),
     )
-    store.acquire(claim_request)
+    store.acquire(call)
     store.release_probe(GROUP, "x")
     store.cool("x", "x", 1.0)
     store.end_cooldown("x")
-    store.renew([Renewal(claim_request.stored_key, claim_request.token, 15.0, GROUP)])
+    store.renew([Renewal(call.key.stored, call.token, 15.0, GROUP)])
     store.open_gate("open", "x")
     sent: list[bytes] = []
     connections: Any = limited(redis.Connection)
@@ -113,46 +111,44 @@ def test_every_step_is_one_trip_and_closing_two(
     monkeypatch.setattr(connections, "send_unlimited", counted)
     for trips, step in (
         (1, lambda: store.acquire(plain)),
-        (1, lambda: store.acquire(make_claim_request(fresh_key(), group="open"))),
-        (1, lambda: store.acquire(make_claim_request(fresh_key(), group="closed"))),
-        (1, lambda: store.acquire(claim_request)),
-        (1, lambda: store.acquire(make_claim_request(fresh_key(), group=GROUP))),
+        (1, lambda: store.acquire(make_call(fresh_key(), group="open"))),
+        (1, lambda: store.acquire(make_call(fresh_key(), group="closed"))),
+        (1, lambda: store.acquire(call)),
+        (1, lambda: store.acquire(make_call(fresh_key(), group=GROUP))),
         (
             1,
-            lambda: store.renew(
-                [Renewal(claim_request.stored_key, claim_request.token, 15.0, GROUP)] * 20
-            ),
+            lambda: store.renew([Renewal(call.key.stored, call.token, 15.0, GROUP)] * 20),
         ),
         (1, lambda: store.gate(GROUP)),
-        (4, lambda: store.close_gate(GROUP, closing(60.0), claim_request.token)),
+        (4, lambda: store.close_gate(GROUP, closing(60.0), call.token)),
         (1, lambda: store.close_gate(GROUP, closing(30.0), "another")),
-        (1, lambda: store.open_gate(GROUP, claim_request.token)),
+        (1, lambda: store.open_gate(GROUP, call.token)),
         (3, lambda: store.open_gate(GROUP)),
-        (1, lambda: store.release_probe(GROUP, claim_request.token)),
-        (1, lambda: store.cool(claim_request.stored_key, claim_request.token, 60.0)),
-        (1, lambda: store.end_cooldown(claim_request.stored_key)),
+        (1, lambda: store.release_probe(GROUP, call.token)),
+        (1, lambda: store.cool(call.key.stored, call.token, 60.0)),
+        (1, lambda: store.end_cooldown(call.key.stored)),
     ):
         sent.clear()
         step()
         assert len(sent) == trips
-        if trips == 1 and plain.stored_key.encode() in sent[0]:
+        if trips == 1 and plain.key.stored.encode() in sent[0]:
             assert b"gate:" not in sent[0]
     store.close()
 
 
 def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
     half_open(store, GROUP)
-    claim_request = make_claim_request(fresh_key(), group=GROUP)
+    call = make_call(fresh_key(), group=GROUP)
     store._client.script_flush()
-    assert store.acquire(claim_request) == Acquired(probe=True)
+    assert store.acquire(call) == Acquired(probe=True)
     for step in (
-        lambda: found(store, GROUP).probe == claim_request.token,
+        lambda: found(store, GROUP).probe == call.token,
         lambda: [gate.group for gate in store.gates()] == [GROUP],
-        lambda: store.release_probe(GROUP, claim_request.token),
+        lambda: store.release_probe(GROUP, call.token),
         lambda: closed(store, GROUP, 60.0).trips == 1,
-        lambda: store.cool(claim_request.stored_key, claim_request.token, 60.0),
-        lambda: store.end_cooldown(claim_request.stored_key),
-        lambda: not store.open_gate(GROUP, claim_request.token),
+        lambda: store.cool(call.key.stored, call.token, 60.0),
+        lambda: store.end_cooldown(call.key.stored),
+        lambda: not store.open_gate(GROUP, call.token),
     ):
         store._client.script_flush()
         assert step()
@@ -172,10 +168,10 @@ def test_trips_are_forgotten_after_a_quiet_time(store: RedisLeaseStore) -> None:
     store._client.delete(CLOSED)
     assert found(store, GROUP).half_open
     store._client.pexpire(TRIPS, 1)
-    claim_request = make_claim_request(fresh_key(), group=GROUP)
+    call = make_call(fresh_key(), group=GROUP)
     while store.gate(GROUP) is not None:
         pass
-    assert store.acquire(claim_request) == Acquired()
+    assert store.acquire(call) == Acquired()
     assert closed(store, GROUP, 60.0).trips == 1
 
 
@@ -196,7 +192,7 @@ def test_an_emptied_server_has_open_gates(store: RedisLeaseStore) -> None:
     closed(store, GROUP, 60.0)
     store._client.flushall()
     assert store.gate(GROUP) is None
-    assert store.acquire(make_claim_request(fresh_key(), group=GROUP)) == Acquired()
+    assert store.acquire(make_call(fresh_key(), group=GROUP)) == Acquired()
 
 
 # -- values and names ------------------------------------------------------------------------------
@@ -204,7 +200,7 @@ def test_an_emptied_server_has_open_gates(store: RedisLeaseStore) -> None:
 
 def test_the_keys_of_a_gate_share_a_hash_tag_and_end(store: RedisLeaseStore) -> None:
     half_open(store, GROUP)
-    store.acquire(make_claim_request("t:x|y", group=GROUP))
+    store.acquire(make_call("t:x|y", group=GROUP))
     closed(store, GROUP, 60.0)
     found_keys = {name.decode() for name in store._client.keys("*")}
     assert found_keys == {
@@ -227,7 +223,7 @@ def test_a_foreign_value_is_a_gate_too(store: RedisLeaseStore, value: bytes) -> 
     gate = found(store, GROUP)
     assert gate.trips == (7 if value.startswith(b"7") else 1)
     assert (gate.probe, gate.half_open) == ("stranger", True)
-    assert isinstance(store.acquire(make_claim_request(fresh_key(), group=GROUP)), BlockedByGate)
+    assert isinstance(store.acquire(make_call(fresh_key(), group=GROUP)), BlockedByGate)
     assert closed(store, GROUP, 60.0).trips == gate.trips
     assert [gate.group for gate in store.gates()] == [GROUP]
     assert store.open_gate(GROUP)
@@ -238,9 +234,9 @@ def test_a_foreign_type_is_no_gate(store: RedisLeaseStore) -> None:
     for name in (TRIPS, PROBE):
         store._client.hset(name, "a", "b")
     assert store.gate(GROUP) is None
-    assert store.acquire(make_claim_request(fresh_key(), group=GROUP)) == Acquired()
+    assert store.acquire(make_call(fresh_key(), group=GROUP)) == Acquired()
     half_open(store, GROUP)
-    assert store.acquire(make_claim_request(fresh_key(), group=GROUP)) == Acquired(probe=True)
+    assert store.acquire(make_call(fresh_key(), group=GROUP)) == Acquired(probe=True)
 
 
 @pytest.mark.parametrize("prefix", ["a*b", "[ab]", "team:{x}", "ü"])

@@ -16,7 +16,7 @@ from celery_leases.stores.interfaces import LeaseStore, MarkStore
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.testing.contracts import MarkStoreContract, SeparateLeaseStoreContract
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.group_case import closed
 from celery_leases.testing.waits import wait_until
 from tests.contract.redis_stores import OpenStore, open_store, valkey_url
@@ -58,17 +58,17 @@ class TestMarks(MarkStoreContract):
 
 def test_a_client_that_decodes_its_replies_can_be_used(open_store: OpenStore, key: str) -> None:
     store = open_store(decode_responses=True)
-    claim_request = make_claim_request(key)
-    assert store.acquire(claim_request) == Acquired()
-    assert isinstance(store.acquire(make_claim_request(key)), Held)
-    assert store.renew([Renewal(key, claim_request.token, 60)]) == [RenewalResult.OURS]
+    call = make_call(key)
+    assert store.acquire(call) == Acquired()
+    assert isinstance(store.acquire(make_call(key)), Held)
+    assert store.renew([Renewal(key, call.token, 60)]) == [RenewalResult.OURS]
     holder = store.holder(key)
     assert holder is not None
-    assert holder.token == claim_request.token
+    assert holder.token == call.token
     assert store.held([key]) == {key}
     assert store.swap_mark(key, "m", None, "x", 5)
     assert store.mark(key, "m") == "x"
-    assert store.release(key, claim_request.token)
+    assert store.release(key, call.token)
 
 
 # -- a store that came up empty --------------------------------------------------------------------
@@ -80,22 +80,22 @@ def test_a_store_shows_how_long_it_has_its_data(
 ) -> None:
     """After a month it counts as new again."""
     if first == "acquired":
-        store.acquire(make_claim_request(key))
+        store.acquire(make_call(key))
     assert store.age(key) < 0.1
     wait_until(lambda: store.age(key) > 0.1, 10, "the store to age")
-    store.acquire(make_claim_request(fresh_key()))
+    store.acquire(make_call(fresh_key()))
     assert 0.1 < store.age(fresh_key()) < 10
     assert MONTH - 60 < store._client.pttl("celery_leases:epoch") / 1000 <= MONTH
 
 
 def test_a_held_key_is_held_in_a_young_store_too(store: RedisLeaseStore, key: str) -> None:
-    claim_request = make_claim_request(key)
-    assert store.acquire(claim_request) == Acquired()
-    assert isinstance(store.acquire(make_claim_request(key)), Held)
+    call = make_call(key)
+    assert store.acquire(call) == Acquired()
+    assert isinstance(store.acquire(make_call(key)), Held)
 
 
 def test_an_emptied_server_counts_as_new(store: RedisLeaseStore, key: str) -> None:
-    store.acquire(make_claim_request(key))
+    store.acquire(make_call(key))
     wait_until(lambda: store.age(key) > 0.05, 10, "the store to age")
     store._client.flushall()
     assert store.age(key) == 0.0
@@ -109,7 +109,7 @@ def test_a_foreign_epoch_is_ignored(
         store._client.hset("celery_leases:epoch", mapping=value)
     else:
         store._client.set("celery_leases:epoch", value)
-    assert store.acquire(make_claim_request(key)) == Acquired()
+    assert store.acquire(make_call(key)) == Acquired()
     assert store.age(key) == 0.0
     wait_until(lambda: store.age(key) > 0.05, 10, "the store to age")
 
@@ -129,16 +129,16 @@ def test_a_foreign_value_is_named(
         store._client.hset(lease, mapping=value)
     else:
         store._client.set(lease, value, px=60_000)
-    claim_request = make_claim_request(key)
+    call = make_call(key)
     with pytest.raises(
         StoreUnavailable, match="was not written by celery_leases; delete it"
     ) as caught:
-        store.acquire(claim_request)
+        store.acquire(call)
     assert repr(lease) in str(caught.value)
     assert caught.value.executed is False
-    assert store.renew([Renewal(key, claim_request.token, 90)]) == [RenewalResult.OTHER]
-    assert not store.reassert(claim_request)
-    assert not store.release(key, claim_request.token)
+    assert store.renew([Renewal(key, call.token, 90)]) == [RenewalResult.OTHER]
+    assert not store.reassert(call)
+    assert not store.release(key, call.token)
     holder = store.holder(key)
     assert holder is not None
     assert (holder.call_id, holder.host) == ("", "")
@@ -158,13 +158,13 @@ def test_a_value_of_a_later_version_is_held_for_its_ttl(
 ) -> None:
     lease = store._keys.lease(key)
     store._client.set(lease, value, px=60_000)
-    claim_request = make_claim_request(key)
-    answer = store.acquire(claim_request)
+    call = make_call(key)
+    answer = store.acquire(call)
     assert isinstance(answer, Held)
     assert (answer.holder.call_id, answer.holder.host) == (call_id, host)
     assert 50 < answer.holder.remaining <= 60
-    assert store.renew([Renewal(key, claim_request.token, 90)]) == [RenewalResult.OTHER]
-    assert not store.release(key, claim_request.token)
+    assert store.renew([Renewal(key, call.token, 90)]) == [RenewalResult.OTHER]
+    assert not store.release(key, call.token)
     assert store._client.get(lease) == value
 
 
@@ -173,26 +173,26 @@ def test_a_lease_with_other_records_is_a_mismatch(
     store: RedisLeaseStore, key: str, cools: bool
 ) -> None:
     """Two environments with one prefix."""
-    claim_request = make_claim_request(key, database="aa")
-    assert isinstance(store.acquire(claim_request), Acquired)
-    assert not cools or store.cool(key, claim_request.token, 60.0)
-    rival = make_claim_request(key, database="bb")
+    call = make_call(key, database="aa")
+    assert isinstance(store.acquire(call), Acquired)
+    assert not cools or store.cool(key, call.token, 60.0)
+    rival = make_call(key, database="bb")
     with pytest.raises(LeaseStoreMismatch, match="leases_prefix") as caught:
         store.acquire(rival)
     assert (caught.value.key, caught.value.ours, caught.value.theirs) == (key, "bb", "aa")
-    assert claim_request.holder in str(caught.value)
-    assert rival.holder in str(caught.value)
-    for neighbour in (make_claim_request(key, database="aa"), make_claim_request(key)):
+    assert call.host in str(caught.value)
+    assert rival.host in str(caught.value)
+    for neighbour in (make_call(key, database="aa"), make_call(key)):
         assert isinstance(store.acquire(neighbour), Cooling if cools else Held)
 
 
 def test_our_own_lease_without_an_end_gets_one(store: RedisLeaseStore, key: str) -> None:
-    claim_request = make_claim_request(key, ttl=15.0)
-    assert store.acquire(claim_request) == Acquired()
+    call = make_call(key, ttl=15.0)
+    assert store.acquire(call) == Acquired()
     repairs: tuple[Callable[[], bool], ...] = (
-        lambda: store.renew([Renewal(key, claim_request.token, 15.0)]) == [RenewalResult.OURS],
-        lambda: store.reassert(claim_request),
-        lambda: store.acquire(claim_request) == Acquired(),
+        lambda: store.renew([Renewal(key, call.token, 15.0)]) == [RenewalResult.OURS],
+        lambda: store.reassert(call),
+        lambda: store.acquire(call) == Acquired(),
     )
     for repair in repairs:
         store._client.persist(store._keys.lease(key))
@@ -201,10 +201,10 @@ def test_our_own_lease_without_an_end_gets_one(store: RedisLeaseStore, key: str)
 
 
 def test_acquiring_again_never_shortens_a_longer_lease(store: RedisLeaseStore, key: str) -> None:
-    claim_request = make_claim_request(key, ttl=1.0)
-    assert store.acquire(claim_request) == Acquired()
-    assert store.renew([Renewal(key, claim_request.token, 600)]) == [RenewalResult.OURS]
-    assert store.acquire(claim_request) == Acquired()
+    call = make_call(key, ttl=1.0)
+    assert store.acquire(call) == Acquired()
+    assert store.renew([Renewal(key, call.token, 600)]) == [RenewalResult.OURS]
+    assert store.acquire(call) == Acquired()
     holder = store.holder(key)
     assert holder is not None
     assert holder.remaining > 500
@@ -213,7 +213,7 @@ def test_acquiring_again_never_shortens_a_longer_lease(store: RedisLeaseStore, k
 @pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "cooling:x"])
 def test_a_token_must_be_one_word(store: RedisLeaseStore, key: str, token: str) -> None:
     with pytest.raises(ValueError, match="owner token"):
-        store.acquire(replace(make_claim_request(key), token=token))
+        store.acquire(replace(make_call(key), token=token))
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -224,18 +224,18 @@ def test_any_prefix_has_its_own_leases_and_gates(
     open_store: OpenStore, prefix: str, key: str
 ) -> None:
     store, other = open_store(prefix), open_store("aab")
-    assert store.acquire(make_claim_request(key)) == Acquired()
-    assert other.acquire(make_claim_request(key)) == Acquired()
+    assert store.acquire(make_call(key)) == Acquired()
+    assert other.acquire(make_call(key)) == Acquired()
     closed(store, "ours", 60.0)
     closed(other, "theirs", 60.0)
     assert [gate.group for gate in store.gates()] == ["ours"]
-    assert other.acquire(make_claim_request(fresh_key())) == Acquired()
+    assert other.acquire(make_call(fresh_key())) == Acquired()
     assert (len([*store.live_holders()]), len([*other.live_holders()])) == (1, 2)
     assert len([*other.live_holders(1)]) == 1
 
 
 def test_all_keys_of_a_task_key_share_a_hash_tag(store: RedisLeaseStore, key: str) -> None:
-    assert store.acquire(make_claim_request(key)) == Acquired()
+    assert store.acquire(make_call(key)) == Acquired()
     assert store.swap_mark(key, "waiter", None, "x", 5)
     found = {name.decode() for name in store._client.keys("*")}
     assert found == {
@@ -249,20 +249,17 @@ def test_all_keys_of_a_task_key_share_a_hash_tag(store: RedisLeaseStore, key: st
 
 
 def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
-    claim_requests = [make_claim_request(fresh_key()) for _ in range(50)]
-    for claim_request in claim_requests:
-        assert store.acquire(claim_request) == Acquired()
+    calls = [make_call(fresh_key()) for _ in range(50)]
+    for call in calls:
+        assert store.acquire(call) == Acquired()
     store._client.script_flush()
-    renewals = [
-        Renewal(claim_request.stored_key, claim_request.token, 60)
-        for claim_request in claim_requests
-    ]
+    renewals = [Renewal(call.key.stored, call.token, 60) for call in calls]
     assert store.renew(renewals) == [RenewalResult.OURS] * 50
     steps: tuple[Callable[[], bool], ...] = (
-        lambda: store.acquire(claim_requests[0]) == Acquired(),
-        lambda: store.reassert(claim_requests[1]),
-        lambda: store.release(claim_requests[2].stored_key, claim_requests[2].token),
-        lambda: store.swap_mark(claim_requests[3].stored_key, "m", None, "x", 5),
+        lambda: store.acquire(calls[0]) == Acquired(),
+        lambda: store.reassert(calls[1]),
+        lambda: store.release(calls[2].key.stored, calls[2].token),
+        lambda: store.swap_mark(calls[3].key.stored, "m", None, "x", 5),
         lambda: store.renew(renewals[3:]) == [RenewalResult.OURS] * 47,
     )
     for step in steps:
@@ -274,15 +271,12 @@ def test_each_step_is_one_round_trip(
     leases_redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = RedisLeaseStore.from_url(leases_redis_url)
-    claim_requests = [make_claim_request(fresh_key()) for _ in range(50)]
-    for claim_request in claim_requests:
-        store.acquire(claim_request)
-    renewals = [
-        Renewal(claim_request.stored_key, claim_request.token, 60)
-        for claim_request in claim_requests
-    ]
+    calls = [make_call(fresh_key()) for _ in range(50)]
+    for call in calls:
+        store.acquire(call)
+    renewals = [Renewal(call.key.stored, call.token, 60) for call in calls]
     store.renew(renewals)
-    store.release(claim_requests[0].stored_key, claim_requests[0].token)
+    store.release(calls[0].key.stored, calls[0].token)
     sent = []
     connections: Any = limited(redis.Connection)
     send: Any = connections.send_unlimited
@@ -293,11 +287,11 @@ def test_each_step_is_one_round_trip(
 
     monkeypatch.setattr(connections, "send_unlimited", counted)
     for step in (
-        lambda: store.acquire(claim_requests[1]),
-        lambda: store.acquire(make_claim_request(claim_requests[1].stored_key)),
+        lambda: store.acquire(calls[1]),
+        lambda: store.acquire(make_call(calls[1].key.stored)),
         lambda: store.renew(renewals),
-        lambda: store.release(claim_requests[2].stored_key, claim_requests[2].token),
-        lambda: store.holder(claim_requests[3].stored_key),
+        lambda: store.release(calls[2].key.stored, calls[2].token),
+        lambda: store.holder(calls[3].key.stored),
     ):
         sent.clear()
         step()

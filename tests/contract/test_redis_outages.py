@@ -14,7 +14,7 @@ from celery_leases.decide.answers import Acquired, Renewal, RenewalResult
 from celery_leases.errors import StoreUnavailable
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.redis.limited_connection import limited
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.group_case import closing
 from celery_leases.testing.waits import wait_until
 from tests.support.servers import RedisServer
@@ -46,28 +46,26 @@ def store(server: RedisServer) -> Iterator[RedisLeaseStore]:
 
 def steps(store: RedisLeaseStore, key: str = "") -> dict[str, Callable[[], Any]]:
     """All methods that call the server."""
-    claim_request = make_claim_request(key or fresh_key())
+    call = make_call(key or fresh_key())
     return {
-        "acquire": lambda: store.acquire(claim_request),
-        "age": lambda: store.age(claim_request.stored_key),
-        "renew": lambda: store.renew(
-            [Renewal(claim_request.stored_key, claim_request.token, 15.0)]
-        ),
-        "reassert": lambda: store.reassert(claim_request),
-        "holder": lambda: store.holder(claim_request.stored_key),
-        "held": lambda: store.held([claim_request.stored_key]),
-        "swap_mark": lambda: store.swap_mark(claim_request.stored_key, "m", None, "x", 5.0),
-        "mark": lambda: store.mark(claim_request.stored_key, "m"),
-        "cool": lambda: store.cool(claim_request.stored_key, claim_request.token, 15.0),
-        "end_cooldown": lambda: store.end_cooldown(claim_request.stored_key),
-        "release": lambda: store.release(claim_request.stored_key, claim_request.token),
-        "close_gate": lambda: store.close_gate("g", closing(15.0), claim_request.token),
+        "acquire": lambda: store.acquire(call),
+        "age": lambda: store.age(call.key.stored),
+        "renew": lambda: store.renew([Renewal(call.key.stored, call.token, 15.0)]),
+        "reassert": lambda: store.reassert(call),
+        "holder": lambda: store.holder(call.key.stored),
+        "held": lambda: store.held([call.key.stored]),
+        "swap_mark": lambda: store.swap_mark(call.key.stored, "m", None, "x", 5.0),
+        "mark": lambda: store.mark(call.key.stored, "m"),
+        "cool": lambda: store.cool(call.key.stored, call.token, 15.0),
+        "end_cooldown": lambda: store.end_cooldown(call.key.stored),
+        "release": lambda: store.release(call.key.stored, call.token),
+        "close_gate": lambda: store.close_gate("g", closing(15.0), call.token),
         "gate": lambda: store.gate("g"),
         "gates": lambda: list(store.gates()),
         "past_closings": lambda: store.past_closings(["g"]),
         "all past_closings": store.past_closings,
-        "release_probe": lambda: store.release_probe("g", claim_request.token),
-        "open_gate as probe": lambda: store.open_gate("g", claim_request.token),
+        "release_probe": lambda: store.release_probe("g", call.token),
+        "open_gate as probe": lambda: store.open_gate("g", call.token),
         "open_gate": lambda: store.open_gate("g"),
     }
 
@@ -121,18 +119,18 @@ def test_a_frozen_server_may_have_executed(
 def test_a_lease_of_a_frozen_server_is_its_tokens(
     server: RedisServer, store: RedisLeaseStore
 ) -> None:
-    claim_request = make_claim_request(fresh_key())
+    call = make_call(fresh_key())
     server.pause()
-    assert refusal(lambda: store.acquire(claim_request)).executed is None
+    assert refusal(lambda: store.acquire(call)).executed is None
     server.resume()
     wait_until(
-        lambda: store.holder(claim_request.stored_key) is not None,
+        lambda: store.holder(call.key.stored) is not None,
         10,
         "the server to execute what it was sent",
     )
-    assert store.acquire(make_claim_request(claim_request.stored_key)) != Acquired()
-    assert store.acquire(claim_request) == Acquired()
-    assert store.release(claim_request.stored_key, claim_request.token)
+    assert store.acquire(make_call(call.key.stored)) != Acquired()
+    assert store.acquire(call) == Acquired()
+    assert store.release(call.key.stored, call.token)
 
 
 def test_a_server_that_dies_may_have_executed(
@@ -154,7 +152,7 @@ def test_a_server_that_dies_may_have_executed(
 
     def ask() -> None:
         try:
-            store.acquire(make_claim_request(fresh_key()))
+            store.acquire(make_call(fresh_key()))
         except StoreUnavailable as error:
             errors.append(error)
 
@@ -170,39 +168,37 @@ def test_a_server_that_dies_may_have_executed(
 
 def test_killed_connections_are_replaced(server: RedisServer, store: RedisLeaseStore) -> None:
     key = fresh_key()
-    claim_request = make_claim_request(key)
-    assert store.acquire(claim_request) == Acquired()
+    call = make_call(key)
+    assert store.acquire(call) == Acquired()
     for _ in range(3):
         with redis.Redis.from_url(server.url) as admin:
             admin.client_kill_filter(_type="normal")
-        assert store.renew([Renewal(key, claim_request.token, 15.0)]) == [RenewalResult.OURS]
+        assert store.renew([Renewal(key, call.token, 15.0)]) == [RenewalResult.OURS]
 
 
 def test_a_restarted_server_counts_as_new(server: RedisServer, store: RedisLeaseStore) -> None:
-    claim_request = make_claim_request(fresh_key())
-    assert store.acquire(claim_request) == Acquired()
+    call = make_call(fresh_key())
+    assert store.acquire(call) == Acquired()
     server.kill()
     server.start()
-    assert store.renew([Renewal(claim_request.stored_key, claim_request.token, 15.0)]) == [
-        RenewalResult.MISSING
-    ]
-    newcomer = make_claim_request(claim_request.stored_key)
+    assert store.renew([Renewal(call.key.stored, call.token, 15.0)]) == [RenewalResult.MISSING]
+    newcomer = make_call(call.key.stored)
     assert store.acquire(newcomer) == Acquired()
-    assert store.age(claim_request.stored_key) < 0.5
-    assert store.release(claim_request.stored_key, newcomer.token)
-    assert store.reassert(claim_request)
-    holder = store.holder(claim_request.stored_key)
+    assert store.age(call.key.stored) < 0.5
+    assert store.release(call.key.stored, newcomer.token)
+    assert store.reassert(call)
+    holder = store.holder(call.key.stored)
     assert holder is not None
-    assert holder.token == claim_request.token
+    assert holder.token == call.token
 
 
 def test_an_emptied_server_may_have_lost_leases(
     server: RedisServer, store: RedisLeaseStore
 ) -> None:
     """Or one that evicts keys."""
-    claim_request = make_claim_request(fresh_key())
-    assert store.acquire(claim_request) == Acquired()
-    key = claim_request.stored_key
+    call = make_call(fresh_key())
+    assert store.acquire(call) == Acquired()
+    key = call.key.stored
     assert [store.may_have_lost_leases(key, seconds) for seconds in (0.0, 3600.0)] == [False, True]
     with redis.Redis.from_url(server.url) as admin:
         admin.config_set("maxmemory-policy", "volatile-ttl")
@@ -298,9 +294,9 @@ def test_a_login_that_is_wrong_missing_or_not_allowed_is_a_refusal(server: Redis
 def test_one_refused_lease_does_not_fail_others(
     server: RedisServer, store: RedisLeaseStore
 ) -> None:
-    ours, theirs = make_claim_request(f"g:ours-{fresh_key()}"), make_claim_request(fresh_key())
-    for claim_request in (ours, theirs):
-        assert store.acquire(claim_request) == Acquired()
+    ours, theirs = make_call(f"g:ours-{fresh_key()}"), make_call(fresh_key())
+    for call in (ours, theirs):
+        assert store.acquire(call) == Acquired()
     with redis.Redis.from_url(server.url) as admin:
         admin.acl_setuser(
             "half",
@@ -312,17 +308,14 @@ def test_one_refused_lease_does_not_fail_others(
     half = RedisLeaseStore.from_url(
         f"redis://half:{SECRET}@127.0.0.1:{server.port}/0", timeout=TIMEOUT
     )
-    renewals = [
-        Renewal(claim_request.stored_key, claim_request.token, 60.0)
-        for claim_request in (theirs, ours, theirs)
-    ]
+    renewals = [Renewal(call.key.stored, call.token, 60.0) for call in (theirs, ours, theirs)]
     refused, renewed, refused_too = half.renew(renewals)
     assert renewed is RenewalResult.OURS
     for answer in (refused, refused_too):
         assert isinstance(answer, StoreUnavailable)
         assert answer.executed is False
     assert refusal(lambda: half.renew(renewals[:1])).executed is False
-    assert refusal(lambda: half.holder(theirs.stored_key)).executed is False
+    assert refusal(lambda: half.holder(theirs.key.stored)).executed is False
 
 
 # -- bounds ----------------------------------------------------------------------------------------
@@ -335,14 +328,12 @@ def test_a_bounded_store_has_its_own_connections(
     hasty = patient.bounded(0.2)
     assert (hasty.name, hasty.prefix) == (patient.name, patient.prefix)
     assert hasty._client.connection_pool is not patient._client.connection_pool
-    claim_request = make_claim_request(fresh_key())
-    assert patient.acquire(claim_request) == Acquired()
-    assert hasty.renew([Renewal(claim_request.stored_key, claim_request.token, 15.0)]) == [
-        RenewalResult.OURS
-    ]
+    call = make_call(fresh_key())
+    assert patient.acquire(call) == Acquired()
+    assert hasty.renew([Renewal(call.key.stored, call.token, 15.0)]) == [RenewalResult.OURS]
     server.pause()
-    assert refusal(lambda: hasty.holder(claim_request.stored_key)).executed is None
+    assert refusal(lambda: hasty.holder(call.key.stored)).executed is None
     server.resume()
     hasty.close()
-    assert patient.holder(claim_request.stored_key) is not None
+    assert patient.holder(call.key.stored) is not None
     patient.close()

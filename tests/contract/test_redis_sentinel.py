@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from celery_leases.call import Call
 from celery_leases.decide.answers import Acquired, Held, Renewal, RenewalResult
 from celery_leases.errors import StoreUnavailable
-from celery_leases.record import ClaimRequest
 from celery_leases.stores.redis.leases import RedisLeaseStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.waits import wait_until
 from tests.support.servers import RedisSentinels, RedisServer
 from tests.support.servers.local import free_port
@@ -32,25 +32,23 @@ def sentinels(leases_redis: RedisServer) -> Iterator[RedisSentinels]:
 def store(sentinels: RedisSentinels) -> Iterator[RedisLeaseStore]:
     """A store whose server has had its data for long enough, with a connection to the primary."""
     opened = RedisLeaseStore.from_url(sentinels.url, timeout=TIMEOUT)
-    assert opened.acquire(make_claim_request(fresh_key())) == Acquired()
+    assert opened.acquire(make_call(fresh_key())) == Acquired()
     yield opened
     opened.close()
 
 
-def short() -> ClaimRequest:
+def short() -> Call:
     """A request with a short ttl."""
-    return make_claim_request(fresh_key(), ttl=0.01)
+    return make_call(fresh_key(), ttl=0.01)
 
 
-def renewed(store: RedisLeaseStore, claim_request: ClaimRequest) -> RenewalResult | None:
+def renewed(store: RedisLeaseStore, call: Call) -> RenewalResult | None:
     """The result of a renewal; ``None`` if the store does not answer, which must be reported in
     time.
     """
     began = time.monotonic()
     try:
-        (answer,) = store.renew(
-            [Renewal(claim_request.stored_key, claim_request.token, claim_request.ttl)]
-        )
+        (answer,) = store.renew([Renewal(call.key.stored, call.token, call.options.ttl)])
     except StoreUnavailable:
         # The call itself, the Sentinels, and connecting to the primary.
         assert time.monotonic() - began < 3 * TIMEOUT + SLACK
@@ -73,18 +71,18 @@ def replicated(sentinels: RedisSentinels) -> bool:
 def test_a_lease_survives_a_failover(
     sentinels: RedisSentinels, store: RedisLeaseStore, end: str
 ) -> None:
-    claim_request, other = make_claim_request(fresh_key()), make_claim_request(fresh_key())
-    assert store.acquire(claim_request) == Acquired()
+    call, other = make_call(fresh_key()), make_call(fresh_key())
+    assert store.acquire(call) == Acquired()
     wait_until(lambda: replicated(sentinels), 10, "the replica")
     old = sentinels.primary
     old.kill() if end == "killed" else old.pause()
-    wait_until(lambda: renewed(store, claim_request) is RenewalResult.OURS, 30, "the failover")
+    wait_until(lambda: renewed(store, call) is RenewalResult.OURS, 30, "the failover")
     wait_until(
         lambda: sentinels.primary is not old, 30, "the first Sentinel to know what the store knows"
     )
-    assert isinstance(store.acquire(make_claim_request(claim_request.stored_key)), Held)
+    assert isinstance(store.acquire(make_call(call.key.stored)), Held)
     assert store.acquire(other) == Acquired()
-    assert store.age(other.stored_key) == 0.0
+    assert store.age(other.key.stored) == 0.0
     assert store.acquire(short()) == Acquired()
     if end == "frozen":
         old.resume()
@@ -95,18 +93,18 @@ def test_a_lease_not_replicated_is_missing(
 ) -> None:
     wait_until(lambda: replicated(sentinels), 10, "the replica")
     (replica,) = (server for server in sentinels.servers if server is not sentinels.primary)
-    claim_request = make_claim_request(fresh_key(), ttl=60.0)
+    call = make_call(fresh_key(), ttl=60.0)
     with redis.Redis(port=replica.port) as admin:
         admin.replicaof("127.0.0.1", str(free_port()))
-    assert store.acquire(claim_request) == Acquired()
+    assert store.acquire(call) == Acquired()
     sentinels.primary.kill()
-    wait_until(lambda: renewed(store, claim_request) is RenewalResult.MISSING, 30, "the failover")
-    newcomer = make_claim_request(claim_request.stored_key)
+    wait_until(lambda: renewed(store, call) is RenewalResult.MISSING, 30, "the failover")
+    newcomer = make_call(call.key.stored)
     assert store.acquire(newcomer) == Acquired()
-    assert store.age(claim_request.stored_key) < 0.5
-    assert store.release(claim_request.stored_key, newcomer.token)
-    assert store.reassert(claim_request)
-    assert isinstance(store.acquire(make_claim_request(claim_request.stored_key)), Held)
+    assert store.age(call.key.stored) < 0.5
+    assert store.release(call.key.stored, newcomer.token)
+    assert store.reassert(call)
+    assert isinstance(store.acquire(make_call(call.key.stored)), Held)
 
 
 def test_a_renewal_finds_the_new_primary_while_the_old_one_still_answers(
@@ -114,8 +112,8 @@ def test_a_renewal_finds_the_new_primary_while_the_old_one_still_answers(
 ) -> None:
     """The Sentinels have not demoted the old one yet."""
     renewing = store.bounded(TIMEOUT)
-    claim_request = make_claim_request(fresh_key(), ttl=60.0)
-    assert renewing.acquire(claim_request) == Acquired()
+    call = make_call(fresh_key(), ttl=60.0)
+    assert renewing.acquire(call) == Acquired()
     wait_until(lambda: replicated(sentinels), 10, "the replica")
     old = sentinels.primary
     old.pause()
@@ -124,21 +122,21 @@ def test_a_renewal_finds_the_new_primary_while_the_old_one_still_answers(
         wait_until(lambda: admin.info("replication")["role"] == "master", 30, "the promotion")
         admin.flushall()
     newcomer = RedisLeaseStore.from_url(sentinels.url, timeout=TIMEOUT)
-    taken = make_claim_request(claim_request.stored_key, ttl=60.0)
+    taken = make_call(call.key.stored, ttl=60.0)
     assert newcomer.acquire(taken) == Acquired()
     newcomer.close()
     for sentinel in sentinels.sentinels[1:]:
         sentinel.pause()  # alone, the first one does not demote the old primary
     old.resume()
-    assert renewed(renewing, claim_request) is RenewalResult.OTHER
+    assert renewed(renewing, call) is RenewalResult.OTHER
     renewing.close()
 
 
 def test_a_primary_that_steps_down_executes_nothing(
     sentinels: RedisSentinels, store: RedisLeaseStore
 ) -> None:
-    claim_request = make_claim_request(fresh_key())
-    assert store.acquire(claim_request) == Acquired()
+    call = make_call(fresh_key())
+    assert store.acquire(call) == Acquired()
     wait_until(lambda: replicated(sentinels), 10, "the replica")
     old = sentinels.primary
     with redis.Redis(port=old.port) as admin:
@@ -146,15 +144,15 @@ def test_a_primary_that_steps_down_executes_nothing(
             "127.0.0.1", str(free_port())
         )  # a call that reaches the server before Sentinel reconfigures it
         with pytest.raises(StoreUnavailable) as caught:
-            store.acquire(make_claim_request(fresh_key()))
+            store.acquire(make_call(fresh_key()))
         assert caught.value.executed is False
         admin.replicaof("NO", "ONE")
     with redis.Redis(port=sentinels.sentinels[0].port) as sentinel:
         sentinel.execute_command("SENTINEL", "FAILOVER", "leases")
     wait_until(lambda: sentinels.primary is not old, 30, "the failover")
-    wait_until(lambda: renewed(store, claim_request) is RenewalResult.OURS, 30, "the new primary")
+    wait_until(lambda: renewed(store, call) is RenewalResult.OURS, 30, "the new primary")
     assert store.acquire(short()) == Acquired()
-    assert store.age(claim_request.stored_key) == 0.0
+    assert store.age(call.key.stored) == 0.0
 
 
 def test_sentinels_that_do_not_answer_are_skipped_in_time(sentinels: RedisSentinels) -> None:
@@ -162,12 +160,12 @@ def test_sentinels_that_do_not_answer_are_skipped_in_time(sentinels: RedisSentin
         sentinel.pause()
     store = RedisLeaseStore.from_url(sentinels.url, timeout=TIMEOUT)
     began = time.monotonic()
-    assert store.acquire(make_claim_request(fresh_key())) == Acquired()
+    assert store.acquire(make_call(fresh_key())) == Acquired()
     assert time.monotonic() - began < 2 * TIMEOUT + SLACK
     sentinels.sentinels[2].pause()
     alone = store.bounded(TIMEOUT)
     with pytest.raises(StoreUnavailable, match="No master found for 'leases'") as caught:
-        alone.acquire(make_claim_request(fresh_key()))
+        alone.acquire(make_call(fresh_key()))
     assert caught.value.executed is False
     assert store.holder("x") is None  # an open connection needs no Sentinel
 
@@ -179,5 +177,5 @@ def test_an_unknown_primary_is_reported_by_its_name(sentinels: RedisSentinels) -
     ):
         store = RedisLeaseStore.from_url(sentinels.url.replace(*wrong), timeout=2.0)
         with pytest.raises(StoreUnavailable, match="No master found") as caught:
-            store.acquire(make_claim_request(fresh_key()))
+            store.acquire(make_call(fresh_key()))
         assert caught.value.executed is False

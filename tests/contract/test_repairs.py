@@ -8,38 +8,37 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from celery_leases.client import Write
+from celery_leases.client import LOOK_THROUGH, LeaseClient
 from celery_leases.errors import LeaseIsLive
-from celery_leases.ops.client import LOOK_THROUGH, OperatorClient
 from celery_leases.record import Ended, Record, State
 from celery_leases.record_filters import RecordFilter
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import closed, row, won
-from tests.contract.sql_stores import database_url, operator_of, sql_records
+from tests.contract.sql_stores import database_url, sql_records
 
 __all__ = ["database_url", "sql_records"]
 
 DATABASE = "database"
 DAY = 86_400.0
 COMMANDS: dict[str, Callable[..., Any]] = {
-    "retry": OperatorClient.retry,
-    "forget": OperatorClient.forget,
+    "retry": LeaseClient.retry,
+    "forget": LeaseClient.forget,
     "resolve done": lambda client, key, **given: client.resolve(key, "done", **given),
     "resolve retry": lambda client, key, **given: client.resolve(key, "retry", **given),
 }
 
 
 @pytest.fixture
-def client(sql_records: SqlRecordStore) -> OperatorClient:
+def client(sql_records: SqlRecordStore) -> LeaseClient:
     """An operator's client, on the same database as the workers."""
-    return operator_of(DatabaseLeaseStore(sql_records), sql_records)
+    return LeaseClient.on(DatabaseLeaseStore(sql_records), sql_records)
 
 
-def uncertain(records: SqlRecordStore, **claim_request: Any) -> Record:
+def uncertain(records: SqlRecordStore, **call: Any) -> Record:
     """A row in the state ``uncertain``."""
-    record = won(records, make_claim_request(fresh_key(), **claim_request), DATABASE)
+    record = won(records, make_call(fresh_key(), **call), DATABASE)
     return closed(records, record, State.UNCERTAIN, ended=Ended.FAILED, retention=None)
 
 
@@ -62,7 +61,7 @@ def call_after_first(
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("after", ["record", "lease"])
 def test_an_attempt_that_begins_while_an_operator_reads_is_not_changed(
-    client: OperatorClient,
+    client: LeaseClient,
     sql_records: SqlRecordStore,
     monkeypatch: pytest.MonkeyPatch,
     command: str,
@@ -71,14 +70,14 @@ def test_an_attempt_that_begins_while_an_operator_reads_is_not_changed(
     """Its lease or its fence is noticed."""
     old = closed(
         sql_records,
-        won(sql_records, make_claim_request(fresh_key()), DATABASE),
+        won(sql_records, make_call(fresh_key()), DATABASE),
         State.PENDING,
         ended=Ended.FAILED,
     )
     begun: list[Record] = []
 
     def begin() -> None:
-        begun.append(won(sql_records, make_claim_request(old.stored_key), DATABASE))
+        begun.append(won(sql_records, make_call(old.stored_key), DATABASE))
 
     store, look = (client._records, "read") if after == "record" else (client._leases, "holder")
     call_after_first(monkeypatch, store, look, begin)
@@ -92,14 +91,11 @@ def test_an_attempt_that_begins_while_an_operator_reads_is_not_changed(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_with_force_such_an_attempt_is_ended(
-    client: OperatorClient,
-    sql_records: SqlRecordStore,
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
+    client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     old = closed(
         sql_records,
-        won(sql_records, make_claim_request(fresh_key()), DATABASE),
+        won(sql_records, make_call(fresh_key()), DATABASE),
         State.PENDING,
         ended=Ended.FAILED,
     )
@@ -107,7 +103,7 @@ def test_with_force_such_an_attempt_is_ended(
         monkeypatch,
         client._leases,
         "holder",
-        lambda: won(sql_records, make_claim_request(old.stored_key), DATABASE),
+        lambda: won(sql_records, make_call(old.stored_key), DATABASE),
     )
     COMMANDS[command](client, old.stored_key, force=True)
     assert row(sql_records, old.stored_key).state is (
@@ -116,39 +112,36 @@ def test_with_force_such_an_attempt_is_ended(
 
 
 @pytest.mark.parametrize("force", [False, True])
-@pytest.mark.parametrize("command", ["resolve_done", "resolve_retry"])
+@pytest.mark.parametrize("command", ["resolve done", "resolve retry"])
 def test_what_an_operator_found_is_resolved_and_nothing_that_came_later(
-    client: OperatorClient, sql_records: SqlRecordStore, command: Write, *, force: bool
+    client: LeaseClient, sql_records: SqlRecordStore, command: str, *, force: bool
 ) -> None:
     old = uncertain(sql_records)
     found = client.status(old.stored_key)
     client.resolve(old.stored_key, "retry")
-    later = won(sql_records, make_claim_request(old.stored_key), DATABASE)
+    later = won(sql_records, make_call(old.stored_key), DATABASE)
     closed(sql_records, later, State.UNCERTAIN, ended=Ended.FAILED, retention=None)
-    (change,) = client.change(command, [found], force=force)
-    assert "has changed meanwhile, and is uncertain now" in (change.why or "")
+    with pytest.raises(LeaseIsLive, match="has changed meanwhile, and is uncertain now"):
+        COMMANDS[command](client, old.stored_key, found=found, force=force)
     assert row(sql_records, old.stored_key).state is State.UNCERTAIN
     now = client.status(old.stored_key)
-    assert [each.done for each in client.change(command, [now], force=force)] == [True]
+    COMMANDS[command](client, old.stored_key, found=now, force=force)
     assert row(sql_records, old.stored_key).state is not State.UNCERTAIN
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_key_that_ends_while_an_operator_reads_must_be_read_again(
-    client: OperatorClient,
-    sql_records: SqlRecordStore,
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
+    client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     old = closed(
         sql_records,
-        won(sql_records, make_claim_request(fresh_key()), DATABASE),
+        won(sql_records, make_call(fresh_key()), DATABASE),
         State.PENDING,
         ended=Ended.FAILED,
     )
 
     def run() -> None:
-        closed(sql_records, won(sql_records, make_claim_request(old.stored_key), DATABASE))
+        closed(sql_records, won(sql_records, make_call(old.stored_key), DATABASE))
 
     call_after_first(monkeypatch, client._leases, "holder", run)
     with pytest.raises(LeaseIsLive, match="has changed meanwhile, and is done now"):
@@ -161,7 +154,7 @@ def test_a_key_that_ends_while_an_operator_reads_must_be_read_again(
 )
 @pytest.mark.parametrize("command", [*COMMANDS, "release"])
 def test_a_changed_record_has_the_retention_of_its_task(
-    client: OperatorClient,
+    client: LeaseClient,
     sql_records: SqlRecordStore,
     command: str,
     own: float | None,
@@ -171,10 +164,10 @@ def test_a_changed_record_has_the_retention_of_its_task(
     """The last claim has stored it; without any it is 7 days."""
     retention = own * DAY if own else None
     if command == "release":
-        record = won(sql_records, make_claim_request(fresh_key(), retention=retention), DATABASE)
+        record = won(sql_records, make_call(fresh_key(), retention=retention), DATABASE)
     else:
         record = uncertain(sql_records, retention=retention)
-    (COMMANDS | {"release": OperatorClient.release})[command](
+    (COMMANDS | {"release": LeaseClient.release})[command](
         client, record.stored_key, retention=given
     )
     after = sql_records.read(record.stored_key)
@@ -184,7 +177,7 @@ def test_a_changed_record_has_the_retention_of_its_task(
 
 
 def test_a_list_reads_no_more_rows_than_it_shows(
-    client: OperatorClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
+    client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits: list[int] = []
     find = sql_records.find
@@ -194,17 +187,11 @@ def test_a_list_reads_no_more_rows_than_it_shows(
         return find(wanted, **given)
 
     monkeypatch.setattr(sql_records, "find", noted)
-    keys = [
-        won(sql_records, make_claim_request(fresh_key()), "database").stored_key for _ in range(5)
-    ]
+    keys = [won(sql_records, make_call(fresh_key()), "database").stored_key for _ in range(5)]
     for key in keys[:3]:
         closed(sql_records, row(sql_records, key))
-    assert [
-        status.key for status in client.page(client.where(states=["done"]), limit=2).statuses
-    ] == [keys[2], keys[1]]
-    assert [
-        status.key for status in client.page(client.where(states=["done"]), limit=5).statuses
-    ] == [
+    assert [status.key for status in client.list(states=["done"], limit=2)] == [keys[2], keys[1]]
+    assert [status.key for status in client.list(states=["done"], limit=5)] == [
         keys[2],
         keys[1],
         keys[0],
@@ -214,14 +201,10 @@ def test_a_list_reads_no_more_rows_than_it_shows(
         connection.execute(
             text("UPDATE celery_leases_records SET lease_until = 1 WHERE state = 'running'")
         )
-    late = won(sql_records, make_claim_request(fresh_key()), "database").stored_key
-    assert [
-        status.key for status in client.page(client.where(states=["abandoned"]), limit=2).statuses
-    ] == [
+    late = won(sql_records, make_call(fresh_key()), "database").stored_key
+    assert [status.key for status in client.list(states=["abandoned"], limit=2)] == [
         keys[4],
         keys[3],
     ]
-    assert [
-        status.key for status in client.page(client.where(states=["running"]), limit=1).statuses
-    ] == [late]
+    assert [status.key for status in client.list(states=["running"], limit=1)] == [late]
     assert limits[2:] == [2, LOOK_THROUGH - 2, 1]

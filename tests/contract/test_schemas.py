@@ -13,7 +13,7 @@ from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.schema import NEWEST, Tables
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import sent
 from celery_leases.testing.contracts.record_case import closed, outcome, won
 from tests.contract.sql_stores import server_url
@@ -33,20 +33,18 @@ def test_a_schema_of_any_name_keeps_records(server_url: str, schema: str) -> Non
     leases, effects = DatabaseLeaseStore(records), SqlEffectStore(records.database, records.tables)
     for group in (None, "group"):
         key = fresh_key()
-        claim_request = make_claim_request(key, group=group)
-        leases.acquire(claim_request)
+        call = make_call(key, group=group)
+        leases.acquire(call)
         record = records.read(key)
         assert record is not None
-        assert record.owner == claim_request.token
+        assert record.owner == call.token
         assert sent(effects, record).fence == record.fence
         for guarded in (True, False):
-            assert leases.renew([Renewal(key, claim_request.token, 15.0, guarded=guarded)]) == [
+            assert leases.renew([Renewal(key, call.token, 15.0, guarded=guarded)]) == [
                 RenewalResult.OURS
             ]
         assert records.settle(record, outcome(record, State.PENDING))
-        assert (
-            closed(records, won(records, make_claim_request(key), "database")).state is State.DONE
-        )
+        assert closed(records, won(records, make_call(key), "database")).state is State.DONE
     assert records.purge(10) == 0
     assert records.migrate().before == NEWEST
     with engine.connect() as connection:

@@ -19,7 +19,7 @@ from celery_leases.stores.sql.dialects import sqlite
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts import EffectStoreContract
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import begin, finished, found_of, sent
 from celery_leases.testing.contracts.record_case import won
 from tests.contract.sql_stores import (
@@ -92,7 +92,7 @@ def test_an_intent_waits_for_a_claim_and_is_refused(
 ) -> None:
     """Without the lock it would read the old row."""
     effects, key = effects_of(server_records), fresh_key()
-    zombie = won(server_records, make_claim_request(key))
+    zombie = won(server_records, make_call(key))
     claim = "UPDATE celery_leases_records SET fence = fence + 1, owner = 'successor'"
     with waiting_for(server_records, claim) as (threads, other):
         answer: Future[Any] = threads.submit(begin, effects, zombie)
@@ -105,7 +105,7 @@ def test_an_intent_waits_for_a_claim_and_is_refused(
 def test_an_intent_waits_for_a_renewal_and_is_accepted(server_records: SqlRecordStore) -> None:
     effects, record = (
         effects_of(server_records),
-        won(server_records, make_claim_request(fresh_key())),
+        won(server_records, make_call(fresh_key())),
     )
     with waiting_for(server_records, "UPDATE celery_leases_records SET lease_until = 1") as (
         threads,
@@ -121,7 +121,7 @@ def test_a_claim_waits_for_an_uncommitted_intent(
     server_records: SqlRecordStore,
 ) -> None:
     effects, key = effects_of(server_records), fresh_key()
-    zombie = won(server_records, make_claim_request(key))
+    zombie = won(server_records, make_call(key))
     theirs: list[Effect] = []
     # Another transaction has inserted the same intent, which delays the end of the statement that
     # inserts it.
@@ -132,9 +132,7 @@ def test_a_claim_waits_for_an_uncommitted_intent(
     with waiting_for(server_records, place) as (threads, other):
         answer: Future[Any] = threads.submit(begin, effects, zombie)
         wait_for_locks(server_records)
-        claim: Future[Any] = threads.submit(
-            server_records.claim, make_claim_request(key), "redis:one"
-        )
+        claim: Future[Any] = threads.submit(server_records.claim, make_call(key), "redis:one")
         wait_for_locks(server_records, 2)
         other.execute(text("ROLLBACK"))
         begun, successor = answer.result(10), claim.result(10)
@@ -149,7 +147,7 @@ def test_an_intent_does_not_wait_for_a_locked_row_for_ever(
 ) -> None:
     effects, record = (
         effects_of(server_records),
-        won(server_records, make_claim_request(fresh_key())),
+        won(server_records, make_call(fresh_key())),
     )
     with (
         waiting_for(server_records, "SELECT 1 FROM celery_leases_records FOR UPDATE") as (_, other),
@@ -164,7 +162,7 @@ def test_an_intent_does_not_wait_for_a_locked_row_for_ever(
 def test_an_intent_whose_reply_is_lost_is_begun(
     sql_records: SqlRecordStore,
 ) -> None:
-    effects, record = effects_of(sql_records), won(sql_records, make_claim_request(fresh_key()))
+    effects, record = effects_of(sql_records), won(sql_records, make_call(fresh_key()))
     with reply_lost(effects):
         begun = sent(effects, record)
     assert found_of(effects, record)[0].sent_at == begun.sent_at
@@ -197,8 +195,8 @@ def test_an_intent_withdrawn_before_it_is_read_is_begun(
     sql_records: SqlRecordStore,
 ) -> None:
     effects, key = effects_of(sql_records), fresh_key()
-    old = sent(effects, won(sql_records, make_claim_request(key)))
-    record = won(sql_records, make_claim_request(key))
+    old = sent(effects, won(sql_records, make_call(key)))
+    record = won(sql_records, make_call(key))
     read = effects.read
 
     def withdrawn(stored_key: str, name: str, scope: str) -> Effect | None:
@@ -214,7 +212,7 @@ def test_an_intent_withdrawn_before_it_is_read_is_begun(
 def test_a_reference_no_database_stores_is_left_out(
     postgres: SqlRecordStore,
 ) -> None:
-    effects, record = effects_of(postgres), won(postgres, make_claim_request(fresh_key()))
+    effects, record = effects_of(postgres), won(postgres, make_call(fresh_key()))
     assert effects.finish(sent(effects, record), '"kept"', "a\x00b")
     (found,) = effects.of_key(record)
     assert (found.state, found.reference, found.result) == (EffectState.DONE, None, None)
@@ -229,9 +227,9 @@ def test_effects_are_kept_in_the_schema_of_the_records(leases_postgres_url: str)
     records = SqlRecordStore(engine, Tables("jobs"))
     records.migrate()
     effects = effects_of(records)
-    record = won(records, make_claim_request(fresh_key()))
+    record = won(records, make_call(fresh_key()))
     assert finished(effects, sent(effects, record))
-    later: Record = won(records, make_claim_request(record.stored_key))
+    later: Record = won(records, make_call(record.stored_key))
     assert isinstance(begin(effects, later), Found)
     assert effects.forget_sent(later) == 0
 
@@ -243,7 +241,7 @@ def test_a_transaction_that_wrote_to_sqlite_is_suspected(
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT", 0.1)
     records = SqlRecordStore(engine_for(f"sqlite:///{tmp_path}/records.db"))
     records.migrate()
-    record = won(records, make_claim_request(fresh_key()))
+    record = won(records, make_call(fresh_key()))
     effects = SqlEffectStore(records.database, records.tables)
     with closing(sqlite3.connect(tmp_path / "records.db", isolation_level=None)) as own:
         own.execute("BEGIN IMMEDIATE")

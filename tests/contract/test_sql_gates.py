@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
+from celery_leases.client import LeaseClient
 from celery_leases.decide.answers import BlockedByGate, Claimed, Renewal, RenewalResult
 from celery_leases.errors import StoreUnavailable
 from celery_leases.failures.cooldown_policies import CooldownPolicy
@@ -17,12 +18,12 @@ from celery_leases.record import Ended, Record, Refusal, Refused, State, Won
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts import GateHistoryContract, GateStoreContract
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.group_case import closed, closing, found, half_open, probing
 from celery_leases.testing.contracts.record_case import closed as settled
 from celery_leases.testing.contracts.record_case import row, won
 from celery_leases.testing.waits import wait_until
-from tests.contract.sql_stores import database_url, operator_of, sql_records, statements_of
+from tests.contract.sql_stores import database_url, sql_records, statements_of
 
 __all__ = ["database_url", "sql_records"]
 
@@ -58,9 +59,7 @@ def counted(store: DatabaseLeaseStore) -> Iterator[list[str]]:
 
 def finished(store: DatabaseLeaseStore, key: str, state: State = State.DONE, **more: Any) -> Record:
     """The row of a key after an attempt."""
-    return settled(
-        store.records, won(store.records, make_claim_request(key), DATABASE), state, **more
-    )
+    return settled(store.records, won(store.records, make_call(key), DATABASE), state, **more)
 
 
 # -- statements ------------------------------------------------------------------------------------
@@ -74,20 +73,20 @@ def test_an_open_gate_costs_no_statement(store: DatabaseLeaseStore) -> None:
         ["WITH"] if at_once else ["SELECT"],
         ["WITH"] if at_once else ["SELECT", "INSERT"],
     )
-    probe = make_claim_request(fresh_key(), group=GROUP)
-    for sent, claim_request in (
-        (insert, make_claim_request(fresh_key())),
-        (insert, make_claim_request(fresh_key(), group="open")),
-        (look, make_claim_request(fresh_key(), group="closed")),
+    probe = make_call(fresh_key(), group=GROUP)
+    for sent, call in (
+        (insert, make_call(fresh_key())),
+        (insert, make_call(fresh_key(), group="open")),
+        (look, make_call(fresh_key(), group="closed")),
         ([*look, "UPDATE", *insert], probe),
-        (look, make_claim_request(fresh_key(), group=GROUP)),
+        (look, make_call(fresh_key(), group=GROUP)),
     ):
         with counted(store) as statements:
-            store.acquire(claim_request)
+            store.acquire(call)
         assert statements == sent
     for sent, renewals in (
-        (["UPDATE"], [Renewal(probe.stored_key, probe.token, 15.0)]),
-        (["UPDATE", "UPDATE"], [Renewal(probe.stored_key, probe.token, 15.0, GROUP)]),
+        (["UPDATE"], [Renewal(probe.key.stored, probe.token, 15.0)]),
+        (["UPDATE", "UPDATE"], [Renewal(probe.key.stored, probe.token, 15.0, GROUP)]),
     ):
         with counted(store) as statements:
             assert store.renew(renewals) == [RenewalResult.OURS]
@@ -111,7 +110,7 @@ def test_a_gate_is_closed_even_if_its_history_cannot_be_written(
         patched.setattr(store, "_swap_history", fails)
         assert closed(store, GROUP, 60.0).trips == 1
     assert store.past_closings() == {}
-    client = operator_of(store, store.records)
+    client = LeaseClient.on(store, store.records)
     assert [(each.group, each.closings) for each in client.groups()] == [(GROUP, ())]
     with monkeypatch.context() as patched:
         patched.setattr(store, "_read_histories", fails)
@@ -143,7 +142,7 @@ def shut_by_time(store: DatabaseLeaseStore, group: str) -> None:
 def shut_by_probe(store: DatabaseLeaseStore, group: str) -> None:
     """The gate is half-open, and another token is its probe."""
     half_open(store, group)
-    assert probing(store.acquire(make_claim_request(fresh_key(), group=group)))
+    assert probing(store.acquire(make_call(fresh_key(), group=group)))
 
 
 @pytest.mark.parametrize("shutting", [shut_by_time, shut_by_probe])
@@ -156,7 +155,7 @@ def test_a_refusal_by_the_gate_has_the_record(
         store, key, state, result='"a"', retry_after=60.0 if state is State.COOLING else None
     )
     shutting(store, GROUP)
-    answer = store.acquire(make_claim_request(key, group=GROUP))
+    answer = store.acquire(make_call(key, group=GROUP))
     assert isinstance(answer, BlockedByGate)
     assert answer.record_read
     assert answer.record is not None
@@ -168,14 +167,14 @@ def test_a_refusal_by_the_gate_has_the_record(
 def test_the_holder_is_shown_at_a_closed_gate(
     store: DatabaseLeaseStore, shutting: Shutting
 ) -> None:
-    claim_request = make_claim_request(fresh_key(), group=GROUP)
-    assert isinstance(store.acquire(claim_request), Claimed)
+    call = make_call(fresh_key(), group=GROUP)
+    assert isinstance(store.acquire(call), Claimed)
     shutting(store, GROUP)
-    answer = store.acquire(make_claim_request(claim_request.stored_key, group=GROUP))
+    answer = store.acquire(make_call(call.key.stored, group=GROUP))
     assert isinstance(answer, BlockedByGate)
     assert answer.record is not None
-    assert (answer.record.state, answer.record.owner) == (State.RUNNING, claim_request.token)
-    again = store.acquire(claim_request)
+    assert (answer.record.state, answer.record.owner) == (State.RUNNING, call.token)
+    again = store.acquire(call)
     assert isinstance(again, Claimed)
     assert isinstance(again.claim, Won)
 
@@ -196,12 +195,12 @@ def test_a_refusing_record_takes_no_slot(
 ) -> None:
     key = fresh_key()
     if state is State.RUNNING:
-        store.acquire(make_claim_request(key))
+        store.acquire(make_call(key))
     else:
         finished(store, key, state, **more)
     half_open(store, GROUP)
     with counted(store) as statements:
-        answer = store.acquire(make_claim_request(key, group=GROUP))
+        answer = store.acquire(make_call(key, group=GROUP))
     assert isinstance(answer, Claimed)
     assert isinstance(answer.claim, Refused)
     assert answer.claim.record is not None
@@ -211,15 +210,11 @@ def test_a_refusing_record_takes_no_slot(
 
 
 def test_a_record_with_other_arguments_takes_no_slot(store: DatabaseLeaseStore) -> None:
-    claim_request = make_claim_request(fresh_key(), fingerprint="v1:a")
-    settled(
-        store.records, won(store.records, claim_request, DATABASE), State.PENDING, ended=Ended.LOST
-    )
+    call = make_call(fresh_key(), fingerprint="v1:a")
+    settled(store.records, won(store.records, call, DATABASE), State.PENDING, ended=Ended.LOST)
     half_open(store, GROUP)
     with counted(store) as statements:
-        answer = store.acquire(
-            make_claim_request(claim_request.stored_key, group=GROUP, fingerprint="v1:b")
-        )
+        answer = store.acquire(make_call(call.key.stored, group=GROUP, fingerprint="v1:b"))
     assert isinstance(answer, Claimed)
     assert isinstance(answer.claim, Refused)
     assert "UPDATE" not in statements
@@ -233,7 +228,7 @@ def test_a_slot_is_returned_if_the_claim_fails(
     finished(store, key, State.PENDING)
     half_open(store, GROUP)
     monkeypatch.setattr(store.records, "swap", lambda *_: False)
-    answer = store.acquire(make_claim_request(key, group=GROUP))
+    answer = store.acquire(make_call(key, group=GROUP))
     assert isinstance(answer, Claimed)
     assert isinstance(answer.claim, Refused)
     assert answer.claim.why is Refusal.CHANGED
@@ -246,68 +241,62 @@ def test_a_slot_is_returned_if_the_claim_fails(
 )
 def test_a_row_to_take_over_is_probed(store: DatabaseLeaseStore, rerun: bool, state: State) -> None:
     key = fresh_key()
-    claim_request = make_claim_request(key)
+    call = make_call(key)
     if state is State.RUNNING:
-        store.acquire(claim_request)
+        store.acquire(call)
     else:
         finished(store, key, state)
     half_open(store, GROUP)
-    assert probing(
-        store.acquire(
-            make_claim_request(key, group=GROUP, rerun=rerun, prior=(claim_request.token,))
-        )
-    )
+    assert probing(store.acquire(make_call(key, group=GROUP, rerun=rerun, prior=(call.token,))))
 
 
 def test_an_expired_row_is_probed(store: DatabaseLeaseStore) -> None:
     key = fresh_key()
     finished(store, key, State.DONE, retention=0.0)
     half_open(store, GROUP)
-    assert probing(store.acquire(make_claim_request(key, group=GROUP)))
+    assert probing(store.acquire(make_call(key, group=GROUP)))
 
 
 def test_a_probe_that_never_claimed_is_the_probe_again(
     store: DatabaseLeaseStore,
 ) -> None:
     half_open(store, GROUP)
-    claim_request = make_claim_request(fresh_key(), group=GROUP)
-    assert store.take_probe(GROUP, claim_request.token, 15.0)
+    call = make_call(fresh_key(), group=GROUP)
+    assert store.take_probe(GROUP, call.token, 15.0)
     with counted(store) as statements:
-        assert probing(store.acquire(claim_request))
+        assert probing(store.acquire(call))
     assert "UPDATE" not in statements
-    assert probing(store.acquire(claim_request))
+    assert probing(store.acquire(call))
 
 
 def test_an_expired_slot_admits_no_request(store: DatabaseLeaseStore) -> None:
     half_open(store, GROUP)
-    claim_request = make_claim_request(fresh_key(), group=GROUP)
-    assert store.take_probe(GROUP, claim_request.token, 0.01)
+    call = make_call(fresh_key(), group=GROUP)
+    assert store.take_probe(GROUP, call.token, 0.01)
     wait_until(lambda: found(store, GROUP).probe is None, 10, "the slot to end")
-    assert probing(store.acquire(claim_request))
-    assert found(store, GROUP).probe == claim_request.token
+    assert probing(store.acquire(call))
+    assert found(store, GROUP).probe == call.token
 
 
 def test_a_slot_at_a_gate_closed_meanwhile_is_given_back(
     store: DatabaseLeaseStore,
 ) -> None:
     half_open(store, GROUP)
-    claim_request = make_claim_request(fresh_key(), group=GROUP)
-    assert store.take_probe(GROUP, claim_request.token, 15.0)
+    call = make_call(fresh_key(), group=GROUP)
+    assert store.take_probe(GROUP, call.token, 15.0)
     closed(store, GROUP, 60.0)
-    answer = store.acquire(claim_request)
+    answer = store.acquire(call)
     assert isinstance(answer, BlockedByGate)
     assert found(store, GROUP).probe is None
-    assert not store.take_probe(GROUP, claim_request.token, 15.0)
+    assert not store.take_probe(GROUP, call.token, 15.0)
 
 
 def test_leases_are_renewed_even_if_their_slots_cannot_be(store: DatabaseLeaseStore) -> None:
-    claim_request = make_claim_request(fresh_key())
-    store.acquire(claim_request)
+    call = make_call(fresh_key())
+    store.acquire(call)
     with store.database.engine.connect() as connection:
         connection.execute(text("DROP TABLE celery_leases_gates"))
-    assert store.renew([Renewal(claim_request.stored_key, claim_request.token, 15.0, GROUP)]) == [
-        RenewalResult.OURS
-    ]
+    assert store.renew([Renewal(call.key.stored, call.token, 15.0, GROUP)]) == [RenewalResult.OURS]
 
 
 # -- how long a gate is remembered -----------------------------------------------------------------
@@ -327,7 +316,7 @@ def test_a_gate_is_forgotten_after_a_quiet_time(store: DatabaseLeaseStore) -> No
         assert list(store.gates()) == []
         assert not store.open_gate(GROUP)
         assert not store.take_probe(GROUP, "y", 15.0)
-        answer = store.acquire(make_claim_request(fresh_key(), group=GROUP))
+        answer = store.acquire(make_call(fresh_key(), group=GROUP))
         assert isinstance(answer, Claimed)
         assert isinstance(answer.claim, Won)
         assert forgotten()

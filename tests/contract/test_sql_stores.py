@@ -14,7 +14,6 @@ from sqlalchemy import text
 
 from celery_leases.decide import claim as claim_rules
 from celery_leases.decide.answers import Renewal, RenewalResult
-from celery_leases.decide.claim import Claim
 from celery_leases.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
 from celery_leases.record import Ended, Record, Refusal, Refused, State, Won
 from celery_leases.stores.claim_procedure import CLAIM_TRIES
@@ -27,7 +26,7 @@ from celery_leases.testing.contracts import (
     MarkStoreContract,
     RecordStoreContract,
 )
-from celery_leases.testing.contracts.claim_requests import acquired, fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import acquired, fresh_key, make_call
 from celery_leases.testing.contracts.record_case import closed, outcome, refused, row, timeless, won
 from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import (
@@ -79,7 +78,7 @@ def test_of_many_claims_of_an_absent_row_one_wins(
 
         def claim(_: int, key: str = key, together: threading.Barrier = together) -> Won | Refused:
             together.wait(10)
-            return sql_records.claim(make_claim_request(key), "database")
+            return sql_records.claim(make_call(key), "database")
 
         with ThreadPoolExecutor(8) as threads:
             claims = list(threads.map(claim, range(8)))
@@ -91,9 +90,9 @@ def test_a_claim_that_waited_answers_with_what_was_committed(
 ) -> None:
     """PostgreSQL returns the snapshot's row."""
     records = server_records
-    claim_request = make_claim_request(fresh_key())
-    record = won(records, claim_request)
-    rival = make_claim_request(claim_request.stored_key)
+    call = make_call(fresh_key())
+    record = won(records, call)
+    rival = make_call(call.key.stored)
     with ThreadPoolExecutor(1) as threads, records.database.engine.connect() as other:
         other.execute(text("BEGIN"))
         other.execute(text("SELECT 1 FROM celery_leases_records FOR UPDATE"))
@@ -103,12 +102,12 @@ def test_a_claim_that_waited_answers_with_what_was_committed(
         other.execute(text("COMMIT"))
         answer = claim.result(10)
     assert isinstance(answer, Refused)
-    assert row(records, claim_request.stored_key).owner == record.owner
+    assert row(records, call.key.stored).owner == record.owner
 
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.DONE])
 def test_a_refused_claim_waits_for_no_lock(sql_records: SqlRecordStore, state: State) -> None:
-    record = won(sql_records, make_claim_request(fresh_key()), "database")
+    record = won(sql_records, make_call(fresh_key()), "database")
     if state is State.DONE:
         closed(sql_records, record, state, result="1")
     sqlite = sql_records.database.host_now
@@ -116,7 +115,7 @@ def test_a_refused_claim_waits_for_no_lock(sql_records: SqlRecordStore, state: S
         other.execute(text("BEGIN IMMEDIATE" if sqlite else "BEGIN"))
         other.execute(text("UPDATE celery_leases_records SET attempt = 7"))
         began = time.monotonic()
-        assert refused(sql_records, make_claim_request(record.stored_key), "database").attempt == 1
+        assert refused(sql_records, make_call(record.stored_key), "database").attempt == 1
         assert time.monotonic() - began < 1.0
         other.execute(text("ROLLBACK"))
 
@@ -148,7 +147,7 @@ def test_a_claim_whose_row_keeps_changing_is_refused_in_the_end(
 ) -> None:
     record = closed(
         sql_records,
-        won(sql_records, make_claim_request(fresh_key())),
+        won(sql_records, make_call(fresh_key())),
         State.PENDING,
         ended=Ended.LOST,
     )
@@ -158,7 +157,7 @@ def test_a_claim_whose_row_keeps_changing_is_refused_in_the_end(
             connection.execute(text("UPDATE celery_leases_records SET fence = fence + 1"))
 
     seen = before_the_write(sql_records, monkeypatch, moves, times=CLAIM_TRIES)
-    answer = sql_records.claim(make_claim_request(record.stored_key), "redis:one")
+    answer = sql_records.claim(make_call(record.stored_key), "redis:one")
     assert isinstance(answer, Refused)
     assert (answer.why, len(seen)) == (Refusal.CHANGED, CLAIM_TRIES)
     assert (
@@ -174,29 +173,25 @@ def test_a_change_between_the_read_and_the_write_of_a_claim_counts(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, happens: str
 ) -> None:
     leases = DatabaseLeaseStore(sql_records)
-    first = make_claim_request(fresh_key(), ttl=0.001)
-    record, key = won(sql_records, first, "database"), first.stored_key
+    first = make_call(fresh_key(), ttl=0.001)
+    record, key = won(sql_records, first, "database"), first.key.stored
     wait_until(lambda: leases.holder(key) is None, 10, "the lease to end")
-    claim_request, rival = make_claim_request(key), make_claim_request(key)
+    call, rival = make_call(key), make_call(key)
     swap = sql_records.swap
     actions: dict[str, Callable[[Record], object]] = {
         "renewed": lambda _: leases.renew([Renewal(key, first.token, 60.0)]),
         "settled": lambda _: sql_records.settle(record, outcome(record, result="1")),
         "released": lambda _: leases.release(key, first.token),
-        "claimed": lambda seen: swap(
-            seen, claim_rules.claimed(seen, Claim(rival, "database"), seen.now)
-        ),
+        "claimed": lambda seen: swap(seen, claim_rules.claimed(seen, rival, "database", seen.now)),
         "forgotten": lambda _: sql_records.reset(key, keep=False),
         "purged": lambda _: (
             sql_records.reset(key, keep=False, retention=0.0),
             sql_records.purge(10),
         ),
-        "repeated": lambda seen: swap(
-            seen, claim_rules.claimed(seen, Claim(claim_request, "database"), seen.now)
-        ),
+        "repeated": lambda seen: swap(seen, claim_rules.claimed(seen, call, "database", seen.now)),
     }
     seen = before_the_write(sql_records, monkeypatch, actions[happens])
-    answer = sql_records.claim(claim_request, "database")
+    answer = sql_records.claim(call, "database")
     now = row(sql_records, key)
     refusals = {"renewed": Refusal.HELD, "settled": Refusal.DONE, "claimed": Refusal.HELD}
     if happens in refusals:
@@ -220,13 +215,11 @@ def test_an_expired_lease_is_taken_if_the_database_was_there(
     holder.records.migrate()
     rival.records.availability.grace = 0.6
     key = fresh_key()
-    assert acquired(holder.acquire(make_claim_request(key, ttl=0.1)))
+    assert acquired(holder.acquire(make_call(key, ttl=0.1)))
     wait_until(lambda: holder.holder(key) is None, 10, "the lease to end")
-    began, claim_request = time.monotonic(), make_claim_request(key)
-    assert not acquired(rival.acquire(claim_request))
-    wait_until(
-        lambda: acquired(rival.acquire(claim_request)), 10, "the database to count as available"
-    )
+    began, call = time.monotonic(), make_call(key)
+    assert not acquired(rival.acquire(call))
+    wait_until(lambda: acquired(rival.acquire(call)), 10, "the database to count as available")
     assert time.monotonic() - began >= 0.6
     for store in (holder, rival):
         store.records.database.close()
@@ -238,13 +231,13 @@ def test_a_claim_that_is_executed_late_takes_no_expired_lease(
 ) -> None:
     """A third of the row's ttl is added for the transport; a holder has twice as much left."""
     leases, key = DatabaseLeaseStore(sql_records), fresh_key()
-    assert acquired(leases.acquire(make_claim_request(key, ttl=0.9)))
+    assert acquired(leases.acquire(make_call(key, ttl=0.9)))
     wait_until(lambda: leases.holder(key) is None, 10, "the lease to end")
     lapsed = sql_records.read(key)
     assert lapsed is not None
     sent = lapsed.now + (-310_000 if late else 10_000_000)
     monkeypatch.setattr(sql_records.availability, "takeover_until", lambda _: sent)
-    assert acquired(leases.acquire(make_claim_request(key))) is not late
+    assert acquired(leases.acquire(make_call(key))) is not late
 
 
 def test_all_processes_read_the_same_identity_of_a_database(
@@ -275,7 +268,7 @@ def test_a_settled_outcome_whose_reply_was_lost_counts_as_written(
     sql_records: SqlRecordStore,
 ) -> None:
     """Writing it again matches no row, but the row shows that it was written."""
-    record = won(sql_records, make_claim_request(fresh_key()))
+    record = won(sql_records, make_call(fresh_key()))
     assert sql_records.settle(record, outcome(record, result="1"))
     assert sql_records.settle(record, outcome(record, result="1"))
 
@@ -283,17 +276,17 @@ def test_a_settled_outcome_whose_reply_was_lost_counts_as_written(
 def test_the_settled_row_is_the_cooldown(sql_records: SqlRecordStore) -> None:
     leases = DatabaseLeaseStore(sql_records)
     key = fresh_key()
-    record = won(sql_records, make_claim_request(key), leases.name)
+    record = won(sql_records, make_call(key), leases.name)
     closed(sql_records, record, State.COOLING, ended=Ended.FAILED, retry_after=60.0)
     assert leases.cool(key, record.owner, 60.0)
     assert leases.renew([Renewal(key, record.owner, 60.0)]) != [RenewalResult.OURS]
     assert leases.holder(key) is None
     assert not leases.end_cooldown(key)
-    assert refused(sql_records, make_claim_request(key), leases.name).waits > 50
+    assert refused(sql_records, make_call(key), leases.name).waits > 50
 
 
 def test_a_connection_that_died_is_replaced_within_the_call(server_records: SqlRecordStore) -> None:
-    record = won(server_records, make_claim_request(fresh_key()))
+    record = won(server_records, make_call(fresh_key()))
     assert end_other_connections(
         SqlRecordStore(engine_for(str(server_records.database.engine.url)))
     )
@@ -360,7 +353,7 @@ def test_the_printed_sql_makes_the_tables_that_migrate_makes(server_url: str) ->
             connection.execute(text(statement))
     records.check()
     records.migrate()
-    assert won(records, make_claim_request(fresh_key())).attempt == 1
+    assert won(records, make_call(fresh_key())).attempt == 1
 
 
 def test_many_processes_may_make_the_tables_of_one_database(database_url: str) -> None:
@@ -376,7 +369,7 @@ def test_an_unavailable_database_is_reported_without_its_password(scheme: str) -
     for call in (
         lambda: records.read("t:x|y"),
         records.check,
-        lambda: records.claim(make_claim_request("t:x|y"), "database"),
+        lambda: records.claim(make_call("t:x|y"), "database"),
     ):
         with pytest.raises(StoreUnavailable) as caught:
             call()

@@ -34,7 +34,7 @@ from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.database import Database, _cursors_of
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
 from tests.contract.sql_stores import (
     end_other_connections,
@@ -87,7 +87,7 @@ def test_a_repeated_statement_returns_what_sqlalchemy_returned(records: SqlRecor
     key = fresh_key() + "50%s :x 'ä'"
     closed(
         records,
-        won(records, make_claim_request(key, fingerprint="v1:a")),
+        won(records, make_call(key, fingerprint="v1:a")),
         State.DONE,
         result='{"%(a)s": "100%"}',
     )
@@ -122,7 +122,7 @@ def test_a_repeated_statement_returns_what_sqlalchemy_returned(records: SqlRecor
 @pytest.mark.parametrize("records", DRIVERS, indirect=True)
 def test_a_repeated_write_counts_the_rows_it_touches(records: SqlRecordStore) -> None:
     """Matched rows count. An insert whose key exists counts none."""
-    record, database = won(records, make_claim_request(fresh_key())), records.database
+    record, database = won(records, make_call(fresh_key())), records.database
     table = records.tables.records
     same = (
         update(table).where(table.c.stored_key == bindparam("for_key")).values(state=State.RUNNING)
@@ -145,7 +145,7 @@ def test_a_statement_of_one_call_or_with_in_is_not_compiled(
     many = select(table.c.stored_key).where(
         table.c.stored_key.in_(bindparam("keys", expanding=True))
     )
-    keys = [won(server_records, make_claim_request(fresh_key())).stored_key for _ in range(3)]
+    keys = [won(server_records, make_call(fresh_key())).stored_key for _ in range(3)]
     with on_cursors(database) as number:
         for size in (1, 3, 2):
             found = database.all(many, {"keys": keys[:size]})
@@ -203,7 +203,7 @@ def test_a_first_success_leaves_the_row_that_a_longer_statement_leaves(
 ) -> None:
     left = []
     for short in (True, False):
-        record = won(records, make_claim_request(fresh_key(), retention=3600.0))
+        record = won(records, make_call(fresh_key(), retention=3600.0))
         success = outcome(record, result='"x"')
         assert record_columns.only_succeeds(record, success)
         if not short:
@@ -224,10 +224,10 @@ def test_a_first_success_leaves_the_row_that_a_longer_statement_leaves(
 def test_a_new_column_under_a_running_worker_disturbs_nothing(
     server_records: SqlRecordStore,
 ) -> None:
-    records, record = server_records, won(server_records, make_claim_request(fresh_key()))
+    records, record = server_records, won(server_records, make_call(fresh_key()))
     for _ in range(8):  # psycopg prepares a statement that is executed often
         before = row(records, record.stored_key)
-        won(records, make_claim_request(fresh_key()))
+        won(records, make_call(fresh_key()))
     name = records.tables.records.name
     engine = engine_for(
         records.database.engine.url.render_as_string(False)
@@ -238,7 +238,7 @@ def test_a_new_column_under_a_running_worker_disturbs_nothing(
     for _ in range(2):
         assert row(records, record.stored_key).owner == before.owner
         assert records.settle(record, outcome(record, result="1"))
-        assert won(records, make_claim_request(fresh_key())).attempt == 1
+        assert won(records, make_call(fresh_key())).attempt == 1
         assert not DatabaseLeaseStore(records).release(record.stored_key, "another")
 
 
@@ -308,7 +308,7 @@ def pooled(records: SqlRecordStore, number: int) -> None:
 
 @pytest.mark.parametrize("records", ON_SERVERS, indirect=True)
 def test_a_server_that_has_restarted_costs_one_repetition(records: SqlRecordStore) -> None:
-    record = won(records, make_claim_request(fresh_key()))
+    record = won(records, make_call(fresh_key()))
     row(records, record.stored_key)
     pooled(records, 5)
     assert (
@@ -363,7 +363,7 @@ def test_an_error_leaves_its_connection_in_the_pool(records: SqlRecordStore) -> 
 
 
 def test_threads_share_the_statements_and_no_connection(server_records: SqlRecordStore) -> None:
-    keys = [won(server_records, make_claim_request(fresh_key())).stored_key for _ in range(4)]
+    keys = [won(server_records, make_call(fresh_key())).stored_key for _ in range(4)]
     wrong: list[str] = []
 
     def ask(key: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from celery_leases.call import Call
 from celery_leases.decide.answers import (
     Acquired,
     BlockedByGate,
@@ -19,16 +20,15 @@ from celery_leases.decide.answers import (
 )
 from celery_leases.errors import LeaseStoreMismatch
 from celery_leases.groups.group import Closing, Gate, admits, closed, gate_retention
-from celery_leases.record import ClaimRequest
 from celery_leases.stores.interfaces import LeaseStoreSettings
 
 
 @dataclass
 class Lease:
-    """A lease until ``until``; a cooldown where ``claim_request`` is ``None``."""
+    """A lease until ``until``; a cooldown where ``call`` is ``None``."""
 
     token: str
-    claim_request: ClaimRequest | None
+    call: Call | None
     until: float
 
 
@@ -77,28 +77,28 @@ class ToyLeaseStore:
 
     # -- leases ------------------------------------------------------------------------------------
 
-    def acquire(self, claim_request: ClaimRequest) -> Acquired | Held | Cooling | BlockedByGate:
+    def acquire(self, call: Call) -> Acquired | Held | Cooling | BlockedByGate:
         """Take the lease unless it is held, the key is cooling, or its gate is closed."""
-        key, token = claim_request.stored_key, claim_request.token
+        key, token = call.key.stored, call.token
         with self._memory.lock:
             found = self._found(key)
-            gate = self._gate(claim_request.group) if claim_request.group is not None else None
-            if found is not None and found.claim_request is None:
+            gate = self._gate(call.group) if call.group is not None else None
+            if found is not None and found.call is None:
                 return Cooling(found.until - self._memory.now())
             if found is not None and found.token != token:
                 holder = self._holder(found)
-                if holder.database != claim_request.database:
+                if holder.database != call.database:
                     raise LeaseStoreMismatch(f"{key} is held for another database, {holder.host}")
                 return Held(holder)
             if found is None and not admits(gate, token):
                 assert gate is not None
                 return BlockedByGate(gate)
             if gate is not None and (gate.probe == token or found is None):
-                probe_for = max(gate.probe_for, claim_request.ttl)
+                probe_for = max(gate.probe_for, call.options.ttl)
                 self._note(replace(gate, probe=token, probe_for=probe_for))
-            until = self._memory.now() + claim_request.ttl
+            until = self._memory.now() + call.options.ttl
             until = max(until, found.until) if found is not None else until
-            self._memory.leases[key] = Lease(token, claim_request, until)
+            self._memory.leases[key] = Lease(token, call, until)
             return Acquired(gate is not None and (gate.probe == token or found is None))
 
     def age(self, stored_key: str) -> float:
@@ -114,7 +114,7 @@ class ToyLeaseStore:
         found = self._found(renewal.stored_key)
         if found is None:
             return RenewalResult.MISSING
-        if found.claim_request is None or found.token != renewal.token:
+        if found.call is None or found.token != renewal.token:
             return RenewalResult.OTHER
         found.until = max(found.until, self._memory.now() + renewal.ttl)
         gate = self._gate(renewal.probe) if renewal.probe is not None else None
@@ -122,16 +122,16 @@ class ToyLeaseStore:
             self._note(replace(gate, probe_for=max(gate.probe_for, renewal.ttl)))
         return RenewalResult.OURS
 
-    def reassert(self, claim_request: ClaimRequest) -> bool:
+    def reassert(self, call: Call) -> bool:
         """Set the lease again, unless another owner has the key or it is cooling."""
         with self._memory.lock:
-            found = self._found(claim_request.stored_key)
+            found = self._found(call.key.stored)
             if found is None:
-                until = self._memory.now() + claim_request.ttl
-                lease = Lease(claim_request.token, claim_request, until)
-                self._memory.leases[claim_request.stored_key] = lease
+                until = self._memory.now() + call.options.ttl
+                lease = Lease(call.token, call, until)
+                self._memory.leases[call.key.stored] = lease
                 return True
-            return found.claim_request is not None and found.token == claim_request.token
+            return found.call is not None and found.token == call.token
 
     def release(self, stored_key: str, token: str) -> bool:
         """Free the lease if it is *token*'s."""
@@ -145,7 +145,7 @@ class ToyLeaseStore:
         """Turn the lease into a cooldown; a cooldown of the same token counts as done."""
         with self._memory.lock:
             found = self._found(stored_key)
-            if found is not None and found.claim_request is None:
+            if found is not None and found.call is None:
                 return found.token == token
             if self._owned(stored_key, token) is None:
                 return False
@@ -156,7 +156,7 @@ class ToyLeaseStore:
         """Free the key if it cools."""
         with self._memory.lock:
             found = self._found(stored_key)
-            if found is None or found.claim_request is not None:
+            if found is None or found.call is not None:
                 return False
             del self._memory.leases[stored_key]
             return True
@@ -165,11 +165,7 @@ class ToyLeaseStore:
         """Who has the key."""
         with self._memory.lock:
             found = self._found(stored_key)
-            return (
-                self._holder(found)
-                if found is not None and found.claim_request is not None
-                else None
-            )
+            return self._holder(found) if found is not None and found.call is not None else None
 
     def held(self, stored_keys: Sequence[str]) -> set[str]:
         """Those of the keys that are held."""
@@ -177,7 +173,7 @@ class ToyLeaseStore:
 
     def _owned(self, stored_key: str, token: str) -> Lease | None:
         found = self._found(stored_key)
-        ours = found is not None and found.claim_request is not None and found.token == token
+        ours = found is not None and found.call is not None and found.token == token
         return found if ours else None
 
     def _found(self, stored_key: str) -> Lease | None:
@@ -261,13 +257,13 @@ class ToyLeaseStore:
         return gate
 
     def _holder(self, lease: Lease) -> Holder:
-        claim_request = lease.claim_request
-        assert claim_request is not None
+        call = lease.call
+        assert call is not None
         return Holder(
             lease.token,
-            claim_request.call_id,
-            claim_request.holder,
-            claim_request.ttl,
+            call.call_id,
+            call.host,
+            call.options.ttl,
             lease.until - self._memory.now(),
-            claim_request.database,
+            call.database,
         )

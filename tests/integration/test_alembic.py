@@ -31,7 +31,7 @@ from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.dialects import dialect_of
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.schema import NEWEST, Tables
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import closed, won
 from tests.contract.sql_stores import database_url, server_url
 
@@ -137,7 +137,7 @@ def run_through(config: Config, url: str) -> None:
     assert version_of(url) == NEWEST
     records = SqlRecordStore(engine_for(url))
     records.check()
-    kept = closed(records, won(records, make_claim_request(fresh_key()), "database"))
+    kept = closed(records, won(records, make_call(fresh_key()), "database"))
     command.upgrade(config, "head")
     command.check(config)
     command.downgrade(config, "a")

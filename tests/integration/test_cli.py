@@ -16,7 +16,7 @@ from celery_leases.record import Ended, State
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts.claim_requests import make_claim_request
+from celery_leases.testing.contracts.calls import make_call
 from celery_leases.testing.contracts.record_case import outcome, won
 from tests.support.commands import run_command
 
@@ -52,15 +52,15 @@ class Operator:
 
     def runs(self, task: str, key: str) -> None:
         """Let a call of *task* hold *key*."""
-        claim_request = make_claim_request(f"t:{task}|{key}", task=task, key=key, ttl=600.0)
-        DatabaseLeaseStore(self.records).acquire(claim_request)
+        call = make_call(f"t:{task}|{key}", task=task, key=key, ttl=600.0)
+        DatabaseLeaseStore(self.records).acquire(call)
 
     def finished(
         self, task: str, key: str, state: State = State.DONE, result: str = '{"sent": 1}'
     ) -> None:
         """Let a call of *task* have ended."""
-        claim_request = make_claim_request(f"t:{task}|{key}", task=task, key=key)
-        record = won(self.records, claim_request, "database")
+        call = make_call(f"t:{task}|{key}", task=task, key=key)
+        record = won(self.records, call, "database")
         assert self.records.settle(record, outcome(record, state, Ended.RETURNED, result=result))
 
 

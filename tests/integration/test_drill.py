@@ -20,7 +20,7 @@ from sqlalchemy import text
 from celery_leases.record import State
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts.claim_requests import make_claim_request
+from celery_leases.testing.contracts.calls import make_call
 from celery_leases.testing.contracts.record_case import won
 from celery_leases.testing.waits import wait_until
 from tests.support.guard import descendants, parents
@@ -59,7 +59,7 @@ class Place:
         self.leases = redis.Redis.from_url(self.lease_url)
         self.records = SqlRecordStore(engine_for(database_url))
         self.records.migrate()
-        won(self.records, make_claim_request("t:other|1", task="other", key="1"), "redis")
+        won(self.records, make_call("t:other|1", task="other", key="1"), "redis")
         self.broker.rpush("celery", "a message")
         self.broker.hset("unacked", "tag", SOMEBODYS)
         self.broker.zadd("unacked_index", {"tag": 4e9})  # not due before 2096

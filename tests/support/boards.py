@@ -11,10 +11,9 @@ from urllib.parse import unquote
 from celery import Celery
 from sqlalchemy import text
 
-from celery_leases import LeasedTask
-from celery_leases.ops.client import OperatorClient
+from celery_leases import LeaseClient, LeasedTask
 from celery_leases.record import Ended, Failure, Record, State
-from celery_leases.testing.contracts.claim_requests import make_claim_request
+from celery_leases.testing.contracts.calls import make_call
 from celery_leases.testing.contracts.record_case import closed, won
 from celery_leases.testing.waits import wait_until
 
@@ -38,12 +37,12 @@ class Shop:
         def order(number: int) -> None:
             pass
 
-        self.client = OperatorClient.from_app(self.app, eager=False)
+        self.client = LeaseClient.from_app(self.app, eager=False)
         self.records = self.client._records
 
     def put(self, key: str, state: State = State.DONE, **more: Any) -> Record:
         """Create a record in this state. The lease of a running one lasts a day."""
-        request = make_claim_request(f"t:{TASK}|{key}", task=TASK, key=key, ttl=86_400.0)
+        request = make_call(f"t:{TASK}|{key}", task=TASK, key=key, ttl=86_400.0)
         record = won(self.records, request, "database")
         if state is not State.RUNNING:
             ended = Ended.RETURNED if state is State.DONE else Ended.FAILED

@@ -14,10 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from celery_leases.decide.claim import Claim, claimed, decide, is_ours
+from celery_leases.call import Call
+from celery_leases.decide.claim import claimed, decide
 from celery_leases.options import DATABASE
-from celery_leases.record import ClaimRequest, Ended, Record, Refused, State
+from celery_leases.record import (
+    Ended,
+    Record,
+    Refused,
+    State,
+)
 from celery_leases.stores.claim_procedure import COMPARED, Claiming, InsertOrReadResult
+from celery_leases.testing.contracts.calls import make_call
 from tests.unit.memory_stores import EPOCH, SECOND, FixedAvailability
 
 TTL = 15.0
@@ -36,7 +43,7 @@ class Paused(Exception):
 class Caller:
     """One call: the replies that its claim has got so far, and its state."""
 
-    claim_request: ClaimRequest
+    call: Call
     replies: tuple[InsertOrReadResult | bool, ...] = ()
     won: Record | None = None
     refused: Any = None
@@ -77,6 +84,11 @@ def swapped(row: Record | None, seen: Record, new: Record) -> Record | None:
     if row is None or any(getattr(row, name) != getattr(seen, name) for name in COMPARED):
         return None
     return replace(new, **{name: getattr(row, name) for name in KEPT})
+
+
+def is_ours(row: Record, call: Call) -> bool:
+    """Whether the attempt of *call* runs in the row."""
+    return row.is_attempt(State.RUNNING, call.token)
 
 
 class Broken(AssertionError):
@@ -138,11 +150,11 @@ class _Claim(Claiming):
         """
         assert self.world.row is not None
         before = replace(self.world.row, now=looked)
-        caller = next(one for one in self.world.callers if one.claim_request.token == written.owner)
-        claim = Claim(caller.claim_request, DATABASE)
-        if is_ours(before, caller.claim_request) or decide(before, claim) is not None:
-            raise Broken(f"claimed in spite of {decide(before, claim)}: {before}")
-        if written != claimed(before, claim, looked):
+        caller = next(one for one in self.world.callers if one.call.token == written.owner)
+        why = decide(before, caller.call, DATABASE)
+        if is_ours(before, caller.call) or why is not None:
+            raise Broken(f"claimed in spite of {why}: {before}")
+        if written != claimed(before, caller.call, DATABASE, looked):
             raise Broken(f"{written} is not made of {before}")
 
     def _save(self, row: Record) -> None:
@@ -172,7 +184,7 @@ def _accidents(world: World) -> Iterator[tuple[str, World]]:
     for place, caller in enumerate(world.callers):
         if caller.claims:
             yield f"{place} loses a reply", _losing(world, place)
-        if row is not None and caller.runs and is_ours(row, caller.claim_request):
+        if row is not None and caller.runs and is_ours(row, caller.call):
             yield (
                 f"{place} saves progress",
                 replace(world, row=replace(row, progress="saved", crashes=0)),
@@ -201,13 +213,13 @@ def _going_on(world: World, place: int) -> World:
     caller = world.callers[place]
     claim = _Claim(world, caller)
     try:
-        answer = claim.claim(caller.claim_request, DATABASE)
+        answer = claim.claim(caller.call, DATABASE)
     except Paused:
         return _with(claim.world, place, replies=tuple(claim.replies))
     if isinstance(answer, Refused):
         return _with(claim.world, place, replies=(), refused=answer.why)
     after = claim.world.row
-    if after is None or not is_ours(after, caller.claim_request):
+    if after is None or not is_ours(after, caller.call):
         # Its row was there once, and went on while the reply was on its way.
         assert answer.record.fence < claim.world.fence or after is None
     return _with(claim.world, place, replies=(), won=answer.record)
@@ -218,7 +230,7 @@ def _losing(world: World, place: int) -> World:
     caller = world.callers[place]
     claim = _Claim(world, caller)
     with suppress(Paused):
-        claim.claim(caller.claim_request, DATABASE)
+        claim.claim(caller.call, DATABASE)
     return _with(claim.world, place, replies=())
 
 
@@ -229,7 +241,7 @@ def _running(world: World, place: int) -> Iterator[tuple[str, World]]:
     caller, row = world.callers[place], world.row
     assert caller.won is not None
     done = _with(world, place, closed=True)
-    ours = row is not None and is_ours(row, caller.claim_request)
+    ours = row is not None and is_ours(row, caller.call)
     if row is not None and ours:
         assert row.lease_until is not None
         until = max(row.lease_until, world.now + round(TTL * SECOND))
@@ -276,14 +288,14 @@ def beginnings(accidents: int) -> Iterator[tuple[str, World]]:
     """No row, a row whose call resumes by itself, a dead holder's row, and one whose retention is
     over.
     """
-    claim_request = ClaimRequest(
-        KEY, "task", "key", "token-one", "call-one", TTL, "host/1", repeat=True, message="of one"
+    call = make_call(
+        KEY, "token-one", task="task", key="key", call_id="call-one", repeat=True, message="of one"
     )
     callers = (
-        Caller(claim_request),
-        Caller(replace(claim_request, token="token-two", call_id="call-two", message="of two")),
+        Caller(call),
+        Caller(replace(call, token="token-two", call_id="call-two", message="of two")),
     )
-    dead = claimed(None, Claim(replace(claim_request, token="dead"), DATABASE), EPOCH - 60 * SECOND)
+    dead = claimed(None, replace(call, token="dead"), DATABASE, EPOCH - 60 * SECOND)
     closed = replace(dead, lease_until=None)
     rows = {
         "no row": None,

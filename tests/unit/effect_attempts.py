@@ -19,7 +19,7 @@ from celery_leases.failures.classifier import Rules
 from celery_leases.lease import Lease
 from celery_leases.record import Outcome, Record, Won
 from celery_leases.stores.sql.effects import SqlEffectStore
-from celery_leases.testing.contracts.claim_requests import make_claim_request
+from celery_leases.testing.contracts.calls import make_call
 from tests.unit.decision_inputs import a_call
 from tests.unit.memory_stores import Journal, ManualClock, MemoryRecords, noted
 
@@ -68,9 +68,9 @@ class Attempt:
     def __init__(self, desk: EffectBench, record: Record, **options: Any) -> None:
         self.desk = desk
         self.record = record
-        claim_request = make_claim_request(KEY, record.owner, ttl=desk.ttl)
+        call = make_call(KEY, record.owner, ttl=desk.ttl)
         self.held_lease = HeldLease(
-            claim_request, desk.clock.now(), desk.clock, renew=options.pop("renew", True)
+            call, desk.clock.now(), desk.clock, renew=options.pop("renew", True)
         )
         self.held_lease.fence = record.fence
         given: dict[str, Any] = {
@@ -133,7 +133,7 @@ class EffectBench:
     def attempt(self, call_id: str = "call", **options: Any) -> Attempt:
         """Claim the key, also from another holder."""
         claim = self.records.others.claim(
-            make_claim_request(KEY, call_id=call_id, rerun=options.get("rerun", False)), "fake"
+            make_call(KEY, call_id=call_id, rerun=options.get("rerun", False)), "fake"
         )
         assert isinstance(claim, Won), claim
         return Attempt(self, claim.record, **options)

@@ -47,11 +47,11 @@ class NoRenewer:
 
     def add(self, held_lease: HeldLease) -> None:
         """A body begins."""
-        self.kept.add(held_lease.claim_request.token)
+        self.kept.add(held_lease.call.token)
 
     def drop(self, held_lease: HeldLease) -> None:
         """A body has ended."""
-        self.kept.discard(held_lease.claim_request.token)
+        self.kept.discard(held_lease.call.token)
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Bench:
         """Run *call*: its body does *during* and ends with *ending*, by default a value."""
 
         def body(held_lease: HeldLease, record: Record) -> Ending:
-            self.ran.append(held_lease.claim_request.token)
+            self.ran.append(held_lease.call.token)
             during(held_lease)
             return endings[0] if endings else DONE
 
@@ -180,7 +180,7 @@ class Bench:
     def cools(self) -> bool:
         """Whether the lease store says that the key is cooling."""
         found = self.memory.leases.get(KEY.stored)
-        return found is not None and found.claim_request is None and found.until > self.clock.now()
+        return found is not None and found.call is None and found.until > self.clock.now()
 
 
 def error(reply: Answer) -> BaseException:

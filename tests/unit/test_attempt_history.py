@@ -11,24 +11,30 @@ from celery import Celery
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.decide import after_run as settlement
 from celery_leases.decide import attempt_history
-from celery_leases.decide.claim import Claim, claimed
+from celery_leases.decide.claim import claimed
 from celery_leases.decide.endings import Raised, Returned
 from celery_leases.decide.repairs import reset, resolved, settled
 from celery_leases.failures.actions import Classification, Reason, Ruling
-from celery_leases.record import ClaimRequest, Ended, PastAttempt, Record, State
+from celery_leases.record import (
+    Ended,
+    PastAttempt,
+    Record,
+    State,
+)
 from celery_leases.status import status_of
 from celery_leases.stores.sql import record_document
 from celery_leases.stores.sql.record_columns import settle_parameters
+from celery_leases.testing.contracts.calls import make_call
 from tests.unit.decision_inputs import FAILURE, NOW, OURS, SECOND, TODAY, a_call, a_record, after
 
-BID = ClaimRequest("t:billing.send|k", "billing.send", "k", "token", OURS, 15.0, "vm/1")
+BID = make_call("t:billing.send|k", "token", task="billing.send", key="k", call_id=OURS)
 
 
 def claim(row: Record | None, at: int, host: str = "vm/1") -> Record:
     """*row* after a claim at second *at*."""
     now = NOW + at * SECOND
     row = replace(row, now=now) if row is not None else None
-    return claimed(row, Claim(replace(BID, holder=host), "redis://one"), now)
+    return claimed(row, replace(BID, host=host), "redis://one", now)
 
 
 def fail(row: Record, at: int, traceback: str | None = None) -> Record:

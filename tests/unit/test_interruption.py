@@ -4,7 +4,7 @@ import pytest
 
 from celery_leases.attempt.held_lease import CLEANUP_TIME, HeldLease
 from celery_leases.errors import LeaseLost
-from celery_leases.testing.contracts.claim_requests import make_claim_request
+from celery_leases.testing.contracts.calls import make_call
 from celery_leases.worker.pools.os_signal_guard import SignalGuard
 from tests.unit.memory_stores import ManualClock
 
@@ -14,7 +14,7 @@ def test_a_body_that_was_just_interrupted_is_interrupted_again_only_later() -> N
     continue, because it may have swallowed the first.
     """
     clock, interrupt_guard = ManualClock(), SignalGuard()
-    held_lease = HeldLease(make_claim_request("t:task|key"), clock.now(), clock)
+    held_lease = HeldLease(make_call("t:task|key"), clock.now(), clock)
     with interrupt_guard:
         interrupt_guard.body_begins(held_lease, "interrupt")
         interrupt_guard._on_loss(0, None)  # nothing is lost

@@ -10,7 +10,6 @@ import inspect
 import json
 import re
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from enum import Enum
@@ -494,7 +493,7 @@ class TestAValueAndItsText:
             return ours, theirs
 
         ours, theirs = pair()
-        assert differing(ours, theirs) == ["x"]
+        assert differing(ours.digests, theirs.digests) == ["x"]
         for fingerprint in (str, ("y",)):
             ours, theirs = pair(fingerprint=fingerprint)
             assert ours.fingerprint == theirs.fingerprint
@@ -606,13 +605,12 @@ class TestFingerprint:
     def test_different_names_make_different_keys(self) -> None:
         ours = key_of("a, b, c=0", 1, 2, _options={"key": "k"})
         theirs = key_of("a, b, c=0", 1, 3, 4, _options={"key": "k"})
-        assert differing(ours, theirs) == ["b", "c"]
-        assert differing(ours, ours) == []
+        assert differing(ours.digests, theirs.digests) == ["b", "c"]
+        assert differing(ours.digests, ours.digests) == []
 
     def test_nothing_to_compare_differs_in_every_name_of_the_other(self) -> None:
-        nothing = CallKey("k", "t:t|k")
-        assert differing(nothing, nothing) == []
-        assert differing(replace(nothing, digests={"a": "1"}), nothing) == ["a"]
+        assert differing(None, None) == []
+        assert differing({"a": "1"}, None) == ["a"]
 
     def test_digests_hold_no_argument(self) -> None:
         made = key_of("secret", "hunter2", _options={"key": "k"})

@@ -101,9 +101,7 @@ class TestAnEmptiedLeaseStore:
         emptied(bench)
 
         def claims() -> None:
-            bench.records.others.claim(
-                bench.execution.acquirer._claim_request(bench.call(call_id=THEIRS)), "fake"
-            )
+            bench.records.others.claim(bench.call(call_id=THEIRS), "fake")
 
         bench.journal.before("claim", claims)
         reply = bench.run(bench.call())

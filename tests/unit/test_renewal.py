@@ -14,10 +14,15 @@ import pytest
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
 from celery_leases.attempt.renewal import HELD_BY_OTHER, RELEASED, SUPERSEDED, Renewer
+from celery_leases.call import Call
 from celery_leases.decide.answers import Renewal, RenewalResult
 from celery_leases.errors import LeaseLost, StoreUnavailable
 from celery_leases.events import LeaseGone, LeaseRenewed, RenewalFailed
-from celery_leases.record import ClaimRequest, Record, State
+from celery_leases.record import (
+    Record,
+    State,
+)
+from celery_leases.testing.contracts.calls import make_call
 from tests.unit.memory_stores import ManualClock, Seen
 
 TTL = 6.0
@@ -60,9 +65,9 @@ class FakeLeases:
         self.renewed += renewals
         return [self.answer(renewal) for renewal in renewals]
 
-    def reassert(self, claim_request: ClaimRequest) -> bool:
+    def reassert(self, call: Call) -> bool:
         """Remember; whether it is granted."""
-        self.reasserted.append(claim_request.token)
+        self.reasserted.append(call.token)
         return self.reasserts
 
     def release(self, stored_key: str, token: str) -> bool:
@@ -119,8 +124,8 @@ class Bench:
 
     def held_lease(self, token: str = OURS, ttl: float = TTL, **options: Any) -> HeldLease:
         """A lease sent for just now, known to the renewer but not to its threads."""
-        claim_request = ClaimRequest("t:task|key", "task", "key", token, "call", ttl, "host/1")
-        made = HeldLease(claim_request, self.clock.now(), self.clock, **options)
+        call = make_call("t:task|key", token, task="task", key="key", call_id="call", ttl=ttl)
+        made = HeldLease(call, self.clock.now(), self.clock, **options)
         made.fence = 7
         self.renewer._held_leases[token] = made
         self.records.row = Row(State.RUNNING, 7, token)
@@ -303,7 +308,7 @@ def test_one_lease_that_fails_does_not_fail_the_others(bench: Bench) -> None:
     }
     bench.leases.answer = lambda renewal: answers.get(renewal.token, RenewalResult.OURS)
 
-    def refuse(claim_request: ClaimRequest) -> bool:
+    def refuse(call: Call) -> bool:
         raise StoreUnavailable("cannot be asserted", None)
 
     bench.leases.reassert = refuse  # type: ignore[method-assign]

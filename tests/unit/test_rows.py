@@ -12,7 +12,7 @@ import pytest
 from celery_leases.decide.claim import claimed
 from celery_leases.decide.repairs import settled
 from celery_leases.keys import call_key
-from celery_leases.options import LeaseOptions
+from celery_leases.options import DATABASE, LeaseOptions
 from celery_leases.record import (
     Attempt,
     Ended,
@@ -34,7 +34,7 @@ from celery_leases.stores.sql.record_columns import (
     settle_parameters,
 )
 from celery_leases.stores.sql.schema import Tables
-from tests.unit.decision_inputs import NOW, OURS, a_record
+from tests.unit.decision_inputs import KEY, NOW, OURS, a_record
 from tests.unit.test_claim_rules import a_claim
 
 FULL: dict[str, Any] = {
@@ -106,8 +106,13 @@ def test_the_full_record_differs_from_an_empty_one_in_each_field() -> None:
 @pytest.mark.parametrize("state", State)
 def test_a_swap_writes_all_that_a_claim_changes(state: State) -> None:
     for row in (a_record(state, **FULL), a_record(state, OURS), a_record(state, expires_at=NOW)):
-        claim = a_claim(rerun=True, message="m", retention=9.0, fingerprint="f", digests={})
-        before, after = column_values(row), column_values(claimed(row, claim, NOW))
+        call = a_claim(
+            on_done="rerun",
+            message="m",
+            retention=9.0,
+            key=replace(KEY, fingerprint="f", digests={}),
+        )
+        before, after = column_values(row), column_values(claimed(row, call, DATABASE, NOW))
         changed = {name for name in before if before[name] != after[name]}
         assert changed <= set(SWAPPED)
     assert set(COMPARED) <= set(before)

@@ -147,7 +147,7 @@ Returns 1 if the key was free and its gate, if any, is open. Otherwise a word an
 """
 
 ACQUIRE_IN_GROUP: Final = replace(ACQUIRE, keys=5)
-"""The same for a claim request with a cooldown group. KEYS: lease, epoch, and the trips, closed and
+"""The same for a call with a cooldown group. KEYS: lease, epoch, and the trips, closed and
 probe of the group's gate.
 """
 

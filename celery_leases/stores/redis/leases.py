@@ -13,6 +13,7 @@ from typing import Any, Final, Self
 from redis.exceptions import ResponseError
 from redis.sentinel import SentinelConnectionPool
 
+from celery_leases.call import Call
 from celery_leases.concurrency.resource_pool import Permit, ResourcePool
 from celery_leases.deadlines import LONGEST_CONNECTION_TIMEOUT
 from celery_leases.decide.answers import (
@@ -27,7 +28,6 @@ from celery_leases.decide.answers import (
 from celery_leases.decide.copies import waiting_call
 from celery_leases.errors import LeaseConfigurationError, LeaseStoreMismatch, StoreUnavailable
 from celery_leases.keys import bounded
-from celery_leases.record import ClaimRequest
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.clients import ClusterAddress, redis_address
 from celery_leases.stores.redis.cluster import Cluster
@@ -187,24 +187,24 @@ class RedisLeaseStore(RedisGates):
 
     # -- leases ------------------------------------------------------------------------------------
 
-    def acquire(self, claim_request: ClaimRequest) -> Acquired | Held | Cooling | BlockedByGate:
+    def acquire(self, call: Call) -> Acquired | Held | Cooling | BlockedByGate:
         """Take the lease in one round trip; see
         :class:`~celery_leases.stores.interfaces.LeaseStore`.
 
-        The first of these that exists decides: the request's own lease, another lease, a cooldown,
+        The first of these that exists decides: the call's own lease, another lease, a cooldown,
         the group's gate. On a cluster the gate may be on another node: a second round trip reads
         it, and a third one releases the lease if the gate does not let the body start.
         """
         keys = (
-            self._keys.lease(claim_request.stored_key),
-            self._keys.epoch(claim_request.stored_key),
+            self._keys.lease(call.key.stored),
+            self._keys.epoch(call.key.stored),
         )
         asked = (
-            token_prefix(claim_request.token),
-            value_of(claim_request),
-            milliseconds(claim_request.ttl),
+            token_prefix(call.token),
+            value_of(call),
+            milliseconds(call.options.ttl),
         )
-        gate = self._keys.gate(claim_request.group) if claim_request.group is not None else ()
+        gate = self._keys.gate(call.group) if call.group is not None else ()
         in_two_trips = bool(gate) and self._commands.clustered
         if gate and not in_two_trips:
             reply = self._commands.run(lease_scripts.ACQUIRE_IN_GROUP, *keys, *gate, *asked)
@@ -218,20 +218,20 @@ class RedisLeaseStore(RedisGates):
                 cooldown_group_scripts.ENTER, *gate, *asked, details[1]
             )
             if as_text(word) == "shut":
-                self.release(claim_request.stored_key, claim_request.token)
+                self.release(call.key.stored, call.token)
         match as_text(word):
             case "acquired":
                 return Acquired(bool(details[0]))
             case "open" | "probe" as passed:
                 return Acquired(passed == "probe")
             case "held":
-                return Held(self._ours(claim_request, keys[0], holder_of(*details)))
+                return Held(self._ours(call, keys[0], holder_of(*details)))
             case "cooling":
-                return Cooling(self._ours(claim_request, keys[0], holder_of(*details)).remaining)
+                return Cooling(self._ours(call, keys[0], holder_of(*details)).remaining)
             case _:
-                return BlockedByGate(gate_of(claim_request.group or "", details))
+                return BlockedByGate(gate_of(call.group or "", details))
 
-    def _ours(self, claim_request: ClaimRequest, key: str, holder: Holder) -> Holder:
+    def _ours(self, call: Call, key: str, holder: Holder) -> Holder:
         """*holder*, after checking that celery_leases wrote its value, and that its worker has its
         records in the same database.
         """
@@ -241,15 +241,15 @@ class RedisLeaseStore(RedisGates):
                 "delete it (DEL), or give the application that writes it, or leases_prefix, another prefix",
                 False,
             )
-        if claim_request.database and holder.database and claim_request.database != holder.database:
+        if call.database and holder.database and call.database != holder.database:
             raise LeaseStoreMismatch(
-                f"{claim_request.key} is held in {self.name} by {holder.host} "
+                f"{call.key.key} is held in {self.name} by {holder.host} "
                 f"(call {holder.call_id}), whose records are in the database {holder.database}; "
-                f"those of this worker ({claim_request.holder}) are in the database "
-                f"{claim_request.database}: "
+                f"those of this worker ({call.host}) are in the database "
+                f"{call.database}: "
                 "give each application a leases_prefix of its own, or all workers of one leases_database_url",
-                claim_request.key,
-                claim_request.database,
+                call.key.key,
+                call.database,
                 holder.database,
             )
         return holder
@@ -303,18 +303,18 @@ class RedisLeaseStore(RedisGates):
             for reply in replies
         ]
 
-    def reassert(self, claim_request: ClaimRequest) -> bool:
+    def reassert(self, call: Call) -> bool:
         """Write a lease again that the server has lost, unless another attempt holds the key
         now.
         """
-        key = self._keys.lease(claim_request.stored_key)
+        key = self._keys.lease(call.key.stored)
         return bool(
             self._commands.run(
                 lease_scripts.REASSERT,
                 key,
-                token_prefix(claim_request.token),
-                value_of(claim_request),
-                milliseconds(claim_request.ttl),
+                token_prefix(call.token),
+                value_of(call),
+                milliseconds(call.options.ttl),
             )
         )
 

@@ -13,10 +13,10 @@ from urllib.parse import unquote
 
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
+from celery_leases.call import Call
 from celery_leases.decide.answers import Holder
 from celery_leases.groups.group import Gate
 from celery_leases.groups.values import gate_from, gate_name, reason_json
-from celery_leases.record import ClaimRequest
 from celery_leases.stores.redis.lease_scripts import COOLING
 
 VERSION: Final = 1
@@ -122,16 +122,12 @@ def token_prefix(token: str) -> str:
     return f"{token} "
 
 
-def value_of(claim_request: ClaimRequest) -> str:
-    """The value of the lease for *claim_request*."""
-    host, call, database = (
-        _quoted(claim_request.holder),
-        _quoted(claim_request.call_id),
-        _quoted(claim_request.database),
-    )
+def value_of(call: Call) -> str:
+    """The value of the lease for *call*."""
+    host, call_id, database = map(_quoted, (call.host, call.call_id, call.database))
     return (
-        f'{claim_request.token} {{"v":{VERSION},"ttl":{claim_request.ttl!r},"host":{host},'
-        f'"call":{call},"db":{database}}}'
+        f'{call.token} {{"v":{VERSION},"ttl":{call.options.ttl!r},"host":{host},'
+        f'"call":{call_id},"db":{database}}}'
     )
 
 

@@ -19,13 +19,19 @@ from sqlalchemy import (
     select,
 )
 
+from celery_leases.call import Call
 from celery_leases.decide.answers import BlockedByGate, Claimed, Holder, Renewal, RenewalResult
 from celery_leases.decide.before_run import holder_of_row
 from celery_leases.decide.copies import waiting_call
 from celery_leases.errors import StoreUnavailable
 from celery_leases.groups.group import admits
 from celery_leases.options import DATABASE
-from celery_leases.record import ClaimRequest, Ended, Refused, State, Won
+from celery_leases.record import (
+    Ended,
+    Refused,
+    State,
+    Won,
+)
 from celery_leases.stores.sql.cooldown_groups import SqlGates, later_of
 from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.records import SqlRecordStore
@@ -56,16 +62,12 @@ class DatabaseLeaseStore(SqlGates):
     def check(self) -> None:
         """Do nothing: the record store checks its tables, which contain the leases."""
 
-    def acquire(self, claim_request: ClaimRequest) -> Claimed | BlockedByGate:
+    def acquire(self, call: Call) -> Claimed | BlockedByGate:
         """Claim the row, which is the lease. The same statement reads the group's gate."""
-        answer, gate = self.records.claim_at_gate(claim_request, self.name, self)
-        if (
-            isinstance(answer, Refused)
-            and gate is not None
-            and not admits(gate, claim_request.token)
-        ):
+        answer, gate = self.records.claim_at_gate(call, self.name, self)
+        if isinstance(answer, Refused) and gate is not None and not admits(gate, call.token):
             return BlockedByGate(gate, answer.record, record_read=True)
-        probes = gate is not None and gate.probe == claim_request.token
+        probes = gate is not None and gate.probe == call.token
         return Claimed(answer, probe=probes and isinstance(answer, Won))
 
     def age(self, stored_key: str) -> float:
@@ -96,7 +98,7 @@ class DatabaseLeaseStore(SqlGates):
             for renewal in renewals
         ]
 
-    def reassert(self, claim_request: ClaimRequest) -> bool:
+    def reassert(self, call: Call) -> bool:
         """Always ``False``: a lost lease is a lost row, so the claim is lost too."""
         return False
 

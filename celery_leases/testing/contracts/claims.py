@@ -12,7 +12,7 @@ from celery_leases.decide.waiting import RETRY_GRACE
 from celery_leases.errors import LeaseStoreMismatch, StoreUnavailable
 from celery_leases.record import Ended, Failure, Record, Refusal, Refused, State, Won
 from celery_leases.stores.interfaces import RecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import (
     STORE,
     PassTime,
@@ -34,10 +34,10 @@ class ClaimContract(RecordCase):
     """A claim takes the row, or leaves it exactly as it is."""
 
     def test_a_claim_of_an_absent_row_makes_it(self, records: RecordStore, key: str) -> None:
-        """The row is running under the token, with all values of the request."""
-        claim_request = make_claim_request(key, ttl=15.0, fingerprint="v1:f", digests={"a": "1"})
+        """The row is running under the token, with all values of the call."""
+        call = make_call(key, ttl=15.0, fingerprint="v1:f", digests={"a": "1"})
         assert records.read(key) is None
-        record = won(records, claim_request)
+        record = won(records, call)
         named = (
             record.stored_key,
             record.task,
@@ -48,11 +48,11 @@ class ClaimContract(RecordCase):
         )
         assert named == (
             key,
-            claim_request.task,
-            claim_request.key,
-            claim_request.token,
-            claim_request.call_id,
-            claim_request.holder,
+            call.task,
+            call.key.key,
+            call.token,
+            call.call_id,
+            call.host,
         )
         assert (record.state, record.attempt, record.failures, record.crashes) == (
             State.RUNNING,
@@ -76,27 +76,27 @@ class ClaimContract(RecordCase):
 
     def test_a_repeated_claim_counts_nothing(self, records: RecordStore, key: str) -> None:
         """The reply to the first try may have been lost."""
-        claim_request = make_claim_request(key)
-        first = won(records, claim_request)
-        assert timeless(won(records, claim_request)) == timeless(first)
+        call = make_call(key)
+        first = won(records, call)
+        assert timeless(won(records, call)) == timeless(first)
 
     def test_a_repeated_claim_after_a_crash_still_shows_the_crash(
         self, records: RecordStore, key: str
     ) -> None:
         """The reply that was lost may have been the one that showed it."""
-        won(records, make_claim_request(key))
-        claim_request = make_claim_request(key)
-        first = won(records, claim_request)
+        won(records, make_call(key))
+        call = make_call(key)
+        first = won(records, call)
         assert first.just_crashed
-        assert timeless(won(records, claim_request)) == timeless(first)
+        assert timeless(won(records, call)) == timeless(first)
 
     def test_a_running_row_whose_lease_is_gone_is_a_suspected_crash(
         self, records: RecordStore, key: str
     ) -> None:
         """The row is taken over, the crash is counted, and the host of the attempt is stored."""
-        dead = won(records, make_claim_request(key))
+        dead = won(records, make_call(key))
         for crashes in (1, 2):
-            record = won(records, make_claim_request(key))
+            record = won(records, make_call(key))
             assert (record.attempt, record.crashes, record.failures) == (1 + crashes, crashes, 0)
             assert record.just_crashed
             assert record.previous is not None
@@ -111,7 +111,7 @@ class ClaimContract(RecordCase):
         self, records: RecordStore, key: str, ended: Ended, crashes: int
     ) -> None:
         """Once, and while a later attempt has the row, which keeps it."""
-        first, second, third = (won(records, make_claim_request(key)) for _ in range(3))
+        first, second, third = (won(records, make_call(key)) for _ in range(3))
         noted = records.note_end(first.stored_key, first.owner, ended)
         assert noted is not None
         assert (noted.crashes, [past.ended for past in noted.history]) == (
@@ -129,18 +129,18 @@ class ClaimContract(RecordCase):
     def test_a_running_row_is_left_alone_while_its_lease_store_is_younger_than_its_ttl(
         self, records: RecordStore, key: str
     ) -> None:
-        """Even if the request's own ttl is shorter: the holder may be about to write its lease
+        """Even if the call's own ttl is shorter: the holder may be about to write its lease
         again.
         """
-        first = make_claim_request(key, ttl=15.0)
+        first = make_call(key, ttl=15.0)
         running = won(records, first)
-        answer = records.claim(make_claim_request(key, ttl=0.1), STORE, age=lambda: 14.9)
+        answer = records.claim(make_call(key, ttl=0.1), STORE, age=lambda: 14.9)
         assert isinstance(answer, Refused)
         assert answer.why is Refusal.EMPTIED
         assert answer.record is not None
         assert answer.record.owner == running.owner
         assert answer.age == 14.9
-        second = records.claim(make_claim_request(key), STORE, age=lambda: 15.0)
+        second = records.claim(make_call(key), STORE, age=lambda: 15.0)
         assert isinstance(second, Won)
         assert second.record.crashes == 1
 
@@ -154,15 +154,15 @@ class ClaimContract(RecordCase):
         def asked() -> float:
             raise StoreUnavailable("the lease store does not answer", False)
 
-        first = make_claim_request(key, ttl=15.0)
+        first = make_call(key, ttl=15.0)
         assert isinstance(records.claim(first, STORE, age=asked), Won)
         second = records.claim(again(first, prior=(first.token,)), STORE, age=asked)
         assert isinstance(second, Won)
         assert second.record.crashes == 0
         with pytest.raises(StoreUnavailable, match="the lease store does not answer"):
-            records.claim(make_claim_request(key), STORE, age=asked)
+            records.claim(make_call(key), STORE, age=asked)
         closed(records, second.record, State.PENDING, ended=Ended.LOST)
-        third = make_claim_request(key)
+        third = make_call(key)
         assert isinstance(records.claim(third, STORE, age=asked), Won)
         assert isinstance(records.claim(third, STORE, age=asked), Won)
 
@@ -175,9 +175,9 @@ class ClaimContract(RecordCase):
     def test_an_attempt_that_was_closed_is_no_crash(self, records: RecordStore, key: str) -> None:
         """The next attempt sees how it ended, its error and its host."""
         failure = Failure("shop.errors.Declined", "no", "rule")
-        first = won(records, make_claim_request(key))
+        first = won(records, make_call(key))
         closed(records, first, State.PENDING, ended=Ended.LOST, failure=failure, failures=1)
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         assert (record.attempt, record.failures, record.crashes) == (2, 1, 0)
         assert not record.just_crashed
         assert record.previous is not None
@@ -187,27 +187,27 @@ class ClaimContract(RecordCase):
 
     def test_a_crash_is_shown_once(self, records: RecordStore, key: str) -> None:
         """The claim after an attempt that was settled does not show the crash before it."""
-        won(records, make_claim_request(key))
-        closed(records, won(records, make_claim_request(key)), State.PENDING, ended=Ended.LOST)
-        record = won(records, make_claim_request(key))
+        won(records, make_call(key))
+        closed(records, won(records, make_call(key)), State.PENDING, ended=Ended.LOST)
+        record = won(records, make_call(key))
         assert not record.just_crashed
         assert record.crashes == 1
 
     def test_our_own_earlier_attempt_is_no_crash(self, records: RecordStore, key: str) -> None:
         """A call names the attempts that may have left its row running in ``prior``."""
-        first = make_claim_request(key)
+        first = make_call(key)
         won(records, first)
         record = won(records, again(first, prior=(first.token,)))
         assert record.crashes == 0
         assert not record.just_crashed
-        other = won(records, make_claim_request(key, prior=(first.token,)))
+        other = won(records, make_call(key, prior=(first.token,)))
         assert other.crashes == 1
 
     def test_the_fence_grows_with_every_claim(self, records: RecordStore, key: str) -> None:
         """After crashes, failures and repeats alike."""
         fences = []
         for number in range(6):
-            record = won(records, make_claim_request(key))
+            record = won(records, make_call(key))
             fences.append(record.fence)
             if number % 2:
                 closed(records, record, State.PENDING, ended=Ended.LOST)
@@ -221,7 +221,7 @@ class ClaimContract(RecordCase):
 
         def claim(_: int) -> Record | None:
             together.wait(10)
-            answer = records.claim(make_claim_request(key), STORE)
+            answer = records.claim(make_call(key), STORE)
             return answer.record if isinstance(answer, Won) else None
 
         with ThreadPoolExecutor(THREADS) as threads:
@@ -235,23 +235,23 @@ class ClaimContract(RecordCase):
 
     def test_finished_work_is_replayed(self, records: RecordStore, key: str) -> None:
         """A claim of a done row, by the same call or another, gets the row with its result."""
-        claim_request = make_claim_request(key)
-        closed(records, won(records, claim_request), result='{"a": 1}')
-        for later in (make_claim_request(key), again(claim_request), claim_request):
+        call = make_call(key)
+        closed(records, won(records, call), result='{"a": 1}')
+        for later in (make_call(key), again(call), call):
             record = refused(records, later)
             assert (record.state, record.result, record.call_id) == (
                 State.DONE,
                 '{"a": 1}',
-                claim_request.call_id,
+                call.call_id,
             )
 
     @pytest.mark.parametrize("state", [State.FAILED, State.UNCERTAIN])
     def test_failed_work_stays_failed(self, records: RecordStore, key: str, state: State) -> None:
         """Until an operator resets it."""
         failure = Failure("builtins.ValueError", "bad", None)
-        claim_request = make_claim_request(key)
-        closed(records, won(records, claim_request), state, ended=Ended.LOST, failure=failure)
-        for later in (make_claim_request(key), again(claim_request)):
+        call = make_call(key)
+        closed(records, won(records, call), state, ended=Ended.LOST, failure=failure)
+        for later in (make_call(key), again(call)):
             record = refused(records, later)
             assert (record.state, record.failure) == (state, failure)
 
@@ -260,25 +260,25 @@ class ClaimContract(RecordCase):
         self, records: RecordStore, key: str, state: State, pass_time: PassTime
     ) -> None:
         """Also to the waiting call itself, if it comes much too early."""
-        claim_request = make_claim_request(key)
-        waiting(records, claim_request, self.short, state)
-        record = refused(records, make_claim_request(key))
+        call = make_call(key)
+        waiting(records, call, self.short, state)
+        record = refused(records, make_call(key))
         assert 0 < record.waits <= self.short
         pass_time(1.2 * self.short)
-        assert won(records, make_claim_request(key)).attempt == 2
-        other = make_claim_request(fresh_key())
+        assert won(records, make_call(key)).attempt == 2
+        other = make_call(fresh_key())
         waiting(records, other, RETRY_GRACE + 60, state)
-        refused(records, make_claim_request(other.stored_key))
+        refused(records, make_call(other.key.stored))
         refused(records, again(other))
 
     def test_the_call_that_waits_is_granted_its_travel_time(
         self, records: RecordStore, key: str
     ) -> None:
         """Other calls are not, because they would overtake the message with that countdown."""
-        claim_request = make_claim_request(key)
-        waiting(records, claim_request, 0.9 * RETRY_GRACE)
-        refused(records, make_claim_request(key))
-        assert won(records, again(claim_request)).attempt == 2
+        call = make_call(key)
+        waiting(records, call, 0.9 * RETRY_GRACE)
+        refused(records, make_call(key))
+        assert won(records, again(call)).attempt == 2
 
     @pytest.mark.parametrize("state", [State.RUNNING, State.PENDING, State.DONE])
     def test_another_fingerprint_is_refused(
@@ -287,20 +287,20 @@ class ClaimContract(RecordCase):
         """The key belongs to other arguments. Nothing is counted, and the row shows their
         digests.
         """
-        claim_request = make_claim_request(key, fingerprint="v1:a", digests={"x": "1"})
-        record = won(records, claim_request)
+        call = make_call(key, fingerprint="v1:a", digests={"x": "1"})
+        record = won(records, call)
         if state is not State.RUNNING:
             closed(records, record, state)
-        found = refused(records, make_claim_request(key, fingerprint="v1:b", digests={"x": "2"}))
+        found = refused(records, make_call(key, fingerprint="v1:b", digests={"x": "2"}))
         assert (found.fingerprint, found.digests, found.state) == ("v1:a", {"x": "1"}, state)
 
     def test_the_fingerprint_of_the_same_call_is_not_compared(
         self, records: RecordStore, key: str
     ) -> None:
         """A deployment may have changed how it is computed. The row keeps the first one."""
-        claim_request = make_claim_request(key, fingerprint="v1:a")
-        closed(records, won(records, claim_request), State.PENDING, ended=Ended.LOST)
-        assert won(records, again(claim_request, fingerprint="v2:z")).fingerprint == "v1:a"
+        call = make_call(key, fingerprint="v1:a")
+        closed(records, won(records, call), State.PENDING, ended=Ended.LOST)
+        assert won(records, again(call, fingerprint="v2:z")).fingerprint == "v1:a"
 
     @pytest.mark.parametrize("given", [{"fingerprint": "v1:a"}, {"fingerprint": None}])
     def test_an_equal_fingerprint_is_accepted(
@@ -309,11 +309,11 @@ class ClaimContract(RecordCase):
         """So is a request without a fingerprint."""
         closed(
             records,
-            won(records, make_claim_request(key, fingerprint="v1:a")),
+            won(records, make_call(key, fingerprint="v1:a")),
             State.PENDING,
             ended=Ended.LOST,
         )
-        assert won(records, make_claim_request(key, **given)).attempt == 2
+        assert won(records, make_call(key, **given)).attempt == 2
 
     # -- lease stores ------------------------------------------------------------------------------
 
@@ -323,10 +323,10 @@ class ClaimContract(RecordCase):
         """The attempt under the other lease store may be alive. So this is an error that names both
         stores, and not a crash.
         """
-        won(records, make_claim_request(key))
+        won(records, make_call(key))
         before = row(records, key)
         with pytest.raises(LeaseStoreMismatch) as caught:
-            records.claim(make_claim_request(key), "redis:two")
+            records.claim(make_call(key), "redis:two")
         assert (caught.value.ours, caught.value.theirs) == ("redis:two", STORE)
         assert "redis:two" in str(caught.value)
         assert STORE in str(caught.value)
@@ -336,10 +336,10 @@ class ClaimContract(RecordCase):
         self, records: RecordStore, key: str
     ) -> None:
         """So an application can change its lease store."""
-        closed(records, won(records, make_claim_request(key)), State.PENDING, ended=Ended.LOST)
-        assert won(records, make_claim_request(key), "redis:two").lease_store == "redis:two"
-        closed(records, won(records, make_claim_request(key), "redis:two"))
-        assert refused(records, make_claim_request(key)).state is State.DONE
+        closed(records, won(records, make_call(key)), State.PENDING, ended=Ended.LOST)
+        assert won(records, make_call(key), "redis:two").lease_store == "redis:two"
+        closed(records, won(records, make_call(key), "redis:two"))
+        assert refused(records, make_call(key)).state is State.DONE
 
     # -- rerun -------------------------------------------------------------------------------------
 
@@ -347,16 +347,14 @@ class ClaimContract(RecordCase):
         """The counts start at 0, and the finished calls are remembered."""
         finished: dict[str, str | None] = {}
         for generation in range(3):
-            claim_request = make_claim_request(key, rerun=True)
-            closed(
-                records, won(records, claim_request), State.PENDING, ended=Ended.LOST, failures=1
-            )
-            record = won(records, again(claim_request, rerun=True))
+            call = make_call(key, rerun=True)
+            closed(records, won(records, call), State.PENDING, ended=Ended.LOST, failures=1)
+            record = won(records, again(call, rerun=True))
             assert (record.generation, record.attempt, record.failures) == (generation, 2, 1)
             assert tuple(finished) == record.finished_calls
-            finished[claim_request.call_id] = f'"{generation}"'
+            finished[call.call_id] = f'"{generation}"'
             closed(records, record, failures=0, result=f'"{generation}"', finished=finished)
-        fresh = won(records, make_claim_request(key, rerun=True))
+        fresh = won(records, make_call(key, rerun=True))
         assert (fresh.generation, fresh.attempt, fresh.failures, fresh.crashes) == (3, 1, 0, 0)
         assert (fresh.result, fresh.previous, fresh.just_crashed) == (None, None, False)
         assert fresh.finished_results == finished
@@ -365,27 +363,27 @@ class ClaimContract(RecordCase):
         self, records: RecordStore, key: str
     ) -> None:
         """A late copy of its message is refused in every state of the key."""
-        claim_request = make_claim_request(key, rerun=True)
-        closed(records, won(records, claim_request), finished={claim_request.call_id: '"a"'})
-        refused(records, again(claim_request, rerun=True))
-        second = won(records, make_claim_request(key, rerun=True))
-        refused(records, again(claim_request, rerun=True))
+        call = make_call(key, rerun=True)
+        closed(records, won(records, call), finished={call.call_id: '"a"'})
+        refused(records, again(call, rerun=True))
+        second = won(records, make_call(key, rerun=True))
+        refused(records, again(call, rerun=True))
         closed(records, second, State.PENDING, ended=Ended.LOST)
-        refused(records, again(claim_request, rerun=True))
-        assert row(records, key).finished_results == {claim_request.call_id: '"a"'}
+        refused(records, again(call, rerun=True))
+        assert row(records, key).finished_results == {call.call_id: '"a"'}
 
     def test_rerun_waits_like_any_other(self, records: RecordStore, key: str) -> None:
         """Until its retry time other calls are refused, and the failed call keeps its
         generation.
         """
-        waiting(records, make_claim_request(key, rerun=True), 60.0)
-        refused(records, make_claim_request(key, rerun=True))
+        waiting(records, make_call(key, rerun=True), 60.0)
+        refused(records, make_call(key, rerun=True))
 
     def test_rerun_starts_anew_after_a_crash_of_another_call(
         self, records: RecordStore, key: str
     ) -> None:
         """The next call takes over the dead call's row for itself, with a higher fence."""
-        dead = won(records, make_claim_request(key, rerun=True))
-        record = won(records, make_claim_request(key, rerun=True))
+        dead = won(records, make_call(key, rerun=True))
+        record = won(records, make_call(key, rerun=True))
         assert record.fence > dead.fence
         assert not records.settle(dead, outcome(dead))

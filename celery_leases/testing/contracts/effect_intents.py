@@ -13,7 +13,7 @@ import pytest
 from celery_leases.effect import Begun, Effect, EffectState, Found
 from celery_leases.record import Record, State
 from celery_leases.stores.interfaces import EffectStore, RecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import (
     CHARGE,
     MARGIN,
@@ -35,7 +35,7 @@ class IntentContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """Its state is *sent*, its time is now, and it has no reply."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         begun = sent(effects, record)
         assert (begun.stored_key, begun.name, begun.state) == (key, CHARGE, EffectState.SENT)
         assert (begun.fence, begun.scope, begun.idempotency_key) == (
@@ -52,7 +52,7 @@ class IntentContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """The reply to the commit may have been lost. The time of the intent does not change."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         first, again = sent(effects, record), sent(effects, record)
         assert replace(again, now=0) == replace(first, now=0)
         assert len(found_of(effects, record)) == 1
@@ -62,7 +62,7 @@ class IntentContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str, wrong: str
     ) -> None:
         """Nothing is written."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         stale = (
             replace(record, fence=record.fence - 1)
             if wrong == "fence"
@@ -75,8 +75,8 @@ class IntentContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """It can neither begin nor take over an effect, whether or not its successor has begun."""
-        zombie = won(records, make_claim_request(key))
-        successor = won(records, make_claim_request(key))
+        zombie = won(records, make_call(key))
+        successor = won(records, make_call(key))
         assert begin(effects, zombie) is None
         assert found_of(effects, successor) == []
         begun = sent(effects, successor)
@@ -91,7 +91,7 @@ class IntentContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str, state: State
     ) -> None:
         """Its body may still be running."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         closed(records, record, state)
         assert begin(effects, record) is None
         assert found_of(effects, record) == []
@@ -100,7 +100,7 @@ class IntentContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """The row may have been purged."""
-        record = replace(won(records, make_claim_request(key)), stored_key=fresh_key())
+        record = replace(won(records, make_call(key)), stored_key=fresh_key())
         assert begin(effects, record) is None
         assert found_of(effects, record) == []
 
@@ -109,8 +109,8 @@ class IntentContract(EffectCase):
     ) -> None:
         """They are listed in the order of their intents."""
         record, other = (
-            won(records, make_claim_request(key)),
-            won(records, make_claim_request(fresh_key())),
+            won(records, make_call(key)),
+            won(records, make_call(fresh_key())),
         )
         names = ["zulu", "alpha", "naïve ✓ " + "n" * 200, "Alpha"]
         for name in names:
@@ -124,7 +124,7 @@ class IntentContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """Names of 255 characters that differ in the last one."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         for last in "ab":
             sent(effects, record, "é" * 254 + last)
         assert len(effects.of_key(record)) == 2
@@ -136,12 +136,12 @@ class IntentContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str, done: bool
     ) -> None:
         """Whether or not the earlier attempt got a reply."""
-        claim_request = make_claim_request(key)
-        first = sent(effects, won(records, claim_request))
+        call = make_call(key)
+        first = sent(effects, won(records, call))
         if done:
             assert finished(effects, first, '{"id": "ch_1", "ü": [1]}', "ch_1")
         before = found_of(effects, row(records, key))
-        later = begin(effects, won(records, make_claim_request(key, call_id=claim_request.call_id)))
+        later = begin(effects, won(records, make_call(key, call_id=call.call_id)))
         assert isinstance(later, Found)
         assert [replace(later.effect, now=0)] == before == found_of(effects, row(records, key))
         assert (later.effect.state is EffectState.DONE) is done
@@ -155,9 +155,9 @@ class IntentContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
     ) -> None:
         """The age is the time from the intent until it is found."""
-        sent(effects, won(records, make_claim_request(key)))
+        sent(effects, won(records, make_call(key)))
         pass_time(self.short)
-        later = begin(effects, won(records, make_claim_request(key)))
+        later = begin(effects, won(records, make_call(key)))
         assert isinstance(later, Found)
         assert self.short <= later.effect.age() < self.short + 10.0
 
@@ -167,8 +167,8 @@ class IntentContract(EffectCase):
         """The intent gets the new fence and keeps its idempotency key. Taking it over twice changes
         nothing.
         """
-        first = sent(effects, won(records, make_claim_request(key)))
-        record = won(records, make_claim_request(key))
+        first = sent(effects, won(records, make_call(key)))
+        record = won(records, make_call(key))
         taken = sent(effects, record, taken=first.fence)
         assert (taken.fence, taken.idempotency_key) == (record.fence, first.idempotency_key)
         assert taken.sent_at >= first.sent_at
@@ -180,10 +180,10 @@ class IntentContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str, case: str
     ) -> None:
         """Since then it may have got a reply, or may have been taken over."""
-        first = sent(effects, won(records, make_claim_request(key)))
+        first = sent(effects, won(records, make_call(key)))
         if case == "done":
             assert finished(effects, first)
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         taken = first.fence - (case != "done")
         assert isinstance(begin(effects, record, taken=taken), Found)
         assert found_of(effects, record)[0].fence == first.fence
@@ -199,7 +199,7 @@ class IntentContract(EffectCase):
         seen = set()
         for number in range(40):
             key = fresh_key()
-            zombie = won(records, make_claim_request(key))
+            zombie = won(records, make_call(key))
             together = threading.Barrier(2)
 
             def first(zombie: Record = zombie, together: threading.Barrier = together) -> object:
@@ -212,7 +212,7 @@ class IntentContract(EffectCase):
                 together.wait(10)
                 if number % 2:
                     threading.Event().wait(0.0005)
-                record = won(records, make_claim_request(key))
+                record = won(records, make_call(key))
                 return record, begin(effects, record)
 
             with ThreadPoolExecutor(2) as threads:
@@ -235,8 +235,8 @@ class IntentContract(EffectCase):
         """Never both: a call whose reply was accepted is not made again."""
         for _ in range(40):
             key = fresh_key()
-            old = sent(effects, won(records, make_claim_request(key)))
-            record = won(records, make_claim_request(key))
+            old = sent(effects, won(records, make_call(key)))
+            record = won(records, make_call(key))
             together = threading.Barrier(2)
 
             def late(old: Effect = old, together: threading.Barrier = together) -> bool:

@@ -8,10 +8,14 @@ from dataclasses import replace
 
 import pytest
 
+from celery_leases.call import Call
 from celery_leases.effect import EffectState, Found
-from celery_leases.record import ClaimRequest, Ended, State
+from celery_leases.record import (
+    Ended,
+    State,
+)
 from celery_leases.stores.interfaces import EffectStore, RecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import (
     MARGIN,
     EffectCase,
@@ -30,7 +34,7 @@ class ReplyContract(EffectCase):
 
     def test_a_reply_is_stored(self, records: RecordStore, effects: EffectStore, key: str) -> None:
         """With its reference and its time."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         begun = sent(effects, record)
         text = '{"long": "' + "x" * 300_000 + '", "ü": "✓"}'
         assert effects.finish(begun, text, "réf-1")
@@ -48,7 +52,7 @@ class ReplyContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """The effect is done nevertheless."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         assert effects.finish(sent(effects, record), None, None)
         (done,) = effects.of_key(record)
         assert (done.state, done.result, done.reference) == (EffectState.DONE, None, None)
@@ -57,7 +61,7 @@ class ReplyContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """The reply to the commit may have been lost. The stored reply does not change."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         begun = sent(effects, record)
         assert finished(effects, begun, '"one"', "1")
         assert finished(effects, begun, '"one"', "1")
@@ -72,10 +76,10 @@ class ReplyContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str, since: str
     ) -> None:
         """Even if the attempt has lost its lease. The next attempt uses the reply."""
-        zombie = won(records, make_claim_request(key))
+        zombie = won(records, make_call(key))
         begun = sent(effects, zombie)
         if since in ("claimed", "found"):
-            successor = won(records, make_claim_request(key))
+            successor = won(records, make_call(key))
             if since == "found":
                 assert isinstance(begin(effects, successor), Found)
         elif since == "given back":
@@ -84,7 +88,7 @@ class ReplyContract(EffectCase):
             closed(records, zombie)
         assert finished(effects, begun, '"late"')
         if since != "done":
-            later = begin(effects, won(records, make_claim_request(key)))
+            later = begin(effects, won(records, make_call(key)))
             assert isinstance(later, Found)
             assert (later.effect.state, later.effect.result) == (EffectState.DONE, '"late"')
 
@@ -94,8 +98,8 @@ class ReplyContract(EffectCase):
         """Neither the old reply nor a withdrawal by the old attempt changes anything, before and
         after the new reply.
         """
-        old = sent(effects, won(records, make_claim_request(key)))
-        record = won(records, make_claim_request(key))
+        old = sent(effects, won(records, make_call(key)))
+        record = won(records, make_call(key))
         taken = sent(effects, record, taken=old.fence)
         for _ in range(2):
             before = found_of(effects, record)
@@ -111,20 +115,20 @@ class ReplyContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """The next attempt begins a new intent. A reply to the withdrawn one is refused."""
-        begun = sent(effects, won(records, make_claim_request(key)))
+        begun = sent(effects, won(records, make_call(key)))
         other = sent(effects, row(records, key), "mail")
         assert effects.withdraw(begun)
         assert found_of(effects, row(records, key)) == [replace(other, now=0)]
         assert not finished(effects, begun)
         assert not effects.withdraw(begun)
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         assert sent(effects, record).fence == record.fence
 
     def test_what_is_done_cannot_be_withdrawn(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """Its call was made."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         begun = sent(effects, record)
         assert finished(effects, begun)
         assert not effects.withdraw(begun)
@@ -137,15 +141,15 @@ class ReplyContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str, how: str
     ) -> None:
         """They belong to the generation, not to one attempt."""
-        claim_request = make_claim_request(key)
-        record = won(records, claim_request)
+        call = make_call(key)
+        record = won(records, call)
         assert finished(effects, sent(effects, record), '"kept"')
         if how == "failure":
             closed(records, record, State.PENDING, ended=Ended.FAILED, failures=1, resumes=True)
         elif how == "operator's retry":
             closed(records, record, State.FAILED, ended=Ended.FAILED)
             assert records.reset(key, keep=True, forgive=True) is not None
-        later = begin(effects, won(records, make_claim_request(key, call_id=claim_request.call_id)))
+        later = begin(effects, won(records, make_call(key, call_id=call.call_id)))
         assert isinstance(later, Found)
         assert later.effect.result == '"kept"'
 
@@ -161,11 +165,11 @@ class ReplyContract(EffectCase):
         done: bool,
     ) -> None:
         """No effect of the old generation counts, and neither does its late reply."""
-        old = won(records, make_claim_request(key))
+        old = won(records, make_call(key))
         before = sent(effects, old)
         if done:
             assert finished(effects, before, '"old"', "ref")
-        claim_request: ClaimRequest = make_claim_request(key)
+        call: Call = make_call(key)
         if how == "forgotten":
             assert records.reset(key, keep=False) is not None
         elif how == "retention over":
@@ -173,8 +177,8 @@ class ReplyContract(EffectCase):
             pass_time(1.2 * self.short)
         else:
             closed(records, old)
-            claim_request = make_claim_request(key, rerun=True)
-        record = won(records, claim_request)
+            call = make_call(key, rerun=True)
+        record = won(records, call)
         assert record.generation == 1
         assert effects.of_key(record) == []
         begun = sent(effects, record)
@@ -194,10 +198,10 @@ class ReplyContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """Effects with a reply stay."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         assert finished(effects, sent(effects, record, "mail"))
         sent(effects, record)
-        other = sent(effects, won(records, make_claim_request(fresh_key())))
+        other = sent(effects, won(records, make_call(fresh_key())))
         assert effects.forget_sent(record) == 1
         assert [effect.name for effect in effects.of_key(record)] == ["mail"]
         assert finished(effects, other)
@@ -208,10 +212,10 @@ class ReplyContract(EffectCase):
         """The later attempt may have begun the intent, or have taken it over, after the operator
         has read the record.
         """
-        seen = won(records, make_claim_request(key))
+        seen = won(records, make_call(key))
         sent(effects, seen)
         begun = sent(effects, seen, "mail")
-        later = won(records, make_claim_request(key))
+        later = won(records, make_call(key))
         sent(effects, later, "parcel")
         sent(effects, later, "mail", taken=begun.fence)
         assert effects.forget_sent(seen) == 1

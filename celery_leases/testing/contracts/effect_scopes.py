@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from celery_leases.call import Call
 from celery_leases.effect import EffectState, Found
-from celery_leases.record import ClaimRequest, Record
+from celery_leases.record import Record
 from celery_leases.stores.interfaces import EffectStore, RecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import (
     CHARGE,
     EffectCase,
@@ -32,9 +33,9 @@ class ScopeContract(EffectCase):
         """The call crashed inside the effect, and another call took over the key and finished. The
         effect still has no reply.
         """
-        first = make_claim_request(key, rerun=True)
+        first = make_call(key, rerun=True)
         begun = sent(effects, won(records, first), keep=HOUR)
-        between = won(records, make_claim_request(key, rerun=True))
+        between = won(records, make_call(key, rerun=True))
         assert effects.of_key(between) == []
         assert finished(effects, sent(effects, between, keep=HOUR), '"of the other"')
         closed(records, between)
@@ -55,7 +56,7 @@ class ScopeContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """A deployment may have changed the scope."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         sent(effects, record)
         sent(effects, record, keep=HOUR)
         assert [(effect.name, effect.scope) for effect in effects.of_key(record)] == [
@@ -71,9 +72,9 @@ class ScopeContract(EffectCase):
         """The operator has checked the effects that the record shows, which are those of its
         call.
         """
-        first = make_claim_request(key, rerun=True)
+        first = make_call(key, rerun=True)
         sent(effects, won(records, first), keep=HOUR)
-        other = won(records, make_claim_request(key, rerun=True))
+        other = won(records, make_call(key, rerun=True))
         sent(effects, other, keep=HOUR)
         assert effects.forget_sent(other) == 1
         closed(records, other)
@@ -83,14 +84,12 @@ class ScopeContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """They are no longer shown, but the same call finds them if it runs again."""
-        claim_request = make_claim_request(key, rerun=True)
-        assert finished(effects, sent(effects, won(records, claim_request), keep=HOUR))
+        call = make_call(key, rerun=True)
+        assert finished(effects, sent(effects, won(records, call), keep=HOUR))
         forgotten = records.reset(key, keep=False)
         assert forgotten is not None
         assert effects.of_key(forgotten) == []
-        assert isinstance(
-            begin(effects, won(records, again(claim_request, rerun=True)), keep=HOUR), Found
-        )
+        assert isinstance(begin(effects, won(records, again(call, rerun=True)), keep=HOUR), Found)
 
     # -- purging -----------------------------------------------------------------------------------
 
@@ -100,15 +99,15 @@ class ScopeContract(EffectCase):
         """Even if other calls of the key run meanwhile. Unexpired effects, and those of the
         record's current call, stay.
         """
-        short, long, present = (make_claim_request(key, rerun=True) for _ in range(3))
+        short, long, present = (make_call(key, rerun=True) for _ in range(3))
         self.ran(records, effects, short, self.short)
         self.ran(records, effects, long, HOUR)
         record = self.ran(records, effects, present, self.short)
         pass_time(1.2 * self.short)
         purge(records)
         assert len(effects.of_key(record)) == 1
-        for claim_request, expected in ((long, 1), (short, 0), (present, 0)):
-            record = won(records, again(claim_request, rerun=True))
+        for call, expected in ((long, 1), (short, 0), (present, 0)):
+            record = won(records, again(call, rerun=True))
             purge(records)  # now another call is the current one
             assert len(effects.of_key(record)) == expected
             closed(records, record)
@@ -120,47 +119,45 @@ class ScopeContract(EffectCase):
         """They are purged with the record if they have expired; otherwise they stay for the
         call.
         """
-        claim_request = make_claim_request(key, rerun=True)
-        record = won(records, claim_request)
+        call = make_call(key, rerun=True)
+        record = won(records, call)
         assert finished(effects, sent(effects, record, keep=keep))
         closed(records, record, retention=0.1)
         pass_time(0.2)
         purge(records)
         purge(records)
         assert records.read(key) is None
-        assert len(effects.of_key(won(records, again(claim_request, rerun=True)))) == (keep == HOUR)
+        assert len(effects.of_key(won(records, again(call, rerun=True)))) == (keep == HOUR)
 
     def test_an_effect_taken_over_expires_later(
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
     ) -> None:
         """Its retention counts from the takeover."""
-        claim_request = make_claim_request(key, rerun=True)
-        begun = sent(effects, won(records, claim_request), keep=self.short)
-        sent(effects, won(records, again(claim_request, rerun=True)), taken=begun.fence, keep=HOUR)
+        call = make_call(key, rerun=True)
+        begun = sent(effects, won(records, call), keep=self.short)
+        sent(effects, won(records, again(call, rerun=True)), taken=begun.fence, keep=HOUR)
         closed(records, row(records, key))
-        closed(records, won(records, make_claim_request(key, rerun=True)))
+        closed(records, won(records, make_call(key, rerun=True)))
         pass_time(1.2 * self.short)
         purge(records)
-        assert len(effects.of_key(won(records, again(claim_request, rerun=True)))) == 1
+        assert len(effects.of_key(won(records, again(call, rerun=True)))) == 1
 
     def test_many_effects_are_purged_in_batches(
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
     ) -> None:
         """The result of a full batch shows that there may be more."""
-        record = won(records, make_claim_request(key, rerun=True))
+        record = won(records, make_call(key, rerun=True))
         for number in range(5):
             sent(effects, record, f"mail {number}", keep=0.1)
-        won(records, make_claim_request(key, rerun=True))
-        lasting = sent(effects, won(records, make_claim_request(fresh_key())))
+        won(records, make_call(key, rerun=True))
+        lasting = sent(effects, won(records, make_call(fresh_key())))
         pass_time(0.2)
         assert [records.purge(2) for _ in range(3)][:2] == [2, 2]
         assert effects.of_key(record) == []
         assert finished(effects, lasting)
 
-    def ran(
-        self, records: RecordStore, effects: EffectStore, claim_request: ClaimRequest, keep: float
-    ) -> Record:
+    def ran(self, records: RecordStore, effects: EffectStore, call: Call, keep: float) -> Record:
         """The row after a run with one effect, whose retention is *keep*."""
-        record = won(records, claim_request)
+        record = won(records, call)
         assert finished(effects, sent(effects, record, keep=keep))
         return closed(records, record)

@@ -11,7 +11,7 @@ import pytest
 
 from celery_leases.record import Ended, Failure, Record, State
 from celery_leases.stores.interfaces import RecordStore
-from celery_leases.testing.contracts.claim_requests import make_claim_request
+from celery_leases.testing.contracts.calls import make_call
 from celery_leases.testing.contracts.record_case import (
     PassTime,
     RecordCase,
@@ -54,13 +54,13 @@ class FailureContract(RecordCase):
         """All its fields, also once it is the failure of the previous attempt."""
         closed(
             records,
-            won(records, make_claim_request(key)),
+            won(records, make_call(key)),
             State.PENDING,
             ended=Ended.FAILED,
             failure=failure,
         )
         assert row(records, key).failure == failure
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         assert record.failure is None
         assert record.previous is not None
         assert record.previous.error == failure
@@ -71,14 +71,14 @@ class FailureContract(RecordCase):
         self, records: RecordStore, key: str
     ) -> None:
         """Failures, quick retries, cooldowns, and the time of the last failure."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         assert counts(record) == (0, 0, 0, False)
         found = closed(records, record, State.COOLING, ended=Ended.FAILED, resumes=True, **COUNTED)
         assert counts(found) == (4, 3, 2, True)
         assert found.resumes
         assert found.failed_at == found.finished_at
         assert abs((found.failed_at or 0) - record.started_at) < MARGIN
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         assert counts(record) == (4, 3, 2, True)
         assert record.failed_at == found.failed_at
 
@@ -88,25 +88,23 @@ class FailureContract(RecordCase):
         """Another end of an attempt does not change it. A call that never failed has none."""
         assert (
             closed(
-                records, won(records, make_claim_request(key)), State.PENDING, ended=Ended.SNOOZED
+                records, won(records, make_call(key)), State.PENDING, ended=Ended.SNOOZED
             ).failed_at
             is None
         )
         failed = closed(
             records,
-            won(records, make_claim_request(key)),
+            won(records, make_call(key)),
             State.PENDING,
             ended=Ended.FAILED,
             failed=True,
         )
-        snoozed = closed(
-            records, won(records, make_claim_request(key)), State.PENDING, ended=Ended.SNOOZED
-        )
+        snoozed = closed(records, won(records, make_call(key)), State.PENDING, ended=Ended.SNOOZED)
         assert snoozed.failed_at == failed.failed_at
         assert snoozed.ended is Ended.SNOOZED
         moved = closed(
             records,
-            won(records, make_claim_request(key)),
+            won(records, make_call(key)),
             State.PENDING,
             ended=Ended.FAILED,
             failed=True,
@@ -119,10 +117,10 @@ class FailureContract(RecordCase):
         """The next call of a ``rerun`` task begins at 0, also if its own first attempt dies.
         Crashes are counted on.
         """
-        claim_request = make_claim_request(key, rerun=True)
-        closed(records, won(records, claim_request), State.PENDING, ended=Ended.FAILED, **COUNTED)
-        assert counts(won(records, again(claim_request, rerun=True))) == (4, 3, 2, True)
-        other = make_claim_request(key, rerun=True)
+        call = make_call(key, rerun=True)
+        closed(records, won(records, call), State.PENDING, ended=Ended.FAILED, **COUNTED)
+        assert counts(won(records, again(call, rerun=True))) == (4, 3, 2, True)
+        other = make_call(key, rerun=True)
         for _ in range(2):
             assert counts(won(records, other)) == (0, 0, 0, False)
             assert counts(row(records, key)) == (0, 0, 0, False)
@@ -140,13 +138,13 @@ class FailureContract(RecordCase):
         more: dict[str, Any] = {"retention": self.short, "resumes": True, **COUNTED}
         closed(
             records,
-            won(records, make_claim_request(key)),
+            won(records, make_call(key)),
             State.COOLING,
             ended=Ended.FAILED,
             **more,
         )
         pass_time(1.2 * self.short)
-        assert counts(won(records, make_claim_request(key))) == (0, 0, 0, False)
+        assert counts(won(records, make_call(key))) == (0, 0, 0, False)
 
     # -- does the call run again? ------------------------------------------------------------------
 
@@ -155,17 +153,17 @@ class FailureContract(RecordCase):
         self, records: RecordStore, key: str, state: State
     ) -> None:
         """Its caller has got the error. A new message with its id, and any other call, may run."""
-        claim_request = make_claim_request(key)
+        call = make_call(key)
         closed(
             records,
-            won(records, claim_request),
+            won(records, call),
             state,
             ended=Ended.FAILED,
             failure=FAILURE,
             failed=True,
         )
-        assert refused(records, again(claim_request, repeat=True)).failure == FAILURE
-        assert won(records, again(claim_request)).attempt == 2
+        assert refused(records, again(call, repeat=True)).failure == FAILURE
+        assert won(records, again(call)).attempt == 2
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     def test_a_fresh_message_that_waits_for_a_failure_runs_once(
@@ -174,27 +172,25 @@ class FailureContract(RecordCase):
         """A copy of it that comes after that run is refused, because the failure it waited for is
         no longer the last one.
         """
-        claim_request = make_claim_request(key)
+        call = make_call(key)
         ended: dict[str, Any] = {"ended": Ended.FAILED, "failure": FAILURE, "failed": True}
-        first = won(records, claim_request)
+        first = won(records, call)
         closed(records, first, state, **ended)
-        second = won(records, again(claim_request, repeat=True, failure_fence=first.fence))
+        second = won(records, again(call, repeat=True, failure_fence=first.fence))
         closed(records, second, state, **ended)
         assert second.attempt == 2
         assert (
-            refused(records, again(claim_request, repeat=True, failure_fence=first.fence)).fence
+            refused(records, again(call, repeat=True, failure_fence=first.fence)).fence
             == second.fence
         )
-        assert (
-            won(records, again(claim_request, repeat=True, failure_fence=second.fence)).attempt == 3
-        )
+        assert won(records, again(call, repeat=True, failure_fence=second.fence)).attempt == 3
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     def test_a_copy_of_a_call_that_resumes_runs_at_its_time(
         self, records: RecordStore, key: str, state: State, pass_time: PassTime
     ) -> None:
         """Not before. Afterwards other calls may run too."""
-        claim_request = make_claim_request(key)
+        call = make_call(key)
         wait = 1.0 + 2 * self.short
         given: dict[str, Any] = {
             "ended": Ended.FAILED,
@@ -202,13 +198,13 @@ class FailureContract(RecordCase):
             "resumes": True,
             "retry_after": wait,
         }
-        closed(records, won(records, claim_request), state, **given)
-        for rival in (again(claim_request, repeat=True), make_claim_request(key)):
+        closed(records, won(records, call), state, **given)
+        for rival in (again(call, repeat=True), make_call(key)):
             assert refused(records, rival).resumes
         pass_time(1.2 * wait)
-        record = won(records, again(claim_request, repeat=True))
+        record = won(records, again(call, repeat=True))
         closed(records, record, state, **given | {"retry_after": None})
-        assert won(records, make_claim_request(key)).attempt == 3
+        assert won(records, make_call(key)).attempt == 3
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     @pytest.mark.parametrize("resumes", [True, False])
@@ -218,16 +214,16 @@ class FailureContract(RecordCase):
         """A call with other arguments may take the key of a call that has raised its error, but not
         that of a call that resumes.
         """
-        claim_request = make_claim_request(key, fingerprint="v1:a")
+        call = make_call(key, fingerprint="v1:a")
         closed(
             records,
-            won(records, claim_request),
+            won(records, call),
             state,
             ended=Ended.FAILED,
             failed=True,
             resumes=resumes,
         )
-        other = make_claim_request(key, fingerprint="v1:b")
+        other = make_call(key, fingerprint="v1:b")
         if resumes:
             assert refused(records, other).fingerprint == "v1:a"
         else:
@@ -252,7 +248,7 @@ class FailureContract(RecordCase):
         self, records: RecordStore, key: str, more: dict[str, Any]
     ) -> None:
         """The same outcome is, because the reply to the first try may have been lost."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         given: dict[str, Any] = {
             "ended": Ended.FAILED,
             "failure": FAILURE,

@@ -7,16 +7,16 @@ from uuid import uuid4
 
 import pytest
 
+from celery_leases.call import Call
 from celery_leases.decide.answers import Acquired, BlockedByGate, Claimed
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.groups.group import Closing, Gate
-from celery_leases.record import ClaimRequest
 from celery_leases.stores.interfaces import GateStore, LeaseStore
-from celery_leases.testing.contracts.claim_requests import (
+from celery_leases.testing.contracts.calls import (
     Answer,
     acquired,
     fresh_key,
-    make_claim_request,
+    make_call,
 )
 from celery_leases.testing.waits import wait_until
 
@@ -46,9 +46,9 @@ class GateCase:
         """A cooldown group of the test's own."""
         return f"group-{uuid4().hex}"
 
-    def claim_request(self, group: str | None, **more: Any) -> ClaimRequest:
+    def call(self, group: str | None, **more: Any) -> Call:
         """A request for a new key in *group*."""
-        return make_claim_request(
+        return make_call(
             more.pop("key", None) or fresh_key(), group=group, **({"ttl": self.ttl} | more)
         )
 
@@ -87,30 +87,30 @@ def found(store: GateStore, group: str) -> Gate:
     return gate
 
 
-def shut(store: LeaseStore, claim_request: ClaimRequest) -> Gate:
-    """The gate that refuses *claim_request*, which it must."""
-    answer = store.acquire(claim_request)
+def shut(store: LeaseStore, call: Call) -> Gate:
+    """The gate that refuses *call*, which it must."""
+    answer = store.acquire(call)
     assert isinstance(answer, BlockedByGate), answer
     assert answer.record_read is store.in_records
     assert answer.record is None
     return answer.gate
 
 
-def admitted(store: LeaseStore, claim_request: ClaimRequest) -> ClaimRequest:
-    """*claim_request*, which must get the lease without being the probe."""
-    answer = store.acquire(claim_request)
+def admitted(store: LeaseStore, call: Call) -> Call:
+    """*call*, which must get the lease without being the probe."""
+    answer = store.acquire(call)
     assert acquired(answer), answer
     assert not probing(answer)
-    return claim_request
+    return call
 
 
-def probe(store: LeaseStore, claim_request: ClaimRequest) -> ClaimRequest:
-    """*claim_request*, which must get the lease and the probe slot."""
-    answer = store.acquire(claim_request)
+def probe(store: LeaseStore, call: Call) -> Call:
+    """*call*, which must get the lease and the probe slot."""
+    answer = store.acquire(call)
     assert probing(answer), answer
-    return claim_request
+    return call
 
 
 def probing(answer: Answer) -> bool:
-    """Whether the request got the lease and the probe slot."""
+    """Whether the call got the lease and the probe slot."""
     return acquired(answer) and isinstance(answer, Acquired | Claimed) and answer.probe

@@ -10,7 +10,7 @@ import pytest
 
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.groups.group import Gate
-from celery_leases.testing.contracts.claim_requests import acquired, make_claim_request
+from celery_leases.testing.contracts.calls import acquired, make_call
 from celery_leases.testing.contracts.group_case import (
     PATIENCE,
     POLICY,
@@ -56,7 +56,7 @@ class GateClosingContract(GateCase):
         """There is no gate and no probe."""
         assert store.gate(group) is None
         for _ in range(3):
-            admitted(store, self.claim_request(group))
+            admitted(store, self.call(group))
 
     def test_a_closed_gate_shuts_every_key_of_its_group(
         self, store: GatedLeaseStore, group: str
@@ -65,17 +65,15 @@ class GateClosingContract(GateCase):
         gate = closed(store, group, 60.0, reason="quota", rule="code:quota", message="no ü \0")
         assert (gate.group, gate.trips, gate.closed_for) == (group, 1, 60.0)
         for _ in range(3):
-            claim_request = self.claim_request(group)
-            for seen in (shut(store, claim_request), found(store, group)):
+            call = self.call(group)
+            for seen in (shut(store, call), found(store, group)):
                 shown = (seen.group, seen.trips, seen.reason, seen.rule, seen.message)
                 assert shown == (group, 1, "quota", "code:quota", "no ü \0")
                 assert 50 < seen.closed_for <= 60
                 assert not seen.half_open
                 assert (seen.probe, seen.probe_for) == (None, 0.0)
-            assert store.holder(claim_request.stored_key) is None
-            assert acquired(
-                store.acquire(make_claim_request(claim_request.stored_key, ttl=self.ttl))
-            )
+            assert store.holder(call.key.stored) is None
+            assert acquired(store.acquire(make_call(call.key.stored, ttl=self.ttl)))
 
     def test_a_reason_alone_is_enough(self, store: GatedLeaseStore, group: str) -> None:
         """Not every failure has a rule or a message."""
@@ -92,34 +90,31 @@ class GateClosingContract(GateCase):
             gate = store.gate(name)
             if number % 2:
                 assert gate is None
-                admitted(store, self.claim_request(name))
+                admitted(store, self.call(name))
             else:
                 assert gate is not None
                 assert gate.message == name
-                assert shut(store, self.claim_request(name)).message == name
-        admitted(store, self.claim_request(None))
+                assert shut(store, self.call(name)).message == name
+        admitted(store, self.call(None))
 
     def test_a_gate_is_no_key(self, store: GatedLeaseStore, group: str) -> None:
         """A key that is named like a gate or a probe slot is neither listed as a gate nor
         changed with the gate.
         """
-        claim_requests = [
-            self.claim_request(None, key=key)
-            for key in (group, f"gate:{group}", f"gate:{group}}}:probe")
+        calls = [
+            self.call(None, key=key) for key in (group, f"gate:{group}", f"gate:{group}}}:probe")
         ]
-        for claim_request in claim_requests:
-            admitted(store, claim_request)
+        for call in calls:
+            admitted(store, call)
         half_open(store, group)
-        probe(store, self.claim_request(group))
+        probe(store, self.call(group))
         assert store.open_gate(group)
-        for claim_request in claim_requests:
-            holder = store.holder(claim_request.stored_key)
+        for call in calls:
+            holder = store.holder(call.key.stored)
             assert holder is not None
-            assert holder.token == claim_request.token
+            assert holder.token == call.token
         assert all(
-            found.group != claim_request.stored_key
-            for found in store.gates(100_000)
-            for claim_request in claim_requests
+            found.group != call.key.stored for found in store.gates(100_000) for call in calls
         )
 
     # -- how long, and how often -------------------------------------------------------------------
@@ -135,7 +130,7 @@ class GateClosingContract(GateCase):
             (0.0, "now", 200),
         ):
             gate = closed(store, group, server_delay, reason=reason)
-            for seen in (gate, found(store, group), shut(store, self.claim_request(group))):
+            for seen in (gate, found(store, group), shut(store, self.call(group))):
                 assert lasts - 10 < seen.closed_for <= lasts
                 assert seen.trips == 1
                 assert seen.reason == ("first" if lasts == 100 else "longer")
@@ -170,7 +165,7 @@ class GateClosingContract(GateCase):
             assert (gate.trips, gate.closed_for) == (trips, policy.longest(trips))
             assert found(store, group).closed_for <= gate.closed_for
             until_half_open(store, group)
-            token = probe(store, self.claim_request(group)).token
+            token = probe(store, self.call(group)).token
 
     @pytest.mark.parametrize("server_delay", [None, 60.0])
     def test_a_late_failure_counts_no_trip(
@@ -180,14 +175,14 @@ class GateClosingContract(GateCase):
         again, and the probe keeps its slot.
         """
         half_open(store, group)
-        claim_request = probe(store, self.claim_request(group))
+        call = probe(store, self.call(group))
         gate = closed(store, group, server_delay)
-        assert (gate.trips, gate.probe) == (1, claim_request.token)
+        assert (gate.trips, gate.probe) == (1, call.token)
         seen = found(store, group)
-        assert (seen.trips, seen.probe) == (1, claim_request.token)
+        assert (seen.trips, seen.probe) == (1, call.token)
         assert 50 < seen.closed_for <= POLICY.longest(1)
         assert 0 < seen.probe_for <= self.ttl
-        assert shut(store, self.claim_request(group)).trips == 1
+        assert shut(store, self.call(group)).trips == 1
 
     # -- opening and listing -----------------------------------------------------------------------
 
@@ -199,16 +194,16 @@ class GateClosingContract(GateCase):
         assert not store.open_gate(group)
         if probed:
             half_open(store, group)
-            token = probe(store, self.claim_request(group)).token
+            token = probe(store, self.call(group)).token
             store.close_gate(group, closing(0.02), token)
             until_half_open(store, group)
-            probe(store, self.claim_request(group))
+            probe(store, self.call(group))
             assert found(store, group).trips == 2
         else:
             closed(store, group, 60.0)
         assert store.open_gate(group)
         assert store.gate(group) is None
-        admitted(store, self.claim_request(group))
+        admitted(store, self.call(group))
         assert not store.open_gate(group)
         gate = closed(store, group, 60.0)
         assert (gate.trips, gate.probe) == (1, None)

@@ -73,16 +73,16 @@ class GateHistoryContract(GateCase):
     ) -> None:
         """A token that does not hold the slot opens nothing."""
         half_open(store, group)
-        claim_request = probe(store, self.claim_request(group))
+        call = probe(store, self.call(group))
         assert not store.open_gate(group, uuid4().hex)
         assert past(store, group)[0].opened_at is None
-        assert store.open_gate(group, claim_request.token)
+        assert store.open_gate(group, call.token)
         assert past(store, group)[0].opened_at is not None
 
     def test_every_trip_is_a_closing_of_its_own(self, store: RememberingStore, group: str) -> None:
         """If the probe fails, the gate closes for the second time in a row."""
         half_open(store, group)
-        token = probe(store, self.claim_request(group)).token
+        token = probe(store, self.call(group)).token
         store.close_gate(group, closing(60.0, reason="probed"), token)
         found = past(store, group)
         assert [(each.trips, each.reason) for each in found] == [(2, "probed"), (1, "rate_limited")]

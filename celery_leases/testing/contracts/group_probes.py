@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 
 from celery_leases.decide.answers import BlockedByGate, Renewal, RenewalResult
-from celery_leases.testing.contracts.claim_requests import Answer, acquired, held
+from celery_leases.testing.contracts.calls import Answer, acquired, held
 from celery_leases.testing.contracts.group_case import (
     PATIENCE,
     GateCase,
@@ -43,19 +43,17 @@ class GateProbeContract(GateCase):
     def test_one_of_many_requests_is_the_probe(self, store: GatedLeaseStore, group: str) -> None:
         """Of 32 requests for different keys at once. The others get the token of the probe."""
         half_open(store, group)
-        claim_requests = [self.claim_request(group) for _ in range(REQUESTS)]
+        calls = [self.call(group) for _ in range(REQUESTS)]
         together = Barrier(REQUESTS)
 
         def acquire(number: int) -> Answer:
             together.wait(PATIENCE)
-            return store.acquire(claim_requests[number])
+            return store.acquire(calls[number])
 
         with ThreadPoolExecutor(REQUESTS) as threads:
             answers = list(threads.map(acquire, range(REQUESTS)))
         probes = [
-            claim_request.token
-            for claim_request, answer in zip(claim_requests, answers, strict=True)
-            if probing(answer)
+            call.token for call, answer in zip(calls, answers, strict=True) if probing(answer)
         ]
         assert len(probes) == 1
         assert [acquired(answer) for answer in answers].count(True) == 1
@@ -63,7 +61,7 @@ class GateProbeContract(GateCase):
             if not acquired(answer):
                 assert isinstance(answer, BlockedByGate)
                 assert answer.gate.half_open
-        gate = shut(store, self.claim_request(group))
+        gate = shut(store, self.call(group))
         assert gate.probe == probes[0] == found(store, group).probe
         assert gate.half_open
         assert 0 < gate.blocked_for == gate.probe_for <= self.ttl
@@ -73,13 +71,13 @@ class GateProbeContract(GateCase):
     ) -> None:
         """The reply to its first try may have been lost. A longer time is not shortened."""
         half_open(store, group)
-        claim_request = probe(store, self.claim_request(group, ttl=2 * self.ttl))
-        answer = store.acquire(claim_request)
+        call = probe(store, self.call(group, ttl=2 * self.ttl))
+        answer = store.acquire(call)
         assert acquired(answer)
         assert probing(answer)
         assert found(store, group).probe_for > self.ttl
-        assert store.release_probe(group, claim_request.token)
-        answer = store.acquire(claim_request)
+        assert store.release_probe(group, call.token)
+        answer = store.acquire(call)
         assert acquired(answer)
         assert not probing(answer)
 
@@ -89,27 +87,25 @@ class GateProbeContract(GateCase):
         """
         half_open(store, group)
         sent = time.monotonic()
-        probe(store, self.claim_request(group, ttl=self.short))
-        claim_request = self.claim_request(group)
-        wait_until(
-            lambda: probing(store.acquire(claim_request)), self.short + PATIENCE, "the slot to end"
-        )
+        probe(store, self.call(group, ttl=self.short))
+        call = self.call(group)
+        wait_until(lambda: probing(store.acquire(call)), self.short + PATIENCE, "the slot to end")
         assert time.monotonic() - sent >= self.short * 0.99
-        assert (found(store, group).trips, found(store, group).probe) == (1, claim_request.token)
+        assert (found(store, group).trips, found(store, group).probe) == (1, call.token)
 
     def test_the_slot_is_renewed_along_with_the_lease(
         self, store: GatedLeaseStore, group: str
     ) -> None:
         """If the renewal names the group. A longer time is never shortened."""
         half_open(store, group)
-        claim_request = probe(store, self.claim_request(group, ttl=self.short))
+        call = probe(store, self.call(group, ttl=self.short))
         for ttl in (2 * self.ttl, self.ttl):
-            assert store.renew(
-                [Renewal(claim_request.stored_key, claim_request.token, ttl, group)]
-            ) == [RenewalResult.OURS]
+            assert store.renew([Renewal(call.key.stored, call.token, ttl, group)]) == [
+                RenewalResult.OURS
+            ]
         time.sleep(1.5 * self.short)
-        gate = shut(store, self.claim_request(group))
-        assert gate.probe == claim_request.token
+        gate = shut(store, self.call(group))
+        assert gate.probe == call.token
         assert self.ttl < gate.probe_for <= 2 * self.ttl
 
     def test_a_slot_that_is_not_ours_changes_nothing_for_the_lease(
@@ -119,14 +115,14 @@ class GateProbeContract(GateCase):
         with a missing lease.
         """
         half_open(store, group)
-        claim_request = probe(store, self.claim_request(group))
-        other = admitted(store, self.claim_request(None))
-        gone = self.claim_request(None)
+        call = probe(store, self.call(group))
+        other = admitted(store, self.call(None))
+        gone = self.call(None)
         renewals = [
-            Renewal(other.stored_key, other.token, 4 * self.ttl, group),
-            Renewal(other.stored_key, other.token, 4 * self.ttl, f"{group}-open"),
-            Renewal(gone.stored_key, gone.token, 4 * self.ttl, group),
-            Renewal(claim_request.stored_key, claim_request.token, 4 * self.ttl),
+            Renewal(other.key.stored, other.token, 4 * self.ttl, group),
+            Renewal(other.key.stored, other.token, 4 * self.ttl, f"{group}-open"),
+            Renewal(gone.key.stored, gone.token, 4 * self.ttl, group),
+            Renewal(call.key.stored, call.token, 4 * self.ttl),
         ]
         assert store.renew(renewals) == [
             RenewalResult.OURS,
@@ -134,7 +130,7 @@ class GateProbeContract(GateCase):
             RenewalResult.MISSING,
             RenewalResult.OURS,
         ]
-        assert found(store, group).probe == claim_request.token
+        assert found(store, group).probe == call.token
         assert found(store, group).probe_for <= self.ttl
         assert store.gate(f"{group}-open") is None
 
@@ -143,87 +139,85 @@ class GateProbeContract(GateCase):
     ) -> None:
         """An attempt that does not run the body gives the slot back. No other token can do so."""
         half_open(store, group)
-        claim_request = probe(store, self.claim_request(group))
+        call = probe(store, self.call(group))
         for token in (
             uuid4().hex,
-            claim_request.token[:-1],
-            claim_request.token[1:],
-            claim_request.token + "0",
+            call.token[:-1],
+            call.token[1:],
+            call.token + "0",
         ):
             assert not store.release_probe(group, token)
-        assert not store.release_probe(f"{group}-other", claim_request.token)
-        shut(store, self.claim_request(group))
-        assert store.release_probe(group, claim_request.token)
-        assert not store.release_probe(group, claim_request.token)
+        assert not store.release_probe(f"{group}-other", call.token)
+        shut(store, self.call(group))
+        assert store.release_probe(group, call.token)
+        assert not store.release_probe(group, call.token)
         gate = found(store, group)
         assert (gate.trips, gate.half_open, gate.probe) == (1, True, None)
-        probe(store, self.claim_request(group))
+        probe(store, self.call(group))
 
     def test_a_request_that_is_refused_takes_no_slot(
         self, store: GatedLeaseStore, group: str
     ) -> None:
         """If the key is held, the gate does not matter."""
         half_open(store, group)
-        claim_request = admitted(store, self.claim_request(None))
-        assert held(store.acquire(self.claim_request(group, key=claim_request.stored_key)))
+        call = admitted(store, self.call(None))
+        assert held(store.acquire(self.call(group, key=call.key.stored)))
         assert found(store, group).probe is None
-        probe(store, self.claim_request(group))
+        probe(store, self.call(group))
 
     # -- how it ends -------------------------------------------------------------------------------
 
     def test_only_the_probe_opens_the_gate(self, store: GatedLeaseStore, group: str) -> None:
         """The success of a body that began before the gate closed does not open it."""
-        early = admitted(store, self.claim_request(group))
+        early = admitted(store, self.call(group))
         closed(store, group, 0.02)
         assert not store.open_gate(group, early.token)
         until_half_open(store, group)
         assert not store.open_gate(group, early.token)
-        claim_request = probe(store, self.claim_request(group))
+        call = probe(store, self.call(group))
         for token in (
             early.token,
-            claim_request.token[:-1],
-            claim_request.token[1:],
-            claim_request.token + "0",
+            call.token[:-1],
+            call.token[1:],
+            call.token + "0",
             "",
         ):
             if token:
                 assert not store.open_gate(group, token)
-        assert store.open_gate(group, claim_request.token)
+        assert store.open_gate(group, call.token)
         assert store.gate(group) is None
         for _ in range(3):
-            admitted(store, self.claim_request(group))
-        assert not store.open_gate(group, claim_request.token)
+            admitted(store, self.call(group))
+        assert not store.open_gate(group, call.token)
 
     def test_a_probe_that_has_lost_its_slot_does_not_open(
         self, store: GatedLeaseStore, group: str
     ) -> None:
         """Another token has the slot now."""
         half_open(store, group)
-        lost = probe(store, self.claim_request(group, ttl=self.short))
-        claim_request = self.claim_request(group)
-        wait_until(
-            lambda: probing(store.acquire(claim_request)), self.short + PATIENCE, "the slot to end"
-        )
+        lost = probe(store, self.call(group, ttl=self.short))
+        call = self.call(group)
+        wait_until(lambda: probing(store.acquire(call)), self.short + PATIENCE, "the slot to end")
         assert not store.open_gate(group, lost.token)
         assert not store.release_probe(group, lost.token)
         assert store.close_gate(group, closing(0.0), lost.token).trips == 1
-        assert found(store, group).probe == claim_request.token
-        assert store.open_gate(group, claim_request.token)
+        assert found(store, group).probe == call.token
+        assert store.open_gate(group, call.token)
 
     def test_the_probes_failure_is_the_next_trip(self, store: GatedLeaseStore, group: str) -> None:
         """The same step frees the slot, so that the next request can probe once the gate is
         half-open again.
         """
         half_open(store, group)
-        claim_request = probe(store, self.claim_request(group))
-        gate = store.close_gate(group, closing(self.short), claim_request.token)
+        call = probe(store, self.call(group))
+        gate = store.close_gate(group, closing(self.short), call.token)
         assert (gate.trips, gate.probe, gate.closed_for) == (2, None, self.short)
-        seen = shut(store, self.claim_request(group))
+        seen = shut(store, self.call(group))
         assert (seen.trips, seen.probe) == (2, None)
         assert 0 < seen.closed_for <= self.short
         until_half_open(store, group)
         assert found(store, group).trips == 2
-        probe(store, self.claim_request(group))
+        probe(store, self.call(group))
 
     @pytest.mark.parametrize("server_delay", [30.0, 90.0])
     def test_a_gate_closed_during_a_probe_stays_closed(
@@ -233,10 +227,10 @@ class GateProbeContract(GateCase):
         counts no trip, and frees the slot.
         """
         half_open(store, group)
-        claim_request = probe(store, self.claim_request(group))
+        call = probe(store, self.call(group))
         closed(store, group, 60.0)
-        assert not store.open_gate(group, claim_request.token)
-        gate = store.close_gate(group, closing(server_delay), claim_request.token)
+        assert not store.open_gate(group, call.token)
+        gate = store.close_gate(group, closing(server_delay), call.token)
         assert (gate.trips, gate.probe) == (1, None)
         seen = found(store, group)
         assert (seen.trips, seen.probe) == (1, None)
@@ -253,22 +247,22 @@ class GateProbeContract(GateCase):
             nonlocal trips
             rand, former, failures = random.Random(seed), [uuid4().hex], 0
             for _ in range(TURNS):
-                claim_request = self.claim_request(group)
-                while not probing(store.acquire(claim_request)):
+                call = self.call(group)
+                while not probing(store.acquire(call)):
                     assert time.monotonic() < until
                     time.sleep(rand.uniform(0.001, 0.01))
-                inside.append(claim_request.token)
+                inside.append(call.token)
                 time.sleep(rand.uniform(0, 0.003))
-                assert inside == [claim_request.token]
+                assert inside == [call.token]
                 inside.clear()
                 if rand.random() < 0.3:
                     failures += 1
-                    store.close_gate(group, closing(0.005), claim_request.token)
+                    store.close_gate(group, closing(0.005), call.token)
                 else:
-                    assert store.release_probe(group, claim_request.token)
+                    assert store.release_probe(group, call.token)
                 assert not store.open_gate(group, rand.choice(former))
                 assert not store.release_probe(group, rand.choice(former))
-                former.append(claim_request.token)
+                former.append(call.token)
             return failures
 
         with ThreadPoolExecutor(THREADS) as threads:

@@ -11,11 +11,11 @@ import pytest
 
 from celery_leases.decide.answers import Renewal, RenewalResult
 from celery_leases.stores.interfaces import LeaseStore
-from celery_leases.testing.contracts.claim_requests import (
+from celery_leases.testing.contracts.calls import (
     acquired,
     fresh_key,
     held,
-    make_claim_request,
+    make_call,
 )
 from celery_leases.testing.contracts.mutual_exclusion import LeaseFuzz
 from celery_leases.testing.waits import wait_until
@@ -47,32 +47,32 @@ class LeaseStoreContract:
 
     def test_a_free_key_is_granted_and_shows_its_holder(self, store: LeaseStore, key: str) -> None:
         """Other processes see its token, call, host, ttl and remaining time."""
-        claim_request = make_claim_request(key, ttl=self.ttl)
+        call = make_call(key, ttl=self.ttl)
         assert store.holder(key) is None
-        assert acquired(store.acquire(claim_request))
+        assert acquired(store.acquire(call))
         holder = store.holder(key)
         assert holder is not None
         assert (holder.token, holder.call_id, holder.host) == (
-            claim_request.token,
-            claim_request.call_id,
-            claim_request.holder,
+            call.token,
+            call.call_id,
+            call.host,
         )
         assert holder.ttl == pytest.approx(self.ttl, abs=0.001)
         assert 0 < holder.remaining <= self.ttl
 
     def test_a_held_key_is_refused_and_names_its_holder(self, store: LeaseStore, key: str) -> None:
         """The refusal shows for how long the key is held, and changes nothing."""
-        claim_request = make_claim_request(key, ttl=self.ttl)
-        assert acquired(store.acquire(claim_request))
+        call = make_call(key, ttl=self.ttl)
+        assert acquired(store.acquire(call))
         for _ in range(2):
-            answer = store.acquire(make_claim_request(key, ttl=self.ttl))
+            answer = store.acquire(make_call(key, ttl=self.ttl))
             assert not acquired(answer)
             holder = held(answer)
             assert holder is not None
             assert (holder.token, holder.call_id, holder.host) == (
-                claim_request.token,
-                claim_request.call_id,
-                claim_request.holder,
+                call.token,
+                call.call_id,
+                call.host,
             )
             assert 0 < holder.remaining <= self.ttl
 
@@ -80,21 +80,21 @@ class LeaseStoreContract:
         """Of eight threads that start at the same time, one gets the lease."""
         together = Barrier(THREADS)
 
-        def claim_request(_: int) -> bool:
+        def call(_: int) -> bool:
             together.wait(PATIENCE)
-            return acquired(store.acquire(make_claim_request(key, ttl=self.ttl)))
+            return acquired(store.acquire(make_call(key, ttl=self.ttl)))
 
         with ThreadPoolExecutor(THREADS) as threads:
-            assert sum(threads.map(claim_request, range(THREADS))) == 1
+            assert sum(threads.map(call, range(THREADS))) == 1
 
     def test_a_lease_under_our_own_token_is_ours(self, store: LeaseStore, key: str) -> None:
         """The reply to an earlier try may have been lost, so the same token gets its lease
         again.
         """
-        claim_request = make_claim_request(key, ttl=self.ttl)
-        assert acquired(store.acquire(claim_request))
-        assert acquired(store.acquire(claim_request))
-        assert held(store.acquire(make_claim_request(key, ttl=self.ttl)))
+        call = make_call(key, ttl=self.ttl)
+        assert acquired(store.acquire(call))
+        assert acquired(store.acquire(call))
+        assert held(store.acquire(make_call(key, ttl=self.ttl)))
 
     def test_keys_do_not_touch_each_other(self, store: LeaseStore) -> None:
         """Not even with special characters in a key."""
@@ -114,18 +114,18 @@ class LeaseStoreContract:
             "a\nb",
             "x" * 180,
         ]
-        claim_requests = [make_claim_request(stem + tail, ttl=self.ttl) for tail in odd]
-        assert all(acquired(store.acquire(claim_request)) for claim_request in claim_requests)
-        for claim_request in claim_requests:
-            holder = store.holder(claim_request.stored_key)
+        calls = [make_call(stem + tail, ttl=self.ttl) for tail in odd]
+        assert all(acquired(store.acquire(call)) for call in calls)
+        for call in calls:
+            holder = store.holder(call.key.stored)
             assert holder is not None
-            assert holder.token == claim_request.token
+            assert holder.token == call.token
 
     def test_a_lease_ends_by_itself_and_not_before(self, store: LeaseStore, key: str) -> None:
         """The key of a dead worker is free after the ttl."""
         sent = time.monotonic()
-        assert acquired(store.acquire(make_claim_request(key, ttl=self.short)))
-        successor = make_claim_request(key, ttl=self.ttl)
+        assert acquired(store.acquire(make_call(key, ttl=self.short)))
+        successor = make_call(key, ttl=self.ttl)
         wait_until(
             lambda: acquired(store.acquire(successor)), self.short + PATIENCE, "the lease to end"
         )
@@ -138,12 +138,12 @@ class LeaseStoreContract:
         renewals: list[Renewal] = []
         expected: list[RenewalResult] = []
         for number in range(BATCH):
-            claim_request = make_claim_request(fresh_key(), ttl=self.ttl)
+            call = make_call(fresh_key(), ttl=self.ttl)
             result = (RenewalResult.OURS, RenewalResult.OTHER, RenewalResult.MISSING)[number % 3]
             if result is not RenewalResult.MISSING:
-                assert acquired(store.acquire(claim_request))
-            token = uuid4().hex if result is RenewalResult.OTHER else claim_request.token
-            renewals.append(Renewal(claim_request.stored_key, token, 4 * self.ttl))
+                assert acquired(store.acquire(call))
+            token = uuid4().hex if result is RenewalResult.OTHER else call.token
+            renewals.append(Renewal(call.key.stored, token, 4 * self.ttl))
             expected.append(result)
         assert store.renew(renewals) == expected
         for renewal, result in zip(renewals, expected, strict=True):
@@ -160,27 +160,27 @@ class LeaseStoreContract:
 
     def test_a_renewed_lease_outlives_its_first_ttl(self, store: LeaseStore, key: str) -> None:
         """The new ttl counts from the renewal."""
-        claim_request = make_claim_request(key, ttl=self.short)
-        assert acquired(store.acquire(claim_request))
-        assert store.renew([Renewal(key, claim_request.token, self.ttl)]) == [RenewalResult.OURS]
+        call = make_call(key, ttl=self.short)
+        assert acquired(store.acquire(call))
+        assert store.renew([Renewal(key, call.token, self.ttl)]) == [RenewalResult.OURS]
         time.sleep(1.5 * self.short)
-        assert held(store.acquire(make_claim_request(key, ttl=self.ttl)))
+        assert held(store.acquire(make_call(key, ttl=self.ttl)))
 
     def test_renewal_never_cuts_a_longer_lease(self, store: LeaseStore, key: str) -> None:
         """A lease that was extended to an hour is not shortened."""
-        claim_request = make_claim_request(key, ttl=self.ttl)
-        assert acquired(store.acquire(claim_request))
+        call = make_call(key, ttl=self.ttl)
+        assert acquired(store.acquire(call))
         for ttl in (60 * self.ttl, self.ttl, self.short):
-            assert store.renew([Renewal(key, claim_request.token, ttl)]) == [RenewalResult.OURS]
+            assert store.renew([Renewal(key, call.token, ttl)]) == [RenewalResult.OURS]
         holder = store.holder(key)
         assert holder is not None
         assert holder.remaining > 50 * self.ttl
 
     def test_a_lost_lease_is_not_renewed(self, store: LeaseStore, key: str) -> None:
         """Once another token holds the key, the renewal says so, and extends nothing."""
-        lost = make_claim_request(key, ttl=self.short)
+        lost = make_call(key, ttl=self.short)
         assert acquired(store.acquire(lost))
-        successor = make_claim_request(key, ttl=self.ttl)
+        successor = make_call(key, ttl=self.ttl)
         wait_until(
             lambda: acquired(store.acquire(successor)), self.short + PATIENCE, "the lease to end"
         )
@@ -194,30 +194,30 @@ class LeaseStoreContract:
 
     def test_release_frees_the_key_at_once_and_once(self, store: LeaseStore, key: str) -> None:
         """The next request gets the lease; a second release returns ``False``."""
-        claim_request = make_claim_request(key, ttl=self.ttl)
-        assert acquired(store.acquire(claim_request))
-        assert store.release(key, claim_request.token)
+        call = make_call(key, ttl=self.ttl)
+        assert acquired(store.acquire(call))
+        assert store.release(key, call.token)
         assert store.holder(key) is None
-        assert not store.release(key, claim_request.token)
-        assert store.renew([Renewal(key, claim_request.token, self.ttl)]) != [RenewalResult.OURS]
-        assert acquired(store.acquire(make_claim_request(key, ttl=self.ttl)))
+        assert not store.release(key, call.token)
+        assert store.renew([Renewal(key, call.token, self.ttl)]) != [RenewalResult.OURS]
+        assert acquired(store.acquire(make_call(key, ttl=self.ttl)))
 
     def test_a_stranger_cannot_release(self, store: LeaseStore, key: str) -> None:
         """Nor can a token that begins or ends like the holder's."""
-        claim_request = make_claim_request(key, ttl=self.ttl)
-        assert acquired(store.acquire(claim_request))
+        call = make_call(key, ttl=self.ttl)
+        assert acquired(store.acquire(call))
         for token in (
             uuid4().hex,
-            claim_request.token[:-1],
-            claim_request.token[1:],
-            claim_request.token + "0",
+            call.token[:-1],
+            call.token[1:],
+            call.token + "0",
         ):
             assert not store.release(key, token)
             assert store.renew([Renewal(key, token, 9 * self.ttl)]) == [RenewalResult.OTHER]
-            assert held(store.acquire(make_claim_request(key, token, ttl=self.ttl)))
+            assert held(store.acquire(make_call(key, token, ttl=self.ttl)))
         holder = store.holder(key)
         assert holder is not None
-        assert holder.token == claim_request.token
+        assert holder.token == call.token
         assert holder.remaining <= self.ttl
 
     def test_releasing_an_unknown_key_is_no_error(self, store: LeaseStore, key: str) -> None:
@@ -229,17 +229,17 @@ class LeaseStoreContract:
     def test_of_many_keys_those_that_are_held_are_returned(self, store: LeaseStore) -> None:
         """Free, unknown and expired keys are not; and the call changes nothing."""
         running, ending, freed, unknown = (fresh_key() for _ in range(4))
-        claim_requests = {
-            key: make_claim_request(key, ttl=self.short if key == ending else self.ttl)
+        calls = {
+            key: make_call(key, ttl=self.short if key == ending else self.ttl)
             for key in (running, ending, freed)
         }
-        for claim_request in claim_requests.values():
-            assert acquired(store.acquire(claim_request))
-        assert store.release(freed, claim_requests[freed].token)
+        for call in calls.values():
+            assert acquired(store.acquire(call))
+        assert store.release(freed, calls[freed].token)
         keys = [unknown, freed, running, ending]
         wait_until(lambda: store.held(keys) == {running}, PATIENCE, "only one key to be held")
         assert store.held([]) == set()
-        assert store.release(running, claim_requests[running].token)
+        assert store.release(running, calls[running].token)
         assert store.held(keys) == set()
 
     # -- everything at once ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from celery_leases.decide.copies import UNCOPIED, callbacks_mark, waiter_mark
 from celery_leases.stores.interfaces import MarkStore, WaiterStore
-from celery_leases.testing.contracts.claim_requests import fresh_key
+from celery_leases.testing.contracts.calls import fresh_key
 from celery_leases.testing.waits import wait_until
 
 THREADS = 8

@@ -9,7 +9,7 @@ from uuid import uuid4
 from celery_leases.deadlines import hard_deadline
 from celery_leases.decide.answers import Renewal
 from celery_leases.stores.interfaces import LeaseStore
-from celery_leases.testing.contracts.claim_requests import acquired, make_claim_request
+from celery_leases.testing.contracts.calls import acquired, make_call
 
 TURNS = 12
 PATIENCE = 90.0
@@ -53,10 +53,10 @@ class LeaseFuzz:
         return written
 
     def _acquire(self, token: str, ttl: float, rand: random.Random) -> float:
-        claim_request = make_claim_request(self.key, token, ttl=ttl)
+        call = make_call(self.key, token, ttl=ttl)
         while time.monotonic() < self._until:
             sent = time.monotonic()
-            if acquired(self.store.acquire(claim_request)):
+            if acquired(self.store.acquire(call)):
                 return sent
             time.sleep(rand.uniform(0.001, 0.01))
         raise AssertionError(f"another thread failed, or the key was not free for {PATIENCE:g} s")
@@ -67,7 +67,7 @@ class LeaseFuzz:
         if rand.random() < 0.3:
             self.store.renew([Renewal(self.key, token, ttl)])
         if rand.random() < 0.1:
-            assert acquired(self.store.acquire(make_claim_request(self.key, token, ttl=ttl)))
+            assert acquired(self.store.acquire(make_call(self.key, token, ttl=ttl)))
         if time.monotonic() > hard_deadline(sent, ttl) - ttl / 2:
             return 0
         self.counter = seen + 1

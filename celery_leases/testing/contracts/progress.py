@@ -11,7 +11,7 @@ import pytest
 from celery_leases.effect import Begun
 from celery_leases.record import Ended, State
 from celery_leases.stores.interfaces import EffectStore, RecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import (
     EffectCase,
     begin,
@@ -31,24 +31,24 @@ class ProgressContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """The last saved progress counts, and nothing else in the row changes."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         before = row(records, key)
         assert effects.save_progress(record, '{"n": 1}')
         text = '{"ü": "' + "x" * 100_000 + '"}'
         assert effects.save_progress(record, text)
         assert row(records, key) == replace(before, progress=text)
-        assert won(records, make_claim_request(key)).progress == text
+        assert won(records, make_call(key)).progress == text
 
     @pytest.mark.parametrize("how", ["overtaken", "done", "wrong owner", "forgotten"])
     def test_progress_of_a_stale_attempt_is_refused(
         self, records: RecordStore, effects: EffectStore, key: str, how: str
     ) -> None:
         """It changes nothing."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         assert effects.save_progress(record, '{"n": 1}')
         match how:
             case "overtaken":
-                won(records, make_claim_request(key))
+                won(records, make_call(key))
             case "done":
                 closed(records, record)
             case "wrong owner":
@@ -66,38 +66,38 @@ class ProgressContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str, how: str
     ) -> None:
         """The next crash counts as the first."""
-        won(records, make_claim_request(key))
-        record = won(records, make_claim_request(key))
+        won(records, make_call(key))
+        record = won(records, make_call(key))
         assert record.crashes == 1
         if how == "progress":
             assert effects.save_progress(record, '{"n": 1}')
         else:
             effects.clear_crashes(record)
         assert row(records, key).crashes == 0
-        assert won(records, make_claim_request(key)).crashes == 1
+        assert won(records, make_call(key)).crashes == 1
 
     def test_an_outcome_saves_progress_along_or_leaves_it(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """Progress that was not saved before is saved with the outcome."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         assert effects.save_progress(record, '{"n": 1}')
         assert records.settle(
             record, outcome(record, State.PENDING, Ended.FAILED, progress='{"n": 2}')
         )
         assert row(records, key).progress == '{"n": 2}'
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         assert records.settle(record, outcome(record, State.PENDING, Ended.FAILED))
-        assert won(records, make_claim_request(key)).progress == '{"n": 2}'
+        assert won(records, make_call(key)).progress == '{"n": 2}'
 
     def test_the_row_shows_whether_the_attempt_still_runs(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """By state, fence and owner."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         assert effects.is_running(record)
         assert not effects.is_running(replace(record, owner="stranger"))
-        successor = won(records, make_claim_request(key))
+        successor = won(records, make_call(key))
         assert (effects.is_running(record), effects.is_running(successor)) == (False, True)
         closed(records, successor)
         assert not effects.is_running(successor)
@@ -108,16 +108,16 @@ class ProgressContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
     ) -> None:
         """The next record of the key begins without effects. The effects of other keys stay."""
-        lasting = won(records, make_claim_request(fresh_key()))
+        lasting = won(records, make_call(fresh_key()))
         assert finished(effects, sent(effects, lasting))
-        old = won(records, make_claim_request(key))
+        old = won(records, make_call(key))
         assert finished(effects, sent(effects, old))
         sent(effects, old, "mail")
         closed(records, old, retention=self.short)
         pass_time(1.2 * self.short)
         purge(records)
         assert records.read(key) is None
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         assert record.generation == 0
         assert effects.of_key(record) == []
         assert isinstance(begin(effects, record), Begun)
@@ -131,7 +131,7 @@ class ProgressContract(EffectCase):
         """
         keys = [fresh_key() for _ in range(60)]
         for key in keys:
-            record = won(records, make_claim_request(key))
+            record = won(records, make_call(key))
             assert finished(effects, sent(effects, record))
             closed(records, record, retention=self.short)
         pass_time(1.2 * self.short)
@@ -144,4 +144,4 @@ class ProgressContract(EffectCase):
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(purging, range(4)))
         for key in keys:
-            assert isinstance(begin(effects, won(records, make_claim_request(key))), Begun)
+            assert isinstance(begin(effects, won(records, make_call(key))), Begun)

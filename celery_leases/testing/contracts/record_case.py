@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 
-from celery_leases.record import ClaimRequest, Ended, Outcome, Record, Refused, State, Won
+from celery_leases.call import Call
+from celery_leases.record import (
+    Ended,
+    Outcome,
+    Record,
+    Refused,
+    State,
+    Won,
+)
 from celery_leases.stores.interfaces import RecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 
 STORE = "redis:one"
 """The lease store in the claims. It is separate from the records, so each lease counts as lost."""
@@ -40,21 +48,21 @@ class RecordCase:
         return fresh_key()
 
 
-def won(records: RecordStore, claim_request: ClaimRequest, lease_store: str = STORE) -> Record:
+def won(records: RecordStore, call: Call, lease_store: str = STORE) -> Record:
     """The row after a claim, which must succeed."""
-    claim = records.claim(claim_request, lease_store)
+    claim = records.claim(call, lease_store)
     assert isinstance(claim, Won), claim
     return claim.record
 
 
-def refused(records: RecordStore, claim_request: ClaimRequest, lease_store: str = STORE) -> Record:
+def refused(records: RecordStore, call: Call, lease_store: str = STORE) -> Record:
     """The row that refuses the claim. The claim must not change the row."""
-    before = row(records, claim_request.stored_key)
-    claim = records.claim(claim_request, lease_store)
+    before = row(records, call.key.stored)
+    claim = records.claim(call, lease_store)
     assert isinstance(claim, Refused), claim
     assert claim.record is not None
     assert timeless(claim.record) == before
-    assert row(records, claim_request.stored_key) == before
+    assert row(records, call.key.stored) == before
     return claim.record
 
 
@@ -91,21 +99,19 @@ def closed(records: RecordStore, record: Record, state: State = State.DONE, **mo
 
 def waiting(
     records: RecordStore,
-    claim_request: ClaimRequest,
+    call: Call,
     retry_after: float,
     state: State = State.PENDING,
 ) -> Record:
     """The row after a failed attempt that may be repeated in *retry_after* seconds."""
-    return closed(
-        records, won(records, claim_request), state, ended=Ended.RETRIED, retry_after=retry_after
-    )
+    return closed(records, won(records, call), state, ended=Ended.RETRIED, retry_after=retry_after)
 
 
-def again(claim_request: ClaimRequest, **more: Any) -> ClaimRequest:
+def again(call: Call, **more: Any) -> Call:
     """Another attempt of the same call."""
     given: dict[str, Any] = {
-        "call_id": claim_request.call_id,
-        "ttl": claim_request.ttl,
-        "fingerprint": claim_request.fingerprint,
+        "call_id": call.call_id,
+        "ttl": call.options.ttl,
+        "fingerprint": call.key.fingerprint,
     }
-    return make_claim_request(claim_request.stored_key, **(given | more))
+    return make_call(call.key.stored, **(given | more))

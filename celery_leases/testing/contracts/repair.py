@@ -9,7 +9,7 @@ import pytest
 
 from celery_leases.record import Ended, Failure, State
 from celery_leases.stores.interfaces import RecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import RecordCase, again, closed, outcome, row, won
 
 
@@ -19,7 +19,7 @@ class RepairContract(RecordCase):
     def test_rows_are_found_by_state_and_task_latest_first(self, records: RecordStore) -> None:
         """At most *limit* rows."""
         task = f"task-{uuid4().hex}"
-        rows = [won(records, make_claim_request(fresh_key(), task=task)) for _ in range(4)]
+        rows = [won(records, make_call(fresh_key(), task=task)) for _ in range(4)]
         keys = [record.stored_key for record in rows]
         closed(records, rows[1])
         closed(records, rows[2], State.FAILED, ended=Ended.FAILED)
@@ -47,7 +47,7 @@ class RepairContract(RecordCase):
         """The row has a new fence, so the owner can no longer write its outcome. Its attempt does
         not count as a crash.
         """
-        owner = won(records, make_claim_request(key))
+        owner = won(records, make_call(key))
         after = records.reset(key, keep=keep)
         assert after is not None
         assert after.state is State.PENDING
@@ -55,7 +55,7 @@ class RepairContract(RecordCase):
         assert after.owner != owner.owner
         assert not records.settle(owner, outcome(owner, result='"late"'))
         assert row(records, key).result is None
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         assert record.fence > after.fence
         assert record.crashes == 0
         assert not record.just_crashed
@@ -73,9 +73,9 @@ class RepairContract(RecordCase):
             "attempt": 3,
             "retry_after": 600.0,
         }
-        closed(records, won(records, make_claim_request(key)), state, **given)
+        closed(records, won(records, make_call(key)), state, **given)
         assert records.reset(key, keep=True) is not None
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         assert (record.attempt, record.failures, record.generation) == (4, 2, 0)
 
     @pytest.mark.parametrize("forgive", [True, False])
@@ -94,7 +94,7 @@ class RepairContract(RecordCase):
             "failed": True,
         }
         given |= {"ended": Ended.FAILED, "failure": failure, "retry_after": 600.0, "resumes": True}
-        closed(records, won(records, make_claim_request(key)), State.COOLING, **given)
+        closed(records, won(records, make_call(key)), State.COOLING, **given)
         after = records.reset(key, keep=True, forgive=forgive)
         assert after is not None
         counts = (
@@ -111,7 +111,7 @@ class RepairContract(RecordCase):
             failure,
             True,
         )
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         assert (record.attempt, record.generation, record.failures) == (2, 0, 0 if forgive else 4)
         assert record.previous is not None
         assert record.previous.error == failure
@@ -122,21 +122,21 @@ class RepairContract(RecordCase):
         """The next call may have other arguments and gets no saved result, and the same call may
         run again.
         """
-        claim_request = make_claim_request(key, fingerprint="v1:a")
+        call = make_call(key, fingerprint="v1:a")
         given: dict[str, Any] = {
             "result": '"old"',
             "failures": 2,
             "attempt": 3,
-            "finished": {claim_request.call_id: '"old"'},
+            "finished": {call.call_id: '"old"'},
         }
-        closed(records, won(records, claim_request), **given)
+        closed(records, won(records, call), **given)
         after = records.reset(key, keep=False)
         assert after is not None
         assert (after.generation, after.attempt, after.failures, after.crashes) == (1, 0, 0, 0)
         assert (after.result, after.failure, after.fingerprint) == (None, None, None)
         assert after.finished_calls == ()
         assert after.finished_results is None
-        record = won(records, again(claim_request, fingerprint="v1:b"))
+        record = won(records, again(call, fingerprint="v1:b"))
         assert (record.attempt, record.generation, record.fingerprint, record.previous) == (
             1,
             1,
@@ -149,8 +149,8 @@ class RepairContract(RecordCase):
         self, records: RecordStore, key: str, keep: bool
     ) -> None:
         """It was claimed or settled since it was read. An unchanged row is reset."""
-        seen = won(records, make_claim_request(key))
-        record = won(records, make_claim_request(key))
+        seen = won(records, make_call(key))
+        record = won(records, make_call(key))
         assert records.reset(key, keep=keep, seen=seen) is None
         after = closed(records, record)
         assert records.reset(key, keep=keep, seen=record) is None
@@ -169,12 +169,12 @@ class RepairContract(RecordCase):
         days.
         """
         day = 86_400.0
-        won(records, make_claim_request(key, retention=own * day if own else None))
+        won(records, make_call(key, retention=own * day if own else None))
         after = records.reset(key, keep=True, retention=given * day if given else None)
         assert after is not None
         assert after.expires_at is not None
         assert (after.expires_at - after.now) / 1e6 == pytest.approx(days * day, abs=30)
-        assert after.retention == (own * day if own else None)
+        assert after.retention == (own or 7) * day
 
     def test_a_reset_of_an_absent_row_makes_none(self, records: RecordStore, key: str) -> None:
         """There is nothing to reset."""

@@ -11,7 +11,7 @@ import pytest
 
 from celery_leases.decide.answers import Acquired, Cooling, Renewal, RenewalResult
 from celery_leases.stores.interfaces import LeaseStore, SeparateLeaseStore
-from celery_leases.testing.contracts.claim_requests import acquired, held, make_claim_request
+from celery_leases.testing.contracts.calls import acquired, held, make_call
 from celery_leases.testing.contracts.leases import PATIENCE, LeaseStoreContract
 from celery_leases.testing.waits import wait_until
 
@@ -27,57 +27,57 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
         """A claim does not take over a running row for as long as its holder may need to write the
         lease again.
         """
-        assert acquired(store.acquire(make_claim_request(key, ttl=self.ttl)))
+        assert acquired(store.acquire(make_call(key, ttl=self.ttl)))
         young = store.age(key)
         assert young >= 0
-        assert held(store.acquire(make_claim_request(key, ttl=self.ttl)))
+        assert held(store.acquire(make_call(key, ttl=self.ttl)))
         assert store.age(key) >= young
 
     def test_a_lost_lease_is_written_again(self, store: LeaseStore, key: str) -> None:
         """It is exclusive as before, and writing it twice is harmless."""
-        claim_request = make_claim_request(key, ttl=self.ttl)
-        assert store.reassert(claim_request)
-        assert store.reassert(claim_request)
-        assert held(store.acquire(make_claim_request(key, ttl=self.ttl)))
+        call = make_call(key, ttl=self.ttl)
+        assert store.reassert(call)
+        assert store.reassert(call)
+        assert held(store.acquire(make_call(key, ttl=self.ttl)))
         holder = store.holder(key)
         assert holder is not None
         assert (holder.token, holder.call_id, holder.host) == (
-            claim_request.token,
-            claim_request.call_id,
-            claim_request.holder,
+            call.token,
+            call.call_id,
+            call.host,
         )
 
     def test_writing_again_never_shortens_a_longer_lease(self, store: LeaseStore, key: str) -> None:
         """Nor does it change a lease that was not lost."""
-        claim_request = make_claim_request(key, ttl=60 * self.ttl)
-        assert acquired(store.acquire(claim_request))
-        assert store.reassert(make_claim_request(key, claim_request.token, ttl=self.short))
+        call = make_call(key, ttl=60 * self.ttl)
+        assert acquired(store.acquire(call))
+        assert store.reassert(make_call(key, call.token, ttl=self.short))
         holder = store.holder(key)
         assert holder is not None
         assert holder.remaining > 50 * self.ttl
 
     def test_a_lease_of_another_is_not_overwritten(self, store: LeaseStore, key: str) -> None:
         """An attempt that has taken the key meanwhile keeps it."""
-        successor = make_claim_request(key, ttl=self.ttl)
+        successor = make_call(key, ttl=self.ttl)
         assert acquired(store.acquire(successor))
-        assert not store.reassert(make_claim_request(key, ttl=self.ttl))
+        assert not store.reassert(make_call(key, ttl=self.ttl))
         holder = store.holder(key)
         assert holder is not None
         assert holder.token == successor.token
 
     def test_a_bounded_store_has_the_same_leases(self, store: SeparateLeaseStore, key: str) -> None:
         """The thread that renews leases uses a bounded store."""
-        claim_request = make_claim_request(key, ttl=self.ttl)
-        assert acquired(store.acquire(claim_request))
+        call = make_call(key, ttl=self.ttl)
+        assert acquired(store.acquire(call))
         bounded = store.bounded(PATIENCE, PATIENCE)
         try:
             assert (bounded.name, bounded.in_records) == (store.name, False)
-            renewal = Renewal(key, claim_request.token, self.ttl)
+            renewal = Renewal(key, call.token, self.ttl)
             assert bounded.renew([renewal]) == [RenewalResult.OURS]
-            assert held(bounded.acquire(make_claim_request(key, ttl=self.ttl)))
+            assert held(bounded.acquire(make_call(key, ttl=self.ttl)))
         finally:
             bounded.close()
-        assert store.release(key, claim_request.token)
+        assert store.release(key, call.token)
 
     def test_a_store_that_works_may_be_used_by_a_worker(self, store: SeparateLeaseStore) -> None:
         """``check()`` returns a warning, or ``None``."""
@@ -90,10 +90,10 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
         """Each request, also the owner's, gets the remaining time. The cooldown is not a lease, and
         is not listed as one.
         """
-        claim_request = make_claim_request(key, ttl=self.ttl)
-        assert acquired(store.acquire(claim_request))
-        assert store.cool(key, claim_request.token, 4 * self.ttl)
-        for rival in (claim_request, make_claim_request(key, ttl=self.ttl)):
+        call = make_call(key, ttl=self.ttl)
+        assert acquired(store.acquire(call))
+        assert store.cool(key, call.token, 4 * self.ttl)
+        for rival in (call, make_call(key, ttl=self.ttl)):
             answer = store.acquire(rival)
             assert isinstance(answer, Cooling)
             assert 3 * self.ttl < answer.remaining <= 4 * self.ttl
@@ -106,16 +106,14 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
         """A renewal, a second write or a release may come late. Starting the same cooldown again
         changes nothing.
         """
-        claim_request = make_claim_request(key, ttl=self.ttl)
-        assert acquired(store.acquire(claim_request))
-        assert store.cool(key, claim_request.token, 4 * self.ttl)
-        assert store.renew([Renewal(key, claim_request.token, 9 * self.ttl)]) == [
-            RenewalResult.OTHER
-        ]
-        assert not store.reassert(claim_request)
-        assert not store.release(key, claim_request.token)
-        assert store.cool(key, claim_request.token, 9 * self.ttl)
-        answer = store.acquire(claim_request)
+        call = make_call(key, ttl=self.ttl)
+        assert acquired(store.acquire(call))
+        assert store.cool(key, call.token, 4 * self.ttl)
+        assert store.renew([Renewal(key, call.token, 9 * self.ttl)]) == [RenewalResult.OTHER]
+        assert not store.reassert(call)
+        assert not store.release(key, call.token)
+        assert store.cool(key, call.token, 9 * self.ttl)
+        answer = store.acquire(call)
         assert isinstance(answer, Cooling)
         assert answer.remaining <= 4 * self.ttl
 
@@ -124,11 +122,11 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
         self, store: LeaseStore, key: str, seconds: float
     ) -> None:
         """However much of the lease was left. Afterwards the key is free."""
-        claim_request = make_claim_request(key, ttl=self.short)
-        assert acquired(store.acquire(claim_request))
+        call = make_call(key, ttl=self.short)
+        assert acquired(store.acquire(call))
         began = time.monotonic()
-        assert store.cool(key, claim_request.token, seconds * self.short)
-        successor = make_claim_request(key, ttl=self.ttl)
+        assert store.cool(key, call.token, seconds * self.short)
+        successor = make_call(key, ttl=self.ttl)
         wait_until(
             lambda: acquired(store.acquire(successor)),
             seconds * self.short + PATIENCE,
@@ -139,31 +137,31 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
     def test_only_the_holder_cools_the_key(self, store: LeaseStore, key: str) -> None:
         """Neither an unknown token nor one whose lease another token holds now."""
         assert not store.cool(key, uuid4().hex, self.ttl)
-        assert store.acquire(make_claim_request(key, ttl=self.short)) == Acquired()
-        claim_request = make_claim_request(key, ttl=self.ttl)
+        assert store.acquire(make_call(key, ttl=self.short)) == Acquired()
+        call = make_call(key, ttl=self.ttl)
         wait_until(
-            lambda: acquired(store.acquire(claim_request)),
+            lambda: acquired(store.acquire(call)),
             self.short + PATIENCE,
             "the lease to end",
         )
         for token in (
             uuid4().hex,
-            claim_request.token[:-1],
-            claim_request.token[1:],
-            claim_request.token + "0",
+            call.token[:-1],
+            call.token[1:],
+            call.token + "0",
         ):
             assert not store.cool(key, token, self.ttl)
         holder = store.holder(key)
         assert holder is not None
-        assert holder.token == claim_request.token
+        assert holder.token == call.token
 
     def test_a_cooldown_is_ended_whoever_began_it(self, store: LeaseStore, key: str) -> None:
         """By an operator. A lease is not changed, and ending a cooldown twice changes nothing."""
-        claim_request = make_claim_request(key, ttl=self.ttl)
+        call = make_call(key, ttl=self.ttl)
         assert not store.end_cooldown(key)
-        assert acquired(store.acquire(claim_request))
+        assert acquired(store.acquire(call))
         assert not store.end_cooldown(key)
-        assert store.cool(key, claim_request.token, 9 * self.ttl)
+        assert store.cool(key, call.token, 9 * self.ttl)
         assert store.end_cooldown(key)
         assert not store.end_cooldown(key)
-        assert acquired(store.acquire(make_claim_request(key, ttl=self.ttl)))
+        assert acquired(store.acquire(make_call(key, ttl=self.ttl)))

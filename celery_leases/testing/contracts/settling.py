@@ -8,7 +8,7 @@ import pytest
 
 from celery_leases.record import Ended, Failure, State
 from celery_leases.stores.interfaces import RecordStore
-from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import (
     PassTime,
     RecordCase,
@@ -29,7 +29,7 @@ class SettleContract(RecordCase):
 
     def test_success_is_written_with_its_result(self, records: RecordStore, key: str) -> None:
         """The row is done, finished now, and expires after the retention."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         done = closed(records, record, result='{"b": [1, "ü"]}', retention=3600.0, reason="why")
         assert (done.state, done.result, done.reason) == (State.DONE, '{"b": [1, "ü"]}', "why")
         assert (done.fence, done.owner, done.attempt) == (record.fence, record.owner, 1)
@@ -44,7 +44,7 @@ class SettleContract(RecordCase):
     ) -> None:
         """And with the counts of the outcome, whatever they were before."""
         failure = Failure("shop.errors.Declined", "declined: ü", "rule-7")
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         found = closed(
             records,
             record,
@@ -71,14 +71,14 @@ class SettleContract(RecordCase):
         self, records: RecordStore, key: str
     ) -> None:
         """Even with a shorter retention."""
-        found = waiting(records, make_claim_request(key), 120.0)
+        found = waiting(records, make_call(key), 120.0)
         assert found.retry_at is not None
         assert found.expires_at is None or found.expires_at >= found.retry_at
 
     @pytest.mark.parametrize("wrong", ["fence", "owner"])
     def test_only_fence_and_owner_settle(self, records: RecordStore, key: str, wrong: str) -> None:
         """A stale attempt changes nothing."""
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         before = row(records, key)
         stale = (
             replace(record, fence=record.fence - 1)
@@ -92,8 +92,8 @@ class SettleContract(RecordCase):
         self, records: RecordStore, key: str
     ) -> None:
         """Neither while its successor runs, nor after the successor has finished."""
-        zombie = won(records, make_claim_request(key))
-        successor = won(records, make_claim_request(key))
+        zombie = won(records, make_call(key))
+        successor = won(records, make_call(key))
         assert not records.settle(zombie, outcome(zombie, result='"zombie"'))
         closed(records, successor, result='"right"')
         assert not records.settle(zombie, outcome(zombie, result='"zombie"'))
@@ -103,7 +103,7 @@ class SettleContract(RecordCase):
         """The reply to the commit may have been lost: writing the same outcome again succeeds, and
         changes nothing.
         """
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         done = closed(records, record, result='"a"')
         assert records.settle(record, outcome(record, result='"a"'))
         assert row(records, key) == done
@@ -114,14 +114,14 @@ class SettleContract(RecordCase):
         """Another process has settled the row as crashed: a success that was not written must not
         count as written.
         """
-        record = won(records, make_claim_request(key))
+        record = won(records, make_call(key))
         given_back = closed(records, record, State.PENDING, ended=Ended.TERMINATED, crashes=1)
         assert not records.settle(record, outcome(record, result='"late"'))
         assert row(records, key) == given_back
 
     def test_an_unknown_row_cannot_be_settled(self, records: RecordStore, key: str) -> None:
         """The row may have been purged."""
-        record = replace(won(records, make_claim_request(key)), stored_key=fresh_key())
+        record = replace(won(records, make_call(key)), stored_key=fresh_key())
         assert not records.settle(record, outcome(record))
         assert records.read(record.stored_key) is None
 
@@ -134,7 +134,7 @@ class SettleContract(RecordCase):
         """The next claim is a first attempt. Of the old row only the fence matters, which grows."""
         old = closed(
             records,
-            won(records, make_claim_request(key, fingerprint="v1:a")),
+            won(records, make_call(key, fingerprint="v1:a")),
             state,
             ended=Ended.FAILED,
             retention=self.short,
@@ -145,7 +145,7 @@ class SettleContract(RecordCase):
             finished={"some-call": None},
         )
         pass_time(1.2 * self.short)
-        record = won(records, make_claim_request(key, fingerprint="v1:b"))
+        record = won(records, make_call(key, fingerprint="v1:b"))
         assert (record.attempt, record.failures, record.crashes) == (1, 0, 0)
         assert (record.fingerprint, record.result, record.previous) == ("v1:b", None, None)
         assert record.finished_calls == ()
@@ -158,8 +158,8 @@ class SettleContract(RecordCase):
         self, records: RecordStore, key: str
     ) -> None:
         """The retention here is 60 seconds."""
-        closed(records, won(records, make_claim_request(key)), retention=60.0)
-        refused(records, make_claim_request(key))
+        closed(records, won(records, make_call(key)), retention=60.0)
+        refused(records, make_call(key))
 
     def test_old_rows_are_purged_in_batches(
         self, records: RecordStore, pass_time: PassTime
@@ -167,15 +167,13 @@ class SettleContract(RecordCase):
         """Running rows and rows whose retention is not over stay."""
         old = [fresh_key() for _ in range(5)]
         running, lasting = (
-            won(records, make_claim_request(fresh_key())),
-            won(records, make_claim_request(fresh_key())),
+            won(records, make_call(fresh_key())),
+            won(records, make_call(fresh_key())),
         )
         closed(records, lasting, retention=3600.0)
         fences = {}
         for key in old:
-            fences[key] = closed(
-                records, won(records, make_claim_request(key)), retention=self.short
-            ).fence
+            fences[key] = closed(records, won(records, make_call(key)), retention=self.short).fence
         pass_time(1.2 * self.short)
         purged: list[int] = []
         while not purged or purged[-1]:
@@ -186,4 +184,4 @@ class SettleContract(RecordCase):
         assert row(records, running.stored_key).state is State.RUNNING
         assert row(records, lasting.stored_key).state is State.DONE
         for key in old:
-            assert won(records, make_claim_request(key)).fence > fences[key]
+            assert won(records, make_call(key)).fence > fences[key]

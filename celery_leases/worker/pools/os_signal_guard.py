@@ -152,7 +152,7 @@ def _kill_timer(held_lease: HeldLease) -> KillTimer:
     except OSError as error:
         why = f"the kill timer could not be set: {error}"
         raise LeaseLost(
-            f"{printable(held_lease.claim_request.key)}: {why}", held_lease.claim_request.key, why
+            f"{printable(held_lease.call.key.key)}: {why}", held_lease.call.key.key, why
         ) from error
 
 
