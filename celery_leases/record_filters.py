@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import binascii
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from enum import StrEnum
 from typing import Final, Self
 
-from celery_leases.errors import LeaseConfigurationError, LeaseMisuse
+from celery_leases.errors import LeaseConfigurationError
 from celery_leases.record import Record, State
 from celery_leases.status import ABANDONED, LEASE_ENDED, RECORD_UNREADABLE, UNREADABLE
-from celery_leases.text.durations import Duration, seconds
 
 KNOWN_STATES: Final = (*(state.value for state in State), ABANDONED, UNREADABLE)
 """The states that a filter may name; the last two are not in a row."""
@@ -65,7 +62,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class RecordFilter:
-    """Conditions on a record, all of which must hold. Created by :meth:`of`.
+    """Conditions on a record, all of which must hold.
 
     ``since`` and ``until`` apply to the start of the latest attempt, ``unmoved_since`` to the last
     change of the row, and ``expired_at`` to the end of its retention; all are microseconds since
@@ -84,40 +81,6 @@ class RecordFilter:
     crashed: bool = False
     expired_at: int | None = None
     published: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        now: float,
-        states: Sequence[str] = (),
-        task: str | None = None,
-        group: str | None = None,
-        prefix: str | None = None,
-        reason: str | None = None,
-        since: Duration | datetime | None = None,
-        until: Duration | datetime | None = None,
-        crashed: bool = False,
-    ) -> Self:
-        """A filter. A time is a datetime, or a duration before *now* (seconds since the epoch).
-
-        Raises :class:`LeaseMisuse` for an unknown state, and :class:`LeaseConfigurationError` for a
-        time that cannot be read.
-        """
-        if isinstance(states, str) or not set(KNOWN_STATES).issuperset(states):
-            raise LeaseMisuse(
-                f"states={states!r}: give a list of {', '.join(sorted(KNOWN_STATES))}"
-            )
-        return cls(
-            tuple(states),
-            task,
-            group,
-            prefix,
-            reason,
-            since=_moment(since, now, "since"),
-            until=_moment(until, now, "until"),
-            crashed=crashed,
-        )
 
     @property
     def row_states(self) -> tuple[str, ...]:
@@ -160,12 +123,3 @@ class RecordFilter:
             record.ended,
             failure.reason if failure is not None else None,
         )
-
-
-def _moment(given: Duration | datetime | None, now: float, name: str) -> int | None:
-    if given is None:
-        return None
-    when = (
-        given.timestamp() if isinstance(given, datetime) else now - seconds(given, name, zero=True)
-    )
-    return round(when * 1e6)

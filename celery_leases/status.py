@@ -287,7 +287,7 @@ class LeaseStatus:
 
         Datetimes are in ISO 8601; numbers that JSON does not have are ``"NaN"`` or ``"Infinity"``.
         """
-        return _plain(asdict(self)) | {
+        return plain(asdict(self)) | {
             "message": self.message(),
             "message_code": self.message_code.value,
         }
@@ -332,7 +332,7 @@ class GroupStatus:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, datetimes in ISO 8601."""
-        return _plain(asdict(self))
+        return plain(asdict(self))
 
 
 def _calls(count: int) -> str:
@@ -567,7 +567,8 @@ def _moment(microseconds: float) -> datetime:
     return datetime.fromtimestamp(microseconds / 1e6, UTC)
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """*values* for JSON: datetimes in ISO 8601, and texts for numbers that JSON does not have."""
     return {name: _plainly(value) for name, value in values.items()}
 
 
@@ -578,7 +579,7 @@ def _plainly(value: Any) -> Any:
         case float() if not math.isfinite(value):
             return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
         case dict():
-            return _plain(value)
+            return plain(value)
         case list() | tuple():
             return [_plainly(item) for item in value]
     return value

@@ -10,7 +10,9 @@ import click
 
 from celery_leases.client import LeaseClient
 from celery_leases.errors import LeasesError
+from celery_leases.record_filters import Order, RecordFilter
 from celery_leases.text.cleaning import printable
+from celery_leases.worker.app_components import components_of
 from celery_leases.worker.app_settings import leased_tasks
 
 DEFAULT_APP: Final = "default"
@@ -48,15 +50,18 @@ def client_of(ctx: click.Context) -> LeaseClient:
     return LeaseClient.from_app(app_of(ctx), eager=False)
 
 
-def check_task(ctx: click.Context, client: LeaseClient, task: str | None) -> None:
+def check_task(ctx: click.Context, task: str | None) -> None:
     """Refuse a ``--task`` that is not a leased task of the app and has no record.
 
     The command would find nothing, without a hint that the name is wrong.
     """
-    known = leased_tasks(app_of(ctx))
-    if task is None or task in known or client.list(task=task, limit=1):
+    app = app_of(ctx)
+    known = leased_tasks(app)
+    if task is None or task in known:
         return
-    raise unknown_task(task, known)
+    records = components_of(app, eager=False).records
+    if not records.find(RecordFilter(task=task), order=Order.LATEST, limit=1):
+        raise unknown_task(task, known)
 
 
 def unknown_task(task: str, known: Iterable[str]) -> click.BadParameter:
@@ -77,7 +82,7 @@ def task_and_namespace(
     :func:`check_task`.
     """
     if namespace is None:
-        check_task(ctx, client_of(ctx), task)
+        check_task(ctx, task)
         known = leased_tasks(app_of(ctx))
         namespace = known[task].lease_options.namespace if task in known else None
     return {"task": task, "namespace": namespace}

@@ -8,11 +8,11 @@ from typing import Any, Final
 from celery import Celery, _state
 from django.contrib import admin
 
-from celery_leases.client import LeaseClient
 from celery_leases.django import configuration
 from celery_leases.errors import LeaseConfigurationError
+from celery_leases.ops.client import OperatorClient
 from celery_leases.worker import app_components
-from celery_leases.worker.checks.servers import NO_WORKER, worker_answers
+from celery_leases.worker.answering import NO_WORKER, worker_answers
 
 KEYS_AT_ONCE: Final = 500
 STYLES = {"all": ["celery_leases/admin.css"]}
@@ -42,9 +42,9 @@ class ReadOnlyAdmin(admin.ModelAdmin):
         return bool(request.user.has_perm(f"{self.opts.app_label}.{what}_{self.opts.model_name}"))
 
 
-def client() -> LeaseClient:
+def client() -> OperatorClient:
     """A client for the stores that the workers of the project's Celery app use."""
-    return LeaseClient.from_app(_app(), eager=False)
+    return OperatorClient.from_app(_app(), eager=False)
 
 
 def held(stored_keys: Sequence[str]) -> set[str]:

@@ -13,10 +13,9 @@ from django.template.response import TemplateResponse
 
 from celery_leases.django.admin_access import STYLES, ReadOnlyAdmin, client
 from celery_leases.errors import LeasesError
-from celery_leases.operator_actions import DEFAULT_DURATION
+from celery_leases.ops.actions import DEFAULT_DURATION, GROUP_ACTIONS, counted
 from celery_leases.text.durations import in_words
 
-ACTIONS: Final = {"open": "Open", "close": "Close"}
 PERMISSION: Final = "operate"
 
 
@@ -78,7 +77,7 @@ class LeaseGateAdmin(ReadOnlyAdmin):
             raise PermissionDenied
         what = request.POST.get("action")
         groups = [group for group in request.POST.getlist("group") if group.strip()]
-        if what not in ACTIONS or not groups:
+        if what not in GROUP_ACTIONS or not groups:
             return self._show_groups(request, problem="Select a group, or enter the name of one.")
         if request.POST.get("confirmed") != "yes":
             return self._confirm(request, what, groups)
@@ -90,11 +89,11 @@ class LeaseGateAdmin(ReadOnlyAdmin):
         return HttpResponseRedirect(request.get_full_path())
 
     def _confirm(self, request: Any, what: str, groups: list[str]) -> Any:
-        count = f"{len(groups)} group{'' if len(groups) == 1 else 's'}"
+        count = counted(len(groups), "group")
         context = {
-            **self._context(request, f"{ACTIONS[what]}: {count}?"),
+            **self._context(request, f"{GROUP_ACTIONS[what]}: {count}?"),
             "what": what,
-            "label": ACTIONS[what],
+            "label": GROUP_ACTIONS[what],
             "count": count,
             "groups": groups,
             "span": request.POST.get("span") or DEFAULT_DURATION,

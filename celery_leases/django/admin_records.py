@@ -21,12 +21,13 @@ from django.template.response import TemplateResponse
 from django.utils import timezone
 from django.utils.html import format_html
 
-from celery_leases.client import LOOK_THROUGH, LeaseClient
+from celery_leases.client import Write
 from celery_leases.django.admin_access import STYLES, ReadOnlyAdmin, client, held, no_worker
 from celery_leases.django.models import LeaseRecord
 from celery_leases.errors import LeasesError, StoreUnavailable
-from celery_leases.operator_actions import ACTIONS, ActionName, entered_result, resolve
-from celery_leases.operator_reports import next_step
+from celery_leases.ops.actions import ACTIONS, counted, entered_result
+from celery_leases.ops.client import LOOK_THROUGH
+from celery_leases.ops.reports import facts_of
 from celery_leases.record import State
 from celery_leases.status import ABANDONED, LeaseStatus
 from celery_leases.text.durations import in_words
@@ -305,7 +306,7 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
     def _permitted(self, request: Any) -> list[tuple[str, str]]:
         return [(name, label) for name, (_, _, label) in self.get_actions(request).items()]
 
-    def act(self, request: Any, queryset: Any, what: ActionName) -> Any:
+    def act(self, request: Any, queryset: Any, what: Write) -> Any:
         """Ask for confirmation; then do *what* to the selected keys that have not changed since
         the page was shown.
         """
@@ -327,7 +328,7 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
         self,
         request: Any,
         rows: Sequence[Any],
-        what: ActionName,
+        what: Write,
         shown_versions: dict[str, str],
         problem: str | None,
     ) -> Any:
@@ -345,18 +346,16 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
                 self.message_user(request, text, messages.WARNING)
         return self._confirm(request, same, what, problem) if same else None
 
-    def _confirm(
-        self, request: Any, rows: Sequence[Any], what: ActionName, problem: str | None
-    ) -> Any:
+    def _confirm(self, request: Any, rows: Sequence[Any], what: Write, problem: str | None) -> Any:
         action = ACTIONS[what]
         context = {
             **self.admin_site.each_context(request),
-            "title": f"{action.title}: {_keys(len(rows))}?",
+            "title": f"{action.title}: {counted(len(rows))}?",
             "opts": self.opts,
             "what": what,
             "label": action.title,
             "means": action.description,
-            "count": _keys(len(rows)),
+            "count": counted(len(rows)),
             "rows": [(row, _seen(row)) for row in rows],
             "publishable": _with_message(rows) if what == "retry" else 0,
             "checkbox_name": helpers.ACTION_CHECKBOX_NAME,
@@ -369,46 +368,45 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
     def _do(
         self,
         request: Any,
-        rows: Iterable[Any],
-        what: ActionName,
+        rows: Sequence[Any],
+        what: Write,
         shown_versions: dict[str, str],
         result: Any,
     ) -> None:
-        leases, changed, unchanged = client(), 0, []
-        next_steps: Counter[str] = Counter()
-        for row in rows:
-            try:
-                if shown_versions.get(row.stored_key) != _version(row):
-                    unchanged.append(f"{row.key} has changed meanwhile; check it again")
+        title, changed, unchanged = ACTIONS[what].title, 0, []
+        next_steps: Counter[str | None] = Counter()
+        seen = [_as_shown(row, shown_versions.get(row.stored_key, "")) for row in rows]
+        publish = request.POST.get("publish") == "yes"
+        changes = client().change(what, seen, publish=publish, result=result)
+        try:
+            for row, change in zip(rows, changes, strict=False):
+                if not change.done:
+                    unchanged.append(change.why_of_key)
                     continue
-                why, step = _changed(
-                    leases, row, what, result, publish=request.POST.get("publish") == "yes"
-                )
-            except StoreUnavailable as error:
-                self.message_user(request, f"{row.key}: {error}", messages.ERROR)
-                break
-            if why is not None:
-                unchanged.append(why)
-                continue
-            changed += 1
-            next_steps.update([step] if step is not None else [])
-            self.log_change(
-                request, row, f"{ACTIONS[what].title}, at fence {row.fence}; it was {row.state}."
-            )
-        if changed:
-            self.message_user(
-                request, f"{ACTIONS[what].title}: {_keys(changed)}.", messages.SUCCESS
-            )
-        for step, count in next_steps.most_common(REASONS_SHOWN):
-            self.message_user(request, f"{_keys(count)}: {step}", messages.INFO)
-        for text in unchanged[:REASONS_SHOWN]:
-            self.message_user(request, f"Unchanged: {text}", messages.WARNING)
-        if len(unchanged) > REASONS_SHOWN:
-            self.message_user(
-                request,
-                f"{_keys(len(unchanged) - REASONS_SHOWN)} more are unchanged.",
-                messages.WARNING,
-            )
+                changed += 1
+                next_steps[change.next_step] += 1
+                self.log_change(request, row, f"{title}, at fence {row.fence}; it was {row.state}.")
+        except StoreUnavailable as error:
+            key = rows[changed + len(unchanged)].key
+            self.message_user(request, f"{key}: {error}", messages.ERROR)
+        del next_steps[None]
+        said = [(messages.SUCCESS, f"{title}: {counted(changed)}.")] if changed else []
+        said += [
+            (messages.INFO, f"{counted(count)}: {step}")
+            for step, count in next_steps.most_common(REASONS_SHOWN)
+        ]
+        said += [(messages.WARNING, f"Unchanged: {why}") for why in unchanged[:REASONS_SHOWN]]
+        if (more := len(unchanged) - REASONS_SHOWN) > 0:
+            said.append((messages.WARNING, f"{counted(more)} more are unchanged."))
+        for level, text in said:
+            self.message_user(request, text, level)
+
+
+def _as_shown(row: Any, version: str) -> LeaseStatus:
+    """The status of a row as the page showed it."""
+    fence, _, state = version.partition(":")
+    number = int(fence) if fence.isdecimal() else 0
+    return LeaseStatus(row.key, row.task, state, fence=number, stored_key=row.stored_key)
 
 
 def _version(row: Any) -> str:
@@ -421,7 +419,7 @@ def _seen(row: Any) -> str:
     return f"{_version(row)} {row.stored_key}"
 
 
-def _action(what: ActionName) -> Callable[[LeaseRecordAdmin, Any, Any], Any]:
+def _action(what: Write) -> Callable[[LeaseRecordAdmin, Any, Any], Any]:
     def act(model_admin: LeaseRecordAdmin, request: Any, queryset: Any) -> Any:
         return model_admin.act(request, queryset, what)
 
@@ -432,27 +430,6 @@ def _with_message(rows: Iterable[Any]) -> int:
     """How many of these rows have a stored message."""
     found = LeaseRecord.objects.filter(pk__in=[row.pk for row in rows], message__isnull=False)
     return int(found.count())
-
-
-def _changed(
-    leases: LeaseClient, row: Any, what: ActionName, result: Any, *, publish: bool
-) -> tuple[str | None, str | None]:
-    """Change one key unless it has changed meanwhile; returns why it stayed unchanged, and how its
-    call runs again.
-    """
-    seen = leases.status(row.stored_key)
-    state = State.RUNNING.value if seen.state == ABANDONED else seen.state
-    if seen.fence != row.fence or state not in (row.state, "unreadable"):
-        return f"{row.key} has changed meanwhile; check it again", None
-    if what in ("retry", "release", "forget"):
-        (change,) = leases.change(what, [seen], publish=publish)
-        return None if change.done else f"{row.key}: {change.why}", next_step(what, change)
-    try:
-        return None, resolve(leases, what, seen, result)
-    except StoreUnavailable:
-        raise
-    except (LeasesError, ValueError) as error:
-        return f"{row.key}: {error}", None
 
 
 # -- formatting ------------------------------------------------------------------------------------
@@ -466,11 +443,7 @@ def _shown(row: Any) -> dict[str, Any]:
         return {"leases_trouble": str(error)}
     return {
         "status": status,
-        "leases_facts": [
-            (name, text)
-            for name, text in [*_facts(status), ("Workers", no_worker())]
-            if text not in (None, "", "-")
-        ],
+        "leases_facts": _facts(status),
         "attempts": [
             {
                 "started": _at(attempt.started_at),
@@ -500,31 +473,15 @@ def _shown(row: Any) -> dict[str, Any]:
 
 
 def _facts(status: LeaseStatus) -> list[tuple[str, str | None]]:
-    return [
-        ("Key", status.key),
-        ("Task", status.task),
-        ("State", status.state),
-        ("What happens next", status.what_next()),
-        ("Retry at", _at(status.retry_at)),
-        ("Waits for", f"group {status.group}" if status.scope == "group" else status.scope),
-        ("Reason", status.reason),
-        ("Detail", status.detail),
-        ("Rule", status.rule),
-        ("Attempt", str(status.attempt)),
-        ("Failures", str(status.failures)),
-        ("Crashes in a row", str(status.crashes)),
-        ("Call id", status.call_id),
-        ("Fence", str(status.fence)),
-        ("Holder", status.holder),
-        ("Waiting calls", ", ".join(status.waiting)),
-        ("Lease ends in", f"{status.lease_remaining:.1f} s" if status.lease_remaining else None),
-        ("Reference", status.reference),
-        ("Created", _at(status.created_at)),
-        ("Queued", _at(status.queued_at)),
-        ("Started", _at(status.started_at)),
-        ("Finished", _at(status.finished_at)),
-        ("Stored key", status.stored_key),
-    ]
+    first = {"Key": status.key, "State": status.state, "What happens next": status.what_next()}
+    facts = [*first.items(), *facts_of(status), ("Workers", no_worker())]
+    return [(name, _fact(value)) for name, value in facts if value is not None]
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, datetime):
+        return _at(value)
+    return f"{value:.1f} s" if isinstance(value, float) else value
 
 
 def _error(status: LeaseStatus) -> str | None:
@@ -562,7 +519,3 @@ def _at(moment: datetime | None) -> str:
 def _ago(microseconds: int) -> str:
     then = datetime.fromtimestamp(microseconds / MICROSECONDS, UTC)
     return in_words(max(0.0, (datetime.now(UTC) - then).total_seconds()))
-
-
-def _keys(count: int) -> str:
-    return f"{count} key{'' if count == 1 else 's'}"

@@ -29,11 +29,11 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from celery_leases.client import LeaseClient
 from celery_leases.components import open_metrics
 from celery_leases.errors import LeasesError
 from celery_leases.metrics_totals import METRICS, MICROSECONDS, PREFIX, Tally
-from celery_leases.operator_reports import Stats
+from celery_leases.ops.client import OperatorClient
+from celery_leases.ops.reports import Stats
 from celery_leases.worker import app_components
 
 logger = logging.getLogger("celery_leases")
@@ -76,7 +76,7 @@ class LeaseCollector(Collector):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         components = app_components.components_of(app, eager=False)
-        self._client = LeaseClient.from_app(app, eager=False)
+        self._client = OperatorClient.from_app(app, eager=False)
         self._metrics = open_metrics(components.records)
         self._count_every = count_every
         self._clock = clock

@@ -44,8 +44,6 @@ class AppComponents(Components):
     def __init__(self, app: Celery, components: Components, publisher: Publisher) -> None:
         super().__init__(**vars(components))
         self._app = ref(app)
-        #: The ``LeaseClient`` on the same stores, once one was made.
-        self.client: Any = None
         self.publisher = publisher
         self._checked = False
         #: The clock of its deadlines.

@@ -12,8 +12,9 @@ from typing import Any, Final, Literal
 
 from celery.result import AsyncResult
 
-from celery_leases import LeaseClient, LeaseStatus
+from celery_leases import LeaseStatus
 from celery_leases.errors import AlreadyDone, LeaseIsLive, UnknownKey
+from celery_leases.ops.client import OperatorClient
 from example_project.celery import app
 from example_project.demo.json_over_http import ask
 from example_project.play import tasks, worker_commands
@@ -81,7 +82,7 @@ class Workers:
 class Desk:
     """The documents, the operator's tools, and the provider's settings. Thread-safe."""
 
-    def __init__(self, client: LeaseClient, provider_url: str) -> None:
+    def __init__(self, client: OperatorClient, provider_url: str) -> None:
         self.workers = Workers()
         self._client = client
         self._provider = provider_url

@@ -207,12 +207,12 @@ def main(host: str = "127.0.0.1", port: str = "0") -> None:
     """Serve the page until the process ends."""
     from werkzeug.serving import make_server
 
-    from celery_leases import LeaseClient
+    from celery_leases.ops.client import OperatorClient
     from example_project.celery import app
     from example_project.play import tasks
 
     logging.getLogger("werkzeug").setLevel(logging.WARNING)
-    desk = Desk(LeaseClient.from_app(app), tasks.PROVIDER_URL)
+    desk = Desk(OperatorClient.from_app(app), tasks.PROVIDER_URL)
     news = PageState(desk.look)
     for job in (desk.look_after, news.watch):
         threading.Thread(target=job, daemon=True).start()

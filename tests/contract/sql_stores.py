@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, Dialect, event, text
 
+from celery_leases.ops.client import OperatorClient
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.dialects.mysql import FAMILY
@@ -135,3 +136,10 @@ def mariadb_records(leases_mariadb_url: str) -> Iterator[SqlRecordStore]:
     """A record store in MariaDB."""
     with migrated(leases_mariadb_url) as store:
         yield store
+
+
+def operator_of(leases: Any, records: SqlRecordStore) -> OperatorClient:
+    """An operator's client, on stores that are open."""
+    client = OperatorClient.__new__(OperatorClient)
+    client._use(leases, records)
+    return client

@@ -4,7 +4,7 @@ failed because of it.
 
 from pathlib import Path
 
-from celery_leases import LeaseClient
+from celery_leases.ops.client import OperatorClient
 from celery_leases.record import Ended, Failure, Outcome, State, Won
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.records import SqlRecordStore
@@ -14,7 +14,7 @@ from celery_leases.testing.contracts.calls import make_call
 def test_only_the_keys_of_the_opened_group_may_run_at_once(tmp_path: Path) -> None:
     """Keys of another group, or that cool down for another reason, keep waiting."""
     url = f"sqlite:///{tmp_path}/records.db"
-    client, records = LeaseClient("database", url), SqlRecordStore(engine_for(url))
+    client, records = OperatorClient("database", url), SqlRecordStore(engine_for(url))
     records.check()
     for key, group in (("t:mail|1", "smtp"), ("t:mail|2", "sms"), ("t:mail|3", None)):
         claim = records.claim(make_call(key, ttl=15.0), "database")
@@ -25,7 +25,7 @@ def test_only_the_keys_of_the_opened_group_may_run_at_once(tmp_path: Path) -> No
         )
         assert records.settle(claim.record, cooled)
     assert not client.open_group("smtp")
-    waits = {status.key: status.retry_after is not None for status in client.list()}
+    waits = {status.key: status.retry_after is not None for status in client.page().statuses}
     assert waits == {"t:mail|1": False, "t:mail|2": True, "t:mail|3": True}
     client.close()
     records.database.close()

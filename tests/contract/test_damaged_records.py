@@ -14,7 +14,6 @@ import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy import text
 
-from celery_leases.client import LeaseClient
 from celery_leases.effect import Found, scope_of
 from celery_leases.errors import KeyUnusable, RecordUnreadable, StoreUnavailable
 from celery_leases.record import Ended, Failure, Record, State, Won
@@ -27,7 +26,7 @@ from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import begin, finished, sent
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
-from tests.contract.sql_stores import database_url, migrated, sql_records
+from tests.contract.sql_stores import database_url, migrated, operator_of, sql_records
 from tests.support.servers import PostgresServer
 
 __all__ = ["database_url", "sql_records"]
@@ -134,16 +133,18 @@ def test_one_broken_row_hides_no_other_from_an_operator(
     sql_records: SqlRecordStore, column: str, value: str
 ) -> None:
     """``list`` and ``show`` name it, ``forget`` repairs it."""
-    client = LeaseClient.on(DatabaseLeaseStore(sql_records), sql_records)
+    client = operator_of(DatabaseLeaseStore(sql_records), sql_records)
     well, key = failed_once(sql_records), failed_once(sql_records)
     if column == "result":
         change(sql_records, key, "state", "done")
     change(sql_records, key, column, value)
-    assert {status.key: status.state for status in client.list()} == {
+    assert {status.key: status.state for status in client.page().statuses} == {
         key: "unreadable",
         well: "pending",
     }
-    assert [status.key for status in client.list(states=["unreadable"])] == [key]
+    assert [status.key for status in client.page(client.where(states=["unreadable"])).statuses] == [
+        key
+    ]
     status = client.status(key)
     assert (status.state, status.reason) == ("unreadable", "record_unreadable")
     assert status.detail is not None
@@ -273,7 +274,7 @@ def test_an_effect_that_cannot_be_read_is_not_taken_for_one_that_has_not_happene
         assert f"leases resolve {record.stored_key} --done" in str(caught.value)
         assert "'charge'" in str(caught.value)
     assert isinstance(begin(effects, record, "mail"), Found)
-    status = LeaseClient.on(DatabaseLeaseStore(sql_records), sql_records).status(record.stored_key)
+    status = operator_of(DatabaseLeaseStore(sql_records), sql_records).status(record.stored_key)
     assert {effect.name: effect.state for effect in status.effects} == {
         "charge": "unreadable",
         "mail": "done",

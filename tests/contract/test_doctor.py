@@ -22,16 +22,16 @@ from sqlalchemy import create_engine, text
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.cli import leases
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.findings import Examination, Finding, Severity
-from celery_leases.stores import health
+from celery_leases.findings import Finding, Severity
+from celery_leases.ops import doctor, server_checks, server_facts
 from celery_leases.stores.redis.errors import ACL_COMMANDS
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.testing.contracts.calls import make_call
 from celery_leases.testing.contracts.record_case import closed, won
-from celery_leases.worker import app_components
-from celery_leases.worker.checks import doctor, servers, startup
+from celery_leases.worker import answering, app_components
+from celery_leases.worker.checks import startup
 from tests.support.servers import RedisSentinels
 from tests.support.servers.redis import RedisServer
 
@@ -43,8 +43,8 @@ Makes = Callable[..., Celery]
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine answers late, which must not be reported."""
-    monkeypatch.setattr(servers, "SLOW", 30.0)
-    monkeypatch.setattr(servers, "CLOCKS_APART", 30.0)
+    monkeypatch.setattr(server_checks, "SLOW", 30.0)
+    monkeypatch.setattr(server_checks, "CLOCKS_APART", 30.0)
     monkeypatch.setattr(doctor, "worker_answers", lambda _: True)
 
 
@@ -274,15 +274,15 @@ def test_runs_of_the_records_count_where_there_is_no_time_limit(makes: Makes) ->
 def test_clocks_versions_and_slowness_are_named(
     makes: Makes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = health.RedisServerFacts("6.0.16", 60.0, -70.0, "noeviction", True)
-    monkeypatch.setattr(health, "redis_facts", lambda _: facts)
+    facts = server_facts.RedisServerFacts("6.0.16", 60.0, -70.0, "noeviction", True)
+    monkeypatch.setattr(server_checks, "redis_facts", lambda _: facts)
     seen = found(makes())
     assert set(seen) == {"old-redis", "slow-server", "clocks-apart"}
     assert "70.0 s behind" in seen["clocks-apart"].problem
 
 
 def test_a_set_up_without_a_worker_is_named(makes: Makes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "worker_answers", servers.worker_answers)
+    monkeypatch.setattr(doctor, "worker_answers", answering.worker_answers)
     monkeypatch.setattr(doctor, "WORKER_TIMEOUT", 0.1)
     assert "published calls do not run" in found(makes())["no-worker"].problem
     assert "no-worker" not in found(makes(broker=f"redis://{NOWHERE}/0"))
@@ -369,10 +369,3 @@ def test_the_command_prints_its_findings_and_exits_with_their_severity(makes: Ma
     assert "what to write  write app.conf.broker_transport_options" in ill.stdout
     report = json.loads(types(makes(broker_transport_options={}), "--json").stdout)
     assert [finding["code"] for finding in report["findings"]] == ["no-visibility-timeout"]
-
-
-def test_a_client_examines_the_app_it_is_of(makes: Makes) -> None:
-    examination = LeaseClient.from_app(makes(), eager=False).examine()
-    assert isinstance(examination, Examination)
-    with pytest.raises(LeaseConfigurationError, match="from_app"):
-        LeaseClient("database", "sqlite://").examine()

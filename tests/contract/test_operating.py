@@ -13,17 +13,17 @@ from celery import Celery
 from sqlalchemy import insert, text
 
 from celery_leases import LeasedTask
-from celery_leases.client import LeaseClient
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable, UnknownKey
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.groups.group import Closing
+from celery_leases.ops.client import OperatorClient
 from celery_leases.record import Ended, Failure, State
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import make_call
 from celery_leases.testing.contracts.record_case import closed, won
 from celery_leases.testing.waits import wait_until
-from tests.contract.sql_stores import database_url, sql_records
+from tests.contract.sql_stores import database_url, operator_of, sql_records
 from tests.unit.doc_pages import blocks, page
 
 __all__ = ["database_url", "sql_records"]
@@ -32,9 +32,9 @@ LIMIT = Failure("openai.RateLimitError", "too many", "rate-limited", "rate_limit
 
 
 @pytest.fixture
-def client(sql_records: SqlRecordStore) -> LeaseClient:
+def client(sql_records: SqlRecordStore) -> OperatorClient:
     """An operator's client, on the same database as the workers."""
-    return LeaseClient.on(DatabaseLeaseStore(sql_records), sql_records)
+    return operator_of(DatabaseLeaseStore(sql_records), sql_records)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_key_of_a_task_of_the_app_is_found_without_reading_all_records(
     monkeypatch.setattr(
         SqlRecordStore, "named", lambda self, key: (searched.append(key), search(self, key))[1]
     )
-    with LeaseClient.from_app(app, eager=False) as client:
+    with OperatorClient.from_app(app, eager=False) as client:
         assert client.status("of t").task == "t"
         assert client.status("of all").state == "done"
         assert client.status("of t and another").task == "t"
@@ -115,7 +115,7 @@ def test_a_key_of_a_task_of_the_app_is_found_without_reading_all_records(
 
 
 def test_pages_have_each_record_once_in_order(
-    client: LeaseClient, put: Callable[..., None]
+    client: OperatorClient, put: Callable[..., None]
 ) -> None:
     for number in range(7):
         put(f"k{number}")
@@ -138,7 +138,7 @@ def test_pages_have_each_record_once_in_order(
 
 
 def test_the_slowest_come_first_and_runs_count(
-    client: LeaseClient, put: Callable[..., None]
+    client: OperatorClient, put: Callable[..., None]
 ) -> None:
     for key, seconds in (("quick", 1), ("slow", 60), ("slower", 90)):
         put(key)
@@ -151,7 +151,7 @@ def test_the_slowest_come_first_and_runs_count(
     assert keys(client.page(order="slowest", limit=3, after=first.next).statuses) == ["quick"]
 
 
-def test_each_filter_narrows(client: LeaseClient, put: Callable[..., None]) -> None:
+def test_each_filter_narrows(client: OperatorClient, put: Callable[..., None]) -> None:
     put("done:1")
     put("done:2", task="u", ago=7200)
     put("limit:1", State.COOLING, failure=LIMIT, reason="rate_limited", retry_after=60.0)
@@ -196,7 +196,7 @@ def test_each_filter_narrows(client: LeaseClient, put: Callable[..., None]) -> N
         client.where(since="soon")
 
 
-def test_forgotten_keys_are_in_no_page(client: LeaseClient, put: Callable[..., None]) -> None:
+def test_forgotten_keys_are_in_no_page(client: OperatorClient, put: Callable[..., None]) -> None:
     put("k")
     client.forget("k")
     assert client.page().statuses == []
@@ -204,7 +204,7 @@ def test_forgotten_keys_are_in_no_page(client: LeaseClient, put: Callable[..., N
 
 
 def test_statistics_count_by_state_and_by_rule(
-    client: LeaseClient, put: Callable[..., None]
+    client: OperatorClient, put: Callable[..., None]
 ) -> None:
     put("d1", ago=500)
     put("d2")
@@ -235,7 +235,7 @@ def test_statistics_count_by_state_and_by_rule(
 
 
 def test_the_database_counts_the_rules_whatever_is_in_the_texts(
-    client: LeaseClient, put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    client: OperatorClient, put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trap = ',"group":"g","rule":"r","reason":"s"}'
     failures = {
@@ -267,7 +267,7 @@ def test_the_database_counts_the_rules_whatever_is_in_the_texts(
 
 
 def test_keys_are_changed_if_they_are_as_found(
-    client: LeaseClient, put: Callable[..., None]
+    client: OperatorClient, put: Callable[..., None]
 ) -> None:
     for key in ("a", "b", "c", "d"):
         put(key, State.FAILED)
@@ -293,7 +293,7 @@ def test_keys_are_changed_if_they_are_as_found(
 
 @pytest.mark.parametrize("what", ["retry", "forget"])
 def test_what_became_of_a_key_is_known_without_another_look(
-    client: LeaseClient,
+    client: OperatorClient,
     put: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     what: Literal["retry", "forget"],
@@ -317,7 +317,7 @@ def test_what_became_of_a_key_is_known_without_another_look(
 
 
 def test_a_key_that_changes_between_the_look_and_the_write_is_left_alone(
-    client: LeaseClient, put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    client: OperatorClient, put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put("a", State.FAILED)
     found = [*client.matching()]
@@ -333,7 +333,7 @@ def test_a_key_that_changes_between_the_look_and_the_write_is_left_alone(
     assert (change.done, client.status("a", task="t").state) == (False, "pending")
 
 
-def test_release_takes_only_held_keys(client: LeaseClient, put: Callable[..., None]) -> None:
+def test_release_takes_only_held_keys(client: OperatorClient, put: Callable[..., None]) -> None:
     put("a", State.FAILED)
     put("b", State.RUNNING)
     changes = {
@@ -342,7 +342,9 @@ def test_release_takes_only_held_keys(client: LeaseClient, put: Callable[..., No
     assert changes == {"a": False, "b": True}
 
 
-def test_later_changes_are_not_in_a_filter(client: LeaseClient, put: Callable[..., None]) -> None:
+def test_later_changes_are_not_in_a_filter(
+    client: OperatorClient, put: Callable[..., None]
+) -> None:
     put("a", State.FAILED, ago=10)
     wanted = client.as_of_now(client.where(states=["failed"]))
     put("b", State.FAILED)
@@ -350,7 +352,7 @@ def test_later_changes_are_not_in_a_filter(client: LeaseClient, put: Callable[..
 
 
 def test_old_records_are_purged_and_nothing_else(
-    client: LeaseClient, put: Callable[..., None]
+    client: OperatorClient, put: Callable[..., None]
 ) -> None:
     """No running row, none to publish; an uncertain one if asked for."""
     for number in range(5):
@@ -379,7 +381,7 @@ def test_old_records_are_purged_and_nothing_else(
     assert list(client.purge()) == [1]
 
 
-def test_effects_go_with_a_purged_record(client: LeaseClient, put: Callable[..., None]) -> None:
+def test_effects_go_with_a_purged_record(client: OperatorClient, put: Callable[..., None]) -> None:
     put("old", ago=40 * 86_400)
     put("new")
     effects = client._records.tables.effects
@@ -403,7 +405,7 @@ def test_effects_go_with_a_purged_record(client: LeaseClient, put: Callable[...,
 
 
 def test_a_page_stays_readable_when_the_lease_store_does_not_answer(
-    client: LeaseClient, put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    client: OperatorClient, put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key in ("a", "b", "c"):
         put(key, State.RUNNING)
@@ -421,7 +423,7 @@ def test_a_page_stays_readable_when_the_lease_store_does_not_answer(
 
 
 def test_a_page_of_many_reads_what_it_shows(
-    client: LeaseClient, sql_records: SqlRecordStore
+    client: OperatorClient, sql_records: SqlRecordStore
 ) -> None:
     row = sql_records.tables.records
     columns = {
@@ -458,7 +460,7 @@ def test_a_page_of_many_reads_what_it_shows(
 
 
 def test_the_docs_example_retries_rate_limits(
-    client: LeaseClient, put: Callable[..., None]
+    client: OperatorClient, put: Callable[..., None]
 ) -> None:
     (source,) = (block for block in blocks(page("command-line"), "python") if "as_of_now" in block)
     names: dict[str, Any] = {}

@@ -8,32 +8,33 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from celery_leases.client import LOOK_THROUGH, LeaseClient
+from celery_leases.client import Write
 from celery_leases.errors import LeaseIsLive
+from celery_leases.ops.client import LOOK_THROUGH, OperatorClient
 from celery_leases.record import Ended, Record, State
 from celery_leases.record_filters import RecordFilter
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import closed, row, won
-from tests.contract.sql_stores import database_url, sql_records
+from tests.contract.sql_stores import database_url, operator_of, sql_records
 
 __all__ = ["database_url", "sql_records"]
 
 DATABASE = "database"
 DAY = 86_400.0
 COMMANDS: dict[str, Callable[..., Any]] = {
-    "retry": LeaseClient.retry,
-    "forget": LeaseClient.forget,
+    "retry": OperatorClient.retry,
+    "forget": OperatorClient.forget,
     "resolve done": lambda client, key, **given: client.resolve(key, "done", **given),
     "resolve retry": lambda client, key, **given: client.resolve(key, "retry", **given),
 }
 
 
 @pytest.fixture
-def client(sql_records: SqlRecordStore) -> LeaseClient:
+def client(sql_records: SqlRecordStore) -> OperatorClient:
     """An operator's client, on the same database as the workers."""
-    return LeaseClient.on(DatabaseLeaseStore(sql_records), sql_records)
+    return operator_of(DatabaseLeaseStore(sql_records), sql_records)
 
 
 def uncertain(records: SqlRecordStore, **call: Any) -> Record:
@@ -61,7 +62,7 @@ def call_after_first(
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("after", ["record", "lease"])
 def test_an_attempt_that_begins_while_an_operator_reads_is_not_changed(
-    client: LeaseClient,
+    client: OperatorClient,
     sql_records: SqlRecordStore,
     monkeypatch: pytest.MonkeyPatch,
     command: str,
@@ -91,7 +92,10 @@ def test_an_attempt_that_begins_while_an_operator_reads_is_not_changed(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_with_force_such_an_attempt_is_ended(
-    client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, command: str
+    client: OperatorClient,
+    sql_records: SqlRecordStore,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
 ) -> None:
     old = closed(
         sql_records,
@@ -112,26 +116,29 @@ def test_with_force_such_an_attempt_is_ended(
 
 
 @pytest.mark.parametrize("force", [False, True])
-@pytest.mark.parametrize("command", ["resolve done", "resolve retry"])
+@pytest.mark.parametrize("command", ["resolve_done", "resolve_retry"])
 def test_what_an_operator_found_is_resolved_and_nothing_that_came_later(
-    client: LeaseClient, sql_records: SqlRecordStore, command: str, *, force: bool
+    client: OperatorClient, sql_records: SqlRecordStore, command: Write, *, force: bool
 ) -> None:
     old = uncertain(sql_records)
     found = client.status(old.stored_key)
     client.resolve(old.stored_key, "retry")
     later = won(sql_records, make_call(old.stored_key), DATABASE)
     closed(sql_records, later, State.UNCERTAIN, ended=Ended.FAILED, retention=None)
-    with pytest.raises(LeaseIsLive, match="has changed meanwhile, and is uncertain now"):
-        COMMANDS[command](client, old.stored_key, found=found, force=force)
+    (change,) = client.change(command, [found], force=force)
+    assert "has changed meanwhile, and is uncertain now" in (change.why or "")
     assert row(sql_records, old.stored_key).state is State.UNCERTAIN
     now = client.status(old.stored_key)
-    COMMANDS[command](client, old.stored_key, found=now, force=force)
+    assert [each.done for each in client.change(command, [now], force=force)] == [True]
     assert row(sql_records, old.stored_key).state is not State.UNCERTAIN
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_key_that_ends_while_an_operator_reads_must_be_read_again(
-    client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, command: str
+    client: OperatorClient,
+    sql_records: SqlRecordStore,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
 ) -> None:
     old = closed(
         sql_records,
@@ -154,7 +161,7 @@ def test_a_key_that_ends_while_an_operator_reads_must_be_read_again(
 )
 @pytest.mark.parametrize("command", [*COMMANDS, "release"])
 def test_a_changed_record_has_the_retention_of_its_task(
-    client: LeaseClient,
+    client: OperatorClient,
     sql_records: SqlRecordStore,
     command: str,
     own: float | None,
@@ -167,7 +174,7 @@ def test_a_changed_record_has_the_retention_of_its_task(
         record = won(sql_records, make_call(fresh_key(), retention=retention), DATABASE)
     else:
         record = uncertain(sql_records, retention=retention)
-    (COMMANDS | {"release": LeaseClient.release})[command](
+    (COMMANDS | {"release": OperatorClient.release})[command](
         client, record.stored_key, retention=given
     )
     after = sql_records.read(record.stored_key)
@@ -177,7 +184,7 @@ def test_a_changed_record_has_the_retention_of_its_task(
 
 
 def test_a_list_reads_no_more_rows_than_it_shows(
-    client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
+    client: OperatorClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits: list[int] = []
     find = sql_records.find
@@ -190,8 +197,12 @@ def test_a_list_reads_no_more_rows_than_it_shows(
     keys = [won(sql_records, make_call(fresh_key()), "database").stored_key for _ in range(5)]
     for key in keys[:3]:
         closed(sql_records, row(sql_records, key))
-    assert [status.key for status in client.list(states=["done"], limit=2)] == [keys[2], keys[1]]
-    assert [status.key for status in client.list(states=["done"], limit=5)] == [
+    assert [
+        status.key for status in client.page(client.where(states=["done"]), limit=2).statuses
+    ] == [keys[2], keys[1]]
+    assert [
+        status.key for status in client.page(client.where(states=["done"]), limit=5).statuses
+    ] == [
         keys[2],
         keys[1],
         keys[0],
@@ -202,9 +213,13 @@ def test_a_list_reads_no_more_rows_than_it_shows(
             text("UPDATE celery_leases_records SET lease_until = 1 WHERE state = 'running'")
         )
     late = won(sql_records, make_call(fresh_key()), "database").stored_key
-    assert [status.key for status in client.list(states=["abandoned"], limit=2)] == [
+    assert [
+        status.key for status in client.page(client.where(states=["abandoned"]), limit=2).statuses
+    ] == [
         keys[4],
         keys[3],
     ]
-    assert [status.key for status in client.list(states=["running"], limit=1)] == [late]
+    assert [
+        status.key for status in client.page(client.where(states=["running"]), limit=1).statuses
+    ] == [late]
     assert limits[2:] == [2, LOOK_THROUGH - 2, 1]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from celery_leases.client import LeaseClient
 from celery_leases.decide.answers import BlockedByGate, Claimed, Renewal, RenewalResult
 from celery_leases.errors import StoreUnavailable
 from celery_leases.failures.cooldown_policies import CooldownPolicy
@@ -23,7 +22,7 @@ from celery_leases.testing.contracts.group_case import closed, closing, found, h
 from celery_leases.testing.contracts.record_case import closed as settled
 from celery_leases.testing.contracts.record_case import row, won
 from celery_leases.testing.waits import wait_until
-from tests.contract.sql_stores import database_url, sql_records, statements_of
+from tests.contract.sql_stores import database_url, operator_of, sql_records, statements_of
 
 __all__ = ["database_url", "sql_records"]
 
@@ -110,7 +109,7 @@ def test_a_gate_is_closed_even_if_its_history_cannot_be_written(
         patched.setattr(store, "_swap_history", fails)
         assert closed(store, GROUP, 60.0).trips == 1
     assert store.past_closings() == {}
-    client = LeaseClient.on(store, store.records)
+    client = operator_of(store, store.records)
     assert [(each.group, each.closings) for each in client.groups()] == [(GROUP, ())]
     with monkeypatch.context() as patched:
         patched.setattr(store, "_read_histories", fails)

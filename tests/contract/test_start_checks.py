@@ -33,6 +33,7 @@ from celery_leases.testing.contracts.effect_case import finished, sent
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
 from celery_leases.worker import app_components
 from celery_leases.worker.checks import startup
+from tests.contract.sql_stores import operator_of
 from tests.support.servers import RedisServer
 from tests.unit.doc_pages import blocks, page, section
 
@@ -144,14 +145,14 @@ def test_the_rights_that_are_documented_are_enough(app: Celery, owner: Engine) -
     records = SqlRecordStore(engine_for(url))
     records.check()
     leases, effects = DatabaseLeaseStore(records), SqlEffectStore(records.database, records.tables)
-    client = LeaseClient.on(leases, records)
+    client = operator_of(leases, records)
     record = won(records, make_call(fresh_key()), leases.name)
     assert leases.renew([Renewal(record.stored_key, record.owner, 15.0)]) == [RenewalResult.OURS]
     assert effects.save_progress(record, '{"generation": 0, "value": "1", "positions": {}}')
     assert finished(effects, sent(effects, record))
     closed(records, record)
     assert client.status(record.stored_key).state == "done"
-    assert client.list()
+    assert client.page().statuses
     assert client.close_group("g", 60.0).state == "closed"
     assert client.groups()
     assert client.open_group("g")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from celery_leases.client import LeaseClient
 from celery_leases.stores.interfaces import LeaseStoreSettings, MarkStore, SeparateLeaseStore
 from celery_leases.stores.registry import open_lease_store
 from celery_leases.testing.contracts import (
@@ -14,7 +13,7 @@ from celery_leases.testing.contracts import (
     MarkStoreContract,
     SeparateLeaseStoreContract,
 )
-from tests.contract.sql_stores import migrated
+from tests.contract.sql_stores import migrated, operator_of
 
 DISTRIBUTIONS = Path(__file__).parents[1] / "distributions"
 
@@ -39,7 +38,7 @@ class TestToyLeases(SeparateLeaseStoreContract, GateStoreContract, MarkStoreCont
         self, store: SeparateLeaseStore, group: str, tmp_path: Path
     ) -> None:
         with migrated(f"sqlite:///{tmp_path / 'r.db'}") as records:
-            client = LeaseClient.on(store, records)
+            client = operator_of(store, records)
             client.close_group(group, "5m")
             found = {each.group: each for each in client.groups(opened=True)}
             assert (found[group].state, found[group].closings) == ("closed", ())

@@ -12,10 +12,10 @@ from typing import Any
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 
-from celery_leases.client import LeaseClient
 from celery_leases.decide.answers import Holder
 from celery_leases.errors import StoreUnavailable
 from celery_leases.keys import stored_key
+from celery_leases.ops.client import OperatorClient
 from celery_leases.testing.waits import wait_until
 from tests.integration.deployments import PATIENCE, Deployment
 from tests.support.workers import LocalWorker
@@ -88,9 +88,9 @@ class CrashDeployment(Deployment):
         super().close()
 
     @cached_property
-    def client(self) -> LeaseClient:  # type: ignore[override]
+    def client(self) -> OperatorClient:  # type: ignore[override]
         """A client for the stores."""
-        return LeaseClient(self.env["LEASES_URL"], self.database_url)
+        return OperatorClient(self.env["LEASES_URL"], self.database_url)
 
     # -- failpoints --------------------------------------------------------------------------------
 

@@ -147,7 +147,10 @@ def says(wave: Wave, command: str, key: str = "", **options: Any) -> Any:
         return typed(wave, command, key, **options)
     client = wave.scene.client
     if command == "list":
-        return [found.as_json() for found in client.list(states=[options["state"]])]
+        return [
+            found.as_json()
+            for found in client.page(client.where(states=[options["state"]])).statuses
+        ]
     if command == "show":
         return client.status(key, task=wave.task).as_json()
     outcome: Literal["done", "retry"] = "done" if "done" in options else "retry"

@@ -20,8 +20,8 @@ from redis.exceptions import RedisError
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
-from celery_leases.client import LeaseClient
 from celery_leases.keys import stored_key
+from celery_leases.ops.client import OperatorClient
 from celery_leases.stores.sql.rows import to_record
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.testing.waits import wait_until
@@ -353,9 +353,9 @@ class Deployment:
         return row
 
     @property
-    def client(self) -> LeaseClient:
+    def client(self) -> OperatorClient:
         """A client for the stores of this deployment."""
-        return LeaseClient(self.env["LEASES_URL"], self.database_url)
+        return OperatorClient(self.env["LEASES_URL"], self.database_url)
 
     def is_held(self, task: str, key: str) -> bool:
         """Whether the key has a live lease."""

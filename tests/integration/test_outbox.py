@@ -467,7 +467,6 @@ def test_a_client_of_the_app_relays(stage: Deployment, engine: Engine, name: str
     with LeaseClient.from_app(stage.app) as client:
         assert [record.call_id for record in client.relay().published] == [handle.id]
         assert client.rescue(older="1h").published == []
-        assert client is LeaseClient.from_app(stage.app)
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
 
 

@@ -11,7 +11,8 @@ from urllib.parse import unquote
 from celery import Celery
 from sqlalchemy import text
 
-from celery_leases import LeaseClient, LeasedTask
+from celery_leases import LeasedTask
+from celery_leases.ops.client import OperatorClient
 from celery_leases.record import Ended, Failure, Record, State
 from celery_leases.testing.contracts.calls import make_call
 from celery_leases.testing.contracts.record_case import closed, won
@@ -37,7 +38,7 @@ class Shop:
         def order(number: int) -> None:
             pass
 
-        self.client = LeaseClient.from_app(self.app, eager=False)
+        self.client = OperatorClient.from_app(self.app, eager=False)
         self.records = self.client._records
 
     def put(self, key: str, state: State = State.DONE, **more: Any) -> Record:

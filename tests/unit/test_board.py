@@ -32,7 +32,6 @@ from celery_leases.client import (
     ClosingStatus,
     EffectStatus,
     GroupStatus,
-    LeaseClient,
 )
 from celery_leases.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
 from celery_leases.ops.board import Operator, Passwords, charts, leases_board
@@ -40,6 +39,7 @@ from celery_leases.ops.board.bulk_jobs import Jobs, Step, TooManyJobs
 from celery_leases.ops.board.cached_reads import CachedRead, value_of
 from celery_leases.ops.board.forms import seen_value
 from celery_leases.ops.board.views import ROUTES
+from celery_leases.ops.client import OperatorClient
 from celery_leases.record import State
 from celery_leases.testing.waits import wait_until
 from tests.support.boards import SECRET, TASK, Shop, Visitor, seen_in, sqlite, words
@@ -333,7 +333,7 @@ def test_keys_are_filtered_and_paged_without_a_count(shop, ann, monkeypatch) -> 
     for number in range(60):
         shop.put(f"order:{number:02}", State.FAILED if number % 2 else State.DONE)
     for name in ("how_many", "stats", "matching", "run_times"):
-        monkeypatch.delattr(LeaseClient, name)
+        monkeypatch.delattr(OperatorClient, name)
     first = ann.sees("/keys")
     assert len(seen_in(first)) == 50
     link = re.search(r'href="(/keys\?[^"]+)" rel="next"', first)
@@ -381,7 +381,7 @@ def test_the_page_of_a_key_shows_effects_progress_and_result(shop, ann, monkeypa
         retry_after=240.0,
         attempts=(AttemptStatus(now - timedelta(minutes=2), None, 120.0, "running", "web1/7"),),
     )
-    monkeypatch.setattr(LeaseClient, "status", lambda *_: status)
+    monkeypatch.setattr(OperatorClient, "status", lambda *_: status)
     page = ann.sees(f"/key?stored=t:{TASK}|order:1")
     assert SECRET not in page
     for text in ("charge", "ch_1", '"items": 120', '"sent": 7', "group openai:x", "running 2m"):
@@ -438,7 +438,7 @@ def test_an_unexpected_error_is_not_shown(shop, ann, monkeypatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise raised[0]
 
-    monkeypatch.setattr(LeaseClient, "page", fails)
+    monkeypatch.setattr(OperatorClient, "page", fails)
     assert SECRET not in ann.sees("/keys", 500)
     away, old = StoreUnavailable(f"<b> token={SECRET}", False), SchemaOutdated("<b> migrate")
     for raised[0] in (away, old):
@@ -558,16 +558,16 @@ def test_a_key_that_changes_just_before_it_is_resolved_stays_unchanged(
 ) -> None:
     shop.put("order:1", State.UNCERTAIN)
     given, _ = ann.confirms("/keys/confirm", [("action", action), ("seen", box(shop, "order:1"))])
-    look, came = LeaseClient._read, []
+    look, came = OperatorClient._changeable, []
 
-    def looked(client: LeaseClient, *asked: Any, **more: Any) -> Any:
+    def looked(client: OperatorClient, *asked: Any, **more: Any) -> Any:
         if not came:
             came.append(True)
             client.resolve(f"t:{TASK}|order:1", "retry")
             shop.put("order:1", State.UNCERTAIN)
         return look(client, *asked, **more)
 
-    monkeypatch.setattr(LeaseClient, "_read", looked)
+    monkeypatch.setattr(OperatorClient, "_changeable", looked)
     assert "0 changed , 1 unchanged" in words(ann.sends("/keys/act", given).text)
     assert (came, shop.state("order:1")) == ([True], "uncertain")
 

@@ -16,20 +16,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import click
 import pytest
 from celery import Celery
 from click.testing import CliRunner
 from sqlalchemy import update
 
 from celery_leases import Cooldown, LeaseClient, LeasedTask
-from celery_leases.cli import keys, leases, output
-from celery_leases.cli.parameters import TIME
-from celery_leases.client import Page
+from celery_leases.cli import leases, output
+from celery_leases.cli import show as showing
 from celery_leases.components import open_metrics
 from celery_leases.decide.copies import UNCOPIED, waiter_mark
 from celery_leases.errors import StoreUnavailable
 from celery_leases.metrics_totals import Tally, Written
+from celery_leases.ops.client import OperatorClient
+from celery_leases.ops.commands.records import pages
+from celery_leases.ops.reports import Page
+from celery_leases.record_filters import RecordFilter
 from celery_leases.worker.stored_messages import stored_form
 
 
@@ -70,7 +72,7 @@ def app(tmp_path: Path) -> Iterator[Celery]:
             raise Cooldown("1h", reason="later")
         return number
 
-    LeaseClient.from_app(app, eager=True).list()
+    OperatorClient.from_app(app, eager=True).how_many()
     yield app
     LeaseClient.from_app(app)._records.database.close()
 
@@ -258,7 +260,7 @@ def test_a_call_that_waits_for_a_closed_group_is_with_nobody_only_once_it_is_ope
     app.broken.add(1)
     call(app, 1)
     store_message(app, 1)
-    client = LeaseClient.from_app(app)
+    client = OperatorClient.from_app(app)
     error = json.dumps(
         {
             "type": "x.Limited", "message": "", "rule": "rate-limited", "reason": "rate_limited",
@@ -360,7 +362,7 @@ def test_show_names_the_calls_that_wait_and_a_missing_worker(app, types, monkeyp
     call(app, 8)
     assert types("show", "k:8", "--json").lines[0]["waiting"] == ["one"]
     assert "worker" not in types("show", "k:7").out
-    monkeypatch.setattr(keys, "worker_answers", lambda _: False)
+    monkeypatch.setattr(showing, "worker_answers", lambda _: False)
     assert "no call runs until a worker is started" in types("show", "k:7").out
     assert "worker" not in types("show", "k:8").out, "it is done"
 
@@ -401,7 +403,7 @@ def test_watch_exits_with_1_where_the_last_look_found_no_database(app, types, mo
     def away(*_: object, **__: object) -> None:
         raise StoreUnavailable("gone", False)
 
-    monkeypatch.setattr(LeaseClient, "page", away)
+    monkeypatch.setattr(OperatorClient, "page", away)
     seen = types("watch", "--times", "2", "--every", "1ms")
     assert (seen.code, seen.err.count("gone")) == (1, 2)
 
@@ -414,8 +416,8 @@ def test_a_long_list_is_read_in_larger_and_larger_pages() -> None:
             asked.append(limit)
             return Page([None] * limit, "more")  # type: ignore[list-item]
 
-    listing = keys._Listing(Client(), None, slowest=False, limit=50_000, after=None)  # type: ignore[arg-type]
-    assert sum(1 for _ in listing) == 50_000
+    read = pages(Client(), RecordFilter(), "latest", 50_000)  # type: ignore[arg-type]
+    assert sum(len(page.statuses) for page in read) == 50_000
     assert asked == [500, 2000, 8000, 10_000, 10_000, 10_000, 9_500]
 
 
@@ -468,18 +470,6 @@ def test_a_group_shows_when_it_was_closed(types: Types) -> None:
     assert types("group", "list", "--all").out.splitlines()[1].split()[:2] == ["open", "a"]
 
 
-def test_a_time_is_a_moment_or_a_span_before_now() -> None:
-    assert (
-        TIME.convert("2026-04-01T03:00:00+02:00", None, None).isoformat()
-        == "2026-04-01T01:00:00+00:00"
-    )
-    assert TIME.convert("2026-04-01", None, None).tzinfo is not None
-    assert TIME.convert("1h", None, None) < TIME.convert("1m", None, None)
-    for wrong in ("", "yesterday", "9" * 18, "300", "0001-01-01T00:00+14:00"):
-        with pytest.raises(click.BadParameter):
-            TIME.convert(wrong, None, None)
-
-
 def on_a_terminal(code: str, columns: int) -> list[str]:
     """The lines that *code* prints on a terminal so wide."""
     ours, theirs = pty.openpty()
@@ -499,7 +489,8 @@ def on_a_terminal(code: str, columns: int) -> list[str]:
 
 
 LISTING = """
-from celery_leases.cli.keys import HEAD, OPTIONAL
+import celery_leases.cli
+from celery_leases.ops.commands.records import HEAD, OPTIONAL
 from celery_leases.cli.output import echo_table
 row = ("cooling", "invoice:1844:2026-04", "billing.send_invoice", "21s", "0.9s", "when called, in 2m")
 echo_table([HEAD, (*row, "rate_limited", "1", "0", "0", "vm/10508")], optional=OPTIONAL)

@@ -16,6 +16,7 @@ import pytest
 
 import celery_leases
 from celery_leases import CoolingDown, LeaseClient
+from celery_leases.ops.client import OperatorClient
 from celery_leases.options import Failures
 from celery_leases.rules import CooldownPolicy, Rules, cooldown, permanent, retry
 from tests.unit.doc_pages import blocks, eagerly, executed, markdown_rows, page, section
@@ -270,7 +271,7 @@ def test_the_example_of_a_limit_is_one_paid_call_for_twenty_presses(texts: dict[
     assert refused.value.retry_at == pytest.approx(time.time() + refused.value.retry_after, abs=5)
     assert texts["paid"] == [("gpt-5", 7)]
     assert texts["what_to_show"](7) == texts["what_to_show"](8) == "Retry available in 5 minutes"
-    assert LeaseClient.from_app(texts["app"]).open_group("openai:gpt-5")
+    assert OperatorClient.from_app(texts["app"]).open_group("openai:gpt-5")
     texts["world"]["answer"] = "All is well."
     assert texts["summarise"].delay(7).get() == texts["summarise"].delay(7).get() == "All is well."
     assert len(texts["paid"]) == 2

@@ -18,7 +18,7 @@ from celery_leases.cli import leases
 from celery_leases.ops.drill.event_file import Notes
 from celery_leases.ops.drill.report import Bounds, StepReport, Takeover
 from celery_leases.ops.drill.task import TASK
-from celery_leases.tuning import Delivery
+from celery_leases.ops.tuning import Delivery
 
 Types = Callable[..., Result]
 RABBIT = Delivery(0.0)

@@ -23,6 +23,7 @@ from celery_leases.errors import (
     StoreUnavailable,
     WrongDatabase,
 )
+from celery_leases.ops.client import OperatorClient
 from celery_leases.worker import app_components
 
 NOWHERE = "postgresql+psycopg://nobody@127.0.0.1:1/nothing"
@@ -77,7 +78,7 @@ def test_status_and_client_see_what_an_eager_call_has_done(shop: Shop) -> None:
     assert shop.ship.delay(1).get() == {"to": "home"}
     assert shop.state(1) == "done"
     assert shop.ship.lease_status(1).result == {"to": "home"}
-    assert [status.key for status in LeaseClient.from_app(shop.app).list()] == ["order:1"]
+    assert [status.key for status in OperatorClient.from_app(shop.app).matching()] == ["order:1"]
     LeaseClient.from_app(shop.app).forget("order:1", task="shop.ship")
     assert shop.ship.delay(1).get() == {"to": "home"}
     assert shop.runs == [1, 1]

@@ -19,15 +19,16 @@ from click.testing import CliRunner, Result
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from celery_leases import LeaseClient, LeasedTask
+from celery_leases import LeasedTask
 from celery_leases.cli import leases
-from celery_leases.client import SavedRuns
 from celery_leases.decide import claim as claim_rules
 from celery_leases.errors import StoreUnavailable
 from celery_leases.events import CrashSeen, LeaseRenewed
 from celery_leases.metrics_counting import Counting
 from celery_leases.metrics_totals import METRICS, PREFIX, Tally, Written
+from celery_leases.ops.client import OperatorClient
 from celery_leases.ops.prometheus import GAUGES, LeaseCollector
+from celery_leases.ops.reports import SavedRuns
 from celery_leases.worker import app_components
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -89,8 +90,8 @@ def test_a_scrape_has_every_metric_and_no_key(app: Celery) -> None:
     assert found[of("attempts_total", outcome="returned", rule="")] == 2
     assert found[of("attempts_total", outcome="failed", rule="anything-else")] == 1
     assert found[of("saved_runs_total", how="replayed")] == 2
-    saved = LeaseClient.from_app(app, eager=False).stats().saved
-    assert saved == [SavedRuns("exported.work", replayed=2, dropped=0)]
+    saved = OperatorClient.from_app(app, eager=False).stats().saved_runs
+    assert saved == [SavedRuns("exported.work", 2, replayed=2, dropped=0)]
     assert found[of("duplicate_terminal_states_total")] == 0
     assert found[of("run_seconds_count")] == found[of("run_seconds_bucket", le="+Inf")] == 3
     assert found[of("hold_seconds_sum")] >= found[of("run_seconds_sum")]

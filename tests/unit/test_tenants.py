@@ -15,9 +15,10 @@ from celery.signals import before_task_publish
 from kombu.pools import reset
 from sqlalchemy import create_engine
 
-from celery_leases import LeaseClient, LeasedTask
+from celery_leases import LeasedTask
 from celery_leases.errors import KeyUnusable, LeaseConfigurationError
 from celery_leases.keys import call_key
+from celery_leases.ops.client import OperatorClient
 from celery_leases.outbox import calls as outbox
 from celery_leases.worker.headers import key_of
 
@@ -97,7 +98,9 @@ def sent(tenants: Celery, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any
 
 def stored_keys(app: Celery) -> dict[str, str]:
     """The stored keys of all records, by their keys."""
-    return {status.key: str(status.stored_key) for status in LeaseClient.from_app(app).list()}
+    return {
+        status.key: str(status.stored_key) for status in OperatorClient.from_app(app).matching()
+    }
 
 
 @pytest.fixture

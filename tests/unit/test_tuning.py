@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from celery_leases.tuning import (
+from celery_leases.ops.tuning import (
     Delivery,
     Lateness,
+    Measured,
     ProcessPause,
     RunTimes,
     advised,
-    safe_guard,
     shortest_ttl,
     unrenewed_ttl,
 )
@@ -67,8 +67,9 @@ def test_the_standstill_is_given_or_measured_or_assumed() -> None:
 
 
 def test_the_guard_has_lateness_and_twice_the_latency() -> None:
-    assert safe_guard(0.1, 2.5) == pytest.approx(2.7)
-    assert safe_guard(0.001, 1.0) == 2.0
+    for latency, pause, guard in ((0.1, 2.5, 2.7), (0.001, 1.0, 2.0)):
+        measured = Measured(latency, latency, ProcessPause(pause, "given"))
+        assert measured.guard == pytest.approx(guard)
 
 
 def test_the_advice_is_a_whole_number_of_seconds() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from celery_leases.client import LeaseClient
 from celery_leases.errors import (
     AlreadyDone,
     KeyUnusable,
@@ -35,9 +34,10 @@ from celery_leases.ops.board.access import (
     cookie_of,
     token_of,
 )
-from celery_leases.ops.board.bulk_jobs import Job, Jobs, TooManyJobs
+from celery_leases.ops.board.bulk_jobs import Jobs, Step, TooManyJobs
 from celery_leases.ops.board.cached_reads import CachedRead
-from celery_leases.ops.board.forms import Fields, form_of
+from celery_leases.ops.board.forms import Fields, bad_request, form_of
+from celery_leases.ops.client import OperatorClient
 from celery_leases.text.redaction import redact
 from celery_leases.web.async_client import AsyncLeaseClient
 
@@ -69,9 +69,18 @@ class ViewRequest:
     form: Fields
 
     @property
-    def client(self) -> LeaseClient:
+    def client(self) -> OperatorClient:
         """The client of the app."""
         return self.board.client()
+
+    def start(self, name: str, total: int, steps: Iterable[Step]) -> HtmlPage | Redirect:
+        """Start a job; its result, if it ends within 3 seconds, or a redirect to its page."""
+        job = self.board.jobs.start(name, self.who, total, steps)
+        self.board.invalidate()
+        if job.ended.wait(3.0):
+            self.board.invalidate()
+            return HtmlPage("job.html", {"job": job})
+        return Redirect(f"/jobs?number={job.number}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +97,12 @@ class Redirect:
     """A redirect to another page of the board; *path* begins below the board's root."""
 
     path: str
+
+
+def check_confirmed(form: Fields) -> None:
+    """Refuse a form that does not come from the page that asks for confirmation."""
+    if form.get("confirmed") != "yes":
+        raise bad_request("Confirm the action first.")
 
 
 View = Callable[[ViewRequest], HtmlPage | Redirect]
@@ -110,27 +125,18 @@ class Board:
         )
         self._templates.filters.update(formatting.FILTERS)
 
-    def client(self) -> LeaseClient:
+    def client(self) -> OperatorClient:
         """A client for the stores that the app's workers use."""
-        return LeaseClient.from_app(self.app, eager=False)
+        return OperatorClient.from_app(self.app, eager=False)
 
     def cached(self, name: str, read: Callable[[], Any], fresh_for: float) -> CachedRead[Any]:
         """The read with this name, which all requests share."""
         return self._cached.setdefault(name, CachedRead(read, fresh_for))
 
-    def invalidate(self, name: str) -> None:
-        """Let the next request read the value with this name again."""
-        self._cached[name].invalidate()
-
-    def job_page(self, job: Job) -> HtmlPage | Redirect:
-        """The page of a job that was just started: its result, if it ends within 3 seconds."""
+    def invalidate(self) -> None:
+        """Let the next request read all values again."""
         for read in self._cached.values():
             read.invalidate()
-        if job.ended.wait(3.0):
-            for read in self._cached.values():
-                read.invalidate()
-            return HtmlPage("job.html", {"job": job})
-        return Redirect(f"/jobs?number={job.number}")
 
     # -- one request -------------------------------------------------------------------------------
 

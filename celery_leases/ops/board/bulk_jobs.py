@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from celery_leases.client import Change, LeaseStatus
 from celery_leases.errors import LeasesError
-from celery_leases.operator_reports import next_step
+from celery_leases.ops.reports import Change
+from celery_leases.status import LeaseStatus
 from celery_leases.text.cleaning import printable
 from celery_leases.text.redaction import redact
 
@@ -159,11 +159,8 @@ def steps_of(
 
     for made in change(each_found()):
         before = seen[0]
-        key = printable(before.stored_key or before.key)
-        was = f"{key}, which was {before.state} at fence {before.fence}"
+        was = f"{printable(before.stored_key or before.key)}, which was {before.state} at fence {before.fence}"
         if made.done:
-            yield Step(f"{what} {was}", published=made.published, next_step=next_step(what, made))
+            yield Step(f"{what} {was}", published=made.published, next_step=made.next_step)
         else:
-            why = printable(redact(made.why or ""), 500)
-            reason = why if before.key in why else f"{key}: {why}"
-            yield Step(f"unchanged: {was}", changed=0, why=reason)
+            yield Step(f"unchanged: {was}", changed=0, why=printable(redact(made.why_of_key), 500))

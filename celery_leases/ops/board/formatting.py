@@ -67,12 +67,20 @@ def task_of(stored: str) -> str:
     return printed(stored.removeprefix("t:").partition("|")[0])
 
 
+def fact(value: object) -> str:
+    """A time, a duration, or a text without secrets."""
+    if isinstance(value, datetime):
+        return moment(value)
+    return short(value) if isinstance(value, float) else redacted(value)
+
+
 FILTERS: Final[Mapping[str, Callable[[Any], str]]] = {
     "printed": printed,
     "redacted": redacted,
     "short": short,
     "words": words,
     "moment": moment,
+    "fact": fact,
     "ago": ago,
     "as_json": as_json,
     "next_try": next_try,

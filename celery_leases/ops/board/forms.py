@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, get_args
 from urllib.parse import parse_qsl, quote, unquote, urlencode
@@ -11,21 +10,21 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from celery_leases.client import LeaseStatus, RecordFilter
+from celery_leases.client import Write
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.keys import STORED_KEY_MAX
-from celery_leases.operator_actions import ACTIONS, ActionName
-from celery_leases.record_filters import KNOWN_STATES, Position
+from celery_leases.ops.actions import ACTIONS
+from celery_leases.ops.filters import CONDITIONS, filter_of
+from celery_leases.record_filters import KNOWN_STATES, Position, RecordFilter
+from celery_leases.status import LeaseStatus
 from celery_leases.text.cleaning import printable
-from celery_leases.text.durations import moment
 
 MAX_BODY: Final = 4_000_000
 """Bytes of a form; 500 selected keys take at most two thirds, because they are quoted twice."""
 MAX_FIELDS: Final = 1_000
 MAX_SELECTED: Final = 500
 MAX_FIELD_LENGTH: Final = 100_000
-_INT_MAX: Final = 2**63
-_MAX_TIME: Final = 253_402_300_799_000_000
+TIME_MAX: Final = 253_402_300_799_000_000
 """The end of the year 9999, in microseconds since the epoch."""
 URLENCODED: Final = "application/x-www-form-urlencoded"
 
@@ -63,14 +62,16 @@ class Fields:
         """All values of a field that are not blank."""
         return [value for each, value in self._pairs if each == name and value.strip()]
 
-    def number(self, name: str) -> int | None:
-        """The integer value of a field; ``None`` if it is empty."""
+    def number(self, name: str, most: int = 2**63 - 1) -> int | None:
+        """The integer value of a field, 0 to *most*; ``None`` if it is empty."""
         text = self.get(name)
-        if not text:
-            return None
-        if not (text.isascii() and text.isdigit() and len(text) < 20) or int(text) >= _INT_MAX:
+        if text and not _is_number(text, most):
             raise bad_request(f"{name} is not a number.")
-        return int(text)
+        return int(text) if text else None
+
+
+def _is_number(text: str, most: int = 2**63 - 1) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most
 
 
 async def form_of(request: Request) -> Fields:
@@ -89,59 +90,27 @@ async def form_of(request: Request) -> Fields:
 # -- filters ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FilterForm:
-    """A filter as it was entered."""
-
-    states: tuple[str, ...] = ()
-    task: str = ""
-    group: str = ""
-    prefix: str = ""
-    reason: str = ""
-    since: str = ""
-    until: str = ""
-    crashed: str = ""
-
-    @classmethod
-    def read(cls, given: Fields) -> FilterForm:
-        """The filter in a query or form."""
-        names = [field.name for field in fields(cls) if field.name != "states"]
-        return cls(tuple(given.all("state")), **{name: given.get(name) for name in names})
-
-    def wanted(self) -> RecordFilter:
-        """The filter to apply; a duration means that long before now."""
-        if unknown := set(self.states).difference(KNOWN_STATES):
-            raise bad_request(f"{printable(min(unknown))} is not a state.")
-        return RecordFilter(
-            states=self.states,
-            task=self.task or None,
-            group=self.group or None,
-            prefix=self.prefix or None,
-            reason=self.reason or None,
-            since=_moment(self.since),
-            until=_moment(self.until),
-            crashed=bool(self.crashed),
-        )
-
-    def query(self, **more: str | None) -> str:
-        """The filter as the query of a URL."""
-        return query_of(
-            [
-                *(("state", state) for state in self.states),
-                *(
-                    (field.name, getattr(self, field.name))
-                    for field in fields(self)
-                    if field.name != "states"
-                ),
-                *more.items(),
-            ]
-        )
+def entered(given: Fields) -> dict[str, Any]:
+    """The conditions of a filter as they were entered in a query or form."""
+    return {
+        name: tuple(given.all("state")) if kind == "states" else given.get(name)
+        for name, kind, *_ in CONDITIONS
+    }
 
 
-def query_of(pairs: Sequence[tuple[str, str | None]]) -> str:
-    """A query with its question mark; empty if there are no values."""
-    given = [(name, value) for name, value in pairs if value]
-    return f"?{urlencode(given)}" if given else ""
+def filter_of_form(conditions: Mapping[str, Any]) -> RecordFilter:
+    """The filter with the entered conditions; a time without a time zone is UTC."""
+    try:
+        return filter_of(conditions, UTC)
+    except LeaseConfigurationError as error:
+        raise bad_request(f"{printable(str(error))} (times are in UTC)") from None
+
+
+def filter_query(conditions: dict[str, Any], **more: str | None) -> str:
+    """Entered conditions as the query of a URL; empty if there are none."""
+    rest = {name: value for name, value in (conditions | more).items() if value}
+    pairs = [*(("state", state) for state in rest.pop("states", ())), *rest.items()]
+    return f"?{urlencode(pairs)}" if pairs else ""
 
 
 def order_of(given: Fields) -> Order:
@@ -161,60 +130,48 @@ def page_token_of(given: Fields) -> str | None:
         place = Position.read(token)
     except LeaseConfigurationError:
         place = None
-    if place is None or abs(place.value) >= _INT_MAX or "\x00" in place.stored_key:
+    if place is None or abs(place.value) >= 2**63 or "\x00" in place.stored_key:
         raise bad_request("There is no such page: start with the first one.")
     return token
 
 
-def _moment(text: str) -> int | None:
-    """A time in microseconds since the epoch; ``None`` if *text* is empty.
-
-    A duration means that long ago; a time without a time zone is UTC.
-    """
-    if not text:
-        return None
-    try:
-        return max(0, round(moment(text, UTC).timestamp() * 1e6))
-    except LeaseConfigurationError as error:
-        raise bad_request(f"{printable(str(error))} (times are in UTC)") from None
-
-
 def time_of(given: Fields, name: str) -> datetime:
     """The time in a field that has microseconds since the epoch."""
-    found = given.number(name)
-    if found is None or found > _MAX_TIME:
+    found = given.number(name, TIME_MAX)
+    if found is None:
         raise bad_request("The form cannot be read.")
     return datetime.fromtimestamp(found / 1e6, UTC)
 
 
 # -- the filter in the form that confirms an action -----------------------------------------------
 
-_TEXTS: Final = ("task", "group", "prefix", "reason")
-_NUMBERS: Final = ("since", "until", "unmoved_since")
+_TIMES: Final = (*(name for name, kind, *_ in CONDITIONS if kind == "time"), "unmoved_since")
+_TEXTS: Final = tuple(name for name, kind, *_ in CONDITIONS if kind == "text")
 
 
 def hidden(wanted: RecordFilter) -> list[tuple[str, str]]:
     """A filter as hidden fields; its times are absolute, so it selects the same records later."""
-    found = [("state", state) for state in wanted.states]
-    found += [
-        (name, str(getattr(wanted, name)))
-        for name in (*_TEXTS, *_NUMBERS)
-        if getattr(wanted, name) is not None
+    values = [(name, getattr(wanted, name)) for name in (*_TEXTS, *_TIMES)]
+    return [
+        *(("state", str(state)) for state in wanted.states),
+        *((name, str(value)) for name, value in values if value is not None),
+        *([("crashed", "1")] if wanted.crashed else []),
     ]
-    return [*found, *([("crashed", "1")] if wanted.crashed else [])]
+
+
+def is_time(name: str) -> bool:
+    """Whether a hidden field has microseconds since the epoch."""
+    return name in _TIMES
 
 
 def confirmed(given: Fields) -> RecordFilter:
     """The filter in the fields that :func:`hidden` made."""
     states = tuple(given.all("state"))
-    moment = given.number("unmoved_since")
-    if moment is None or set(states).difference(KNOWN_STATES):
+    found: dict[str, Any] = {name: given.get(name) or None for name in _TEXTS}
+    found |= {name: given.number(name, TIME_MAX) for name in _TIMES}
+    if found["unmoved_since"] is None or set(states).difference(KNOWN_STATES):
         raise bad_request("The form cannot be read.")
-    texts: dict[str, Any] = {name: given.get(name) or None for name in _TEXTS}
-    numbers: dict[str, Any] = {name: given.number(name) for name in _NUMBERS}
-    if any(value is not None and value > _MAX_TIME for value in numbers.values()):
-        raise bad_request("The form cannot be read.")
-    return RecordFilter(states, **texts, **numbers, crashed=bool(given.get("crashed")))
+    return RecordFilter(states, **found, crashed=bool(given.get("crashed")))
 
 
 # -- selected keys, with the status that the page showed ------------------------------------------
@@ -241,10 +198,9 @@ def _seen(value: str) -> LeaseStatus:
     fence, _, rest = value.partition(":")
     state, _, quoted = rest.partition(":")
     stored = unquote(quoted)
-    number = int(fence) if fence.isascii() and fence.isdigit() and len(fence) < 20 else _INT_MAX
-    if number >= _INT_MAX or state not in KNOWN_STATES or not is_stored_key(stored):
+    if not (_is_number(fence) and state in KNOWN_STATES and is_stored_key(stored)):
         raise bad_request("The selection cannot be read.")
-    return LeaseStatus(stored, None, state, fence=number, stored_key=stored)
+    return LeaseStatus(stored, None, state, fence=int(fence), stored_key=stored)
 
 
 def is_stored_key(text: str) -> bool:
@@ -252,7 +208,7 @@ def is_stored_key(text: str) -> bool:
     return text.startswith("t:") and "|" in text and len(text) <= STORED_KEY_MAX
 
 
-def action_of(given: Fields) -> ActionName:
+def action_of(given: Fields) -> Write:
     """The action that a form asks for."""
     found = given.get("action")
     if found not in ACTIONS:

@@ -10,8 +10,8 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 from celery_leases.cli.output import as_json as printing_json
 from celery_leases.cli.output import echo_json, echo_line, echo_table
 from celery_leases.cli.root import app_of, leases
-from celery_leases.findings import Examination, ServerFacts
-from celery_leases.worker.checks.doctor import examine
+from celery_leases.ops.doctor import Examination, examine
+from celery_leases.ops.server_facts import ServerFacts
 
 
 @leases.command(cls=CeleryCommand)

@@ -14,10 +14,10 @@ from celery_leases.cli.root import app_of, leases, unknown_task
 from celery_leases.ops.drill import steps
 from celery_leases.ops.drill.report import STEPS, Bounds, StepName, StepReport, Takeover, Taker
 from celery_leases.ops.drill.run import WORKERS, Drill
-from celery_leases.options import DATABASE, DEFAULT_TTL, MINIMUM_TTL
+from celery_leases.ops.tuning import Delivery
+from celery_leases.options import DEFAULT_TTL, MINIMUM_TTL
 from celery_leases.text.durations import in_short, seconds
-from celery_leases.worker.app_settings import leased_tasks, settings_of
-from celery_leases.worker.checks.settings import redelivery_of
+from celery_leases.worker.app_settings import leased_tasks
 
 _TAKEOVERS_BY: Final[dict[StepName, tuple[Taker, ...]]] = {
     "child": ("its own call",),
@@ -73,11 +73,7 @@ def drill(
     """
     app = app_of(ctx)
     slo = seconds(takeover_slo, "--takeover-slo")
-    bounds = Bounds(
-        _ttl(app, task, ttl),
-        slo,
-        redelivery_of(app, settings_of(app).leases_url == DATABASE),
-    )
+    bounds = Bounds(_ttl(app, task, ttl), slo, Delivery.of(app))
     wanted = [name for name in STEPS if not names or name in names]
     if dry_run:
         for name in wanted:

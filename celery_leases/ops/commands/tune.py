@@ -11,19 +11,11 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.output import AT_MOST, Row, as_json, echo_json, echo_line, echo_table
 from celery_leases.cli.parameters import DURATION
-from celery_leases.cli.root import app_of, check_task, client_of, leases
+from celery_leases.cli.root import app_of, check_task, leases
+from celery_leases.ops.commands.records import operator_of
+from celery_leases.ops.tuning import ENOUGH_MEASUREMENTS, Delivery, Measured, advice_of
 from celery_leases.text.durations import in_short, seconds
-from celery_leases.tuning import (
-    ENOUGH_MEASUREMENTS,
-    Delivery,
-    ProcessPause,
-    RunTimes,
-    advised,
-    safe_guard,
-    shortest_ttl,
-)
 from celery_leases.worker.app_settings import leased_tasks
-from celery_leases.worker.ttl_advice import advice_of, delivery_of
 
 HEAD: Row = ("TASK", "RUNS", "P50", "P95", "P99", "LONGEST", "TTL NOW", "TTL UNRENEWED", "LIMIT")
 
@@ -85,32 +77,27 @@ def tune(
     Exits with 1 if --takeover-slo cannot be met with these settings; the last lines say why.
     """
     draw = _drawing(picture) if picture is not None else None
-    app, client = app_of(ctx), client_of(ctx)
-    check_task(ctx, client, task)
+    app, client = app_of(ctx), operator_of(ctx)
+    check_task(ctx, task)
     times = client.run_times(task=task, limit=runs)
-    slowest = [RunTimes.of(asked) for asked in client.latencies()]
-    in_store, in_database = (each.p99 for each in slowest if each is not None)
-    measured = client.lateness(task=task)
-    standstill = ProcessPause.of(measured, _span(lateness))
-    on_top = _span(guard)
-    on_top = safe_guard(in_store, standstill.seconds) if on_top is None else on_top
-    shortest = shortest_ttl(in_store, standstill.seconds)
-    slo = _span(takeover_slo)
-    known = leased_tasks(app)
-    delivery = delivery_of(app)
+    late = client.lateness(task=task)
+    measured = Measured.of(client.latencies(), late, _span(lateness))
+    pause, ttl, slo = measured.pause, measured.ttl, _span(takeover_slo)
+    on_top = measured.guard if guard is None else _span(guard) or 0.0
+    known, delivery = leased_tasks(app), Delivery.of(app)
     advice = {
-        "store_p99": in_store,
-        "database_p99": in_database,
-        "lateness": standstill.seconds,
-        "lateness_from": standstill.source,
-        "renewals": standstill.renewals,
-        "latest_renewal": measured.latest if measured is not None else None,
+        "store_p99": measured.store_p99,
+        "database_p99": measured.database_p99,
+        "lateness": pause.seconds,
+        "lateness_from": pause.source,
+        "renewals": pause.renewals,
+        "latest_renewal": late.latest if late is not None else None,
         "guard": on_top,
-        "ttl": advised(shortest),
-        "renewed_every": advised(shortest) / 3,
+        "ttl": ttl,
+        "renewed_every": ttl / 3,
         "takeover_slo": slo,
-        "key_free_within": delivery.key_free(advised(shortest)),
-        "work_resumed_within": delivery.work_resumed(advised(shortest)),
+        "key_free_within": delivery.key_free(ttl),
+        "work_resumed_within": delivery.work_resumed(ttl),
         "longest_ttl_for_slo": delivery.longest_ttl(slo) if slo is not None else None,
     }
     names = sorted({*times, *((task,) if task else known)})
@@ -127,7 +114,7 @@ def tune(
         echo_table([HEAD, *map(_row, tasks)])
         _echo_advice(tasks, advice, missed)
     if draw is not None:
-        draw(times, tasks, advised(shortest))
+        draw(times, tasks, ttl)
     if missed:
         ctx.exit(1)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from celery_leases.tuning import Delivery
+from celery_leases.ops.tuning import Delivery
 
 Taker = Literal["its own call", "another call"]
 StepName = Literal["child", "double", "pause", "worker"]

@@ -13,7 +13,6 @@ from celery.backends.base import DisabledBackend
 from celery_leases.findings import Finding, Severity
 from celery_leases.options import ADVISED_TTL, OPTION_NAMES
 from celery_leases.settings import DEFAULT_DATABASE, REDIS_SCHEMES, Settings
-from celery_leases.tuning import Delivery
 from celery_leases.worker.rabbitmq_consumer_timeout import consumer_timeout_warning
 
 TIME_TO_END: Final = 1.0
@@ -118,27 +117,16 @@ def redelivery_warning(app: Celery) -> tuple[str, str] | None:
 
     Redis redelivers the messages of a dead worker after that time, an hour by default.
     """
-    options = _redis_options(app)
+    options = redis_options(app)
     if options is None or "visibility_timeout" in options:
         return None
     from kombu.transport.redis import Channel
 
     text = (
         "broker_transport_options has no visibility_timeout: messages of a killed worker are "
-        f"redelivered after {Channel.visibility_timeout:g} s, found by a sweep every {_sweep(options):g} s"
+        f"redelivered after {Channel.visibility_timeout:g} s, found by a sweep every {sweep(options):g} s"
     )
     return text, _ADVISED_BROKER
-
-
-def redelivery_of(app: Celery, database_leases: bool) -> Delivery:
-    """How the broker redelivers messages of a dead worker to *app*, by the broker's settings."""
-    options = _redis_options(app)
-    if options is None:
-        return Delivery(0.0, database_leases)
-    from kombu.transport.redis import Channel
-
-    timeout = float(options.get("visibility_timeout", Channel.visibility_timeout))
-    return Delivery(timeout + _sweep(options), database_leases, timeout)
 
 
 def soft_limit_is_tight(task: Any, limits: TimeLimits) -> bool:
@@ -243,7 +231,7 @@ def _redelivery_findings(
             "others wait; if the worker dies, its messages are redelivered only after the broker's own time",
             "write app.conf.worker_prefetch_multiplier = 1",
         )
-    options = _redis_options(app)
+    options = redis_options(app)
     timeout = float((options or {}).get("visibility_timeout") or 0)
     if not timeout:
         return
@@ -269,7 +257,7 @@ def _redelivery_findings(
 
 
 def _greenlet_findings(app: Celery, greenlets: int) -> Iterator[Finding]:
-    options = _redis_options(app)
+    options = redis_options(app)
     if options is None or not greenlets:
         return
     from kombu.transport.redis import Channel
@@ -331,14 +319,14 @@ def _hard_limits(tasks: Mapping[str, Any], limits: TimeLimits) -> dict[str, floa
     return {name: limit for name, limit in found.items() if limit}
 
 
-def _redis_options(app: Celery) -> Mapping[str, Any] | None:
+def redis_options(app: Celery) -> Mapping[str, Any] | None:
     """The transport options of a broker in Redis."""
     connection = app.connection_for_read()
     options: Mapping[str, Any] = connection.transport_options
     return options if connection.transport_cls in REDIS_SCHEMES else None
 
 
-def _sweep(options: Mapping[str, Any]) -> float:
+def sweep(options: Mapping[str, Any]) -> float:
     """Seconds between two sweeps, in which a worker on Redis redelivers messages."""
     from kombu.transport.redis import Channel
 

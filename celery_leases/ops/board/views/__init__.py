@@ -3,16 +3,7 @@
 from typing import Final
 
 from celery_leases.ops.board.application import View
-from celery_leases.ops.board.views import (
-    actions,
-    doctor,
-    groups,
-    jobs,
-    keys,
-    overview,
-    runtimes,
-    upkeep,
-)
+from celery_leases.ops.board.views import actions, groups, keys, overview, runtimes, upkeep
 
 ROUTES: Final[tuple[tuple[str, str, View], ...]] = (
     ("GET", "/", overview.overview),
@@ -24,10 +15,10 @@ ROUTES: Final[tuple[tuple[str, str, View], ...]] = (
     ("POST", "/groups/confirm", groups.confirm),
     ("POST", "/groups/act", groups.act),
     ("GET", "/runtimes", runtimes.runtimes),
-    ("GET", "/doctor", doctor.doctor),
+    ("GET", "/doctor", overview.doctor),
     ("GET", "/upkeep", upkeep.upkeep),
     ("POST", "/upkeep/confirm", upkeep.confirm),
     ("POST", "/upkeep/act", upkeep.act),
-    ("GET", "/jobs", jobs.one),
-    ("POST", "/jobs/stop", jobs.stop),
+    ("GET", "/jobs", actions.job),
+    ("POST", "/jobs/stop", actions.stop),
 )

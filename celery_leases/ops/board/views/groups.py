@@ -6,21 +6,20 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from celery_leases.client import LeaseClient
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.operator_actions import DEFAULT_DURATION
+from celery_leases.ops.actions import DEFAULT_DURATION, GROUP_ACTIONS, counted
 from celery_leases.ops.board import formatting
-from celery_leases.ops.board.application import HtmlPage, Redirect, ViewRequest
+from celery_leases.ops.board.application import HtmlPage, Redirect, ViewRequest, check_confirmed
 from celery_leases.ops.board.bulk_jobs import Step
 from celery_leases.ops.board.charts import closings
 from celery_leases.ops.board.forms import Fields, bad_request
 from celery_leases.ops.board.views.overview import trouble_of
+from celery_leases.ops.client import OperatorClient
 from celery_leases.text.durations import in_words, seconds
 
 MAX_GROUPS: Final = 200
 GROUPS_DRAWN: Final = 30
 """For how many groups the closings are drawn."""
-LABELS: Final = {"open": "Open", "close": "Close"}
 
 
 def listed(request: ViewRequest) -> HtmlPage:
@@ -46,19 +45,16 @@ def confirm(request: ViewRequest) -> HtmlPage:
 
 def act(request: ViewRequest) -> HtmlPage | Redirect:
     """Open or close the groups."""
-    if request.form.get("confirmed") != "yes":
-        raise bad_request("Confirm the action first.")
+    check_confirmed(request.form)
     wanted = _wanted(request.form)
-    name = f"{wanted['label']}: {len(wanted['groups'])} group{'s' * (len(wanted['groups']) > 1)}"
-    steps = _steps(request.client, wanted)
-    return request.board.job_page(
-        request.board.jobs.start(name, request.who, len(wanted["groups"]), steps)
-    )
+    count = len(wanted["groups"])
+    name = f"{wanted['label']}: {counted(count, 'group')}"
+    return request.start(name, count, _steps(request.client, wanted))
 
 
 def _wanted(form: Fields) -> dict[str, Any]:
     what, groups = form.get("action"), [*dict.fromkeys(form.all("group"))]
-    if what not in LABELS:
+    if what not in GROUP_ACTIONS:
         raise bad_request("There is no such action.")
     if not groups or len(groups) > MAX_GROUPS:
         raise bad_request(
@@ -71,7 +67,7 @@ def _wanted(form: Fields) -> dict[str, Any]:
         raise bad_request(formatting.printed(error)) from None
     return {
         "what": what,
-        "label": LABELS[what],
+        "label": GROUP_ACTIONS[what],
         "groups": groups,
         "span": span,
         "wait": in_words(wait),
@@ -79,7 +75,7 @@ def _wanted(form: Fields) -> dict[str, Any]:
     }
 
 
-def _steps(client: LeaseClient, wanted: dict[str, Any]) -> Iterator[Step]:
+def _steps(client: OperatorClient, wanted: dict[str, Any]) -> Iterator[Step]:
     for group in wanted["groups"]:
         shown = formatting.printed(group)
         if wanted["what"] == "close":

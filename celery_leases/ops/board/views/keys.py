@@ -8,21 +8,24 @@ from typing import Any, Final
 
 from starlette.exceptions import HTTPException
 
-from celery_leases.client import LeaseClient, LeaseStatus
 from celery_leases.errors import RecordUnreadable
 from celery_leases.failures.actions import Reason
 from celery_leases.ops.board import formatting
 from celery_leases.ops.board.application import HtmlPage, ViewRequest
 from celery_leases.ops.board.charts import timeline
 from celery_leases.ops.board.forms import (
-    FilterForm,
     bad_request,
+    entered,
+    filter_of_form,
+    filter_query,
     is_stored_key,
     order_of,
     page_token_of,
     seen_value,
 )
 from celery_leases.ops.board.views.overview import no_worker, trouble_in
+from celery_leases.ops.client import OperatorClient
+from celery_leases.ops.reports import facts_of
 from celery_leases.record_filters import KNOWN_STATES
 from celery_leases.status import LEASE_STORE_UNAVAILABLE
 from celery_leases.worker.app_settings import leased_tasks
@@ -36,23 +39,25 @@ REFRESH_FACTOR: Final = 20
 
 def listed(request: ViewRequest) -> HtmlPage:
     """One page of the keys that a filter selects; they are not counted."""
-    filtered = FilterForm.read(request.query)
-    wanted = filtered.wanted()
+    conditions = entered(request.query)
+    wanted = filter_of_form(conditions)
     order, after = order_of(request.query), page_token_of(request.query)
     started = time.monotonic()
     page = request.client.page(wanted, order=order, limit=PAGE_SIZE, after=after)
     took = time.monotonic() - started
     shown_order = order if order != "latest" else None
     context = {
-        "filter": filtered,
-        "filtered": filtered != FilterForm(),
+        "filter": conditions,
+        "filtered": any(conditions.values()),
         "order": order,
         "known_states": KNOWN_STATES,
         "tasks": sorted(leased_tasks(request.board.app)),
         "reasons": [reason.value for reason in Reason],
         "rows": [(status, seen_value(status)) for status in page.statuses],
-        "first": f"/keys{filtered.query(order=shown_order)}" if after else None,
-        "next": f"/keys{filtered.query(order=shown_order, after=page.next)}" if page.next else None,
+        "first": f"/keys{filter_query(conditions, order=shown_order)}" if after else None,
+        "next": f"/keys{filter_query(conditions, order=shown_order, after=page.next)}"
+        if page.next
+        else None,
         "trouble": trouble_in(page),
         "every": round(max(MIN_REFRESH, REFRESH_FACTOR * took)),
     }
@@ -72,7 +77,7 @@ def one(request: ViewRequest) -> HtmlPage:
     context = {
         "status": status,
         "seen": seen_value(status),
-        "facts": [(name, text) for name, text in _facts(status) if text],
+        "facts": facts_of(status),
         "timeline": timeline(status.attempts, datetime.now(UTC)),
         "arguments": _arguments(client, stored),
         "trouble": formatting.redacted(trouble) if trouble else None,
@@ -81,34 +86,8 @@ def one(request: ViewRequest) -> HtmlPage:
     return HtmlPage("key.html", context)
 
 
-def _arguments(client: LeaseClient, stored: str) -> Any:
+def _arguments(client: OperatorClient, stored: str) -> Any:
     try:
         return client.arguments(stored)
     except RecordUnreadable as error:
         return str(error)
-
-
-def _facts(status: LeaseStatus) -> list[tuple[str, str]]:
-    waits_for = f"group {status.group}" if status.scope == "group" else status.scope
-    return [
-        ("Task", formatting.printed(status.task)),
-        ("In this state for", formatting.short(status.age)),
-        ("Retry at", formatting.moment(status.retry_at)),
-        ("Waits for", formatting.printed(waits_for)),
-        ("Reason", formatting.printed(status.reason)),
-        ("Detail", formatting.redacted(status.detail)),
-        ("Rule", formatting.printed(status.rule)),
-        ("Attempt", str(status.attempt)),
-        ("Failures", str(status.failures)),
-        ("Crashes in a row", str(status.crashes)),
-        ("Call id", formatting.printed(status.call_id)),
-        ("Fence", str(status.fence)),
-        ("Holder", formatting.printed(status.holder)),
-        ("Lease ends in", formatting.short(status.lease_remaining)),
-        ("Reference", formatting.redacted(status.reference)),
-        ("Created", formatting.moment(status.created_at)),
-        ("Queued", formatting.moment(status.queued_at)),
-        ("Started", formatting.moment(status.started_at)),
-        ("Finished", formatting.moment(status.finished_at)),
-        ("Stored key", formatting.printed(status.stored_key)),
-    ]

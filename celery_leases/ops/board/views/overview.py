@@ -1,4 +1,6 @@
-"""The overview: keys that need attention, closed groups, and counts by task and state."""
+"""The overview: keys that need attention, closed groups, and counts by task and state. And the page
+of ``leases doctor``.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from celery_leases.client import GroupStatus, LeaseClient, Page, Stats
 from celery_leases.errors import StoreUnavailable
 from celery_leases.ops.board.application import HtmlPage, ViewRequest
 from celery_leases.ops.board.cached_reads import value_of
+from celery_leases.ops.client import OperatorClient
+from celery_leases.ops.doctor import examine
+from celery_leases.ops.reports import Page, Stats
 from celery_leases.record import State
-from celery_leases.status import ABANDONED, LEASE_STORE_UNAVAILABLE, UNREADABLE
+from celery_leases.status import (
+    ABANDONED,
+    LEASE_STORE_UNAVAILABLE,
+    UNREADABLE,
+    GroupStatus,
+)
 from celery_leases.text.redaction import redact
-from celery_leases.worker.checks.servers import NO_WORKER, worker_answers
+from celery_leases.worker.answering import NO_WORKER, worker_answers
 
 SHOWN: Final = 10
 READ_TIMEOUT: Final = 0.5
@@ -44,18 +53,15 @@ class _Attention:
 
 def overview(request: ViewRequest) -> HtmlPage:
     """The page; it is shown at once, even if the counts are still being read."""
-    board = request.board
-
-    def count() -> Stats:
-        return board.client().stats()
-
-    attention = board.cached("attention", lambda: _attention(board.client()), 2.0).get(READ_TIMEOUT)
-    counted = board.cached("stats", count, 10.0).get(0.0 if attention is None else READ_TIMEOUT)
+    board, client = request.board, request.client
+    attention = board.cached("attention", lambda: _attention(client), 2.0).get(READ_TIMEOUT)
+    counts = board.cached("stats", client.stats, 10.0)
+    counted = counts.get(0.0 if attention is None else READ_TIMEOUT)
     found: _Attention | None = value_of(attention) if attention is not None else None
     stats: Stats | None = value_of(counted) if counted is not None else None
     trouble = (found.trouble if found is not None else None) or (stats.trouble if stats else None)
     if stats is not None and stats.trouble and found is not None and not found.trouble:
-        board.invalidate("stats")  # the lease store is back
+        counts.invalidate()  # the lease store is back
     context = {
         "attention": [(state, why, found.pages[state]) for state, why in NEEDS_ATTENTION]
         if found
@@ -74,7 +80,7 @@ def overview(request: ViewRequest) -> HtmlPage:
     return HtmlPage("overview.html", context)
 
 
-def _attention(client: LeaseClient) -> _Attention:
+def _attention(client: OperatorClient) -> _Attention:
     """The keys that need attention, and the groups if the lease store answers."""
     pages = {
         state: client.page(client.where(states=[state]), limit=SHOWN)
@@ -124,3 +130,11 @@ def _counts(stats: Stats) -> Iterator[dict[str, Any]]:
 
     for task, states in sorted(tasks.items(), key=urgency):
         yield {"task": task, "states": states, "all": sum(each.count for each in states.values())}
+
+
+def doctor(request: ViewRequest) -> HtmlPage:
+    """The latest examination; requests of the next 30 seconds share it."""
+    board = request.board
+    read = board.cached("doctor", lambda: examine(board.app), 30.0).get(READ_TIMEOUT)
+    found = value_of(read) if read is not None else None
+    return HtmlPage("doctor.html", {"found": found, "at": read.at if read is not None else None})

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, Final
 
-from celery_leases.client import LeaseClient, RecordFilter
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.ops.board import formatting
-from celery_leases.ops.board.application import HtmlPage, Redirect, ViewRequest
+from celery_leases.ops.board.application import HtmlPage, Redirect, ViewRequest, check_confirmed
 from celery_leases.ops.board.bulk_jobs import Step
 from celery_leases.ops.board.forms import Fields, bad_request, time_of
+from celery_leases.ops.client import OperatorClient
 from celery_leases.record import State
+from celery_leases.record_filters import RecordFilter
 from celery_leases.text.durations import seconds
 
 DEFAULT_AGES: Final = {"purge": "30d", "rescue": "15m"}
@@ -47,8 +48,7 @@ def confirm(request: ViewRequest) -> HtmlPage:
 
 def act(request: ViewRequest) -> HtmlPage | Redirect:
     """Delete the records, or publish the messages."""
-    if request.form.get("confirmed") != "yes":
-        raise bad_request("Confirm the action first.")
+    check_confirmed(request.form)
     wanted, client = _wanted(request.form), request.client
     words = [wanted["label"], wanted["older"], *wanted["states"], wanted["task"]]
     name = " ".join(formatting.printed(word) for word in words if word)
@@ -59,7 +59,7 @@ def act(request: ViewRequest) -> HtmlPage | Redirect:
         else _published(client, wanted)
     )
     total = request.form.number("count") or 0
-    return request.board.job_page(request.board.jobs.start(name, request.who, total, steps))
+    return request.start(name, total, steps)
 
 
 def _wanted(form: Fields) -> dict[str, Any]:
@@ -81,17 +81,19 @@ def _wanted(form: Fields) -> dict[str, Any]:
     }
 
 
-def _filter(client: LeaseClient, wanted: dict[str, Any]) -> RecordFilter:
+def _filter(client: OperatorClient, wanted: dict[str, Any]) -> RecordFilter:
     return client.where(states=wanted["states"], task=wanted["task"] or None)
 
 
-def _purged(client: LeaseClient, wanted: dict[str, Any], since: datetime | None) -> Iterator[Step]:
+def _purged(
+    client: OperatorClient, wanted: dict[str, Any], since: datetime | None
+) -> Iterator[Step]:
     """Delete what was counted: nothing that has changed since, or has become old enough since."""
     for deleted in client.purge(_filter(client, wanted), older=since):
         yield Step(f"{deleted} records deleted", changed=deleted, count=deleted)
 
 
-def _published(client: LeaseClient, wanted: dict[str, Any]) -> Iterator[Step]:
+def _published(client: OperatorClient, wanted: dict[str, Any]) -> Iterator[Step]:
     older = wanted["older"]
     done = client.rescue(older=older, limit=MAX_MESSAGES) if older else client.relay(MAX_MESSAGES)
     for record in done.published:

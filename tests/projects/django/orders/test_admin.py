@@ -290,7 +290,7 @@ class AdminTests(TransactionTestCase):
     def test_a_key_that_changes_just_before_it_is_resolved_is_left_alone(self) -> None:
         """Between the last look and the write."""
         self.login("resolve_leaserecord")
-        look, came = LeaseClient._read, []
+        look, came = LeaseClient._changeable, []
 
         def looked(client: LeaseClient, *asked: Any, **more: Any) -> Any:
             if not came:
@@ -300,7 +300,7 @@ class AdminTests(TransactionTestCase):
 
         for what in ("resolve_done", "resolve_retry"):
             came.clear()
-            with mock.patch.object(LeaseClient, "_read", looked):
+            with mock.patch.object(LeaseClient, "_changeable", looked):
                 text = self.confirmed(what, self.failed)
             self.assertIn("refund:2 has changed meanwhile", text)
             self.failed.refresh_from_db()

@@ -5,17 +5,36 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Final
 
-from celery_leases.findings import ServerFacts
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.urls import display_database_url
 
 ROUND_TRIPS: Final = 5
 """The number of measured round trips."""
 MIN_REDIS: Final = (6, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """One server: its ``part`` in the set-up, its address without a password, and its version.
+
+    ``latency`` is the median of some round trips, ``clock_ahead`` how far its clock is ahead of the
+    local one, both in seconds. ``trouble``: why the server did not answer.
+    """
+
+    part: str
+    address: str
+    version: str | None = None
+    latency: float | None = None
+    clock_ahead: float | None = None
+    trouble: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Advice on ``lease_ttl`` from measured run times and latencies. Pure.
+"""Advice on ``lease_ttl`` from measured run times and latencies.
 
 Times are seconds. The parts of a ttl are those of :mod:`celery_leases.deadlines`; the
 bounds of a takeover are those of docs/guarantees.md.
@@ -7,12 +7,17 @@ bounds of a takeover are those of docs/guarantees.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, Self
+
+from celery import Celery
 
 from celery_leases.deadlines import RATE_MARGIN, RENEWALS_PER_TTL
-from celery_leases.options import ADVISED_TTL, LONGEST_COUNTDOWN
+from celery_leases.options import ADVISED_TTL, DATABASE, LONGEST_COUNTDOWN
+from celery_leases.worker.app_settings import settings_of
+from celery_leases.worker.checks.settings import redis_options, sweep
 
 CALL_PART = 10
 """A renewal may take a tenth of the ttl: ``deadlines.call_timeout``."""
@@ -115,6 +120,18 @@ class Delivery:
     database_leases: bool = False
     visibility_timeout: float | None = None
 
+    @classmethod
+    def of(cls, app: Celery) -> Self:
+        """By the settings of the broker and the stores of *app*."""
+        database_leases = settings_of(app).leases_url == DATABASE
+        options = redis_options(app)
+        if options is None:
+            return cls(0.0, database_leases)
+        from kombu.transport.redis import Channel
+
+        timeout = float(options.get("visibility_timeout", Channel.visibility_timeout))
+        return cls(timeout + sweep(options), database_leases, timeout)
+
     def delay(self, ttl: float) -> float:
         """The longest countdown of a call that finds the lease of the dead worker."""
         countdown = LONGEST_COUNTDOWN
@@ -163,13 +180,66 @@ def unrenewed_ttl(times: RunTimes, guard: float, jitter: float | None = None) ->
     return times.p99 + (times.longest - times.p99 if jitter is None else jitter) + guard
 
 
-def safe_guard(latency: float, lateness: float) -> float:
-    """What a ttl without renewal must have in addition to the run time, at least 2 s: the process
-    may pause after the body has ended, and the store may be slow to write the outcome.
-    """
-    return max(SHORTEST_GUARD, lateness + LATENCY_MARGIN * latency)
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The p99 of round trips to the stores, and how long a process may pause; in seconds."""
+
+    store_p99: float
+    database_p99: float
+    pause: ProcessPause
+
+    @classmethod
+    def of(
+        cls, latencies: Sequence[Sequence[float]], late: Lateness | None, pause: float | None = None
+    ) -> Self:
+        """From the *latencies* of the lease store and the database, how *late* renewals were, and a
+        *pause* that was given instead.
+        """
+        store, database = (times.p99 for times in map(RunTimes.of, latencies) if times is not None)
+        return cls(store, database, ProcessPause.of(late, pause))
+
+    @property
+    def ttl(self) -> float:
+        """The shortest safe ``lease_ttl``, in whole seconds."""
+        return advised(shortest_ttl(self.store_p99, self.pause.seconds))
+
+    @property
+    def guard(self) -> float:
+        """What a ttl without renewal must have in addition to the run time, at least 2 s: the
+        process may pause after the body has ended, and the store may be slow to write the outcome.
+        """
+        return max(SHORTEST_GUARD, self.pause.seconds + LATENCY_MARGIN * self.store_p99)
 
 
 def advised(shortest: float) -> float:
     """*shortest* rounded up to a whole second, as a value for ``lease_ttl``."""
     return float(math.ceil(round(shortest, 6)))
+
+
+def advice_of(
+    name: str,
+    took: Sequence[float],
+    known: Mapping[str, Any],
+    delivery: Delivery,
+    guard: float,
+    jitter: float | None = None,
+) -> dict[str, Any]:
+    """The advice for a task from its run times, as plain values; times are seconds.
+
+    *took* are the run times of the task, *known* the leased tasks of the app. *guard* and *jitter*
+    are those of :func:`unrenewed_ttl`.
+    """
+    found, task = RunTimes.of(took), known.get(name)
+    ttl = task.lease_options.ttl if task is not None else None
+    limit = (task.time_limit or task.app.conf.task_time_limit) if task is not None else None
+    spans = ("p50", "p95", "p99", "longest")
+    return {
+        "task": name,
+        "runs": found.count if found else 0,
+        **{span: getattr(found, span, None) for span in spans},
+        "ttl": ttl,
+        "key_free_within": delivery.key_free(ttl) if ttl is not None else None,
+        "work_resumed_within": delivery.work_resumed(ttl) if ttl is not None else None,
+        "unrenewed_ttl": unrenewed_ttl(found, guard, jitter) if found else None,
+        "time_limit": limit,
+    }

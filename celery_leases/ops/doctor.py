@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 from celery import Celery
 
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.findings import Examination, Finding, Severity
+from celery_leases.findings import Finding, Severity
+from celery_leases.ops.server_checks import StoreChecks
+from celery_leases.ops.server_facts import ServerFacts
 from celery_leases.outbox import calls as outbox
 from celery_leases.record import Record
 from celery_leases.record_filters import Order, RecordFilter
 from celery_leases.text.cleaning import printable
 from celery_leases.text.durations import in_words
 from celery_leases.worker import app_components
+from celery_leases.worker.answering import WORKER_TIMEOUT, worker_answers
 from celery_leases.worker.app_settings import leased_tasks
-from celery_leases.worker.checks.servers import WORKER_TIMEOUT, StoreChecks, worker_answers
 from celery_leases.worker.checks.settings import (
     RESCUE_ADVICE,
     TimeLimits,
@@ -30,6 +34,26 @@ UNRESCUED = 2 * outbox.RESCUE_AFTER
 LOST_SHOWN = 100
 SLOWEST = 200
 """How many records, those with the longest runs, are read for the longest run of each task."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """The servers that were examined, and the findings; none if nothing is wrong."""
+
+    servers: Sequence[ServerFacts]
+    findings: Sequence[Finding]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether all findings are notes."""
+        return all(finding.severity is Severity.NOTE for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "servers": [server.as_json() for server in self.servers],
+            "findings": [finding.as_json() for finding in self.findings],
+        }
 
 
 def examine(app: Celery) -> Examination:

@@ -9,8 +9,10 @@ from typing import Any, Final
 from celery import Celery
 
 from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnavailable
-from celery_leases.findings import Finding, ServerFacts, Severity
+from celery_leases.findings import Finding, Severity
+from celery_leases.ops.server_facts import ServerFacts, records_facts, redis_facts
 from celery_leases.settings import REDIS_SCHEMES
+from celery_leases.worker.answering import BROKER_TIMEOUT
 from celery_leases.worker.app_components import AppComponents
 
 CLOCKS_APART: Final = 2.0
@@ -18,28 +20,8 @@ CLOCKS_APART: Final = 2.0
 SLOW: Final = 0.1
 """Seconds that a round trip may take without a warning."""
 HOLDERS: Final = 1000
-BROKER_TIMEOUT: Final = 5.0
-WORKER_TIMEOUT: Final = 1.0
-NO_WORKER: Final = "none answers: no call runs until a worker is started"
 _ANSWERING: Final = {"records": "database of the records"}
 _NTP: Final = "let all machines keep time by NTP"
-
-
-def worker_answers(app: Celery) -> bool | None:
-    """Whether a worker of the app's broker answers within a second; ``None``: that cannot be found
-    out.
-
-    A worker with the pool solo does not answer while a body runs.
-    """
-    try:
-        with app.connection_for_write() as connection:
-            if connection.transport_cls == "memory":
-                return None
-            connection.ensure_connection(max_retries=1, interval_start=0, timeout=BROKER_TIMEOUT)
-            answers = app.control.ping(timeout=WORKER_TIMEOUT, limit=1, connection=connection)
-            return bool(answers)
-    except Exception:  # noqa: BLE001 - whatever the broker's client raises
-        return None
 
 
 class StoreChecks:
@@ -72,7 +54,6 @@ class StoreChecks:
 
     def _records(self) -> None:
         from celery_leases.stores.database_write_check import check_writes
-        from celery_leases.stores.health import records_facts
 
         records = self._components.records
         self._note(records_facts(records))
@@ -102,7 +83,6 @@ class StoreChecks:
             )
 
     def _lease_store(self, leases: Any) -> None:
-        from celery_leases.stores.health import redis_facts
         from celery_leases.stores.redis.leases import RedisLeaseStore
 
         is_redis = isinstance(leases, RedisLeaseStore)
@@ -145,7 +125,6 @@ class StoreChecks:
             self._redis_broker(app, connection.default_channel.client)
 
     def _redis_broker(self, app: Celery, client: Any) -> None:
-        from celery_leases.stores.health import redis_facts
 
         facts, shown = redis_facts(client), _shown_broker(app)
         version = f"Redis {facts.version}" if facts.version else None

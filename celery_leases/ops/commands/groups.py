@@ -13,8 +13,11 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 from celery_leases.cli.output import as_json as printing_json
 from celery_leases.cli.output import echo_json, echo_line, echo_table
 from celery_leases.cli.parameters import DURATION, NAME
-from celery_leases.cli.root import client_of, leases
-from celery_leases.client import GroupStatus, LeaseClient
+from celery_leases.cli.root import leases
+from celery_leases.client import GroupStatus
+from celery_leases.ops.actions import DEFAULT_DURATION
+from celery_leases.ops.client import OperatorClient
+from celery_leases.ops.commands.records import operator_of
 from celery_leases.text.durations import in_short, in_words
 
 _SPAN: Final = re.compile(r"(\d+(\.\d+)?[a-z]+)+")
@@ -37,7 +40,7 @@ def group() -> None:
 @handle_preload_options
 def list_groups(ctx: click.Context, *, opened: bool, as_json: bool, **_: Any) -> None:
     """List the cooldown groups whose gate is not open."""
-    _list(client_of(ctx), as_json=as_json, opened=opened)
+    _list(operator_of(ctx), as_json=as_json, opened=opened)
 
 
 @group.command(name="show", cls=CeleryCommand)
@@ -47,7 +50,7 @@ def list_groups(ctx: click.Context, *, opened: bool, as_json: bool, **_: Any) ->
 @handle_preload_options
 def show_group(ctx: click.Context, name: str, *, as_json: bool, **_: Any) -> None:
     """Show the gate of GROUP and the last twenty times it was closed."""
-    status = client_of(ctx).group(name)
+    status = operator_of(ctx).group(name)
     if as_json:
         echo_json(status.as_json())
         return
@@ -83,7 +86,7 @@ def open_groups(ctx: click.Context, groups: tuple[str, ...], *, as_json: bool, *
     Its trips are set to zero. Keys that wait for the group can run at once. Exits with 1 if a gate
     was already open, as that of a name that no group has.
     """
-    client = client_of(ctx)
+    client = operator_of(ctx)
     was_open = [name for name in groups if not client.open_group(name)]
     _list(client, as_json=as_json)
     for name in was_open:
@@ -98,7 +101,7 @@ def open_groups(ctx: click.Context, groups: tuple[str, ...], *, as_json: bool, *
     "--for",
     "span",
     type=DURATION,
-    default="5m",
+    default=DEFAULT_DURATION,
     show_default=True,
     help="How long the gate stays closed: 30s, 5m, 1h30m.",
 )
@@ -116,13 +119,13 @@ def close_groups(
     for name in groups[1:]:
         if _SPAN.fullmatch(name):
             raise click.UsageError(f"{name} is a time and not a group: write --for {name}")
-    client = client_of(ctx)
+    client = operator_of(ctx)
     for name in groups:
         client.close_group(name, span, why)
     _list(client, as_json=as_json)
 
 
-def _list(client: LeaseClient, *, as_json: bool, opened: bool = False) -> None:
+def _list(client: OperatorClient, *, as_json: bool, opened: bool = False) -> None:
     found = client.groups(opened=opened)
     if as_json:
         for status in found:
