@@ -56,7 +56,7 @@ def measure(ttl: float, pool: str, what: str) -> list[float]:
 
     from celery_leases import LeasedTask
     from celery_leases.concurrency import os_threads
-    from celery_leases.worker.app_components import components_of
+    from celery_leases.worker.processes import process_of
 
     app = Celery("renewal", broker="memory://", backend="cache+memory://")
     app.conf.update(leases_url="database", leases_eager_stores=True)
@@ -69,8 +69,8 @@ def measure(ttl: float, pool: str, what: str) -> list[float]:
         while time.monotonic() < over:
             busy()
 
-    components = components_of(app, eager=True)
-    leases = components.renewer._renewal_context.leases  # noqa: SLF001
+    process = process_of(app, eager=True)
+    leases = process.renewer._stores.leases  # noqa: SLF001
     renew = leases.renew
     late: list[float] = []
 
@@ -78,7 +78,7 @@ def measure(ttl: float, pool: str, what: str) -> list[float]:
         now = os_threads.boot_clock()
         late.extend(
             1000 * (now - held_lease.due)
-            for held_lease in list(components.renewer._held_leases.values())  # noqa: SLF001
+            for held_lease in list(process.renewer._held_leases.values())  # noqa: SLF001
         )
         return renew(renewals)
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
-from celery_leases.components import AnyStore, lease_store, open_effects, open_records
+from celery_leases.attempt.process import AnyStore, lease_store, open_effects, open_records
 from celery_leases.decide.answers import Holder
 from celery_leases.errors import (
     AlreadyDone,
@@ -56,9 +56,9 @@ __all__ = [
 if TYPE_CHECKING:
     from celery import Celery
 
+    from celery_leases.attempt.process import Process
     from celery_leases.outbox.calls import RelayResult
     from celery_leases.stores.sql.records import SqlRecordStore
-    from celery_leases.worker.app_components import AppComponents
 
 Write = Literal["retry", "release", "forget", "resolve_done", "resolve_retry"]
 """What is written into the record of a key."""
@@ -82,7 +82,7 @@ class LeaseClient:
     several tasks.
     """
 
-    _components: AppComponents | None = None
+    _components: Process | None = None
     _wall_time: Callable[[], float] = staticmethod(time.time)
     _checked = False
 
@@ -111,15 +111,15 @@ class LeaseClient:
         eager calls, which are in memory unless ``leases_eager_stores`` is set. *eager* chooses one
         of them explicitly.
         """
-        from celery_leases.worker import app_components
+        from celery_leases.worker import processes
 
-        components = app_components.components_of(app, eager=eager)
+        components = processes.process_of(app, eager=eager)
         client = cls.__new__(cls)
         client._use(components.leases, components.records, components)  # noqa: SLF001 - its own
         return client
 
     def _use(
-        self, leases: AnyStore, records: SqlRecordStore, components: AppComponents | None = None
+        self, leases: AnyStore, records: SqlRecordStore, components: Process | None = None
     ) -> None:
         """Use stores that are open, such as those of the *components* of an app."""
         self._leases, self._records = leases, records
@@ -127,7 +127,7 @@ class LeaseClient:
             self._effects = open_effects(records)
             return
         self._components, self._effects = components, components.effects
-        self._wall_time = components.context.wall_time
+        self._wall_time = components.wall_time
 
     def close(self) -> None:
         """Close the connections, unless they are those of an app. A later call opens new ones."""

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from celery_leases import progress as saved
 from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.process import Process
 from celery_leases.body.effect_arguments import EffectReply, checked_arguments
-from celery_leases.body.effects import RECORD_CHANGED
-from celery_leases.body.lease_services import LeaseServices, UserTransaction
+from celery_leases.body.effects import RECORD_CHANGED, Effects
 from celery_leases.body.null_lease import Unleased
-from celery_leases.effect import VERIFY_AFTER, OnUncertain
+from celery_leases.call import Call
+from celery_leases.decide.after_run import after_run
+from celery_leases.decide.endings import Returned
+from celery_leases.effect import NAME_MAX, VERIFY_AFTER, OnUncertain, is_valid_name
 from celery_leases.errors import (
     AlreadyCompleted,
     EffectMisused,
@@ -27,8 +30,11 @@ from celery_leases.errors import (
     LeaseMisuse,
 )
 from celery_leases.record import Attempt, Record
-from celery_leases.results import decode
+from celery_leases.results import decode, encode
 from celery_leases.text import durations
+
+if TYPE_CHECKING:
+    from celery_leases.stores.sql.transactions import JoinedTransaction
 
 T = TypeVar("T")
 FORKED: Final = (
@@ -53,14 +59,19 @@ class Lease:
 
     def __init__(
         self,
+        process: Process,
+        call: Call,
         held_lease: HeldLease,
         record: Record,
-        services: Callable[[], LeaseServices],
-        process: int,
+        interrupts_deferred: Callable[[], AbstractContextManager[None]],
+        pid: int,
     ) -> None:
+        self._process = process
+        self._call = call
         self._held_lease = held_lease
         self._record = record
-        self._make_services = services
+        #: Defers signals during a step.
+        self._interrupts_deferred = interrupts_deferred
         self._progress = (
             saved.load(record.progress, record.generation)
             if record.progress is not None
@@ -68,25 +79,14 @@ class Lease:
         )
         self._saved_at = -math.inf
         self._loops: set[str] = set()
-        self._process = process
+        self._effects: set[str] = set()
+        self._pid = pid
         self.key = record.key
         self.token = record.owner
         self.fence = record.fence
         self.attempt = record.attempt
         self.previous: Attempt | None = record.previous
         held_lease.confirm = self._confirm
-
-    @property
-    def _services(self) -> LeaseServices:
-        """What the methods of this lease use; created on first use, and shared by the threads of a
-        body.
-        """
-        made: LeaseServices | None = self.__dict__.get("_made_services")
-        return (
-            made
-            if made is not None
-            else self.__dict__.setdefault("_made_services", self._make_services())
-        )
 
     @property
     def held(self) -> bool:
@@ -120,7 +120,7 @@ class Lease:
 
     @property
     def _forked(self) -> bool:
-        return os.getpid() != self._process
+        return os.getpid() != self._pid
 
     def extend(self, seconds: durations.Duration) -> None:
         """Renew the lease for at least *seconds* (or ``"5m"``) from now, in one round trip. It is
@@ -133,8 +133,8 @@ class Lease:
         self._refuse_forked("extend()")
         span = durations.seconds(seconds, "extend(): seconds")
         self._refuse_guarded("extend()")
-        with self._services.interrupts_deferred():
-            self._services.renewer.extend(self._held_lease, span)
+        with self._interrupts_deferred():
+            self._process.renewer.extend(self._held_lease, span)
 
     # -- effects -----------------------------------------------------------------------------------
 
@@ -172,9 +172,18 @@ class Lease:
         """
         self._refuse_forked("effect()")
         self._refuse_guarded("effect()")
-        return self._services.effects.perform(
-            name, checked_arguments(call, reference, verify, verify_after, uncertain)
-        )
+        arguments = checked_arguments(call, reference, verify, verify_after, uncertain)
+        if not is_valid_name(name):
+            raise EffectMisused(
+                f"effect({name!r}): give a name of 1 to {NAME_MAX} characters", self.key
+            )
+        if name in self._effects:
+            message = f"{self.key}: effect {name!r} was used twice in one attempt; give each effect a name of its own"
+            raise EffectMisused(message, self.key, name)
+        self._effects.add(name)
+        return Effects(
+            self._process, self._call, self._held_lease, self._record, self._interrupts_deferred
+        ).perform(name, arguments)
 
     # -- progress ----------------------------------------------------------------------------------
 
@@ -196,7 +205,7 @@ class Lease:
         self._refuse_forked("save_progress()")
         self._refuse_guarded("save_progress()")
         self._save(replace(self._progress, value=saved.checked(value, self.key)))
-        self._services.renewer.extend(self._held_lease, self._held_lease.call.options.ttl)
+        self._process.renewer.extend(self._held_lease, self._held_lease.call.options.ttl)
 
     def each(
         self, items: Iterable[T], *, name: str = "items", every: int | None = None
@@ -263,7 +272,7 @@ class Lease:
         self._save(self._progress)
         # With lease_renew=False, or after lease_max_hold, only saved progress extends the lease.
         if not self._held_lease.renewable(self._held_lease.now()):
-            self._services.renewer.extend(self._held_lease, self._held_lease.call.options.ttl)
+            self._process.renewer.extend(self._held_lease, self._held_lease.call.options.ttl)
 
     def _advance(self, name: str, finished: int) -> None:
         self._progress = replace(
@@ -276,8 +285,8 @@ class Lease:
     def _save(self, now: saved.Progress) -> None:
         self.check()
         text = saved.dump(now, self._record.generation)
-        with self._services.interrupts_deferred():
-            if not self._services.store.save_progress(self._record, text):
+        with self._interrupts_deferred():
+            if not self._process.effects.save_progress(self._record, text):
                 raise LeaseLost(
                     f"{self.key}: the lease is lost: {RECORD_CHANGED}", self.key, RECORD_CHANGED
                 )
@@ -306,18 +315,19 @@ class Lease:
         """
         self._refuse_forked("complete()")
         text = saved.checked(result, self.key, "complete()")
-        made = self._services.transaction(session_or_connection)
+        made = self._process.transaction(session_or_connection)
         if made is None:  # an eager call with records in memory is completed when the body returns
             self.check()
             return decode(text)
         transaction = self._joined("complete()", made, session_or_connection)
-        with self._services.interrupts_deferred():
+        with self._interrupts_deferred():
             if self._held_lease.body_state.completing and transaction.has_completed(self._record):
                 raise AlreadyCompleted(
                     f"{self.key}: complete() was called before in this attempt", self.key
                 )
             self.check()
-            outcome = self._services.outcome(result)
+            ending = Returned(result, *encode(result, self._call.options.result_max))
+            outcome = after_run(self._call, self._record, ending)
             self._lock(transaction, lambda: transaction.complete(self._record, outcome))
             self._held_lease.body_state.completing = True
         return decode(text)
@@ -333,28 +343,28 @@ class Lease:
         """
         self._refuse_forked("guard()")
         self.check()
-        made = self._services.transaction(session_or_connection)
+        made = self._process.transaction(session_or_connection)
         if made is None:
             return
         transaction = self._joined("guard()", made, session_or_connection)
-        with self._services.interrupts_deferred():
+        with self._interrupts_deferred():
             if self._held_lease.body_state.completing and transaction.has_completed(self._record):
                 return  # this transaction has written the done record, so it has locked the row
             self._lock(transaction, lambda: transaction.guard(self._record))
 
-    def _lock(self, transaction: UserTransaction, lock: Callable[[], None]) -> None:
+    def _lock(self, transaction: JoinedTransaction, lock: Callable[[], None]) -> None:
         with self._held_lease.body_state.locking(transaction):
-            self._services.renewer.wait_for_renewal(self._held_lease)
+            self._process.renewer.wait_for_renewal(self._held_lease)
             sent = self._held_lease.now()
             lock()
         if self._record.lease_until is not None:  # the row is the lease
-            self._services.renewer.row_locked(self._held_lease, sent)
+            self._process.renewer.row_locked(self._held_lease, sent)
 
     def _confirm(self) -> None:
-        with self._services.interrupts_deferred():
-            self._services.renewer.confirm(self._held_lease)
+        with self._interrupts_deferred():
+            self._process.renewer.confirm(self._held_lease)
 
-    def _joined(self, what: str, transaction: UserTransaction, given: Any) -> UserTransaction:
+    def _joined(self, what: str, transaction: JoinedTransaction, given: Any) -> JoinedTransaction:
         if self._held_lease.body_state.locked_by_another(given):
             other = "another transaction of complete() or guard()"
             raise GuardOpen(
@@ -377,7 +387,7 @@ class Lease:
                 "end that transaction first"
             )
             raise GuardOpen(message, self.key)
-        if self._held_lease.body_state.completing and self._services.renewer.has_completed(
+        if self._held_lease.body_state.completing and self._process.renewer.has_completed(
             self._held_lease
         ):
             raise AlreadyCompleted(

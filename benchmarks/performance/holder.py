@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.performance.app import app
 from celery_leases import LeasedTask
-from celery_leases.worker.app_components import components_of
+from celery_leases.worker.processes import process_of
 
 TTL = 15.0
 
@@ -49,7 +49,7 @@ def main(leases: int, seconds: float, spread: float) -> None:
         begun.release()
         over.wait()
 
-    calls = Calls(components_of(app, eager=True).renewer._renewal_context.leases)  # noqa: SLF001
+    calls = Calls(process_of(app, eager=True).renewer._stores.leases)  # noqa: SLF001
     start = time.monotonic()
     for number in range(leases):
         threading.Thread(target=held.apply, args=[[f"{os.getpid()}-{number}"]], daemon=True).start()

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from celery_leases import events
-from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.process import Process
 from celery_leases.attempt.store_retries import retrying
 from celery_leases.call import Call
 from celery_leases.concurrency import resource_pool
@@ -64,9 +64,9 @@ class ClaimedAttempt:
 
 @dataclass(frozen=True)
 class Acquirer:
-    """Acquires keys in the stores of *context*."""
+    """Acquires keys in the stores of *process*."""
 
-    context: Context
+    process: Process
 
     def acquire(self, call: Call) -> ClaimedAttempt | Verdict:
         """Acquire the lease and claim the record of *call*, or return how its delivery ends.
@@ -75,32 +75,32 @@ class Acquirer:
         after each of these the delivery must be rescheduled.
         """
         if call.repeat:
-            verdict = self.decide(call, self.context.records.read(call.key.stored))
+            verdict = self.decide(call, self.process.records.read(call.key.stored))
             if not isinstance(verdict, Run | Wait):
                 return verdict
-        if not self.context.leases.in_records:
-            call = replace(call, database=self.context.records.identity())
-        began = self.context.clock.now()
+        if not self.process.leases.in_records:
+            call = replace(call, database=self.process.records.identity())
+        began = self.process.clock.now()
         while True:
-            result = self._acquire_once(call, self.context.clock.now() - began)
+            result = self._acquire_once(call, self.process.clock.now() - began)
             if not isinstance(result, Wait):
                 return result
-            if self.context.stopping():
+            if self.process.stopping():
                 return Reschedule(waiting.SHORTEST_DELAY, "the worker is stopping")
-            if self.context.clock.now() + result.delay > call.begin_by:
+            if self.process.clock.now() + result.delay > call.begin_by:
                 return self._too_late()
-            self.context.clock.sleep(result.delay)
+            self.process.clock.sleep(result.delay)
 
     def _acquire_once(self, call: Call, waited: float) -> ClaimedAttempt | Verdict:
-        sent = self.context.clock.now()
+        sent = self.process.clock.now()
         answer = self._acquire(call)
         if isinstance(answer, Cooling):
-            verdict = self.decide(call, self.context.records.read(call.key.stored), waited)
+            verdict = self.decide(call, self.process.records.read(call.key.stored), waited)
             if not isinstance(verdict, Run):
                 return verdict
             # The record decides: by the record, the key no longer cools down.
-            self.context.leases.end_cooldown(call.key.stored)
-            sent = self.context.clock.now()
+            self.process.leases.end_cooldown(call.key.stored)
+            sent = self.process.clock.now()
             answer = self._acquire(call)
         match answer:
             case Held(holder):
@@ -111,7 +111,7 @@ class Acquirer:
                 return self._acquired(call, sent, answer, waited)
             case _:
                 return Reschedule(
-                    SHORT_PAUSE + self.context.rand(), "another cooldown of the key has just begun"
+                    SHORT_PAUSE + self.process.rand(), "another cooldown of the key has just begun"
                 )
 
     def _acquired(
@@ -119,14 +119,14 @@ class Acquirer:
     ) -> ClaimedAttempt | Verdict:
         options = call.options
         held_lease = HeldLease(
-            call, sent, self.context.clock, renew=options.renew, max_hold=options.max_hold
+            call, sent, self.process.clock, renew=options.renew, max_hold=options.max_hold
         )
         held_lease.probe = call.group if answer.probe else None
         resource_pool.max_wait.set(held_lease.connection_wait)
         try:
             if not held_lease.held:
                 raise StoreUnavailable(
-                    f"{self.context.leases.name}: the lease was granted too late to be useful", True
+                    f"{self.process.leases.name}: the lease was granted too late to be useful", True
                 )
             result = self._claim(call, held_lease, sent, waited)
         except (StoreUnavailable, LeaseStoreMismatch, KeyUnusable):
@@ -137,7 +137,7 @@ class Acquirer:
             # slot protects nothing.
             with suppress(StoreUnavailable):
                 if call.group is not None:
-                    self.context.gates.release_probe(call.group, call.token)
+                    self.process.leases.release_probe(call.group, call.token)
             raise
         if not isinstance(result, ClaimedAttempt):
             self.release(held_lease)
@@ -148,7 +148,7 @@ class Acquirer:
         starts.
         """
         record = (
-            blocked.record if blocked.record_read else self.context.records.read(call.key.stored)
+            blocked.record if blocked.record_read else self.process.records.read(call.key.stored)
         )
         return self.decide(call, record, waited, blocked.gate)
 
@@ -158,9 +158,9 @@ class Acquirer:
         Every attempt holds the lease while it reads the record. If the record shows that the
         holder only reads it, the call waits a moment and is not refused.
         """
-        verdict = before_run(call, Facts(holder=holder, waited=waited, rand=self.context.rand()))
+        verdict = before_run(call, Facts(holder=holder, waited=waited, rand=self.process.rand()))
         if isinstance(verdict, Drop | Raise):
-            record = self.context.records.read(call.key.stored)
+            record = self.process.records.read(call.key.stored)
             answer = self.decide(call, record, waited)
             if not isinstance(answer, Run):
                 return answer
@@ -174,10 +174,10 @@ class Acquirer:
         return verdict
 
     def _acquire(self, call: Call) -> Acquired | Held | Cooling | BlockedByGate | Claimed:
-        if self.context.leases.in_records:
+        if self.process.leases.in_records:
             return Acquired()  # the claim will acquire the lease
         try:
-            return self.context.leases.acquire(call)
+            return self.process.leases.acquire(call)
         except StoreUnavailable:
             self._release(call, call.group)
             raise
@@ -192,10 +192,10 @@ class Acquirer:
             return self._blocked_by_gate(call, claim, waited)
         if claim.why is Refusal.EMPTIED and claim.record is not None and claim.age is not None:
             return waiting.after_store_was_emptied(
-                call, claim.record, claim.age, self.context.rand()
+                call, claim.record, claim.age, self.process.rand()
             )
         if claim.why is Refusal.LAPSED:
-            return waiting.after_lapsed_lease(waited, self.context.rand())
+            return waiting.after_lapsed_lease(waited, self.process.rand())
         if (
             claim.record is not None
             and (holder := decisions.holder_of_row(claim.record)) is not None
@@ -204,7 +204,7 @@ class Acquirer:
         verdict = self.decide(call, claim.record, waited)
         if isinstance(verdict, Run):
             return Reschedule(
-                SHORT_PAUSE + self.context.rand(), "the record changed while it was being claimed"
+                SHORT_PAUSE + self.process.rand(), "the record changed while it was being claimed"
             )
         return verdict
 
@@ -225,13 +225,13 @@ class Acquirer:
             may_be_ours = error.executed is not False or (
                 failures > 0 and not isinstance(error, RecordUnreadable)
             )
-            return may_be_ours and not self.context.stopping()
+            return may_be_ours and not self.process.stopping()
 
         try:
             return retrying(
                 lambda: self._claim_once(held_lease, sent),
-                lambda: min(self.context.clock.now() + held_lease.remaining(), begin_by),
-                self.context.clock,
+                lambda: min(self.process.clock.now() + held_lease.remaining(), begin_by),
+                self.process.clock,
                 repeatable=repeatable,
             )
         except StoreUnavailable as error:
@@ -243,18 +243,18 @@ class Acquirer:
 
     def _claim_once(self, held_lease: HeldLease, sent: float) -> Won | Refused | BlockedByGate:
         call = held_lease.call
-        if not self.context.leases.in_records:
-            return self.context.records.claim(
+        if not self.process.leases.in_records:
+            return self.process.records.claim(
                 call,
-                self.context.leases.name,
+                self.process.leases.name,
                 age=lambda: self._age(call.key.stored, sent),
             )
-        answer = self.context.leases.acquire(call)
+        answer = self.process.leases.acquire(call)
         if isinstance(answer, BlockedByGate):
             return answer
         if not isinstance(answer, Claimed):
             raise TypeError(
-                f"{self.context.leases.name}: acquire() must return Claimed or BlockedByGate if in_records is true, "
+                f"{self.process.leases.name}: acquire() must return Claimed or BlockedByGate if in_records is true, "
                 f"but returned {answer}"
             )
         held_lease.probe = call.group if answer.probe else None
@@ -268,7 +268,7 @@ class Acquirer:
         from writing a lost lease again.
         """
         try:
-            return self.context.leases.age(stored_key) - (self.context.clock.now() - sent)
+            return self.process.leases.age(stored_key) - (self.process.clock.now() - sent)
         except StoreUnavailable as error:
             raise StoreUnavailable(str(error), False) from error  # nothing was claimed
 
@@ -278,7 +278,7 @@ class Acquirer:
         held_lease.fence = record.fence
         if record.just_crashed:
             host = record.previous.host if record.previous else None
-            self.context.observer.observe(
+            self.process.observer.observe(
                 events.AttemptAbandoned(**call.subject, crashes=record.crashes, host=host)
             )
         verdict: Verdict = after_claim(call, record)
@@ -293,11 +293,11 @@ class Acquirer:
         if not held_lease.held:
             self._close(call, record, settlement.unrun(call, record, 0.0))
             return Reschedule(
-                SHORT_PAUSE + self.context.rand(),
+                SHORT_PAUSE + self.process.rand(),
                 "the claim took longer than the lease lasts",
                 started=True,
             )
-        if call.begin_by < math.inf and self.context.clock.now() > call.begin_by:
+        if call.begin_by < math.inf and self.process.clock.now() > call.begin_by:
             self._close(call, record, settlement.unrun(call, record, 0.0))
             return replace(self._too_late(), started=True)
         return ClaimedAttempt(held_lease, record)
@@ -305,7 +305,7 @@ class Acquirer:
     def _too_late(self) -> Reschedule:
         """Reschedule a call whose body would begin with less than half of its time limit left."""
         return Reschedule(
-            SHORT_PAUSE + self.context.rand(),
+            SHORT_PAUSE + self.process.rand(),
             "half of its time limit was over before it could begin",
         )
 
@@ -313,7 +313,7 @@ class Acquirer:
         """Whether all crashes in a row of *record* are only suspected, and the lease store may have
         lost leases of living holders in that time.
         """
-        leases = self.context.leases
+        leases = self.process.leases
         crashes = attempt_history.crashes_in_a_row(record)
         if not isinstance(leases, LosesLeases) or not attempt_history.only_suspected(record):
             return False
@@ -333,15 +333,15 @@ class Acquirer:
         if call.canvas and (
             call.repeat or (record is not None and claim_rules.finished_by(call.call_id, record))
         ):
-            mark = self.context.marks.mark(call.key.stored, callbacks_mark(call.call_id))
+            mark = self.process.leases.mark(call.key.stored, callbacks_mark(call.call_id))
             sent = mark is not None
         facts = Facts(
             record,
             callbacks_sent=sent,
             waited=waited,
-            rand=self.context.rand(),
+            rand=self.process.rand(),
             gate=gate,
-            wall_time=self.context.wall_time(),
+            wall_time=self.process.wall_time(),
         )
         return before_run(call, facts)
 
@@ -351,7 +351,7 @@ class Acquirer:
         If the database is unavailable, the next claim of the call closes the row.
         """
         try:
-            if self.context.records.settle(record, outcome):
+            if self.process.records.settle(record, outcome):
                 self.report(call, record, outcome, 0.0)
         except StoreUnavailable as error:
             raise RowMayBeOpen(
@@ -365,15 +365,15 @@ class Acquirer:
     @cached_property
     def _free(self) -> Callable[[str, str], object]:
         """Frees a lease, if the store can without waiting for its answer, which nothing needs."""
-        leases = self.context.leases
+        leases = self.process.leases
         return leases.release_unawaited if isinstance(leases, UnawaitedRelease) else leases.release
 
     def _release(self, call: Call, probe: str | None) -> None:
         if probe is not None:
             with suppress(StoreUnavailable):  # it expires by itself
-                self.context.gates.release_probe(probe, call.token)
+                self.process.leases.release_probe(probe, call.token)
         # With database leases the claimed row is the lease, so closing the row has released it.
-        if not self.context.leases.in_records:
+        if not self.process.leases.in_records:
             with suppress(StoreUnavailable):  # it expires by itself too
                 self._free(call.key.stored, call.token)
 
@@ -381,11 +381,11 @@ class Acquirer:
         """Reschedule the delivery because a store did not answer; *failures*: how often in a row
         that has happened to this call before.
         """
-        delay = settlement.store_pause(failures, self.context.rand())
+        delay = settlement.store_pause(failures, self.process.rand())
         return Reschedule(delay, str(error), event_type="", unavailable=True)
 
     def _report_held(self, call: Call, holder: Holder) -> None:
-        self.context.observer.observe(
+        self.process.observer.observe(
             events.LeaseHeldElsewhere(
                 **call.subject,
                 holder=holder.host,
@@ -404,9 +404,9 @@ class Acquirer:
         held_lease: HeldLease | None = None,
     ) -> None:
         """Emit the event that an attempt on *record* was closed; *runtime* is in seconds."""
-        if outcome.failure is None and not self.context.observer.wants(events.AttemptSettled):
+        if outcome.failure is None and not self.process.observer.wants(events.AttemptSettled):
             return  # the log level of a failure may be higher than usual
-        held = self.context.clock.now() - held_lease.since if held_lease is not None else 0.0
-        self.context.observer.observe(
+        held = self.process.clock.now() - held_lease.since if held_lease is not None else 0.0
+        self.process.observer.observe(
             events.AttemptSettled.by(call.subject, record, outcome, runtime, held)
         )

@@ -7,32 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-
-class Transaction(Protocol):
-    """A transaction of the user's own that a body has passed to ``guard()`` or ``complete()``."""
-
-    def is_open(self) -> bool:
-        """Whether the transaction is neither committed nor rolled back."""
-        ...
-
-    def is_over(self) -> bool:
-        """Whether the transaction has certainly ended, even if its connection is in use again; may
-        cost a round trip.
-        """
-        ...
-
-    def is_of(self, given: Any) -> bool:
-        """Whether *given*, a session or connection of the user, is in this transaction."""
-        ...
-
-    def roll_back(self) -> bool:
-        """Roll the transaction back if it is certainly open; return whether it was.
-
-        Called only after the body has ended.
-        """
-        ...
+if TYPE_CHECKING:
+    from celery_leases.stores.sql.transactions import JoinedTransaction
 
 
 class BodyState:
@@ -46,9 +24,9 @@ class BodyState:
         self._unsaved: Callable[[], str] | None = None
         #: ``complete()`` was called.
         self.completing = False
-        self._transaction: Transaction | None = None
+        self._transaction: JoinedTransaction | None = None
         self._locking = False
-        self._joined: list[Transaction] = []
+        self._joined: list[JoinedTransaction] = []
 
     @property
     def unsaved_progress(self) -> str | None:
@@ -95,12 +73,12 @@ class BodyState:
             return False
         return not transaction.is_of(given) and self.holds_row_lock()
 
-    def join(self, transaction: Transaction) -> None:
+    def join(self, transaction: JoinedTransaction) -> None:
         """Note that the body uses *transaction*, so that it ends with the body at the latest."""
         self._joined = [joined for joined in self._joined if joined.is_open()] + [transaction]
 
     @contextmanager
-    def locking(self, transaction: Transaction) -> Iterator[None]:
+    def locking(self, transaction: JoinedTransaction) -> Iterator[None]:
         """Enclose the statement by which *transaction* locks the record's row. If the statement
         raises, the state is as before.
         """

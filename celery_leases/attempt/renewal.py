@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from celery_leases import deadlines
-from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.concurrency import os_threads
 from celery_leases.decide.answers import Renewal, RenewalResult
@@ -21,7 +21,10 @@ from celery_leases.errors import StoreUnavailable
 from celery_leases.events import LeaseGone, LeaseRenewed, RenewalFailed, Subject
 from celery_leases.keys import bounded
 from celery_leases.record import Record, State
-from celery_leases.stores.interfaces import RecordStore
+from celery_leases.stores.interfaces import Clock, LeaseStore, Observer
+
+if TYPE_CHECKING:  # SQLAlchemy is imported when the first store is opened
+    from celery_leases.stores.sql.records import SqlRecordStore
 
 HELD_BY_OTHER = "held by another owner"
 SUPERSEDED = "missing in the lease store, and a later attempt owns the record"
@@ -35,23 +38,35 @@ PURGE_BATCH = 500
 PURGE_PAUSE = 0.05
 
 
+class Stores(NamedTuple):
+    """A lease store and a record store over connections that nobody else uses."""
+
+    leases: LeaseStore
+    records: SqlRecordStore
+
+
 class Renewer:
     """Renews all leases of one process.
 
-    Only the renewal thread uses the stores of *renewal_context*: they have connections of their
-    own, and their calls end within a tenth of the shortest ttl. EffectArguments made by a body use
-    the stores of *body_context*, because a greenlet must not share connections with a system
-    thread. A third thread deletes expired records from *purged*, if given.
+    Only the renewal thread uses *stores*: they have connections of their own, and their calls end
+    within a tenth of the shortest ttl. What a body asks for uses the stores *for_bodies*, because a
+    greenlet must not share connections with a system thread. A third thread deletes expired records
+    from *purged*, if given.
     """
 
     def __init__(
-        self, renewal_context: Context, body_context: Context, purged: RecordStore | None
+        self,
+        stores: Stores,
+        for_bodies: Stores,
+        observer: Observer,
+        clock: Clock,
+        purged: SqlRecordStore | None,
     ) -> None:
-        self._renewal_context = renewal_context
+        self._stores = stores
+        self._for_bodies = for_bodies
         self._purged = purged
-        self._body_context = body_context
-        self._observer = body_context.observer
-        self._clock = body_context.clock
+        self._observer = observer
+        self._clock = clock
         self._held_leases: dict[str, HeldLease] = {}
         self._lock = os_threads.allocate_lock()
         self._unstarted = [self._renew_leases, self._watch_deadlines]
@@ -138,29 +153,24 @@ class Renewer:
 
         Raises :class:`StoreUnavailable` if the store does not answer.
         """
-        sent = self._clock.now()
-        ttl = held_lease.requested_ttl(sent)
-        self._apply_result(
-            held_lease,
-            self._body_context.leases.renew([_renewal(held_lease, ttl)])[0],
-            sent,
-            ttl,
-            self._body_context,
-        )
+        self._renew_now(held_lease, held_lease.requested_ttl(self._clock.now()))
 
     def extend(self, held_lease: HeldLease, seconds: float) -> None:
         """Make the lease last at least *seconds* from now; raises :class:`LeaseLost` or
         :class:`StoreUnavailable`.
         """
         held_lease.check()
-        sent = self._clock.now()
-        (result,) = self._body_context.leases.renew([_renewal(held_lease, seconds)])
-        self._apply_result(held_lease, result, sent, seconds, self._body_context)
+        self._renew_now(held_lease, seconds)
         held_lease.check()
+
+    def _renew_now(self, held_lease: HeldLease, ttl: float) -> None:
+        sent = self._clock.now()
+        (result,) = self._for_bodies.leases.renew([_renewal(held_lease, ttl)])
+        self._apply_result(held_lease, result, sent, ttl, self._for_bodies)
 
     def has_completed(self, held_lease: HeldLease) -> bool:
         """Whether this attempt has completed the record; raises :class:`StoreUnavailable`."""
-        return _is_still(held_lease, State.DONE, self._body_context)
+        return _is_still(held_lease, State.DONE, self._for_bodies)
 
     def _may_end(self, thread: Callable[[], None]) -> bool:
         """Whether *thread* can end now; :meth:`add` starts it again. Called under the lock."""
@@ -221,16 +231,14 @@ class Renewer:
         sent = self._clock.now()
         try:
             renewals = [_renewal(held_lease, held_lease.requested_ttl(sent)) for held_lease in due]
-            answers = list(
-                zip(due, renewals, self._renewal_context.leases.renew(renewals), strict=True)
-            )
+            answers = list(zip(due, renewals, self._stores.leases.renew(renewals), strict=True))
         except Exception as error:  # noqa: BLE001 - whatever happens, the thread goes on and the deadlines decide
             for held_lease in due:
                 self._renewal_failed(held_lease, error)
             return
         for held_lease, renewal, result in answers:
             try:
-                self._apply_result(held_lease, result, sent, renewal.ttl, self._renewal_context)
+                self._apply_result(held_lease, result, sent, renewal.ttl, self._stores, late=True)
             except Exception as error:  # noqa: BLE001 - as above; the other leases are not affected
                 self._renewal_failed(held_lease, error)
 
@@ -240,8 +248,11 @@ class Renewer:
         result: RenewalResult | StoreUnavailable,
         sent: float,
         ttl: float,
-        stores: Context,
+        stores: Stores,
+        *,
+        late: bool = False,
     ) -> None:
+        """Apply the answer to a renewal sent at *sent*. *late*: report how late it was sent."""
         if isinstance(result, StoreUnavailable):
             raise result
         if result is RenewalResult.OTHER:
@@ -257,15 +268,15 @@ class Renewer:
         elif held_lease.unverified and not _is_still(held_lease, State.RUNNING, stores):
             self._lose_and_release(held_lease, stores)
         else:
-            late = max(0.0, sent - held_lease.due) if stores is self._renewal_context else None
+            delay = max(0.0, sent - held_lease.due) if late else None
             held_lease.unverified = False
             held_lease.extended(sent, ttl)
             if self._observer.wants(LeaseRenewed):
                 self._observer.observe(
-                    LeaseRenewed(**_of(held_lease), remaining=held_lease.remaining(), late=late)
+                    LeaseRenewed(**_of(held_lease), remaining=held_lease.remaining(), late=delay)
                 )
 
-    def _reassert(self, held_lease: HeldLease, sent: float, stores: Context) -> None:
+    def _reassert(self, held_lease: HeldLease, sent: float, stores: Stores) -> None:
         if held_lease.body_state.completing and _is_still(held_lease, State.DONE, stores):
             held_lease.completed()  # the body's own commit has released the lease
             return
@@ -285,7 +296,7 @@ class Renewer:
             LeaseRenewed(**_of(held_lease), remaining=held_lease.remaining(), reasserted=True)
         )
 
-    def _held_by_other(self, held_lease: HeldLease, stores: Context) -> None:
+    def _held_by_other(self, held_lease: HeldLease, stores: Stores) -> None:
         """Another token holds the lease: the lease is lost, unless this attempt still owns the
         record.
 
@@ -305,7 +316,7 @@ class Renewer:
                 False,
             )
 
-    def _lose_and_release(self, held_lease: HeldLease, stores: Context) -> None:
+    def _lose_and_release(self, held_lease: HeldLease, stores: Stores) -> None:
         self._lose(held_lease, SUPERSEDED)
         stores.leases.release(held_lease.call.key.stored, held_lease.call.token)
 
@@ -378,7 +389,7 @@ def _next_check(held_lease: HeldLease) -> float:
     return held_lease.stop_deadline if held_lease.lost is None else held_lease.next_interrupt
 
 
-def _is_still(held_lease: HeldLease, state: State, stores: Context) -> bool:
+def _is_still(held_lease: HeldLease, state: State, stores: Stores) -> bool:
     """Whether the record is in *state*, and this attempt owns it."""
     return _is_by(held_lease, stores.records.read(held_lease.call.key.stored), state)
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar, assert_never
 
 from celery_leases import events
 from celery_leases.attempt.acquire import SHORT_PAUSE, Acquirer, ClaimedAttempt, RowMayBeOpen
-from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.renewal import Renewer
+from celery_leases.attempt.process import Process
 from celery_leases.attempt.store_retries import retrying
 from celery_leases.call import Call
 from celery_leases.concurrency import resource_pool
@@ -72,16 +71,12 @@ T = TypeVar("T")
 Body = Callable[[HeldLease, Record], Ending]
 
 
-@dataclass
 class Execution:
-    """Runs calls with the stores of *context*; *renewer* renews their leases."""
+    """Runs calls in *process*."""
 
-    context: Context
-    renewer: Renewer
-    acquirer: Acquirer = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.acquirer = Acquirer(self.context)
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.acquirer = Acquirer(process)
 
     def run(self, call: Call, body: Body, store_failures: int = 0) -> Answer:
         """Handle *call* to its end.
@@ -113,7 +108,7 @@ class Execution:
             return self._run(call, result, body, store_failures)
         finally:
             # Also after an unexpected exception: then the lease expires.
-            self.renewer.drop(result.held_lease)
+            self.process.renewer.drop(result.held_lease)
 
     def _run(
         self,
@@ -124,17 +119,17 @@ class Execution:
     ) -> Answer:
         held_lease, record = claimed_attempt.held_lease, claimed_attempt.record
         try:
-            self.renewer.add(held_lease)
+            self.process.renewer.add(held_lease)
         except Exception as error:  # noqa: BLE001 - no thread can be started
             return self._release_unstarted(call, claimed_attempt, error, store_failures)
-        observer = self.context.observer
+        observer = self.process.observer
         if observer.wants(events.LeaseAcquired):
             observer.observe(
                 events.LeaseAcquired(**call.subject, fence=record.fence, attempt=record.attempt)
             )
-        began = self.context.clock.now()
+        began = self.process.clock.now()
         ending = body(held_lease, record)
-        runtime = self.context.clock.now() - began
+        runtime = self.process.clock.now() - began
         left_open = held_lease.body_state.roll_back_open()
         if held_lease.body_state.progressed:
             record = replace(record, crashes=0)
@@ -143,10 +138,10 @@ class Execution:
                 call,
                 held_lease,
                 ending,
-                lambda: self.context.records.read(record.stored_key),
+                lambda: self.process.records.read(record.stored_key),
             )
             if read is None:
-                self.renewer.drop(held_lease)
+                self.process.renewer.drop(held_lease)
                 return self._outcome_not_written(ending, record, store_failures)
             (done,) = read
             if done is not None and done.is_attempt(State.DONE, record.owner, record.fence):
@@ -168,9 +163,9 @@ class Execution:
             call,
             held_lease,
             ending,
-            lambda: self.context.records.settle(record, outcome),
+            lambda: self.process.records.settle(record, outcome),
         )
-        self.renewer.drop(held_lease)
+        self.process.renewer.drop(held_lease)
         if settled is None:
             return self._outcome_not_written(ending, record, store_failures)
         (written,) = settled
@@ -186,7 +181,7 @@ class Execution:
         it lives, so that its crash does not count.
         """
         with suppress(StoreUnavailable):  # a suspicion that stays is taken back by nobody
-            now = self.context.records.read(record.stored_key)
+            now = self.process.records.read(record.stored_key)
             if now is not None and now.is_attempt(State.RUNNING, record.owner, record.fence):
                 return replace(
                     record,
@@ -211,7 +206,7 @@ class Execution:
     ) -> Reschedule:
         """Close an attempt whose lease cannot be renewed, and release its key."""
         with suppress(StoreUnavailable):  # the next attempt of the call knows the token
-            self.context.records.settle(
+            self.process.records.settle(
                 claimed_attempt.record, settlement.unrun(call, claimed_attempt.record, 0.0)
             )
         self.acquirer.release(claimed_attempt.held_lease)
@@ -228,11 +223,11 @@ class Execution:
         """The answer after the body has committed the done record itself: the call has succeeded,
         whatever the body did afterwards.
         """
-        self.renewer.drop(held_lease)
+        self.process.renewer.drop(held_lease)
         outcome = settlement.after_run(call, done, Returned(None, done.result, done.reason))
         self._release(call, held_lease, outcome, None)
         if not isinstance(ending, Returned):
-            self.context.observer.observe(
+            self.process.observer.observe(
                 events.CompletionStands(**call.subject, fence=done.fence, error=_error_text(ending))
             )
         self.acquirer.report(call, done, outcome, runtime, held_lease)
@@ -254,22 +249,22 @@ class Execution:
         return Raised(
             error,
             failure_of(error),
-            call.options.failures.classifier.classify(error, self.context.wall_time()),
+            call.options.failures.classifier.classify(error, self.process.wall_time()),
         )
 
     def _failed(self, call: Call, record: Record, ending: Raised) -> AfterFailure:
         """The decision after a failure. A failure of the group closes its gate first, because the
         gate may set a longer wait.
         """
-        verdict = after_failure(call, record, ending, self.context.rand())
+        verdict = after_failure(call, record, ending, self.process.rand())
         if not isinstance(verdict, EnterCooldown) or verdict.closing is None or call.group is None:
             return verdict
         try:
-            gate = self.context.gates.close_gate(call.group, verdict.closing, record.owner)
+            gate = self.process.leases.close_gate(call.group, verdict.closing, record.owner)
         except StoreUnavailable:
             # The key cools down all the same, and the next failure of the group closes the gate.
             return verdict
-        self.context.observer.observe(
+        self.process.observer.observe(
             events.GateClosed(
                 **call.subject,
                 group=gate.group,
@@ -293,7 +288,7 @@ class Execution:
         """
         if held_lease.lost is not None:
             return  # another attempt may hold the key, and the probe's slot
-        acquirer, context = self.acquirer, self.context
+        acquirer, process = self.acquirer, self.process
         call = held_lease.call
         cooling = (
             outcome.retry_after if outcome is not None and outcome.state is State.COOLING else None
@@ -312,17 +307,17 @@ class Execution:
             if (
                 held_lease.probe is not None
                 and opens
-                and context.gates.open_gate(held_lease.probe, call.token)
+                and process.leases.open_gate(held_lease.probe, call.token)
             ):
-                context.observer.observe(events.GateOpened(**call.subject, group=held_lease.probe))
+                process.observer.observe(events.GateOpened(**call.subject, group=held_lease.probe))
                 held_lease.probe = None
             if (
                 cooling is not None
                 and cooling > RETRY_GRACE
-                and context.leases.cool(call.key.stored, call.token, cooling - RETRY_GRACE)
+                and process.leases.cool(call.key.stored, call.token, cooling - RETRY_GRACE)
             ):
                 if held_lease.probe is not None:
-                    context.gates.release_probe(held_lease.probe, call.token)
+                    process.leases.release_probe(held_lease.probe, call.token)
                 return
         acquirer.release(held_lease)
 
@@ -340,7 +335,7 @@ class Execution:
         end. It is repeated for a lost lease: while the row says ``running``, the next claim of the
         key takes this process for dead.
         """
-        until = settlement.settle_until(call, self.context.clock.now())
+        until = settlement.settle_until(call, self.process.clock.now())
         retried = (
             isinstance(ending, Returned | Raised | Snoozed | ControlFlow)
             or held_lease.lost is not None
@@ -355,9 +350,9 @@ class Execution:
                     _type_and_text(error),
                     exc_info=error,
                 )
-            return retried and not self.context.stopping()
+            return retried and not self.process.stopping()
 
-        clock = self.context.clock
+        clock = self.process.clock
         try:
             return (retrying(step, lambda: until, clock, errors=Exception, repeatable=repeatable),)
         except Exception:  # noqa: BLE001 - logged; the next claim of the call closes the row
@@ -417,7 +412,7 @@ class Execution:
             "group" if outcome.failure is not None and outcome.failure.group is not None else "key"
         )
         refusal = CoolingDown(
-            message, call.key.key, self.context.wall_time() + wait, wait, reason, rule, scope
+            message, call.key.key, self.process.wall_time() + wait, wait, reason, rule, scope
         )
         refusal.__cause__ = ending.error
         return Raise(refusal, task_event=task_event)
@@ -430,11 +425,11 @@ class Execution:
         """
         ended = Ended.TERMINATED if isinstance(ending, Terminated) else Ended.LOST
         try:
-            known = self.context.records.note_end(record.stored_key, record.owner, ended)
-            now = known or self.context.records.read(record.stored_key)
+            known = self.process.records.note_end(record.stored_key, record.owner, ended)
+            now = known or self.process.records.read(record.stored_key)
         except StoreUnavailable as error:
             return self.acquirer.after_store_failure(error, 0)
-        self.context.observer.observe(
+        self.process.observer.observe(
             events.OutcomeRefused(
                 **call.subject,
                 fence=record.fence,
@@ -454,11 +449,11 @@ class Execution:
 
     def _reschedule_soon(self, reason: str) -> Reschedule:
         """Reschedule a call that has lost its lease while it ran."""
-        return Reschedule(SHORT_PAUSE + self.context.rand(), reason, started=True, event_type="")
+        return Reschedule(SHORT_PAUSE + self.process.rand(), reason, started=True, event_type="")
 
     def _report_verdict(self, call: Call, verdict: Verdict) -> Answer:
         """Emit the event of a verdict without a run; the worker emits those of its messages."""
-        observe = self.context.observer.observe
+        observe = self.process.observer.observe
         match verdict:
             case Return(_, first_call_id):
                 observe(events.ResultReplayed(**call.subject, first_call_id=first_call_id))

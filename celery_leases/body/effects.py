@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, assert_never
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar, assert_never
 
 from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.process import Process
 from celery_leases.attempt.store_retries import retrying
 from celery_leases.body.effect_arguments import EffectArguments, EffectReply
+from celery_leases.call import Call
 from celery_leases.effect import (
-    NAME_MAX,
     AskOperator,
     Begun,
     Effect,
@@ -24,11 +26,11 @@ from celery_leases.effect import (
     Verify,
     VerifyLater,
     idempotency_key,
-    is_valid_name,
     on_found,
     outcome_unknown,
     reference_of,
     reply_not_stored,
+    scope_of,
     was_executed,
 )
 from celery_leases.errors import (
@@ -41,59 +43,45 @@ from celery_leases.errors import (
     StoreUnavailable,
     Uncertain,
 )
-from celery_leases.failures.actions import Classification
 from celery_leases.failures.classifier import Rules
 from celery_leases.record import Record
 from celery_leases.results import NOT_JSON, decode, encode
-from celery_leases.stores.interfaces import Clock, EffectStore
 
+T = TypeVar("T")
 RECORD_CHANGED: Final = "the record was changed by another attempt or an operator"
 DEFAULT_RULES: Final = Rules.default()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Effects:
-    """Performs the effects of one attempt.
+    """Performs the effects of one attempt. ``interrupts_deferred`` defers signals during a step."""
 
-    ``classify`` classifies an error by the task's rules. ``interrupts_deferred`` defers signals
-    during a step. ``prefix`` begins all keys of the app. ``scope`` is that of the attempt's
-    effects. ``settle_timeout``: for how many seconds to retry a write.
-    """
-
+    process: Process
+    call: Call
     held_lease: HeldLease
     record: Record
-    store: EffectStore
-    clock: Clock
-    classify: Callable[[BaseException], Classification]
     interrupts_deferred: Callable[[], AbstractContextManager[None]]
-    prefix: str
-    scope: Scope
-    settle_timeout: float
-    result_max: int
-    _names: set[str] = field(default_factory=set, init=False)
 
     def perform(self, name: str, arguments: EffectArguments) -> EffectReply:
         """Make the effect *name* happen once; see :meth:`celery_leases.lease.Lease.effect`."""
-        self._check_name(name)
-        key = idempotency_key(self.prefix, self.record.stored_key, name, self.scope.name)
+        key = idempotency_key(
+            self.process.settings.prefix, self.record.stored_key, name, self._scope.name
+        )
         begun = self._begin(name, key)
         if isinstance(begun, Found):
             return self._settle_found(begun.effect, arguments)
         return self._call(begun.effect, arguments)
 
-    def _check_name(self, name: str) -> None:
-        if not is_valid_name(name):
-            raise EffectMisused(
-                f"effect({name!r}): give a name of 1 to {NAME_MAX} characters",
-                self.record.key,
-            )
-        if name in self._names:
-            message = (
-                f"{self.record.key}: effect {name!r} was used twice in one attempt; "
-                "give each effect a name of its own"
-            )
-            raise EffectMisused(message, self.record.key, name)
-        self._names.add(name)
+    @property
+    def _scope(self) -> Scope:
+        options = self.call.options
+        return scope_of(self.record, rerun=options.rerun, retention=options.retention)
+
+    def _retrying(
+        self, step: Callable[[], T], repeatable: Callable[[Any, int], bool] | None = None
+    ) -> T:
+        until = self.process.clock.now() + self.call.options.settle_timeout
+        return retrying(step, lambda: until, self.process.clock, repeatable=repeatable)
 
     def _begin(self, name: str, key: str, take_over: int | None = None) -> Begun | Found:
         """Commit the intent, and repeat that while its outcome is unknown. Repeating does no harm;
@@ -105,20 +93,14 @@ class Effects:
         def may_be_open(error: StoreUnavailable, _: int) -> bool:
             return error.executed is not False
 
-        until = self.clock.now() + self.settle_timeout
-        return retrying(
-            lambda: self._begin_once(name, key, take_over),
-            lambda: until,
-            self.clock,
-            repeatable=may_be_open,
-        )
+        return self._retrying(lambda: self._begin_once(name, key, take_over), may_be_open)
 
     def _begin_once(self, name: str, key: str, take_over: int | None) -> Begun | Found:
         self.held_lease.check()
         begun: Begun | Found | None = None
         try:
             with self.interrupts_deferred():
-                begun = self.store.begin(self.record, name, key, self.scope, take_over)
+                begun = self.process.effects.begin(self.record, name, key, self._scope, take_over)
         except BaseException:  # an interrupt that was deferred ends the body, so no call is made
             if isinstance(begun, Begun) and take_over is None:
                 self._withdraw(begun.effect)
@@ -183,7 +165,7 @@ class Effects:
         if found is None:
             raise reply_not_stored(self.record.key, effect, "verify did not find it")
         self.held_lease.check()
-        text, missing = encode(found, self.result_max)
+        text, missing = encode(found, self.call.options.result_max)
         reference = (
             reference_of(arguments.reference, found) if arguments.reference is not None else None
         )
@@ -260,20 +242,22 @@ class Effects:
             if cause is None or cause is outside:
                 return None  # it may have been raised before the request, or after a reply
             error = cause
+        process, classifier = self.process, self.call.options.failures.classifier
         return was_executed(
-            DEFAULT_RULES.classify(error, 0.0, self.clock.now), self.classify(error)
+            DEFAULT_RULES.classify(error, 0.0, process.clock.now),
+            classifier.classify(error, process.wall_time(), time.monotonic),
         )
 
     def _withdraw(self, effect: Effect) -> None:
         # If the store does not answer, the outcome stays unknown, and the next attempt verifies it.
         with suppress(StoreUnavailable), self.interrupts_deferred():
-            self.store.withdraw(effect)
+            self.process.effects.withdraw(effect)
 
     def _write_reply(self, effect: Effect, reply: Any, arguments: EffectArguments) -> EffectReply:
         """Write the reply, even if the lease is lost: the call has been executed."""
         with self.interrupts_deferred():
             try:
-                text, missing = encode(reply, self.result_max)
+                text, missing = encode(reply, self.call.options.result_max)
             except BaseException:  # noqa: BLE001 - a method of the reply raised; the call was made
                 text, missing = None, NOT_JSON
             reference: str | None = None
@@ -283,15 +267,10 @@ class Effects:
                     reference = reference_of(arguments.reference, reply)
                 except BaseException as error:  # noqa: BLE001 - raised below, once the reply is written
                     reference_error = error
-            until = self.clock.now() + self.settle_timeout
-            accepted = retrying(
-                lambda: self.store.finish(effect, text, reference),
-                lambda: until,
-                self.clock,
-            )
+            accepted = self._retrying(lambda: self.process.effects.finish(effect, text, reference))
             if accepted and self.record.crashes and not self.held_lease.body_state.progressed:
                 with suppress(StoreUnavailable):  # the next step of the body raises it
-                    self.store.clear_crashes(self.record)
+                    self.process.effects.clear_crashes(self.record)
             self.held_lease.body_state.progressed |= accepted
         if not accepted:
             message = f"{self.record.key}: a later attempt has taken over effect {effect.name!r}"

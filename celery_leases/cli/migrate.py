@@ -7,8 +7,8 @@ from typing import Any
 import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
+from celery_leases.attempt.process import open_records
 from celery_leases.cli.root import leases
-from celery_leases.components import open_records
 from celery_leases.stores.sql.migrations import Migrated
 from celery_leases.stores.urls import display_database_url
 from celery_leases.worker.app_settings import settings_of

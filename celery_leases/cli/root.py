@@ -12,8 +12,8 @@ from celery_leases.client import LeaseClient
 from celery_leases.errors import LeasesError
 from celery_leases.record_filters import Order, RecordFilter
 from celery_leases.text.cleaning import printable
-from celery_leases.worker.app_components import components_of
 from celery_leases.worker.app_settings import leased_tasks
+from celery_leases.worker.processes import process_of
 
 DEFAULT_APP: Final = "default"
 """The name of the app that Celery makes if none was given."""
@@ -59,7 +59,7 @@ def check_task(ctx: click.Context, task: str | None) -> None:
     known = leased_tasks(app)
     if task is None or task in known:
         return
-    records = components_of(app, eager=False).records
+    records = process_of(app, eager=False).records
     if not records.find(RecordFilter(task=task), order=Order.LATEST, limit=1):
         raise unknown_task(task, known)
 

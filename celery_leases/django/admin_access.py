@@ -11,7 +11,7 @@ from django.contrib import admin
 from celery_leases.django import configuration
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.ops.client import OperatorClient
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from celery_leases.worker.answering import NO_WORKER, worker_answers
 
 KEYS_AT_ONCE: Final = 500
@@ -49,7 +49,7 @@ def client() -> OperatorClient:
 
 def held(stored_keys: Sequence[str]) -> set[str]:
     """Those of the keys whose lease an attempt holds now."""
-    leases = app_components.components_of(_app(), eager=False).leases
+    leases = processes.process_of(_app(), eager=False).leases
     return {
         key
         for first in range(0, len(stored_keys), KEYS_AT_ONCE)

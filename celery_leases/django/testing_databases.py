@@ -11,7 +11,7 @@ from django.db import connections
 
 from celery_leases.django import configuration
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 
 _CLOSING: Final = "_celery_leases_closes"
 
@@ -31,7 +31,7 @@ def follow(using: str, **_: Any) -> None:
             return
     except LeaseConfigurationError:  # the checks tell of it
         return
-    app_components.close_if_other_database(configuration.url_of_records())
+    processes.close_if_other_database(configuration.url_of_records())
     creation: Any = connections[using].creation
     if getattr(creation, _CLOSING, False):
         return
@@ -39,7 +39,7 @@ def follow(using: str, **_: Any) -> None:
 
     @wraps(destroy)
     def close_and_destroy(*args: Any, **kwargs: Any) -> Any:
-        app_components.close_all()
+        processes.close_all()
         return destroy(*args, **kwargs)
 
     creation.destroy_test_db = close_and_destroy

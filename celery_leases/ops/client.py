@@ -13,8 +13,8 @@ from time import perf_counter
 from typing import Any, Final, Literal
 from uuid import uuid4
 
+from celery_leases.attempt.process import open_metrics
 from celery_leases.client import LeaseClient, Write, as_text, unanswered
-from celery_leases.components import open_metrics
 from celery_leases.errors import (
     AlreadyDone,
     KeyUnusable,

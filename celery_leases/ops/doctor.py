@@ -9,6 +9,7 @@ from typing import Any
 
 from celery import Celery
 
+from celery_leases.attempt.process import Process
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.findings import Finding, Severity
 from celery_leases.ops.server_checks import StoreChecks
@@ -18,7 +19,7 @@ from celery_leases.record import Record
 from celery_leases.record_filters import Order, RecordFilter
 from celery_leases.text.cleaning import printable
 from celery_leases.text.durations import in_words
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from celery_leases.worker.answering import WORKER_TIMEOUT, worker_answers
 from celery_leases.worker.app_settings import leased_tasks
 from celery_leases.worker.checks.settings import (
@@ -62,24 +63,24 @@ def examine(app: Celery) -> Examination:
     try:
         tasks = leased_tasks(app)  # raises for a task with wrong options
         findings += findings_without_lease(app)
-        components = app_components.components_of(app, eager=False)
+        process = processes.process_of(app, eager=False)
     except LeaseConfigurationError as error:
         return Examination([], [*findings, Finding("settings", Severity.ERROR, str(error), "")])
-    checks = StoreChecks(components)
+    checks = StoreChecks(process)
     checks.run()
     limits = TimeLimits(
-        app.conf.task_soft_time_limit, app.conf.task_time_limit, _longest_runs(components)
+        app.conf.task_soft_time_limit, app.conf.task_time_limit, _longest_runs(process)
     )
     greenlets = greenlets_of(app.conf.worker_pool, app.conf.worker_concurrency)
-    of_settings = setting_findings(app, tasks, components.settings, limits, greenlets)
-    findings += [*checks.findings, *of_settings, *_unserved_calls(app, components)]
+    of_settings = setting_findings(app, tasks, process.settings, limits, greenlets)
+    findings += [*checks.findings, *of_settings, *_unserved_calls(app, process)]
     order = [*Severity]
     return Examination(
         checks.servers, sorted(findings, key=lambda found: order.index(found.severity))
     )
 
 
-def _unserved_calls(app: Celery, components: app_components.AppComponents) -> Iterator[Finding]:
+def _unserved_calls(app: Celery, process: Process) -> Iterator[Finding]:
     """What keeps published calls from being run: no worker, or a lost message that nobody publishes
     again.
     """
@@ -92,7 +93,7 @@ def _unserved_calls(app: Celery, components: app_components.AppComponents) -> It
         )
     lost: list[Record] = []
     with suppress(StoreUnavailable, LeaseConfigurationError):
-        lost = outbox.stranded_in(components, older=UNRESCUED, limit=LOST_SHOWN)
+        lost = outbox.stranded_in(process, older=UNRESCUED, limit=LOST_SHOWN)
     if lost:
         first = f"{lost[0].task}, key {printable(lost[0].key)}, {lost[0].state.value}"
         more = f"{LOST_SHOWN} or more" if len(lost) == LOST_SHOWN else str(len(lost))
@@ -105,11 +106,11 @@ def _unserved_calls(app: Celery, components: app_components.AppComponents) -> It
         )
 
 
-def _longest_runs(components: app_components.AppComponents) -> dict[str, float]:
+def _longest_runs(process: Process) -> dict[str, float]:
     """The longest run of each task in seconds, as far as the slowest records show it."""
     found: dict[str, float] = {}
     try:
-        records = components.records.find(
+        records = process.records.find(
             RecordFilter(states=("done",)), order=Order.SLOWEST, limit=SLOWEST
         )
     except (StoreUnavailable, LeaseConfigurationError):

@@ -29,12 +29,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from celery_leases.components import open_metrics
+from celery_leases.attempt.process import open_metrics
 from celery_leases.errors import LeasesError
 from celery_leases.metrics_totals import METRICS, MICROSECONDS, PREFIX, Tally
 from celery_leases.ops.client import OperatorClient
 from celery_leases.ops.reports import Stats
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 
 logger = logging.getLogger("celery_leases")
 
@@ -75,7 +75,7 @@ class LeaseCollector(Collector):
         count_every: float = COUNT_EVERY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        components = app_components.components_of(app, eager=False)
+        components = processes.process_of(app, eager=False)
         self._client = OperatorClient.from_app(app, eager=False)
         self._metrics = open_metrics(components.records)
         self._count_every = count_every

@@ -8,12 +8,12 @@ from typing import Any, Final
 
 from celery import Celery
 
+from celery_leases.attempt.process import Process
 from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnavailable
 from celery_leases.findings import Finding, Severity
 from celery_leases.ops.server_facts import ServerFacts, records_facts, redis_facts
 from celery_leases.settings import REDIS_SCHEMES
 from celery_leases.worker.answering import BROKER_TIMEOUT
-from celery_leases.worker.app_components import AppComponents
 
 CLOCKS_APART: Final = 2.0
 """Seconds by which a clock may differ from that of this machine without a warning."""
@@ -25,12 +25,12 @@ _NTP: Final = "let all machines keep time by NTP"
 
 
 class StoreChecks:
-    """Examines the stores of *components* and the broker of its app. ``servers`` and ``findings``
+    """Examines the stores of *process* and the broker of its app. ``servers`` and ``findings``
     are the results so far.
     """
 
-    def __init__(self, components: AppComponents) -> None:
-        self._components = components
+    def __init__(self, process: Process) -> None:
+        self._process = process
         self.servers: list[ServerFacts] = []
         self.findings: list[Finding] = []
         self._identity = ""
@@ -39,13 +39,13 @@ class StoreChecks:
         """Examine the broker, the lease store and the records, each even if another one does not
         answer.
         """
-        with self._part("broker", "broker-away", _shown_broker(self._components.app)):
-            self._broker(self._components.app)
-        leases = self._components.leases
+        with self._part("broker", "broker-away", _shown_broker(self._process.app)):
+            self._broker(self._process.app)
+        leases = self._process.leases
         if not leases.in_records:
             with self._part("lease store", "lease-store-away", leases.name):
                 self._lease_store(leases)
-        with self._part("records", "records-away", _shown_records(self._components)):
+        with self._part("records", "records-away", _shown_records(self._process)):
             self._records()
         all_answered = not any(server.trouble for server in self.servers)
         if not leases.in_records and self._identity and all_answered:
@@ -55,7 +55,7 @@ class StoreChecks:
     def _records(self) -> None:
         from celery_leases.stores.database_write_check import check_writes
 
-        records = self._components.records
+        records = self._process.records
         self._note(records_facts(records))
         if (least := records.database.dialect.too_old) is not None:
             self._error(
@@ -203,7 +203,7 @@ def _shown_broker(app: Celery) -> str:
     return found
 
 
-def _shown_records(components: AppComponents) -> str:
+def _shown_records(process: Process) -> str:
     from celery_leases.stores.urls import display_database_url
 
-    return display_database_url(components.records.database.engine.url)
+    return display_database_url(process.records.database.engine.url)

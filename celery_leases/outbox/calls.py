@@ -18,6 +18,7 @@ from celery.result import AsyncResult
 from celery.signals import before_task_publish
 from celery.utils.time import maybe_make_aware
 
+from celery_leases.attempt.process import Process
 from celery_leases.decide.after_run import call_has_ended
 from celery_leases.decide.before_run import permanent_failure
 from celery_leases.errors import (
@@ -38,7 +39,7 @@ from celery_leases.record import Ended, Record, State
 from celery_leases.results import decode_stored, unreadable
 from celery_leases.signals import logger
 from celery_leases.text.cleaning import printable
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from celery_leases.worker.headers import HEADER, call_id_of, celery_id_of
 from celery_leases.worker.stored_messages import (
     HeaderRecorder,
@@ -113,18 +114,18 @@ def enqueue(
             f"task {task.name}: delay_in() needs a record of its own for each call, but under "
             'lease_on_done="rerun" all calls of a key share one; leave lease_key out, or publish after the commit'
         )
-    components = app_components.components_of(app)
+    process = processes.process_of(app)
     headers = headers_of(task, args, kwargs, options_of_call.get("headers"), call_id)
     key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs, headers)
     stored = {**options_of_call, "headers": headers} if headers else options_of_call
     call = _NewCall(task, key, call_id, _message(task, args, kwargs, call_id, stored))
-    if components.in_memory:
-        return _enqueue_in_memory(components, given, call)
+    if process.in_memory:
+        return _enqueue_in_memory(process, given, call)
     from celery_leases.stores.sql.transactions import JoinedTransaction
 
-    transaction = JoinedTransaction(given, components.records)
+    transaction = JoinedTransaction(given, process.records)
     transaction.join(key.key)
-    other = _write_record(_outbox(components), transaction, call)
+    other = _write_record(_outbox(process), transaction, call)
     if other is None:
         # Through Django's own connection it works where only that one sees the row: in a test's
         # transaction.
@@ -243,16 +244,14 @@ def _write_record(outbox: Outbox, rows: _RowAccess, call: _NewCall) -> str | Non
     return _queued_call(rows.read(key.stored, key.key, newest=True) or record)
 
 
-def _enqueue_in_memory(
-    components: app_components.AppComponents, given: Any, call: _NewCall
-) -> AsyncResult:
+def _enqueue_in_memory(process: Process, given: Any, call: _NewCall) -> AsyncResult:
     """:func:`enqueue` for an eager call whose records are in memory: the record is written, and the
     call run, after the commit of *given*.
     """
     from celery_leases.stores.sql.eager_after_commit import do_after_commit, waiting_in
 
-    app, key = components.app, call.key
-    record = components.records.read(key.stored)
+    app, key = process.app, call.key
+    record = process.records.read(key.stored)
     if record is not None and not record.expired:
         _check_arguments(record, key)
         if not _has_no_open_call(record):
@@ -263,11 +262,11 @@ def _enqueue_in_memory(
             return AsyncResult(other.call_id, app=app)
 
     def committed(over: bool) -> None:
-        outbox = _outbox(components)
-        if _write_record(outbox, _Autocommit(components.records), call) is None:
+        outbox = _outbox(process)
+        if _write_record(outbox, _Autocommit(process.records), call) is None:
             if over:
                 _publish_after_commit(app, key.stored)
-            elif (queued := components.records.read(key.stored)) is not None:
+            elif (queued := process.records.read(key.stored)) is not None:
                 outbox.publish_again(queued)  # the relay finds it at once
 
     do_after_commit(given, key, call.call_id, committed)
@@ -284,7 +283,7 @@ def must_be_published(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     options = task.lease_options
     headers = headers_of(task, args, kwargs) if options.tenant is not None else None
     key = call_key(task.name, options, task.lease_signature, "", args, kwargs, headers)
-    records = app_components.components_of(task.app).records
+    records = processes.process_of(task.app).records
     records.check()
     record = records.read(key.stored)
     if record is None or record.expired or record.forgotten:
@@ -342,16 +341,16 @@ def publish_once(
         raise LeaseConfigurationError(
             f"task {task.name}: lease_queue_once takes a task_id of at most 255 characters"
         )
-    components = app_components.components_of(app)
-    components.check_once()
+    process = processes.process_of(app)
+    process.check_once()
     headers = headers_of(task, args, kwargs, given.get("headers"))
     key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs, headers)
     keeps = {name: value for name, value in given.items() if name in STORED_OPTIONS}
     if headers:
         keeps["headers"] = headers
-    outbox = _outbox(components)
+    outbox = _outbox(process)
     message = _message(task, args, kwargs, task_id, keeps, "lease_queue_once")
-    other = _write_queued(outbox, components.records, _NewCall(task, key, call_id, message))
+    other = _write_queued(outbox, process.records, _NewCall(task, key, call_id, message))
     if other is not None:
         return _result_of_other(task, publish, other, args, kwargs)
     if app.conf.task_always_eager:
@@ -413,10 +412,10 @@ def _write_queued(outbox: Outbox, records: SqlRecordStore, call: _NewCall) -> Re
     return None if rows.write(writes, key.key) else (rows.read(key.stored, key.key) or record)
 
 
-def _outbox(components: app_components.AppComponents) -> Outbox:
+def _outbox(process: Process) -> Outbox:
     from celery_leases.stores.sql.outbox import Outbox
 
-    return Outbox(components.records)
+    return Outbox(process.records)
 
 
 def _message(
@@ -460,7 +459,7 @@ def _times(app: Celery, options: Mapping[str, Any]) -> dict[str, Any]:
         times["eta"] = options["countdown"]
     for name in times.keys() & {"eta", "expires"}:
         if isinstance(times[name], Real):
-            now = datetime.fromtimestamp(app_components.components_of(app).context.wall_time(), UTC)
+            now = datetime.fromtimestamp(processes.process_of(app).wall_time(), UTC)
             times[name] = now + timedelta(seconds=float(times[name]))
         if isinstance(times[name], datetime):
             times[name] = maybe_make_aware(times[name], app.timezone).isoformat()
@@ -474,10 +473,10 @@ def relay(app: Celery, limit: int = RELAY_AT_ONCE) -> RelayResult:
     Raises :class:`~celery_leases.errors.StoreUnavailable`. A message that the broker does not
     confirm is due again later.
     """
-    components = app_components.components_of(app)
-    outbox, done = _outbox(components), RelayResult()
+    process = processes.process_of(app)
+    outbox, done = _outbox(process), RelayResult()
     for stored_key in outbox.due(limit):
-        _publish_if_due(components, outbox, stored_key, done)
+        _publish_if_due(process, outbox, stored_key, done)
     return done
 
 
@@ -485,14 +484,12 @@ def stranded(
     app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ONCE
 ) -> list[Record]:
     """The records whose message :func:`rescue` would publish now."""
-    return stranded_in(app_components.components_of(app), older=older, limit=limit)
+    return stranded_in(processes.process_of(app), older=older, limit=limit)
 
 
-def stranded_in(
-    components: app_components.AppComponents, *, older: float, limit: int
-) -> list[Record]:
-    """The same for the stores of *components*."""
-    return _stranded(components, _outbox(components), older, limit)
+def stranded_in(process: Process, *, older: float, limit: int) -> list[Record]:
+    """The same for the stores of *process*."""
+    return _stranded(process, _outbox(process), older, limit)
 
 
 def rescue(app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ONCE) -> RelayResult:
@@ -507,11 +504,11 @@ def rescue(app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ON
     Raises :class:`~celery_leases.errors.StoreUnavailable`. A message that the broker does not
     confirm is due again later.
     """
-    components = app_components.components_of(app)
-    outbox, done = _outbox(components), RelayResult()
-    for record in _stranded(components, outbox, older, limit):
+    process = processes.process_of(app)
+    outbox, done = _outbox(process), RelayResult()
+    for record in _stranded(process, outbox, older, limit):
         if _unless_locked(lambda: outbox.publish_again(record)):  # noqa: B023 - called at once
-            _publish_if_due(components, outbox, record.stored_key, done)
+            _publish_if_due(process, outbox, record.stored_key, done)
     return done
 
 
@@ -522,20 +519,18 @@ def publish_stored(app: Celery, stored_key: str) -> bool | None:
     ``None``: there is no message, it has expired, or a transaction has locked the row. Raises
     :class:`~celery_leases.errors.StoreUnavailable`.
     """
-    components = app_components.components_of(app)
-    outbox, done = _outbox(components), RelayResult()
-    record = components.records.read(stored_key, lenient=True)
+    process = processes.process_of(app)
+    outbox, done = _outbox(process), RelayResult()
+    record = process.records.read(stored_key, lenient=True)
     if record is None or record.message is None or not _can_be_published(record):
         return None
     if not _unless_locked(lambda: outbox.publish_again(record)):
         return None
-    _publish_if_due(components, outbox, stored_key, done)
+    _publish_if_due(process, outbox, stored_key, done)
     return bool(done.published)
 
 
-def _publish_if_due(
-    components: app_components.AppComponents, outbox: Outbox, stored_key: str, done: RelayResult
-) -> None:
+def _publish_if_due(process: Process, outbox: Outbox, stored_key: str, done: RelayResult) -> None:
     """Publish the message of one key if it is still due; drop it if it has expired."""
     record = _unless_locked(lambda: outbox.take_due(stored_key))
     if record is None:
@@ -545,17 +540,13 @@ def _publish_if_due(
             logger.info("%s is not published, because its message has expired", record.key)
             outbox.drop(record)
         else:
-            (done.published if _publish(components, outbox, record) else done.refused).append(
-                record
-            )
+            (done.published if _publish(process, outbox, record) else done.refused).append(record)
     except RecordUnreadable as error:
         logger.error("not published: %s", error)
         done.refused.append(record)
 
 
-def _stranded(
-    components: app_components.AppComponents, outbox: Outbox, older: float, limit: int
-) -> list[Record]:
+def _stranded(process: Process, outbox: Outbox, older: float, limit: int) -> list[Record]:
     """The oldest records whose call no worker and no queue seems to have.
 
     Pages are read until enough are found, because any number of records with live calls may be
@@ -571,9 +562,7 @@ def _stranded(
             for record in page
             if _can_be_published(record)
             and not (
-                _call_is_over(record)
-                or _is_live(components, record)
-                or _waits(components, record, shut)
+                _call_is_over(record) or _is_live(process, record) or _waits(process, record, shut)
             )
         ]
         if len(page) < READ_AT_ONCE:
@@ -582,7 +571,7 @@ def _stranded(
     return found[:limit]
 
 
-def _waits(components: app_components.AppComponents, record: Record, shut: dict[str, bool]) -> bool:
+def _waits(process: Process, record: Record, shut: dict[str, bool]) -> bool:
     """Whether the call of *record* waits for the closed gate of its group; *shut* remembers each
     group.
     """
@@ -590,7 +579,7 @@ def _waits(components: app_components.AppComponents, record: Record, shut: dict[
     if group is None or record.publish_at is not None or record.state is State.RUNNING:
         return False
     if group not in shut:
-        gate = components.leases.gate(group)
+        gate = process.leases.gate(group)
         shut[group] = gate is not None and gate.blocked_for > 0
     return shut[group]
 
@@ -625,8 +614,8 @@ def _is_of(record: Record, task_id: Any) -> bool:
     return bool(celery_id_of(call_id_of(task_id, None)) == celery_id_of(record.call_id))
 
 
-def _is_live(components: app_components.AppComponents, record: Record) -> bool:
-    return record.state is State.RUNNING and components.leases.holder(record.stored_key) is not None
+def _is_live(process: Process, record: Record) -> bool:
+    return record.state is State.RUNNING and process.leases.holder(record.stored_key) is not None
 
 
 def _unless_locked(step: Callable[[], T]) -> T | None:
@@ -723,16 +712,16 @@ def _publish_after_commit(app: Celery, stored_key: str, rows: _RowAccess | None 
     The record is read and written through *rows*, by default over a connection of the records. An
     eager call is run; if Celery propagates the error of its body, it is raised here.
     """
-    components = app_components.components_of(app)
-    outbox = _outbox(components)
+    process = processes.process_of(app)
+    outbox = _outbox(process)
     if app.conf.task_always_eager:
         if (record := _take(outbox, stored_key, rows)) is not None:
-            _run_eagerly(components, outbox, record, rows)
+            _run_eagerly(process, outbox, record, rows)
         return
     try:
         record = _take(outbox, stored_key, rows)
         if record is not None:
-            _publish(components, outbox, record, rows)
+            _publish(process, outbox, record, rows)
     except Exception as error:  # noqa: BLE001 - the user's commit has succeeded, and must not seem to have failed
         logger.warning(
             "%s is enqueued, but could not be published; the next relay or rescue will: %s",
@@ -775,18 +764,18 @@ def _current_message(record: Record) -> dict[str, Any]:
 
 
 def _publish(
-    components: app_components.AppComponents,
+    process: Process,
     outbox: Outbox,
     record: Record,
     rows: _RowAccess | None = None,
 ) -> bool:
-    if components.app.conf.task_always_eager:
-        _run_eagerly(components, outbox, record, rows)
+    if process.app.conf.task_always_eager:
+        _run_eagerly(process, outbox, record, rows)
         return True
     try:
         message = _current_message(record)
         with _publishing_stored_message(message):
-            components.publisher.publish(message)
+            process.publisher.publish(message)
     except Exception as error:  # noqa: BLE001 - whatever the broker said, the record still has the message
         logger.warning(
             "%s could not be published, the next relay or rescue tries again: %s", record.key, error
@@ -798,7 +787,7 @@ def _publish(
 
 
 def _run_eagerly(
-    components: app_components.AppComponents,
+    process: Process,
     outbox: Outbox,
     record: Record,
     rows: _RowAccess | None,
@@ -809,7 +798,7 @@ def _run_eagerly(
     _mark_published(outbox, record, rows)
     message = _current_message(record)
     with _publishing_stored_message(message):
-        Signature.from_dict(message, app=components.app).apply_async()
+        Signature.from_dict(message, app=process.app).apply_async()
 
 
 @contextmanager

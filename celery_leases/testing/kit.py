@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Self
 from uuid import uuid4
@@ -21,11 +21,10 @@ from celery import Celery, Task, current_app
 from celery.result import AsyncResult, EagerResult
 
 from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.process import Process
 from celery_leases.attempt.renewal import HELD_BY_OTHER, Renewer
-from celery_leases.attempt.run import Execution
 from celery_leases.call import Call
 from celery_leases.client import LeaseClient
-from celery_leases.components import Components, build
 from celery_leases.concurrency.os_threads import boot_clock
 from celery_leases.decide.after_failure import resumes_after_cooldown
 from celery_leases.decide.answers import Acquired, Claimed
@@ -34,7 +33,7 @@ from celery_leases.events import Event, LeaseAcquired, ResultReplayed
 from celery_leases.failures.actions import Classification
 from celery_leases.failures.classifier import Rules
 from celery_leases.keys import CallKey, call_group, call_key, stored_key
-from celery_leases.options import DATABASE, DEFAULT_TTL
+from celery_leases.options import DATABASE
 from celery_leases.record import (
     Record,
     State,
@@ -56,10 +55,8 @@ from celery_leases.testing.crash_points import (
 )
 from celery_leases.testing.crashes import check_survival
 from celery_leases.text.durations import Duration, seconds
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from celery_leases.worker.app_settings import leased_tasks, settings_of
-from celery_leases.worker.pools.os_signal_guard import interrupt_guard_here
-from celery_leases.worker.reschedule import Publisher
 from celery_leases.worker.stored_messages import HeaderRecorder
 
 HOLD_SECONDS: Final = 10 * 365 * 86_400.0
@@ -193,7 +190,7 @@ class LeaseKit:
         self._queued: list[QueuedCall] = []
         self._stack = ExitStack()
         self._clock: KitClock | None = None
-        self._open_components: app_components.AppComponents | None = None
+        self._open_process: Process | None = None
 
     # -- start and stop ----------------------------------------------------------------------------
 
@@ -245,51 +242,33 @@ class LeaseKit:
         settings = settings_of(self.app, lenient=self.in_memory)
         if self.in_memory:
             settings = replace(settings, leases_url=DATABASE, database_url=IN_MEMORY)
-        shortest = min(
-            (task.lease_options.ttl for task in leased_tasks(self.app).values()),
-            default=DEFAULT_TTL,
-        )
         observer = _RecordingObserver(self.events, self._crash_points, Announcer(self.app.tasks))
-        components = build(
+        process = processes.open_for(
+            self.app,
             settings,
             observer,
-            shortest,
-            lambda: interrupt_guard_here(os.getpid()).stopping,
             clock=self._clock,
             renewed_by=KitRenewer if self.in_memory else Renewer,
         )
         if self._clock is not None:
-            _use_clock(components, self._clock)
-        components.records.check()
+            _use_clock(process, self._clock)
+        process.records.check()
         if self.in_memory:
-            limit_records(components.records)
-        self._make_crashable(components)
-        self._open_components = app_components.AppComponents(
-            self.app, components, Publisher(self.app)
-        )
-        self._open_components.effects = crashable_effects(components.effects, self._crash_points)
-        self._before = app_components.use(self.app, self._open_components)
-
-    def _make_crashable(self, components: Components) -> None:
-        """Add the crash points to the stores of *components*."""
-        context = components.context
-
-        def crashable(store: Any) -> Any:
-            return CrashableStore(store, self._crash_points, {}, {})
-
-        _use(
-            components,
-            records=crashable_records(context.records, self._crash_points),
-            leases=crashable(context.leases),
-            marks=crashable(context.marks),
-            gates=crashable(context.gates),
-        )
+            limit_records(process.records)
+        # complete() writes with the user's commit, which has no crash points.
+        setattr(process, "transaction", copy(process).transaction)  # noqa: B010 - a method
+        process.records = crashable_records(process.records, self._crash_points)
+        leases: Any = CrashableStore(process.leases, self._crash_points, {}, {})
+        process.leases = leases
+        process.effects = crashable_effects(process.effects, self._crash_points)
+        self._open_process = process
+        self._before = processes.use(self.app, self._open_process)
 
     def _close(self) -> None:
-        if self._open_components is not None:
-            app_components.use(self.app, self._before)
-            self._open_components.close()
-            self._open_components = None
+        if self._open_process is not None:
+            processes.use(self.app, self._before)
+            self._open_process.close()
+            self._open_process = None
 
     def _intercept_publishing(self, stack: ExitStack) -> None:
         """Let this kit receive all published calls of the app, and the broker none."""
@@ -348,7 +327,7 @@ class LeaseKit:
         renewed.
         """
         left = seconds(span, "tick(): span")
-        clock, renewer = self._require_memory("tick()"), self._components.renewer
+        clock, renewer = self._require_memory("tick()"), self._process.renewer
         assert isinstance(renewer, KitRenewer)
         while left > 0:
             step = min(left, renewer.renew_all() or left)
@@ -385,8 +364,8 @@ class LeaseKit:
         because it is done or cools down.
         """
         name, key = self._task_and_key(what, args, kwargs, task)
-        components = self._components
-        before = components.records.read(key.stored)
+        process = self._process
+        before = process.records.read(key.stored)
         span = HOLD_SECONDS if self.in_memory else HOLD_SECONDS_REAL_CLOCK
         token = uuid4().hex
         call = Call(
@@ -396,20 +375,20 @@ class LeaseKit:
             replace(self.app.tasks[name].lease_options, ttl=span),
             token=token,
             host="another-host/1",
-            database="" if components.leases.in_records else components.records.identity(),
+            database="" if process.leases.in_records else process.records.identity(),
         )
-        held = self._claim(components, call)
+        held = self._claim(process, call)
         try:
             yield
         finally:
-            self._restore(components, call, held, before)
+            self._restore(process, call, held, before)
 
-    def _claim(self, components: Components, call: Call) -> Record:
-        answer: Any = components.leases.acquire(call)
+    def _claim(self, process: Process, call: Call) -> Record:
+        answer: Any = process.leases.acquire(call)
         if isinstance(answer, Acquired):
-            claim: Any = components.records.claim(call, components.leases.name)
+            claim: Any = process.records.claim(call, process.leases.name)
             if not isinstance(claim, Won):
-                components.leases.release(call.key.stored, call.token)
+                process.leases.release(call.key.stored, call.token)
         else:
             claim = answer.claim if isinstance(answer, Claimed) else answer
         if not isinstance(claim, Won):
@@ -418,24 +397,24 @@ class LeaseKit:
 
     def _restore(
         self,
-        components: Components,
+        process: Process,
         call: Call,
         held: Record,
         before: Record | None,
     ) -> None:
-        table = components.records.tables.records
+        table = process.records.tables.records
         ours = (
             table.c.stored_key == call.key.stored,
             table.c.owner == held.owner,
             table.c.state == State.RUNNING,
         )
         if before is None:
-            components.records.database.count(table.delete().where(*ours), {})
+            process.records.database.count(table.delete().where(*ours), {})
         else:
             values = column_values(replace(before, fence=held.fence))
-            components.records.database.count(table.update().where(*ours).values(values), {})
-        if not components.leases.in_records:
-            components.leases.release(call.key.stored, call.token)
+            process.records.database.count(table.update().where(*ours).values(values), {})
+        if not process.leases.in_records:
+            process.leases.release(call.key.stored, call.token)
 
     def lose(self, what: Any, *args: Any, task: str | None = None, **kwargs: Any) -> None:
         """Let another attempt take the lease of the body that runs the key in this process; *what*
@@ -446,7 +425,7 @@ class LeaseKit:
         """
         _, key = self._task_and_key(what, args, kwargs, task)
         client = LeaseClient.from_app(self.app)
-        renewer = self._components.renewer
+        renewer = self._process.renewer
         running = [
             held_lease
             for held_lease in renewer.held_leases
@@ -714,18 +693,18 @@ class LeaseKit:
         found: Classification = rules.classify(error, self.now)
         return found
 
-    # -- components ------------------------------------------------------------------------------
+    # -- process ------------------------------------------------------------------------------
 
     @property
-    def _components(self) -> app_components.AppComponents:
-        if self._open_components is None:
+    def _process(self) -> Process:
+        if self._open_process is None:
             raise AssertionError(
                 "the kit is not started: use it as a context manager, or call start()"
             )
-        return self._open_components
+        return self._open_process
 
     def _require_memory(self, what: str) -> KitClock:
-        _ = self._components
+        _ = self._process
         if self._clock is None:
             raise AssertionError(
                 f"{what} needs stores in memory; with a real worker the clock is the real one"
@@ -764,17 +743,11 @@ def file_of(task: Any) -> str:
     return str(getattr(function, "__code__", None) and function.__code__.co_filename)
 
 
-def _use_clock(parts: Components, clock: KitClock) -> None:
+def _use_clock(parts: Process, clock: KitClock) -> None:
     """Use *clock* for the stores in memory, and no random delays."""
     parts.records.database.host_now = clock.microseconds
     parts.records.availability.grace = 0.0  # no other process can hold a lease in this memory
-    _use(parts, wall_time=clock.wall_time, rand=lambda: 1.0)
-
-
-def _use(parts: Components, **changes: Any) -> None:
-    """Change the context with which *parts* run calls."""
-    parts.context = replace(parts.context, **changes)
-    parts.execution = Execution(parts.context, parts.renewer)
+    parts.wall_time, parts.rand = clock.wall_time, lambda: 1.0
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

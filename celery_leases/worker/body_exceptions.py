@@ -19,8 +19,8 @@ from celery.exceptions import (
 from celery.states import EXCEPTION_STATES
 from celery.worker import state as worker_state
 
-from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HELD_TOO_LONG, NOT_EXTENDED, HeldLease
+from celery_leases.attempt.process import Process
 from celery_leases.call import Call
 from celery_leases.concurrency import greenlets
 from celery_leases.decide.endings import (
@@ -64,7 +64,7 @@ class ExceptionTranslator:
     interrupt_guard: InterruptGuard
     call: Call
     held_lease: HeldLease
-    context: Context
+    process: Process
 
     def ending_of(self, error: BaseException, elapsed: float) -> Ending:
         """The ending of a body that raised *error* *elapsed* seconds after its delivery began."""
@@ -153,7 +153,7 @@ class ExceptionTranslator:
 
     def _classified(self, error: BaseException, traceback: str | None) -> Raised:
         classification = self.call.options.failures.classifier.classify(
-            error, self.context.wall_time(), time.monotonic
+            error, self.process.wall_time(), time.monotonic
         )
         return Raised(error, failure_of(error), classification, traceback)
 
@@ -203,7 +203,7 @@ class ExceptionTranslator:
             return None
         if isinstance(retry.when, datetime):
             when = retry.when if retry.when.tzinfo else retry.when.replace(tzinfo=UTC)
-            return max(0.0, when.timestamp() - self.context.wall_time())
+            return max(0.0, when.timestamp() - self.process.wall_time())
         return float(retry.when)
 
     def _same_key(self, signature: Any) -> bool:

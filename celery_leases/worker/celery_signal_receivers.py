@@ -18,11 +18,11 @@ def _before_work(sender: Any, **_: Any) -> None:
     that are forked later share them.
     """
     from celery_leases.concurrency import os_threads
-    from celery_leases.worker import app_components, child_exit
+    from celery_leases.worker import child_exit, processes
     from celery_leases.worker.checks import startup
     from celery_leases.worker.waiting_calls import waiting_calls
 
-    app_components.set_current_worker(sender)
+    processes.set_current_worker(sender)
     waiting_calls.clear()
     startup.check_before_work(sender)
     if not os_threads.uses_greenlets():

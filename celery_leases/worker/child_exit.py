@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from celery_leases import events
-from celery_leases.attempt.context import Context
+from celery_leases.attempt.process import Process
 from celery_leases.attempt.store_retries import retrying
 from celery_leases.call import Call
 from celery_leases.concurrency import greenlets, os_threads
@@ -24,7 +24,7 @@ from celery_leases.decide.after_run import ExitCause, child_exited, closed_for_c
 from celery_leases.errors import StoreUnavailable
 from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.signals import logger
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from celery_leases.worker.headers import Header, group_of, key_of
 
 CLOSE_TIMEOUT: Final = 1.0
@@ -160,11 +160,11 @@ def close_at_exit() -> None:
 
     After an error, which may be a further Ctrl-C, the leases of the others expire.
     """
-    for components in app_components.made_here():
-        for held_lease in components.renewer.held_leases:
+    for process in processes.made_here():
+        for held_lease in process.renewer.held_leases:
             call = held_lease.call
             ended = EndedDelivery(
-                *(components.app.tasks[call.task], call.call_id, call.token, None, (), {}),
+                *(process.app.tasks[call.task], call.call_id, call.token, None, (), {}),
                 *(call.retries, os.getpid(), ExitCause.STOPPED, False),
             )
             try:
@@ -198,7 +198,7 @@ def watch(pid: int) -> None:
     global _readers  # noqa: PLW0603 - Celery replaces the readers with its loop
     if _watched.get(pid) in _readers:
         return
-    worker = app_components.current_worker()
+    worker = processes.current_worker()
     hub, pool = getattr(worker, "hub", None), getattr(worker, "pool", None)
     reap = getattr(pool, "maintain_pool", None)
     if hub is None or reap is None or pid == os.getpid() or not hasattr(os, "pidfd_open"):
@@ -257,48 +257,47 @@ def _close(dead: EndedDelivery, call: Call) -> None:
 
 
 def _close_in_stores(ended: EndedDelivery, call: Call) -> None:
-    components = app_components.components_of(ended.task.app, eager=False)
-    context = components.context
+    process = processes.process_of(ended.task.app, eager=False)
     unsettled: StoreUnavailable | None = None
     try:
-        _settle(components, call, ended)
+        _settle(process, call, ended)
     except StoreUnavailable as error:
         unsettled = error
     if ended.pid:
-        if not context.leases.in_records:
-            context.leases.release(call.key.stored, ended.token)
+        if not process.leases.in_records:
+            process.leases.release(call.key.stored, ended.token)
         if call.group is not None:
-            context.gates.release_probe(call.group, ended.token)
+            process.leases.release_probe(call.group, ended.token)
     if unsettled is not None:
         raise unsettled
 
 
-def _settle(components: app_components.AppComponents, call: Call, ended: EndedDelivery) -> None:
+def _settle(process: Process, call: Call, ended: EndedDelivery) -> None:
     """Close the attempt if its row still runs, or the call if it still waits."""
-    context, records = components.context, components.records
-    retry = partial(_with_retries, context, call, ended)
+    records = process.records
+    retry = partial(_with_retries, process, call, ended)
     record = retry(lambda: records.read(call.key.stored))
     if record is None:
         return
     if not record.is_attempt(State.RUNNING, ended.token):
         if ended.pid:
-            _note_end(components, call, ended, retry)
-        _close_waiting(components, call, ended, retry)
+            _note_end(process, call, ended, retry)
+        _close_waiting(process, call, ended, retry)
         return
     outcome = child_exited(call, record, ended.cause, final=ended.final)
     if not retry(lambda: records.settle(record, outcome)):  # the child's statement was faster
-        _close_waiting(components, call, ended, retry)
+        _close_waiting(process, call, ended, retry)
         return
     if outcome.crashes > record.crashes:
-        context.observer.observe(
+        process.observer.observe(
             events.CrashSeen(**call.subject, crashes=outcome.crashes, host=record.holder)
         )
     took = (record.now - record.started_at) / 1e6
-    context.observer.observe(events.AttemptSettled.by(call.subject, record, outcome, took, took))
+    process.observer.observe(events.AttemptSettled.by(call.subject, record, outcome, took, took))
 
 
 def _note_end(
-    components: app_components.AppComponents,
+    process: Process,
     call: Call,
     ended: EndedDelivery,
     retry: Callable[[Callable[[], Any]], Any],
@@ -308,15 +307,14 @@ def _note_end(
     """
     crashed = ended.cause in (ExitCause.KILLED, ExitCause.TIME_LIMIT)
     how = Ended.CRASHED if crashed else Ended.INTERRUPTED
-    known = retry(lambda: components.records.note_end(call.key.stored, ended.token, how))
+    known = retry(lambda: process.records.note_end(call.key.stored, ended.token, how))
     if known is not None and crashed:
-        context = components.context
-        host = f"{context.host.rpartition('/')[0]}/{ended.pid}"
-        context.observer.observe(events.CrashSeen(**call.subject, crashes=known.crashes, host=host))
+        host = f"{process.host.rpartition('/')[0]}/{ended.pid}"
+        process.observer.observe(events.CrashSeen(**call.subject, crashes=known.crashes, host=host))
 
 
 def _close_waiting(
-    components: app_components.AppComponents,
+    process: Process,
     call: Call,
     ended: EndedDelivery,
     retry: Callable[[Callable[[], Any]], Any],
@@ -326,11 +324,11 @@ def _close_waiting(
             call, row, ended.token, ended.cause, final=ended.final, failure=ended.failure
         )
 
-    closed = retry(lambda: components.records.close_waiting(call.key.stored, close))
+    closed = retry(lambda: process.records.close_waiting(call.key.stored, close))
     if closed is None:
         return
     row, outcome = closed
-    observe = components.context.observer.observe
+    observe = process.observer.observe
     if outcome.crashes > row.crashes:
         observe(events.CrashSeen(**call.subject, crashes=outcome.crashes, host=row.holder))
     elif ended.cause is ExitCause.REVOKED:
@@ -340,15 +338,15 @@ def _close_waiting(
         observe(events.CallRefused(**call.subject, error=error))
 
 
-def _with_retries(context: Context, call: Call, ended: EndedDelivery, step: Callable[[], T]) -> T:
+def _with_retries(process: Process, call: Call, ended: EndedDelivery, step: Callable[[], T]) -> T:
     """Call *step*, which uses the database, and repeat it if it fails: a few times, or if no
     delivery of the call will come that closes its row, as long as an outcome is written.
     """
-    until = context.clock.now() + call.options.settle_timeout
+    until = process.clock.now() + call.options.settle_timeout
     return retrying(
         step,
         lambda: until,
-        context.clock,
+        process.clock,
         repeatable=lambda _, tries: ended.final or tries < MAX_REPEATS,
     )
 

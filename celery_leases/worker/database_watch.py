@@ -15,7 +15,7 @@ from celery_leases.concurrency.os_threads import boot_clock
 from celery_leases.errors import StoreUnavailable
 from celery_leases.options import DATABASE
 from celery_leases.stores.availability import GRACE
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from celery_leases.worker.app_settings import settings_of
 
 INTERVAL: Final = 0.5
@@ -44,7 +44,7 @@ def _watch(app: Celery) -> None:
     pause: Any = threading.Event()
     try:
         while boot_clock() < _until[id(app)]:
-            records = app_components.components_of(app, eager=False).records
+            records = processes.process_of(app, eager=False).records
             sent = boot_clock()
             try:
                 now = records.now()

@@ -23,6 +23,8 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import maybe_iso8601, maybe_timedelta
 
 from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.process import Process
+from celery_leases.attempt.run import Execution
 from celery_leases.call import Call
 from celery_leases.concurrency import os_threads, wait_limit
 from celery_leases.deadlines import begin_by
@@ -51,8 +53,7 @@ from celery_leases.record import Ended, Failure, Record, State
 from celery_leases.results import NOT_JSON, encode, failure_of
 from celery_leases.signals import logger
 from celery_leases.text.cleaning import printable
-from celery_leases.worker import app_components, requeue
-from celery_leases.worker.app_components import AppComponents
+from celery_leases.worker import processes, requeue
 from celery_leases.worker.body_exceptions import ExceptionTranslator, as_exception
 from celery_leases.worker.delivery_queue import Routes
 from celery_leases.worker.errbacks import rebuilt
@@ -110,7 +111,7 @@ class NotConfirmed(Exception):
 class Delivery:
     """One delivery of one call of *task*, with the arguments that Celery has unpacked."""
 
-    components: AppComponents
+    process: Process
     #: When a delivery with a time limit began, by the clock of :mod:`os_threads`.
     received_at = 0.0
 
@@ -130,13 +131,13 @@ class Delivery:
         self.args = args
         self.kwargs = kwargs
         self.options = task.lease_options
-        self.process = os.getpid()
+        self.pid = os.getpid()
         self.token = token_of(request)
         #: The hard and the soft time limit in seconds, if the call has any.
         self.time_limits: tuple[float | None, float | None] | None = (
             request.__dict__[LIMITS] if LIMITS in request.__dict__ else None  # noqa: SIM401 - a call less
         )
-        self.interrupt_guard = interrupt_guard_here(self.process, self.token)
+        self.interrupt_guard = interrupt_guard_here(self.pid, self.token)
         self.call_id = call_id_of(request.id, request.replaced_task_nesting)
         headers = request.headers
         if not (type(headers) is dict or headers is None or isinstance(headers, Mapping)):
@@ -160,13 +161,13 @@ class Delivery:
         before = self._limit_waits() if self.time_limits is not None else None
         try:
             with self.interrupt_guard:
-                self.components = self._make_components()
+                self.process = self._make_process()
                 call = self._call()
                 if call.repeat:
                     self._refuse_expired(call)
                 if self.header.due is not None:
                     self._wait_until_due(call, self.header.due)
-                answer = self.components.execution.run(
+                answer = Execution(self.process).run(
                     call, partial(self._body, call), self.header.store_failures
                 )
                 if self.interrupt_guard.limited:
@@ -195,15 +196,15 @@ class Delivery:
 
     # -- what Celery delivered ---------------------------------------------------------------------
 
-    def _make_components(self) -> AppComponents:
-        """The components of the app. If the process cannot make them, for example because it has no
+    def _make_process(self) -> Process:
+        """The process of the app. If the process cannot make them, for example because it has no
         memory or file descriptors left, this is retried for a while.
         """
         returns: tuple[int, int | None] = (0, None)
         failures, until = 0, 0.0
         while True:
             try:
-                return app_components.components_of(self.task.app, eager=self.request.is_eager)
+                return processes.process_of(self.task.app, eager=self.request.is_eager)
             except LeasesError:
                 raise
             except Exception as error:
@@ -253,7 +254,7 @@ class Delivery:
                 self.task, self.received_header, self.args, self.kwargs, request.retries
             )
         if self.options.store_arguments and not request.is_eager:
-            message = self.components.publisher.message_of(self.task, self.received_header)
+            message = self.process.publisher.message_of(self.task, self.received_header)
         return Call(
             task=self.task.name,
             call_id=self.call_id,
@@ -276,9 +277,9 @@ class Delivery:
             started=header.started or request.retries > 0,
             retries=request.retries,
             prior=header.prior,
-            token=owner_of(self.token or new_token(), self.process),
-            host=self.components.context.host,
-            longest_countdown=self.components.settings.longest_countdown,
+            token=owner_of(self.token or new_token(), self.pid),
+            host=self.process.host,
+            longest_countdown=self.process.settings.longest_countdown,
             received_at=self.received_at,
             time_limit=limits[0] if limits is not None else None,
             begin_by=begin_by(self.received_at, *limits) if limits is not None else math.inf,
@@ -305,11 +306,11 @@ class Delivery:
         The message of a call that has begun may be a copy of a call that runs now, so it does not
         expire.
         """
-        now = datetime.fromtimestamp(self.components.context.wall_time(), UTC)
+        now = datetime.fromtimestamp(self.process.wall_time(), UTC)
         if self.header.started or not has_expired(self.request.expires, now):
             return
         try:
-            record = self.components.records.read(call.key.stored)
+            record = self.process.records.read(call.key.stored)
         except StoreUnavailable:
             return
         if record is not None and (
@@ -325,7 +326,7 @@ class Delivery:
 
     def _wait_until_due(self, call: Call, due: float) -> None:
         """Reschedule the call if the user's countdown is not over yet."""
-        left = due - self.components.context.wall_time()
+        left = due - self.process.wall_time()
         if left > 0:
             reason = "its countdown is not over"
             self._reschedule(call, Reschedule(left, reason, event_type=""))
@@ -337,38 +338,33 @@ class Delivery:
     def _body(self, call: Call, held_lease: HeldLease, record: Record) -> Ending:
         self._write_header(self.header.begun(call.key, call.group))
         self.body_began = True
-        services = partial(
-            self.components.lease_services,
-            call,
-            held_lease,
-            record,
-            self.interrupt_guard.interrupts_deferred,
-        )
         on_lost = self.options.on_lost
         if on_lost == "kill" and self.request.is_eager:
             on_lost = "interrupt"  # an eager call runs in the caller's own process
-        before = enter_body(Lease(held_lease, record, services, self.process))
+        guard = self.interrupt_guard
+        lease = Lease(self.process, call, held_lease, record, guard.interrupts_deferred, self.pid)
+        before = enter_body(lease)
         if self.time_limits is not None:
             wait_limit.set_seconds(math.inf)  # for the stores that the body itself calls
         try:
             try:
                 try:
-                    self.interrupt_guard.body_begins(held_lease, on_lost)
+                    guard.body_begins(held_lease, on_lost)
                     args: Any = self.args
                     if args and type(args[0]) is dict and OF_ERRBACK in args[0]:
                         args = rebuilt(self.task, args)
                     value = self.run_body(self.request, *args, **self.kwargs)
                 finally:
-                    self.interrupt_guard.body_ended()
+                    guard.body_ended()
             finally:
-                self.interrupt_guard.body_ended()
+                guard.body_ended()
                 leave_body(before)
                 if call.time_limit:
                     wait_limit.set_seconds(self._time_left(call))
-                if os.getpid() != self.process:
+                if os.getpid() != self.pid:
                     _exit_forked_process()
         except BaseException as error:  # noqa: BLE001 - the translator distinguishes all of them
-            elapsed = self.components.clock.now() - self.received_at
+            elapsed = self.process.clock.now() - self.received_at
             ending = self._translator(call, held_lease).ending_of(error, elapsed)
             goes_on = self.state.goes_on
             if goes_on is None or _comes_again(ending, goes_on):
@@ -392,7 +388,7 @@ class Delivery:
             self.interrupt_guard,
             call,
             held_lease,
-            self.components.context,
+            self.process,
         )
 
     def _goes_on(
@@ -412,7 +408,7 @@ class Delivery:
             text = "%s[%s] raised after retry() or replace(), and goes on in another message"
             logger.warning(text, call.task, call.call_id, exc_info=error)
         if isinstance(goes_on, Retry) and goes_on.sig is not None:
-            publisher, before = self.components.publisher, self._requeue_count(call)
+            publisher, before = self.process.publisher, self._requeue_count(call)
             try:
                 self._until_confirmed(call, lambda: publisher.publish_retry(goes_on.sig))
             except NotPublishable as failed:  # as Celery's own retry
@@ -430,15 +426,15 @@ class Delivery:
     def _time_left(self, call: Call) -> float:
         """Seconds until the hard time limit, less one for the end of the delivery."""
         assert call.time_limit is not None
-        return call.received_at + call.time_limit - 1.0 - self.components.clock.now()
+        return call.received_at + call.time_limit - 1.0 - self.process.clock.now()
 
     # -- what Celery gets --------------------------------------------------------------------------
 
     def _answer_celery(self, call: Call, answer: Answer) -> Any:
         if isinstance(answer, Return | Raise) and not self.request.is_eager:
-            components = self.components
-            components.publisher.mark_ended(
-                self.task, self.header, components.marks, call.key.stored, self.options.ttl
+            process = self.process
+            process.publisher.mark_ended(
+                self.task, self.header, process.leases, call.key.stored, self.options.ttl
             )
         match answer:
             case Return(value):
@@ -505,7 +501,7 @@ class Delivery:
             held=again.held,
             cause=cause,
         )
-        retry, began = _retry_of(again), self.components.clock.now()
+        retry, began = _retry_of(again), self.process.clock.now()
         if self.time_limits is not None and not self.body_began:
             # Three quarters of the limit: then the delivery is returned to the broker.
             wait_limit.set_seconds(1.5 * call.begin_by - 0.5 * call.received_at - began)
@@ -535,7 +531,7 @@ class Delivery:
                 exc_info=again.cause,
             )
         if retry is not None and not (
-            self.components.clock.now() - began > delay and self._celery_has_outcome()
+            self.process.clock.now() - began > delay and self._celery_has_outcome()
         ):
             raise retry from again.cause
         reason = f"{STILL if still else RESCHEDULED}{again.reason}"
@@ -551,17 +547,17 @@ class Delivery:
         If the broker accepts no copy, the delivery is returned to the broker; the call fails if
         the broker would discard the returned message.
         """
-        components = self.components
+        process = self.process
         before, limit = self._requeue_count(call)
         newest = self.body_began or self.header_unreadable or (call.fresh and again.unavailable)
         try:
             return self._until_confirmed(
                 call,
-                lambda: components.publisher.reschedule(
+                lambda: process.publisher.reschedule(
                     self.task,
                     self.header,
                     delay,
-                    components.marks,
+                    process.leases,
                     call.key.stored,
                     self.options.ttl,
                     newest=newest,
@@ -592,7 +588,7 @@ class Delivery:
                 requeue.clear_count(call.call_id)
                 return published
             pause = publish_retry_pause(failures)
-            if self.interrupt_guard.stopping or self.components.clock.now() + pause > until:
+            if self.interrupt_guard.stopping or self.process.clock.now() + pause > until:
                 self._sleep(pause)
                 raise NotConfirmed(why)
             if not failures:
@@ -604,11 +600,11 @@ class Delivery:
 
     def _requeue_count(self, call: Call) -> tuple[int, int | None]:
         """See :func:`celery_leases.worker.requeue.requeue_count`."""
-        return requeue.requeue_count(self.request, call.call_id, self.components.publisher.routes)
+        return requeue.requeue_count(self.request, call.call_id, self.process.publisher.routes)
 
     def _publish_deadline(self, call: Call) -> float:
         """Until when to retry the publish of a copy, before the delivery is returned."""
-        until = self.components.clock.now() + publish_retry_time(
+        until = self.process.clock.now() + publish_retry_time(
             *self._requeue_count(call), call.longest_countdown
         )
         return (
@@ -642,7 +638,7 @@ class Delivery:
             self._close_record(call, again, failure_of(error))
         except StoreUnavailable as unavailable:
             if may_be_returned(*self._requeue_count(call)):
-                self._sleep(self._publish_deadline(call) - self.components.clock.now())
+                self._sleep(self._publish_deadline(call) - self.process.clock.now())
                 self._requeue(call, again, f"{why}; {unavailable}")
             logger.error(
                 "%s[%s] cannot be rescheduled, and its record could not be closed: %s",
@@ -662,13 +658,13 @@ class Delivery:
             self._wait_for_copy(call, again)
         elif record.resumes:
             before = record.failure or failure
-            self.components.records.stop_resuming(
+            self.process.records.stop_resuming(
                 record, replace(before, type=failure.type, message=failure.message)
             )
 
     def _own_record(self, call: Call) -> Record | None:
         """The record, if it belongs to this call and not to one that this call has waited for."""
-        record = self.components.records.read(call.key.stored)
+        record = self.process.records.read(call.key.stored)
         return record if record is not None and record.call_id == call.call_id else None
 
     def _wait_for_copy(self, call: Call, again: Reschedule) -> None:
@@ -679,7 +675,7 @@ class Delivery:
         outcome; otherwise this function returns.
         """
         until = self._publish_deadline(call)
-        while not self.interrupt_guard.stopping and self.components.clock.now() < until:
+        while not self.interrupt_guard.stopping and self.process.clock.now() < until:
             record = self._own_record(call)
             if (
                 record is None
@@ -695,7 +691,7 @@ class Delivery:
 
     def _sleep(self, seconds: float) -> None:
         """Wait, unless the process is shutting down."""
-        clock = self.components.clock
+        clock = self.process.clock
         until = clock.now() + seconds
         while not self.interrupt_guard.stopping and (left := until - clock.now()) > 0:
             clock.sleep(min(left, 0.5))
@@ -729,7 +725,7 @@ class Delivery:
                 "retry_after": task_event.retry_after,
                 "reason": task_event.reason,
             }
-            self.components.publisher.announce(self.task, task_event.type, **fields)
+            self.process.publisher.announce(self.task, task_event.type, **fields)
 
     def _celery_has_outcome(self) -> bool:
         """Whether the result backend has a final state for this call."""
@@ -745,7 +741,7 @@ class Delivery:
         raise Ignore(reason)
 
     def _observe(self, event: Any) -> None:
-        self.components.context.observer.observe(event)
+        self.process.observer.observe(event)
 
 
 def _mark_callbacks() -> None:
@@ -766,7 +762,7 @@ def _mark_callbacks_sent(sender: Any, **_: Any) -> None:
         if answered is not None and not request.is_eager:
             stored_key, call_id = answered
             ttl = min(sender.lease_options.retention, CALLBACKS_MARK_TTL)
-            marks = app_components.components_of(sender.app, eager=False).marks
+            marks = processes.process_of(sender.app, eager=False).leases
             # Without the mark, a copy would send the callbacks again, which the guarantees allow.
             with suppress(StoreUnavailable):
                 marks.swap_mark(stored_key, callbacks_mark(call_id), None, "out", ttl)

@@ -24,7 +24,7 @@ from celery_leases.decide.after_run import ExitCause
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.results import failure_of
 from celery_leases.signals import logger
-from celery_leases.worker import app_components, child_exit, database_watch
+from celery_leases.worker import child_exit, database_watch, processes
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.child_exit import EndedDelivery
 from celery_leases.worker.delivery_queue import ORIGIN, origin_of
@@ -96,7 +96,7 @@ class LeaseRequest(Request):
         carried["retries"] = retries_of(carried.get("retries"), self.name, self.id)
         self._strip_embedded()
         token = carried[TOKEN] = new_token()
-        worker = app_components.current_worker()
+        worker = processes.current_worker()
         carried[ORIGIN] = origin_of(self._message, worker)
         limits = self._time_limits_for(worker)
         if limits is not None:

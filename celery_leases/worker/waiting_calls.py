@@ -40,7 +40,7 @@ from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.decide.waiting import FIRST_COUNTDOWN_UNTIL_FREE
 from celery_leases.errors import LeasesError
 from celery_leases.signals import logger
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.headers import (
     HEADER,
@@ -436,7 +436,7 @@ class WaitingCalls:
         """
         if not stored_keys or self._lookup_pending:
             return
-        ask = partial(self._query, app_components.current_worker().app, stored_keys)
+        ask = partial(self._query, processes.current_worker().app, stored_keys)
         self._lookup_pending = True
         try:
             if os_threads.uses_greenlets():
@@ -449,7 +449,7 @@ class WaitingCalls:
 
     def _query(self, app: Any, stored_keys: Sequence[str]) -> None:
         try:
-            leases = app_components.components_of(app, eager=False).leases
+            leases = processes.process_of(app, eager=False).leases
             for some in _chunks(stored_keys, LOOKUP_BATCH):
                 self._lookup_results.append((some, leases.held(some)))
         except LeasesError as error:
@@ -486,7 +486,7 @@ class WaitingCalls:
 
 
 def _consumer() -> Any:
-    return getattr(app_components.current_worker(), "consumer", None)
+    return getattr(processes.current_worker(), "consumer", None)
 
 
 def _header_of(request: Any) -> Header | None:

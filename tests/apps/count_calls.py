@@ -20,9 +20,9 @@ from celery import Celery
 from celery.app.trace import build_tracer, setup_worker_optimizations
 
 from celery_leases import LeasedTask
-from celery_leases.worker.app_components import components_of
 from celery_leases.worker.app_settings import leased_tasks
 from celery_leases.worker.headers import TASK_EVENTS, TOKEN, new_token
+from celery_leases.worker.processes import process_of
 
 TASKS = 64
 WARM_UP = 32
@@ -53,7 +53,7 @@ def counts(replay: bool) -> dict[str, float]:
     app.finalize()
     setup_worker_optimizations(app)
     assert leased_tasks(app)
-    components_of(app).records.migrate()
+    process_of(app).records.migrate()
     return {name: _counted(name, replay) for name in ("plain", "counted")}
 
 

@@ -36,7 +36,7 @@ from celery_leases.concurrency import os_threads
 from celery_leases.errors import LeaseHeld
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.worker.app_components import components_of
+from celery_leases.worker.processes import process_of
 
 GREENLETS = 20
 RUNS = 30
@@ -240,7 +240,7 @@ def other(task, *args):
     greenlet = spawn(lambda: ended.append(_outcome(globals()[task], task, *map(float, args))))
     _wait_for([greenlet])
     rows = {"lost": f"t:greens.{task}|{task}", "inside": f"t:greens.body|{task} inside"}
-    read = components_of(app, eager=True).records.read
+    read = process_of(app, eager=True).records.read
     states = {what: row.state for what, key in rows.items() if (row := read(key)) is not None}
     return {"ended": ended, "seen": dict(SEEN), "states": states}
 
@@ -253,14 +253,14 @@ def killed():
     time.sleep(0.2)
     kill(greenlet)
     _wait_for([greenlet])
-    row = components_of(app, eager=True).records.read("t:greens.blocked|killed")
+    row = process_of(app, eager=True).records.read("t:greens.blocked|killed")
     return {"ended": ended, "state": row and row.state, "crashes": row and row.crashes}
 
 
 def _warm():
     logging.disable()
     body.apply(("warm",))
-    return components_of(app, eager=True).renewer
+    return process_of(app, eager=True).renewer
 
 
 def _stay_awake():

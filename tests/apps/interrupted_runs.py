@@ -19,7 +19,7 @@ from celery import Celery
 
 from celery_leases import LeasedTask, stores
 from celery_leases.errors import LeaseHeld
-from celery_leases.worker.app_components import components_of
+from celery_leases.worker.processes import process_of
 
 app = Celery("interrupted", broker="memory://", backend="cache+memory://")
 app.conf.leases_url = "database"
@@ -43,7 +43,7 @@ def race(runs=300, seconds=0.01):
     sys.setswitchinterval(1e-4)
     logging.disable()
     body.apply(("warm",))
-    renewer = components_of(app, eager=True).renewer
+    renewer = process_of(app, eager=True).renewer
     ended: Counter[str] = Counter()
     for number in range(runs):
         done = threading.Event()
@@ -102,7 +102,7 @@ def step(signum, where):
         outcome = _outcome("stepped")
     except SystemExit as error:
         exits = error.code
-    row = components_of(app, eager=True).records.read("t:interrupted.body|stepped")
+    row = process_of(app, eager=True).records.read("t:interrupted.body|stepped")
     return {
         "outcome": outcome,
         "exits": exits,

@@ -1,7 +1,7 @@
 """The tasks of :mod:`tests.apps.leased` in a worker that has no file descriptors left.
 
 While the file STARVED exists, a process cannot connect to PostgreSQL and cannot create the
-components of an app. The errors are those that Python raises without a free descriptor.
+stores of an app. The errors are those that Python raises without a free descriptor.
 """
 
 import errno
@@ -11,12 +11,12 @@ from typing import Any
 
 import psycopg
 
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from tests.apps.leased import *  # noqa: F403
 from tests.apps.leased import app  # noqa: F401
 
 _connect: Any = vars(psycopg.Connection)["connect"].__func__
-_apps: Any = vars(app_components)
+_apps: Any = vars(processes)
 _build: Any = _apps["build"]
 
 

@@ -14,8 +14,8 @@ import redis
 from sqlalchemy import Engine, Integer, column, event, make_url, text
 
 from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.process import Process, open_process
 from celery_leases.attempt.renewal import Renewer
-from celery_leases.components import Components, build
 from celery_leases.concurrency.resource_pool import Permit, ResourcePool, max_wait
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.record import State
@@ -258,73 +258,73 @@ def test_where_all_turns_at_redis_are_taken_nothing_was_sent(server: RedisServer
 
 
 @pytest.fixture(params=["redis", "database"])
-def components(
+def process(
     request: pytest.FixtureRequest, leases_redis_url: str, leases_postgres_url: str
-) -> Iterator[Components]:
-    """The components of a process with at most three connections to each store."""
+) -> Iterator[Process]:
+    """A process with at most three connections to each store."""
     leases = leases_redis_url if request.param == "redis" else "database"
     conf = {"leases_url": leases, "leases_database_url": leases_postgres_url, "leases_pool_size": 3}
-    made = build(read_settings(conf, None), Seen(), TTL)
+    made = open_process(read_settings(conf, None), Seen(), TTL)
     made.records.migrate()
     made.records.availability.grace = 0.0
     yield made
     made.close()
 
 
-def begun(components: Components, key: str) -> tuple[HeldLease, Any]:
+def begun(process: Process, key: str) -> tuple[HeldLease, Any]:
     """A lease that is renewed, and its record."""
-    call, renewer = make_call(key, ttl=TTL), components.execution.renewer
+    call, renewer = make_call(key, ttl=TTL), process.renewer
     held_lease = HeldLease(call, renewer._clock.now(), renewer._clock)
-    claim: Any = components.leases.acquire(call)
+    claim: Any = process.leases.acquire(call)
     assert acquired(claim)
-    if not components.leases.in_records:
-        claim = components.records.claim(call, components.leases.name)
+    if not process.leases.in_records:
+        claim = process.records.claim(call, process.leases.name)
     record = getattr(claim, "claim", claim).record
     held_lease.fence = record.fence
     renewer.add(held_lease)
     return held_lease, record
 
 
-def test_a_full_pool_loses_no_lease(components: Components) -> None:
+def test_a_full_pool_loses_no_lease(process: Process) -> None:
     """The renewer has a connection of its own; a call without one fails in time."""
-    held = [begun(components, fresh_key()) for _ in range(3)]
-    lenders = [lender_of(components.records.database.engine)]
-    if isinstance(components.leases, RedisLeaseStore):
-        lenders.append(components.leases._commands._permits)
+    held = [begun(process, fresh_key()) for _ in range(3)]
+    lenders = [lender_of(process.records.database.engine)]
+    if isinstance(process.leases, RedisLeaseStore):
+        lenders.append(process.leases._commands._permits)
     with all_lent(*lenders):
         until = time.monotonic() + 3 * TTL
         while time.monotonic() < until:
             began = time.monotonic()
             with pytest.raises(StoreUnavailable) as caught:
-                components.records.claim(make_call(fresh_key(), ttl=TTL), components.leases.name)
+                process.records.claim(make_call(fresh_key(), ttl=TTL), process.leases.name)
             assert caught.value.executed is False
             assert time.monotonic() - began < TTL
     for held_lease, record in held:
         assert held_lease.held, held_lease.lost
-        assert components.records.settle(record, outcome(record))
-        components.execution.renewer.drop(held_lease)
-        assert row(components.records, record.stored_key).state is State.DONE
+        assert process.records.settle(record, outcome(record))
+        process.renewer.drop(held_lease)
+        assert row(process.records, record.stored_key).state is State.DONE
 
 
 def test_a_process_has_no_more_connections_than_it_may(
-    components: Components, leases_postgres_url: str
+    process: Process, leases_postgres_url: str
 ) -> None:
-    held_lease, record = begun(components, fresh_key())
-    renewer: Renewer = components.execution.renewer
+    held_lease, record = begun(process, fresh_key())
+    renewer: Renewer = process.renewer
     watcher = engine_for(leases_postgres_url)
 
     def use() -> None:
         max_wait.set(lambda: 30.0)
         for _ in range(20):
-            components.records.read(record.stored_key)
+            process.records.read(record.stored_key)
             renewer.extend(held_lease, TTL)
-            assert not components.leases.holder("nothing")
+            assert not process.leases.holder("nothing")
 
     assert in_threads(8, use) == []
     wait_until(lambda: backends(watcher) <= 3, 10, "no more than three")
-    engines = {store.database.engine for _, store in components._opened}
+    engines = {store.database.engine for _, store in process._opened}
     assert sum(lender_of(engine).size for engine in engines) == 3
-    assert components.records.settle(record, outcome(record))
+    assert process.records.settle(record, outcome(record))
     renewer.drop(held_lease)
     watcher.dispose()
 

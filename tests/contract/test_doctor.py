@@ -30,7 +30,7 @@ from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.testing.contracts.calls import make_call
 from celery_leases.testing.contracts.record_case import closed, won
-from celery_leases.worker import answering, app_components
+from celery_leases.worker import answering, processes
 from celery_leases.worker.checks import startup
 from tests.support.servers import RedisSentinels
 from tests.support.servers.redis import RedisServer
@@ -87,7 +87,7 @@ def makes(server: RedisServer, tmp_path: Path) -> Iterator[Makes]:
         return app
 
     yield make
-    app_components.close_all()
+    processes.close_all()
 
 
 def found(app: Celery) -> dict[str, Finding]:
@@ -214,7 +214,7 @@ def test_rights_that_are_missing_are_named(makes: Makes, leases_postgres_url: st
     try:
         assert "INSERT, UPDATE and DELETE" in found(makes(leases_database_url=url))["rights"].text
     finally:
-        app_components.close_all()
+        processes.close_all()
         with owner.connect() as connection:
             connection.execute(text(f"DROP OWNED BY {name}"))
             connection.execute(text(f"DROP ROLE {name}"))
@@ -297,7 +297,7 @@ def test_calls_whose_messages_nobody_publishes_are_named(
     with app.connection_for_read() as connection:
         connection.default_channel.queue_purge("celery")  # as a worker that does not know the task
     assert found(app) == {}
-    records = app_components.components_of(app).records
+    records = processes.process_of(app).records
     with records.database.engine.begin() as connection:
         long_ago = "published_at = 1, started_at = started_at - 7200000000"
         connection.execute(text(f"UPDATE celery_leases_records SET {long_ago}"))  # noqa: S608

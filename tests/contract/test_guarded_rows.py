@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -20,9 +19,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
-from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.renewal import HELD_BY_OTHER, Renewer
+from celery_leases.attempt.renewal import HELD_BY_OTHER, Renewer, Stores
 from celery_leases.decide.answers import Claimed, Renewal, RenewalResult
 from celery_leases.errors import LeaseLost, StoreUnavailable, WrongDatabase
 from celery_leases.record import Record, Refused, Won
@@ -324,15 +322,9 @@ class Guarded:
         call = make_call(fresh_key(), ttl=SHORT)
         self.record = won(records, call, self.leases.name)
         leases, clock = self.leases, ManualClock()
-        context = Context(
-            leases, records, leases, leases, Seen(), clock, lambda: 0.0, "h/1", lambda: 0.0
-        )
-        asked = (
-            replace(context, leases=DatabaseLeaseStore(asking), records=asking)
-            if asking is not None
-            else context
-        )
-        self.renewer = Renewer(context, asked, None)
+        stores = Stores(leases, records)
+        asked = Stores(DatabaseLeaseStore(asking), asking) if asking is not None else stores
+        self.renewer = Renewer(stores, asked, Seen(), clock, None)
         self.held_lease = HeldLease(call, clock.now(), clock)
         self.held_lease.fence = self.record.fence
         self.renewer._held_leases[call.token] = self.held_lease

@@ -31,7 +31,7 @@ from celery_leases.stores.sql.transactions import JoinedTransaction
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import finished, sent
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from celery_leases.worker.checks import startup
 from tests.contract.sql_stores import operator_of
 from tests.support.servers import RedisServer
@@ -69,13 +69,13 @@ def app() -> Iterator[Celery]:
 
     made.finalize()
     yield made
-    app_components.close_all()
+    processes.close_all()
 
 
 def started(app: Celery, **conf: Any) -> None:
     """The warnings when a worker of *app* starts."""
     app.conf.update(conf)
-    app_components.close_all()
+    processes.close_all()
     startup.check_before_work(AWorker(app))
 
 

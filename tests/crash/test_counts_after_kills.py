@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from celery_leases.components import open_metrics
+from celery_leases.attempt.process import open_metrics
 from celery_leases.metrics_totals import Tally
 from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import CrashDeploymentFactory

@@ -10,7 +10,7 @@ from celery.result import AsyncResult
 from celery_leases.decide.copies import Copy, waiter_mark
 from celery_leases.keys import stored_key
 from celery_leases.stores.redis import lease_scripts
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from celery_leases.worker.reschedule import OVER
 from tests.crash.conftest import CrashDeploymentFactory
 from tests.crash.crash_deployments import CrashDeployment
@@ -82,7 +82,7 @@ def test_a_message_with_an_unreadable_header_is_not_dropped_for_a_mark(
     holder = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
     marks, stored = (
-        app_components.components_of(scene.app).marks,
+        processes.process_of(scene.app).leases,
         stored_key(scene.tasks.work.name, f"work:{name}"),
     )
     assert marks.swap_mark(stored, waiter_mark(name, 0), None, f"7 {'f' * 32}", 60)
@@ -101,7 +101,7 @@ def test_the_mark_of_an_ended_call_drops_no_new_message_with_the_same_id(
     scene = scene_of(scene_factory, proxy, ttl=15)
     gate, holder, waiter = held_and_waited_for(scene, name)
     marks, stored = (
-        app_components.components_of(scene.app).marks,
+        processes.process_of(scene.app).leases,
         stored_key(scene.tasks.work.name, f"work:{name}"),
     )
     assert Copy.read(marks.mark(stored, waiter_mark(waiter.id, 0)))

@@ -11,7 +11,7 @@ from celery.exceptions import Reject
 from kombu.exceptions import EncodeError
 
 from celery_leases.errors import AlreadyDone, LeaseHeld, ResultMissing
-from celery_leases.worker.app_components import close_all
+from celery_leases.worker.processes import close_all
 from tests.integration.conftest import DeploymentFactory
 from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, imported_anew, spelled
 

@@ -11,7 +11,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_leases import Cooldown, CoolingDown, LeaseStatus, PermanentFailure, RetryLater, Snooze
 from celery_leases.testing.waits import wait_until
-from celery_leases.worker.app_components import close_all
+from celery_leases.worker.processes import close_all
 from tests.integration.conftest import DeploymentFactory
 from tests.integration.cooldowns import (
     BROKEN,

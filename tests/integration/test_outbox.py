@@ -22,7 +22,7 @@ from celery_leases.errors import KeyReused, LeaseConfigurationError, WrongDataba
 from celery_leases.keys import stored_key
 from celery_leases.outbox import calls as outbox
 from celery_leases.testing.waits import wait_until
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from tests.integration.conftest import DeploymentFactory
 from tests.integration.deployments import PATIENCE, Deployment
 from tests.integration.outbox_helpers import (
@@ -259,7 +259,7 @@ def test_a_relay_and_a_publish_are_one_run(stage: Deployment, engine: Engine, na
 def test_a_commit_succeeds_during_an_outage_of_the_broker(
     stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies = app_components.components_of(stage.app).publisher
+    copies = processes.process_of(stage.app).publisher
     copies.close()
     with monkeypatch.context() as patch:
         patch.setattr(

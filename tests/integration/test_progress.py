@@ -13,7 +13,7 @@ import pytest
 
 from celery_leases.lease import SAVE_EVERY
 from celery_leases.testing.waits import wait_until
-from celery_leases.worker.app_components import components_of
+from celery_leases.worker.processes import process_of
 from tests.apps.failpoints import armed
 from tests.contract.sql_stores import statements_of
 from tests.integration.conftest import DeploymentFactory
@@ -172,7 +172,7 @@ def test_a_new_generation_begins_at_its_first_page(stage: Deployment, name: str)
 def test_saving_is_throttled(stage: Deployment, name: str) -> None:
     with (
         environment({"JOURNAL": str(stage.journal)}),
-        statements_of(components_of(stage.app, eager=True).records.database) as statements,
+        statements_of(process_of(stage.app, eager=True).records.database) as statements,
     ):
         began = time.monotonic()
         assert stage.tasks.loops.apply((name, MANY)).get() == {"name": name, "count": MANY}

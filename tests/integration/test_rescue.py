@@ -14,7 +14,7 @@ from celery_leases.keys import stored_key
 from celery_leases.outbox import calls as outbox
 from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.testing.waits import wait_until
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from tests.integration.conftest import DeploymentFactory
 from tests.integration.deployments import PATIENCE, Deployment
 from tests.integration.outbox_helpers import (
@@ -77,7 +77,7 @@ def test_a_changed_record_is_not_published(stage: Deployment, engine: Engine, na
     with engine.begin() as connection:
         stage.tasks.order.delay_in(connection, name)
     let_be_old(stage, name, "order")
-    outbox = Outbox(app_components.components_of(stage.app).records)
+    outbox = Outbox(processes.process_of(stage.app).records)
     (read,) = [row for row in outbox.stranded(60, 1000) if name in row.key]
     assert [outbox.publish_again(read), outbox.publish_again(read)] == [True, False]
     stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
@@ -93,7 +93,7 @@ def test_a_key_in_a_backlog_gets_a_copy_in_each_interval(
     assert (rescued(stage, name), stage.left_over()["queue"]) == (0, 1)
     for copies in (2, 3):
         let_be_old(stage, name, "order")
-        outbox = Outbox(app_components.components_of(stage.app).records)
+        outbox = Outbox(processes.process_of(stage.app).records)
         (read,) = outbox.stranded(60, 1000)
         assert [rescued(stage, name) for _ in range(3)] == [1, 0, 0]
         assert stage.left_over()["queue"] == copies
@@ -126,7 +126,7 @@ def test_what_a_killed_rescue_marked_is_published(
         handle = stage.tasks.order.delay_in(connection, name)
     change(stage, name, "publish_at = NULL")
     let_be_old(stage, name, "order")
-    outbox = Outbox(app_components.components_of(stage.app).records)
+    outbox = Outbox(processes.process_of(stage.app).records)
     (read,) = [row for row in outbox.stranded(60, 1000) if name in row.key]
     assert outbox.publish_again(read)
     assert [rescued(stage, name, dry_run=True), rescued(stage, name), rescued(stage, name)] == [
@@ -181,7 +181,7 @@ def test_a_lost_message_of_a_key_whose_last_call_had_failed_is_rescued(
     with pytest.raises(Exception, match="Retry available"):
         stage.tasks.order.delay(name, None, "cool").get(timeout=PATIENCE)
     with monkeypatch.context() as lossy:
-        lossy.setattr(app_components.components_of(stage.app).publisher, "publish", lambda _: None)
+        lossy.setattr(processes.process_of(stage.app).publisher, "publish", lambda _: None)
         with Session(engine) as session, session.begin():
             handle = stage.tasks.order.delay_in(session, name, None, "cool")
     assert record(stage, name)["publish_at"] is None

@@ -55,7 +55,7 @@ _MODULES: Final = (
     *("sqlalchemy.dialects.sqlite", "sqlalchemy.orm", "psycopg", "pymysql"),
     *("celery_leases.client", "celery_leases.worker.request", "celery_leases.worker.delivery"),
     *("celery_leases.worker.child_exit", "celery_leases.outbox.calls"),
-    *("celery_leases.worker.checks.startup", "celery_leases.components"),
+    *("celery_leases.worker.checks.startup", "celery_leases.attempt.process"),
     *("celery_leases.attempt.run", "celery_leases.builtin_tasks", "celery_leases.cli"),
     *("celery_leases.stores.sql.records", "celery_leases.stores.redis.leases"),
 )

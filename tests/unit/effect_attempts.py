@@ -6,16 +6,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.body.effect_arguments import EffectReply, checked_arguments
-from celery_leases.body.effects import Effects
-from celery_leases.body.lease_services import LeaseServices
+from celery_leases.body.effect_arguments import EffectReply
 from celery_leases.decide.after_run import after_run
-from celery_leases.effect import Begun, Effect, Found, scope_of
+from celery_leases.effect import Begun, Effect, Found
 from celery_leases.errors import StoreUnavailable
-from celery_leases.failures.classifier import Rules
 from celery_leases.lease import Lease
 from celery_leases.record import Outcome, Record, Won
 from celery_leases.stores.sql.effects import SqlEffectStore
@@ -73,27 +71,19 @@ class Attempt:
             call, desk.clock.now(), desk.clock, renew=options.pop("renew", True)
         )
         self.held_lease.fence = record.fence
-        given: dict[str, Any] = {
-            "classify": lambda error: Rules.default().classify(error, 0.0),
-            "settle_timeout": 10.0,
-        }
-        self.effects = Effects(
-            held_lease=self.held_lease,
-            record=record,
-            store=desk.store,
+        rerun = options.pop("rerun", False)
+        given: dict[str, Any] = {"settle_timeout": 10.0, "retention": 60.0, "result_max": 1000}
+        self.call = a_call(on_done="rerun" if rerun else "replay", **(given | options))
+        process: Any = SimpleNamespace(
+            renewer=FakeRenewer(desk.journal, desk.clock),
+            effects=desk.store,
             clock=desk.clock,
-            interrupts_deferred=self.interrupts_deferred,
-            prefix="celery_leases",
-            scope=scope_of(record, rerun=options.pop("rerun", False), retention=60.0),
-            result_max=1000,
-            **(given | options),
+            wall_time=lambda: 0.0,
+            settings=SimpleNamespace(prefix="celery_leases"),
         )
-        renewer: Any = FakeRenewer(desk.journal, desk.clock)
-        transaction: Any = None
-        steps = LeaseServices(
-            renewer, desk.store, self.effects, self.interrupts_deferred, transaction, transaction
+        self.lease = Lease(
+            process, self.call, self.held_lease, record, self.interrupts_deferred, os.getpid()
         )
-        self.lease = Lease(self.held_lease, record, lambda: steps, os.getpid())
         #: Raised at the end of the next step that is protected from signals.
         self.pending: BaseException | None = None
 
@@ -107,10 +97,7 @@ class Attempt:
 
     def effect(self, call: Any = None, *, name: str = CHARGE, **given: Any) -> EffectReply:
         """Make the effect happen; *call* may be its reply, or an error it raises."""
-        known = {
-            "reference": None, "verify": None, "verify_after": 60.0, "uncertain": "stop",
-        } | given  # fmt: skip
-        return self.effects.perform(name, checked_arguments(self.desk.calling(call), **known))
+        return self.lease.effect(name, self.desk.calling(call), **given)
 
     def lose(self) -> None:
         """Let the lease expire by the clock."""

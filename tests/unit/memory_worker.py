@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.process import Process
 from celery_leases.attempt.run import Execution
 from celery_leases.call import Call
 from celery_leases.decide.endings import Ending, Returned
@@ -75,11 +75,15 @@ class Bench:
         self.stores = self._stores()
         self.renewer = NoRenewer()
         self._tokens = count(1)
-        context = Context(
-            leases=self.stores,
+        nothing: Any = None
+        renewer: Any = self.renewer
+        stores: Any = self.stores
+        process = Process(
+            settings=nothing,
+            leases=stores,
             records=self.records,
-            marks=self.stores,
-            gates=self.stores,
+            effects=nothing,
+            renewer=renewer,
             observer=self.seen,
             clock=self.clock,
             rand=lambda: 0.0,
@@ -87,8 +91,7 @@ class Bench:
             stopping=lambda: self.stopping,
             wall_time=lambda: TODAY,
         )
-        renewer: Any = self.renewer
-        self.execution = Execution(context, renewer)
+        self.execution = Execution(process)
 
     def _stores(self) -> DatabaseLeaseStore | ToyLeaseStore:
         names = ["age", "release", "cool", "end_cooldown", "close_gate", "open_gate"]

@@ -155,7 +155,7 @@ def test_a_child_is_watched_by_one_handle_however_often_the_loop_forgets_it(monk
     hub, reaped = Hub(), []
     pool = SimpleNamespace(maintain_pool=lambda: reaped.append(True))
     monkeypatch.setattr(
-        "celery_leases.worker.app_components.current_worker",
+        "celery_leases.worker.processes.current_worker",
         lambda: SimpleNamespace(hub=hub, pool=pool),
     )
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

@@ -22,9 +22,9 @@ from click.testing import CliRunner
 from sqlalchemy import update
 
 from celery_leases import Cooldown, LeaseClient, LeasedTask
+from celery_leases.attempt.process import open_metrics
 from celery_leases.cli import leases, output
 from celery_leases.cli import show as showing
-from celery_leases.components import open_metrics
 from celery_leases.decide.copies import UNCOPIED, waiter_mark
 from celery_leases.errors import StoreUnavailable
 from celery_leases.metrics_totals import Tally, Written

@@ -14,7 +14,7 @@ from celery import Celery
 
 from celery_leases import LeasedTask
 from celery_leases.stores.redis.leases import RedisLeaseStore
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from celery_leases.worker.request import request_class
 from tests.unit.celery_apps import apps
 from tests.unit.doc_pages import ROOT, blocks, page, section
@@ -117,7 +117,7 @@ def test_the_picture_of_a_delivery_shows_its_calls(monkeypatch, tmp_path) -> Non
         with calls.traced():
             deliver(app, send_invoice)
     finally:
-        app_components.close_all()
+        processes.close_all()
         app.close()
     assert sorted(ran) == [0, 1]
     after = 0

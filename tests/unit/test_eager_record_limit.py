@@ -9,7 +9,7 @@ from sqlalchemy import func, select
 
 from celery_leases import LeasedTask
 from celery_leases.stores import eager_record_limit
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 
 
 def test_eager_calls_keep_the_records_of_the_latest_keys_only(monkeypatch) -> None:
@@ -33,7 +33,7 @@ def test_eager_calls_keep_the_records_of_the_latest_keys_only(monkeypatch) -> No
     latest = kept + more - 1
     assert app.tasks["eager.work"].apply((latest,)).get() == latest
     assert runs.count(latest) == runs.count(-1) == 1
-    records = app_components.components_of(app, eager=True).records
+    records = processes.process_of(app, eager=True).records
     with records.database.engine.connect() as connection:
         for table in (records.tables.records, records.tables.effects):
             assert (
@@ -41,7 +41,7 @@ def test_eager_calls_keep_the_records_of_the_latest_keys_only(monkeypatch) -> No
                 <= connection.execute(select(func.count()).select_from(table)).scalar_one()
                 <= kept + 1
             )
-    app_components.close_all()
+    processes.close_all()
 
 
 def test_nothing_is_purged_beside_an_eager_call() -> None:
@@ -49,4 +49,4 @@ def test_nothing_is_purged_beside_an_eager_call() -> None:
     statement.
     """
     app = Celery("eager", broker="memory://", set_as_current=False)
-    assert app_components.components_of(app, eager=True).renewer._purged is None
+    assert processes.process_of(app, eager=True).renewer._purged is None

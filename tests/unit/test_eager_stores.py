@@ -24,7 +24,7 @@ from celery_leases.errors import (
     WrongDatabase,
 )
 from celery_leases.ops.client import OperatorClient
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 
 NOWHERE = "postgresql+psycopg://nobody@127.0.0.1:1/nothing"
 
@@ -60,7 +60,7 @@ class Shop:
 def shop() -> Iterator[Shop]:
     """One whose stores are forgotten after the test."""
     yield Shop()
-    app_components.close_all()
+    processes.close_all()
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_the_same_test_passes_twice_in_one_process(shop: Shop, engine: Engine, a
     assert shop.runs == [7]
     assert shop.state(7) == "done"
     assert shop.ship.lease_status(7).call_id == result.id
-    app_components.close_all()
+    processes.close_all()
     assert shop.state(7) == "absent"
 
 
@@ -209,7 +209,7 @@ def test_with_the_real_stores_all_of_it_is_there(tmp_path: Path) -> None:
     assert shop.runs == [2]
     assert (shop.state(1), shop.state(2)) == ("absent", "done")
     engine.dispose()
-    app_components.close_all()
+    processes.close_all()
 
 
 def test_missing_tables_are_reported_at_once(tmp_path, monkeypatch) -> None:
@@ -224,15 +224,15 @@ def test_missing_tables_are_reported_at_once(tmp_path, monkeypatch) -> None:
     with pytest.raises(SchemaOutdated):
         shop.ship.lease_status(1)
     assert time.monotonic() - began < 5
-    app_components.close_all()
+    processes.close_all()
 
 
 def test_an_eager_call_says_that_a_store_does_not_answer(shop, monkeypatch) -> None:
-    records = app_components.components_of(shop.app).records
+    records = processes.process_of(shop.app).records
 
     def unavailable(*_: Any, **__: Any) -> Any:
         raise StoreUnavailable("gone", False)
 
     monkeypatch.setattr(type(records), "claim", unavailable)
-    monkeypatch.setattr(type(app_components.components_of(shop.app).leases), "acquire", unavailable)
+    monkeypatch.setattr(type(processes.process_of(shop.app).leases), "acquire", unavailable)
     assert isinstance(shop.ship.apply((1,)).result, StoreUnavailable)

@@ -4,9 +4,7 @@ come.
 
 from __future__ import annotations
 
-import os
 import socket
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 
 from celery_leases.body.effect_arguments import EffectReply
-from celery_leases.body.lease_services import LeaseServices
 from celery_leases.body.null_lease import Unleased
 from celery_leases.decide.endings import Lost, Returned
 from celery_leases.effect import (
@@ -47,7 +44,6 @@ from celery_leases.errors import (
 )
 from celery_leases.failures.actions import cooldown, permanent, retry
 from celery_leases.failures.classifier import Rules
-from celery_leases.lease import Lease
 from tests.unit.effect_attempts import CHARGE, KEY, Attempt, EffectBench
 from tests.unit.fake_errors import fake_error, http_error
 
@@ -913,20 +909,3 @@ def test_without_a_lease_it_is_the_call_and_nothing_else() -> None:
     assert len(set(keys)) == 2
     with pytest.raises(socket.gaierror):
         Unleased().effect(CHARGE, lambda _: (_ for _ in ()).throw(socket.gaierror()))
-
-
-def test_threads_of_one_body_take_their_first_steps_through_one_object(attempt: Attempt) -> None:
-    both_make = threading.Barrier(2, timeout=10)
-    taken: list[LeaseServices] = []
-
-    def made() -> LeaseServices:
-        both_make.wait()
-        return replace(attempt.lease._services)
-
-    lease = Lease(attempt.held_lease, attempt.record, made, os.getpid())
-    threads = [threading.Thread(target=lambda: taken.append(lease._services)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert taken[0] is taken[1] is lease._services

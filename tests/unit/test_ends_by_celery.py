@@ -29,7 +29,7 @@ from kombu.messaging import Producer
 from celery_leases import LeaseClient, LeasedMixin, LeasedTask
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.stores.redis.leases import RedisLeaseStore
-from celery_leases.worker import app_components, delivery
+from celery_leases.worker import delivery, processes
 from celery_leases.worker.headers import HEADER, Header
 from celery_leases.worker.request import request_class
 from celery_leases.worker.reschedule import Publisher
@@ -191,7 +191,7 @@ def bench(
     url = "database" if request.param == "database" else "redis://localhost/2"
     bench = Bench(tmp_path, url)
     yield bench
-    app_components.close_all()
+    processes.close_all()
     bench.app.close()
 
 

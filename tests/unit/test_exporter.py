@@ -29,7 +29,7 @@ from celery_leases.metrics_totals import METRICS, PREFIX, Tally, Written
 from celery_leases.ops.client import OperatorClient
 from celery_leases.ops.prometheus import GAUGES, LeaseCollector
 from celery_leases.ops.reports import SavedRuns
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 PROJECT = """
@@ -58,12 +58,12 @@ def app(tmp_path: Path) -> Iterator[Celery]:
 
     yield app
     for eager in (True, False):
-        app_components.components_of(app, eager=eager).close()
+        processes.process_of(app, eager=eager).close()
 
 
 def scraped(app: Celery) -> tuple[Samples, str]:
     """What a scrape gives once all is written, as values and as text."""
-    counting = app_components.components_of(app, eager=True).counting
+    counting = processes.process_of(app, eager=True).counting
     assert counting is not None
     counting.end()
     registry = CollectorRegistry()

@@ -5,20 +5,20 @@ comes after it.
 import os
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
 from celery_leases.attempt.renewal import HELD_BY_OTHER, RELEASED
-from celery_leases.body.lease_services import LeaseServices
 from celery_leases.deadlines import lock_counts_for, renewal_retry
 from celery_leases.decide.answers import Renewal, RenewalResult
 from celery_leases.errors import LeaseLost, StoreUnavailable
 from celery_leases.events import LeaseGone, LeaseRenewed
 from celery_leases.lease import Lease
 from celery_leases.record import State
-from tests.unit.decision_inputs import NOW, a_record
+from tests.unit.decision_inputs import NOW, a_call, a_record
 from tests.unit.test_renewal import HARD, STOP, THEIRS, TTL, Bench, Row, running, until
 
 __all__ = ["running"]
@@ -61,12 +61,9 @@ def bench() -> Bench:
 def guard(bench: Bench, held_lease: HeldLease, lease_until: int | None = NOW) -> Transaction:
     """The body locks the row just now; with *lease_until* the row is the lease."""
     transaction: Any = Transaction()
-    nothing: Any = None
-    services = LeaseServices(
-        bench.renewer, nothing, nothing, nullcontext, lambda _: transaction, nothing
-    )
+    process: Any = SimpleNamespace(renewer=bench.renewer, transaction=lambda _: transaction)
     record = a_record(State.RUNNING, lease_until=lease_until)
-    Lease(held_lease, record, lambda: services, os.getpid()).guard(None)
+    Lease(process, a_call(), held_lease, record, nullcontext, os.getpid()).guard(None)
     locked: Transaction = transaction
     return locked
 

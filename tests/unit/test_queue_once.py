@@ -31,7 +31,7 @@ from celery_leases.options import gather
 from celery_leases.outbox import calls as outbox
 from celery_leases.testing.kit import LeaseKit
 from celery_leases.web.http import public
-from celery_leases.worker import app_components, child_exit
+from celery_leases.worker import child_exit, processes
 
 PATIENCE = 60.0
 
@@ -85,7 +85,7 @@ def shop(tmp_path: Path) -> Iterator[Shop]:
     shop = Shop(tmp_path)
     yield shop
     before_task_publish.disconnect(dispatch_uid=str(tmp_path))
-    app_components.close_all()
+    processes.close_all()
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_the_setting_counts_for_tasks_with_a_key(tmp_path: Path) -> None:
         gather("t", {"key": "k", "on_queued": "raise"}, {}, [])
     with pytest.raises(LeaseConfigurationError, match="'return' or 'raise'"):
         gather("t", {"key": "k", "queue_once": True, "on_queued": "ignore"}, {}, [])
-    app_components.close_all()
+    processes.close_all()
 
 
 def test_a_queued_key_can_be_refused(shop: Shop) -> None:
@@ -284,7 +284,7 @@ def test_a_message_that_the_broker_does_not_take_leaves_the_key_free(shop, monke
 
 def test_a_published_call_is_not_published_by_the_relay(shop: Shop) -> None:
     shop.work.delay(7)
-    record = app_components.components_of(shop.app).records.read("t:work|work:7")
+    record = processes.process_of(shop.app).records.read("t:work|work:7")
     assert record is not None
     assert (record.publish_at, record.published_at is None) == (None, False)
     assert record.message is not None
@@ -361,7 +361,7 @@ def test_a_value_that_the_database_refuses_is_an_error_of_the_call(shop, monkeyp
     def refuse(*_: Any) -> None:
         raise ValueRefused("the database refuses a value", False)
 
-    records = app_components.components_of(shop.app).records
+    records = processes.process_of(shop.app).records
     monkeypatch.setattr(records.database, "touch", refuse)
     with pytest.raises(KeyUnusable, match="refuses a value"):
         shop.work.delay(7)
@@ -390,7 +390,7 @@ def test_eager_calls_are_in_the_same_world(tmp_path: Path) -> None:
         shop.strict.delay(8)
     assert shop.again.delay(9).get() == shop.again.delay(9).get()
     assert shop.ran == [7, 8, 9, 9]
-    app_components.close_all()
+    processes.close_all()
 
 
 def test_a_revoked_call_frees_its_key(shop, request, monkeypatch) -> None:
@@ -404,7 +404,7 @@ def test_a_revoked_call_frees_its_key(shop, request, monkeypatch) -> None:
         first.get(timeout=PATIENCE)
     shop.plain.delay(1).get(timeout=PATIENCE)  # the worker is past the first
     assert shop.work.lease_status(7).message() == "Revoked: runs when called again"
-    record = app_components.components_of(shop.app).records.read("t:work|work:7")
+    record = processes.process_of(shop.app).records.read("t:work|work:7")
     assert record is not None
     assert record.message is None  # which a rescue would publish
     assert shop.work.delay(7).get(timeout=PATIENCE)["number"] == 7
@@ -436,7 +436,7 @@ def test_a_call_that_celery_ends_before_its_lease_is_closed_in_its_record(
     monkeypatch.setattr(type(called), "before_start", staticmethod(before_start))
     engine = create_engine(shop.app.conf.leases_database_url)
     LeaseClient.from_app(shop.app)  # creates the tables
-    app_components.components_of(shop.app).records.check()
+    processes.process_of(shop.app).records.check()
     if task == "work":
         first = called.delay(7)
     else:  # its record was written by delay_in()
@@ -444,7 +444,7 @@ def test_a_call_that_celery_ends_before_its_lease_is_closed_in_its_record(
             first = called.delay_in(session, 7)
     request.getfixturevalue("worker")
     shop.strict.delay(1).get(timeout=PATIENCE)  # the worker is past the first
-    record = app_components.components_of(shop.app).records.read(
+    record = processes.process_of(shop.app).records.read(
         f"t:{task}|{'work' if task == 'work' else 'p'}:7"
     )
     assert record is not None
@@ -479,7 +479,7 @@ def test_an_eager_call_of_a_key_that_cools_down_is_answered(tmp_path: Path) -> N
     with pytest.raises(CoolingDown):
         shop.work.delay(7).get(timeout=PATIENCE)
     assert shop.ran == [7]
-    app_components.close_all()
+    processes.close_all()
 
 
 def test_calls_in_an_eager_body_of_a_stored_message_are_queued_once(tmp_path: Path) -> None:
@@ -502,7 +502,7 @@ def test_calls_in_an_eager_body_of_a_stored_message_are_queued_once(tmp_path: Pa
     engine.dispose()
     assert shop.ran == [7, 1]
     assert refused == ["done", "done"]
-    app_components.close_all()
+    processes.close_all()
 
 
 def test_a_call_that_expired_in_the_queue_frees_its_key(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from celery_leases.failures.classifier import Rules
 from celery_leases.keys import call_key
 from celery_leases.results import NOT_JSON, encode
 from celery_leases.settings import is_local
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.checks.settings import TimeLimits, soft_limit_is_tight
 from celery_leases.worker.request import LeaseRequest, request_class
@@ -315,7 +315,7 @@ def test_the_status_of_an_eager_call_is_asked_from_the_real_stores(tmp_path: Pat
     assert ship.apply((7,)).get() == 7
     assert ship.lease_status(7).state == "absent"
     app.conf.leases_eager_stores = True
-    app_components.close_all()
+    processes.close_all()
     assert ship.apply((8,)).get() == 8
     assert ship.lease_status(8).state == "done"
 
@@ -329,7 +329,7 @@ def test_an_eager_call_needs_no_database_with_any_broker() -> None:
 
     assert ship.apply((7,)).get() == 7
     app.conf.leases_eager_stores = True
-    app_components.close_all()
+    processes.close_all()
     with pytest.raises(LeaseConfigurationError, match="leases_database_url"):
         ship.apply((8,)).get()
 

@@ -13,7 +13,7 @@ from celery import Celery
 
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.errors import StoreUnavailable
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from celery_leases.worker.checks import relay, startup
 
 
@@ -40,7 +40,7 @@ def test_a_message_that_has_waited_for_five_minutes_is_reported(
     @app.task(base=LeasedTask, name="ship", shared=False, lease_key="order:{number}")
     def ship(number: int) -> None: ...
 
-    records = app_components.components_of(app).records
+    records = processes.process_of(app).records
     with closing(sqlite3.connect(tmp_path / "records.db")) as connection:
         connection.execute("BEGIN IMMEDIATE")
         ship.delay_in(connection, 7)  # the commit of this connection cannot be observed
@@ -52,11 +52,11 @@ def test_a_message_that_has_waited_for_five_minutes_is_reported(
     told = "the oldest for 6 minutes (ship, key order:7)" in caplog.text
     assert told is (minutes == 6)
     caplog.clear()
-    app_components.components_of(app).publisher.publish = lambda _: None
+    processes.process_of(app).publisher.publish = lambda _: None
     assert LeaseClient.from_app(app).relay()
     relay.warn_of_waiting(records)
     assert not caplog.records
-    app_components.close_all()
+    processes.close_all()
 
 
 class AWorker:

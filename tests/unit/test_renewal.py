@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
-from celery_leases.attempt.renewal import HELD_BY_OTHER, RELEASED, SUPERSEDED, Renewer
+from celery_leases.attempt.renewal import HELD_BY_OTHER, RELEASED, SUPERSEDED, Renewer, Stores
 from celery_leases.call import Call
 from celery_leases.decide.answers import Renewal, RenewalResult
 from celery_leases.errors import LeaseLost, StoreUnavailable
@@ -117,10 +116,8 @@ class Bench:
     def __post_init__(self) -> None:
         records: Any = self.records
         leases: Any = self.leases
-        context = Context(
-            leases, records, leases, leases, self.seen, self.clock, lambda: 0.0, "h/1", lambda: 0.0
-        )
-        self.renewer = Renewer(context, context, records)
+        stores = Stores(leases, records)
+        self.renewer = Renewer(stores, stores, self.seen, self.clock, records)
 
     def held_lease(self, token: str = OURS, ttl: float = TTL, **options: Any) -> HeldLease:
         """A lease sent for just now, known to the renewer but not to its threads."""

@@ -15,7 +15,7 @@ from celery import Celery
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.errors import LeaseConfigurationError, LeaseHeld
 from celery_leases.stores.redis.leases import RedisLeaseStore
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from celery_leases.worker.checks import startup
 
 DISTRIBUTIONS = Path(__file__).parents[1] / "distributions"
@@ -73,8 +73,8 @@ class Plugged:
 
         @self.app.task(base=LeasedTask, bind=True, name="plugged.work", lease_key="k", shared=False)
         def work(task: Any) -> str:
-            components = app_components.components_of(self.app, eager=True)
-            leases, (record,) = components.leases, components.records.search()
+            process = processes.process_of(self.app, eager=True)
+            leases, (record,) = process.leases, process.records.search()
             held = leases.holder(record.stored_key)
             ours = held is not None and held.token == task.lease.token
             self.seen.append((leases, ours, task.apply().result))
@@ -88,18 +88,18 @@ class Plugged:
 def plugged(tmp_path: Path) -> Iterator[Callable[[str], Plugged]]:
     """Makes apps whose stores are forgotten after the test."""
     yield lambda url: Plugged(url, tmp_path)
-    app_components.close_all()
+    processes.close_all()
 
 
 def test_tasks_run_under_the_leases_of_another_distribution(toy, plugged) -> None:
     shop = plugged("toy://shop")
-    app_components.components_of(shop.app, eager=True).records.check()
+    processes.process_of(shop.app, eager=True).records.check()
     assert shop.work.apply().get() == "done"
     ((leases, ours, nested),) = shop.seen
     assert type(leases).__name__ == "ToyLeaseStore"
     assert ours
     assert isinstance(nested, LeaseHeld)
-    (record,) = app_components.components_of(shop.app, eager=True).records.search()
+    (record,) = processes.process_of(shop.app, eager=True).records.search()
     assert leases.holder(record.stored_key) is None
     assert shop.work.apply().get() == "done"
     assert len(shop.seen) == 1

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 from sqlalchemy import update
 
 from celery_leases import LeaseClient, LeasedTask
+from celery_leases.attempt.process import open_metrics
 from celery_leases.cli import leases
-from celery_leases.components import open_metrics
 from celery_leases.metrics_totals import Tally, Written
 
 Types = Callable[..., Result]

@@ -254,7 +254,7 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> Timer:
     """That of a worker of this process."""
     made = Timer()
     worker = SimpleNamespace(consumer=SimpleNamespace(timer=made), app=None)
-    monkeypatch.setattr("celery_leases.worker.app_components.current_worker", lambda: worker)
+    monkeypatch.setattr("celery_leases.worker.processes.current_worker", lambda: worker)
     return made
 
 
@@ -330,9 +330,7 @@ def test_all_keys_that_are_due_are_asked_for(timer: Timer, monkeypatch: pytest.M
 
     store = SimpleNamespace(held=held)
     components = SimpleNamespace(leases=store)
-    monkeypatch.setattr(
-        "celery_leases.worker.app_components.components_of", lambda _, **__: components
-    )
+    monkeypatch.setattr("celery_leases.worker.processes.process_of", lambda _, **__: components)
     calls = WaitingCalls()
     keys = [f"t:shop.work|{number}" for number in range(1_234)]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from celery import Celery
 
+from celery_leases.attempt.process import Process
 from celery_leases.decide.copies import callbacks_mark, waiter_mark
 from celery_leases.keys import stored_key
 from celery_leases.ops.drill.task import TASK
 from celery_leases.record_filters import RecordFilter
 from celery_leases.stores.interfaces import MarkStore
-from celery_leases.worker.app_components import AppComponents
 
 SCAN_COUNT = 1000
 
@@ -53,14 +53,14 @@ def _delete_unacknowledged(channel: Any, queues: Sequence[str]) -> None:
                 return
 
 
-def delete_keys(components: AppComponents, calls: Collection[tuple[str, str]]) -> None:
+def delete_keys(process: Process, calls: Collection[tuple[str, str]]) -> None:
     """Delete the records, leases and marks of *calls*, which are pairs of a key and a call id.
 
     Leases are deleted although workers may hold them.
     """
     from celery_leases.stores.sql.leases import DatabaseLeaseStore
 
-    records, leases = components.records, components.leases
+    records, leases = process.records, process.leases
     keys = {stored_key(TASK, key) for key, _ in calls}
     for stored in keys:
         records.reset(stored, keep=True)  # raise the fence first, so that late outcomes are refused
@@ -69,7 +69,7 @@ def delete_keys(components: AppComponents, calls: Collection[tuple[str, str]]) -
         leases.end_cooldown(stored)
     for key, call in calls:
         for mark in (waiter_mark(call, 0), callbacks_mark(call)):
-            _expire(components.marks, stored_key(TASK, key), mark)
+            _expire(process.leases, stored_key(TASK, key), mark)
     if isinstance(leases, DatabaseLeaseStore):
         leases.delete_marks([*keys])
     for key in {key for key, _ in calls}:

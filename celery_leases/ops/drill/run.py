@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from celery import Celery
 
+from celery_leases.attempt.process import Process
 from celery_leases.errors import LeasesError
 from celery_leases.ops.drill import cleanup
 from celery_leases.ops.drill.event_file import Note, Notes
@@ -24,7 +25,7 @@ from celery_leases.ops.drill.processes import DrillWorker
 from celery_leases.ops.drill.report import Bounds, StepName, StepReport, Takeover, Taker
 from celery_leases.ops.drill.task import register, unused_body
 from celery_leases.ops.drill.worker import WorkerConfig, finish_file
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 
 T = TypeVar("T")
 WORKERS: Final = 2
@@ -75,7 +76,7 @@ class Drill:
     # -- beginning and end -------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self.components = self._check_servers()
+        self.process = self._check_servers()
         self._task = register(self.app, self.bounds.ttl, unused_body)
         self._end_by_signals()
         self._directory = Path(tempfile.mkdtemp(prefix="celery-leases-drill-"))
@@ -99,7 +100,7 @@ class Drill:
             shutil.rmtree(self._directory, ignore_errors=True)
             left = [
                 *self._delete("queues", lambda: cleanup.delete_queues(self.app, self._queues)),
-                *self._delete("keys", lambda: cleanup.delete_keys(self.components, self._calls)),
+                *self._delete("keys", lambda: cleanup.delete_keys(self.process, self._calls)),
             ]
         for restore in self._restore:
             restore()
@@ -115,11 +116,11 @@ class Drill:
                 f"deleted: {_line(error)}"
             )
 
-    def _check_servers(self) -> app_components.AppComponents:
+    def _check_servers(self) -> Process:
         """The stores of the app; raises if the broker or a store cannot be used."""
-        components = app_components.components_of(self.app, eager=False)
-        components.check_once()
-        components.leases.held([self._name])
+        process = processes.process_of(self.app, eager=False)
+        process.check_once()
+        process.leases.held([self._name])
         try:
             with self.app.connection_for_write() as connection:
                 kind = connection.transport.driver_type
@@ -131,7 +132,7 @@ class Drill:
             raise DrillImpossible(f"the broker does not answer: {_line(error)}") from None
         if kind not in _BROKERS:
             raise DrillImpossible(f"the broker is {kind}; the drill needs Redis or RabbitMQ")
-        return components
+        return process
 
     def _end_by_signals(self) -> None:
         """Make SIGTERM and SIGHUP end the drill as Ctrl-C does."""

@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 
 class JoinedTransaction:
-    """An open transaction of the user's; see
-    :class:`celery_leases.body.lease_services.UserTransaction`.
+    """A transaction of the user's own in the records' database, which a body has passed to
+    ``guard()`` or ``complete()``, or a caller to ``delay_in()``.
     """
 
     def __init__(self, given: Any, records: SqlRecordStore) -> None:

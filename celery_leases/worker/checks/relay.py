@@ -61,7 +61,7 @@ def _check_until(app: Celery, stopped: threading.Event) -> None:
 
 
 def _check(app: Celery) -> None:
-    from celery_leases.components import open_records
+    from celery_leases.attempt.process import open_records
 
     records = open_records(settings_of(app), _CONNECTIONS)
     try:

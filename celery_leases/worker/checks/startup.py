@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from celery_leases.attempt.process import Process
 from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnavailable
 from celery_leases.findings import Severity
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import logger
-from celery_leases.worker import app_components
-from celery_leases.worker.app_components import AppComponents
+from celery_leases.worker import processes
 from celery_leases.worker.app_settings import leased_tasks
 from celery_leases.worker.checks import relay
 from celery_leases.worker.checks.settings import (
@@ -31,44 +31,44 @@ def check_before_work(sender: Any) -> None:
     if not tasks:
         return
     try:
-        components = app_components.components_of(sender.app, eager=False)
-        if components.settings.database_url == IN_MEMORY and "prefork" in str(sender.pool_cls):
+        process = processes.process_of(sender.app, eager=False)
+        if process.settings.database_url == IN_MEMORY and "prefork" in str(sender.pool_cls):
             raise LeaseConfigurationError(
                 f"leases_database_url={IN_MEMORY!r} gives each pool child records of its own; name a file or a server"
             )
         if "prefork" not in str(sender.pool_cls):
             _refuse_kill_option(tasks)
-        _check_records(components)
-        _check_lease_store(components)
+        _check_records(process)
+        _check_lease_store(process)
     except LeasesError as error:
         raise SystemExit(f"celery_leases: {error}") from None
     limits = TimeLimits(
         getattr(sender, "soft_time_limit", None), getattr(sender, "time_limit", None)
     )
     greenlets = greenlets_of(sender.pool_cls, getattr(sender, "concurrency", None))
-    for finding in setting_findings(sender.app, tasks, components.settings, limits, greenlets):
+    for finding in setting_findings(sender.app, tasks, process.settings, limits, greenlets):
         if finding.severity is not Severity.NOTE:
             logger.warning("%s", finding.text)
-    app_components.close_all()
+    processes.close_all()
 
 
-def _check_records(components: AppComponents) -> None:
+def _check_records(process: Process) -> None:
     from celery_leases.stores.database_write_check import check_writes
 
     try:
-        components.records.check()
-        check_writes(components.records)
-        relay.warn_of_waiting(components.records)
-        components.records.identity()  # read once for all pool children, which are forked later
+        process.records.check()
+        check_writes(process.records)
+        relay.warn_of_waiting(process.records)
+        process.records.identity()  # read once for all pool children, which are forked later
     except StoreUnavailable as error:
-        if components.settings.database_url.startswith("sqlite") and error.executed is not False:
+        if process.settings.database_url.startswith("sqlite") and error.executed is not False:
             raise LeaseConfigurationError(f"the records file cannot be used: {error}") from None
         logger.warning("the records database does not answer yet: %s", error)
 
 
-def _check_lease_store(components: AppComponents) -> None:
+def _check_lease_store(process: Process) -> None:
     try:
-        if warning := components.leases.check():
+        if warning := process.leases.check():
             logger.warning("%s", warning)
     except StoreUnavailable as error:
         logger.warning("the lease store does not answer yet: %s", error)

@@ -24,7 +24,7 @@ from celery_leases.django.board import CHANGE_PERMISSIONS, staff
 from celery_leases.django.models import LeaseRecord
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.ops.board import leases_board
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from orders.models import Order
 from orders.tasks import charge, refund
 from orders.tests import IN_MEMORY, configured
@@ -52,8 +52,8 @@ class AdminTests(TransactionTestCase):
 
     def setUp(self) -> None:
         """Run them."""
-        app_components.close_all()
-        self.addCleanup(app_components.close_all)
+        processes.close_all()
+        self.addCleanup(processes.close_all)
         for number in (1, 2):
             Order.objects.create(number=number)
         with on_the_database():

@@ -19,7 +19,7 @@ from celery_leases.django.models import LeaseRecord
 from celery_leases.django.operations import MigrateTables
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.stores.sql.schema import NEWEST, Tables
-from celery_leases.worker import app_components
+from celery_leases.worker import processes
 from orders.models import Order
 from orders.tasks import charge, plain, refund
 
@@ -178,8 +178,8 @@ class CommittingTests(TransactionTestCase):
     def test_records_may_be_in_the_test_database(self) -> None:
         """And never in the configured one."""
         Order.objects.create(number=4)
-        app_components.close_all()  # those of eager calls in memory, as the setting changes
-        self.addCleanup(app_components.close_all)
+        processes.close_all()  # those of eager calls in memory, as the setting changes
+        self.addCleanup(processes.close_all)
         with configured(task_always_eager=True, leases_eager_stores=True):
             self.assertEqual(charge.delay(4).get(), {"order": 4, "attempt": 1})
             self.assertEqual(LeaseRecord.objects.get(key="charge:4").state, "done")
@@ -190,7 +190,7 @@ class CommittingTests(TransactionTestCase):
     @skipIf(IN_MEMORY, "a database in memory has one connection")
     def test_with_open_connections_the_test_database_can_be_destroyed(self) -> None:
         """They are left open here; the runner closes them before it destroys the database."""
-        app_components.close_all()
+        processes.close_all()
         with configured(task_always_eager=True, leases_eager_stores=True):
             refund.apply((9,))
         self.assertEqual(LeaseRecord.objects.get(key="refund:9").state, "failed")
@@ -239,8 +239,8 @@ class WithoutDatabaseTests(Eager, SimpleTestCase):
 
     def test_a_task_does_not_meet_the_configured_database(self) -> None:
         """Not even with settings that put the records of eager tasks there."""
-        app_components.close_all()
-        self.addCleanup(app_components.close_all)
+        processes.close_all()
+        self.addCleanup(processes.close_all)
         with configured(leases_eager_stores=True):
             with self.assertRaises(ValueError):
                 refund.delay(21)

@@ -1,5 +1,5 @@
-"""Creates the components that run the leased tasks of an app from its settings: stores, renewer,
-execution.
+"""What this process has to run the calls of one app: stores, the renewer, clocks, and what Celery
+needs. It is made from the settings.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ import random
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from celery_leases.attempt.context import Context
-from celery_leases.attempt.renewal import Renewer
-from celery_leases.attempt.run import Execution
+from celery_leases.attempt.renewal import Renewer, Stores
 from celery_leases.concurrency import os_threads
 from celery_leases.deadlines import (
     LONGEST_CONNECTION_TIMEOUT,
@@ -27,7 +25,6 @@ from celery_leases.settings import IN_MEMORY, Settings
 from celery_leases.stores.interfaces import (
     Clock,
     LeaseStoreSettings,
-    MarkStore,
     Observer,
     SeparateLeaseStore,
 )
@@ -38,6 +35,7 @@ if TYPE_CHECKING:  # SQLAlchemy and redis-py are imported when the first store i
     from celery_leases.stores.sql.leases import DatabaseLeaseStore
     from celery_leases.stores.sql.metrics import SqlMetrics
     from celery_leases.stores.sql.records import SqlRecordStore
+    from celery_leases.stores.sql.transactions import JoinedTransaction
 
 AnyStore: TypeAlias = "SeparateLeaseStore | DatabaseLeaseStore"
 """A lease store that also stores marks and gates."""
@@ -55,23 +53,67 @@ class BootClock:
         time.sleep(max(0.0, seconds))
 
 
+def never() -> bool:
+    """Whether a process that does not end is shutting down."""
+    return False
+
+
 @dataclass(eq=False)
-class Components:
-    """The components of one app in one process: ``renewer`` renews its leases, ``execution`` runs
-    its calls, ``marks`` notes the copies of calls and whether callbacks are sent.
+class Process:
+    """What this process has to run the calls of one app.
+
+    ``rand`` gives random numbers in [0, 1). ``host`` is ``hostname/pid``. ``wall_time`` gives
+    seconds since the epoch, for times that people see. ``stopping``: whether the process is
+    shutting down, so that nothing is repeated for long. ``publisher`` publishes its messages.
     """
 
     settings: Settings
     leases: AnyStore
     records: SqlRecordStore
     effects: SqlEffectStore
-    marks: MarkStore
     renewer: Renewer
-    context: Context
-    execution: Execution
+    observer: Observer
+    clock: Clock
+    host: str
+    rand: Callable[[], float] = random.random
+    wall_time: Callable[[], float] = time.time
+    stopping: Callable[[], bool] = never
     #: Counts the events of calls, with ``leases_metrics``.
     counting: Counting | None = None
-    _opened: list[tuple[AnyStore, SqlRecordStore]] = field(default_factory=list)
+    app: Any = None
+    publisher: Any = None
+    #: The ``LeaseClient`` on the same stores, once one was made.
+    client: Any = None
+    _opened: list[Stores] = field(default_factory=list)
+    _checked: bool = False
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the records are in the memory of this process, as they are for eager calls."""
+        return self.settings.database_url == IN_MEMORY
+
+    def check_once(self) -> None:
+        """Raise :class:`~celery_leases.errors.SchemaOutdated` unless this release knows the tables.
+
+        After the first success nothing is checked again.
+        """
+        if not self._checked:
+            self.records.check()
+            self._checked = True
+
+    def transaction(self, given: Any) -> JoinedTransaction | None:
+        """The transaction of *given*, a session or connection of the user's; ``None`` if the
+        records are in memory and the commit cannot be observed.
+        """
+        if not self.in_memory:
+            from celery_leases.stores.sql.transactions import JoinedTransaction
+
+            return JoinedTransaction(given, self.records)
+        # Records in memory cannot be committed together with rows of a database, so they are
+        # written after the commit.
+        from celery_leases.stores.eager_transactions import EagerTransaction, commit_is_observable
+
+        return EagerTransaction(given, self.records) if commit_is_observable(given) else None
 
     def close(self, *, inherited: bool = False) -> None:
         """Close all connections. *inherited*: they are those of the parent process, which continues
@@ -81,67 +123,59 @@ class Components:
             self.renewer.close()
             if self.counting is not None:
                 self.counting.end()
-        for leases, records in self._opened:
-            records.database.close(inherited=inherited)
+        for stores in self._opened:
+            stores.records.database.close(inherited=inherited)
             if not inherited:
-                leases.close()
+                stores.leases.close()
 
 
-def build(
+def open_process(
     settings: Settings,
     observer: Observer,
     shortest_ttl: float = DEFAULT_TTL,
-    stopping: Callable[[], bool] = lambda: False,
+    stopping: Callable[[], bool] = never,
     *,
     clock: Clock | None = None,
     renewed_by: type[Renewer] = Renewer,
-) -> Components:
-    """Create the components; connections are opened on first use.
+) -> Process:
+    """Create what this process has for one app; connections are opened on first use.
 
-    *shortest_ttl* is that of the app's tasks. *stopping* returns whether the process is shutting
-    down.
+    *shortest_ttl* is that of the app's tasks.
     """
-    wait = connection_timeout(shortest_ttl)
+    wait, within = connection_timeout(shortest_ttl), call_timeout(shortest_ttl)
+    in_memory = settings.database_url == IN_MEMORY
     # The thread that renews has connections of its own, and so have bodies that call Redis. Both
     # count towards leases_pool_size.
     records = open_records(
         settings, settings.pool_size - (2 if os_threads.uses_greenlets() else 1), wait
     )
     leases = lease_store(settings, records, settings.pool_size - 2, wait)
-    clock = clock or BootClock()
-    within = call_timeout(shortest_ttl)
-    in_memory = settings.database_url == IN_MEMORY
     # The thread that renews must not wait for tasks that use all connections. It is a system
     # thread, and must not use the locks of greenlets. Records in memory have one connection for all
     # threads.
-    renewal_records = records if in_memory else open_records(settings, 1)
-    renewal_leases = _bounded(leases, renewal_records, within, wait)
-    body_leases = _bounded(leases, records, within, wait)
+    of_renewals = records if in_memory else open_records(settings, 1)
+    for_renewals = Stores(_bounded(leases, of_renewals, within, wait), of_renewals)
+    for_bodies = Stores(_bounded(leases, records, within, wait), records)
     # The thread that purges is a system thread too.
-    purge_records = (
-        open_records(settings, 1) if os_threads.uses_greenlets() and not in_memory else records
-    )
+    purged = open_records(settings, 1) if os_threads.uses_greenlets() and not in_memory else records
     counting: Counting | None = None
     if settings.metrics and not in_memory:
-        observer = counting = _counting(observer, purge_records)
+        observer = counting = _counting(observer, purged)
         records.tag = counting.tag
-    host = f"{socket.gethostname()}/{os.getpid()}"
-    context = Context(
-        leases, records, leases, leases, observer, clock, random.random, host, time.time, stopping
-    )
-    renewal_context = replace(context, leases=renewal_leases, records=renewal_records)
-    body_context = replace(context, leases=body_leases)
-    renewer = renewed_by(renewal_context, body_context, None if in_memory else purge_records)
-    effects = open_effects(records)
-    opened = [
-        (leases, records),
-        (renewal_leases, renewal_records),
-        (body_leases, records),
-        (leases, purge_records),
-    ]
-    execution = Execution(context, renewer)
-    return Components(
-        settings, leases, records, effects, leases, renewer, context, execution, counting, opened
+    clock = clock or BootClock()
+    renewer = renewed_by(for_renewals, for_bodies, observer, clock, None if in_memory else purged)
+    return Process(
+        settings,
+        leases,
+        records,
+        open_effects(records),
+        renewer,
+        observer,
+        clock,
+        f"{socket.gethostname()}/{os.getpid()}",
+        stopping=stopping,
+        counting=counting,
+        _opened=[Stores(leases, records), for_renewals, for_bodies, Stores(leases, purged)],
     )
 
 
