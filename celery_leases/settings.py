@@ -34,7 +34,6 @@ _SETTINGS = (
     "prefix",
     "eager_stores",
     "consumer_timeout",
-    "metrics",
 )
 _NOT_APP_WIDE = ("key", "fingerprint", "namespace")
 _VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
@@ -52,8 +51,6 @@ class Settings:
     prefix: str = "celery_leases"
     #: Whether eager calls use the stores of the settings instead of stores in memory.
     eager_stores: bool = False
-    #: Whether processes count the events of their calls, for ``leases exporter``.
-    metrics: bool = False
     #: kombu's transport options for the lease store: its own, or those of the broker if the broker
     #: is the lease store.
     transport_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -87,9 +84,10 @@ def read_settings(
         raise LeaseConfigurationError(
             f"leases_{name} cannot be set for a whole app; set lease_{name} on each task"
         )
-    for switch in ("eager_stores", "metrics"):
-        if given.get(switch) not in (None, True, False):
-            raise LeaseConfigurationError(f"leases_{switch}={given[switch]!r}: write True or False")
+    if given.get("eager_stores") not in (None, True, False):
+        raise LeaseConfigurationError(
+            f"leases_eager_stores={given['eager_stores']!r}: write True or False"
+        )
     pool_size = given.get("pool_size")
     pool_size = POOL_SIZE if pool_size is None else pool_size
     if type(pool_size) is not int or pool_size < SMALLEST_POOL:
@@ -117,7 +115,6 @@ def read_settings(
         pool_size=pool_size,
         prefix=given.get("prefix") or "celery_leases",
         eager_stores=bool(given.get("eager_stores")),
-        metrics=bool(given.get("metrics")),
         transport_options=own
         if own is not None
         else options

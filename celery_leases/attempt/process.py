@@ -19,7 +19,6 @@ from celery_leases.deadlines import (
     call_timeout,
     connection_timeout,
 )
-from celery_leases.metrics_counting import Counting
 from celery_leases.options import DATABASE, DEFAULT_TTL
 from celery_leases.settings import IN_MEMORY, Settings
 from celery_leases.stores.interfaces import (
@@ -33,7 +32,6 @@ from celery_leases.stores.registry import open_lease_store
 if TYPE_CHECKING:  # SQLAlchemy and redis-py are imported when the first store is opened
     from celery_leases.stores.sql.effects import SqlEffectStore
     from celery_leases.stores.sql.leases import DatabaseLeaseStore
-    from celery_leases.stores.sql.metrics import SqlMetrics
     from celery_leases.stores.sql.records import SqlRecordStore
     from celery_leases.stores.sql.transactions import JoinedTransaction
 
@@ -78,8 +76,6 @@ class Process:
     rand: Callable[[], float] = random.random
     wall_time: Callable[[], float] = time.time
     stopping: Callable[[], bool] = never
-    #: Counts the events of calls, with ``leases_metrics``.
-    counting: Counting | None = None
     app: Any = None
     publisher: Any = None
     #: The ``LeaseClient`` on the same stores, once one was made.
@@ -121,8 +117,6 @@ class Process:
         """
         if not inherited:  # the threads of the parent are not in this process
             self.renewer.close()
-            if self.counting is not None:
-                self.counting.end()
         for stores in self._opened:
             stores.records.database.close(inherited=inherited)
             if not inherited:
@@ -158,10 +152,6 @@ def open_process(
     for_bodies = Stores(_bounded(leases, records, within, wait), records)
     # The thread that purges is a system thread too.
     purged = open_records(settings, 1) if os_threads.uses_greenlets() and not in_memory else records
-    counting: Counting | None = None
-    if settings.metrics and not in_memory:
-        observer = counting = _counting(observer, purged)
-        records.tag = counting.tag
     clock = clock or BootClock()
     renewer = renewed_by(for_renewals, for_bodies, observer, clock, None if in_memory else purged)
     return Process(
@@ -174,7 +164,6 @@ def open_process(
         clock,
         f"{socket.gethostname()}/{os.getpid()}",
         stopping=stopping,
-        counting=counting,
         _opened=[Stores(leases, records), for_renewals, for_bodies, Stores(leases, purged)],
     )
 
@@ -203,13 +192,6 @@ def open_effects(records: SqlRecordStore) -> SqlEffectStore:
     return SqlEffectStore(records.database, records.tables)
 
 
-def open_metrics(records: SqlRecordStore) -> SqlMetrics:
-    """The counts of all processes in the database of *records*."""
-    from celery_leases.stores.sql.metrics import SqlMetrics
-
-    return SqlMetrics(records.database, records.tables)
-
-
 def lease_store(
     settings: Settings,
     records: SqlRecordStore,
@@ -233,15 +215,6 @@ def lease_store(
             settings.transport_options,
         )
     )
-
-
-def _counting(observer: Observer, records: SqlRecordStore) -> Counting:
-    """An observer that counts the events for *observer*, and writes the counts over the connections
-    of *records*.
-    """
-    from celery_leases.stores.sql.metrics import tag
-
-    return Counting(observer, open_metrics(records), tag)
 
 
 def _bounded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -9,11 +10,11 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from itertools import pairwise
+from math import inf
 from time import perf_counter
 from typing import Any, Final, Literal
 from uuid import uuid4
 
-from celery_leases.attempt.process import open_metrics
 from celery_leases.client import LeaseClient, Write, as_text, unanswered
 from celery_leases.errors import (
     AlreadyDone,
@@ -28,8 +29,8 @@ from celery_leases.failures.actions import Reason
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.groups.group import Closing
 from celery_leases.keys import stored_key
-from celery_leases.metrics_totals import METRICS
 from celery_leases.ops.actions import next_step, why_unchanged
+from celery_leases.ops.counts import counted
 from celery_leases.ops.filters import filter_of
 from celery_leases.ops.reports import Change, Page, RuleCount, SavedRuns, StateCount, Stats
 from celery_leases.ops.tuning import Lateness
@@ -38,6 +39,7 @@ from celery_leases.record_filters import Order, Position, RecordFilter
 from celery_leases.status import ABANDONED, GroupStatus, LeaseStatus, status_of
 from celery_leases.text.durations import Duration, seconds
 from celery_leases.text.redaction import redact
+from celery_leases.worker.processes import METRICS_DIRECTORY
 
 LOOK_THROUGH: Final = 10_000
 """Records that are read for one page, at most."""
@@ -322,20 +324,16 @@ class OperatorClient(LeaseClient):
             del counts[task, State.RUNNING]
 
     def _saved_runs(self) -> Sequence[SavedRuns] | None:
-        """The saved runs that all processes have counted, by task, the most first; ``None`` if none
-        was ever counted, and ``leases_metrics`` is not set.
+        """The saved runs that the processes of this host have counted, by task, the most first;
+        ``None`` if :data:`METRICS_DIRECTORY` is not set.
         """
-        counts = open_metrics(self._records).read()
-        counting = self._components is not None and self._components.settings.metrics
-        if not counts.begun and not counting:
+        if METRICS_DIRECTORY not in os.environ:
             return None
         found: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
-        for (name, *labels), count in counts.tally.counts.items():
-            if name == "saved_runs":
-                task, how = labels
-                found[task] += count
-                dropped[task] += count if how == "dropped" else 0
+        for labels, count in counted("celery_leases_saved_runs_total"):
+            found[labels["task"]] += int(count)
+            dropped[labels["task"]] += int(count) if labels["how"] == "dropped" else 0
         return [
             SavedRuns(task, count, count - dropped[task], dropped[task])
             for task, count in found.most_common()
@@ -363,18 +361,15 @@ class OperatorClient(LeaseClient):
         )
 
     def lateness(self, *, task: str | None = None) -> Lateness | None:
-        """How late the renewals of all tasks, or of *task*, were sent, as counted by all processes;
-        ``None`` if none was counted, for example because ``leases_metrics`` is not set.
+        """How late the renewals of all tasks, or of *task*, were sent, as the processes of this
+        host have counted; ``None`` if none was counted.
         """
-        self._ready()
-        metric = METRICS["renewal_lateness"]
-        spans = open_metrics(self._records).read().tally.spans
-        found = [
-            span[:-1]
-            for (name, of_task), span in spans.items()
-            if name == metric.name and task in (None, of_task)
-        ]
-        return Lateness.of(metric.buckets, [sum(counts) for counts in zip(*found, strict=True)])
+        counts: Counter[float] = Counter()
+        for labels, count in counted("celery_leases_renewal_lateness_seconds_bucket"):
+            if task in (None, labels["task"]):
+                counts[float(labels["le"])] += int(count)
+        *bounds, _ = sorted(counts) or [inf]
+        return Lateness.of(bounds, [counts[bound] for bound in (*bounds, inf)])
 
     # -- cooldown groups ---------------------------------------------------------------------------
 

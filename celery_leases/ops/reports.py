@@ -62,8 +62,8 @@ class Stats:
     """Counts by task and state, failures by rule, and the groups whose gate is not open.
 
     ``trouble``: why the lease store did not answer; then abandoned records count as running, and
-    ``groups`` is empty. ``saved_runs``: by task, the most first; ``None`` if no process counts
-    them.
+    ``groups`` is empty. ``saved_runs``: those that the processes of this host have counted, by
+    task, the most first; ``None`` if metrics are off.
     """
 
     states: Sequence[StateCount]

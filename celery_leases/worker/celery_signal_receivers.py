@@ -44,12 +44,6 @@ def _at_shutdown(sender: Any, **_: Any) -> None:
     relay.stop(sender)
 
 
-def _last_counts(**_: Any) -> None:
-    from celery_leases.metrics_counting import end_all
-
-    end_all()
-
-
 _call_errbacks: Any = Backend._call_task_errbacks  # noqa: SLF001 - there is no signal
 
 
@@ -79,7 +73,5 @@ def _internal_error(
 
 
 signals.task_internal_error.connect(_internal_error, weak=False)
-signals.worker_process_shutdown.connect(_last_counts, weak=False)
-signals.worker_shutdown.connect(_last_counts, weak=False)
 signals.worker_ready.connect(_when_ready, weak=False)
 signals.worker_shutdown.connect(_at_shutdown, weak=False)

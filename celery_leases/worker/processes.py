@@ -6,7 +6,8 @@ import os
 import threading
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from importlib import import_module
+from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
 from celery import Celery
@@ -15,11 +16,14 @@ from celery_leases.attempt.process import Process, open_process
 from celery_leases.errors import StoreUnavailable
 from celery_leases.options import DATABASE, DEFAULT_TTL
 from celery_leases.settings import IN_MEMORY, Settings
-from celery_leases.signals import Announcer
+from celery_leases.signals import Announcer, logger
 from celery_leases.stores.interfaces import Observer
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.pools.os_signal_guard import interrupt_guard_here
 from celery_leases.worker.reschedule import Publisher
+
+METRICS_DIRECTORY: Final = "PROMETHEUS_MULTIPROC_DIR"
+"""If this environment variable is set, :mod:`celery_leases.ops.metrics` counts events."""
 
 _opened: WeakKeyDictionary[Celery, dict[bool, Process]] = WeakKeyDictionary()
 _substitutes: dict[Celery, Process] = {}
@@ -67,7 +71,16 @@ def _make(app: Celery, *, eager: bool) -> Process:
 
                         limit_records(process.records)
             made[eager] = process
+            if METRICS_DIRECTORY in os.environ:
+                _count_events()
         return made[eager]
+
+
+def _count_events() -> None:
+    try:
+        import_module("celery_leases.ops.metrics").count_events()
+    except (ImportError, OSError) as error:
+        logger.warning("%s is set, but nothing is counted: %s", METRICS_DIRECTORY, error)
 
 
 def open_for(app: Celery, settings: Settings, observer: Observer, **given: Any) -> Process:

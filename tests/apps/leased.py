@@ -66,8 +66,6 @@ if "VISIBILITY" in os.environ:
         "unacked_restore_interval": 1,
         "unacked_restore_throttle": 1,
     }
-if "METRICS" in os.environ:
-    app.conf.leases_metrics = True
 if "SETTLE_TIMEOUT" in os.environ:
     app.conf.leases_settle_timeout = float(os.environ["SETTLE_TIMEOUT"])
 if "BROKER_CONNECTIONS" in os.environ:

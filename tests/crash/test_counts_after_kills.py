@@ -1,29 +1,32 @@
-"""What workers have counted agrees with the records: after a warm shutdown at once, and after kills
-as soon as the counts of the dead are folded.
-"""
+"""What workers have counted agrees with the records, after a warm shutdown and after kills."""
 
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from celery_leases.attempt.process import open_metrics
-from celery_leases.metrics_totals import Tally
+from celery_leases.ops.metrics import read_counts
 from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import CrashDeploymentFactory
 from tests.crash.crash_deployments import CrashDeployment, kill
 from tests.integration.deployments import PATIENCE, POOL_STORES, REDIS_REDIS_POSTGRES
 
-METRICS = {"METRICS": "1"}
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """Lets the workers count."""
+    return {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "counts")}
 
 
-def attempts(tally: Tally) -> Counter[str]:
-    """How many attempts were counted, by outcome."""
+def counted(env: dict[str, str], name: str, label: str = "task") -> Counter[str]:
+    """The sum of the samples called *name*, by a label."""
     found: Counter[str] = Counter()
-    for (name, *labels), count in tally.counts.items():
-        if name == "attempts":
-            found[labels[1]] += count
+    for family in read_counts(env["PROMETHEUS_MULTIPROC_DIR"]):
+        for sample in family.samples:
+            if sample.name == f"celery_leases_{name}":
+                found[sample.labels[label]] += int(sample.value)
     return found
 
 
@@ -32,29 +35,34 @@ def recorded(scene: CrashDeployment) -> Counter[str]:
     return Counter(each.ended for status in scene.client.matching() for each in status.attempts)
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
-def test_a_warm_shutdown_loses_no_count(
-    pool: str, scene_factory: CrashDeploymentFactory, name: str
+@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent", "eventlet"])
+def test_each_pool_counts_its_calls_and_renewals(
+    pool: str, scene_factory: CrashDeploymentFactory, name: str, env: dict[str, str]
 ) -> None:
-    if pool == "gevent":
-        pytest.importorskip("gevent")
-    scene = scene_factory(POOL_STORES[pool], start=False, env=METRICS, concurrency=3)
+    """Renewals are sent by a system thread, also where all others are greenlets."""
+    if pool in ("gevent", "eventlet"):
+        pytest.importorskip(pool)
+    scene = scene_factory(POOL_STORES[pool], start=False, env=env, concurrency=3)
     scene.worker.pool = pool  # type: ignore[assignment]
     scene.start()
+    gate = scene.gate()
     results = [scene.tasks.work.delay(f"{name}-{number}") for number in range(20)]
+    results.append(scene.tasks.work.delay(f"{name}-long", gate=str(gate)))
+    wait_until(lambda: bool(counted(env, "renewal_lateness_seconds_count")), PATIENCE, "a renewal")
+    gate.touch()
     for result in results:
         result.get(timeout=PATIENCE)
     scene.worker.stop(timeout=60)
-    counts = open_metrics(scene.client._records).read()
-    assert attempts(counts.tally) == recorded(scene) == {"returned": 20}
-    assert sum(counts.tally.spans["run", scene.tasks.work.name][:-1]) == 20
-    assert counts.processes == 0
+    task = scene.tasks.work.name
+    assert counted(env, "attempts_total", "outcome") == recorded(scene) == {"returned": 21}
+    assert counted(env, "run_seconds_count") == {task: 21}
 
 
 def test_counts_and_records_agree_after_kills(
-    scene_factory: CrashDeploymentFactory, name: str
+    scene_factory: CrashDeploymentFactory, name: str, env: dict[str, str]
 ) -> None:
-    scene = scene_factory(REDIS_REDIS_POSTGRES, env=METRICS, concurrency=4)
+    """One child is killed in a body, then all processes at once."""
+    scene = scene_factory(REDIS_REDIS_POSTGRES, env=env, concurrency=4)
     gate = scene.gate()
     stands = scene.tasks.work.delay(f"{name}-stands", gate=str(gate))
     (begun,) = scene.wait_for("begin", name=f"{name}-stands")
@@ -62,16 +70,15 @@ def test_counts_and_records_agree_after_kills(
     scene.wait_for("begin", 2, name=f"{name}-stands")
     gate.touch()
     stands.get(timeout=PATIENCE)
-    # The record has its last attempt only, so the crash must be counted before that.
-    metrics = open_metrics(scene.client._records)
-    wait_until(lambda: "crashed" in attempts(metrics.read().tally), PATIENCE, "the count")
     results = [scene.tasks.work.delay(f"{name}-{number}") for number in range(60)]
     for result in results:
         result.get(timeout=PATIENCE)
+    task, ended = scene.tasks.work.name, {"returned": 61, "crashed": 1}
+    # The result of a call is sent before its end is counted.
+    wait_until(
+        lambda: counted(env, "attempts_total", "outcome") == ended, PATIENCE, "the last count"
+    )
     scene.kill_worker()
-    while metrics.fold(silent=0.0):
-        pass
-    tally = metrics.read().tally
-    assert attempts(tally) == recorded(scene) == {"returned": 61, "crashed": 1}
-    assert tally.counts["crashes", scene.tasks.work.name] == 1
-    assert not [series for series in tally.counts if series[0] == "duplicate_terminal_states"]
+    assert counted(env, "attempts_total", "outcome") == recorded(scene) == ended
+    assert counted(env, "crashes_total") == {task: 1}
+    assert counted(env, "duplicate_terminal_states_total") == {task: 0}

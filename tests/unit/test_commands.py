@@ -22,14 +22,15 @@ from click.testing import CliRunner
 from sqlalchemy import update
 
 from celery_leases import Cooldown, LeaseClient, LeasedTask
-from celery_leases.attempt.process import open_metrics
 from celery_leases.cli import leases, output
 from celery_leases.cli import show as showing
+from celery_leases.decide.before_run import DONE_BY_OTHER
 from celery_leases.decide.copies import UNCOPIED, waiter_mark
 from celery_leases.errors import StoreUnavailable
-from celery_leases.metrics_totals import Tally, Written
+from celery_leases.events import CallDropped, ResultReplayed
 from celery_leases.ops.client import OperatorClient
 from celery_leases.ops.commands.records import pages
+from celery_leases.ops.metrics import EventCounter
 from celery_leases.ops.reports import Page
 from celery_leases.record_filters import RecordFilter
 from celery_leases.worker.stored_messages import stored_form
@@ -168,26 +169,22 @@ def test_statistics_are_counted(app: Celery, types: Types) -> None:
     assert found["rules"] == [{"rule": "anything-else", "reason": "error", "count": 1}]
 
 
-def test_without_metrics_the_statistics_name_the_setting(app: Celery, types: Types) -> None:
+def test_runs_saved_are_shown_by_task(
+    app: Celery, types: Types, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call(app, 0, 0)
-    said = [line for line in types("stats").out.splitlines() if "etrics" in line]
-    assert said == [
-        "Saved runs are not counted: that needs leases_metrics = True in the app's settings."
-    ]
+    without = "Saved runs are not counted: PROMETHEUS_MULTIPROC_DIR is not set."
+    assert without in types("stats").out
     assert types("stats", "--json").lines[0]["saved_runs"] is None
-
-
-def test_runs_saved_are_shown_by_task(app: Celery, types: Types) -> None:
-    app.conf.leases_metrics = True
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     assert "No run was saved so far." in types("stats").out
-    store = open_metrics(LeaseClient.from_app(app)._records)
-    for process, saved, dropped in (("a" * 12, 3, 1), ("b" * 12, 4, 0)):
-        tally = Tally()
-        tally.count("saved_runs", NAME, "replayed", by=saved)
-        tally.count("saved_runs", NAME, "dropped", by=dropped)
-        tally.count("saved_runs", "other", "dropped", by=2)
-        store.write(process, Written(tally), first=True, closed=process[0] == "a")
-    store.fold()
+    counter = EventCounter()
+    for task, replayed, dropped in ((NAME, 7, 1), ("other", 0, 4)):
+        subject = {"task": task, "key": "k", "call_id": "c"}
+        for _ in range(replayed):
+            counter.receive(ResultReplayed(**subject, first_call_id="f"))
+        for _ in range(dropped):
+            counter.receive(CallDropped(**subject, reason=DONE_BY_OTHER))
     lines = types("stats").out.splitlines()
     at = next(place for place, line in enumerate(lines) if "RUNS SAVED" in line)
     assert [line.split() for line in lines[at + 1 :]] == [

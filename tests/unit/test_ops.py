@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from celery_leases.metrics_totals import METRICS, PREFIX
-from celery_leases.ops.prometheus import GAUGES
+from celery_leases.ops.gauges import GAUGES
+from celery_leases.ops.metrics import METRICS, PREFIX
 from tests.unit.doc_pages import markdown_rows, page, section
 
 OPS = Path(__file__).parents[2] / "ops"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from typing import Any, Final
@@ -13,7 +14,7 @@ from celery_leases.cli.output import echo_line
 from celery_leases.cli.parameters import DURATION
 from celery_leases.cli.root import app_of, leases
 from celery_leases.text.durations import seconds
-from celery_leases.worker.app_settings import settings_of
+from celery_leases.worker.processes import METRICS_DIRECTORY
 
 PORT: Final = 9808
 
@@ -39,29 +40,36 @@ PORT: Final = 9808
     show_default=True,
     help="Count the records for the gauges at most this often.",
 )
+@click.option(
+    "--no-gauges", is_flag=True, help="Serve counters only: one exporter of an app serves gauges."
+)
 @click.pass_context
 @handle_preload_options
-def exporter(ctx: click.Context, port: int, address: str, count_every: str, **_: Any) -> None:
-    """Serve the metrics of all processes to Prometheus, at /metrics, until the command is stopped.
+def exporter(
+    ctx: click.Context, port: int, address: str, count_every: str, *, no_gauges: bool, **_: Any
+) -> None:
+    """Serve metrics to Prometheus, at /metrics, until the command is stopped.
 
-    Run one exporter for each app. Counters need leases_metrics = True in the app's settings.
+    Gauges come from the records. Counters come from the files that the processes of this host write
+    into the directory in PROMETHEUS_MULTIPROC_DIR: set it for them and for the exporter.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server
 
-        from celery_leases.ops.prometheus import LeaseCollector
+        from celery_leases.ops.gauges import RecordGauges
+        from celery_leases.ops.metrics import CountedEvents
     except ImportError:
         raise click.UsageError(
             "the exporter needs prometheus_client: pip install 'celery-leases[metrics]'"
         ) from None
     app = app_of(ctx)
-    if not settings_of(app).metrics:
-        echo_line(
-            "Only gauges are served: counters need leases_metrics = True in the app's settings.",
-            err=True,
-        )
     registry = CollectorRegistry()
-    registry.register(LeaseCollector(app, count_every=seconds(count_every)))
+    if not no_gauges:
+        registry.register(RecordGauges(app, count_every=seconds(count_every)))
+    if directory := os.environ.get(METRICS_DIRECTORY):
+        registry.register(CountedEvents(directory))
+    else:
+        echo_line(f"No counters are served: {METRICS_DIRECTORY} is not set.", err=True)
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())

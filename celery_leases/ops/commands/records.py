@@ -24,7 +24,7 @@ from celery_leases.record_filters import KNOWN_STATES, RecordFilter
 from celery_leases.status import LeaseStatus, next_try
 from celery_leases.text.cleaning import printable
 from celery_leases.text.durations import in_short, in_words, seconds
-from celery_leases.worker.app_settings import settings_of
+from celery_leases.worker.processes import METRICS_DIRECTORY
 
 F = TypeVar("F", bound=Callable[..., Any])
 HEAD: Final[Row] = (
@@ -239,10 +239,8 @@ def stats(ctx: click.Context, *, as_json: bool, **_: Any) -> None:
         echo_table([("TASK", "RUNS SAVED", "REPLAYED", "DROPPED"), *runs])
     elif found.saved_runs is not None:
         click.echo("No run was saved so far.")
-    if not settings_of(app_of(ctx)).metrics:
-        click.echo(
-            "Saved runs are not counted: that needs leases_metrics = True in the app's settings."
-        )
+    else:
+        click.echo(f"Saved runs are not counted: {METRICS_DIRECTORY} is not set.")
     if found.trouble is not None:
         echo_line(found.trouble, err=True)
         ctx.exit(1)

@@ -16,6 +16,7 @@ from celery_leases.ops.commands.records import operator_of
 from celery_leases.ops.tuning import ENOUGH_MEASUREMENTS, Delivery, Measured, advice_of
 from celery_leases.text.durations import in_short, seconds
 from celery_leases.worker.app_settings import leased_tasks
+from celery_leases.worker.processes import METRICS_DIRECTORY
 
 HEAD: Row = ("TASK", "RUNS", "P50", "P95", "P99", "LONGEST", "TTL NOW", "TTL UNRENEWED", "LIMIT")
 
@@ -32,7 +33,7 @@ HEAD: Row = ("TASK", "RUNS", "P50", "P95", "P99", "LONGEST", "TTL NOW", "TTL UNR
     "--lateness",
     type=DURATION,
     help="The longest pause of a worker process, for example while the machine swaps; by default the "
-    "p99 lateness of renewals, if leases_metrics has counted it, otherwise 1s.",
+    "p99 lateness of renewals, if metrics have counted it, otherwise 1s.",
 )
 @click.option(
     "--guard",
@@ -162,14 +163,14 @@ def _lateness(advice: Mapping[str, Any]) -> str:
         case "measured":
             return (
                 f"The standstill is how late renewals were: {span} (p99 of {count} that "
-                f"leases_metrics has counted; the latest {_precise(advice['latest_renewal'])})."
+                f"metrics have counted; the latest {_precise(advice['latest_renewal'])})."
             )
         case "given":
             return "The standstill is that of --lateness."
         case _ if count:
             return f"The standstill is assumed: {count} renewals were counted, {ENOUGH_MEASUREMENTS} are needed."
         case _:
-            return "The standstill is assumed: leases_metrics = True counts how late renewals are."
+            return f"The standstill is assumed: with {METRICS_DIRECTORY} workers count how late renewals are."
 
 
 def _missed(

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from celery_leases.ops.drill.worker import VARIABLE, WorkerConfig
+from celery_leases.worker.processes import METRICS_DIRECTORY
 
 MODULE = "celery_leases.ops.drill.worker"
 
@@ -21,10 +22,11 @@ class DrillWorker:
         self.config = config
         self.number = config.number
         self._log = Path(config.directory) / f"worker-{config.number}.log"
+        others = {name: each for name, each in os.environ.items() if name != METRICS_DIRECTORY}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", MODULE],
-                env={**os.environ, VARIABLE: config.as_text(), "TMPDIR": config.directory},
+                env={**others, VARIABLE: config.as_text(), "TMPDIR": config.directory},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

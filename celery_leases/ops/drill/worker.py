@@ -111,9 +111,7 @@ def main() -> None:
     app.loader.import_default_modules()
     register(app, config.ttl, partial(_body, notes, directory))
     # Remote control and monitoring of the operator's workers do not see this worker.
-    app.conf.update(
-        worker_enable_remote_control=False, worker_send_task_events=False, leases_metrics=False
-    )
+    app.conf.update(worker_enable_remote_control=False, worker_send_task_events=False)
     _listen(notes)
     app.worker_main(
         [

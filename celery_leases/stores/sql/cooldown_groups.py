@@ -1,7 +1,6 @@
 """The gates of cooldown groups in the records database: one row for each gate that is not open.
 
-The history of a gate is a row of the effects table without a key, as counts are (see
-:mod:`celery_leases.stores.sql.metrics`). So it needs neither a table of its own nor a migration.
+The history of a gate is a row of the effects table without a key.
 """
 
 from __future__ import annotations

@@ -83,22 +83,13 @@ class RecordStatements:
         """
         return self._dialect.insert_now(self.table, self._new_row(self._now), "fence")
 
-    def settlement(
-        self, record: Record, outcome: Outcome, tag: str | None
-    ) -> tuple[Executable, dict[str, Any]]:
-        """The statement that writes an outcome under the attempt's fence, and its parameters.
-
-        *tag* is stored in the column ``lease_store``, which has its own meaning only in running
-        rows.
-        """
-        if tag is None and record_columns.only_succeeds(record, outcome):
+    def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
+        """The statement that writes an outcome under the attempt's fence, and its parameters."""
+        if record_columns.only_succeeds(record, outcome):
             return self._settle_success, record_columns.success_parameters(record, outcome)
         values = record_columns.settle_parameters(record, outcome)
         whole = f"new_{DOCUMENT}" in values
-        if tag is None:
-            return self._settle if whole else self._settle_without_details, values
-        values["tag"] = tag
-        return self._settle_with_tag if whole else self._settle_with_tag_without_details, values
+        return self._settle if whole else self._settle_without_details, values
 
     def changed(self, found: Mapping[Any, Any], new: Record) -> Update:
         """The update of the row *found* to *new*, if the ``COMPARED`` columns are unchanged."""
@@ -121,18 +112,6 @@ class RecordStatements:
     def _settle_success(self) -> Update:
         """The statement for an outcome that leaves all other columns as the claim wrote them."""
         return self._settle_statement(("state", "result"), also_waits=False)
-
-    @cached_property
-    def _settle_with_tag(self) -> Update:
-        return self._settle.values(
-            lease_store=bindparam("tag", type_=self.table.c.lease_store.type)
-        )
-
-    @cached_property
-    def _settle_with_tag_without_details(self) -> Update:
-        return self._settle_without_details.values(
-            lease_store=bindparam("tag", type_=self.table.c.lease_store.type)
-        )
 
     def _insert_or_read_statement(
         self, *, gated: bool, unless_present: bool = False

@@ -91,9 +91,6 @@ class SqlRecordStore(Claiming):
         #: Decides whether an expired row that is itself the lease may be taken over.
         self.availability = Availability(database=self.tables_location)
         self.statements = RecordStatements(self.database, self.tables)
-        #: Makes the tag of an outcome, which is stored in its row; see
-        #: :class:`celery_leases.metrics_counting.Counting`.
-        self.tag: Callable[[Record], str] | None = None
         records = self.tables.records
         #: Locks the row of a running attempt, and extends the lease if the row is the lease; its
         #: parameters: :func:`celery_leases.stores.sql.rows.guard_parameters`.
@@ -253,12 +250,10 @@ class SqlRecordStore(Claiming):
 
     def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
         """The statement of :meth:`settle` and its parameters, for a transaction of the user's."""
-        tag = self.tag(record) if self.tag is not None else None
-        return self.statements.settlement(record, outcome, tag)
+        return self.statements.settlement(record, outcome)
 
     def _settled(self, record: Record, outcome: Outcome) -> bool:
-        tag = self.tag(record) if self.tag is not None else None
-        if self.database.count(*self.statements.settlement(record, outcome, tag)):
+        if self.database.count(*self.statements.settlement(record, outcome)):
             return True
         row = self._row(record.stored_key)
         if row is None or (row["fence"], row["owner"]) != (record.fence, record.owner):
