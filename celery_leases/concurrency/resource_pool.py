@@ -13,6 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 from weakref import WeakSet
 
 from celery_leases.concurrency import wait_limit
+from celery_leases.errors import StoreUnavailable
 
 T = TypeVar("T")
 
@@ -30,10 +31,6 @@ class Permit:
     """
 
 
-class PoolExhausted(Exception):
-    """All resources were in use for as long as the caller could wait."""
-
-
 class _Waiter(Generic[T]):
     """A caller that waits for a resource; the lock *wakeup* is released once it has one."""
 
@@ -48,15 +45,16 @@ class ResourcePool(Generic[T]):
 
     *make* makes a resource when one is needed; it must be quick and must not raise. If all
     resources are in use, a caller waits, at most *longest* seconds. Callers get resources in the
-    order in which they began to wait. The locks are those of ``threading``, so they work for
-    greenlets where ``threading`` is patched.
+    order in which they began to wait. *name* is that of the server, for errors. The locks are those
+    of ``threading``, so they work for greenlets where ``threading`` is patched.
 
     A resource that no reference holds any more, for example because an interrupt came between its
     acquisition and its release, is replaced.
     """
 
-    def __init__(self, size: int, make: Callable[[], T], longest: float) -> None:
+    def __init__(self, size: int, make: Callable[[], T], longest: float, name: str = "") -> None:
         self.size = size
+        self.name = name
         self.longest = longest
         self._make = make
         self._begin()
@@ -72,7 +70,7 @@ class ResourcePool(Generic[T]):
 
     def acquire(self) -> T:
         """Return a resource for exclusive use until :meth:`release`; raises
-        :class:`PoolExhausted`.
+        :class:`StoreUnavailable` if all were in use for as long as the caller may wait.
         """
         if not _not_forked[0]:
             _reset_after_fork()
@@ -145,7 +143,11 @@ class ResourcePool(Generic[T]):
             raise
         resource = self._stop_waiting(waiter)
         if resource is None:
-            raise PoolExhausted(f"all {self.size} were in use for {seconds:.3g} s")
+            raise StoreUnavailable(
+                f"{self.name}: connections of this process: all {self.size} were in use for "
+                f"{seconds:.3g} s; see leases_pool_size",
+                False,
+            )
         return resource
 
     def _stop_waiting(self, waiter: _Waiter[T]) -> T | None:

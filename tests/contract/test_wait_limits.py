@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from celery_leases.concurrency import wait_limit
-from celery_leases.concurrency.resource_pool import Permit, PoolExhausted, ResourcePool
+from celery_leases.concurrency.resource_pool import Permit, ResourcePool
 from celery_leases.errors import StoreUnavailable
 from celery_leases.settings import POOL_SIZE
 from celery_leases.stores.interfaces import LeaseStoreSettings
@@ -122,6 +122,6 @@ def test_another_writer_of_sqlite(tmp_path: Path) -> None:
 def test_a_connection_of_the_pool() -> None:
     pool = ResourcePool(1, Permit, 30.0)
     taken = pool.acquire()
-    with limited(), pytest.raises(PoolExhausted):
+    with limited(), pytest.raises(StoreUnavailable):
         pool.acquire()
     pool.release(taken)

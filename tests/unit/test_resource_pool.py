@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from celery_leases.concurrency import resource_pool as resource_pools
-from celery_leases.concurrency.resource_pool import Permit, PoolExhausted, ResourcePool, max_wait
+from celery_leases.concurrency.resource_pool import Permit, ResourcePool, max_wait
+from celery_leases.errors import StoreUnavailable
 from celery_leases.testing.waits import wait_until
 from tests.unit.test_forked_leases import in_a_fork
 
@@ -110,7 +111,7 @@ def test_a_wait_ends_when_the_caller_may_wait_no_longer(longest, own, waits) -> 
     things = [resource_pool.acquire(), resource_pool.acquire()]
     began = time.monotonic()
     with (
-        pytest.raises(PoolExhausted, match="all 2 were in use"),
+        pytest.raises(StoreUnavailable, match="all 2 were in use"),
         allowed(own if own is not None else longest),
     ):
         resource_pool.acquire()
@@ -125,7 +126,7 @@ def test_without_time_nothing_is_waited_for_and_what_is_there_is_given(seconds: 
     resource_pool = ResourcePool(1, Thing, 30.0)
     with allowed(seconds):
         thing = resource_pool.acquire()
-        with pytest.raises(PoolExhausted):
+        with pytest.raises(StoreUnavailable):
             resource_pool.acquire()
     resource_pool.release(thing)
 
@@ -221,7 +222,7 @@ def test_nothing_is_lost_whatever_happens() -> None:
             with allowed(rand.choice([0.0, 0.0005, 0.002, 30.0])):
                 try:
                     thing = resource_pool.acquire()
-                except PoolExhausted:
+                except StoreUnavailable:
                     continue
             if rand.random() < 0.3:
                 time.sleep(rand.random() / 500)
@@ -252,7 +253,7 @@ def test_a_forked_process_has_things_of_its_own() -> None:
     assert in_a_fork(lambda: type(resource_pool.acquire()).__name__) == "Thing"
     forked.set()
     thread.join(10)
-    with pytest.raises(PoolExhausted):
+    with pytest.raises(StoreUnavailable):
         resource_pool.acquire()
     assert resource_pool.all() == [thing]
 
@@ -266,7 +267,8 @@ else:
     import eventlet
     eventlet.monkey_patch()
     from eventlet import spawn, sleep
-from celery_leases.concurrency.resource_pool import PoolExhausted, ResourcePool, Permit, max_wait
+from celery_leases.concurrency.resource_pool import ResourcePool, Permit, max_wait
+from celery_leases.errors import StoreUnavailable
 
 resource_pool, busy, most, late = ResourcePool(3, Permit, 30.0), 0, 0, 0
 
@@ -285,7 +287,7 @@ def hurry():
     max_wait.set(lambda: 0.001)
     try:
         resource_pool.release(resource_pool.acquire())
-    except PoolExhausted:
+    except StoreUnavailable:
         late += 1
 
 for greenlet in [spawn(use) for _ in range(50)] + [spawn(hurry) for _ in range(10)]:

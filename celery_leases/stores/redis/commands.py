@@ -8,7 +8,7 @@ from typing import Any
 
 from redis.exceptions import NoScriptError
 
-from celery_leases.concurrency.resource_pool import Permit, PoolExhausted, ResourcePool
+from celery_leases.concurrency.resource_pool import Permit, ResourcePool
 from celery_leases.errors import StoreUnavailable
 from celery_leases.stores.redis.cluster import Cluster
 from celery_leases.stores.redis.direct_client import DirectClient, ScriptCall, packed
@@ -33,10 +33,11 @@ class RedisCommands:
         self._name = name
         self._prefix = prefix
         self._permits = permits
+        permits.name = name
 
     def run(self, script: Script, *keys_and_args: Any) -> Any:
         """Run a script. A second round trip is needed if the server does not have the script."""
-        permit = self._permit()
+        permit = self._permits.acquire()
         try:
             try:
                 return self._call(script, keys_and_args)
@@ -55,7 +56,7 @@ class RedisCommands:
 
     def execute(self, *command: Any) -> Any:
         """Send one command; returns its reply."""
-        permit = self._permit()
+        permit = self._permits.acquire()
         try:
             return self._execute(*command)
         except REDIS_ERRORS as error:
@@ -81,7 +82,7 @@ class RedisCommands:
         """One reply or error per command."""
         if not commands:
             return []
-        permit = self._permit()
+        permit = self._permits.acquire()
         try:
             return self._execute_many(commands)
         except REDIS_ERRORS as error:
@@ -96,7 +97,7 @@ class RedisCommands:
             for client in self.servers():
                 cursor = -1
                 while cursor:
-                    permit = self._permit()
+                    permit = self._permits.acquire()
                     try:
                         cursor, found = self._scan_page(client, max(cursor, 0), pattern)
                     finally:
@@ -148,14 +149,6 @@ class RedisCommands:
             for sentinel in getattr(getattr(pool, "sentinel_manager", None), "sentinels", ()):
                 sentinel.connection_pool.disconnect()
 
-    def _permit(self) -> Permit:
-        """Wait for the right to use one connection to a server."""
-        try:
-            return self._permits.acquire()
-        except PoolExhausted as error:
-            message = f"{self._name}: connections of this process: {error}; see leases_pool_size"
-            raise StoreUnavailable(message, False) from None
-
     def _scan_page(self, client: Any, cursor: int, pattern: str) -> tuple[Any, list[Any]]:
         """The cursor of the next page (0 after the last page), and the names on this page."""
         page: tuple[Any, list[Any]] = client.scan(cursor, match=pattern, count=_SCAN_COUNT)
@@ -200,7 +193,7 @@ class DirectCommands(RedisCommands):
             return packed(("EVAL", script.text, script.keys, *keys_and_args))
 
         by_sha = packed(keys_and_args, script.called, 3)
-        permit = self._permit()
+        permit = self._permits.acquire()
         try:
             self._client.send_unawaited(ScriptCall(script.sha, by_sha, with_text))
         except REDIS_ERRORS as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any, Final
 
@@ -16,13 +15,10 @@ from celery_leases.concurrency.resource_pool import ResourcePool
 from celery_leases.deadlines import LONGEST_CONNECTION_TIMEOUT
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.stores.sql.dialects import DIALECTS, Dialect, Fault, dialect_of
+from celery_leases.stores.sql.dialects.sqlite import LOGGER
 from celery_leases.stores.urls import display_database_url, display_url
 
 POOL_SIZE: Final = 10
-logger: Final = logging.getLogger("sqlalchemy.pool")
-"""The logger of SQLAlchemy's pools. The pools here log nothing at DEBUG, because a real thread must
-not log under eventlet.
-"""
 _TO_WRITE: Final = 'write "postgresql+psycopg://host/database", "mysql+pymysql://host/database" or "sqlite:///file.db"'
 
 
@@ -45,6 +41,7 @@ def engine_for(
         raise LeaseConfigurationError(f"{shown}: {error}") from None
     if "poolclass" not in options:
         options |= {"poolclass": BoundedPool, "pool_size": size, "pool_timeout": longest_wait}
+        options["server"] = display_database_url(parsed)
     try:
         engine = create_engine(
             parsed,
@@ -110,11 +107,16 @@ class BoundedPool(Pool, ResourcePool[_ConnectionRecord]):
     """
 
     def __init__(
-        self, creator: Any, pool_size: int = POOL_SIZE, timeout: float = 10.0, **given: Any
+        self,
+        creator: Any,
+        pool_size: int = POOL_SIZE,
+        timeout: float = 10.0,
+        server: str = "",
+        **given: Any,
     ) -> None:
         Pool.__init__(self, creator, **given)
-        ResourcePool.__init__(self, pool_size, self._new_record, timeout)
-        self.logger = logger
+        ResourcePool.__init__(self, pool_size, self._new_record, timeout, server)
+        self.logger = LOGGER
         self._is_disposed = False
 
     def invalidate_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
@@ -136,6 +138,7 @@ class BoundedPool(Pool, ResourcePool[_ConnectionRecord]):
             self._creator,
             pool_size=self.size,
             timeout=self.longest,
+            server=self.name,
             recycle=self._recycle,
             reset_on_return=self._reset_on_return,
             pre_ping=self._pre_ping,

@@ -5,6 +5,7 @@ The clock is that of the host. One connection writes at a time, and locks all ro
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from secrets import token_hex
@@ -24,6 +25,10 @@ from celery_leases.stores.sql.dialects.dialect import Dialect, Fault, Mark, tran
 BUSY_TIMEOUT = 5.0
 BUSY: Final = "celery_leases_busy_timeout"
 """The name under which a connection has its timeout, if that was changed."""
+LOGGER: Final = logging.getLogger("sqlalchemy.pool")
+"""The logger of SQLAlchemy's pools. The pools here log nothing at DEBUG, because a real thread must
+not log under eventlet.
+"""
 _LOCKED: Final = "database is locked"
 
 
@@ -100,6 +105,10 @@ class SingleConnectionPool(StaticPool):
     """One connection for all threads, for a database in memory, which exists in one connection
     only.
     """
+
+    def __init__(self, creator: Any, **given: Any) -> None:
+        super().__init__(creator, **given)
+        self.logger = LOGGER
 
     def acquire(self) -> _ConnectionRecord:
         """See :class:`celery_leases.stores.sql.pool.BoundedPool`."""
