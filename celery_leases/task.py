@@ -379,7 +379,7 @@ def _guarded(name: str, hook: Any) -> Any:
             raise
         except BaseException as error:
             from celery_leases.worker.body_exceptions import as_exception
-            from celery_leases.worker.pools.os_signal_guard import is_sigterm
+            from celery_leases.worker.interrupts import is_sigterm
 
             if self.request.is_eager or is_sigterm(error):
                 raise

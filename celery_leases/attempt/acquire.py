@@ -13,8 +13,7 @@ from functools import cached_property
 
 from celery_leases import events
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.process import Process
-from celery_leases.attempt.store_retries import retrying
+from celery_leases.attempt.process import Process, retrying
 from celery_leases.call import Call
 from celery_leases.concurrency import resource_pool
 from celery_leases.decide import after_run as settlement

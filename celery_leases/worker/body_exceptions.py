@@ -39,7 +39,7 @@ from celery_leases.record import Ended, Failure
 from celery_leases.results import MESSAGE_MAX, failure_of
 from celery_leases.text.redaction import message_of
 from celery_leases.worker.headers import state_of
-from celery_leases.worker.pools.interrupt_guard import EarlySoftTimeLimit, InterruptGuard
+from celery_leases.worker.interrupts import EarlySoftTimeLimit, InterruptGuard
 from celery_leases.worker.tracebacks import traceback_of
 
 UNREADABLE_PAUSE: Final = 15.0

@@ -16,8 +16,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from celery_leases import events
-from celery_leases.attempt.process import Process
-from celery_leases.attempt.store_retries import retrying
+from celery_leases.attempt.process import Process, retrying
 from celery_leases.call import Call
 from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.decide.after_run import ExitCause, child_exited, closed_for_celery

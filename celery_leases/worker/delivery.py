@@ -75,7 +75,7 @@ from celery_leases.worker.headers import (
     state_of,
     token_of,
 )
-from celery_leases.worker.pools.os_signal_guard import interrupt_guard_here
+from celery_leases.worker.interrupts import interrupt_guard_here
 from celery_leases.worker.reschedule import KeyIsHeld, NotPublishable
 from celery_leases.worker.stored_messages import has_expired
 from celery_leases.worker.waiting_log import (

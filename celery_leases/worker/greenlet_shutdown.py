@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from celery_leases.worker.pools.greenlet_guard import run_signal_handlers_outside_pool
+from celery_leases.worker.interrupts import run_signal_handlers_outside_pool
 
 
 def prepare(consumer: Any) -> None:

@@ -19,7 +19,7 @@ from celery_leases.settings import IN_MEMORY, Settings
 from celery_leases.signals import Announcer, logger
 from celery_leases.stores.interfaces import Observer
 from celery_leases.worker.app_settings import leased_tasks, settings_of
-from celery_leases.worker.pools.os_signal_guard import interrupt_guard_here
+from celery_leases.worker.interrupts import interrupt_guard_here
 from celery_leases.worker.reschedule import Publisher
 
 METRICS_DIRECTORY: Final = "PROMETHEUS_MULTIPROC_DIR"

@@ -43,7 +43,7 @@ from celery_leases.worker.headers import (
     read_header,
     retries_of,
 )
-from celery_leases.worker.pools.greenlet_guard import BodyKill, body_kill_of
+from celery_leases.worker.interrupts import BodyKill, body_kill_of
 from celery_leases.worker.reschedule import KeyIsHeld
 from celery_leases.worker.waiting_calls import KeyWaiters, waiting_calls
 from celery_leases.worker.waiting_log import AGAIN, leave_out_arrival

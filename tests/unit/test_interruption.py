@@ -5,7 +5,7 @@ import pytest
 from celery_leases.attempt.held_lease import CLEANUP_TIME, HeldLease
 from celery_leases.errors import LeaseLost
 from celery_leases.testing.contracts.calls import make_call
-from celery_leases.worker.pools.os_signal_guard import SignalGuard
+from celery_leases.worker.interrupts import SignalGuard
 from tests.unit.memory_stores import ManualClock
 
 
