@@ -315,7 +315,7 @@ class LeaseClient:
     ) -> LeaseStatus:
         """Make the record of the key empty: without result, failures, counts and history.
 
-        With ``lease_on_done="rerun"``, effects that the call has done stay done. *retention*,
+        With ``lease_runs="each"``, effects that the call has done stay done. *retention*,
         *force* and the errors are those of :meth:`retry`.
         """
         return self._write("forget", key, namespace or task, force, retention)

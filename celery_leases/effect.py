@@ -60,13 +60,13 @@ class Scope:
     keep: float | None = None
 
 
-def scope_of(record: Record, *, rerun: bool, retention: float) -> Scope:
+def scope_of(record: Record, *, each_runs: bool, retention: float) -> Scope:
     """The scope of the effects of an attempt on *record*.
 
-    It is the generation of the record, which all calls share; under *rerun* it is the call, even if
-    another call takes the record meanwhile. *retention* is that of the task, in seconds.
+    It is the generation of the record, which all calls share; with *each_runs* it is the call, even
+    if another call takes the record meanwhile. *retention* is that of the task, in seconds.
     """
-    return Scope(record.call_id, retention) if rerun else Scope(_generation(record))
+    return Scope(record.call_id, retention) if each_runs else Scope(_generation(record))
 
 
 def scopes_of(record: Record) -> tuple[str, str]:

@@ -174,7 +174,7 @@ def call_key(
         key = _filled(task, "key", options.key, given)
         if options.tenant is not None:
             key = _of_tenant(task, options.tenant, headers or {}, key)
-        digests = None if options.rerun else _digests(task, options, given)
+        digests = None if options.each_runs else _digests(task, options, given)
     except RecursionError:
         raise _too_deep(task) from None
     fingerprint = fingerprint_of(digests) if digests is not None else None

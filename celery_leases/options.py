@@ -30,11 +30,11 @@ ADVISED_TTL: Final = 10.0
 LONGEST_NAMESPACE: Final = 150
 
 OnLost = Literal["interrupt", "flag", "kill"]
-OnHeld = Literal["reschedule", "ignore", "raise"]
-OnDone = Literal["replay", "ignore", "raise", "rerun"]
+Runs = Literal["once", "each"]
+_Busy = Literal["wait", "raise", "ignore"]
+OnBusy = _Busy | None
+OnDone = Literal["replay", "raise", "ignore"]
 OnQueued = Literal["return", "raise"]
-_Cooling = Literal["raise", "reschedule", "ignore"]
-OnCooling = _Cooling | None
 Resume = Literal["transient", "always", "never"]
 TenantMaker = Callable[[Mapping[str, Any]], Any] | None
 KeyMaker = str | Callable[..., str] | None
@@ -42,14 +42,14 @@ FingerprintMaker = Callable[..., Any] | tuple[str, ...] | Literal[False] | None
 
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "on_lost": get_args(OnLost),
-    "on_held": get_args(OnHeld),
+    "runs": get_args(Runs),
+    "on_busy": get_args(_Busy),
     "on_done": get_args(OnDone),
-    "on_cooling": get_args(_Cooling),
     "on_queued": get_args(OnQueued),
 }
 APP_ONLY: Final = frozenset({"result_max", "settle_timeout"})
 """Settings of the whole app that a task cannot set."""
-_SECONDS: Final = ("ttl", "max_hold", "wait", "retention", "settle_timeout")
+_SECONDS: Final = ("ttl", "max_hold", "retention", "settle_timeout")
 _FLAGS: Final = ("renew", "allow_loss", "store_arguments", "queue_once")
 _PREFIX: Final = re.compile("^leases?_?")
 
@@ -123,13 +123,15 @@ class LeaseOptions:
     renew: bool = True
     max_hold: float = DAY
     on_lost: OnLost = "interrupt"
-    on_held: OnHeld = "reschedule"
-    #: How long a call waits in its process for a held key before ``on_held`` applies.
-    wait: float = 0.0
+    #: ``"once"``: the work of a key is done once, and other calls get its result; ``"each"``: each
+    #: call runs, one after the other. Read :attr:`each_runs`.
+    runs: Runs = "once"
+    #: If another call holds the key, or its failure lets the key or its group cool down; ``None``:
+    #: ``"raise"`` for a key that cools down itself, unless the delivery carries chain, chord, group
+    #: or link; otherwise ``"wait"``.
+    on_busy: OnBusy = None
+    #: If another call has finished the key.
     on_done: OnDone = "replay"
-    #: ``None``: ``"raise"`` for a key that cools down itself, unless the delivery carries chain,
-    #: chord, group or link; otherwise ``"reschedule"``.
-    on_cooling: OnCooling = None
     failures: Failures = field(default_factory=Failures)
     cooldown_group: KeyMaker = None
     retention: float = 7 * DAY
@@ -145,7 +147,7 @@ class LeaseOptions:
     @cached_property
     def compares(self) -> bool:
         """Whether all calls of a key must have the same fingerprint."""
-        return self.key is not None and self.fingerprint is not False and not self.rerun
+        return self.key is not None and self.fingerprint is not False and not self.each_runs
 
     @cached_property
     def queues_once(self) -> bool:
@@ -155,9 +157,9 @@ class LeaseOptions:
         return self.queue_once and self.key is not None
 
     @cached_property
-    def rerun(self) -> bool:
-        """Whether each call of a key runs, one after the other (``lease_on_done="rerun"``)."""
-        return self.on_done == "rerun"
+    def each_runs(self) -> bool:
+        """Whether each call of a key runs, one after the other (``lease_runs="each"``)."""
+        return self.runs == "each"
 
 
 OPTION_NAMES: Final = tuple(field.name for field in fields(LeaseOptions))
@@ -329,6 +331,15 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
 }
 
 
+_WITHOUT_KEY: Final = {
+    "namespace": "only copies of one call share a key",
+    "fingerprint": "only copies of one call share a key",
+    "on_busy": "only copies of one call share a key",
+    "on_done": "another call cannot have finished the work",
+    "queue_once": "each call has a key of its own",
+}
+
+
 def _check_together(
     task: str, options: LeaseOptions, given: AbstractSet[str], parameters: Sequence[str] | None
 ) -> None:
@@ -336,27 +347,15 @@ def _check_together(
         value = getattr(options, name)
         raise LeaseConfigurationError(f"{_named(task, name)}={value!r} {why}")
 
-    if options.key is None:
-        for name in ("namespace", "fingerprint", "on_held", "wait"):
-            if name in given and getattr(options, name) != getattr(LeaseOptions, name):
-                refuse(
-                    name,
-                    "needs a lease_key: without one, only copies of one call share a key; add lease_key",
-                )
-        if "queue_once" in given and options.queue_once:
-            refuse(
-                "queue_once",
-                "needs a lease_key: without one, each call has a key of its own; add lease_key",
-            )
-        if "on_done" in given and options.on_done in ("ignore", "raise"):
-            refuse(
-                "on_done",
-                "needs a lease_key: without one, another call cannot have finished the work; add lease_key",
-            )
-    if options.rerun and options.fingerprint is not None and "fingerprint" in given:
-        refuse(
-            "fingerprint", 'is never compared under lease_on_done="rerun"; leave one of them out'
-        )
+    def differs(name: str) -> bool:
+        return name in given and getattr(options, name) != getattr(LeaseOptions, name)
+
+    for name, why in _WITHOUT_KEY.items():
+        if options.key is None and differs(name):
+            refuse(name, f"needs a lease_key: without one, {why}; add lease_key")
+    for name in ("fingerprint", "on_done"):
+        if options.each_runs and differs(name):
+            refuse(name, 'does nothing under lease_runs="each"; leave one of them out')
     if "on_queued" in given and not options.queue_once:
         refuse("on_queued", "does nothing without lease_queue_once=True; add that, or leave it out")
     if options.max_hold < options.ttl and "max_hold" in given:

@@ -167,7 +167,7 @@ class Record:
     published_at: int | None = None
     #: JSON text of the saved progress, see :mod:`celery_leases.progress`.
     progress: str | None = None
-    #: With ``lease_on_done="rerun"``: the last finished calls, the latest last.
+    #: With ``lease_runs="each"``: the last finished calls, the latest last.
     finished_calls: tuple[str, ...] = ()
     #: The results of finished calls as JSON text, by call.
     finished_results: Mapping[str, str | None] | None = None
@@ -320,7 +320,7 @@ class Outcome:
     #: Progress to save with the outcome; ``None`` leaves the saved progress unchanged.
     progress: str | None = None
     #: The finished calls of the key with their results as JSON text, the latest last. ``""``: the
-    #: call has no result, ``None``: its result is not stored. ``None`` without ``rerun``.
+    #: call has no result, ``None``: its result is not stored. ``None`` unless each call runs.
     finished: Mapping[str, str | None] | None = None
     #: The call of the last counted crash.
     crashed_call: str | None = None

@@ -64,7 +64,7 @@ def write_summary(document_id: int, model: str) -> dict[str, Any]:
     lease_failures=Failures(
         cooldown=CooldownPolicy(COOLDOWN_SECONDS, jitter=0), resume="always"
     ),  # nobody waits: every failed call runs again by itself
-    lease_on_cooling="reschedule",  # calls that arrive during a cooldown wait too
+    lease_on_busy="wait",  # calls that arrive during a cooldown wait too
 )
 def write_summary_overnight(document_id: int, model: str) -> dict[str, Any]:
     """Let the model summarise one document, some time this night."""

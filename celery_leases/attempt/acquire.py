@@ -94,7 +94,7 @@ class Acquirer:
         sent = self.process.clock.now()
         answer = self._acquire(call)
         if isinstance(answer, Cooling):
-            verdict = self.decide(call, self.process.records.read(call.key.stored), waited)
+            verdict = self.decide(call, self.process.records.read(call.key.stored))
             if not isinstance(verdict, Run):
                 return verdict
             # The record decides: by the record, the key no longer cools down.
@@ -105,7 +105,7 @@ class Acquirer:
             case Held(holder):
                 return self._key_is_held(call, holder, waited)
             case BlockedByGate():
-                return self._blocked_by_gate(call, answer, waited)
+                return self._blocked_by_gate(call, answer)
             case Acquired():
                 return self._acquired(call, sent, answer, waited)
             case _:
@@ -142,14 +142,14 @@ class Acquirer:
             self.release(held_lease)
         return result
 
-    def _blocked_by_gate(self, call: Call, blocked: BlockedByGate, waited: float) -> Verdict:
+    def _blocked_by_gate(self, call: Call, blocked: BlockedByGate) -> Verdict:
         """Decide on a call whose group has a closed gate: finished work is replayed, and no body
         starts.
         """
         record = (
             blocked.record if blocked.record_read else self.process.records.read(call.key.stored)
         )
-        return self.decide(call, record, waited, blocked.gate)
+        return self.decide(call, record, blocked.gate)
 
     def _key_is_held(self, call: Call, holder: Holder, waited: float) -> Verdict:
         """Decide on a call whose key is held.
@@ -157,10 +157,10 @@ class Acquirer:
         Every attempt holds the lease while it reads the record. If the record shows that the
         holder only reads it, the call waits a moment and is not refused.
         """
-        verdict = before_run(call, Facts(holder=holder, waited=waited, rand=self.process.rand()))
+        verdict = before_run(call, Facts(holder=holder, rand=self.process.rand()))
         if isinstance(verdict, Drop | Raise):
             record = self.process.records.read(call.key.stored)
-            answer = self.decide(call, record, waited)
+            answer = self.decide(call, record)
             if not isinstance(answer, Run):
                 return answer
             if record is None or not record.is_attempt(State.RUNNING, holder.token):
@@ -188,7 +188,7 @@ class Acquirer:
         if isinstance(claim, Won):
             return self._claimed(call, held_lease, claim.record)
         if isinstance(claim, BlockedByGate):
-            return self._blocked_by_gate(call, claim, waited)
+            return self._blocked_by_gate(call, claim)
         if claim.why is Refusal.EMPTIED and claim.record is not None and claim.age is not None:
             return waiting.after_store_was_emptied(
                 call, claim.record, claim.age, self.process.rand()
@@ -200,7 +200,7 @@ class Acquirer:
             and (holder := decisions.holder_of_row(claim.record)) is not None
         ):
             self._report_held(call, holder)
-        verdict = self.decide(call, claim.record, waited)
+        verdict = self.decide(call, claim.record)
         if isinstance(verdict, Run):
             return Reschedule(
                 SHORT_PAUSE + self.process.rand(), "the record changed while it was being claimed"
@@ -324,9 +324,7 @@ class Acquirer:
 
     # -- steps, some of which attempt.run uses too -------------------------------------------------
 
-    def decide(
-        self, call: Call, record: Record | None, waited: float = 0.0, gate: Gate | None = None
-    ) -> Verdict:
+    def decide(self, call: Call, record: Record | None, gate: Gate | None = None) -> Verdict:
         """Decide on *record*. The mark that the callbacks were sent is read if it matters."""
         sent = False
         if call.canvas and (
@@ -337,7 +335,6 @@ class Acquirer:
         facts = Facts(
             record,
             callbacks_sent=sent,
-            waited=waited,
             rand=self.process.rand(),
             gate=gate,
             wall_time=self.process.wall_time(),

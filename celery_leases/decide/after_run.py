@@ -48,7 +48,7 @@ WITHOUT_RESULT = (Ended.IGNORED, Ended.REPLACED)
 LONGEST_SETTLE_PAUSE = 2.0
 """Seconds between two tries to write an outcome, at most."""
 FINISHED_CALLS_MAX = 16
-"""How many finished calls a record of a ``rerun`` task lists."""
+"""How many finished calls a record of a task whose calls all run lists."""
 FINISHED_RESULT_MAX = 4096
 """Characters of the longest result that is stored in that list."""
 
@@ -225,10 +225,10 @@ def unrun(call: Call, record: Record, delay: float) -> Outcome:
 
 
 def _crashes_of_another_call(call: Call, record: Record) -> bool:
-    """With on_done="rerun", crash counts belong to one call: another call's success does not reset
+    """With runs="each", crash counts belong to one call: another call's success does not reset
     them.
     """
-    return call.options.rerun and record.crashed_call not in (None, call.call_id)
+    return call.options.each_runs and record.crashed_call not in (None, call.call_id)
 
 
 def _unchanged(call: Call, record: Record) -> Outcome:
@@ -313,7 +313,7 @@ def _after_crash(
 
 
 def _finished(call: Call, record: Record, result: str | None) -> Mapping[str, str | None] | None:
-    if not call.options.rerun:
+    if not call.options.each_runs:
         return None
     results = record.finished_results or {}
     others = [(name, results.get(name)) for name in record.finished_calls if name != call.call_id]

@@ -16,17 +16,17 @@ this call finished                                ``Return`` the saved result;
 this call failed, its caller has the failure,
 and this delivery is a copy                       ``Raise`` the saved failure
 a later retry of this call has the record         ``Drop``
-another call failed for good (except with
-``rerun``), or is ``uncertain``                   ``Raise(PermanentFailure)``
+another call failed for good (unless each
+call runs), or is ``uncertain``                   ``Raise(PermanentFailure)``
 the key belongs to a call with other arguments    ``Raise(KeyReused)``
-another call finished                             ``lease_on_done``: ``Return``, ``Drop``, ``Raise``, ``Run``;
+another call finished                             ``lease_on_done``: ``Return``, ``Raise``, ``Drop``;
                                                   it ended by ``replace()``: ``Follow`` instead of ``Return``
 an attempt holds the lease                        of this call: ``Reschedule`` until the lease ends;
-                                                  of another call: ``Wait`` for ``lease_wait``, then
-                                                  ``lease_on_held``: ``Reschedule``, ``Drop``, ``Raise``
+                                                  of another call: ``lease_on_busy``:
+                                                  ``Reschedule``, ``Raise``, ``Drop``
 ``cooling``, or the gate of its group blocks      this call, or one that has begun: ``Reschedule`` until then;
-                                                  another call: ``lease_on_cooling``:
-                                                  ``Raise(CoolingDown)``, ``Reschedule``, ``Drop``
+                                                  another call: ``lease_on_busy``:
+                                                  ``Reschedule``, ``Raise(CoolingDown)``, ``Drop``
 ``pending``, and ``retry_at`` is in the future    ``Reschedule`` until then
 claimed, after ``Failures.crashes`` in a row       ``Raise(PermanentFailure)``
 claimed, after the second crash in a row          ``Reschedule`` for 5 s, later for 30 s
@@ -36,7 +36,7 @@ anything else                                     ``Run``
 A call that has begun is never dropped or refused because of another call: it is rescheduled, or
 gets the saved result. A delivery that carries chain, chord, group or link is never dropped because
 of another call either. Without a result ends a call that raises ``Ignore`` or calls ``replace()``,
-and with ``rerun`` also a call that failed for good before another call ran. A call whose caller has
+and with ``lease_runs="each"`` also a call that failed for good before another call ran. A call whose caller has
 its failure no longer reserves the key for its arguments.
 
 After the run
@@ -92,9 +92,14 @@ from celery_leases.decide.verdicts import (
     Return,
     Run,
     Verdict,
-    Wait,
 )
-from celery_leases.decide.waiting import countdown, countdown_until_free, jitter, not_due_yet
+from celery_leases.decide.waiting import (
+    countdown,
+    countdown_until_free,
+    jitter,
+    not_due_yet,
+    while_busy,
+)
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
 from celery_leases.keys import differing
 from celery_leases.record import Ended, Failure, Record, Refusal, State
@@ -147,11 +152,11 @@ def after_claim(call: Call, record: Record) -> Run | Reschedule | Raise:
 
     An attempt that does not run is closed.
     """
-    counted = record.crashed_call in (None, call.call_id) or not call.options.rerun
+    counted = record.crashed_call in (None, call.call_id) or not call.options.each_runs
     if not counted:
         return Run()
     if record.crashes >= call.options.failures.crashes and (
-        record.just_crashed or call.options.rerun
+        record.just_crashed or call.options.each_runs
     ):
         return Raise(crash_loop(record))
     pause = crash_pause(record.crashes) if record.just_crashed else 0.0
@@ -231,7 +236,7 @@ def _finished_by_this_call(call: Call, record: Record, facts: Facts) -> Verdict:
 
 
 def _finished_before(call: Call, record: Record) -> Verdict:
-    """The verdict on a call that finished before the record's latest call (``rerun``)."""
+    """The verdict on a call that finished before the record's latest call (``lease_runs="each"``)."""
     result = (record.finished_results or {}).get(call.call_id)
     if result == NO_RESULT:
         return Drop(ENDED_WITHOUT_RESULT)
@@ -252,8 +257,6 @@ def _finished_by_other_call(call: Call, record: Record, facts: Facts) -> Verdict
             return _follow(call, record, facts)
         case "replay" | "ignore":
             return _replay(record)
-        case "rerun":
-            raise AssertionError("work that is done does not refuse a call of a rerun task")
         case _ as never:
             assert_never(never)
 
@@ -298,19 +301,8 @@ def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
         delay = backoff if just_retried else holder.remaining + jitter(facts)
         reason = "a copy of this call is running"
         return Reschedule(countdown(call, delay), reason, started=True, event_type="")
-    wait = min(call.options.wait, call.time_limit / 2) if call.time_limit else call.options.wait
-    if not call.started and (left := wait - facts.waited) > 0:
-        return Wait(min(left, 0.2 + 0.3 * facts.rand))
     reschedule = _reschedule_until_free(call, backoff, facts)
-    match "reschedule" if call.started else call.options.on_held:
-        case "reschedule":
-            return reschedule
-        case "ignore":
-            return reschedule if call.canvas else Drop(HELD_BY_OTHER)
-        case "raise":
-            return Raise(_lease_held(call, holder))
-        case _ as never:
-            assert_never(never)
+    return while_busy(call, "wait", reschedule, _lease_held(call, holder), HELD_BY_OTHER)
 
 
 def _reschedule_until_free(call: Call, backoff: float, facts: Facts) -> Reschedule:

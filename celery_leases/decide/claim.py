@@ -48,12 +48,12 @@ def refusal(row: Record | None, call: Call) -> Refusal | None:
         and (row.state is State.RUNNING or row.ended is Ended.RETRIED)
     ):
         return Refusal.SUPERSEDED
-    if row.state is State.UNCERTAIN or (row.state is State.FAILED and not call.options.rerun):
+    if row.state is State.UNCERTAIN or (row.state is State.FAILED and not call.options.each_runs):
         return Refusal.FAILED
-    free = ours or row.failure_delivered or call.options.rerun
+    free = ours or row.failure_delivered or call.options.each_runs
     if not (free or same_arguments(row.fingerprint, call.key.fingerprint)):
         return Refusal.REUSED
-    if row.state is State.DONE and not call.options.rerun:
+    if row.state is State.DONE and not call.options.each_runs:
         return Refusal.DONE
     if row.state is State.RUNNING and row.lease_remaining > 0 and row.owner not in call.prior:
         return Refusal.HELD
@@ -167,8 +167,8 @@ def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int
         "retention": call.options.retention or None,
         "now": now,
     }
-    # Its retention is over, or each call has a generation of its own (rerun).
-    new_generation = row.expired or (call.options.rerun and row.call_id != call.call_id)
+    # Its retention is over, or each call has a generation of its own (``each_runs``).
+    new_generation = row.expired or (call.options.each_runs and row.call_id != call.call_id)
     # A running row was not closed by its owner, of which nothing was heard since its lease ended:
     # a suspected crash, unless the call knows that attempt.
     crashed = row.state is State.RUNNING and row.owner not in call.prior
@@ -226,9 +226,11 @@ def _previous_attempt(row: Record, ended: Ended | None) -> PastAttempt | None:
 
 
 def _crashes(row: Record, call: Call, *, crashed: bool) -> int:
-    """Crashes in a row. With on_done="rerun" they belong to one call."""
+    """Crashes in a row. With runs="each" they belong to one call."""
     if row.expired or not crashed:
         return 0 if row.expired else row.crashes
     return (
-        1 if call.options.rerun and row.crashed_call not in (None, row.call_id) else row.crashes + 1
+        1
+        if call.options.each_runs and row.crashed_call not in (None, row.call_id)
+        else row.crashes + 1
     )

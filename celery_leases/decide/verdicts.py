@@ -140,8 +140,6 @@ class Facts:
     holder: Holder | None = None
     #: The callbacks of this call have been sent.
     callbacks_sent: bool = False
-    #: Seconds for which this delivery has waited in this process (``lease_wait``).
-    waited: float = 0.0
     #: A random number in [0, 1) for jitter.
     rand: float = 0.0
     #: The gate of the call's cooldown group, if it blocks.

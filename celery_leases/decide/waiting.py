@@ -8,8 +8,9 @@ from typing import Final, assert_never
 
 from celery_leases.call import Call
 from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Verdict, Wait
-from celery_leases.errors import CoolingDown
+from celery_leases.errors import CoolingDown, LeasesError
 from celery_leases.failures.actions import Reason
+from celery_leases.options import OnBusy
 from celery_leases.record import MAY_HAVE_BEEN_EXECUTED, Ended, Record, State
 from celery_leases.text.cleaning import printable
 from celery_leases.text.durations import in_words
@@ -78,13 +79,23 @@ def not_due_yet(call: Call, record: Record | None, facts: Facts) -> Verdict:
     if started or call.started or pending:
         return reschedule
     key_cools = record is not None and record.state is State.COOLING
-    match call.options.on_cooling or ("raise" if key_cools and not call.canvas else "reschedule"):
-        case "reschedule":
+    default: OnBusy = "raise" if key_cools and not call.canvas else "wait"
+    return while_busy(call, default, reschedule, refusal, str(refusal))
+
+
+def while_busy(
+    call: Call, default: OnBusy, reschedule: Reschedule, refusal: LeasesError, reason: str
+) -> Reschedule | Raise | Drop:
+    """The verdict on a call that cannot run now because of another call: what ``lease_on_busy``
+    says, or *default*. A call that has begun waits.
+    """
+    match "wait" if call.started else call.options.on_busy or default:
+        case "wait" | None:
             return reschedule
         case "raise":
             return Raise(refusal)
         case "ignore":
-            return reschedule if call.canvas else Drop(str(refusal))
+            return reschedule if call.canvas else Drop(reason)
         case _ as never:
             assert_never(never)
 

@@ -109,10 +109,10 @@ def enqueue(
 ) -> AsyncResult:
     """Write the call of *task* into the transaction *given*; see ``LeasedTask.apply_async_in``."""
     app, options, call_id = task.app, task.lease_options, str(uuid4())
-    if options.rerun and options.key is not None:
+    if options.each_runs and options.key is not None:
         raise LeaseConfigurationError(
             f"task {task.name}: delay_in() needs a record of its own for each call, but under "
-            'lease_on_done="rerun" all calls of a key share one; leave lease_key out, or publish after the commit'
+            'lease_runs="each" all calls of a key share one; leave lease_key out, or publish after the commit'
         )
     process = processes.process_of(app)
     headers = headers_of(task, args, kwargs, options_of_call.get("headers"), call_id)
@@ -289,7 +289,7 @@ def must_be_published(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     if record is None or record.expired or record.forgotten:
         return True
     _check_arguments(record, key)
-    return options.rerun or _has_no_open_call(record)
+    return options.each_runs or _has_no_open_call(record)
 
 
 _ORDER: Final = ("args", "kwargs", "task_id", "producer", "link", "link_error", "shadow")
@@ -397,11 +397,11 @@ def _write_queued(outbox: Outbox, records: SqlRecordStore, call: _NewCall) -> Re
     if rows.write(outbox.enqueue_writes(*named, ttl=ttl, retention=retention), key.key):
         return None
     record = _existing_record(rows, key)
-    new_generation = options.rerun and record.state in (State.DONE, State.FAILED)
+    new_generation = options.each_runs and record.state in (State.DONE, State.FAILED)
     if record.expired:
         writes = outbox.replace_writes(record, *named, ttl=ttl, retention=retention)
     elif new_generation or (_has_no_open_call(record) and not record.waits):
-        new_generation = options.rerun
+        new_generation = options.each_runs
         writes = outbox.reassign_writes(
             record, *named, new_generation=new_generation, ttl=ttl, retention=retention
         )

@@ -54,7 +54,7 @@ def submit(
 
     def look() -> tuple[LeaseStatus, HttpAnswer]:
         status: LeaseStatus = task.lease_status(*given, **named)
-        if status.state == State.DONE and task.lease_options.rerun:
+        if status.state == State.DONE and task.lease_options.each_runs:
             status = replace(status, state=ABSENT, result=None)  # each call runs
         where = location(status) if callable(location) else location
         asked: Any = {"asked": "work", "idempotent": idempotent, "poll_after": poll_after}

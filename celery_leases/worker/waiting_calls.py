@@ -85,8 +85,8 @@ class KeyWaiters:
         self.stored_key = stored_key
         #: The longest countdown before the broker might redeliver a message, in seconds.
         self.longest = longest
-        #: The key has calls that run one after the other (``lease_on_done="rerun"``).
-        self.rerun = False
+        #: The key has calls that run one after the other (``lease_runs="each"``).
+        self.each_runs = False
         #: The waiting calls, a heap in the order of arrival. Celery may have dropped some of them.
         self.waiting: list[tuple[int, int, Any]] = []
         self.begun: set[Any] = set()
@@ -140,7 +140,7 @@ class KeyWaiters:
             now,
             now,
         )
-        self.may_run = ANSWERED_TOGETHER if answered and not self.rerun else 1
+        self.may_run = ANSWERED_TOGETHER if answered and not self.each_runs else 1
 
     def still_held(self, now: float) -> None:
         """Note that a lookup found the key held."""
@@ -311,7 +311,7 @@ class WaitingCalls:
             )
             self.by_key[stored_key] = waiters
         self._tasks.add(task.name)
-        waiters.rerun = waiters.rerun or task.lease_options.rerun
+        waiters.each_runs = waiters.each_runs or task.lease_options.each_runs
         return waiters
 
     def _waiters_for(self, request: Any) -> tuple[KeyWaiters, str] | None:
@@ -323,7 +323,7 @@ class WaitingCalls:
         """
         options, fields = request.task.lease_options, request._request_dict  # noqa: SLF001
         if (
-            options.on_held != "reschedule"
+            options.on_busy in ("raise", "ignore")
             or callable(options.key)
             or callable(options.fingerprint)
             or options.tenant is not None

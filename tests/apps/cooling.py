@@ -146,21 +146,21 @@ limited = _task(
     "limited", soft_time_limit=1, lease_failures=Failures(cooldown=_exactly(3), resume="never")
 )
 repeatable = _task("repeatable", lease_failures=Failures(idempotent=True))
-refuses = _task("refuses", lease_failures=Failures(cooldown=_exactly(3)), lease_on_cooling="raise")
-waits = _task("waits", lease_failures=Failures(cooldown=_exactly(3)), lease_on_cooling="reschedule")
-ignores = _task("ignores", lease_failures=Failures(cooldown=_exactly(3)), lease_on_cooling="ignore")
-grouped = _task("grouped", lease_on_cooling="reschedule", lease_failures=_ALWAYS, **_GROUPED)
+refuses = _task("refuses", lease_failures=Failures(cooldown=_exactly(3)), lease_on_busy="raise")
+waits = _task("waits", lease_failures=Failures(cooldown=_exactly(3)), lease_on_busy="wait")
+ignores = _task("ignores", lease_failures=Failures(cooldown=_exactly(3)), lease_on_busy="ignore")
+grouped = _task("grouped", lease_on_busy="wait", lease_failures=_ALWAYS, **_GROUPED)
 visits = _task(
     "visits",
-    lease_on_cooling="reschedule",
+    lease_on_busy="wait",
     lease_failures=replace(_ALWAYS, resume="never"),
     **_GROUPED,
 )
 shared = _task("shared", lease_cooldown_group="{group}")
-shut_out = _task("shut_out", lease_cooldown_group="{group}", lease_on_cooling="raise")
+shut_out = _task("shut_out", lease_cooldown_group="{group}", lease_on_busy="raise")
 tracked = _task("tracked", track_started=True)
 gated = _task(
-    "gated", lease_failures=replace(_ALWAYS, resume="never"), lease_on_cooling="raise", **_GROUPED
+    "gated", lease_failures=replace(_ALWAYS, resume="never"), lease_on_busy="raise", **_GROUPED
 )
 
 
@@ -176,7 +176,7 @@ def failed(call):
     note("errback", id=call)
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="asks:{number}", lease_on_cooling="reschedule")
+@app.task(base=LeasedTask, bind=True, lease_key="asks:{number}", lease_on_busy="wait")
 def asks(self, number, url):
     """Call the rate limited server; each key cools down by itself."""
     return _ask(number, url)
@@ -186,7 +186,7 @@ def asks(self, number, url):
     base=LeasedTask,
     bind=True,
     lease_key="asks:{number}",
-    lease_on_cooling="reschedule",
+    lease_on_busy="wait",
     lease_cooldown_group="{url}",
 )
 def asks_together(self, number, url):

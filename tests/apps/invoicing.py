@@ -303,7 +303,7 @@ def pay(self, name, *args, **kwargs):
     return _pay(self, name, *args, **kwargs)
 
 
-@app.task(**PAYS, lease_key="pays:{name}", lease_on_done="rerun")
+@app.task(**PAYS, lease_key="pays:{name}", lease_runs="each")
 def pays(self, name, *args, **kwargs):
     """See :func:`_pay`; each call runs."""
     return _pay(self, name, *args, **kwargs)

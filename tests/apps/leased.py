@@ -145,7 +145,7 @@ def audited(self, name, gate):
     return {"name": name}
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="rerun:{name}", lease_on_done="rerun")
+@app.task(base=LeasedTask, bind=True, lease_key="rerun:{name}", lease_runs="each")
 def rerun(self, name, seconds=0.0, gate=None):
     """As :func:`work`; each call runs."""
     return _working(self, name, seconds, gate)
@@ -467,23 +467,11 @@ def often(self, name):
     os.kill(os.getpid(), 9)
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="waits:{name}", lease_wait=60)
-def waits(self, name, seconds=0.0, gate=None):
-    """As :func:`work`; another call waits in its worker."""
-    return _working(self, name, seconds, gate)
-
-
-@app.task(base=LeasedTask, bind=True, lease_key="impatient:{name}", lease_wait=0.5)
-def impatient(self, name, seconds=0.0, gate=None):
-    """As :func:`waits`, but for half a second only."""
-    return _working(self, name, seconds, gate)
-
-
 @app.task(
     base=LeasedTask,
     bind=True,
     lease_key="ignores:{name}",
-    lease_on_held="ignore",
+    lease_on_busy="ignore",
     lease_on_done="ignore",
 )
 def ignores(self, name, seconds=0.0, gate=None):
@@ -495,7 +483,7 @@ def ignores(self, name, seconds=0.0, gate=None):
     base=LeasedTask,
     bind=True,
     lease_key="refuses:{name}",
-    lease_on_held="raise",
+    lease_on_busy="raise",
     lease_on_done="raise",
 )
 def refuses(self, name, seconds=0.0, gate=None):

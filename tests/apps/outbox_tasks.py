@@ -64,7 +64,7 @@ def single(self, name, gate=None, how=None):
     return _ordered(self, name, gate, how)
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="again:{name}", lease_on_done="rerun")
+@app.task(base=LeasedTask, bind=True, lease_key="again:{name}", lease_runs="each")
 def again(self, name):
     """All its calls share one record."""
 

@@ -297,7 +297,7 @@ def test_an_effect_whose_number_is_a_text_is_named(tmp_path: Path) -> None:
                 replace(record, fence=record.fence + 1),
                 "charge",
                 "",
-                scope_of(record, rerun=False, retention=0),
+                scope_of(record, each_runs=False, retention=0),
             )
         assert [effect.unreadable is not None for effect in effects.of_key(record)] == [True]
 

@@ -134,7 +134,7 @@ def test_a_claim_writes_all_or_nothing_of_a_takeover(records: SqlRecordStore) ->
     assert second.previous is not None
     assert (second.previous.ended, second.previous.host) == ("abandoned", first.holder)
     done = closed(records, second, State.DONE, result="1")
-    third = won(records, make_call(call.key.stored, rerun=True))
+    third = won(records, make_call(call.key.stored, each_runs=True))
     assert (third.attempt, third.generation, third.crashes) == (1, done.generation + 1, 1)
     assert (third.result, third.fingerprint, third.expires_at) == (None, None, None)
 

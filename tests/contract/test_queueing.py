@@ -102,7 +102,7 @@ def test_a_key_without_a_call_is_taken_unchanged(
     assert found.fence > done.fence
     assert found.finished_calls == ("call-1",)
     assert [past.ended for past in found.history] == [Ended.RETURNED]
-    claimed = won(sql_records, make_call(key, call_id="call-2", rerun=True), DATABASE)
+    claimed = won(sql_records, make_call(key, call_id="call-2", each_runs=True), DATABASE)
     assert (claimed.attempt, claimed.generation) == (1, found.generation)
 
     cooling = fresh_key()

@@ -235,10 +235,12 @@ def test_a_slot_is_returned_if_the_claim_fails(
 
 
 @pytest.mark.parametrize(
-    ("rerun", "state"),
+    ("each_runs", "state"),
     [(True, State.DONE), (True, State.FAILED), (False, State.RUNNING), (False, State.PENDING)],
 )
-def test_a_row_to_take_over_is_probed(store: DatabaseLeaseStore, rerun: bool, state: State) -> None:
+def test_a_row_to_take_over_is_probed(
+    store: DatabaseLeaseStore, each_runs: bool, state: State
+) -> None:
     key = fresh_key()
     call = make_call(key)
     if state is State.RUNNING:
@@ -246,7 +248,9 @@ def test_a_row_to_take_over_is_probed(store: DatabaseLeaseStore, rerun: bool, st
     else:
         finished(store, key, state)
     half_open(store, GROUP)
-    assert probing(store.acquire(make_call(key, group=GROUP, rerun=rerun, prior=(call.token,))))
+    assert probing(
+        store.acquire(make_call(key, group=GROUP, each_runs=each_runs, prior=(call.token,)))
+    )
 
 
 def test_an_expired_row_is_probed(store: DatabaseLeaseStore) -> None:

@@ -1,4 +1,4 @@
-"""A call of a ``rerun`` task is killed inside its effect, and another call takes the key over
+"""A call with ``lease_runs="each"`` is killed in its effect, and another call takes the key over
 before it comes again.
 """
 

@@ -158,7 +158,7 @@ def test_a_leased_body_of_a_chord_runs_once(stage: Deployment, name: str) -> Non
     assert len(stage.events("begin", name=name)) == 2
 
 
-@pytest.mark.parametrize("task", ["ignores", "impatient"])
+@pytest.mark.parametrize("task", ["ignores", "work"])
 def test_what_would_be_dropped_still_completes_a_chord(
     stage: Deployment, name: str, task: str
 ) -> None:

@@ -1,33 +1,10 @@
-"""``lease_on_held`` and ``lease_on_done`` from real workers."""
+"""``lease_runs``, ``lease_on_busy`` and ``lease_on_done`` from real workers."""
 
 import pytest
 
 from celery_leases.errors import AlreadyDone, LeaseHeld
 from celery_leases.testing.waits import wait_until
 from tests.integration.deployments import PATIENCE, Deployment
-
-
-def test_with_wait_the_duplicate_waits_in_its_worker(stage: Deployment, name: str) -> None:
-    gate = stage.gate()
-    first = stage.tasks.waits.delay(name, gate=str(gate))
-    stage.wait_for("begin", name=name)
-    second = stage.tasks.waits.delay(name, gate=str(gate))
-    stage.wait_for_log(second.id, "received")
-    gate.touch()
-    assert second.get(timeout=PATIENCE) == first.get(timeout=PATIENCE)
-    assert not [line for line in stage.log(second.id) if "rescheduled" in line]
-    assert len(stage.events("begin", name=name)) == 1
-
-
-def test_a_wait_that_is_too_long_ends_with_a_reschedule(stage: Deployment, name: str) -> None:
-    gate = stage.gate()
-    first = stage.tasks.impatient.delay(name, gate=str(gate))
-    stage.wait_for("begin", name=name)
-    second = stage.tasks.impatient.delay(name, gate=str(gate))
-    stage.wait_for_log(second.id, "rescheduled in")
-    gate.touch()
-    assert second.get(timeout=PATIENCE) == first.get(timeout=PATIENCE)
-    assert len(stage.events("begin", name=name)) == 1
 
 
 def test_ignore_drops_other_calls_of_a_held_or_done_key(stage: Deployment, name: str) -> None:

@@ -478,7 +478,7 @@ def test_what_cannot_be_enqueued_writes_nothing(
             stage.tasks.order.delay_in(session, name, unknown=1)
         with pytest.raises(LeaseConfigurationError, match="JSON"):
             stage.tasks.single.delay_in(session, object())
-        with pytest.raises(LeaseConfigurationError, match="rerun"):
+        with pytest.raises(LeaseConfigurationError, match="each"):
             stage.tasks.again.delay_in(session, name)
         with pytest.raises(WrongDatabase, match="not a SQLAlchemy Session"):
             stage.tasks.order.delay_in(object(), name)

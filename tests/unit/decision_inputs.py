@@ -19,7 +19,7 @@ from celery_leases.decide.verdicts import Facts, Raise, Reschedule, Verdict
 from celery_leases.failures.actions import Classification, Reason, Ruling
 from celery_leases.groups.group import Gate
 from celery_leases.keys import CallKey
-from celery_leases.options import OPTION_NAMES, LeaseOptions, OnDone, OnHeld
+from celery_leases.options import OPTION_NAMES, LeaseOptions, OnBusy, OnDone
 from celery_leases.record import Failure, Record, State
 
 NOW = 1_000_000_000_000
@@ -29,11 +29,11 @@ TODAY = 1_800_000_000.0
 OURS, THEIRS = "call-ours", "call-theirs"
 GROUP = "openai:large"
 KEY = CallKey("invoice:1842", "t:billing.send|invoice:1842", "v1:same", {"month": "m1"})
-ON_HELD: tuple[OnHeld, ...] = ("reschedule", "ignore", "raise")
-ON_DONE: tuple[OnDone, ...] = ("replay", "ignore", "raise", "rerun")
+ON_BUSY: tuple[OnBusy, ...] = (None, "wait", "raise", "ignore")
+ON_DONE: tuple[OnDone, ...] = ("replay", "ignore", "raise")
+WHEN_DONE: list[dict[str, Any]] = [*({"on_done": value} for value in ON_DONE), {"runs": "each"}]
+"""Options that say what happens if another call has finished the key."""
 FAILURE = Failure("ValueError", "boom")
-
-
 FAILURES = {
     **{name: name for name in ("rules", "cooldown", "idempotent", "resume")},
     **{f"max_{name}": name for name in ("retries", "failures", "crashes")},
@@ -41,7 +41,7 @@ FAILURES = {
 """Names for the parts of ``lease_failures``: a call has ``retries`` too."""
 
 
-def a_call(*, on_held: OnHeld = "reschedule", on_done: OnDone = "replay", **changes: Any) -> Call:
+def a_call(**changes: Any) -> Call:
     """A call of ours; a name of an option, or of :data:`FAILURES`, among *changes* changes that
     option, any other the call.
     """
@@ -52,8 +52,8 @@ def a_call(*, on_held: OnHeld = "reschedule", on_done: OnDone = "replay", **chan
     chosen = {
         name: changes.pop(name) for name in list(changes) if name in OPTION_NAMES and name != "key"
     }
-    options = replace(options, on_held=on_held, on_done=on_done, **chosen)
-    key = replace(KEY, fingerprint=None, digests=None) if on_done == "rerun" else KEY
+    options = replace(options, **chosen)
+    key = replace(KEY, fingerprint=None, digests=None) if options.each_runs else KEY
     return Call(
         **({"task": "billing.send", "call_id": OURS, "key": key, "options": options} | changes)
     )

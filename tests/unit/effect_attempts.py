@@ -71,9 +71,9 @@ class Attempt:
             call, desk.clock.now(), desk.clock, renew=options.pop("renew", True)
         )
         self.held_lease.fence = record.fence
-        rerun = options.pop("rerun", False)
+        each_runs = options.pop("each_runs", False)
         given: dict[str, Any] = {"settle_timeout": 10.0, "retention": 60.0, "result_max": 1000}
-        self.call = a_call(on_done="rerun" if rerun else "replay", **(given | options))
+        self.call = a_call(runs="each" if each_runs else "once", **(given | options))
         process: Any = SimpleNamespace(
             renewer=FakeRenewer(desk.journal, desk.clock),
             effects=desk.store,
@@ -120,7 +120,7 @@ class EffectBench:
     def attempt(self, call_id: str = "call", **options: Any) -> Attempt:
         """Claim the key, also from another holder."""
         claim = self.records.others.claim(
-            make_call(KEY, call_id=call_id, rerun=options.get("rerun", False)), "fake"
+            make_call(KEY, call_id=call_id, each_runs=options.get("each_runs", False)), "fake"
         )
         assert isinstance(claim, Won), claim
         return Attempt(self, claim.record, **options)

@@ -118,7 +118,7 @@ class TestAShutGate:
     def test_no_body_starts_and_nothing_is_taken(self, in_records: bool) -> None:
         bench = Bench(in_records)
         bench.close_gate()
-        reply = bench.run(bench.call(on_cooling="raise"))
+        reply = bench.run(bench.call(on_busy="raise"))
         assert isinstance(reply, Raise)
         assert isinstance(reply.error, CoolingDown)
         assert (reply.error.retry_after, reply.error.reason) == (60.0, "rate_limited")

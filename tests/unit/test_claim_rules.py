@@ -22,7 +22,7 @@ from celery_leases.record import (
     Refusal,
     State,
 )
-from tests.unit.decision_inputs import KEY, NOW, ON_DONE, OURS, SECOND, THEIRS, a_call, a_record
+from tests.unit.decision_inputs import KEY, NOW, OURS, SECOND, THEIRS, WHEN_DONE, a_call, a_record
 from tests.unit.test_combinations import COOLED, FINGERPRINTS, ROWS, rows
 
 STORE = "redis://one"
@@ -53,9 +53,9 @@ class TestOneRule:
 
 def situations() -> list[tuple[Record | None, Call]]:
     calls = [
-        a_call(on_done=on_done, repeat=repeat, retries=retries, prior=prior)
-        for on_done, repeat, retries, prior in product(
-            ON_DONE, (False, True), (0, 2), ((), ("token-1",))
+        a_call(**when_done, repeat=repeat, retries=retries, prior=prior)
+        for when_done, repeat, retries, prior in product(
+            WHEN_DONE, (False, True), (0, 2), ((), ("token-1",))
         )
     ]
     found = list(rows(ROWS | COOLED, FINGERPRINTS))
@@ -178,7 +178,7 @@ class TestTheRowAfterwards:
     @pytest.mark.parametrize(("last", "crashes"), [(None, 3), (THEIRS, 3), ("third", 1)])
     def test_under_rerun_crashes_in_a_row_are_those_of_one_call(self, last, crashes) -> None:
         row = a_record(State.RUNNING, THEIRS, crashes=2, crashed_call=last)
-        assert claimed(row, a_claim(on_done="rerun"), STORE, NOW).crashes == crashes
+        assert claimed(row, a_claim(runs="each"), STORE, NOW).crashes == crashes
 
     def test_another_call_of_a_rerun_task_begins_a_generation(self) -> None:
         counts: dict[str, Any] = {
@@ -187,7 +187,7 @@ class TestTheRowAfterwards:
         row = a_record(
             State.DONE, attempt=3, ended=Ended.RETURNED, finished_calls=(THEIRS,), **counts
         )
-        after = claimed(row, a_claim(on_done="rerun"), STORE, NOW)
+        after = claimed(row, a_claim(runs="each"), STORE, NOW)
         assert (after.attempt, after.generation, after.previous) == (1, 1, None)
         assert (after.failures, after.quick_retries, after.cooldowns, after.failed_at) == (
             0, 0, 0, None,

@@ -12,18 +12,18 @@ from celery_leases.call import Call
 from celery_leases.decide import before_run as decisions
 from celery_leases.decide import claim as claim_rules
 from celery_leases.decide.before_run import before_run
-from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Return, Run, Verdict, Wait
+from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Return, Run, Verdict
 from celery_leases.decide.waiting import SHORTEST_DELAY
 from celery_leases.errors import AlreadyDone, CoolingDown, KeyReused, LeaseHeld
 from celery_leases.record import Ended, Failure, Record, State
 from celery_leases.results import TOO_LARGE
 from tests.unit.decision_inputs import (
     NOW,
-    ON_DONE,
-    ON_HELD,
+    ON_BUSY,
     OURS,
     SECOND,
     THEIRS,
+    WHEN_DONE,
     a_call,
     a_record,
     closed_gate,
@@ -136,8 +136,8 @@ def rows(
 def combinations() -> list[Combination]:
     holders = (None, held_by(OURS), held_by(THEIRS))
     calls = [
-        a_call(on_held=on_held, on_done=on_done, canvas=canvas, wait=wait)
-        for on_held, on_done, canvas, wait in product(ON_HELD, ON_DONE, (False, True), (0.0, 30.0))
+        a_call(on_busy=on_busy, **when_done, canvas=canvas)
+        for on_busy, when_done, canvas in product(ON_BUSY, WHEN_DONE, (False, True))
     ]
     found = []
     for call, row, holder, out in product(
@@ -151,12 +151,10 @@ def combinations() -> list[Combination]:
 @cache
 def cooldowns() -> list[Combination]:
     calls = [
-        a_call(
-            on_done=on_done, on_cooling=on_cooling, canvas=canvas, started=started, repeat=repeat
-        )
-        for on_done, on_cooling, canvas, started, repeat in product(
-            ON_DONE[::3],
-            (None, "raise", "reschedule", "ignore"),
+        a_call(**when_done, on_busy=on_busy, canvas=canvas, started=started, repeat=repeat)
+        for when_done, on_busy, canvas, started, repeat in product(
+            WHEN_DONE[::3],
+            ON_BUSY,
             (False, True),
             (False, True),
             (False, True),
@@ -175,7 +173,7 @@ def breaches(found: list[Combination], broken: Callable[[Combination], bool]) ->
 
 
 class TestEveryCombination:
-    """Some 75 000 combinations of row, holder, options, canvas and callbacks."""
+    """Some 50 000 combinations of row, holder, options, canvas and callbacks."""
 
     def breaches(self, broken: Any) -> list[Combination]:
         return breaches(combinations(), broken)
@@ -205,7 +203,9 @@ class TestEveryCombination:
     def test_nothing_is_dropped_unasked(self) -> None:
         def unasked(one: Combination) -> bool:
             options = one.call.options
-            asked = (options.on_held == "ignore" and one.live) or options.on_done == "ignore"
+            record = one.facts.record
+            busy = one.live or (record is not None and record.state is State.COOLING)
+            asked = (options.on_busy == "ignore" and busy) or options.on_done == "ignore"
             return isinstance(one.verdict, Drop) and not one.finished and not asked
 
         assert self.breaches(unasked) == []
@@ -230,18 +230,12 @@ class TestEveryCombination:
             == []
         )
 
-    def test_only_the_option_makes_a_delivery_wait_in_its_process(self) -> None:
-        assert (
-            self.breaches(lambda one: isinstance(one.verdict, Wait) and not one.call.options.wait)
-            == []
-        )
-
     def test_every_delay_can_be_published(self) -> None:
         assert self.breaches(unpublishable) == []
 
 
 class TestEveryCooldown:
-    """Some 40 000 combinations of row, gate, ``lease_on_cooling``, canvas, and what the message
+    """Some 40 000 combinations of row, gate, ``lease_on_busy``, canvas, and what the message
     knows.
     """
 

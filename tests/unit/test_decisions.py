@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.decide.verdicts import Drop, Follow, Raise, Reschedule, Return, Run, Wait
+from celery_leases.decide.verdicts import Drop, Follow, Raise, Reschedule, Return, Run
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
 from celery_leases.groups.group import Gate
-from celery_leases.options import LeaseOptions, OnDone, OnHeld
+from celery_leases.options import OnBusy, OnDone
 from celery_leases.record import Ended, Failure, State
 from celery_leases.results import NOT_JSON, TOO_LARGE
 from tests.unit.decision_inputs import (
     FAILURE,
     KEY,
     NOW,
-    ON_DONE,
-    ON_HELD,
+    ON_BUSY,
     OURS,
     SECOND,
     THEIRS,
+    WHEN_DONE,
     a_call,
     a_record,
     closed_gate,
@@ -37,18 +37,16 @@ WAITING = [State.PENDING, State.COOLING]
 
 
 class TestFinishedByThisCall:
-    @pytest.mark.parametrize("on_held", ON_HELD)
-    @pytest.mark.parametrize("on_done", ON_DONE)
-    def test_it_gets_its_own_result_with_any_options(self, on_held, on_done) -> None:
+    @pytest.mark.parametrize("on_busy", ON_BUSY)
+    @pytest.mark.parametrize("when_done", WHEN_DONE)
+    def test_it_gets_its_own_result_with_any_options(self, on_busy, when_done) -> None:
         done = a_record(State.DONE, OURS, result='{"charge": 1}')
-        assert decide(a_call(on_held=on_held, on_done=on_done), done) == Return({"charge": 1}, OURS)
+        assert decide(a_call(on_busy=on_busy, **when_done), done) == Return({"charge": 1}, OURS)
 
-    @pytest.mark.parametrize("on_done", ON_DONE)
-    def test_it_is_dropped_once_its_callbacks_are_out(self, on_done: OnDone) -> None:
+    @pytest.mark.parametrize("when_done", WHEN_DONE)
+    def test_it_is_dropped_once_its_callbacks_are_out(self, when_done: dict[str, Any]) -> None:
         done = a_record(State.DONE, OURS, result="1")
-        assert isinstance(
-            decide(a_call(on_done=on_done, canvas=True), done, callbacks_sent=True), Drop
-        )
+        assert isinstance(decide(a_call(**when_done, canvas=True), done, callbacks_sent=True), Drop)
 
     def test_with_its_callbacks_unsent_it_is_replayed_so_that_a_chord_goes_on(self) -> None:
         done = a_record(State.DONE, OURS, result="1")
@@ -136,10 +134,10 @@ class TestABegunCall:
     answer.
     """
 
-    @pytest.mark.parametrize("on_held", ON_HELD)
-    def test_it_is_rescheduled_when_another_call_holds_the_key(self, on_held: OnHeld) -> None:
+    @pytest.mark.parametrize("on_busy", ON_BUSY)
+    def test_it_is_rescheduled_when_another_call_holds_the_key(self, on_busy: OnBusy) -> None:
         assert isinstance(
-            decide(a_call(on_held=on_held, started=True), holder=held_by(THEIRS)), Reschedule
+            decide(a_call(on_busy=on_busy, started=True), holder=held_by(THEIRS)), Reschedule
         )
 
     @pytest.mark.parametrize("on_done", ["replay", "ignore", "raise"])
@@ -305,14 +303,14 @@ class TestFailedForGood:
 
 
 class TestHeldByThisCall:
-    @pytest.mark.parametrize("on_held", ON_HELD)
-    @pytest.mark.parametrize("on_done", ON_DONE)
+    @pytest.mark.parametrize("on_busy", ON_BUSY)
+    @pytest.mark.parametrize("when_done", WHEN_DONE)
     @pytest.mark.parametrize("canvas", [False, True])
     def test_a_copy_is_rescheduled_until_the_lease_ends_with_any_options(
-        self, on_held: OnHeld, on_done: OnDone, canvas: bool
+        self, on_busy: OnBusy, when_done: dict[str, Any], canvas: bool
     ) -> None:
         verdict = decide(
-            a_call(on_held=on_held, on_done=on_done, canvas=canvas),
+            a_call(on_busy=on_busy, **when_done, canvas=canvas),
             holder=held_by(OURS, 9.0),
             rand=0.5,
         )
@@ -350,24 +348,16 @@ class TestHeldByAnotherCall:
         assert isinstance(verdict, Reschedule)
         assert verdict.delay >= 1.0
 
-    def test_wait_tries_again_soon_and_reschedules_when_its_time_is_over(self) -> None:
-        call = a_call(options=LeaseOptions(key="k", wait=5.0))
-        assert decide(call, holder=held_by(THEIRS), waited=0.0, rand=0.0) == Wait(0.2)
-        last = decide(call, holder=held_by(THEIRS), waited=4.9, rand=0.9)
-        assert isinstance(last, Wait)
-        assert last.delay == pytest.approx(0.1)
-        assert isinstance(decide(call, holder=held_by(THEIRS), waited=5.0), Reschedule)
-
     def test_ignore_drops(self) -> None:
-        assert isinstance(decide(a_call(on_held="ignore"), holder=held_by(THEIRS)), Drop)
+        assert isinstance(decide(a_call(on_busy="ignore"), holder=held_by(THEIRS)), Drop)
 
     def test_ignore_with_a_canvas_reschedules_because_the_rest_would_hang(self) -> None:
         assert isinstance(
-            decide(a_call(on_held="ignore", canvas=True), holder=held_by(THEIRS)), Reschedule
+            decide(a_call(on_busy="ignore", canvas=True), holder=held_by(THEIRS)), Reschedule
         )
 
     def test_raise_names_the_holder_and_the_remaining_time(self) -> None:
-        error = refusal(decide(a_call(on_held="raise"), holder=held_by(THEIRS, 9.0)))
+        error = refusal(decide(a_call(on_busy="raise"), holder=held_by(THEIRS, 9.0)))
         assert isinstance(error, LeaseHeld)
         assert (error.key, error.remaining, error.holder) == (KEY.key, 9.0, "host-a/17")
 

@@ -78,7 +78,7 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
         "namespace": "the task's name",
         "fingerprint": "all arguments but defaults",
         "max_hold": "`time_limit`, else 24 h",
-        "on_cooling": '`"raise"` for a cooling key, `"reschedule"` at a closed gate',
+        "on_busy": '`"raise"` for a cooling key, else `"wait"`',
         "cooldown_group": "none",
         "tenant": "none",
         "failures": "`Failures()`",
@@ -89,7 +89,7 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
                 name, spelled(name, getattr(LeaseOptions(), name))
             )
     assert LeaseOptions().max_hold == 24 * 3600
-    assert LeaseOptions().on_cooling is LeaseOptions().cooldown_group is None
+    assert LeaseOptions().on_busy is LeaseOptions().cooldown_group is None
 
 
 def test_the_table_of_failures_names_every_part_with_its_default() -> None:

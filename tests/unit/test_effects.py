@@ -807,19 +807,19 @@ class TestGenerations:
         assert len(set(desk.called)) == 1
 
     def test_another_call_of_a_rerun_task_is_new_work(self, desk: EffectBench) -> None:
-        assert desk.attempt("one", rerun=True).effect("1").value == "1"
-        assert desk.attempt("one", rerun=True).effect("never").value == "1"
-        assert desk.attempt("two", rerun=True).effect("2").value == "2"
+        assert desk.attempt("one", each_runs=True).effect("1").value == "1"
+        assert desk.attempt("one", each_runs=True).effect("never").value == "1"
+        assert desk.attempt("two", each_runs=True).effect("2").value == "2"
         assert len(set(desk.called)) == len(desk.called) == 2
 
     @pytest.mark.parametrize("way", ["verify", "stop", "rerun"])
     def test_a_call_of_a_rerun_task_finds_its_effect_after_another_has_had_the_key(self, desk, way):
         with pytest.raises(RuntimeError):
-            desk.attempt("one", rerun=True).effect(RuntimeError())
-        other = desk.attempt("two", rerun=True)
+            desk.attempt("one", each_runs=True).effect(RuntimeError())
+        other = desk.attempt("two", each_runs=True)
         assert other.effect("of two").value == "of two"
         desk.closed(other.record, Returned(None, None, None))
-        again = desk.attempt("one", rerun=True)
+        again = desk.attempt("one", each_runs=True)
         assert again.record.generation == 2
         if way == "stop":
             with pytest.raises(Uncertain):

@@ -79,7 +79,7 @@ plain_runs: dict[Program, int] = {}
 KINDS: dict[str, dict[str, Any]] = {
     "keyed": {"lease_key": "k:{name}"},
     "call": {},
-    "mutex": {"lease_key": "m:{name}", "lease_on_done": "rerun"},
+    "mutex": {"lease_key": "m:{name}", "lease_runs": "each"},
     "queued once": {"lease_key": "q:{name}", "lease_queue_once": True},
 }
 

@@ -339,9 +339,9 @@ class TestPassingThrough:
         assert (copy.own, len(bench.ran)) == (True, 1)
 
     def test_under_rerun_a_copy_of_a_finished_call_is_dropped_or_replayed(self, bench) -> None:
-        first = bench.call(on_done="rerun")
+        first = bench.call(runs="each")
         bench.run(first)
-        bench.run(bench.call(on_done="rerun", call_id=THEIRS), OF_THE_KEY)
+        bench.run(bench.call(runs="each", call_id=THEIRS), OF_THE_KEY)
         assert bench.run(bench.again(first)) == Return(1, OURS)
         assert not isinstance(bench.run(bench.again(first)), Drop)
         assert len(bench.ran) == 2

@@ -220,7 +220,7 @@ class TestTheKeyInAHeader:
         )
         assert same.fingerprint is not None
 
-    @pytest.mark.parametrize("options", [{"fingerprint": False}, {"on_done": "rerun"}])
+    @pytest.mark.parametrize("options", [{"fingerprint": False}, {"runs": "each"}])
     def test_counts_without_a_fingerprint_where_none_is_compared(self, options: Any) -> None:
         task = a_task(**options)
         for fingerprint in (None, FINGERPRINT):

@@ -141,7 +141,7 @@ class TestAnOperator:
         assert len(bench.ran) == 2
 
     def test_the_copy_that_arrives_meanwhile_is_rescheduled(self, bench: Bench) -> None:
-        call = bench.call(on_held="raise", on_cooling="raise", on_done="raise")
+        call = bench.call(on_busy="raise", on_done="raise")
         bench.run(call, OF_THE_KEY)
         bench.records.retry(KEY.stored)
         met: list[Answer] = []
@@ -214,7 +214,7 @@ class TestRerun:
     """Each call is work of its own; the key is a mutex, and cools for all."""
 
     def test_a_cooldown_of_one_call_blocks_the_others_and_each_runs_once(self, bench) -> None:
-        first, second = bench.call(on_done="rerun"), bench.call(on_done="rerun", call_id=THEIRS)
+        first, second = bench.call(runs="each"), bench.call(runs="each", call_id=THEIRS)
         bench.run(first, OF_THE_KEY)
         assert isinstance(error(bench.run(second)), CoolingDown)
         bench.clock.sleep(60.0)
@@ -225,7 +225,7 @@ class TestRerun:
         assert len(bench.ran) == 3
 
     def test_a_copy_of_the_call_that_cools_does_not_run_twice(self, bench: Bench) -> None:
-        call = bench.call(on_done="rerun")
+        call = bench.call(runs="each")
         bench.run(call, OF_THE_KEY)
         bench.clock.sleep(60.0)
         met: list[Answer] = []

@@ -595,7 +595,7 @@ class TestFingerprint:
         assert (made.fingerprint, made.digests) == (None, None)
 
     def test_rerun_compares_nothing(self) -> None:
-        made = key_of("a", object(), _options={"key": "k", "on_done": "rerun"})
+        made = key_of("a", object(), _options={"key": "k", "runs": "each"})
         assert (made.fingerprint, made.digests) == (None, None)
 
     def test_one_keyword_cannot_pass_for_two(self) -> None:

@@ -53,7 +53,7 @@ class TestAKill:
     """At each step of a failing call; the broker delivers its message once more, as it was."""
 
     def test_after_the_gate_was_closed(self, bench: Bench) -> None:
-        call = bench.call(on_cooling="raise")
+        call = bench.call(on_busy="raise")
         killed(bench, call, "settle", OF_THE_GROUP)
         reply = bench.run(bench.redelivered(call))
         assert isinstance(reply, Reschedule)
@@ -64,7 +64,7 @@ class TestAKill:
         assert bench.row.attempt == 2
 
     def test_after_the_failure_was_settled(self, bench: Bench) -> None:
-        call = bench.call(on_cooling="raise")
+        call = bench.call(on_busy="raise")
         killed(bench, call, "cool", OF_THE_KEY)
         reply = bench.run(bench.redelivered(call))
         assert isinstance(reply, Reschedule)
@@ -74,7 +74,7 @@ class TestAKill:
         assert (bench.row.attempt, bench.row.crashes) == (2, 0)
 
     def test_after_a_cooldown_that_was_over_when_the_group_closed_its_gate(self, bench) -> None:
-        call = bench.call(on_cooling="raise")
+        call = bench.call(on_busy="raise")
         killed(bench, call, "cool", OF_THE_KEY)
         bench.clock.sleep(60.0)
         bench.close_gate()
@@ -82,10 +82,10 @@ class TestAKill:
         assert isinstance(reply, Reschedule)
         assert reply.started
 
-    @pytest.mark.parametrize("on_done", ["replay", "rerun"])
-    def test_before_the_caller_got_a_permanent_failure(self, bench: Bench, on_done: Any) -> None:
+    @pytest.mark.parametrize("runs", ["once", "each"])
+    def test_before_the_caller_got_a_permanent_failure(self, bench: Bench, runs: Any) -> None:
         """The redelivered call raises it; if it were dropped, a chord would wait for ever."""
-        call = bench.call(on_done=on_done, canvas=True)
+        call = bench.call(runs=runs, canvas=True)
         bench.run(call, FOR_GOOD)  # and Celery never got to store it
         reply = bench.run(bench.redelivered(call))
         assert isinstance(error(reply), PermanentFailure)

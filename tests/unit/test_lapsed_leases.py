@@ -66,7 +66,7 @@ class TestAnEmptiedLeaseStore:
         bench.run(bench.call(ttl=600.0))
         assert bench.steps() == ["acquire", "claim", "settle", "release"]
         bench.journal.clear()
-        bench.run(bench.call(ttl=600.0, on_done="rerun", call_id="second"))
+        bench.run(bench.call(ttl=600.0, runs="each", call_id="second"))
         assert bench.steps() == ["acquire", "claim", "swap", "settle", "release"]
 
     def test_the_lease_goes_back_at_once_where_the_row_runs(self, bench: Bench) -> None:
@@ -146,13 +146,13 @@ class TestAfterAnOutageOfTheRecords:
         assert bench.run(bench.call()) == Return(1)
         assert len(bench.ran) == len(bench.seen.of(AttemptAbandoned)) == 1
 
-    @pytest.mark.parametrize("on_held", ["reschedule", "ignore", "raise"])
-    def test_a_call_that_may_not_take_over_is_rescheduled(self, bench: Bench, on_held: str) -> None:
+    @pytest.mark.parametrize("on_busy", ["wait", "ignore", "raise"])
+    def test_a_call_that_may_not_take_over_is_rescheduled(self, bench: Bench, on_busy: str) -> None:
         """It is neither dropped nor refused, because no holder is known."""
         runs_elsewhere(bench)
         bench.clock.sleep(20.0)
         began = bench.clock.now()
-        reply = bench.run(bench.call(on_held=on_held))
+        reply = bench.run(bench.call(on_busy=on_busy))
         assert isinstance(reply, Reschedule)
         assert "may still write" in reply.reason
         assert LAPSED_LEASE_WAIT <= bench.clock.now() - began < LAPSED_LEASE_WAIT + 1

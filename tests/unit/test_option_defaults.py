@@ -15,14 +15,13 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"namespace": "ours"}, "namespace", "add lease_key"),
     ({"fingerprint": ["month"]}, "fingerprint", "add lease_key"),
     ({"fingerprint": False}, "fingerprint", "add lease_key"),
-    ({"on_held": "ignore"}, "on_held", "add lease_key"),
-    ({"on_held": "raise", "wait": 5}, "on_held", "add lease_key"),
+    ({"on_busy": "ignore"}, "on_busy", "add lease_key"),
     ({"on_done": "ignore"}, "on_done", "add lease_key"),
     ({"on_done": "raise"}, "on_done", "add lease_key"),
     (
-        {"key": "{month}", "on_done": "rerun", "fingerprint": ["month"]},
+        {"key": "{month}", "runs": "each", "fingerprint": ["month"]},
         "fingerprint",
-        'lease_on_done="rerun"',
+        'lease_runs="each"',
     ),
     ({"max_hold": 5}, "max_hold", "lease_ttl=15"),
     ({"max_hold": 29, "ttl": 30}, "max_hold", "lease_ttl=30"),
@@ -41,17 +40,12 @@ class TestContradictions:
         assert re.match(rf"task billing\.send: lease_{name}=", message)
         assert neighbour in message
 
-    def test_waiting_with_its_bound_is_no_contradiction(self) -> None:
-        assert gathered_options(key="{month}", on_held="raise", wait=5).wait == 5.0
-
     def test_rerun_needs_no_key(self) -> None:
-        assert gathered_options(on_done="rerun").rerun
+        assert gathered_options(runs="each").each_runs
 
     def test_saying_the_default_aloud_is_no_contradiction(self) -> None:
         assert (
-            gathered_options(
-                namespace=None, on_held="reschedule", on_done="replay", fingerprint=None
-            )
+            gathered_options(namespace=None, runs="once", on_done="replay", fingerprint=None)
             == LeaseOptions()
         )
 
@@ -64,18 +58,17 @@ class TestDefaultsOfTheApp:
     @pytest.mark.parametrize(
         "defaults",
         [
-            *[{"on_held": value} for value in ("reschedule", "ignore", "raise")],
-            *[{"on_done": value} for value in ("replay", "ignore", "raise", "rerun")],
-            {"wait": 5},
+            *[{"on_busy": value} for value in ("wait", "ignore", "raise")],
+            *[{"on_done": value} for value in ("replay", "ignore", "raise")],
             {"fingerprint": False},
             {"fingerprint": ["a_parameter_of_some_tasks"]},
-            {"on_done": "rerun", "fingerprint": ["month"]},
+            {"runs": "each", "fingerprint": ["month"]},
             {"max_hold": 5},
         ],
         ids=str,
     )
     @pytest.mark.parametrize(
-        "given", [{}, {"key": "{month}"}, {"key": "{month}", "on_done": "rerun"}], ids=str
+        "given", [{}, {"key": "{month}"}, {"key": "{month}", "runs": "each"}], ids=str
     )
     def test_a_task_that_did_not_ask_is_never_refused(self, defaults, given) -> None:
         assert isinstance(gathered_options(defaults=defaults, **given), LeaseOptions)
@@ -83,7 +76,7 @@ class TestDefaultsOfTheApp:
     @pytest.mark.parametrize(
         "defaults",
         [
-            {"on_cooling": "ignore"},
+            {"on_busy": "ignore"},
             {"cooldown_group": "billing"},
             {"cooldown_group": str},
             {"failures": Failures(Rules(), cooldown="10m", retries=0, resume="never")},
@@ -105,13 +98,13 @@ class TestDefaultsOfTheApp:
         ).cooldown_group
 
     def test_a_default_counts_if_the_task_has_no_option(self) -> None:
-        options = gathered_options(defaults={"ttl": 60, "on_held": "raise"}, key="{month}", ttl=20)
-        assert (options.ttl, options.on_held) == (20.0, "raise")
+        options = gathered_options(defaults={"ttl": 60, "on_busy": "raise"}, key="{month}", ttl=20)
+        assert (options.ttl, options.on_busy) == (20.0, "raise")
 
     def test_a_task_may_lean_on_a_default(self) -> None:
-        assert gathered_options(defaults={"wait": 3}, key="{month}", wait=5).wait == 5.0
+        assert gathered_options(defaults={"ttl": 3}, key="{month}", ttl=5).ttl == 5.0
 
     def test_what_the_task_asks_is_still_held_against_a_default(self) -> None:
         assert "lease_fingerprint" in refused(
-            defaults={"on_done": "rerun"}, key="{month}", fingerprint=["month"]
+            defaults={"runs": "each"}, key="{month}", fingerprint=["month"]
         )

@@ -29,10 +29,9 @@ def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:
         renew=True,
         max_hold=86_400.0,
         on_lost="interrupt",
-        on_held="reschedule",
-        wait=0.0,
+        runs="once",
+        on_busy=None,
         on_done="replay",
-        on_cooling=None,
         failures=Failures(
             None,
             cooldown=CooldownPolicy(300.0, factor=2.0, cap=6 * 3600.0, jitter=0.5),
@@ -61,7 +60,7 @@ def test_options_are_frozen() -> None:
 
 
 WRONG = [
-    *[(name, value) for name in ("ttl", "max_hold", "wait", "retention", "settle_timeout") for value in
+    *[(name, value) for name in ("ttl", "max_hold", "retention", "settle_timeout") for value in
       (0, -1, "", "fifteen", "15x", "-5s", None, True, float("nan"), float("inf"), 1e12, timedelta(0), [15])],
     ("ttl", 0.5),
     ("ttl", timedelta(milliseconds=500)),
@@ -69,9 +68,10 @@ WRONG = [
     *[(name, value) for name in ("renew", "allow_loss", "queue_once") for value in
       (None, 0, 1, "yes", [])],
     *[("result_max", value) for value in (0, -1, 1.5, True, None, "3", 3.0)],
-    *[(name, value) for name in ("on_lost", "on_held", "on_done", "on_cooling", "on_queued") for value in
+    *[(name, value) for name in ("on_lost", "runs", "on_busy", "on_done", "on_queued") for value in
       (None, "", "nonsense", True, 1, ["reschedule"], "PUT_BACK")],
-    ("on_cooling", "resume"),
+    ("on_busy", "reschedule"),
+    ("on_done", "rerun"),
     *[("cooldown_group", value) for value in ("", 7, b"g", ["a"], True, "{", "a}", "{}", "{0}", "{month!x}")],
     *[("failures", value) for value in (None, 3, {}, {"retries": 3}, Failures, Rules())],
     ("on_lost", "murder"),
@@ -101,17 +101,17 @@ class TestWrongValues:
     @pytest.mark.parametrize(
         ("name", "value", "hint"),
         [
-            ("on_held", "skip", "'reschedule' or 'ignore' or 'raise'"),
-            ("on_done", "skip", "'replay' or 'ignore' or 'raise' or 'rerun'"),
+            ("runs", "twice", "'once' or 'each'"),
+            ("on_busy", "skip", "'wait' or 'raise' or 'ignore'"),
+            ("on_done", "skip", "'replay' or 'raise' or 'ignore'"),
             ("on_lost", "skip", "'interrupt' or 'flag' or 'kill'"),
             ("namespace", "a|b", 'a name of at most 150 characters without "|"'),
             ("namespace", " ", 'a name of at most 150 characters without "|"'),
             ("namespace", "a\n", 'a name of at most 150 characters without "|"'),
             ("namespace", "x" * 151, 'a name of at most 150 characters without "|"'),
             ("ttl", 0.2, "at least 1 (seconds); 10 or more is advised"),
-            ("wait", "-30", "seconds above 0 (below ten years) as a number, as text such as"),
+            ("retention", "-30", "seconds above 0 (below ten years) as a number, as text such as"),
             ("renew", "no", "True or False"),
-            ("on_cooling", "resume", "'raise' or 'reschedule' or 'ignore'"),
             (
                 "cooldown_group",
                 7,
@@ -233,11 +233,10 @@ class TestUnknownNames:
         ("name", "meant"),
         [
             ("tll", "ttl"),
-            ("on_hold", "on_held"),
+            ("on_bus", "on_busy"),
             ("retension", "retention"),
             ("keys", "key"),
             ("crash", "failures=Failures(crashes=…)"),
-            ("on_coolin", "on_cooling"),
             ("cooldown_groups", "cooldown_group"),
             ("rule", "failures=Failures(rules=…)"),
             ("failure", "failures"),

@@ -219,13 +219,13 @@ class TestADeadChild:
 
     def test_under_rerun_another_calls_crashes_are_not_added(self) -> None:
         record = replace(RUNNING, crashes=2, crashed_call="another")
-        outcome = child_exited(a_call(on_done="rerun"), record, ExitCause.KILLED)
+        outcome = child_exited(a_call(runs="each"), record, ExitCause.KILLED)
         assert (outcome.crashes, outcome.crashed_call) == (1, OURS)
 
     @pytest.mark.parametrize("ending", ["returned", "terminated"])
     def test_under_rerun_the_crashes_are_those_of_the_call_that_died(self, ending: str) -> None:
         record = replace(RUNNING, crashes=2, crashed_call="another")
-        outcome = closed(ENDINGS[ending], record, on_done="rerun")
+        outcome = closed(ENDINGS[ending], record, runs="each")
         assert (outcome.crashes, outcome.crashed_call) == (
             (2, "another") if ending == "returned" else (1, OURS)
         )
@@ -314,8 +314,8 @@ class TestAfterAFailure:
         assert closed(raised(retry("1s")), resume="never").resumes
 
     def test_under_rerun_a_call_that_failed_for_good_is_remembered_as_over(self) -> None:
-        assert closed(raised(permanent()), on_done="rerun").finished == {OURS: settlement.NO_RESULT}
-        assert closed(raised(cooldown("60s")), on_done="rerun").finished is None
+        assert closed(raised(permanent()), runs="each").finished == {OURS: settlement.NO_RESULT}
+        assert closed(raised(cooldown("60s")), runs="each").finished is None
 
 
 class TestResumes:

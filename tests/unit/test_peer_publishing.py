@@ -133,7 +133,7 @@ def test_the_lock_of_a_crashed_task_ends_with_its_lease(shop, kit) -> None:
 @pytest.mark.parametrize("name", [ONCE, SINGLETON])
 def test_without_rerun_a_done_key_stays_done_and_its_arguments_are_compared(name: str) -> None:
     source = blocks(page(name), "python")[0]
-    source = source.replace('lease_on_done="rerun"', "").replace('lease_on_queued="raise"', "")
+    source = source.replace('lease_runs="each"', "").replace('lease_on_queued="raise"', "")
     lines = [line for line in source.splitlines() if not line.lstrip().startswith(",")]
     source = "\n".join(lines)
     with executed(source, "done") as names, testing.leases(names["app"], eager=False) as kit:

@@ -52,7 +52,7 @@ class TestWhoProbes:
         replies = []
 
         def meanwhile(_: Any) -> None:
-            replies.append(bench.run(bench.call(key=OTHER_KEY, call_id=THEIRS, on_cooling="raise")))
+            replies.append(bench.run(bench.call(key=OTHER_KEY, call_id=THEIRS, on_busy="raise")))
             replies.append(bench.run(bench.call(key=OTHER_KEY, call_id=THEIRS)))
 
         assert bench.run(bench.call(), during=meanwhile) == Return(1)
@@ -283,20 +283,6 @@ class TestItsSlotComesBack:
         assert isinstance(bench.run(bench.call()), Reschedule)
         assert free(bench)
         assert not bench.held
-
-    def test_a_call_that_waits_in_its_process_does_not_keep_it(self, bench: Bench) -> None:
-        until = bench.records.now() + 3_000_000
-        bench.records.rows[KEY.stored] = a_record(
-            State.RUNNING, lease_store=bench.stores.name, lease_until=until
-        )
-        taken: list[bool] = []
-        call = bench.call(wait=1.0)
-        bench.journal.before("release", lambda: taken.append(free(bench)))
-        assert isinstance(bench.run(call), Reschedule)
-        assert free(bench)
-        # A lease in the row is not released: the row was never taken.
-        assert bool(taken) != bench.in_records
-        assert all(taken)
 
     def test_during_an_outage_of_the_gate_store_its_slot_expires(self, bench: Bench) -> None:
         bench.journal.away("release_probe", "open_gate")

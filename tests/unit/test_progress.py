@@ -177,10 +177,10 @@ class TestSaveProgress:
         assert desk.attempt().lease.progress == 1
 
     def test_a_new_generation_begins_without_any(self, desk: EffectBench) -> None:
-        one = desk.attempt("one", rerun=True).lease
+        one = desk.attempt("one", each_runs=True).lease
         one.save_progress(1)
         assert list(one.each("ab")) == ["a", "b"]
-        two = desk.attempt("two", rerun=True).lease
+        two = desk.attempt("two", each_runs=True).lease
         assert (two.progress, list(two.each("ab"))) == (None, ["a", "b"])
 
     def test_a_signal_that_came_meanwhile_is_raised_once_it_is_saved(self, desk, attempt) -> None:

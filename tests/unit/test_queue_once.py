@@ -62,7 +62,7 @@ class Shop:
         once: dict[str, Any] = named | {"lease_queue_once": True}
         app.task(work, name="work", lease_key="work:{number}", **once)
         app.task(work, name="strict", lease_key="s:{number}", lease_on_queued="raise", **once)
-        app.task(work, name="again", lease_key="a:{number}", lease_on_done="rerun", **once)
+        app.task(work, name="again", lease_key="a:{number}", lease_runs="each", **once)
         app.task(work, name="plain", lease_key="p:{number}", **named)
         app.finalize()
         self.work, self.strict = app.tasks["work"], app.tasks["strict"]

@@ -59,10 +59,10 @@ def test_options_for_failures_are_gathered_from_task_and_app() -> None:
 @pytest.mark.parametrize(
     ("options", "hint"),
     [
-        ({"lease_on_done": "reschedule"}, "'replay' or 'ignore' or 'raise' or 'rerun'"),
+        ({"lease_on_done": "skip"}, "'replay' or 'raise' or 'ignore'"),
         ({"lease_result_max": 10}, "write app.conf.leases_result_max=10"),
         ({"lease_settle_timeout": 5}, "write app.conf.leases_settle_timeout=5"),
-        ({"lease_on_cooling": "wait"}, "'raise' or 'reschedule' or 'ignore'"),
+        ({"lease_on_busy": "reschedule"}, "'wait' or 'raise' or 'ignore'"),
         ({"lease_cooldown_group": "openai:{model}"}, ", not 'model'"),
         ({"lease_failures": Rules()}, "write Failures("),
         ({"lease_failure": 3}, "did you mean lease_failures?"),

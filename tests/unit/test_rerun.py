@@ -1,4 +1,4 @@
-"""With ``on_done="rerun"`` each call is work of its own; the record lists those that finished."""
+"""With ``runs="each"`` each call is work of its own; the record lists those that finished."""
 
 from __future__ import annotations
 
@@ -49,63 +49,59 @@ class TestRerun:
 
     @pytest.mark.parametrize("state", State)
     def test_a_call_on_the_list_never_runs_again_in_any_state_of_the_key(self, state) -> None:
-        assert decide(
-            a_call(on_done="rerun"), self.listed(state, lease_until=NOW + SECOND)
-        ) == Return(1, OURS)
+        assert decide(a_call(runs="each"), self.listed(state, lease_until=NOW + SECOND)) == Return(
+            1, OURS
+        )
 
     def test_a_call_on_the_list_is_dropped_once_its_callbacks_are_out(self) -> None:
         verdict = decide(
-            a_call(on_done="rerun", canvas=True), self.listed(State.RUNNING), callbacks_sent=True
+            a_call(runs="each", canvas=True), self.listed(State.RUNNING), callbacks_sent=True
         )
         assert isinstance(verdict, Drop)
 
     def test_a_call_on_the_list_whose_result_was_overwritten_gets_an_error_and_does_not_run(self):
         record = replace(self.listed(State.DONE), finished_results={OURS: None, THEIRS: "2"})
-        assert isinstance(refusal(decide(a_call(on_done="rerun"), record)), ResultMissing)
+        assert isinstance(refusal(decide(a_call(runs="each"), record)), ResultMissing)
 
     def test_another_call_runs(self) -> None:
         record = a_record(State.DONE, result="2", fingerprint=None, finished_calls=(THEIRS,))
-        assert decide(a_call(on_done="rerun"), record) == Run()
+        assert decide(a_call(runs="each"), record) == Run()
 
     def test_another_call_runs_after_a_permanent_failure(self) -> None:
-        assert decide(a_call(on_done="rerun"), a_record(State.FAILED)) == Run()
+        assert decide(a_call(runs="each"), a_record(State.FAILED)) == Run()
 
     def test_the_call_that_failed_for_good_gets_its_failure(self) -> None:
         assert isinstance(
-            refusal(decide(a_call(on_done="rerun"), a_record(State.FAILED, OURS))), PermanentFailure
+            refusal(decide(a_call(runs="each"), a_record(State.FAILED, OURS))), PermanentFailure
         )
 
     def test_arguments_are_not_compared(self) -> None:
-        assert (
-            decide(a_call(on_done="rerun"), a_record(State.DONE, fingerprint="v1:other")) == Run()
-        )
+        assert decide(a_call(runs="each"), a_record(State.DONE, fingerprint="v1:other")) == Run()
 
     @pytest.mark.parametrize("canvas", [False, True])
     def test_a_live_lease_holds_another_call_back(self, canvas: bool) -> None:
         running = a_record(State.RUNNING, fingerprint=None, lease_until=NOW + 9 * SECOND)
-        assert isinstance(decide(a_call(on_done="rerun", canvas=canvas), running), Reschedule)
+        assert isinstance(decide(a_call(runs="each", canvas=canvas), running), Reschedule)
 
     def test_a_lease_taken_by_a_third_call_holds_back_although_the_last_run_is_done(self) -> None:
         done = a_record(State.DONE, fingerprint=None, finished_calls=(THEIRS,))
-        assert isinstance(decide(a_call(on_done="rerun"), done, held_by("call-third")), Reschedule)
+        assert isinstance(decide(a_call(runs="each"), done, held_by("call-third")), Reschedule)
 
     def test_a_cooldown_holds_another_call_back(self) -> None:
         cooling = waiting(State.COOLING, 60, fingerprint=None)
-        assert isinstance(refusal(decide(a_call(on_done="rerun"), cooling)), CoolingDown)
-        assert isinstance(
-            decide(a_call(on_done="rerun", on_cooling="reschedule"), cooling), Reschedule
-        )
-        assert decide(a_call(on_done="rerun"), waiting(State.COOLING, 0, fingerprint=None)) == Run()
+        assert isinstance(refusal(decide(a_call(runs="each"), cooling)), CoolingDown)
+        assert isinstance(decide(a_call(runs="each", on_busy="wait"), cooling), Reschedule)
+        assert decide(a_call(runs="each"), waiting(State.COOLING, 0, fingerprint=None)) == Run()
 
     def test_a_countdown_holds_another_call_back(self) -> None:
         assert isinstance(
-            decide(a_call(on_done="rerun"), waiting(State.PENDING, 60, fingerprint=None)),
+            decide(a_call(runs="each"), waiting(State.PENDING, 60, fingerprint=None)),
             Reschedule,
         )
 
     def test_a_call_on_the_list_is_answered_during_a_cooldown_and_behind_a_closed_gate(self):
         cooling = self.listed(State.COOLING, retry_at=NOW + 60 * SECOND)
-        assert decide(a_call(on_done="rerun"), cooling, gate=closed_gate(60)) == Return(1, OURS)
+        assert decide(a_call(runs="each"), cooling, gate=closed_gate(60)) == Return(1, OURS)
 
 
 class TestCrashesUnderRerun:
@@ -113,17 +109,17 @@ class TestCrashesUnderRerun:
         record = a_record(
             State.RUNNING, OURS, crashes=3, crashed_call=OURS, finished_calls=(THEIRS,)
         )
-        assert isinstance(after_claim(a_call(on_done="rerun"), record), Raise)
+        assert isinstance(after_claim(a_call(runs="each"), record), Raise)
 
     def test_another_call_does_not_pay_for_it_and_does_not_clear_it(self) -> None:
         record = a_record(
             State.RUNNING, OURS, crashes=3, crashed_call=THEIRS, crashed_at=NOW - 9 * SECOND
         )
-        assert after_claim(a_call(on_done="rerun"), record) == Run()
-        assert after_run(a_call(on_done="rerun"), record, Returned(1, "1")).crashes == 3
+        assert after_claim(a_call(runs="each"), record) == Run()
+        assert after_run(a_call(runs="each"), record, Returned(1, "1")).crashes == 3
 
     def test_a_call_given_up_is_not_run_again(self) -> None:
-        call = a_call(on_done="rerun")
+        call = a_call(runs="each")
         finished = stopped_by_crash_loop(call, a_record(State.RUNNING, OURS, crashes=3)).finished
         assert finished is not None
         later = a_record(State.DONE, finished_calls=tuple(finished), finished_results=finished)
@@ -135,7 +131,7 @@ class TestRememberedCalls:
         record = replace(
             RUNNING, finished_calls=before, finished_results={name: f'"{name}"' for name in before}
         )
-        outcome = after_run(a_call(on_done="rerun"), record, Returned(None, result))
+        outcome = after_run(a_call(runs="each"), record, Returned(None, result))
         assert outcome.finished is not None
         return list(outcome.finished.items())
 
@@ -157,7 +153,7 @@ class TestRememberedCalls:
         assert self.finished(longest + "1")[-1] == (OURS, None)
 
     def test_a_failure_that_waits_does_not_join_the_list(self) -> None:
-        call, ending = a_call(on_done="rerun"), raised(cooldown("60s"))
+        call, ending = a_call(runs="each"), raised(cooldown("60s"))
         assert (
             after_run(call, RUNNING, ending, after_failure(call, RUNNING, ending, 0.0)).finished
             is None
@@ -167,7 +163,7 @@ class TestRememberedCalls:
         """Its process may have died before its caller got the failure; if the copy were dropped, a
         chord would wait for ever.
         """
-        call, ending = a_call(on_done="rerun", canvas=True, repeat=True), raised(permanent())
+        call, ending = a_call(runs="each", canvas=True, repeat=True), raised(permanent())
         outcome = after_run(call, RUNNING, ending, after_failure(call, RUNNING, ending, 0.0))
         assert outcome.finished is not None
         listed: dict[str, Any] = {
@@ -180,7 +176,7 @@ class TestRememberedCalls:
         assert isinstance(decide(call, a_record(State.RUNNING, **listed)), Drop)
 
     def test_what_it_remembers_is_what_it_answers(self) -> None:
-        outcome = after_run(a_call(on_done="rerun"), RUNNING, Returned(None, "1"))
+        outcome = after_run(a_call(runs="each"), RUNNING, Returned(None, "1"))
         assert outcome.finished is not None
         later = a_record(
             State.RUNNING,
@@ -188,4 +184,4 @@ class TestRememberedCalls:
             finished_results=outcome.finished,
             fingerprint=None,
         )
-        assert decide(a_call(on_done="rerun"), later) == Return(1, OURS)
+        assert decide(a_call(runs="each"), later) == Return(1, OURS)

@@ -107,7 +107,7 @@ def test_the_full_record_differs_from_an_empty_one_in_each_field() -> None:
 def test_a_swap_writes_all_that_a_claim_changes(state: State) -> None:
     for row in (a_record(state, **FULL), a_record(state, OURS), a_record(state, expires_at=NOW)):
         call = a_claim(
-            on_done="rerun",
+            runs="each",
             message="m",
             retention=9.0,
             key=replace(KEY, fingerprint="f", digests={}),

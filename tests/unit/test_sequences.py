@@ -22,7 +22,7 @@ from celery_leases.decide.verdicts import Drop
 from celery_leases.decide.waiting import early_grace
 from celery_leases.errors import Snooze
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry, retry_exactly
-from celery_leases.options import OnDone
+from celery_leases.options import Runs
 from celery_leases.record import Ended, Record, State
 from tests.unit.decision_inputs import GROUP, KEY, OURS, THEIRS, raised
 from tests.unit.memory_worker import Bench
@@ -52,7 +52,7 @@ ALL = HARMLESS | FINAL | TERMINATED
 KILLED, RESET = "killed", "reset"
 WAITS = st.sampled_from([0.0, 0.5, 20.0, 70.0, 4_000.0, 100_000.0])
 CALLS = st.sampled_from([OURS, THEIRS])
-EITHER: st.SearchStrategy[OnDone] = st.sampled_from(["replay", "rerun"])
+EITHER: st.SearchStrategy[Runs] = st.sampled_from(["once", "each"])
 FAMILIES = pytest.mark.parametrize(
     "in_records", [False, True], ids=["leases apart", "rows are leases"]
 )
@@ -95,7 +95,7 @@ def may_start(row: Record, call: Call) -> bool:
         return row.waits <= early_grace(row, call.call_id)
     if row.state is State.RUNNING:
         return row.lease_remaining == 0
-    return call.options.rerun and row.call_id != call.call_id
+    return call.options.each_runs and row.call_id != call.call_id
 
 
 def is_sound(bench: Bench) -> None:
@@ -118,12 +118,12 @@ def is_sound(bench: Bench) -> None:
     st.lists(st.tuples(CALLS, st.sampled_from([*HARMLESS, *FINAL]), WAITS), max_size=25),
     EITHER,
 )
-def test_what_ends_in_our_hands_is_never_a_crash(in_records, steps, on_done) -> None:
+def test_what_ends_in_our_hands_is_never_a_crash(in_records, steps, runs) -> None:
     bench = Bench(in_records)
     for call_id, what, wait in steps:
         call = bench.call(
             call_id=call_id,
-            on_done=on_done,
+            runs=runs,
             repeat=True,
             started=True,
             max_retries=2,
@@ -143,12 +143,12 @@ def test_what_ends_in_our_hands_is_never_a_crash(in_records, steps, on_done) -> 
     ),
     EITHER,
 )
-def test_crashes_are_those_of_processes_that_died_and_end_the_key(in_records, steps, on_done):
+def test_crashes_are_those_of_processes_that_died_and_end_the_key(in_records, steps, runs):
     bench, died = Bench(in_records), 0
     for call_id, what, wait, repeat in steps:
         call = bench.call(
             call_id=call_id,
-            on_done=on_done,
+            runs=runs,
             repeat=repeat,
             max_retries=2,
             max_failures=4,

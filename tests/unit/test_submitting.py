@@ -44,7 +44,7 @@ def app(apps: None) -> Any:
             raise PermanentFailure("no such thing")
         return amount
 
-    @made.task(base=LeasedTask, name="shop.sync", lease_key="sync:{key}", lease_on_done="rerun")
+    @made.task(base=LeasedTask, name="shop.sync", lease_key="sync:{key}", lease_runs="each")
     def sync(key):
         RAN.append(key)
 

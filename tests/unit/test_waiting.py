@@ -13,14 +13,14 @@ from celery_leases.decide.verdicts import Drop, Raise, Reschedule, Return, Run, 
 from celery_leases.decide.waiting import RETRY_GRACE
 from celery_leases.errors import CoolingDown
 from celery_leases.groups.group import Gate
-from celery_leases.options import OnCooling
+from celery_leases.options import OnBusy
 from celery_leases.record import Ended, Failure, State
 from celery_leases.text.durations import in_words
 from tests.unit.decision_inputs import (
     GROUP,
     KEY,
     NOW,
-    ON_HELD,
+    ON_BUSY,
     OURS,
     SECOND,
     THEIRS,
@@ -35,7 +35,6 @@ from tests.unit.decision_inputs import (
     waiting,
 )
 
-ON_COOLING: tuple[OnCooling, ...] = (None, "raise", "reschedule", "ignore")
 LIMITED = Failure("openai.RateLimitError", "slow down", "status:429", "rate_limited")
 COOLING = waiting(State.COOLING, 300, ended=Ended.FAILED, resumes=True, failure=LIMITED)
 ITS_OWN = replace(COOLING, call_id=OURS)
@@ -82,12 +81,9 @@ class TestWaitingForItsRetryTime:
         assert isinstance(decide(a_call(), replace(early, retry_at=NOW + grace + 1)), Reschedule)
         assert not isinstance(decide(a_call(), replace(early, call_id=THEIRS)), Run)
 
-    @pytest.mark.parametrize("on_held", ON_HELD)
-    @pytest.mark.parametrize("on_cooling", ON_COOLING)
-    def test_a_countdown_is_no_cooldown_and_no_holder(self, on_held, on_cooling) -> None:
-        verdict = reschedule(
-            decide(a_call(on_held=on_held, on_cooling=on_cooling), waiting(State.PENDING, 30))
-        )
+    @pytest.mark.parametrize("on_busy", ON_BUSY)
+    def test_a_countdown_is_no_cooldown_and_no_holder(self, on_busy: OnBusy) -> None:
+        verdict = reschedule(decide(a_call(on_busy=on_busy), waiting(State.PENDING, 30)))
         assert verdict.event_type == "backoff"
 
     def test_an_eager_call_gets_the_end_of_a_countdown(self) -> None:
@@ -132,9 +128,9 @@ class TestAnotherCallMeetsACooldown:
     @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
     @pytest.mark.parametrize("canvas", [False, True])
     def test_the_option_decides(self, facts: dict[str, Any], canvas: bool) -> None:
-        told = decide(a_call(on_cooling="raise", canvas=canvas), **facts)
-        back = decide(a_call(on_cooling="reschedule", canvas=canvas), **facts)
-        dropped = decide(a_call(on_cooling="ignore", canvas=canvas), **facts)
+        told = decide(a_call(on_busy="raise", canvas=canvas), **facts)
+        back = decide(a_call(on_busy="wait", canvas=canvas), **facts)
+        dropped = decide(a_call(on_busy="ignore", canvas=canvas), **facts)
         assert isinstance(told, Raise)
         assert isinstance(back, Reschedule)
         assert isinstance(dropped, Reschedule if canvas else Drop), (
@@ -142,30 +138,30 @@ class TestAnotherCallMeetsACooldown:
         )
 
     @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
-    @pytest.mark.parametrize("on_cooling", ON_COOLING)
+    @pytest.mark.parametrize("on_busy", ON_BUSY)
     @pytest.mark.parametrize("canvas", [False, True])
-    def test_a_call_that_has_begun_is_always_rescheduled(self, facts, on_cooling, canvas) -> None:
-        call = a_call(started=True, on_cooling=on_cooling, canvas=canvas)
+    def test_a_call_that_has_begun_is_always_rescheduled(self, facts, on_busy, canvas) -> None:
+        call = a_call(started=True, on_busy=on_busy, canvas=canvas)
         assert isinstance(decide(call, **facts), Reschedule)
 
-    @pytest.mark.parametrize("on_cooling", ON_COOLING)
-    def test_it_may_run_once_the_time_is_over(self, on_cooling: OnCooling) -> None:
-        assert decide(a_call(on_cooling=on_cooling), waiting(State.COOLING, 0)) == Run()
+    @pytest.mark.parametrize("on_busy", ON_BUSY)
+    def test_it_may_run_once_the_time_is_over(self, on_busy: OnBusy) -> None:
+        assert decide(a_call(on_busy=on_busy), waiting(State.COOLING, 0)) == Run()
 
 
 class TestItsOwnCooldown:
     """The options speak of another call; a delivery of the same call may be its last copy."""
 
-    @pytest.mark.parametrize("on_cooling", ON_COOLING)
+    @pytest.mark.parametrize("on_busy", ON_BUSY)
     @pytest.mark.parametrize("canvas", [False, True])
     @pytest.mark.parametrize("repeat", [False, True])
     @pytest.mark.parametrize(
         "gate", [None, closed_gate(60), probed(14)], ids=["open", "shut", "probed"]
     )
-    def test_the_same_call_is_rescheduled_with_any_options(self, on_cooling, canvas, repeat, gate):
+    def test_the_same_call_is_rescheduled_with_any_options(self, on_busy, canvas, repeat, gate):
         verdict = reschedule(
             decide(
-                a_call(on_cooling=on_cooling, canvas=canvas, repeat=repeat),
+                a_call(on_busy=on_busy, canvas=canvas, repeat=repeat),
                 ITS_OWN,
                 gate=gate,
                 rand=0.0,
@@ -198,7 +194,7 @@ class TestItsOwnCooldown:
         gone = replace(ITS_OWN, expires_at=NOW)
         assert decide(a_call(), gone) == Run()
         assert isinstance(
-            refusal(decide(a_call(on_cooling="raise"), gone, gate=closed_gate(60))), CoolingDown
+            refusal(decide(a_call(on_busy="raise"), gone, gate=closed_gate(60))), CoolingDown
         )
 
 
@@ -235,12 +231,12 @@ class TestHowLong:
     def test_a_body_starts_at_the_later_of_its_own_time_and_its_groups(self, own, gate, waits):
         record = waiting(State.COOLING, own, failure=LIMITED)
         error = cooling_down(
-            decide(a_call(on_cooling="raise"), record, gate=closed_gate(gate) if gate else None)
+            decide(a_call(on_busy="raise"), record, gate=closed_gate(gate) if gate else None)
         )
         assert error.retry_after == waits
         verdict = reschedule(
             decide(
-                a_call(on_cooling="reschedule"),
+                a_call(on_busy="wait"),
                 record,
                 gate=closed_gate(gate) if gate else None,
                 rand=0.0,
@@ -299,12 +295,12 @@ class TestWhatIsTold:
         ],
     )
     def test_it_names_the_key_or_the_group_that_waits(self, record, gate, scope) -> None:
-        assert cooling_down(decide(a_call(on_cooling="raise"), record, gate=gate)).scope == scope
+        assert cooling_down(decide(a_call(on_busy="raise"), record, gate=gate)).scope == scope
 
     def test_a_closed_gate_names_its_group(self) -> None:
         error = cooling_down(
             decide(
-                a_call(on_cooling="raise"),
+                a_call(on_busy="raise"),
                 gate=closed_gate(300, reason="out_of_quota", rule="quota"),
             )
         )
@@ -359,7 +355,7 @@ class TestWhatIsTold:
         assert str(error).startswith(f"Retry available in {words}: ")
 
     def test_events_and_eager_callers_of_a_reschedule_get_the_same_text(self) -> None:
-        verdict = reschedule(decide(a_call(on_cooling="reschedule"), COOLING))
+        verdict = reschedule(decide(a_call(on_busy="wait"), COOLING))
         assert isinstance(verdict.refusal, CoolingDown)
         assert verdict.reason == str(verdict.refusal)
         assert verdict.refusal.retry_after == 300.0

@@ -36,10 +36,10 @@ class Call(SimpleNamespace):
         state.scheduled_requests.add(self)
 
 
-def waiters(*, rerun: bool) -> KeyWaiters:
+def waiters(*, each_runs: bool) -> KeyWaiters:
     """The calls of a held key."""
     made = KeyWaiters("t:shop.work|invoice:1", 0.0, longest=600.0)
-    made.rerun = rerun
+    made.each_runs = each_runs
     return made
 
 
@@ -60,7 +60,7 @@ def begun(here: KeyWaiters) -> list[Any]:
 
 
 def test_nothing_begins_while_the_key_is_held() -> None:
-    here = waiters(rerun=True)
+    here = waiters(each_runs=True)
     calls = waiting(here)
     assert begun(here) == []
     assert not here.needs_lookup(0.0)
@@ -71,8 +71,8 @@ def test_nothing_begins_while_the_key_is_held() -> None:
 
 
 def test_calls_that_run_follow_each_other_and_calls_that_are_answered_go_together() -> None:
-    for rerun, together in ((True, 1), (False, ANSWERED_TOGETHER)):
-        here = waiters(rerun=rerun)
+    for each_runs, together in ((True, 1), (False, ANSWERED_TOGETHER)):
+        here = waiters(each_runs=each_runs)
         calls = waiting(here)
         here.key_is_free = True
         (first,) = begun(here)
@@ -81,7 +81,7 @@ def test_calls_that_run_follow_each_other_and_calls_that_are_answered_go_togethe
 
 
 def test_after_a_failure_the_next_call_is_begun_alone() -> None:
-    here = waiters(rerun=False)
+    here = waiters(each_runs=False)
     calls = waiting(here)
     here.key_is_free = True
     (first,) = begun(here)
@@ -90,7 +90,7 @@ def test_after_a_failure_the_next_call_is_begun_alone() -> None:
 
 
 def test_a_call_that_is_rescheduled_retains_its_place() -> None:
-    here = waiters(rerun=True)
+    here = waiters(each_runs=True)
     calls = waiting(here, 3)
     here.key_is_free = True
     (first,) = begun(here)
@@ -105,7 +105,7 @@ def test_a_call_that_is_rescheduled_retains_its_place() -> None:
 
 
 def test_a_key_that_seems_to_be_free_and_is_not_is_asked_for_ever_more_seldom() -> None:
-    here = waiters(rerun=True)
+    here = waiters(each_runs=True)
     waiting(here, 1)
     pauses = []
     for number in range(12):
@@ -120,7 +120,7 @@ def test_a_key_that_seems_to_be_free_and_is_not_is_asked_for_ever_more_seldom() 
 
 
 def test_the_longer_a_key_is_held_the_more_seldom_the_store_is_asked() -> None:
-    here = waiters(rerun=True)
+    here = waiters(each_runs=True)
     waiting(here, 1)
     looks = []
     for now in (0.0, 5.0, 20.0, 50.0, 1000.0):
@@ -132,7 +132,7 @@ def test_the_longer_a_key_is_held_the_more_seldom_the_store_is_asked() -> None:
 
 
 def test_calls_that_celery_has_dropped_do_not_begin_and_are_forgotten() -> None:
-    here = waiters(rerun=True)
+    here = waiters(each_runs=True)
     calls = waiting(here, 4)
     state.scheduled_requests.discard(calls[0])
     calls[1].waiters = None
@@ -144,7 +144,7 @@ def test_calls_that_celery_has_dropped_do_not_begin_and_are_forgotten() -> None:
 
 
 def test_a_call_that_was_begun_and_is_gone_does_not_stop_the_others() -> None:
-    here = waiters(rerun=True)
+    here = waiters(each_runs=True)
     calls = waiting(here, 3)
     here.key_is_free = True
     assert begun(here) == [calls[0]]
@@ -158,7 +158,7 @@ def test_a_call_that_was_begun_and_is_gone_does_not_stop_the_others() -> None:
 
 
 def test_a_countdown_that_ends_early_starts_no_useless_attempt() -> None:
-    here = waiters(rerun=True)
+    here = waiters(each_runs=True)
     waiting(here, 2)
     here.still_held(10.0)
     assert here.must_wait(10.0 + ANSWER_VALID_FOR / 2)
@@ -170,7 +170,7 @@ def test_a_countdown_that_ends_early_starts_no_useless_attempt() -> None:
 
 
 def test_a_key_that_is_busy_for_ever_costs_no_memory() -> None:
-    here = waiters(rerun=True)
+    here = waiters(each_runs=True)
     for number in range(1_000):
         call = Call(here, number)
         here.add(call)
@@ -183,7 +183,7 @@ def test_a_key_that_is_busy_for_ever_costs_no_memory() -> None:
 
 
 def test_two_messages_of_one_call_wait_together() -> None:
-    here = waiters(rerun=True)
+    here = waiters(each_runs=True)
     same = [Call(here, 7), Call(here, 7)]
     for call in same:
         here.add(call)
@@ -260,7 +260,7 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> Timer:
 
 def a_held_key() -> tuple[WaitingCalls, KeyWaiters]:
     """With one key, which is held."""
-    calls, here = WaitingCalls(), waiters(rerun=True)
+    calls, here = WaitingCalls(), waiters(each_runs=True)
     calls.by_key[here.stored_key] = here
     return calls, here
 

@@ -11,8 +11,8 @@ from celery_leases import LeasedTask
 from celery_leases.errors import LeaseHeld
 
 UNIQUE: dict[str, Any] = {"base": LeasedTask, "lease_key": "{name}"}
-REFUSING: dict[str, Any] = {**UNIQUE, "lease_on_held": "raise"}
-SKIPPING: dict[str, Any] = {**UNIQUE, "lease_on_held": "ignore", "lease_on_done": "ignore"}
+REFUSING: dict[str, Any] = {**UNIQUE, "lease_on_busy": "raise"}
+SKIPPING: dict[str, Any] = {**UNIQUE, "lease_on_busy": "ignore", "lease_on_done": "ignore"}
 DUPLICATE = LeaseHeld
 
 

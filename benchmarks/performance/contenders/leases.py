@@ -30,7 +30,7 @@ def configure(app: Celery, leases_url: str = "") -> None:
     """
     app.conf.leases_url = leases_url or settings.given(settings.LOCKS)
     app.conf.leases_database_url = settings.given(settings.DATABASE)
-    app.task(name="mutex", base=LeasedTask, lease_key="{key}", lease_on_done="rerun")(_mutex)
+    app.task(name="mutex", base=LeasedTask, lease_key="{key}", lease_runs="each")(_mutex)
     if PUT_BACK in body.writer.wanted:
         signals.call_rescheduled.connect(_reschedule, weak=False)
 

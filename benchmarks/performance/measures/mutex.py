@@ -18,7 +18,7 @@ def measure(bench: Bench, quick: bool) -> Finding:
     """Both modes, one after the other."""
     calls, seconds = QUICK if quick else FULL
     head = [
-        '`lease_on_done="rerun"`',
+        '`lease_runs="each"`',
         "ran",
         "all done after, s",
         "half of them after, s",

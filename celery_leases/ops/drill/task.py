@@ -41,10 +41,9 @@ def register(app: Celery, ttl: float, body: Body) -> Any:
         soft_time_limit=None,
         lease_key="{key}",
         lease_ttl=ttl,
-        lease_on_held="reschedule",
-        lease_on_done="rerun",
+        lease_runs="each",
+        lease_on_busy="wait",
         lease_on_lost="interrupt",
-        lease_wait=0.001,  # do not wait; 0 is refused
         lease_renew=True,
         lease_queue_once=False,
         lease_store_arguments=False,

@@ -30,7 +30,7 @@ def make_call(
     task: str = "contract",
     key: str | None = None,
     ttl: float = 15.0,
-    rerun: bool = False,
+    each_runs: bool = False,
     retention: float | None = None,
     fingerprint: str | None = None,
     digests: Mapping[str, str] | None = None,
@@ -38,15 +38,15 @@ def make_call(
 ) -> Call:
     """A new call with a new token, unless they are given, whose lease lasts *ttl* seconds.
 
-    *rerun*: each call of the key runs.
+    *each_runs*: each call of the key runs.
     """
     token = token or uuid4().hex
-    on_done: Literal["rerun", "replay"] = "rerun" if rerun else "replay"
+    runs: Literal["once", "each"] = "each" if each_runs else "once"
     given = {"call_id": f"call-{uuid4().hex}", "host": f"host-{token[:6]}/1", "token": token}
     return Call(
         task=task,
         key=CallKey(stored_key if key is None else key, stored_key, fingerprint, digests),
-        options=LeaseOptions(ttl=ttl, on_done=on_done, retention=retention or 7 * 86_400.0),
+        options=LeaseOptions(ttl=ttl, runs=runs, retention=retention or 7 * 86_400.0),
         **(given | more),
     )
 

@@ -341,20 +341,20 @@ class ClaimContract(RecordCase):
         closed(records, won(records, make_call(key), "redis:two"))
         assert refused(records, make_call(key)).state is State.DONE
 
-    # -- rerun -------------------------------------------------------------------------------------
+    # -- each runs ---------------------------------------------------------------------------------
 
     def test_rerun_gives_every_call_a_generation(self, records: RecordStore, key: str) -> None:
         """The counts start at 0, and the finished calls are remembered."""
         finished: dict[str, str | None] = {}
         for generation in range(3):
-            call = make_call(key, rerun=True)
+            call = make_call(key, each_runs=True)
             closed(records, won(records, call), State.PENDING, ended=Ended.LOST, failures=1)
-            record = won(records, again(call, rerun=True))
+            record = won(records, again(call, each_runs=True))
             assert (record.generation, record.attempt, record.failures) == (generation, 2, 1)
             assert tuple(finished) == record.finished_calls
             finished[call.call_id] = f'"{generation}"'
             closed(records, record, failures=0, result=f'"{generation}"', finished=finished)
-        fresh = won(records, make_call(key, rerun=True))
+        fresh = won(records, make_call(key, each_runs=True))
         assert (fresh.generation, fresh.attempt, fresh.failures, fresh.crashes) == (3, 1, 0, 0)
         assert (fresh.result, fresh.previous, fresh.just_crashed) == (None, None, False)
         assert fresh.finished_results == finished
@@ -363,27 +363,27 @@ class ClaimContract(RecordCase):
         self, records: RecordStore, key: str
     ) -> None:
         """A late copy of its message is refused in every state of the key."""
-        call = make_call(key, rerun=True)
+        call = make_call(key, each_runs=True)
         closed(records, won(records, call), finished={call.call_id: '"a"'})
-        refused(records, again(call, rerun=True))
-        second = won(records, make_call(key, rerun=True))
-        refused(records, again(call, rerun=True))
+        refused(records, again(call, each_runs=True))
+        second = won(records, make_call(key, each_runs=True))
+        refused(records, again(call, each_runs=True))
         closed(records, second, State.PENDING, ended=Ended.LOST)
-        refused(records, again(call, rerun=True))
+        refused(records, again(call, each_runs=True))
         assert row(records, key).finished_results == {call.call_id: '"a"'}
 
     def test_rerun_waits_like_any_other(self, records: RecordStore, key: str) -> None:
         """Until its retry time other calls are refused, and the failed call keeps its
         generation.
         """
-        waiting(records, make_call(key, rerun=True), 60.0)
-        refused(records, make_call(key, rerun=True))
+        waiting(records, make_call(key, each_runs=True), 60.0)
+        refused(records, make_call(key, each_runs=True))
 
     def test_rerun_starts_anew_after_a_crash_of_another_call(
         self, records: RecordStore, key: str
     ) -> None:
         """The next call takes over the dead call's row for itself, with a higher fence."""
-        dead = won(records, make_call(key, rerun=True))
-        record = won(records, make_call(key, rerun=True))
+        dead = won(records, make_call(key, each_runs=True))
+        record = won(records, make_call(key, each_runs=True))
         assert record.fence > dead.fence
         assert not records.settle(dead, outcome(dead))

@@ -35,7 +35,7 @@ def begin(
     """The store's answer to an intent of the attempt on *record*. With *keep*, a retention in
     seconds, the effect belongs to the call.
     """
-    scope = scope_of(record, rerun=keep is not None, retention=keep or 0.0)
+    scope = scope_of(record, each_runs=keep is not None, retention=keep or 0.0)
     return effects.begin(record, name, f"{record.stored_key}/{name}"[:64], scope, taken)
 
 

@@ -154,7 +154,9 @@ class ReplyContract(EffectCase):
         assert later.effect.result == '"kept"'
 
     @pytest.mark.parametrize("done", [False, True])
-    @pytest.mark.parametrize("how", ["forgotten", "another call of a rerun task", "retention over"])
+    @pytest.mark.parametrize(
+        "how", ["forgotten", "another call of a task whose calls all run", "retention over"]
+    )
     def test_a_new_generation_has_effects_of_its_own(
         self,
         records: RecordStore,
@@ -177,7 +179,7 @@ class ReplyContract(EffectCase):
             pass_time(1.2 * self.short)
         else:
             closed(records, old)
-            call = make_call(key, rerun=True)
+            call = make_call(key, each_runs=True)
         record = won(records, call)
         assert record.generation == 1
         assert effects.of_key(record) == []

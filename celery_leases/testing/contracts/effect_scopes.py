@@ -33,13 +33,13 @@ class ScopeContract(EffectCase):
         """The call crashed inside the effect, and another call took over the key and finished. The
         effect still has no reply.
         """
-        first = make_call(key, rerun=True)
+        first = make_call(key, each_runs=True)
         begun = sent(effects, won(records, first), keep=HOUR)
-        between = won(records, make_call(key, rerun=True))
+        between = won(records, make_call(key, each_runs=True))
         assert effects.of_key(between) == []
         assert finished(effects, sent(effects, between, keep=HOUR), '"of the other"')
         closed(records, between)
-        record = won(records, again(first, rerun=True))
+        record = won(records, again(first, each_runs=True))
         assert record.generation == 2
         found = begin(effects, record, keep=HOUR)
         assert isinstance(found, Found)
@@ -72,24 +72,28 @@ class ScopeContract(EffectCase):
         """The operator has checked the effects that the record shows, which are those of its
         call.
         """
-        first = make_call(key, rerun=True)
+        first = make_call(key, each_runs=True)
         sent(effects, won(records, first), keep=HOUR)
-        other = won(records, make_call(key, rerun=True))
+        other = won(records, make_call(key, each_runs=True))
         sent(effects, other, keep=HOUR)
         assert effects.forget_sent(other) == 1
         closed(records, other)
-        assert isinstance(begin(effects, won(records, again(first, rerun=True)), keep=HOUR), Found)
+        assert isinstance(
+            begin(effects, won(records, again(first, each_runs=True)), keep=HOUR), Found
+        )
 
     def test_a_forgotten_record_leaves_the_effects_of_calls(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """They are no longer shown, but the same call finds them if it runs again."""
-        call = make_call(key, rerun=True)
+        call = make_call(key, each_runs=True)
         assert finished(effects, sent(effects, won(records, call), keep=HOUR))
         forgotten = records.reset(key, keep=False)
         assert forgotten is not None
         assert effects.of_key(forgotten) == []
-        assert isinstance(begin(effects, won(records, again(call, rerun=True)), keep=HOUR), Found)
+        assert isinstance(
+            begin(effects, won(records, again(call, each_runs=True)), keep=HOUR), Found
+        )
 
     # -- purging -----------------------------------------------------------------------------------
 
@@ -99,7 +103,7 @@ class ScopeContract(EffectCase):
         """Even if other calls of the key run meanwhile. Unexpired effects, and those of the
         record's current call, stay.
         """
-        short, long, present = (make_call(key, rerun=True) for _ in range(3))
+        short, long, present = (make_call(key, each_runs=True) for _ in range(3))
         self.ran(records, effects, short, self.short)
         self.ran(records, effects, long, HOUR)
         record = self.ran(records, effects, present, self.short)
@@ -107,7 +111,7 @@ class ScopeContract(EffectCase):
         purge(records)
         assert len(effects.of_key(record)) == 1
         for call, expected in ((long, 1), (short, 0), (present, 0)):
-            record = won(records, again(call, rerun=True))
+            record = won(records, again(call, each_runs=True))
             purge(records)  # now another call is the current one
             assert len(effects.of_key(record)) == expected
             closed(records, record)
@@ -119,7 +123,7 @@ class ScopeContract(EffectCase):
         """They are purged with the record if they have expired; otherwise they stay for the
         call.
         """
-        call = make_call(key, rerun=True)
+        call = make_call(key, each_runs=True)
         record = won(records, call)
         assert finished(effects, sent(effects, record, keep=keep))
         closed(records, record, retention=0.1)
@@ -127,29 +131,29 @@ class ScopeContract(EffectCase):
         purge(records)
         purge(records)
         assert records.read(key) is None
-        assert len(effects.of_key(won(records, again(call, rerun=True)))) == (keep == HOUR)
+        assert len(effects.of_key(won(records, again(call, each_runs=True)))) == (keep == HOUR)
 
     def test_an_effect_taken_over_expires_later(
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
     ) -> None:
         """Its retention counts from the takeover."""
-        call = make_call(key, rerun=True)
+        call = make_call(key, each_runs=True)
         begun = sent(effects, won(records, call), keep=self.short)
-        sent(effects, won(records, again(call, rerun=True)), taken=begun.fence, keep=HOUR)
+        sent(effects, won(records, again(call, each_runs=True)), taken=begun.fence, keep=HOUR)
         closed(records, row(records, key))
-        closed(records, won(records, make_call(key, rerun=True)))
+        closed(records, won(records, make_call(key, each_runs=True)))
         pass_time(1.2 * self.short)
         purge(records)
-        assert len(effects.of_key(won(records, again(call, rerun=True)))) == 1
+        assert len(effects.of_key(won(records, again(call, each_runs=True)))) == 1
 
     def test_many_effects_are_purged_in_batches(
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
     ) -> None:
         """The result of a full batch shows that there may be more."""
-        record = won(records, make_call(key, rerun=True))
+        record = won(records, make_call(key, each_runs=True))
         for number in range(5):
             sent(effects, record, f"mail {number}", keep=0.1)
-        won(records, make_call(key, rerun=True))
+        won(records, make_call(key, each_runs=True))
         lasting = sent(effects, won(records, make_call(fresh_key())))
         pass_time(0.2)
         assert [records.purge(2) for _ in range(3)][:2] == [2, 2]
