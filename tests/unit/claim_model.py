@@ -51,7 +51,6 @@ class Caller:
 
     @property
     def claims(self) -> bool:
-        """Whether its claim goes on."""
         return self.won is None and self.refused is None
 
     @property
@@ -106,12 +105,10 @@ class _Claim(Claiming):
         self._stepped = False
 
     def insert_or_read(self, new: Record, group: str | None) -> InsertOrReadResult:
-        """The look."""
         met: InsertOrReadResult = self._step(lambda: self._look_now(new))
         return met
 
     def swap(self, seen: Record, new: Record) -> bool:
-        """The write."""
         written: bool = self._step(lambda: self._swap_now(seen, new))
         return written
 
@@ -179,7 +176,6 @@ def steps(world: World) -> Iterator[tuple[str, World]]:
 
 
 def _accidents(world: World) -> Iterator[tuple[str, World]]:
-    """What happens rarely."""
     row = world.row
     for place, caller in enumerate(world.callers):
         if caller.claims:

@@ -84,7 +84,6 @@ MOST = 1 - 1e-9
 
 
 def held_by(call_id: str, remaining: float = 9.0) -> Holder:
-    """A lease in a store."""
     return Holder("token-1", call_id, "host-a/17", 15.0, remaining)
 
 
@@ -120,7 +119,6 @@ def raised(
 def decide(
     call: Call, record: Record | None = None, holder: Holder | None = None, **facts: Any
 ) -> Verdict:
-    """The verdict before the run."""
     return before_run(call, Facts(record=record, holder=holder, **({"wall_time": TODAY} | facts)))
 
 

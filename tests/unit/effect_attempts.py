@@ -55,7 +55,6 @@ class FakeRenewer:
         self.clock = clock
 
     def extend(self, held_lease: HeldLease, seconds: float) -> None:
-        """Extend the lease."""
         held_lease.check()
         self.journal.step("extend", lambda: held_lease.extended(self.clock.now(), seconds))
 
@@ -126,7 +125,6 @@ class EffectBench:
         return Attempt(self, claim.record, **options)
 
     def closed(self, record: Record, ending: Any, **more: Any) -> Outcome:
-        """Close the attempt."""
         outcome = replace(after_run(a_call(call_id=record.call_id), record, ending), **more)
         assert self.records.settle(record, outcome)
         return outcome
@@ -155,13 +153,11 @@ class EffectBench:
 
     @property
     def state(self) -> str | None:
-        """The state of the charge."""
         found = self.effect()
         return found.state.value if found is not None else None
 
     @property
     def row(self) -> Record:
-        """The row of the key."""
         found = self.records.row(KEY)
         assert found is not None
         return found

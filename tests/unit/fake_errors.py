@@ -28,7 +28,6 @@ def fake_error(
 
 
 def caused(error: BaseException, cause: BaseException | None) -> Any:
-    """*error*, raised from *cause*."""
     error.__cause__ = cause
     return error
 
@@ -49,7 +48,6 @@ def http_error(
 
 
 def aws(code: str, status: int = 400, **headers: str) -> Any:
-    """Botocore's ClientError."""
     metadata = {
         "HTTPStatusCode": status,
         "HTTPHeaders": {name.replace("_", "-"): value for name, value in headers.items()},
@@ -70,7 +68,6 @@ class RpcError(Exception):
         self._code, self._metadata = code, metadata
 
     def code(self) -> Any:
-        """A member of an enum."""
         return SimpleNamespace(name=self._code, value=(1, "what it means"))
 
     def trailing_metadata(self) -> Any:

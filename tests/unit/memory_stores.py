@@ -38,11 +38,9 @@ class ManualClock:
         self.time = 1000.0
 
     def now(self) -> float:
-        """The time it stands at."""
         return self.time
 
     def sleep(self, seconds: float) -> None:
-        """Advance the clock."""
         self.time += seconds
 
 
@@ -63,7 +61,6 @@ class Journal(list[str]):
         self._before[name] = what
 
     def step(self, name: str, do: Callable[[], T]) -> T:
-        """Take one step."""
         self._before.pop(name, lambda: None)()
         self.append(name)
         times, done = self._away.get(name, (0, False))
@@ -79,15 +76,12 @@ class Seen(list[Event]):
     """An observer that stores all events."""
 
     def wants(self, kind: type[Event]) -> bool:
-        """Observe every kind of event."""
         return True
 
     def observe(self, event: Event) -> None:
-        """Store the event."""
         self.append(event)
 
     def of(self, kind: type[E]) -> list[E]:
-        """The events of one kind."""
         return [event for event in self if isinstance(event, kind)]
 
 
@@ -98,7 +92,6 @@ class FixedAvailability:
         self.answering = True
 
     def takeover_until(self, sent: float) -> int:
-        """Always, or never."""
         return ALWAYS if self.answering else NEVER
 
     def answered(self, sent: float, at: float, now: int) -> None:
@@ -188,7 +181,6 @@ class MemoryRecords(SqlRecordStore):
         self.others.reset(stored_key, keep=True, forgive=True)
 
     def leases(self) -> DatabaseLeaseStore:
-        """The leases that are rows."""
         found = copy(_leases_in_memory())
         found.records = self
         return found

@@ -46,11 +46,9 @@ class NoRenewer:
         self.kept: set[str] = set()
 
     def add(self, held_lease: HeldLease) -> None:
-        """A body begins."""
         self.kept.add(held_lease.call.token)
 
     def drop(self, held_lease: HeldLease) -> None:
-        """A body has ended."""
         self.kept.discard(held_lease.call.token)
 
 
@@ -115,7 +113,6 @@ class Bench:
         return a_call(**(given | changes))
 
     def again(self, call: Call, **changes: Any) -> Call:
-        """The rescheduled copy of *call*."""
         back: dict[str, Any] = {
             "token": f"attempt-{next(self._tokens)}",
             "repeat": True,
@@ -160,14 +157,12 @@ class Bench:
 
     @property
     def row(self) -> Record:
-        """The row of the key."""
         found = self.records.row(KEY.stored)
         assert found is not None
         return found
 
     @property
     def state(self) -> State:
-        """The state of the key."""
         return self.row.state
 
     def steps(self, *names: str) -> list[str]:
@@ -176,7 +171,6 @@ class Bench:
 
     @property
     def held(self) -> bool:
-        """Whether the key is held."""
         return self.stores.holder(KEY.stored) is not None
 
     @property
@@ -187,6 +181,5 @@ class Bench:
 
 
 def error(reply: Answer) -> BaseException:
-    """What Celery gets to see."""
     assert isinstance(reply, Raise), reply
     return reply.error

@@ -77,7 +77,6 @@ def board_of(shop: Shop, **options: Any) -> Any:
 
 @pytest.fixture
 def ann(shop: Shop) -> Visitor:
-    """An operator."""
     return Visitor(board_of(shop))
 
 

@@ -10,8 +10,8 @@ from celery_leases.decide.verdicts import Raise, Reschedule, Return
 from celery_leases.errors import CoolingDown
 from celery_leases.record import State
 from tests.distributions.toy_leases import Lease
-from tests.unit.decision_inputs import KEY, OURS, THEIRS
-from tests.unit.memory_worker import KINDS, OF_THE_GROUP, OF_THE_KEY, Bench
+from tests.unit.decision_inputs import KEY, THEIRS
+from tests.unit.memory_worker import KINDS, OF_THE_KEY, Bench
 
 
 @pytest.fixture
@@ -112,8 +112,6 @@ class TestAKeyThatCools:
 
 
 class TestAShutGate:
-    """It stops bodies only."""
-
     @KINDS
     def test_no_body_starts_and_nothing_is_taken(self, in_records: bool) -> None:
         bench = Bench(in_records)
@@ -128,26 +126,7 @@ class TestAShutGate:
         assert (bench.ran, len(bench.records.rows), bench.held) == ([], 0, False)
 
     @KINDS
-    def test_finished_work_is_replayed_through_it(self, in_records: bool) -> None:
-        bench = Bench(in_records)
-        call = bench.call()
-        bench.run(call)
-        bench.close_gate()
-        for copy in (bench.again(call), bench.call(call_id=THEIRS)):
-            assert bench.run(copy) == Return(1, OURS)
-        assert len(bench.ran) == 1
-
-    @KINDS
     def test_a_call_without_a_group_does_not_see_it(self, in_records: bool) -> None:
         bench = Bench(in_records)
         bench.close_gate()
         assert bench.run(bench.call(group=None)) == Return(1)
-
-    @KINDS
-    def test_a_call_that_failed_because_of_the_group_resumes_as_the_probe(self, in_records) -> None:
-        bench = Bench(in_records)
-        call = bench.call()
-        bench.run(call, OF_THE_GROUP)
-        bench.clock.sleep(60.0)
-        assert bench.run(bench.again(call)) == Return(1)
-        assert bench.gate is None

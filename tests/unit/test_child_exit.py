@@ -36,7 +36,6 @@ class Stores:
         self.closed: list[str] = []
 
     def close(self, dead_child: EndedDelivery, call: Any) -> None:
-        """Close an attempt."""
         self.answer.wait(10)
         self.closed.append(dead_child.token)
 
@@ -147,7 +146,6 @@ class Hub:
         self.readers[handle] = callback
 
     def remove(self, handle: int) -> None:
-        """Forget it."""
         self.readers.pop(handle, None)
 
 

@@ -94,13 +94,11 @@ class Played(Publisher):
         return reply
 
     def mark(self, stored_key: str, name: str) -> str | None:
-        """Read the mark."""
         return self._take("read")  # type: ignore[no-any-return]
 
     def swap_mark(
         self, stored_key: str, name: str, expected: str | None, value: str, ttl: float
     ) -> bool:
-        """Swap the mark."""
         return bool(self._take("swap", expected, value))
 
     def _publish(self, task: Any, pin: Any, delay: float) -> None:
@@ -124,13 +122,11 @@ def played(process: Process) -> Step | bool | Exception:
 
 
 def without(items: tuple[Any, ...], item: Any) -> tuple[Any, ...]:
-    """*items* less one *item*."""
     at = items.index(item)
     return items[:at] + items[at + 1 :]
 
 
 def successors(world: World) -> Iterator[tuple[str, World]]:
-    """The states that may follow."""
     for message in set(world.queue):
         yield from delivered(world, message)
     for process in set(world.processes):
@@ -242,7 +238,6 @@ def explore(world: World) -> tuple[int, list[str] | None]:
 
 
 def way_to(world: World, came: dict[World, tuple[World, str] | None]) -> Iterator[str]:
-    """What has happened, backwards."""
     before = came[world]
     while before is not None:
         world, what = before
@@ -263,11 +258,12 @@ def _nonces_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     "world",
     [
         World(hops=4, faults=2, abreast=1),
-        World(hops=3, faults=2),
+        World(hops=3, faults=1),
+        pytest.param(World(hops=3, faults=2), marks=pytest.mark.nightly),
         World(hops=3, faults=1, kills=0, doubles=1),
         World(hops=3, faults=1, kills=0, runs=1, queue=(Message(), Message())),
     ],
-    ids=["one after the other", "side by side", "redelivered while it runs", "two messages"],
+    ids=["one by one", "side by side", "two faults", "redelivered while it runs", "two messages"],
 )
 def test_no_schedule_loses_a_waiting_call(world: World) -> None:
     states, lost = explore(world)

@@ -231,13 +231,6 @@ class TestOtherContent:
         assert (error.key, error.differing) == (KEY.key, ["amount", "month"])
         assert "amount, month" in str(error)
 
-    @pytest.mark.parametrize("state", State)
-    def test_it_is_never_said_of_the_same_call(self, state: State) -> None:
-        verdict = decide(
-            a_call(), a_record(state, OURS, fingerprint="v1:other", digests={"month": "m2"})
-        )
-        assert not (isinstance(verdict, Raise) and isinstance(verdict.error, KeyReused))
-
     @pytest.mark.parametrize(
         ("ours", "theirs"), [(None, "v1:same"), ("v1:same", None), (None, None)]
     )

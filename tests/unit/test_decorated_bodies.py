@@ -21,8 +21,6 @@ BY_NAME: Call = ((), {"number": 5})
 
 
 def passes(function: Any) -> Any:
-    """Passes all arguments on."""
-
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -51,8 +49,6 @@ def adds_first_named(function: Any) -> Any:
 
 
 def adds_keyword(function: Any) -> Any:
-    """Adds a keyword."""
-
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return function(*args, session="session", **kwargs)
@@ -61,8 +57,6 @@ def adds_keyword(function: Any) -> Any:
 
 
 def removes_keyword(function: Any) -> Any:
-    """Removes a keyword."""
-
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("tenant")
@@ -72,8 +66,6 @@ def removes_keyword(function: Any) -> Any:
 
 
 def removes_first(function: Any) -> Any:
-    """Removes the first argument."""
-
     @functools.wraps(function)
     def wrapper(tenant: str, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -87,12 +79,10 @@ def plain(number: int) -> int:
 
 
 def with_session(session: str, number: int) -> int:
-    """Gets another one before it."""
     return number
 
 
 def with_keyword(number: int, *, session: str) -> int:
-    """Gets a keyword too."""
     return number
 
 

@@ -28,7 +28,6 @@ def connected_with(vendor: str, **given: Any) -> tuple[list[Any], dict[str, Any]
 
 
 def of_postgres(**given: Any) -> dict[str, Any]:
-    """The same for PostgreSQL."""
     return connected_with("postgresql", **given)[1]
 
 

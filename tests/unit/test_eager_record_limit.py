@@ -18,7 +18,6 @@ def test_eager_calls_keep_the_records_of_the_latest_keys_only(monkeypatch) -> No
 
     @app.task(base=LeasedTask, bind=True, name="eager.work", lease_key="k:{number}", shared=False)
     def work(self: Any, number: int, calls: int = 0) -> int:
-        """Work, and call others meanwhile."""
         runs.append(number)
         self.lease.effect("note", lambda _: number)
         for other in range(calls):

@@ -40,8 +40,6 @@ Program = tuple[str, ...]
 
 
 def raises(error: BaseException) -> Callable[[Any], None]:
-    """A step that raises *error*."""
-
     def step(task: Any) -> None:
         raise error
 
@@ -168,7 +166,6 @@ class Bench:
                     message.ack()
 
     def state(self, kind: str, program: Program, call_id: str) -> str:
-        """The state of the record."""
         template = KINDS[kind].get("lease_key")
         key = template.format(name="/".join(program)) if template else call_id
         return self.client.status(key, task=kind).state
@@ -272,12 +269,10 @@ async def awaits(name: str) -> None:
 
 
 def yields(name: str) -> Iterator[None]:
-    """A generator."""
     yield
 
 
 async def yields_later(name: str) -> AsyncIterator[None]:
-    """An asynchronous generator."""
     yield
 
 

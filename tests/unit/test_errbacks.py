@@ -60,7 +60,6 @@ def app(ran: list[tuple[Any, ...]]) -> Celery:
 
 
 def errbacks(app: Celery) -> list[Any]:
-    """An errback of each kind."""
     tasks = app.tasks
     return [
         tasks["refund"].s(order=7), tasks["of_failed"].s(), tasks["immutable"].si(7, 5),

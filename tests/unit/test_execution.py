@@ -36,8 +36,6 @@ def bench() -> Bench:
 
 
 class TestAFailure:
-    """The order of effects, and what Celery gets."""
-
     def test_a_success_is_settled_and_released(self, bench: Bench) -> None:
         assert bench.run(bench.call()) == Return(1)
         assert bench.steps() == ["acquire", "claim", "settle", "release"]
@@ -311,8 +309,6 @@ class TestALostLease:
 
 
 class TestPassingThrough:
-    """The framework's own control flow."""
-
     @pytest.mark.parametrize(
         ("ending", "state"),
         [

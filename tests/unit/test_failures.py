@@ -5,6 +5,7 @@ back.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from celery_leases.decide.after_failure import (
     LONGEST_JITTER,
     SHORTEST_SERVER_DELAY,
+    AfterFailure,
     AwaitOperator,
     Counts,
     EnterCooldown,
@@ -52,8 +54,6 @@ CHANCES = st.floats(0, 1, exclude_max=True)
 
 
 class TestEachKind:
-    """What a ruling means on its own."""
-
     @pytest.mark.parametrize("told", ["instead", "at_least", "ignore"])
     @pytest.mark.parametrize("group", [None, GROUP])
     @pytest.mark.parametrize("idempotent", [False, True])
@@ -79,22 +79,6 @@ class TestEachKind:
         assert (failure.type, failure.message) == ("ValueError", "boom")
         assert (failure.rule, failure.reason) == ("status:401", "unauthorized")
         assert (failure.ambiguous, failure.operator, failure.group) == (True, True, None)
-
-    def test_a_ruling_without_a_policy_takes_that_of_the_task(self) -> None:
-        assert cooled(
-            raised(cooldown()), rand=MOST, cooldown=CooldownPolicy(77.0)
-        ).delay == pytest.approx(77.0)
-
-    def test_a_permanent_failure_counts(self) -> None:
-        verdict = after(
-            raised(permanent()), replace(FRESH, failures=2, quick_retries=1, cooldowns=2)
-        )
-        assert verdict.counts == Counts(3, 1, 2)
-
-    def test_a_delay_that_is_raised_to_a_minimum(self) -> None:
-        ruling = replace(cooldown("1s"), at_least=15.0)
-        assert cooled(raised(ruling)).delay == 15.0
-        assert cooled(raised(ruling, 40.0)).delay == 40.0
 
 
 class TestWhatTheAnswerTold:
@@ -137,22 +121,6 @@ class TestWhatTheAnswerTold:
 
 class TestGrowth:
     """Without a server delay the waits double; the values are upper bounds."""
-
-    def test_the_second_failure_waits_twice_as_long_as_the_first(self) -> None:
-        waits = [
-            verdict.delay
-            for verdict in in_a_row(raised(cooldown()), 9)
-            if isinstance(verdict, EnterCooldown)
-        ]
-        assert waits == pytest.approx([300, 600, 1200, 2400, 4800, 9600, 19_200, 21_600, 21_600])
-
-    def test_quick_retries_double_too(self) -> None:
-        waits = [
-            verdict.delay
-            for verdict in in_a_row(raised(retry("1s")), 5)
-            if isinstance(verdict, RetryAfter)
-        ]
-        assert waits == pytest.approx([1, 2, 4, 8, 16])
 
     @given(CHANCES)
     def test_jitter_only_shortens_a_wait_of_the_policy(self, rand: float) -> None:
@@ -271,3 +239,110 @@ class TestWhatAProbeFound:
     )
     def test_a_retry_or_an_unknown_outcome_does_not_affect_the_gate(self, failing, nothing) -> None:
         assert leaves_gate_half_open(after(failing, group=GROUP)) is nothing
+
+
+SOON, AMBIGUOUS = raised(retry("1s")), raised(retry("1s", ambiguous=True))
+OF_THE_GROUP = raised(cooldown("60s", scope="group"))
+
+
+def case(name: str, verdict: AfterFailure, kind: type[AfterFailure], **expected: Any) -> Any:
+    """What a verdict and its failure must be."""
+    return pytest.param(verdict, kind, expected, id=name)
+
+
+CASES = [
+    case("a permanent failure counts",
+         after(raised(permanent()), replace(FRESH, failures=2, quick_retries=1, cooldowns=2)),
+         Fail, counts=Counts(3, 1, 2)),
+    case("a ruling without a policy takes that of the task",
+         after(raised(cooldown()), rand=MOST, cooldown=CooldownPolicy(77.0)),
+         EnterCooldown, delay=pytest.approx(77.0)),
+    case("a delay is raised to a minimum",
+         after(raised(replace(cooldown("1s"), at_least=15.0))), EnterCooldown, delay=15.0),
+    case("a longer one is not", after(raised(replace(cooldown("1s"), at_least=15.0), 40.0)), EnterCooldown, delay=40.0),
+    # Quick retries count apart from Celery's, and apart from failures.
+    case("celery's retries are not counted",
+         after(SOON, replace(FRESH, retries=9), retries=9, max_retries=1), RetryAfter, counts=Counts(0, 1, 0)),
+    case("a ruling may have a lower limit of its own",
+         after(raised(retry("1s", max=2)), replace(FRESH, quick_retries=2), max_retries=9), EnterCooldown),
+    case("or a higher one",
+         after(raised(retry("1s", max=3)), replace(FRESH, quick_retries=2), max_retries=0), RetryAfter),
+    case("none are made where none are allowed", after(SOON, max_retries=0), EnterCooldown),
+    case("a ruling may define what follows them",
+         after(raised(retry("1s", max=0, then=cooldown("60s", scope="group")), reason=Reason.UNREACHABLE), group=GROUP),
+         EnterCooldown, reason="unreachable", group=GROUP),
+    case("which may be the end", after(raised(retry("1s", max=0, then=permanent()))), Fail),
+    case("a failure of the group gives new ones, and counts for nothing else",
+         after(OF_THE_GROUP, replace(FRESH, quick_retries=3), group=GROUP), EnterCooldown, counts=Counts(0, 0, 0)),
+    # A call that may have been executed is repeated only if an option says it is harmless.
+    case("an idempotent task is retried", after(AMBIGUOUS, idempotent=True), RetryAfter, ambiguous=True),
+    case("any other cools down and says so", after(AMBIGUOUS, rand=MOST),
+         EnterCooldown, delay=pytest.approx(60.0), ambiguous=True, counts=Counts(1, 0, 1)),
+    *(case(f"a rule may define the result, {idempotent=}",
+           after(raised(replace(retry("1s", ambiguous=True), if_not_idempotent=permanent())), idempotent=idempotent),
+           kind)
+      for idempotent, kind in ((False, Fail), (True, RetryAfter))),
+    case("used up retries stay ambiguous", after(AMBIGUOUS, replace(FRESH, quick_retries=5), idempotent=True),
+         EnterCooldown, ambiguous=True),
+    case("a clear failure is retried without being idempotent", after(SOON, idempotent=False), RetryAfter),
+    # Deterministic failures end.
+    case("used up retries may be the last straw", after(SOON, replace(FRESH, failures=9, quick_retries=5)), Fail),
+    case("a quick retry never is", after(SOON, replace(FRESH, failures=9)), RetryAfter),
+    case("the last straw retains what is known about the failure",
+         after(raised(cooldown(ambiguous=True, operator=True)), replace(FRESH, failures=9)),
+         Fail, ambiguous=True, operator=True),
+    *(case(f"a failure of the group is none, {group=}",
+           after(OF_THE_GROUP, replace(FRESH, failures=9), group=group), EnterCooldown)
+      for group in (None, GROUP)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("verdict", "kind", "expected"), CASES)
+def test_a_failure_is_judged(verdict, kind, expected) -> None:
+    assert isinstance(verdict, kind)
+    found = {
+        name: getattr(verdict if name in ("counts", "delay") else verdict.failure, name)
+        for name in expected
+    }
+    assert found == expected
+
+
+ENDS = [
+    (SOON, 7, {"max_retries": 5}, [*[RetryAfter] * 5, EnterCooldown, RetryAfter]),
+    (raised(retry("1s", max=3, then=retry("1m", max=10))), 11, {}, [*[RetryAfter] * 10, EnterCooldown]),
+    *((raised(cooldown()), most, {"max_failures": most}, [*[EnterCooldown] * (most - 1), Fail]) for most in (1, 2, 10)),
+    *((OF_THE_GROUP, 30, {"max_failures": 2, "group": group}, [EnterCooldown] * 30) for group in (None, GROUP)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("failing", "times", "options", "kinds"), ENDS)
+def test_a_failure_that_repeats_itself_comes_to_an_end(failing, times, options, kinds) -> None:
+    verdicts = in_a_row(failing, times, **options)
+    assert [type(verdict) for verdict in verdicts] == kinds
+    if kinds[-1] is Fail:
+        last = verdicts[-1]
+        assert (last.counts.failures, last.failure.rule) == (times, "row")
+        assert last.failure.reason == Reason.TOO_MANY_FAILURES
+    elif failing is SOON:
+        assert [verdict.counts.failures for verdict in verdicts] == [0, 0, 0, 0, 0, 1, 1]
+        assert [verdict.counts.quick_retries for verdict in verdicts] == [1, 2, 3, 4, 5, 0, 1]
+        assert verdicts[5].failure.reason == Reason.RETRIES_USED_UP
+    elif failing is OF_THE_GROUP:
+        assert {verdict.counts.failures for verdict in verdicts} == {0}
+
+
+@pytest.mark.parametrize(
+    ("failing", "waits"),
+    [
+        (raised(cooldown()), [300, 600, 1200, 2400, 4800, 9600, 19_200, 21_600, 21_600]),
+        (raised(retry("1s")), [1, 2, 4, 8, 16]),
+        (
+            raised(cooldown("30s", scope="group", cap="1h")),
+            [30, 60, 120, 240, 480, 960, 1920, 3600, 3600],
+        ),
+    ],
+    ids=["cooldown", "retry", "without a group"],
+)
+def test_waits_double_up_to_their_cap(failing, waits) -> None:
+    found = [verdict.delay for verdict in in_a_row(failing, len(waits))]  # type: ignore[union-attr]
+    assert found == pytest.approx(waits)

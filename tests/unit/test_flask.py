@@ -19,7 +19,6 @@ import click  # noqa: E402
 from celery import Celery  # noqa: E402
 from flask import Flask, abort, current_app, request  # noqa: E402
 from flask_sqlalchemy import SQLAlchemy  # noqa: E402
-from kombu.exceptions import OperationalError  # noqa: E402
 from sqlalchemy import Column, Integer, String, func, make_url, select  # noqa: E402
 
 from celery_leases import cli  # noqa: E402
@@ -102,7 +101,6 @@ def shop(apps: None, tmp_path: Path) -> Any:
 
 
 def status_of(shop: Any, key: str, who: str | None = "me", query: str = "") -> Any:
-    """What the status view answers."""
     return shop.http.get(f"/leases/{key}{query}", headers={"Authorization": who} if who else {})
 
 
@@ -149,39 +147,6 @@ def test_a_password_of_any_characters_reaches_the_records(apps: None) -> None:
     found = make_url(app.extensions["celery"].conf.leases_database_url)
     assert found == make_url(url)
     assert (found.password, found.port) == ("p%@/", 5433)
-
-
-def test_asked_twice_is_done_once_and_answered_twice(shop: Any) -> None:
-    first = shop.http.post("/orders/x?amount=5")
-    assert first.status_code == 202
-    assert first.headers["Location"] == "/leases/order:x?task=shop.order"
-    done = shop.http.post("/orders/x?amount=5")
-    assert (done.status_code, done.json["result"]) == (200, {"amount": 5})
-    assert [entry[0] for entry in shop.seen].count("x") == 1
-    shown = shop.http.get(first.headers["Location"], headers={"Authorization": "me"})
-    assert (shown.status_code, shown.json["state"], shown.json["result"]) == (
-        200,
-        "done",
-        {"amount": 5},
-    )
-
-
-def test_the_same_key_with_other_content_is_422_and_runs_nothing(shop: Any) -> None:
-    shop.http.post("/orders/x?amount=5")
-    refused = shop.http.post("/orders/x?amount=6")
-    assert (refused.status_code, refused.json["code"]) == (422, "key_reused")
-    assert refused.content_type == "application/problem+json"
-    assert len(shop.seen) == 1
-
-
-def test_a_failure_cools_down_and_its_text_stays_inside(shop: Any) -> None:
-    assert shop.http.post("/orders/x?amount=-1").status_code == 202
-    again = shop.http.post("/orders/x?amount=-1")
-    assert (again.status_code, again.json["code"]) == (429, "cooling_down")
-    assert int(again.headers["Retry-After"]) > 60
-    shown = status_of(shop, "order:x")
-    assert (shown.status_code, shown.json["state"]) == (200, "cooling")
-    assert b"secret" not in again.data + shown.data
 
 
 def test_an_idempotency_key_is_the_key(shop: Any) -> None:
@@ -277,14 +242,6 @@ def test_an_app_without_settings_for_celery_is_refused(apps: None) -> None:
         CeleryLeases(Flask("shop"))
 
 
-def test_submitting_a_task_without_a_lease_is_refused(shop: Any) -> None:
-    with (
-        shop.app.test_request_context(),
-        pytest.raises(LeaseConfigurationError, match="base=LeasedTask"),
-    ):
-        shop.leases.submit(shop.plain)
-
-
 def test_flask_leases_is_the_command_line_of_celery_leases(shop: Any) -> None:
     shop.order.delay("1", 4)
     runner = shop.app.test_cli_runner()
@@ -327,13 +284,3 @@ def test_flask_leases_exits_as_its_command_does(shop, monkeypatch, code) -> None
     monkeypatch.setitem(cli.leases.commands, "doctor", click.Command("doctor", callback=ends))
     assert shop.app.test_cli_runner().invoke(args=["leases", "doctor"]).exit_code == code
     assert asked == ["doctor"]
-
-
-def test_an_outage_of_the_broker_is_503(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def away(*_: Any, **__: Any) -> None:
-        raise OperationalError("secret host refused")
-
-    monkeypatch.setattr(LeasedTask, "apply_async", away)
-    sent = shop.http.post("/orders/x")
-    assert (sent.status_code, sent.headers["Retry-After"]) == (503, "5")
-    assert b"secret" not in sent.data

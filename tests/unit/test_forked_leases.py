@@ -36,7 +36,6 @@ def in_a_fork(ask: Callable[[], Any]) -> Any:
 
 @pytest.fixture
 def attempt() -> Attempt:
-    """A running attempt."""
     return EffectBench().attempt()
 
 

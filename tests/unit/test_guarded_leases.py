@@ -34,15 +34,12 @@ class Transaction:
     open = True
 
     def is_open(self) -> bool:
-        """Whether it is."""
         return self.open
 
     def is_over(self) -> bool:
-        """Whether it is not."""
         return not self.open
 
     def is_of(self, given: Any) -> bool:
-        """Everything belongs to it."""
         return True
 
     def join(self, key: str) -> None:
@@ -286,7 +283,6 @@ def test_a_check_that_finds_another_owner_raises(bench, kept, row, reason, is_op
 
 
 def away(_: Renewal) -> RenewalResult:
-    """No answer."""
     raise StoreUnavailable("away", None)
 
 

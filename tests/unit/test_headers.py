@@ -81,8 +81,6 @@ def test_the_id_of_a_call_fits_its_column(nesting: int | None) -> None:
 
 
 class TestAHeader:
-    """What a message of a call carries."""
-
     @pytest.mark.parametrize(
         "header",
         [FULL, PLAIN, Header("billing.send", "call", failure_fence=0)],
@@ -253,8 +251,6 @@ class TestTheKeyInAHeader:
 
 
 class TestARequest:
-    """Its attributes are the headers of a message."""
-
     @pytest.mark.parametrize("value", [True, "x", {"running": True}, ["t:x|y", "call"]])
     def test_remembers_nothing_that_a_message_has_brought(self, value: object) -> None:
         names = ("state", "running", "stored_key", "replaced")

@@ -50,7 +50,6 @@ class Endless:
     """A collection without an end."""
 
     def items(self) -> Any:
-        """Pairs for ever."""
         while True:
             yield "retry-after", "3"
 
@@ -63,7 +62,6 @@ ATTRIBUTES = [
 
 
 def values() -> list[Any]:
-    """What attributes may hold."""
     return [
         None, True, 0, -1, 429, 10**30, 1.5, float("nan"), "", "429", "text", b"\xff", b"{}", '{"code": "x"}', [], {},
         (), {"error": {"code": "x"}}, [("retry-after", "3")], {1: {2: 3}}, {"error": ValueError()}, [ValueError()],
@@ -74,9 +72,11 @@ def values() -> list[Any]:
 
 @given(st.dictionaries(st.sampled_from(ATTRIBUTES), st.sampled_from(range(len(values())))))
 def test_no_value_of_an_attribute_breaks_the_reading(drawn: dict[str, int]) -> None:
-    facts = facts_of(
-        fake_error("shop.SMTPSoup", **{name: values()[index] for name, index in drawn.items()})
-    )
+    error = fake_error("shop.SMTPSoup", **{name: values()[index] for name, index in drawn.items()})
+    facts = facts_of(error)
+    judged = Rules.default().use(lambda *_: None).classify(error, 1e9)
+    assert judged.why
+    assert judged.delay is None or 0 < judged.delay <= 21_600
     assert facts.names[0] == "shop.SMTPSoup"
     assert facts.status is None or 100 <= facts.status <= 599
     assert all(type(code) is str for code in facts.codes)

@@ -102,11 +102,6 @@ class TestPublishedForm:
         )  # fmt: skip
 
     @pytest.mark.parametrize("vector", _published(), ids=lambda vector: vector["lease_key"])
-    def test_the_fingerprint_is_the_hash_of_the_digests(self, vector: dict[str, Any]) -> None:
-        text = json.dumps(vector["digests"], sort_keys=True, separators=(",", ":"))
-        assert vector["fingerprint"] == f"v1:{_base64_of(text.encode(), 16).rstrip('=')}"
-
-    @pytest.mark.parametrize("vector", _published(), ids=lambda vector: vector["lease_key"])
     def test_the_stored_key_is_namespace_and_key_or_its_hashed_tail(self, vector) -> None:
         scoped = f"t:{vector.get('lease_namespace', 'shop.work')}|{vector['key']}"
         if len(scoped) > STORED_KEY_MAX:
@@ -125,10 +120,11 @@ class TestPublishedForm:
                 seen += 1
         assert seen == 8
 
-    def test_the_vectors_cover_a_namespace_and_a_hashed_tail(self) -> None:
-        vectors = _published()
-        assert any("lease_namespace" in vector for vector in vectors)
-        assert any("#" in vector["stored_key"] for vector in vectors)
+
+ALIKE: list[Any] = [
+    1, 1.0, "1", True, [1], {"1": 1}, Decimal("1.1"), Decimal("1.10"),
+    datetime(2026, 4, 1, tzinfo=UTC), date(2026, 4, 1),
+]  # fmt: skip
 
 
 class TestCanonical:
@@ -144,11 +140,8 @@ class TestCanonical:
             {"a": {"c": 3, "d": 2}, "b": 1}
         )
 
-    def test_characters_stay_as_they_are(self) -> None:
-        assert canonical("Zoë 🚀\n") == '"Zoë 🚀\\n"'
-
     def test_values_that_only_look_alike_stay_apart(self) -> None:
-        assert len({canonical(value) for value in (1, 1.0, "1", True, [1], {"1": 1})}) == 6
+        assert len({canonical(value) for value in ALIKE}) == len(ALIKE)
 
     @pytest.mark.parametrize(
         "value",
@@ -160,10 +153,6 @@ class TestCanonical:
     )  # fmt: skip
     def test_a_type_of_kombu_reads_the_same_before_and_after_the_wire(self, value: Any) -> None:
         assert canonical(value) == canonical(wire.loads(wire.dumps(value)))
-
-    def test_moments_and_decimals_that_print_differently_stay_apart(self) -> None:
-        assert canonical(Decimal("1.1")) != canonical(Decimal("1.10"))
-        assert canonical(datetime(2026, 4, 1, tzinfo=UTC)) != canonical(date(2026, 4, 1))
 
     @pytest.mark.parametrize(
         "value", [object(), {1, 2}, 1j, {(1, 2): 3}], ids=lambda value: type(value).__name__
@@ -236,9 +225,6 @@ class TestStoredKey:
         assert call_group("ask", options, signature, ("m" * 300,), {}) == "m" * 300
         with pytest.raises(KeyUnusable, match="the short form of another group"):
             call_group("ask", options, signature, (gate_name("m" * 300),), {})
-
-    def test_long_keys_that_differ_in_the_last_character_stay_apart(self) -> None:
-        assert stored_key("work", "x" * 400 + "a") != stored_key("work", "x" * 400 + "b")
 
 
 class TestBinding:
@@ -445,26 +431,12 @@ class TestTemplates:
 
     def test_an_absurdly_long_key_is_refused_with_what_to_write(self) -> None:
         for length in (300, 140_000, 1_000_000):
-            made = call_key(
-                "t",
-                LeaseOptions(key="{a}"),
-                inspect.signature(lambda a: a),
-                "id",
-                ("x" * length,),
-                {},
-            )
+            made = key_of("a", "x" * length, _options={"key": "{a}"})
             assert (len(made.key), len(made.stored), len(made.shown)) == (length, 255, 255)
         with pytest.raises(
             KeyUnusable, match="gave 1000001 characters; a key has at most 1000000: let a"
         ):
-            call_key(
-                "t",
-                LeaseOptions(key="{a}"),
-                inspect.signature(lambda a: a),
-                "id",
-                ("x" * 1_000_001,),
-                {},
-            )
+            key_of("a", "x" * 1_000_001, _options={"key": "{a}"})
 
     def test_half_a_surrogate_pair_is_refused_as_a_key_and_hashed_in_a_fingerprint(self) -> None:
         with pytest.raises(KeyUnusable, match="surrogate"):
@@ -590,12 +562,9 @@ class TestFingerprint:
         assert set(value.digests or ()) == {"fingerprint"}
         assert set(mapping.digests or ()) == {"b"}
 
-    def test_false_compares_nothing(self) -> None:
-        made = key_of("a", object(), _options={"key": "k", "fingerprint": False})
-        assert (made.fingerprint, made.digests) == (None, None)
-
-    def test_rerun_compares_nothing(self) -> None:
-        made = key_of("a", object(), _options={"key": "k", "runs": "each"})
+    @pytest.mark.parametrize("option", [{"fingerprint": False}, {"runs": "each"}])
+    def test_false_and_rerun_compare_nothing(self, option) -> None:
+        made = key_of("a", object(), _options={"key": "k"} | option)
         assert (made.fingerprint, made.digests) == (None, None)
 
     def test_one_keyword_cannot_pass_for_two(self) -> None:

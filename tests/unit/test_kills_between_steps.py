@@ -22,7 +22,6 @@ class Killed(BaseException):
 
 @pytest.fixture(params=[False, True], ids=["leases apart", "rows are leases"])
 def bench(request: pytest.FixtureRequest) -> Bench:
-    """Both families of lease stores."""
     return Bench(request.param)
 
 

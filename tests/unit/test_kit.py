@@ -63,13 +63,11 @@ class Shop:
 
 @pytest.fixture
 def shop() -> Shop:
-    """A fresh one."""
     return Shop()
 
 
 @pytest.fixture
 def kit(shop: Shop) -> Iterator[LeaseKit]:
-    """Its kit."""
     with testing.leases(shop.app) as kit:
         yield kit
 

@@ -42,7 +42,6 @@ SAMPLES = {
 
 
 def promtool(*words: str) -> None:
-    """Run promtool, which must succeed."""
     found = shutil.which("promtool")
     if found is None:
         in_ci = os.environ.get("CI", "").lower() in {"1", "true"}
@@ -54,7 +53,6 @@ def promtool(*words: str) -> None:
 
 
 def alerts() -> list[dict[str, Any]]:
-    """The alert rules."""
     (group,) = YAML(typ="safe").load(RULES)["groups"]
     rules: list[dict[str, Any]] = group["rules"]
     return rules

@@ -193,8 +193,6 @@ WRONG_PARTS = [
 
 
 class TestFailures:
-    """``lease_failures``."""
-
     @pytest.mark.parametrize(("name", "value", "write"), WRONG_PARTS, ids=repr)
     def test_the_message_names_the_wrong_part_its_value_and_what_to_write(
         self, name: str, value: Any, write: str

@@ -36,7 +36,7 @@ from celery_leases.decide.endings import (
 )
 from celery_leases.decide.verdicts import Raise
 from celery_leases.errors import PermanentFailure, Snooze, Uncertain
-from celery_leases.failures.actions import Ruling, cooldown, permanent, retry
+from celery_leases.failures.actions import cooldown, permanent, retry
 from celery_leases.options import LeaseOptions
 from celery_leases.record import Attempt, Ended, Outcome, Record, State
 from celery_leases.results import NOT_JSON
@@ -79,248 +79,122 @@ ENDINGS: dict[str, Ending] = {
 }
 
 
-class TestAfterTheRun:
-    def test_a_value_is_done_and_clears_the_counts(self) -> None:
-        outcome = closed(
-            Returned({"a": 1}, '{"a": 1}'), replace(RUNNING, quick_retries=3, cooldowns=2)
-        )
-        assert (outcome.state, outcome.ended, outcome.result) == (
-            State.DONE,
-            Ended.RETURNED,
-            '{"a": 1}',
-        )
-        assert (outcome.attempt, outcome.failures, outcome.crashes, outcome.retry_after) == (
-            4, 0, 0, None,
-        )  # fmt: skip
-        assert (outcome.quick_retries, outcome.cooldowns) == (0, 0)
-
-    def test_a_call_whose_value_cannot_be_stored_is_done(self) -> None:
-        outcome = closed(Returned(object(), None, NOT_JSON))
-        assert (outcome.state, outcome.result, outcome.reason) == (State.DONE, None, NOT_JSON)
-
-    @pytest.mark.parametrize(
-        ("ending", "ended"),
-        [(Lost("taken"), Ended.LOST), (Interrupted(SystemExit()), Ended.INTERRUPTED)],
-    )
-    def test_an_abandoned_attempt_is_given_back_and_counts_as_nothing(self, ending, ended) -> None:
-        outcome = closed(ending, replace(RUNNING, quick_retries=3, cooldowns=2))
-        assert (outcome.state, outcome.ended) == (State.PENDING, ended)
-        assert (outcome.attempt, outcome.failures, outcome.crashes, outcome.retry_after) == (
-            3, 2, 1, None,
-        )  # fmt: skip
-        assert (outcome.quick_retries, outcome.cooldowns, outcome.failed) == (3, 2, False)
-
-    def test_a_snooze_spends_no_attempt_and_no_count(self) -> None:
-        outcome = closed(ENDINGS["snoozed"], replace(RUNNING, quick_retries=3, cooldowns=2))
-        assert (outcome.state, outcome.ended, outcome.reason) == (
-            State.PENDING,
-            Ended.SNOOZED,
-            "not yet",
-        )
-        assert (outcome.attempt, outcome.failures, outcome.crashes, outcome.retry_after) == (
-            3, 2, 1, 60.0,
-        )  # fmt: skip
-        assert (outcome.quick_retries, outcome.cooldowns, outcome.failed, outcome.failure) == (
-            3, 2, False, None,
-        )  # fmt: skip
-
-    @pytest.mark.parametrize(("before", "pause"), [(0, None), (1, 5.0), (2, 30.0)])
-    def test_a_hard_limit_is_a_crash_with_its_pause(self, before: int, pause: float | None) -> None:
-        outcome = closed(ENDINGS["terminated"], replace(RUNNING, crashes=before), max_crashes=9)
-        assert (outcome.state, outcome.ended) == (State.PENDING, Ended.TERMINATED)
-        assert (outcome.crashes, outcome.retry_after) == (before + 1, pause)
-
-    def test_the_last_crash_allowed_fails_for_good(self) -> None:
-        outcome = closed(ENDINGS["terminated"], replace(RUNNING, crashes=2))
-        assert (outcome.state, outcome.crashes, outcome.reason) == (
-            State.FAILED,
-            3,
-            settlement.CRASH_LOOP,
-        )
-        assert outcome.failure is not None
-        assert outcome.failure.rule == settlement.CRASH_LOOP
-
-    @pytest.mark.parametrize("delay", [None, 0.0, 30.0])
-    @pytest.mark.parametrize("ended", [Ended.RETRIED, Ended.REJECTED])
-    def test_a_retry_of_the_user_waits_for_its_countdown(self, delay, ended) -> None:
-        outcome = closed(
-            ControlFlow(Exception(), runs_again=True, delay=delay, ended=ended),
-            replace(RUNNING, quick_retries=3, cooldowns=2),
-        )
-        assert (outcome.state, outcome.ended, outcome.retry_after) == (State.PENDING, ended, delay)
-        assert (outcome.attempt, outcome.failures, outcome.crashes) == (4, 2, 0)
-        assert (outcome.quick_retries, outcome.cooldowns, outcome.failed) == (3, 2, False)
-
-    @pytest.mark.parametrize("ended", [Ended.IGNORED, Ended.REPLACED])
-    def test_the_users_ignore_and_replace_are_done_without_a_result(self, ended: Ended) -> None:
-        outcome = closed(ControlFlow(Exception(), runs_again=False, ended=ended))
-        assert (outcome.state, outcome.result, outcome.reason) == (State.DONE, None, ended.value)
-
-    @pytest.mark.parametrize("ended", [Ended.REJECTED, Ended.FAILED, Ended.RETRIED])
-    def test_a_call_that_has_not_done_its_work_leaves_the_key_to_the_next_one(self, ended) -> None:
-        outcome = closed(ControlFlow(Exception(), runs_again=False, ended=ended, failure=FAILURE))
-        assert (outcome.state, outcome.ended, outcome.failure) == (State.PENDING, ended, FAILURE)
-        assert (outcome.resumes, outcome.retry_after, outcome.failures) == (False, None, 2)
-
-    @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
-    def test_no_ending_leaves_the_row_running(self, ending: Ending) -> None:
-        """A row found running would be counted as a crash."""
-        assert closed(ending).state is not State.RUNNING
-
-    def test_without_rerun_no_calls_are_remembered(self) -> None:
-        assert closed(Returned(1, "1")).finished is None
+COUNTED = replace(RUNNING, quick_retries=3, cooldowns=2)
+UNCHANGED: dict[str, Any] = {
+    "failures": 2,
+    "crashes": 1,
+    "quick_retries": 3,
+    "cooldowns": 2,
+    "failed": False,
+}
 
 
-class TestADeadChild:
-    """Closed by the main process, which outlives it."""
-
-    def test_a_killed_one_is_a_crash_and_its_call_resumes(self) -> None:
-        outcome = child_exited(
-            a_call(), replace(RUNNING, crashes=0, quick_retries=3), ExitCause.KILLED
-        )
-        assert (outcome.state, outcome.ended, outcome.reason) == (
-            State.PENDING,
-            Ended.CRASHED,
-            "its process died",
-        )
-        assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (4, 1, None)
-        assert (outcome.failures, outcome.quick_retries, outcome.resumes) == (2, 3, True)
-
-    def test_one_killed_by_the_hard_limit_is_a_crash_whose_call_is_over(self) -> None:
-        outcome = child_exited(a_call(), replace(RUNNING, crashes=1), ExitCause.TIME_LIMIT)
-        assert (outcome.state, outcome.ended, outcome.resumes) == (
-            State.PENDING,
-            Ended.TERMINATED,
-            False,
-        )
-        assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (4, 2, 5.0)
-
-    def test_a_revoked_one_is_given_back_and_counts_as_nothing(self) -> None:
-        outcome = child_exited(a_call(), RUNNING, ExitCause.REVOKED)
-        assert (outcome.state, outcome.ended, outcome.resumes) == (
-            State.PENDING,
-            Ended.TERMINATED,
-            False,
-        )
-        assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (3, 1, None)
-
-    def test_one_killed_by_a_cold_shutdown_is_given_back_and_resumes(self) -> None:
-        outcome = child_exited(a_call(), RUNNING, ExitCause.STOPPED)
-        assert (outcome.state, outcome.ended, outcome.resumes) == (
-            State.PENDING,
-            Ended.INTERRUPTED,
-            True,
-        )
-        assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (3, 1, None)
-
-    def test_the_last_of_a_crash_loop_fails_for_good(self) -> None:
-        outcome = child_exited(a_call(), replace(RUNNING, crashes=2), ExitCause.KILLED)
-        assert (outcome.state, outcome.crashes, outcome.reason) == (State.FAILED, 3, CRASH_LOOP)
-
-    def test_under_rerun_another_calls_crashes_are_not_added(self) -> None:
-        record = replace(RUNNING, crashes=2, crashed_call="another")
-        outcome = child_exited(a_call(runs="each"), record, ExitCause.KILLED)
-        assert (outcome.crashes, outcome.crashed_call) == (1, OURS)
-
-    @pytest.mark.parametrize("ending", ["returned", "terminated"])
-    def test_under_rerun_the_crashes_are_those_of_the_call_that_died(self, ending: str) -> None:
-        record = replace(RUNNING, crashes=2, crashed_call="another")
-        outcome = closed(ENDINGS[ending], record, runs="each")
-        assert (outcome.crashes, outcome.crashed_call) == (
-            (2, "another") if ending == "returned" else (1, OURS)
-        )
+def died(cause: ExitCause, **row: Any) -> Outcome:
+    """The outcome that the main process writes for a dead child."""
+    return child_exited(a_call(), replace(RUNNING, **row), cause)
 
 
-class TestAfterAFailure:
-    def test_a_cooldown_waits_and_stores_the_failure(self) -> None:
-        outcome = closed(raised(cooldown("60s", jitter=0.0)), RUNNING)
-        assert (outcome.state, outcome.ended, outcome.retry_after) == (
-            State.COOLING,
-            Ended.FAILED,
-            60.0,
-        )
-        assert (outcome.attempt, outcome.failures, outcome.cooldowns, outcome.crashes) == (
-            4, 3, 1, 0,
-        )  # fmt: skip
-        assert outcome.failed
-        assert outcome.failure is not None
-        assert (outcome.failure.type, outcome.failure.message, outcome.failure.rule) == (
-            "ValueError",
-            "boom",
-            "row",
-        )
-        assert outcome.reason == outcome.failure.reason == "error"
+def case(name: str, outcome: Outcome, **expected: Any) -> Any:
+    return pytest.param(outcome, expected, id=name)
 
-    def test_a_quick_retry_waits_as_pending_and_is_no_failure(self) -> None:
-        outcome = closed(raised(retry("1s", jitter=0.0)), replace(RUNNING, cooldowns=2))
-        assert (outcome.state, outcome.ended, outcome.retry_after) == (
-            State.PENDING,
-            Ended.FAILED,
-            1.0,
-        )
-        assert (outcome.attempt, outcome.failures, outcome.quick_retries, outcome.cooldowns) == (
-            4, 2, 1, 2,
-        )  # fmt: skip
-        assert outcome.failed
 
-    def test_a_permanent_failure_waits_for_nothing(self) -> None:
-        outcome = closed(raised(permanent()))
-        assert (outcome.state, outcome.ended, outcome.retry_after) == (
-            State.FAILED,
-            Ended.FAILED,
-            None,
-        )
-        assert (outcome.failures, outcome.crashes, outcome.resumes) == (3, 0, False)
+CASES = [
+    case("a value is done and clears the counts", closed(Returned({"a": 1}, '{"a": 1}'), COUNTED),
+         state=State.DONE, ended=Ended.RETURNED, result='{"a": 1}', attempt=4, failures=0, crashes=0,
+         retry_after=None, quick_retries=0, cooldowns=0),
+    case("a value that cannot be stored is done", closed(Returned(object(), None, NOT_JSON)),
+         state=State.DONE, result=None, reason=NOT_JSON),
+    case("a lost attempt is given back and counts as nothing", closed(Lost("taken"), COUNTED),
+         state=State.PENDING, ended=Ended.LOST, attempt=3, retry_after=None, **UNCHANGED),
+    case("so is an interrupted one", closed(Interrupted(SystemExit()), COUNTED),
+         state=State.PENDING, ended=Ended.INTERRUPTED, attempt=3, retry_after=None, **UNCHANGED),
+    case("a snooze spends no attempt and no count", closed(ENDINGS["snoozed"], COUNTED),
+         state=State.PENDING, ended=Ended.SNOOZED, reason="not yet", attempt=3, retry_after=60.0,
+         failure=None, **UNCHANGED),
+    *(case(f"a hard limit after {before} crashes is a crash with its pause",
+           closed(ENDINGS["terminated"], replace(RUNNING, crashes=before), max_crashes=9),
+           state=State.PENDING, ended=Ended.TERMINATED, crashes=before + 1, retry_after=pause)
+      for before, pause in ((0, None), (1, 5.0), (2, 30.0))),
+    case("the last crash allowed fails for good", closed(ENDINGS["terminated"], replace(RUNNING, crashes=2)),
+         state=State.FAILED, crashes=3, reason=CRASH_LOOP),
+    *(case(f"{ended} by the user waits {delay}",
+           closed(ControlFlow(Exception(), runs_again=True, delay=delay, ended=ended), COUNTED),
+           state=State.PENDING, ended=ended, retry_after=delay, attempt=4, **(UNCHANGED | {"crashes": 0}))
+      for delay in (None, 0.0, 30.0) for ended in (Ended.RETRIED, Ended.REJECTED)),
+    *(case(f"{ended} by the user is done without a result",
+           closed(ControlFlow(Exception(), runs_again=False, ended=ended)),
+           state=State.DONE, result=None, reason=ended.value)
+      for ended in (Ended.IGNORED, Ended.REPLACED)),
+    *(case(f"{ended} without its work leaves the key to the next one",
+           closed(ControlFlow(Exception(), runs_again=False, ended=ended, failure=FAILURE)),
+           state=State.PENDING, ended=ended, failure=FAILURE, resumes=False, retry_after=None, failures=2)
+      for ended in (Ended.REJECTED, Ended.FAILED, Ended.RETRIED)),
+    case("a killed child is a crash and its call resumes", died(ExitCause.KILLED, crashes=0, quick_retries=3),
+         state=State.PENDING, ended=Ended.CRASHED, reason="its process died", attempt=4, crashes=1, retry_after=None,
+         failures=2, quick_retries=3, resumes=True),
+    case("a child killed by the hard limit is a crash whose call is over", died(ExitCause.TIME_LIMIT),
+         state=State.PENDING, ended=Ended.TERMINATED, resumes=False, attempt=4, crashes=2, retry_after=5.0),
+    case("a revoked child is given back and counts as nothing", died(ExitCause.REVOKED),
+         state=State.PENDING, ended=Ended.TERMINATED, resumes=False, attempt=3, crashes=1, retry_after=None),
+    case("a child killed by a cold shutdown is given back and resumes", died(ExitCause.STOPPED),
+         state=State.PENDING, ended=Ended.INTERRUPTED, resumes=True, attempt=3, crashes=1, retry_after=None),
+    case("the last child of a crash loop fails for good", died(ExitCause.KILLED, crashes=2),
+         state=State.FAILED, crashes=3, reason=CRASH_LOOP),
+    case("under rerun another call's crashes are not added",
+         child_exited(a_call(runs="each"), replace(RUNNING, crashes=2, crashed_call="another"), ExitCause.KILLED),
+         crashes=1, crashed_call=OURS),
+    *(case(f"under rerun the crashes are those of the call that died: {name}",
+           closed(ENDINGS[name], replace(RUNNING, crashes=2, crashed_call="another"), runs="each"),
+           crashes=crashes, crashed_call=call)
+      for name, crashes, call in (("returned", 2, "another"), ("terminated", 1, OURS))),
+    case("a cooldown waits and stores the failure", closed(raised(cooldown("60s", jitter=0.0))),
+         state=State.COOLING, ended=Ended.FAILED, retry_after=60.0, attempt=4, failures=3, cooldowns=1, crashes=0,
+         failed=True, reason="error", failure=replace(FAILURE, rule="row", reason="error")),
+    case("a quick retry waits as pending and is no failure",
+         closed(raised(retry("1s", jitter=0.0)), replace(RUNNING, cooldowns=2)),
+         state=State.PENDING, ended=Ended.FAILED, retry_after=1.0, attempt=4, failures=2, quick_retries=1, cooldowns=2,
+         crashes=0, failed=True),
+    case("a permanent failure waits for nothing", closed(raised(permanent())),
+         state=State.FAILED, ended=Ended.FAILED, retry_after=None, failures=3, crashes=0, resumes=False),
+    case("an effect in doubt waits for an operator",
+         closed(Raised(Uncertain("in doubt", "k", "charge", "i"), FAILURE, classified(cooldown("60s")))),
+         state=State.UNCERTAIN, retry_after=None, retention=None, failures=2, resumes=False, finished=None),
+    case("a failure of the group counts neither as failure nor as retry",
+         closed(raised(cooldown("60s", scope="group")), replace(RUNNING, quick_retries=1, cooldowns=2), group=GROUP),
+         state=State.COOLING, failures=2, quick_retries=0, cooldowns=2, crashes=0),
+    *(case(f"a call resumes after {ruling.kind} if it can be rescheduled: {can}",
+           closed(raised(ruling), reschedulable=can, resume="always"), resumes=can)
+      for ruling in (cooldown("60s"), retry("1s")) for can in (True, False)),
+    case("a call with resume never does not resume", closed(raised(cooldown("60s")), resume="never"), resumes=False),
+    case("but is retried quickly all the same", closed(raised(retry("1s")), resume="never"), resumes=True),
+    case("under rerun a call that failed for good is over", closed(raised(permanent()), runs="each"),
+         finished={OURS: settlement.NO_RESULT}),
+    case("and one that cools is not", closed(raised(cooldown("60s")), runs="each"), finished=None),
+    case("giving up fails for good and gives the attempt back",
+         stopped_by_crash_loop(a_call(), replace(RUNNING, crashes=3)),
+         state=State.FAILED, ended=Ended.CRASHED, reason=CRASH_LOOP, attempt=3, crashes=3),
+    case("a pause after a crash retains how the attempt before it ended",
+         unrun(a_call(), replace(RUNNING, crashes=2, previous=Attempt(Ended.CRASHED, FAILURE, "host-b/9")), 5.0),
+         state=State.PENDING, ended=Ended.CRASHED, failure=FAILURE, attempt=3, crashes=2, retry_after=5.0),
+    case("it retains the counts and resumes, because this caller has got nothing",
+         unrun(a_call(), replace(COUNTED, previous=Attempt(Ended.FAILED, FAILURE, "host-b/9")), 0.0),
+         retry_after=None, resumes=True, **UNCHANGED),
+    case("without rerun no calls are remembered", closed(Returned(1, "1")), finished=None),
+]  # fmt: skip
 
-    def test_an_effect_in_doubt_waits_for_an_operator(self) -> None:
-        doubt = Raised(
-            Uncertain("in doubt", "k", "charge", "i"), FAILURE, classified(cooldown("60s"))
-        )
-        outcome = closed(doubt)
-        assert (outcome.state, outcome.retry_after, outcome.retention) == (
-            State.UNCERTAIN,
-            None,
-            None,
-        )
-        assert (outcome.failures, outcome.resumes, outcome.finished) == (2, False, None)
 
-    def test_a_failure_of_the_group_counts_neither_as_failure_nor_as_retry(self) -> None:
-        record = replace(RUNNING, quick_retries=1, cooldowns=2)
-        outcome = closed(raised(cooldown("60s", scope="group")), record, group=GROUP)
-        assert (outcome.state, outcome.failures, outcome.quick_retries, outcome.cooldowns) == (
-            State.COOLING, 2, 0, 2,
-        )  # fmt: skip
+@pytest.mark.parametrize(("outcome", "expected"), CASES)
+def test_an_outcome_has_the_fields_of_its_ending(outcome, expected) -> None:
+    assert {name: getattr(outcome, name) for name in expected} == expected
 
-    @pytest.mark.parametrize(
-        "ruling", [cooldown("60s"), retry("1s"), permanent()], ids=lambda ruling: ruling.kind
-    )
-    def test_a_failure_in_our_hands_ends_the_row_of_crashes(self, ruling: Ruling) -> None:
-        assert closed(raised(ruling), replace(RUNNING, crashes=2)).crashes == 0
 
-    @pytest.mark.parametrize(
-        "ruling", [cooldown("60s"), retry("1s")], ids=lambda ruling: ruling.kind
-    )
-    @pytest.mark.parametrize("reschedulable", [True, False])
-    def test_the_row_has_whether_the_call_resumes(self, ruling, reschedulable) -> None:
-        assert (
-            closed(raised(ruling), reschedulable=reschedulable, resume="always").resumes
-            is reschedulable
-        )
-
-    def test_a_call_with_resume_never_does_not_resume(self) -> None:
-        assert not closed(raised(cooldown("60s")), resume="never").resumes
-
-    def test_a_call_that_shall_stop_after_a_cooldown_is_retried_quickly_all_the_same(self) -> None:
-        assert closed(raised(retry("1s")), resume="never").resumes
-
-    def test_under_rerun_a_call_that_failed_for_good_is_remembered_as_over(self) -> None:
-        assert closed(raised(permanent()), runs="each").finished == {OURS: settlement.NO_RESULT}
-        assert closed(raised(cooldown("60s")), runs="each").finished is None
+@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
+def test_no_ending_leaves_the_row_running(ending: Ending) -> None:
+    """A row found running would be counted as a crash."""
+    assert closed(ending).state is not State.RUNNING
 
 
 class TestResumes:
-    """Operators can see whether a message will be delivered."""
-
     @pytest.mark.parametrize("name", ["snoozed", "lost", "interrupted", "retried"])
     @pytest.mark.parametrize("reschedulable", [True, False])
     def test_a_rescheduled_call_resumes(self, name: str, reschedulable: bool) -> None:
@@ -354,15 +228,6 @@ class TestRetention:
 
 
 class TestUnrunAttempts:
-    def test_giving_up_fails_for_good_and_gives_the_attempt_back(self) -> None:
-        outcome = stopped_by_crash_loop(a_call(), replace(RUNNING, crashes=3))
-        assert (outcome.state, outcome.ended, outcome.reason) == (
-            State.FAILED,
-            Ended.CRASHED,
-            settlement.CRASH_LOOP,
-        )
-        assert (outcome.attempt, outcome.crashes) == (3, 3)
-
     def test_the_caller_and_the_record_agree_on_why(self) -> None:
         record = replace(RUNNING, crashes=3, crashed_at=NOW, started_at=NOW)
         verdict = after_claim(a_call(), record)
@@ -373,35 +238,6 @@ class TestUnrunAttempts:
         told = refusal(decide(a_call(), failed))
         assert isinstance(told, PermanentFailure)
         assert told.rule == verdict.error.rule
-
-    def test_a_pause_after_a_crash_waits_and_retains_how_the_previous_attempt_ended(self) -> None:
-        before = Attempt(Ended.CRASHED, FAILURE, "host-b/9")
-        outcome = unrun(a_call(), replace(RUNNING, crashes=2, previous=before), 5.0)
-        assert (outcome.state, outcome.ended, outcome.failure) == (
-            State.PENDING,
-            Ended.CRASHED,
-            FAILURE,
-        )
-        assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (3, 2, 5.0)
-
-    def test_a_pause_after_a_crash_retains_the_counts_and_resumes(self) -> None:
-        """Also if the caller of the previous attempt got its error, because this caller has got
-        nothing.
-        """
-        record = replace(
-            RUNNING,
-            quick_retries=3,
-            cooldowns=2,
-            previous=Attempt(Ended.FAILED, FAILURE, "host-b/9"),
-        )
-        outcome = unrun(a_call(), record, 0.0)
-        assert (outcome.failures, outcome.quick_retries, outcome.cooldowns, outcome.failed) == (
-            2, 3, 2, False,
-        )  # fmt: skip
-        assert outcome.resumes
-
-    def test_standing_back_without_a_pause_leaves_the_key_free(self) -> None:
-        assert unrun(a_call(), RUNNING, 0.0).retry_after is None
 
     @pytest.mark.parametrize(
         ("crashes", "pause"), [(0, 0.0), (1, 0.0), (2, 5.0), (3, 30.0), (99, 30.0)]

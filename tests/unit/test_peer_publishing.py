@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from celery_leases import Cooldown, testing
+from celery_leases import testing
 from celery_leases.errors import AlreadyQueued, KeyReused
 from celery_leases.testing.kit import LeaseKit
 from tests.unit.doc_pages import blocks, executed, page
@@ -19,7 +19,6 @@ ONCE, SINGLETON = "from-celery-once", "from-celery-singleton"
 
 @pytest.fixture
 def shop(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """The example of one page."""
     (source,) = blocks(page(request.param), "python")
     with executed(source, "shop") as names:
         yield names
@@ -104,30 +103,6 @@ def test_the_lock_is_free_once_the_task_has_ended(shop: dict[str, Any], kit: Lea
     assert second.id != first.id
     assert kit.run_queued()[0].get() == {"shop": "north"}
     assert kit.status(shop["report"], "north").call_id == second.id
-
-
-@both
-def test_the_lock_of_a_task_that_failed_is_free_after_its_cooldown(shop, kit, monkeypatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise Cooldown("1m")
-
-    task = shop["report"]
-    with monkeypatch.context() as patched:
-        patched.setattr(task, "run", fail)
-        first = task.delay("north")
-        kit.run_queued()
-    assert shop["ask_for_report"]("north") == first.id
-    kit.tick("1m")
-    assert shop["ask_for_report"]("north") != first.id
-    assert kit.run_queued()[0].get() == {"shop": "north"}
-
-
-@both
-def test_the_lock_of_a_crashed_task_ends_with_its_lease(shop, kit) -> None:
-    dead = kit.crash(shop["report"], "north", at="before:return")
-    assert shop["ask_for_report"]("north") == dead.call_id
-    assert dead.resume().get() == {"shop": "north"}
-    assert shop["ask_for_report"]("north") != dead.call_id
 
 
 @pytest.mark.parametrize("name", [ONCE, SINGLETON])

@@ -3,19 +3,29 @@ of the same.
 """
 
 import importlib.util
+import os
+import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from benchmarks import environments, pages
-from benchmarks.performance import goals, page, roster, summary
+from benchmarks.peers.cases import ALL
+from benchmarks.peers.columns import PACKAGES
+from benchmarks.peers.table import BEGIN, END, NUMBERS, differences, on_page, put_on_page
+from benchmarks.performance import goals, machine, page, roster, summary
 from benchmarks.performance.__main__ import MEASUREMENTS, QUICK
+from benchmarks.performance.draining import drained
 from benchmarks.performance.figures import Figure, figure, quantile, ratio
 from benchmarks.performance.findings import drawn
 from benchmarks.performance.goals import GOALS, Goal
 from benchmarks.performance.journal import BEGUN, ENDED, Entry, Journal, Writer
-from tests.unit.doc_pages import ROOT, markdown_rows
+from tests.unit.doc_pages import ROOT, markdown_rows, section
+from tests.unit.doc_pages import page as doc_page
 
 PERFORMANCE = ROOT / "benchmarks" / "performance"
 
@@ -122,3 +132,106 @@ def test_a_part_of_a_page_is_replaced_between_its_marks(tmp_path: Path) -> None:
     assert copy.read_text().endswith("-->\nafter\n")
     with pytest.raises(ValueError, match="unpack"):
         pages.part(copy, "no such mark", "nor this")
+
+
+def rows_of(title: str) -> list[str]:
+    """The first cells of the tables below a heading, without those of their heads."""
+    return [row[0] for row in markdown_rows(section(doc_page("comparison"), title)) if row[0]]
+
+
+def test_every_row_is_a_test_whose_name_begins_with_it() -> None:
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = {row.upper() for row in re.findall(r"^def test_([mcx]\d+)_", tests, re.MULTILINE)}
+    assert named == {*rows_of("The difficult cases"), *rows_of("Seen in other systems")}
+
+
+def test_the_page_shows_every_case_that_can_be_played() -> None:
+    shown = [row[:2] for row in markdown_rows(on_page())[1:]]
+    assert shown == [[case.row, case.title] for case in ALL]
+
+
+def test_the_page_names_the_versions_that_are_pinned() -> None:
+    head = markdown_rows(on_page())[0]
+    assert head == [
+        "",
+        "case",
+        *(f"{package.title} {package.version}".strip() for package in PACKAGES),
+    ]
+    assert all(package.version for package in PACKAGES[:-1])
+
+
+def test_every_cell_was_observed_and_ours_are_right() -> None:
+    for case, (_, _, *cells) in zip(ALL, markdown_rows(on_page())[1:], strict=True):
+        for package, cell in zip(PACKAGES, cells, strict=True):
+            if package.name in case.unfit:
+                assert cell.startswith("n/a ")
+                assert cell[-1] in NUMBERS
+                assert f"\n{cell[-1]} {case.unfit[package.name]}" in on_page()
+            else:
+                assert cell[:2] in ("✓ ", "✗ "), (case.row, package.name)
+        assert cells[-1].startswith("✓ "), case.row
+
+
+def test_a_table_is_put_between_its_marks_and_compared_line_by_line(tmp_path: Path) -> None:
+    copy = tmp_path / "comparison.md"
+    copy.write_text(f"before\n{BEGIN}\n{END}\nafter\n")
+    put_on_page("| M1 | ✓ |\n| M2 | ✓ |", copy)
+    assert copy.read_text() == f"before\n{BEGIN}\n| M1 | ✓ |\n| M2 | ✓ |\n{END}\nafter\n"
+    assert differences(on_page(copy), "| M1 | ✓ |\n| M2 | ✗ |") == ["- | M2 | ✓ |", "+ | M2 | ✗ |"]
+    assert differences(on_page(), on_page()) == []
+
+
+TASKS = 40
+
+
+class Worker:
+    """Ends tasks in bursts: *bursts* are the numbers of tasks that have ended at each look."""
+
+    def __init__(self, path: Path, bursts: list[int]) -> None:
+        self.journal = Journal(path)
+        self.mains = [os.getpid()]
+        self.paused = False
+        self.writer = Writer(str(path), ENDED)
+        self._bursts = bursts
+
+    def pids(self) -> list[int]:
+        return self.mains
+
+    def ended(self, number: int) -> None:
+        for _ in range(self._bursts.pop(0)):
+            self.writer.note(ENDED, "a key")
+        assert len(self.journal) >= number
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def pause(self) -> None:
+        self.paused = True
+
+
+@pytest.mark.parametrize(
+    "bursts", [[4, 36], [40, 0], [39, 1]], ids=["as usual", "all at once", "all but one at once"]
+)
+def test_tasks_are_measured_however_fast_they_end(tmp_path, monkeypatch, bursts) -> None:
+    """Also on a machine where nothing else runs until they have ended; a turn before leaves its
+    records. Each task takes a second of CPU here.
+    """
+    worker = Worker(tmp_path / "journal", bursts)
+    for number in range(3):
+        worker.writer.note(ENDED, f"before {number}")
+
+    def cpu(pids: Iterable[int]) -> machine.CpuByPid:
+        return {pid: float(len(worker.journal)) for pid in pids}
+
+    monkeypatch.setattr(machine, "cpu", cpu)
+    bench = SimpleNamespace(postgres_pids=worker.pids, redis_cpu=lambda: cpu([0]))
+    caller = SimpleNamespace(send=lambda _: None)
+    one = SimpleNamespace(
+        stage=SimpleNamespace(bench=bench), worker=worker, journal=worker.journal, caller=caller
+    )
+    turn = drained(cast("Any", one), TASKS, publishing=1.0)
+    assert turn.rate > 0
+    assert turn.worker == turn.main == pytest.approx(1e6, rel=0.05)
+    assert turn.redis == turn.postgres == pytest.approx(1e6, rel=0.05)
+    assert turn.publisher == 1e6 / TASKS
+    assert worker.paused

@@ -1,13 +1,17 @@
 """The page of ``make play`` without workers: its web server, and the provider of its documents."""
 
+import importlib.util
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from flask.testing import FlaskClient
+from ruamel.yaml import YAML
 
 from example_project.demo.json_over_http import Refused
 from example_project.play import web
@@ -48,7 +52,6 @@ def news() -> web.PageState:
 
 @pytest.fixture
 def page(desk: FakeDesk, news: web.PageState) -> FlaskClient:
-    """A client of the page."""
     return web.make_page(cast(Desk, desk), news, hosts=["localhost"]).test_client()
 
 
@@ -104,7 +107,6 @@ def test_the_page_needs_nothing_inline_and_nothing_from_elsewhere(page: FlaskCli
 
 
 def luminance(colour: str) -> float:
-    """As WCAG defines it."""
     parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
     red, green, blue = (
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
@@ -219,3 +221,91 @@ def test_the_provider_charges_for_what_it_does_not_answer() -> None:
 def test_the_provider_refuses_settings_that_it_does_not_know(values: object) -> None:
     with pytest.raises(ValueError, match=r"is|are"):
         Settings.of(values)
+
+
+def check(path: Path) -> subprocess.CompletedProcess[str]:
+    """Validate against the schema that check-jsonschema carries, offline."""
+    command = [
+        sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec",
+        str(path),
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_compose_file_is_valid() -> None:
+    done = check(ROOT / "docker-compose.yml")
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_misspelt_key_is_found(tmp_path: Path) -> None:
+    broken = tmp_path / "docker-compose.yml"
+    broken.write_text(
+        (ROOT / "docker-compose.yml").read_text().replace("healthcheck:", "heathcheck:", 1)
+    )
+    done = check(broken)
+    assert done.returncode != 0
+    assert "heathcheck" in done.stdout
+
+
+def test_every_server_is_waited_for_until_it_is_healthy() -> None:
+    services = YAML(typ="safe").load(ROOT / "docker-compose.yml")["services"]
+    servers = {name for name, service in services.items() if "image" in service}
+    assert servers == {"redis", "postgres", "rabbitmq"}
+    assert all("healthcheck" in services[name] for name in servers)
+    for service in ("worker-a", "worker-b", "page"):
+        waited = services[service]["depends_on"] | services["migrate"]["depends_on"]
+        assert {name for name, how in waited.items() if how["condition"] == "service_healthy"} == {
+            *servers,
+            "provider",
+        }
+        assert waited["migrate"] == {"condition": "service_completed_successfully"}
+
+
+def test_every_module_that_a_service_runs_exists() -> None:
+    services = YAML(typ="safe").load(ROOT / "docker-compose.yml")["services"]
+    commands = [" ".join(service.get("command", ())) for service in services.values()]
+    modules = {
+        name for command in commands for name in re.findall(r"example_project[\w.]*", command)
+    }
+    assert len(modules) == 5
+    for name in modules:
+        assert importlib.util.find_spec(name) is not None, name
+    for name in ("worker-a", "worker-b"):
+        assert (services[name]["init"], services[name]["restart"]) == (True, "always")
+        assert f"--hostname={name}@%h" in services[name]["command"]
+
+
+PROBE = """
+import importlib, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+importlib.import_module({module!r})
+"""
+ABSENT = (
+    *("psycopg", "psycopg2", "asyncpg", "pymysql", "MySQLdb", "pytest", "hypothesis", "fakeredis"),
+    *("alembic", "django", "fastapi", "starlette", "uvicorn", "matplotlib", "prometheus_client"),
+    *("gevent", "eventlet", "selenium", "httpx"),
+)
+"""What the other groups install."""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "example_project.demo.__main__",
+        "example_project.demo.cooldown",
+        "example_project.play.__main__",
+        "benchmarks.peers.__main__",
+    ],
+)
+def test_a_demo_imports_only_what_its_group_installs(module: str) -> None:
+    probe = PROBE.format(absent=ABSENT, module=module)
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -46,8 +46,6 @@ def free(bench: Bench) -> bool:
 
 
 class TestWhoProbes:
-    """One at a time."""
-
     def test_the_first_body_is_the_probe_and_others_wait_for_it(self, bench: Bench) -> None:
         replies = []
 
@@ -260,8 +258,6 @@ SITUATIONS: dict[str, Callable[[Bench], None]] = {
 
 
 class TestItsSlotComesBack:
-    """From every path that does not run the body."""
-
     @pytest.mark.parametrize("prepare", SITUATIONS.values(), ids=SITUATIONS)
     def test_where_the_body_does_not_run(self, bench, prepare) -> None:
         prepare(bench)

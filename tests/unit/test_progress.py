@@ -37,13 +37,11 @@ from tests.unit.effect_attempts import Attempt, EffectBench
 
 @pytest.fixture
 def desk() -> EffectBench:
-    """Without any attempt so far."""
     return EffectBench()
 
 
 @pytest.fixture
 def attempt(desk: EffectBench) -> Attempt:
-    """The first attempt."""
     return desk.attempt()
 
 
@@ -52,7 +50,6 @@ class Killed(BaseException):
 
 
 def die() -> None:
-    """It has died."""
     raise Killed
 
 
@@ -78,11 +75,9 @@ class OpenTransaction:
     open = True
 
     def is_open(self) -> bool:
-        """Whether it is open."""
         return self.open
 
     def is_over(self) -> bool:
-        """Whether it is not."""
         return not self.open
 
     def roll_back(self) -> None:
@@ -90,8 +85,6 @@ class OpenTransaction:
 
 
 class TestWhatIsStored:
-    """The text in the record."""
-
     @pytest.mark.parametrize("value", [None, 0, "", [], {"page": 3}, "ü ✓"])
     @pytest.mark.parametrize("positions", [{}, {"items": 3, "naïve ✓": 0}])
     def test_it_is_read_as_it_was_written(self, value: Any, positions: Any) -> None:
@@ -125,8 +118,6 @@ class TestWhatIsStored:
 
 
 class TestSaveProgress:
-    """One value of the body's own."""
-
     def test_it_is_there_for_the_next_attempt(self, desk: EffectBench, attempt: Attempt) -> None:
         assert attempt.lease.progress is None
         attempt.lease.save_progress({"page": (1, 2)})
@@ -195,7 +186,6 @@ class TestEach:
 
     @pytest.fixture
     def items(self) -> list[str]:
-        """A hundred of them."""
         return [f"item {number}" for number in range(100)]
 
     def test_all_items_come_in_their_order(self, desk, attempt, items) -> None:
@@ -401,8 +391,6 @@ def test_after_any_death_nothing_is_skipped_and_little_is_repeated(every, deaths
 
 
 class TestWithoutALease:
-    """A direct call: there is no next attempt."""
-
     def test_it_loops_over_all_items(self) -> None:
         assert list(Unleased().each("ab")) == list(Unleased().each("ab", every=1)) == ["a", "b"]
 

@@ -75,13 +75,11 @@ class Shop:
         self.published.append(headers["id"])
 
     def client(self) -> LeaseClient:
-        """Status and repair."""
         return LeaseClient.from_app(self.app)
 
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Iterator[Shop]:
-    """A fresh one."""
     shop = Shop(tmp_path)
     yield shop
     before_task_publish.disconnect(dispatch_uid=str(tmp_path))

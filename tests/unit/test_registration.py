@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -187,14 +188,7 @@ def test_options_of_the_task_are_refused_where_a_call_is_made() -> None:
         lambda: task.s(1).set(lease_ttl=30).apply_async(),
         lambda: app.signature("billing.send", (1,)).apply_async(lease_ttl=30),
     ]
-    app.conf.task_always_eager = True
-    for call in calls:
-        with pytest.raises(
-            LeaseConfigurationError, match=r"lease_ttl=30 .*@app.task\(lease_ttl=30\)"
-        ):
-            call()
-    app.conf.task_always_eager = False
-    for call in calls:
+    for app.conf.task_always_eager, call in product((True, False), calls):
         with pytest.raises(
             LeaseConfigurationError, match=r"lease_ttl=30 .*@app.task\(lease_ttl=30\)"
         ):

@@ -35,7 +35,6 @@ class FakeClock(ManualClock):
     """Its time is set by the test alone."""
 
     def sleep(self, seconds: float) -> None:
-        """Let other threads run."""
         threading.Event().wait(0.001)
 
 
@@ -43,7 +42,6 @@ class RealClock(FakeClock):
     """The real one, for the threads."""
 
     def now(self) -> float:
-        """Seconds."""
         return time.monotonic()
 
 
@@ -60,17 +58,14 @@ class FakeLeases:
     reasserted: list[str] = field(default_factory=list)
 
     def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult | StoreUnavailable]:
-        """Answer, and remember."""
         self.renewed += renewals
         return [self.answer(renewal) for renewal in renewals]
 
     def reassert(self, call: Call) -> bool:
-        """Remember; whether it is granted."""
         self.reasserted.append(call.token)
         return self.reasserts
 
     def release(self, stored_key: str, token: str) -> bool:
-        """Remember."""
         self.released.append(token)
         return True
 
@@ -96,11 +91,9 @@ class FakeRecords:
     row: Row | None = None
 
     def read(self, stored_key: str) -> Any:
-        """The row."""
         return self.row
 
     def purge_in_turn(self, limit: int, every: float) -> bool:
-        """Nothing to delete."""
         return False
 
 

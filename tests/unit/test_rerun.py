@@ -28,7 +28,6 @@ from tests.unit.decision_inputs import (
     THEIRS,
     a_call,
     a_record,
-    closed_gate,
     decide,
     held_by,
     raised,
@@ -98,10 +97,6 @@ class TestRerun:
             decide(a_call(runs="each"), waiting(State.PENDING, 60, fingerprint=None)),
             Reschedule,
         )
-
-    def test_a_call_on_the_list_is_answered_during_a_cooldown_and_behind_a_closed_gate(self):
-        cooling = self.listed(State.COOLING, retry_at=NOW + 60 * SECOND)
-        assert decide(a_call(runs="each"), cooling, gate=closed_gate(60)) == Return(1, OURS)
 
 
 class TestCrashesUnderRerun:

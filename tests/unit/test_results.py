@@ -33,7 +33,6 @@ NO_LIMIT = 2**62
 
 
 def by_kombu(text: str) -> Any:
-    """What kombu's registry reads."""
     return loads(text, CONTENT_TYPE, "utf-8", accept={CONTENT_TYPE})
 
 

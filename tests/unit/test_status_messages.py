@@ -70,7 +70,6 @@ def situations() -> Iterator[tuple[Record | None, Holder | None]]:
 
 
 def told(record: Record | None, holder: Holder | None = None) -> LeaseStatus:
-    """The status of these."""
     return status_of("k", "shop.work", record, holder, wall_time=1e9)
 
 

@@ -26,7 +26,6 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install the toy store."""
     monkeypatch.syspath_prepend(str(DISTRIBUTIONS))
 
 

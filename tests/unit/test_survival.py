@@ -33,13 +33,11 @@ class Bank:
         return f"payment {order}"
 
     async def charge_async(self, order: int) -> str:
-        """Charge each time."""
         await asyncio.sleep(0)
         self.payments.append((order, None))
         return f"payment {order}"
 
     def find(self, key: str) -> str | None:
-        """The payment of that key."""
         return next((f"payment {order}" for order, paid in self.payments if paid == key), None)
 
 
@@ -50,12 +48,10 @@ class Post:
 
     @staticmethod
     def static(order: int) -> None:
-        """Send it."""
         Post.sent.append(order)
 
     @classmethod
     def of_class(cls, order: int) -> None:
-        """Send it."""
         cls.sent.append(order)
 
 
@@ -67,7 +63,6 @@ rows: list[int] = []
 
 
 def charges_directly(self: Any, order: int) -> str:
-    """The usual task."""
     return bank.charge(order)
 
 
@@ -128,7 +123,6 @@ NAIVE = {
 
 
 def passes_the_key_on(self: Any, order: int) -> Any:
-    """The other side dedupes."""
     return self.lease.effect(
         "charge", lambda key: bank.charge(order, key=key), uncertain="rerun"
     ).value
@@ -147,7 +141,6 @@ def has_a_key_of_its_own(self: Any, order: int) -> Any:
 
 
 def stops_in_doubt(self: Any, order: int) -> Any:
-    """An operator looks."""
     return self.lease.effect("charge", lambda _: bank.charge(order)).value
 
 

@@ -77,7 +77,6 @@ def task(apps: None) -> Iterator[Any]:
 
 
 def attributes(spans: Any) -> list[dict[str, Any]]:
-    """Those of each finished span."""
     return [dict(span.attributes) for span in spans[1].get_finished_spans()]
 
 

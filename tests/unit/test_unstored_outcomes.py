@@ -16,7 +16,6 @@ from celery_leases.worker import requeue
 
 @pytest.fixture
 def task(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A leased task; nothing waits."""
     monkeypatch.setattr("time.sleep", lambda _: None)
     app = Celery("unstored", broker="memory://", set_as_current=False)
 

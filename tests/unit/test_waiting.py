@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.decide.verdicts import Drop, Raise, Reschedule, Return, Run, Verdict
-from celery_leases.decide.waiting import RETRY_GRACE
+from celery_leases.decide.before_run import before_run
+from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Return, Run, Verdict
+from celery_leases.decide.waiting import RETRY_GRACE, SHORTEST_DELAY, after_store_was_emptied
 from celery_leases.errors import CoolingDown
 from celery_leases.groups.group import Gate
 from celery_leases.options import OnBusy
@@ -29,6 +30,7 @@ from tests.unit.decision_inputs import (
     a_record,
     closed_gate,
     decide,
+    held_by,
     probed,
     refusal,
     reschedule,
@@ -199,29 +201,10 @@ class TestItsOwnCooldown:
 
 
 class TestAShutGateStopsBodiesOnly:
-    @pytest.mark.parametrize("gate", [closed_gate(60), probed(14)], ids=["shut", "probed"])
-    @pytest.mark.parametrize("call_id", [OURS, THEIRS])
-    def test_finished_work_is_replayed(self, gate: Gate, call_id: str) -> None:
-        assert decide(a_call(), a_record(State.DONE, call_id, result="7"), gate=gate) == Return(
-            7, call_id
-        )
-
-    def test_a_permanent_failure_is_raised(self) -> None:
-        failed = a_record(State.FAILED, failure=Failure("ValueError", "boom"))
-        assert str(refusal(decide(a_call(), failed, gate=closed_gate(60)))) == "ValueError: boom"
-
-    def test_a_call_with_other_arguments_gets_an_error(self) -> None:
-        record = a_record(State.PENDING, fingerprint="v1:other", digests={"month": "m2"})
-        assert "other arguments" in str(refusal(decide(a_call(), record, gate=closed_gate(60))))
-
     def test_a_call_whose_callbacks_are_out_is_dropped(self) -> None:
         assert isinstance(
             decide(a_call(canvas=True), None, gate=closed_gate(60), callbacks_sent=True), Drop
         )
-
-    def test_a_running_key_is_held_by_its_holder(self) -> None:
-        running = a_record(State.RUNNING, lease_until=NOW + 9 * SECOND)
-        assert reschedule(decide(a_call(), running, gate=closed_gate(60))).event_type == "held"
 
 
 class TestHowLong:
@@ -359,3 +342,36 @@ class TestWhatIsTold:
         assert isinstance(verdict.refusal, CoolingDown)
         assert verdict.reason == str(verdict.refusal)
         assert verdict.refusal.retry_after == 300.0
+
+
+class TestHops:
+    @pytest.mark.parametrize(
+        "facts",
+        [
+            Facts(holder=held_by(OURS, 7_200.0)),
+            Facts(holder=held_by(THEIRS, 7_200.0)),
+            Facts(record=waiting(State.PENDING, 7_200)),
+            Facts(record=waiting(State.COOLING, 7_200, OURS)),
+            Facts(gate=closed_gate(7_200)),
+        ],
+        ids=["own copy", "another call", "retry time", "cooldown", "gate"],
+    )
+    def test_no_wait_is_longer_than_the_broker_can_be_trusted_with(self, facts: Facts) -> None:
+        verdict = before_run(
+            a_call(longest_countdown=30.0, reschedules=20, on_busy="wait"), facts
+        )
+        assert isinstance(verdict, Reschedule)
+        assert verdict.delay == 30.0
+
+    def test_a_hop_is_never_no_hop(self) -> None:
+        verdict = decide(a_call(), holder=held_by(OURS, -5.0))
+        assert isinstance(verdict, Reschedule)
+        assert verdict.delay == SHORTEST_DELAY
+
+
+class TestAStoreThatCameUpEmpty:
+    def test_a_running_key_is_left_alone_until_its_holder_has_had_its_ttl(self) -> None:
+        running = a_record(State.RUNNING, lease_ttl=15.0)
+        verdict = after_store_was_emptied(a_call(), running, 4.0, 0.0)
+        assert isinstance(verdict, Reschedule)
+        assert verdict.delay == pytest.approx(11.0)

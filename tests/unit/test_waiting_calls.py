@@ -52,7 +52,6 @@ def waiting(here: KeyWaiters, number: int = MANY) -> list[Call]:
 
 
 def begun(here: KeyWaiters) -> list[Any]:
-    """What begins now."""
     found = []
     while (call := here.next_to_begin()) is not None:
         found.append(call)
@@ -200,7 +199,6 @@ class Entry(SimpleNamespace):
     """A callback of the timer."""
 
     def __call__(self) -> None:
-        """Make it."""
         self.fun(*self.args)
 
 
@@ -211,7 +209,6 @@ class Timer:
         self.due: list[tuple[float, Any]] = []
 
     def call_after(self, seconds: float, fun: Any, args: tuple[Any, ...] = ()) -> Any:
-        """Note a callback."""
         self.due.append((seconds, entry := Entry(fun=fun, args=args)))
         return entry
 
@@ -245,7 +242,6 @@ class Scheduled(Call):
         state.reserved_requests.add(self)
 
     def scheduled_again(self, entry: Any) -> None:
-        """It waits on."""
         self._eta_timer_entry = entry
 
 
