@@ -94,8 +94,6 @@ def test_a_call_without_a_limit_may_begin_at_any_time() -> None:
     assert begin_by(100.0, None, None) == float("inf")
 
 
-
-
 def test_a_wait_for_the_holder_of_an_expired_lease_ends() -> None:
     bench = Bench(in_records=True)
     bench.execution.acquirer.acquire(bench.call(call_id=THEIRS, ttl=3.0))

@@ -357,9 +357,7 @@ class TestHops:
         ids=["own copy", "another call", "retry time", "cooldown", "gate"],
     )
     def test_no_wait_is_longer_than_the_broker_can_be_trusted_with(self, facts: Facts) -> None:
-        verdict = before_run(
-            a_call(longest_countdown=30.0, reschedules=20, on_busy="wait"), facts
-        )
+        verdict = before_run(a_call(longest_countdown=30.0, reschedules=20, on_busy="wait"), facts)
         assert isinstance(verdict, Reschedule)
         assert verdict.delay == 30.0
 
