@@ -7,9 +7,9 @@ seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Final
+from dataclasses import dataclass, field, fields
+from enum import Flag, StrEnum, auto
+from typing import Any, Final
 
 from celery_leases.value_class import value_class
 
@@ -111,73 +111,139 @@ class PastAttempt:
     owner: str | None = None
 
 
+TTL: Final = 15.0
+RETENTION: Final = 7 * 86_400.0
+"""A record without these fields has these seconds. They are part of the stored form, and do not
+change when the defaults of the options do.
+"""
+
+
+class Emptied(Flag):
+    """A change of a row that sets fields to their defaults."""
+
+    #: A call claims the row.
+    CLAIM = auto()
+    #: The row begins a generation: its retention is over, or each call of the key has its own.
+    GENERATION = auto()
+    #: A call claims a row whose retention is over.
+    EXPIRED = auto()
+    #: Another call is published under the key.
+    QUEUE = auto()
+    #: An operator takes the row from its holder.
+    RELEASE = auto()
+    #: An operator sets the counts to 0.
+    FORGIVE = auto()
+    #: An operator empties the row.
+    FORGET = auto()
+
+
+_CLAIM, _FORGET, _QUEUE, _RELEASE = Emptied.CLAIM, Emptied.FORGET, Emptied.QUEUE, Emptied.RELEASE
+_COUNTS: Final = Emptied.GENERATION | Emptied.FORGIVE | Emptied.FORGET
+_NEVER: Final = Emptied(0)
+
+
+def column(by: Emptied, name: str | None = None) -> Mapping[str, Any]:
+    """A field in a column with its *name*, or another one; *by*: what sets it to its default."""
+    return {"by": by, "column": name}
+
+
+def details(name: str, by: Emptied = _NEVER, *, needed: bool = True) -> Mapping[str, Any]:
+    """A field in the row's JSON document, under *name*; *by*: what sets it to its default.
+
+    A document without it has the default. If it is not *needed*, decisions can be made without a
+    value that cannot be read.
+    """
+    return {"by": by, "details": name, "needed": needed}
+
+
 @value_class(frozen=True, slots=True)
 class Record:
-    """One row of ``celery_leases_records``, as it was at ``now``."""
+    """One row of ``celery_leases_records``, as it was at ``now``.
+
+    This is the only list of the fields: what a claim, an operator and an outcome change, the JSON
+    document and the columns follow from it. A new field of the document is one line here. A new
+    column is also in :mod:`celery_leases.stores.sql.schema` and in the models of Django.
+    """
 
     stored_key: str
     task: str
     key: str
     state: State
     fence: int
-    owner: str
-    call_id: str
-    holder: str
-    attempt: int
-    generation: int
-    #: Consecutive failures, compared with ``Failures.failures``.
-    failures: int
-    #: Consecutive crashes, known and suspected, compared with ``Failures.crashes``.
-    crashes: int
-    #: How often Celery had retried the call of the last claim.
-    retries: int
-    lease_store: str
-    lease_ttl: float
     created_at: int
     started_at: int
     now: int
-    fingerprint: str | None = None
-    digests: Mapping[str, str] | None = None
-    lease_until: int | None = None
-    retry_at: int | None = None
-    result: str | None = None
-    reason: str | None = None
-    ended: Ended | None = None
-    failure: Failure | None = None
-    previous: Attempt | None = None
-    crashed_at: int | None = None
-    crashed_call: str | None = None
-    finished_at: int | None = None
-    expires_at: int | None = None
+    owner: str = field(default="", metadata=column(_RELEASE | _QUEUE))
+    call_id: str = field(default="", metadata=column(_FORGET))
+    holder: str = field(default="", metadata=column(_FORGET))
+    attempt: int = field(default=0, metadata=column(Emptied.GENERATION | _FORGET))
+    generation: int = field(default=0, metadata=details("generation"))
+    #: Consecutive failures, compared with ``Failures.failures``.
+    failures: int = field(default=0, metadata=details("failures", _COUNTS))
+    #: Consecutive crashes, known and suspected, compared with ``Failures.crashes``.
+    crashes: int = field(
+        default=0, metadata=column(Emptied.EXPIRED | Emptied.FORGIVE | Emptied.FORGET)
+    )
+    #: How often Celery had retried the call of the last claim.
+    retries: int = field(default=0, metadata=details("retries", _QUEUE))
+    lease_store: str = ""
+    lease_ttl: float = field(default=TTL, metadata=details("ttl"))
+    fingerprint: str | None = field(default=None, metadata=details("print", _FORGET))
+    digests: Mapping[str, str] | None = field(default=None, metadata=details("args", _FORGET))
+    lease_until: int | None = field(default=None, metadata=column(_RELEASE | _QUEUE))
+    retry_at: int | None = field(default=None, metadata=column(_CLAIM | _RELEASE | _QUEUE))
+    result: str | None = field(default=None, metadata=column(_CLAIM | Emptied.GENERATION | _FORGET))
+    reason: str | None = field(default=None, metadata=column(_CLAIM | Emptied.GENERATION | _FORGET))
+    ended: Ended | None = field(default=None, metadata=column(_CLAIM | _QUEUE | _FORGET))
+    failure: Failure | None = field(
+        default=None, metadata=column(_CLAIM | _QUEUE | _FORGET, "error")
+    )
+    previous: Attempt | None = field(
+        default=None, metadata=details("before", _FORGET, needed=False)
+    )
+    crashed_at: int | None = field(default=None, metadata=details("crashed_at", _FORGET))
+    crashed_call: str | None = field(default=None, metadata=details("crashed_call"))
+    finished_at: int | None = field(default=None, metadata=column(_CLAIM | _QUEUE | _FORGET))
+    expires_at: int | None = field(default=None, metadata=column(_CLAIM | _QUEUE))
     #: The retention, in seconds, of the task of the last claim; ``None`` if unknown.
-    retention: float | None = None
+    retention: float | None = field(default=RETENTION, metadata=details("keep"))
     #: Quick retries since the last cooldown.
-    quick_retries: int = 0
+    quick_retries: int = field(default=0, metadata=details("quick", _COUNTS))
     #: Consecutive cooldowns, which make the next one longer.
-    cooldowns: int = 0
+    cooldowns: int = field(default=0, metadata=details("cooldowns", _COUNTS))
     #: The time of the last failure.
-    failed_at: int | None = None
+    failed_at: int | None = field(default=None, metadata=details("failed_at", _COUNTS))
     #: The call of the last attempt runs again by itself after ``retry_at``.
-    resumes: bool = False
+    resumes: bool = field(default=False, metadata=column(_QUEUE))
     #: The message of the call as a signature in JSON, if it is stored.
-    message: str | None = None
+    message: str | None = field(default=None, metadata=column(_FORGET))
     #: From when on the stored message must be published; ``None`` if it need not be.
-    publish_at: int | None = None
+    publish_at: int | None = field(default=None, metadata=column(_FORGET))
     #: When a stored message was last published.
-    published_at: int | None = None
+    published_at: int | None = field(default=None, metadata=column(_FORGET | _QUEUE))
     #: JSON text of the saved progress, see :mod:`celery_leases.progress`.
-    progress: str | None = None
+    progress: str | None = field(default=None, metadata=column(_FORGET))
     #: With ``lease_runs="each"``: the last finished calls, the latest last.
-    finished_calls: tuple[str, ...] = ()
+    finished_calls: tuple[str, ...] = field(
+        default=(), metadata=details("finished", Emptied.EXPIRED | _FORGET)
+    )
     #: The results of finished calls as JSON text, by call.
-    finished_results: Mapping[str, str | None] | None = None
-    #: The attempts before the one in the columns, the latest last.
-    history: tuple[PastAttempt, ...] = ()
+    finished_results: Mapping[str, str | None] | None = field(
+        default=None, metadata=details("results", _FORGET)
+    )
     #: The columns describe no attempt of their own: the body of the last claim did not begin, or an
     #: operator has changed the row since.
-    unrun: bool = False
+    unrun: bool = field(
+        default=False, metadata=details("unrun", _CLAIM | _QUEUE | _FORGET, needed=False)
+    )
+    #: The attempts before the one in the columns, the latest last.
+    history: tuple[PastAttempt, ...] = field(
+        default=(), metadata=details("past", Emptied.EXPIRED | _FORGET, needed=False)
+    )
     #: The traceback of the last failure, shortened and without secrets.
-    traceback: str | None = None
+    traceback: str | None = field(
+        default=None, metadata=details("trace", Emptied.EXPIRED | _FORGET, needed=False)
+    )
     #: Which column cannot be read, and what to do. Set only if an operator reads the row; otherwise
     #: such a row raises an error.
     unreadable: str | None = None
@@ -328,3 +394,22 @@ class Outcome:
     traceback: str | None = None
     #: The body did not begin.
     unrun: bool = False
+
+
+FIELDS: Final = {each.name: each for each in fields(Record)}
+
+EMPTY: Final[Mapping[Emptied, dict[str, Any]]] = {
+    change: {
+        name: each.default
+        for name, each in FIELDS.items()
+        if change in each.metadata.get("by", _NEVER)
+    }
+    for change in Emptied
+}
+"""The fields that each change sets to their defaults."""
+SETTLED: Final = tuple(
+    each.name
+    for each in fields(Outcome)
+    if each.name in FIELDS and each.name not in ("retention", "progress", "traceback")
+)
+"""The fields of an outcome that the row has afterwards as they are."""

@@ -31,7 +31,7 @@ from celery_leases.options import LeaseOptions
 from celery_leases.record import Failure, Record, State
 from celery_leases.worker.app_settings import leased_tasks
 
-_A_RECORD = Record("", "", "", State.RUNNING, 0, "", "", "", 1, 0, 0, 0, 0, "", 0.0, 0, 0, 0)
+_A_RECORD = Record("", "", "", State.RUNNING, 0, 0, 0, 0, attempt=1)
 SHOWN = 3
 """For how many failures in a row the outcome is shown."""
 

@@ -16,7 +16,7 @@ from celery_leases.decide.waiting import is_waiting
 from celery_leases.errors import LeaseStoreMismatch
 from celery_leases.keys import same_arguments
 from celery_leases.options import DATABASE
-from celery_leases.record import Attempt, Ended, PastAttempt, Record, Refusal, State
+from celery_leases.record import EMPTY, Attempt, Emptied, Ended, Record, Refusal, State
 from celery_leases.text.cleaning import storable
 
 MICROSECONDS: Final = 1_000_000
@@ -119,9 +119,6 @@ def claimed(row: Record | None, call: Call, lease_store: str, now: int) -> Recor
         call_id=call.call_id,
         holder=storable(call.host, HOLDER_MAX),
         attempt=1,
-        generation=0,
-        failures=0,
-        crashes=0,
         retries=call.retries,
         lease_store=lease_store,
         lease_ttl=ttl,
@@ -153,13 +150,45 @@ def dated(new: Record, now: int) -> Record:
 def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int | None) -> Record:
     for owner in call.prior:
         row = attempt_history.with_end(row, owner, Ended.LOST) or row
-    taken: dict[str, Any] = {
+    each_runs, same_call = call.options.each_runs, row.call_id == call.call_id
+    # Its retention is over, or each call has a generation of its own (``each_runs``).
+    new_generation = row.expired or (each_runs and not same_call)
+    # A running row was not closed by its owner, of which nothing was heard since its lease ended:
+    # a suspected crash, unless the call knows that attempt.
+    running, crashed = row.state is State.RUNNING, False
+    ended = None if new_generation else row.ended
+    latest = attempt_history.latest_ended(row)
+    if running:
+        crashed = row.owner not in call.prior
+        ended = Ended.ABANDONED if crashed else Ended.LOST
+        latest = attempt_history.taken_over(row, ended)
+    values: dict[str, Any] = {"history": attempt_history.with_attempt(row, latest)}
+    if crashed:
+        # With runs="each" crashes in a row belong to one call.
+        first = each_runs and row.crashed_call not in (None, row.call_id)
+        values |= {"crashes": 1 if first else row.crashes + 1, "crashed_call": row.call_id}
+    values |= EMPTY[Emptied.CLAIM]
+    if new_generation:
+        values |= EMPTY[Emptied.GENERATION]
+    if row.expired:
+        values |= EMPTY[Emptied.EXPIRED]
+    # The fingerprint of a call is that of its first message, even if a retry has other arguments.
+    if not same_call or row.fingerprint is None:
+        values |= {"fingerprint": call.key.fingerprint, "digests": call.key.digests}
+    if row.publish_at is None and call.message is not None:
+        values["message"] = call.message
+    values |= {
         "task": call.task,
         "state": State.RUNNING,
+        "fence": max(row.fence + 1, now),
         "owner": call.token,
         "call_id": call.call_id,
         "holder": storable(call.host, HOLDER_MAX),
+        "attempt": 1 if new_generation else row.attempt + 1,
+        "generation": row.generation + new_generation,
         "retries": call.retries,
+        "crashed_at": now if crashed else None,
+        "previous": Attempt(ended, row.failure, row.holder) if ended is not None else None,
         "lease_store": lease_store,
         "lease_ttl": call.options.ttl,
         "lease_until": lease_until,
@@ -167,70 +196,4 @@ def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int
         "retention": call.options.retention or None,
         "now": now,
     }
-    # Its retention is over, or each call has a generation of its own (``each_runs``).
-    new_generation = row.expired or (call.options.each_runs and row.call_id != call.call_id)
-    # A running row was not closed by its owner, of which nothing was heard since its lease ended:
-    # a suspected crash, unless the call knows that attempt.
-    crashed = row.state is State.RUNNING and row.owner not in call.prior
-    ended = (
-        Ended.ABANDONED
-        if crashed
-        else Ended.LOST
-        if row.state is State.RUNNING
-        else None
-        if new_generation
-        else row.ended
-    )
-    # The fingerprint of a call is that of its first message, even if a retry has other arguments.
-    has_fingerprint = row.call_id == call.call_id and row.fingerprint is not None
-    if new_generation:
-        taken |= {"failures": 0, "quick_retries": 0, "cooldowns": 0, "failed_at": None}
-    if row.publish_at is None and call.message is not None:
-        taken["message"] = call.message
-    return replace(
-        row,
-        fence=max(row.fence + 1, now),
-        attempt=1 if new_generation else row.attempt + 1,
-        generation=row.generation + new_generation,
-        crashes=_crashes(row, call, crashed=crashed),
-        crashed_call=row.call_id if crashed else row.crashed_call,
-        crashed_at=now if crashed else None,
-        previous=Attempt(ended, row.failure, row.holder) if ended is not None else None,
-        fingerprint=row.fingerprint if has_fingerprint else call.key.fingerprint,
-        digests=row.digests if has_fingerprint else call.key.digests,
-        finished_calls=() if row.expired else row.finished_calls,
-        history=()
-        if row.expired
-        else attempt_history.with_attempt(row, _previous_attempt(row, ended)),
-        traceback=None if row.expired else row.traceback,
-        unrun=False,
-        ended=None,
-        failure=None,
-        result=None,
-        reason=None,
-        retry_at=None,
-        finished_at=None,
-        expires_at=None,
-        **taken,
-    )
-
-
-def _previous_attempt(row: Record, ended: Ended | None) -> PastAttempt | None:
-    """The attempt that *row* describes before the claim; *ended*: how a running one ended."""
-    running = row.state is State.RUNNING and ended is not None
-    return (
-        attempt_history.taken_over(row, ended)
-        if running and ended is not None
-        else attempt_history.latest_ended(row)
-    )
-
-
-def _crashes(row: Record, call: Call, *, crashed: bool) -> int:
-    """Crashes in a row. With runs="each" they belong to one call."""
-    if row.expired or not crashed:
-        return 0 if row.expired else row.crashes
-    return (
-        1
-        if call.options.each_runs and row.crashed_call not in (None, row.call_id)
-        else row.crashes + 1
-    )
+    return replace(row, **values)

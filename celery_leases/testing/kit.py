@@ -43,7 +43,7 @@ from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import Announcer
 from celery_leases.status import LeaseStatus
 from celery_leases.stores.eager_record_limit import limit_records
-from celery_leases.stores.sql.record_columns import column_values
+from celery_leases.stores.sql.rows import column_values
 from celery_leases.testing.crash_points import (
     CrashableStore,
     CrashPlan,

@@ -29,7 +29,7 @@ from sqlalchemy import (
 
 from celery_leases.errors import KeyUnusable, StoreUnavailable, ValueRefused
 from celery_leases.record import State
-from celery_leases.stores.sql import record_columns
+from celery_leases.stores.sql import rows as record_rows
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.database import Database, _cursors_of
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
@@ -205,9 +205,9 @@ def test_a_first_success_leaves_the_row_that_a_longer_statement_leaves(
     for short in (True, False):
         record = won(records, make_call(fresh_key(), retention=3600.0))
         success = outcome(record, result='"x"')
-        assert record_columns.only_succeeds(record, success)
+        assert record_rows.only_succeeds(record, success)
         if not short:
-            monkeypatch.setattr(record_columns, "only_succeeds", lambda *_: False)
+            monkeypatch.setattr(record_rows, "only_succeeds", lambda *_: False)
         assert records.settle(record, success)
         assert row(records, record.stored_key).finished_at is not None
         of_key = {"stored_key": record.stored_key}

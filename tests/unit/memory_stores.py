@@ -22,8 +22,8 @@ from celery_leases.record import Record
 from celery_leases.stores.availability import NEVER
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
-from celery_leases.stores.sql.record_columns import column_values
 from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.rows import column_values
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Event)

@@ -22,8 +22,7 @@ from celery_leases.record import (
     State,
 )
 from celery_leases.status import status_of
-from celery_leases.stores.sql import record_document
-from celery_leases.stores.sql.record_columns import settle_parameters
+from celery_leases.stores.sql.rows import details_of, read_details, settle_parameters
 from celery_leases.testing.contracts.calls import make_call
 from tests.unit.decision_inputs import FAILURE, NOW, OURS, SECOND, TODAY, a_call, a_record, after
 
@@ -64,10 +63,7 @@ def test_a_first_success_writes_no_history() -> None:
     assert "new_details" not in settle_parameters(row, outcome)
     done = succeed(row, 3)
     assert done.history == ()
-    assert (
-        record_document.dump(replace(done, retention=7 * 86_400.0, fingerprint=None, digests=None))
-        is None
-    )
+    assert details_of(replace(done, retention=7 * 86_400.0, fingerprint=None, digests=None)) is None
     assert told(done) == [("returned", 3.0, "vm/1")]
     assert status_of("k", done.task, done, None, wall_time=TODAY).runtime == 3.0
 
@@ -95,7 +91,7 @@ def test_the_last_ten_attempts_are_stored() -> None:
         row = fail(claim(row, number * 10, f"vm/{number}"), number * 10 + 1)
     assert row is not None
     assert [host for _, _, host in told(row)] == [f"vm/{number}" for number in range(4, 14)]
-    document = record_document.dump(row)
+    document = details_of(row)
     assert document is not None
     assert len(document) < 1500
 
@@ -148,9 +144,9 @@ def test_a_history_that_cannot_be_read_is_left_out(damage: str) -> None:
         unrun=True,
         history=(attempt_history.latest_ended(fail(claim(None, 0), 2)),),  # type: ignore[arg-type]
     )
-    document = json.loads(record_document.dump(row) or "")
+    document = json.loads(details_of(row) or "")
     document[damage] = [["x"]]
-    found, spared = record_document.load(json.dumps(document), NOW)
+    found, spared = read_details(json.dumps(document), NOW)
     assert spared == damage
     assert found["lease_ttl"] == 15.0
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import fields, replace
 from inspect import signature
+from pathlib import Path
+from shutil import copytree, ignore_patterns
 from typing import Any
 
 import pytest
 
+import celery_leases
 from celery_leases.decide.claim import claimed
 from celery_leases.decide.repairs import settled
 from celery_leases.keys import call_key
@@ -23,14 +28,17 @@ from celery_leases.record import (
     State,
 )
 from celery_leases.stores.claim_procedure import COMPARED
-from celery_leases.stores.sql import record_document, rows
-from celery_leases.stores.sql.record_columns import (
-    INSERTED,
-    SETTLED,
-    SWAPPED,
+from celery_leases.stores.sql import rows
+from celery_leases.stores.sql.rows import (
+    DETAILS,
+    WHEN_CLAIMED,
+    WHEN_NEW,
+    WHEN_SETTLED,
     column_values,
+    details_of,
     insert_parameters,
     only_succeeds,
+    read_details,
     settle_parameters,
 )
 from celery_leases.stores.sql.schema import Tables
@@ -76,8 +84,8 @@ def test_a_fingerprint_is_not_stored_beside_the_digests() -> None:
     record = a_record(
         State.DONE, retention=7 * 86_400.0, fingerprint=today.fingerprint, digests=today.digests
     )
-    assert json.loads(record_document.dump(record) or "") == {"args": today.digests}
-    found, _ = record_document.load(record_document.dump(record), None)
+    assert json.loads(details_of(record) or "") == {"args": today.digests}
+    found, _ = read_details(details_of(record), None)
     assert (found["fingerprint"], found["digests"]) == (today.fingerprint, today.digests)
 
 
@@ -114,7 +122,7 @@ def test_a_swap_writes_all_that_a_claim_changes(state: State) -> None:
         )
         before, after = column_values(row), column_values(claimed(row, call, DATABASE, NOW))
         changed = {name for name in before if before[name] != after[name]}
-        assert changed <= set(SWAPPED)
+        assert changed <= set(WHEN_CLAIMED)
     assert set(COMPARED) <= set(before)
 
 
@@ -132,7 +140,7 @@ def test_an_outcome_writes_what_it_changes(failed: bool) -> None:
         State.COOLING, Ended.FAILED, 2, 3, 4, 9.0, retry_after=1.0, failed=failed, **given
     )
     values = settle_parameters(row, outcome)
-    written = {name: values[f"new_{name}"] for name in SETTLED} | {
+    written = {name: values[f"new_{name}"] for name in (*WHEN_SETTLED, DETAILS)} | {
         "progress": values["new_progress"]
     }
     moments: dict[str, Any] = {
@@ -179,7 +187,7 @@ def test_the_parameters_of_an_insert_are_the_columns_of_the_new_row() -> None:
         a_record(State.PENDING, **FULL),
     ):
         columns = column_values(row)
-        expected = {f"new_{name}": columns[name] for name in INSERTED}
+        expected = {f"new_{name}": columns[name] for name in WHEN_NEW}
         assert insert_parameters(row) == expected
 
 
@@ -203,3 +211,39 @@ def test_a_success_is_written_in_short_only_if_it_changes_nothing_else() -> None
     other_rows: dict[str, Any] = {"resumes": True, "crashes": 3, "attempt": 2, "failures": 4}
     for name, value in other_rows.items():
         assert not only_succeeds(replace(row, **{name: value}), done), name
+
+
+def test_a_new_field_of_the_document_is_one_line(tmp_path: Path) -> None:
+    """In a copy of the package: it is written, read, kept by a claim and an outcome, and emptied as
+    the line says.
+    """
+    copy = tmp_path / "celery_leases"
+    copytree(Path(celery_leases.__file__).parent, copy, ignore=ignore_patterns("__pycache__"))
+    record = copy / "record.py"
+    line = '    urgency: int = field(default=0, metadata=details("urgency", _FORGET))\n'
+    text = record.read_text()
+    record.write_text(text.replace("    unreadable:", f"{line}    unreadable:"))
+    script = tmp_path / "use.py"
+    script.write_text(NEW_FIELD)
+    done = subprocess.run([sys.executable, script], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+NEW_FIELD = """
+from dataclasses import replace
+
+from celery_leases.decide.claim import claimed
+from celery_leases.decide.repairs import reset, settled
+from celery_leases.record import Ended, Outcome, Record, State
+from celery_leases.stores.sql.rows import column_values, to_record
+from celery_leases.testing.contracts.calls import make_call
+
+plain = Record("t:t|k", "t", "k", State.PENDING, 1, 1, 1, 1)
+row = replace(plain, urgency=3)
+assert column_values(plain)["details"] is None
+assert to_record({**column_values(row), "now": 1}) == row
+taken = claimed(row, make_call("t:t|k"), "database", 2)
+done = settled(taken, Outcome(State.DONE, Ended.RETURNED, 1, 0, 0, 9.0), 3)
+assert (taken.urgency, done.urgency, reset(done, keep=True).urgency) == (3, 3, 3)
+assert reset(done, keep=False).urgency == 0
+"""

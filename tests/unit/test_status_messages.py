@@ -23,24 +23,7 @@ from celery_leases.status import LeaseStatus, MessageCode, status_of
 SECRET_TEXT = "Server error '500' for url 'http://127.0.0.1:18099/a'\nFor more information check http://127.0.0.1"
 HOLDER = Holder("token", "call-1", "host/1", 15.0, 10.0)
 ROW = Record(
-    "t:shop.work|k",
-    "shop.work",
-    "k",
-    State.PENDING,
-    1,
-    "o",
-    "call-1",
-    "h/1",
-    1,
-    0,
-    0,
-    0,
-    0,
-    "s",
-    15.0,
-    1,
-    1,
-    1,
+    "t:shop.work|k", "shop.work", "k", State.PENDING, 1, 1, 1, 1, call_id="call-1", attempt=1
 )
 
 

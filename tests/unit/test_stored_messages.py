@@ -84,9 +84,7 @@ def test_a_call_that_cannot_be_published_raises(serializer: str, value: Any) -> 
         as_delivered([value], {}, serializer)
 
 
-RECORD = Record(
-    "t:a|1", "a", "1", State.PENDING, 1, "", "call-1", "", 1, 0, 0, 0, 0, "", 15.0, 0, 0, 0
-)
+RECORD = Record("t:a|1", "a", "1", State.PENDING, 1, 0, 0, 0, call_id="call-1", attempt=1)
 
 
 @pytest.mark.parametrize(("call_id", "retries"), [("call-1", 2), ("call-2", 0)])

@@ -15,7 +15,6 @@ from celery_leases.keys import CallKey
 from celery_leases.record import CALLER_HAS_FAILURE, Ended, Record, State
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.dialects import Writes
-from celery_leases.stores.sql.record_columns import column_values
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.values import microseconds
 
@@ -51,7 +50,7 @@ class Outbox:
         It touches no row if the key has a record. For an expired record see :meth:`replace_writes`.
         """
         now = self.database.now
-        new = column_values(
+        new = rows.column_values(
             repairs.enqueued(None, task, key, call_id, message, ttl=ttl, retention=retention)
         )
         new |= dict.fromkeys(("fence", "created_at", "started_at"), now) | {
@@ -74,7 +73,7 @@ class Outbox:
         changed.
         """
         new = repairs.enqueued(old, task, key, call_id, message, ttl=ttl, retention=retention)
-        values = column_values(replace(new, publish_at=new.now + _PUBLISH_GRACE_US))
+        values = rows.column_values(replace(new, publish_at=new.now + _PUBLISH_GRACE_US))
         return (self._unchanged(old).values(values),)
 
     def add_writes(self, record: Record, message: str, call_id: str) -> Writes:
@@ -116,7 +115,7 @@ class Outbox:
             ttl=ttl,
             retention=retention,
         )
-        values = column_values(replace(new, publish_at=new.now + _PUBLISH_GRACE_US))
+        values = rows.column_values(replace(new, publish_at=new.now + _PUBLISH_GRACE_US))
         return (self._unchanged(old).values(values),)
 
     def sent(self, stored_key: str, call_id: str) -> None:

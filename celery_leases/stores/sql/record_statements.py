@@ -31,15 +31,9 @@ from sqlalchemy import (
 
 from celery_leases.record import Outcome, Record, State
 from celery_leases.stores.claim_procedure import COMPARED
-from celery_leases.stores.sql import record_columns
+from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.database import Database
-from celery_leases.stores.sql.record_columns import (
-    DOCUMENT,
-    INSERTED,
-    SETTLED,
-    SETTLED_PLAIN,
-    SWAPPED,
-)
+from celery_leases.stores.sql.rows import DETAILS, WHEN_CLAIMED, WHEN_NEW, WHEN_SETTLED
 from celery_leases.stores.sql.schema import Tables
 
 
@@ -66,7 +60,7 @@ class RecordStatements:
         self.insert_or_read = {gated: make(gated=gated) for gated in (False, True)}
         #: The second step of a claim.
         self.swap = self._swap_statement()
-        self._settle = self._settle_statement(SETTLED)
+        self._settle = self._settle_statement((*WHEN_SETTLED, DETAILS))
 
     @cached_property
     def insert_or_read_again(self) -> Mapping[bool, Executable]:
@@ -85,16 +79,16 @@ class RecordStatements:
 
     def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
         """The statement that writes an outcome under the attempt's fence, and its parameters."""
-        if record_columns.only_succeeds(record, outcome):
-            return self._settle_success, record_columns.success_parameters(record, outcome)
-        values = record_columns.settle_parameters(record, outcome)
-        whole = f"new_{DOCUMENT}" in values
+        if rows.only_succeeds(record, outcome):
+            return self._settle_success, rows.success_parameters(record, outcome)
+        values = rows.settle_parameters(record, outcome)
+        whole = f"new_{DETAILS}" in values
         return self._settle if whole else self._settle_without_details, values
 
     def changed(self, found: Mapping[Any, Any], new: Record) -> Update:
         """The update of the row *found* to *new*, if the ``COMPARED`` columns are unchanged."""
         as_found = [self.table.c[name].is_not_distinct_from(found[name]) for name in COMPARED]
-        written = record_columns.column_values(new)
+        written = rows.column_values(new)
         values = {name: value for name, value in written.items() if value != found[name]}
         same = values or {"stored_key": found["stored_key"]}
         return (
@@ -106,7 +100,7 @@ class RecordStatements:
     @cached_property
     def _settle_without_details(self) -> Update:
         """The statement that does not change the column ``details``."""
-        return self._settle_statement(SETTLED_PLAIN)
+        return self._settle_statement(WHEN_SETTLED)
 
     @cached_property
     def _settle_success(self) -> Update:
@@ -162,7 +156,7 @@ class RecordStatements:
     def _new_row(self, now: ColumnElement[int]) -> dict[str, ColumnElement[Any]]:
         """The columns of a new row by name; its times are relative to *now*."""
         values: dict[str, ColumnElement[Any]] = {
-            name: self._bound("new", name) for name in INSERTED
+            name: self._bound("new", name) for name in WHEN_NEW
         }
         spans = {name: now + values[name] for name in ("lease_until", "expires_at")}
         moments: dict[str, ColumnElement[Any]] = dict.fromkeys(
@@ -174,7 +168,7 @@ class RecordStatements:
         columns = self.table.c
         compared = [(columns[name], self._bound("seen", name)) for name in COMPARED]
         as_seen = [_as_seen(column, seen) for column, seen in compared]
-        values = {name: self._bound("new", name) for name in SWAPPED}
+        values = {name: self._bound("new", name) for name in WHEN_CLAIMED}
         return (
             update(self.table)
             .where(columns.stored_key == bindparam("for_key"), *as_seen)

@@ -44,7 +44,7 @@ from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.record_filters import Order, Position, RecordFilter
 from celery_leases.stores.availability import Availability
 from celery_leases.stores.claim_procedure import COMPARED, Claiming, InsertOrReadResult
-from celery_leases.stores.sql import migrations, record_columns, record_queries, rows
+from celery_leases.stores.sql import migrations, record_queries, rows
 from celery_leases.stores.sql.cooldown_groups import gate_of
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.record_queries import in_subquery
@@ -177,7 +177,7 @@ class SqlRecordStore(Claiming):
         Raises :class:`KeyUnusable` when the database refuses a value of *new*.
         """
         statements = self.statements
-        values = record_columns.insert_parameters(new)
+        values = rows.insert_parameters(new)
         if group is not None:
             values["gate"] = gate_name(group)
         with KEY_UNUSABLE_ERRORS:
@@ -214,10 +214,10 @@ class SqlRecordStore(Claiming):
 
         Raises :class:`KeyUnusable` when the database refuses a value of *new*.
         """
-        before, after = record_columns.column_values(seen), record_columns.column_values(new)
+        before, after = rows.column_values(seen), rows.column_values(new)
         values: dict[str, Any] = {"for_key": seen.stored_key}
         values |= {f"seen_{name}": before[name] for name in COMPARED}
-        values |= {f"new_{name}": after[name] for name in record_columns.SWAPPED}
+        values |= {f"new_{name}": after[name] for name in rows.WHEN_CLAIMED}
         with KEY_UNUSABLE_ERRORS:
             return self.database.count(self.statements.swap, values) == 1
 
@@ -258,9 +258,10 @@ class SqlRecordStore(Claiming):
         row = self._row(record.stored_key)
         if row is None or (row["fence"], row["owner"]) != (record.fence, record.owner):
             return False
-        ours = record_columns.settle_parameters(record, outcome)
+        ours = rows.settle_parameters(record, outcome)
         return all(
-            row[name] == ours.get(f"new_{name}", row[name]) for name in record_columns.SETTLED
+            row[name] == ours.get(f"new_{name}", row[name])
+            for name in (*rows.WHEN_SETTLED, rows.DETAILS)
         )
 
     def _row(self, stored_key: str) -> Row | None:

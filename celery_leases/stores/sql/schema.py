@@ -32,7 +32,7 @@ from celery_leases.errors import LeaseConfigurationError, SchemaOutdated
 from celery_leases.stores.sql.dialects import dialect_of
 from celery_leases.stores.sql.dialects.dialect import JOINT
 from celery_leases.stores.sql.dialects.mysql import LONG, TABLE_OPTIONS
-from celery_leases.stores.sql.record_columns import DOCUMENT
+from celery_leases.stores.sql.rows import DETAILS
 from celery_leases.stores.urls import display_database_url
 
 CREATE_TRIES: Final = 10
@@ -99,8 +99,8 @@ class Tables:
             Column("progress", LONG),
             # The call's message as a signature in JSON.
             Column("message", LONG),
-            # The fields that only decisions read; see celery_leases.stores.sql.record_document.
-            Column(DOCUMENT, LONG),
+            # The fields that only decisions read; see celery_leases.stores.sql.rows.
+            Column(DETAILS, LONG),
             **TABLE_OPTIONS,
         )
         self.effects = Table(
