@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
-from celery_leases.attempt.process import AnyStore, lease_store, open_effects, open_records
+from celery_leases.attempt.process import lease_store, open_effects, open_records
 from celery_leases.decide.answers import Holder
 from celery_leases.errors import (
     AlreadyDone,
@@ -41,7 +41,7 @@ from celery_leases.status import (
     status_of_group,
     status_of_open_group,
 )
-from celery_leases.stores.interfaces import ClosingStore, WaiterStore
+from celery_leases.stores.interfaces import ClosingStore, MarkedLeaseStore, WaiterStore
 from celery_leases.text.durations import Duration, seconds
 
 __all__ = [
@@ -119,7 +119,7 @@ class LeaseClient:
         return client
 
     def _use(
-        self, leases: AnyStore, records: SqlRecordStore, components: Process | None = None
+        self, leases: MarkedLeaseStore, records: SqlRecordStore, components: Process | None = None
     ) -> None:
         """Use stores that are open, such as those of the *components* of an app."""
         self._leases, self._records = leases, records

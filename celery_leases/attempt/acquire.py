@@ -6,10 +6,8 @@ The result is a claimed attempt, or a verdict: the reason why the call does not 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from celery_leases import events
 from celery_leases.attempt.held_lease import HeldLease
@@ -34,7 +32,7 @@ from celery_leases.record import (
     State,
     Won,
 )
-from celery_leases.stores.interfaces import LosesLeases, UnawaitedRelease
+from celery_leases.stores.interfaces import Answer
 from celery_leases.value_class import value_class
 
 SHORT_PAUSE = 1.0
@@ -77,8 +75,8 @@ class Acquirer:
             verdict = self.decide(call, self.process.records.read(call.key.stored))
             if not isinstance(verdict, Run | Wait):
                 return verdict
-        if not self.process.leases.in_records:
-            call = replace(call, database=self.process.records.identity())
+        if database := self.process.leases.records_of(self.process.records):
+            call = replace(call, database=database)
         began = self.process.clock.now()
         while True:
             result = self._acquire_once(call, self.process.clock.now() - began)
@@ -172,11 +170,9 @@ class Acquirer:
         self._report_held(call, holder)
         return verdict
 
-    def _acquire(self, call: Call) -> Acquired | Held | Cooling | BlockedByGate | Claimed:
-        if self.process.leases.in_records:
-            return Acquired()  # the claim will acquire the lease
+    def _acquire(self, call: Call) -> Answer:
         try:
-            return self.process.leases.acquire(call)
+            return self.process.leases.begin(call)
         except StoreUnavailable:
             self._release(call, call.group)
             raise
@@ -242,20 +238,11 @@ class Acquirer:
 
     def _claim_once(self, held_lease: HeldLease, sent: float) -> Won | Refused | BlockedByGate:
         call = held_lease.call
-        if not self.process.leases.in_records:
-            return self.process.records.claim(
-                call,
-                self.process.leases.name,
-                age=lambda: self._age(call.key.stored, sent),
-            )
-        answer = self.process.leases.acquire(call)
-        if isinstance(answer, BlockedByGate):
-            return answer
+        answer = self.process.leases.claim(
+            call, self.process.records, lambda: self._age(call.key.stored, sent)
+        )
         if not isinstance(answer, Claimed):
-            raise TypeError(
-                f"{self.process.leases.name}: acquire() must return Claimed or BlockedByGate if in_records is true, "
-                f"but returned {answer}"
-            )
+            return answer
         held_lease.probe = call.group if answer.probe else None
         return answer.claim
 
@@ -314,7 +301,7 @@ class Acquirer:
         """
         leases = self.process.leases
         crashes = attempt_history.crashes_in_a_row(record)
-        if not isinstance(leases, LosesLeases) or not attempt_history.only_suspected(record):
+        if not attempt_history.only_suspected(record):
             return False
         since = crashes[-1].started_at if crashes else record.created_at
         try:
@@ -358,20 +345,12 @@ class Acquirer:
         """Release the lease, and the probe's slot that was acquired with it."""
         self._release(held_lease.call, held_lease.probe)
 
-    @cached_property
-    def _free(self) -> Callable[[str, str], object]:
-        """Frees a lease, if the store can without waiting for its answer, which nothing needs."""
-        leases = self.process.leases
-        return leases.release_unawaited if isinstance(leases, UnawaitedRelease) else leases.release
-
     def _release(self, call: Call, probe: str | None) -> None:
         if probe is not None:
             with suppress(StoreUnavailable):  # it expires by itself
                 self.process.leases.release_probe(probe, call.token)
-        # With database leases the claimed row is the lease, so closing the row has released it.
-        if not self.process.leases.in_records:
-            with suppress(StoreUnavailable):  # it expires by itself too
-                self._free(call.key.stored, call.token)
+        with suppress(StoreUnavailable):  # it expires by itself too
+            self.process.leases.end(call.key.stored, call.token)
 
     def after_store_failure(self, error: Exception | str, failures: int) -> Reschedule:
         """Reschedule the delivery because a store did not answer; *failures*: how often in a row

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from celery_leases.attempt.renewal import Renewer, Stores
 from celery_leases.concurrency import os_threads
@@ -25,21 +25,20 @@ from celery_leases.options import DATABASE, DEFAULT_TTL
 from celery_leases.settings import IN_MEMORY, Settings
 from celery_leases.stores.interfaces import (
     Clock,
+    GateStore,
     LeaseStoreSettings,
+    MarkedLeaseStore,
+    MarkStore,
     Observer,
-    SeparateLeaseStore,
 )
 from celery_leases.stores.registry import open_lease_store
 
 if TYPE_CHECKING:  # SQLAlchemy and redis-py are imported when the first store is opened
     from celery_leases.stores.sql.effects import SqlEffectStore
-    from celery_leases.stores.sql.leases import DatabaseLeaseStore
     from celery_leases.stores.sql.records import SqlRecordStore
     from celery_leases.stores.sql.transactions import JoinedTransaction
 
 T = TypeVar("T")
-AnyStore: TypeAlias = "SeparateLeaseStore | DatabaseLeaseStore"
-"""A lease store that also stores marks and gates."""
 STORE_TIMEOUT = 2.0
 """Seconds that a call to a separate lease store may take to connect, and again to get its reply."""
 
@@ -69,7 +68,7 @@ class Process:
     """
 
     settings: Settings
-    leases: AnyStore
+    leases: MarkedLeaseStore
     records: SqlRecordStore
     effects: SqlEffectStore
     renewer: Renewer
@@ -200,7 +199,7 @@ def lease_store(
     records: SqlRecordStore,
     size: int | None = None,
     longest_wait: float = LONGEST_CONNECTION_TIMEOUT,
-) -> AnyStore:
+) -> MarkedLeaseStore:
     """The lease store of the settings. *size* and *longest_wait*, as in :func:`open_records`, are
     for a store that is separate from the records.
     """
@@ -208,7 +207,7 @@ def lease_store(
         from celery_leases.stores.sql.leases import DatabaseLeaseStore
 
         return DatabaseLeaseStore(records)
-    return open_lease_store(
+    opened: Any = open_lease_store(
         LeaseStoreSettings(
             settings.leases_url,
             settings.prefix,
@@ -218,21 +217,27 @@ def lease_store(
             settings.transport_options,
         )
     )
+    if isinstance(opened, MarkStore) and isinstance(opened, GateStore):
+        return cast("MarkedLeaseStore", opened)
+    from celery_leases.stores.sql.leases import LeasesWithRowMarks
+
+    return cast("MarkedLeaseStore", LeasesWithRowMarks(opened, records))
 
 
 def _bounded(
-    leases: AnyStore, records: SqlRecordStore, timeout: float, longest_wait: float
-) -> AnyStore:
+    leases: MarkedLeaseStore, records: SqlRecordStore, timeout: float, longest_wait: float
+) -> MarkedLeaseStore:
     """The same lease store with other connections: those of *records* if it is in the database,
     otherwise one connection with *timeout* per call.
     """
-    from celery_leases.stores.sql.leases import DatabaseLeaseStore
+    from celery_leases.stores.sql.leases import DatabaseLeaseStore, LeasesWithRowMarks
 
-    return (
-        DatabaseLeaseStore(records)
-        if isinstance(leases, DatabaseLeaseStore)
-        else leases.bounded(timeout, longest_wait)
-    )
+    if isinstance(leases, DatabaseLeaseStore):
+        return DatabaseLeaseStore(records)
+    bounded = leases.bounded(timeout, longest_wait)
+    if isinstance(leases, LeasesWithRowMarks):
+        return cast("MarkedLeaseStore", LeasesWithRowMarks(bounded, records))
+    return cast("MarkedLeaseStore", bounded)
 
 
 def retrying(

@@ -12,6 +12,7 @@ from celery_leases.attempt.process import Process
 from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnavailable
 from celery_leases.findings import Finding, Severity
 from celery_leases.ops.server_facts import ServerFacts, records_facts, redis_facts
+from celery_leases.options import DATABASE
 from celery_leases.settings import REDIS_SCHEMES
 from celery_leases.worker.answering import BROKER_TIMEOUT
 
@@ -42,13 +43,14 @@ class StoreChecks:
         with self._part("broker", "broker-away", _shown_broker(self._process.app)):
             self._broker(self._process.app)
         leases = self._process.leases
-        if not leases.in_records:
+        is_apart = self._process.settings.leases_url != DATABASE
+        if is_apart:
             with self._part("lease store", "lease-store-away", leases.name):
                 self._lease_store(leases)
         with self._part("records", "records-away", _shown_records(self._process)):
             self._records()
         all_answered = not any(server.trouble for server in self.servers)
-        if not leases.in_records and self._identity and all_answered:
+        if is_apart and self._identity and all_answered:
             with suppress(StoreUnavailable):  # this user may not be allowed to SCAN
                 self._other_database(leases, self._identity)
 

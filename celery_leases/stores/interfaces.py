@@ -5,6 +5,7 @@ observers.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -33,81 +34,133 @@ from celery_leases.record import (
     Won,
 )
 
+Answer = Acquired | Held | Cooling | BlockedByGate | Claimed
+"""What a lease store answers to a request for a lease."""
+
 
 def never_emptied() -> float:
     """The age of a lease store that never loses leases."""
     return math.inf
 
 
-class LeaseStore(Protocol):
+class LeaseStore(ABC):
     """Decides which attempt may run a key now. Every call raises ``StoreUnavailable`` if the store
-    fails.
+    fails. Threads and greenlets share one store.
+
+    Only the abstract methods are needed. A store may also be a :class:`MarkStore` and
+    :class:`GateStore`; otherwise marks and gates are in the records database.
     """
 
     #: Written into each row that is claimed under this store, so that two lease stores with one
     #: records database are detected.
     name: str
-    #: Whether the claimed row is the lease: acquiring also claims, and settling also releases.
-    in_records: bool
 
-    def acquire(self, call: Call) -> Acquired | Held | Cooling | BlockedByGate | Claimed:
+    @abstractmethod
+    def acquire(self, call: Call) -> Answer:
         """Take the lease in one round trip. A lease that the token of the call already holds
         counts as taken.
 
-        If the lease is free, the same round trip reads the gate of ``call.group``. If the
-        gate is half-open and no attempt probes, the call takes the probe's slot for its ttl
-        together with the lease. Raises ``LeaseStoreMismatch`` if the holder has its records in
-        another database than the call.
+        If the lease is free, a :class:`GateStore` reads in the same round trip the gate of
+        ``call.group``. If the gate is half-open and no attempt probes, the call takes
+        the probe's slot for its ttl together with the lease. Raises ``LeaseStoreMismatch`` if the
+        holder has its records in another database than the call.
         """
-        ...
 
-    def age(self, stored_key: str) -> float:
-        """Seconds since the store lost its leases, or the part of them that includes this key.
-
-        The claim calls this before it takes over a running row: a live holder may not have written
-        its lease again yet.
-        """
-        ...
-
+    @abstractmethod
     def renew(self, renewals: Sequence[Renewal]) -> Sequence[RenewalResult | StoreUnavailable]:
         """Renew many leases in one call. There is a result for each lease, which may be the error
         of that lease alone.
         """
-        ...
+
+    @abstractmethod
+    def release(self, stored_key: str, token: str) -> bool:
+        """Free the lease if *token* still holds it."""
+
+    @abstractmethod
+    def holder(self, stored_key: str) -> Holder | None:
+        """The holder of the key; ``None`` while it is cooling down."""
+
+    # -- what a store may do besides ---------------------------------------------------------------
+
+    def held(self, stored_keys: Sequence[str]) -> set[str]:
+        """Those of the keys that are held now. Only a hint: leases may change meanwhile."""
+        return {key for key in stored_keys if self.holder(key) is not None}
+
+    def age(self, stored_key: str) -> float:
+        """Seconds since the store lost its leases, or the part of them that includes this key;
+        infinite if it never loses leases.
+
+        The claim calls this before it takes over a running row: a live holder may not have written
+        its lease again yet.
+        """
+        return math.inf
+
+    def may_have_lost_leases(self, stored_key: str, seconds: float) -> bool:
+        """Whether the server of this key lost its data within the last *seconds*, or evicts keys
+        and has evicted some.
+        """
+        return False
 
     def reassert(self, call: Call) -> bool:
         """Write again a lease that the store has lost, unless another attempt holds the key."""
-        ...
-
-    def release(self, stored_key: str, token: str) -> bool:
-        """Free the lease if *token* still holds it."""
-        ...
+        return False
 
     def cool(self, stored_key: str, token: str, seconds: float) -> bool:
         """Replace the lease, if *token* still holds it, by a cooldown of *seconds*, which cannot be
-        renewed.
+        renewed. A store without cooldowns frees the lease: the record has the cooldown too.
         """
-        ...
+        return self.release(stored_key, token)
 
     def end_cooldown(self, stored_key: str) -> bool:
         """Remove the cooldown of the key, if there is one. The record says whether the key must
         still wait.
         """
-        ...
+        return False
 
-    def holder(self, stored_key: str) -> Holder | None:
-        """The holder of the key; ``None`` while it is cooling down."""
-        ...
+    def bounded(self, timeout: float, longest_wait: float) -> LeaseStore:
+        """The same store over a single connection of its own, for the thread that renews leases.
 
-    def held(self, stored_keys: Sequence[str]) -> set[str]:
-        """Those of the keys that are held now. Only a hint: leases may change meanwhile."""
-        ...
+        A call may take *timeout* seconds to connect, and again *timeout* seconds to get its reply.
+        It waits for the connection for at most *longest_wait* seconds. A store without connections
+        returns itself.
+        """
+        return self
 
-    def close(self) -> None:
+    def check(self) -> str | None:
+        """Check the store before a worker starts; returns warnings, if there are any.
+
+        Raises ``LeaseConfigurationError``, which stops the worker, for an error that does not go
+        away by itself, and ``StoreUnavailable``, which is logged, if the store does not answer.
+        """
+        return None
+
+    def close(self) -> None:  # noqa: B027 - a store without connections has nothing to close
         """Close the connections; the next call opens new ones."""
-        ...
+
+    # -- the steps of an attempt, which differ if the claimed row is the lease ---------------------
+
+    def begin(self, call: Call) -> Answer:
+        """Take the lease before the record is read."""
+        return self.acquire(call)
+
+    def claim(
+        self, call: Call, records: RecordStore, age: Callable[[], float]
+    ) -> Won | Refused | BlockedByGate | Claimed:
+        """Claim the record under the lease; see :meth:`RecordStore.claim`."""
+        return records.claim(call, self.name, age=age)
+
+    def end(self, stored_key: str, token: str) -> None:
+        """Free the lease of an attempt whose row is closed. The result does not matter, because the
+        lease expires by itself.
+        """
+        self.release(stored_key, token)
+
+    def records_of(self, records: RecordStore) -> str:
+        """The identity of the records database, for :attr:`Call.database`."""
+        return records.identity()
 
 
+@runtime_checkable
 class MarkStore(Protocol):
     """Marks: short values beside a key that expire. They note the latest copy of a call, and that
     callbacks are sent.
@@ -135,6 +188,7 @@ class WaiterStore(Protocol):
         ...
 
 
+@runtime_checkable
 class GateStore(Protocol):
     """The gates of cooldown groups. Every call raises ``StoreUnavailable`` if the store fails."""
 
@@ -165,24 +219,8 @@ class GateStore(Protocol):
         ...
 
 
-@runtime_checkable
-class UnawaitedRelease(Protocol):
-    """A lease store that can free a lease without waiting for the server, at the end of a task."""
-
-    def release_unawaited(self, stored_key: str, token: str) -> None:
-        """Begin to free the lease if *token* still holds it. If that fails, the lease expires."""
-        ...
-
-
-@runtime_checkable
-class LosesLeases(Protocol):
-    """A lease store that knows whether it may have lost leases that had not expired."""
-
-    def may_have_lost_leases(self, stored_key: str, seconds: float) -> bool:
-        """Whether the server of this key lost its data within the last *seconds*, or evicts keys
-        and has evicted some.
-        """
-        ...
+class MarkedLeaseStore(LeaseStore, MarkStore, GateStore):
+    """A lease store that also stores marks and gates, as attempts and operators use it."""
 
 
 @runtime_checkable
@@ -216,30 +254,6 @@ class LeaseStoreSettings:
     connections: int
     longest_wait: float
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-
-
-class SeparateLeaseStore(LeaseStore, MarkStore, GateStore, Protocol):
-    """A lease store outside the records database; it also stores marks and gates.
-
-    ``in_records`` is ``False``. Threads and greenlets share one store.
-    """
-
-    def bounded(self, timeout: float, longest_wait: float) -> SeparateLeaseStore:
-        """The same store over a single connection of its own, for the thread that renews leases.
-
-        A call may take *timeout* seconds to connect, and again *timeout* seconds to get its reply.
-        It waits for the connection for at most *longest_wait* seconds. A store without connections
-        returns itself.
-        """
-        ...
-
-    def check(self) -> str | None:
-        """Check the store before a worker starts; returns warnings, if there are any.
-
-        Raises ``LeaseConfigurationError``, which stops the worker, for an error that does not go
-        away by itself, and ``StoreUnavailable``, which is logged, if the store does not answer.
-        """
-        ...
 
 
 class RecordStore(Protocol):

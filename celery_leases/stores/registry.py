@@ -3,7 +3,7 @@
 A distribution registers its store under the URL's scheme in the entry point group
 ``celery_leases.stores``. The entry point names a callable that takes one
 :class:`~celery_leases.stores.interfaces.LeaseStoreSettings` and returns a
-:class:`~celery_leases.stores.interfaces.SeparateLeaseStore`.
+:class:`~celery_leases.stores.interfaces.LeaseStore`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ from typing import Any, Final, cast
 from celery_leases.concurrency.resource_pool import Permit, ResourcePool
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.stores.interfaces import (
-    GateStore,
     LeaseStore,
     LeaseStoreSettings,
-    MarkStore,
-    SeparateLeaseStore,
 )
 from celery_leases.stores.redis import url
 from celery_leases.text.redaction import message_of
@@ -29,15 +26,9 @@ GROUP: Final = "celery_leases.stores"
 LONGEST_NAME: Final = 255
 """The maximum length of a store's name, which is stored in each record."""
 _SHOWN: Final = 300
-_METHODS: Final = sorted(
-    name
-    for port in (LeaseStore, MarkStore, GateStore, SeparateLeaseStore)
-    for name, member in vars(port).items()
-    if callable(member) and not name.startswith("_")
-)
 
 
-def open_lease_store(settings: LeaseStoreSettings) -> SeparateLeaseStore:
+def open_lease_store(settings: LeaseStoreSettings) -> LeaseStore:
     """The lease store of ``settings.url``. It connects at its first call.
 
     Raises :class:`LeaseConfigurationError` if no installed distribution, or more than one, has
@@ -60,10 +51,10 @@ def open_lease_store(settings: LeaseStoreSettings) -> SeparateLeaseStore:
     if (defect := _defect(opened)) is not None:
         what = f"an object of type {type(opened).__name__} {defect}"
         raise _url_error(settings.url, f"{_description(entry_point)} returned {what}")
-    return cast("SeparateLeaseStore", opened)
+    return cast("LeaseStore", opened)
 
 
-def _open_redis(settings: LeaseStoreSettings) -> SeparateLeaseStore:
+def _open_redis(settings: LeaseStoreSettings) -> LeaseStore:
     from celery_leases.stores.redis.leases import RedisLeaseStore
 
     return RedisLeaseStore.from_url(
@@ -109,14 +100,11 @@ def _loaded(entry_point: EntryPoint, address: str) -> Callable[[LeaseStoreSettin
 
 def _defect(opened: object) -> str | None:
     """Why *opened* is not a separate lease store; ``None`` if it is one."""
-    missing = [name for name in _METHODS if not callable(getattr(opened, name, None))]
-    if missing:
-        return f"without {', '.join(missing)}"
+    if not isinstance(opened, LeaseStore):
+        return "which is not a LeaseStore"
     name = getattr(opened, "name", None)
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
         return f"whose name is not a text of 1 to {LONGEST_NAME} characters"
-    if getattr(opened, "in_records", None) is not False:
-        return "whose in_records is not False"
     return None
 
 

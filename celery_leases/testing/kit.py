@@ -375,7 +375,7 @@ class LeaseKit:
             replace(self.app.tasks[name].lease_options, ttl=span),
             token=token,
             host="another-host/1",
-            database="" if process.leases.in_records else process.records.identity(),
+            database=process.leases.records_of(process.records),
         )
         held = self._claim(process, call)
         try:
@@ -413,8 +413,7 @@ class LeaseKit:
         else:
             values = column_values(replace(before, fence=held.fence))
             process.records.database.count(table.update().where(*ours).values(values), {})
-        if not process.leases.in_records:
-            process.leases.release(call.key.stored, call.token)
+        process.leases.end(call.key.stored, call.token)
 
     def lose(self, what: Any, *args: Any, task: str | None = None, **kwargs: Any) -> None:
         """Let another attempt take the lease of the body that runs the key in this process; *what*

@@ -263,8 +263,7 @@ def _close_in_stores(ended: EndedDelivery, call: Call) -> None:
     except StoreUnavailable as error:
         unsettled = error
     if ended.pid:
-        if not process.leases.in_records:
-            process.leases.release(call.key.stored, ended.token)
+        process.leases.end(call.key.stored, ended.token)
         if call.group is not None:
             process.leases.release_probe(call.group, ended.token)
     if unsettled is not None:

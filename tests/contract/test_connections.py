@@ -20,6 +20,7 @@ from celery_leases.concurrency.resource_pool import Permit, ResourcePool, max_wa
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.record import State
 from celery_leases.settings import read_settings
+from celery_leases.stores.interfaces import never_emptied
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.database import Database
@@ -275,10 +276,8 @@ def begun(process: Process, key: str) -> tuple[HeldLease, Any]:
     """A lease that is renewed, and its record."""
     call, renewer = make_call(key, ttl=TTL), process.renewer
     held_lease = HeldLease(call, renewer._clock.now(), renewer._clock)
-    claim: Any = process.leases.acquire(call)
-    assert acquired(claim)
-    if not process.leases.in_records:
-        claim = process.records.claim(call, process.leases.name)
+    assert acquired(process.leases.begin(call))
+    claim: Any = process.leases.claim(call, process.records, never_emptied)
     record = getattr(claim, "claim", claim).record
     held_lease.fence = record.fence
     renewer.add(held_lease)

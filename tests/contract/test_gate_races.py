@@ -12,13 +12,13 @@ from celery_leases.errors import StoreUnavailable
 from celery_leases.groups import group as cooldown_groups
 from celery_leases.groups.group import Closing, Gate
 from celery_leases.stores import group_closing as cooldown_group_closing
+from celery_leases.stores.interfaces import MarkedLeaseStore
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.group_case import (
-    GatedLeaseStore,
     closed,
     closing,
     found,
@@ -30,11 +30,11 @@ from tests.contract.sql_stores import SERVERS, new_database
 
 GROUP = "openai:gpt"
 OURS, THEIRS = "our-token", "their-token"
-Step = Callable[[GatedLeaseStore], Any]
+Step = Callable[[MarkedLeaseStore], Any]
 
 
 @pytest.fixture(params=["redis", "sqlite", *SERVERS])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[GatedLeaseStore]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MarkedLeaseStore]:
     """One of the stores."""
     if request.param == "redis":
         redis_store = RedisLeaseStore.from_url(request.getfixturevalue("leases_redis_url"))
@@ -50,7 +50,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[GatedLease
     records.database.close()
 
 
-def opened(store: GatedLeaseStore) -> None:
+def opened(store: MarkedLeaseStore) -> None:
     """An operator opens the gate."""
     assert store.open_gate(GROUP)
 
@@ -63,7 +63,7 @@ def closed_for(server_delay: float, by: str = "late") -> Step:
 def probed_by(token: str) -> Step:
     """The gate is half-open, and another token is its probe."""
 
-    def step(store: GatedLeaseStore) -> None:
+    def step(store: MarkedLeaseStore) -> None:
         if store.gate(GROUP) is None:
             half_open(store, GROUP)
         probe(store, make_call(fresh_key(), token, group=GROUP))
@@ -74,19 +74,19 @@ def probed_by(token: str) -> Step:
 def all_of(*steps: Step) -> Step:
     """One step after the other."""
 
-    def step(store: GatedLeaseStore) -> None:
+    def step(store: MarkedLeaseStore) -> None:
         for one in steps:
             one(store)
 
     return step
 
 
-def given_back(store: GatedLeaseStore) -> None:
+def given_back(store: MarkedLeaseStore) -> None:
     """The probe slot of this attempt is given back."""
     assert store.release_probe(GROUP, OURS)
 
 
-def over(store: GatedLeaseStore) -> None:
+def over(store: MarkedLeaseStore) -> None:
     """The time for which the gate is closed ends."""
     until_half_open(store, GROUP)
 
@@ -115,7 +115,7 @@ def over(store: GatedLeaseStore) -> None:
     ],
 )
 def test_a_gate_is_closed_as_if_one_came_after_the_other(
-    store: GatedLeaseStore,
+    store: MarkedLeaseStore,
     monkeypatch: pytest.MonkeyPatch,
     before: Step,
     meanwhile: Step,
@@ -142,7 +142,7 @@ def test_a_gate_is_closed_as_if_one_came_after_the_other(
 
 
 def test_a_gate_that_always_changes_is_given_up(
-    store: GatedLeaseStore, monkeypatch: pytest.MonkeyPatch
+    store: MarkedLeaseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
     def decided(group: str, gate: Gate | None, cause: Closing, token: str) -> Gate:

@@ -108,9 +108,9 @@ def test_an_unread_reply_is_never_that_of_another(
     for _ in range(3):
         request = make_call(fresh_key())
         assert isinstance(store.acquire(request), Acquired)
-        store.release_unawaited(request.key.stored, "another-token")
+        store.end(request.key.stored, "another-token")
         assert store.holder(request.key.stored) is not None
-        store.release_unawaited(request.key.stored, request.token)
+        store.end(request.key.stored, request.token)
         assert client.send(packed(["ECHO", "ours"])) == b"ours"
         assert store.holder(request.key.stored) is None
 
@@ -125,10 +125,10 @@ def test_a_release_is_repeated_without_the_script(
         for request in requests:
             assert isinstance(store.acquire(request), Acquired)
         admin.script_flush()
-        store.release_unawaited(requests[0].key.stored, requests[0].token)
+        store.end(requests[0].key.stored, requests[0].token)
         assert len(admin.keys("unawaited:*:lease")) == 1
         admin.script_flush()
-        store.release_unawaited(requests[1].key.stored, requests[1].token)
+        store.end(requests[1].key.stored, requests[1].token)
         assert client.send(packed(["ECHO", "ours"])) == b"ours"
         assert not admin.keys("unawaited:*:lease")
 
@@ -142,12 +142,12 @@ def test_a_dead_connection_with_a_reply_is_replaced(
             request = make_call(fresh_key())
             assert isinstance(store.acquire(request), Acquired)
             for _ in range(2):
-                store.release_unawaited(request.key.stored, request.token)
+                store.end(request.key.stored, request.token)
             admin.client_kill_filter(_type="normal")
             assert client.send(packed(["INCR", "counted unawaited"])) == time + 1
             assert isinstance(store.acquire(request), Acquired)
             admin.script_flush()
-            store.release_unawaited(request.key.stored, request.token)
+            store.end(request.key.stored, request.token)
             assert not admin.keys("unawaited:*:lease")
 
 
@@ -160,9 +160,9 @@ def test_a_connection_closed_elsewhere_leaves_no_reply(
         client = cast(DirectClient, redis_address(server.url).client(2.0))
         store = RedisLeaseStore(client, "unawaited", "unawaited")
         request = make_call(fresh_key())
-        store.release_unawaited(request.key.stored, request.token)  # is awaited
+        store.end(request.key.stored, request.token)  # is awaited
         server.pause()
-        store.release_unawaited(request.key.stored, request.token)
+        store.end(request.key.stored, request.token)
 
         def slow(self: Any, *args: Any) -> None:
             if threading.current_thread() is closer:
@@ -195,11 +195,11 @@ def test_a_release_that_is_never_answered_fails_no_later_command(
     client = cast(DirectClient, redis_address(leases_redis_url).client(0.5))
     store = RedisLeaseStore(client, "unawaited", "unawaited")
     request = make_call(fresh_key())
-    store.release_unawaited(request.key.stored, request.token)  # is awaited
+    store.end(request.key.stored, request.token)  # is awaited
     assert isinstance(store.acquire(request), Acquired)
     with monkeypatch.context() as lost:
         lost.setattr(limited(redis.Connection), "send_unlimited", lambda *_: None)
-        store.release_unawaited(request.key.stored, request.token)
+        store.end(request.key.stored, request.token)
     assert client.send(packed(["ECHO", "ours"])) == b"ours"
     client.disconnect()
 

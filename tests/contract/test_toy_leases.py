@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from celery_leases.stores.interfaces import LeaseStoreSettings, MarkStore, SeparateLeaseStore
+from celery_leases.stores.interfaces import LeaseStoreSettings, MarkedLeaseStore, MarkStore
 from celery_leases.stores.registry import open_lease_store
 from celery_leases.testing.contracts import (
     GateStoreContract,
@@ -24,18 +25,19 @@ class TestToyLeases(SeparateLeaseStoreContract, GateStoreContract, MarkStoreCont
     short = 1.0
 
     @pytest.fixture
-    def store(self, monkeypatch: pytest.MonkeyPatch) -> SeparateLeaseStore:
+    def store(self, monkeypatch: pytest.MonkeyPatch) -> MarkedLeaseStore:
         """A store that all tests share."""
         monkeypatch.syspath_prepend(str(DISTRIBUTIONS))
-        return open_lease_store(LeaseStoreSettings("toy://contract", "leases", 2.0, 10, 1.0))
+        settings = LeaseStoreSettings("toy://contract", "leases", 2.0, 10, 1.0)
+        return cast(MarkedLeaseStore, open_lease_store(settings))
 
     @pytest.fixture
-    def marks(self, store: SeparateLeaseStore) -> MarkStore:
+    def marks(self, store: MarkedLeaseStore) -> MarkStore:
         """The same store."""
         return store
 
     def test_its_groups_have_no_closings(
-        self, store: SeparateLeaseStore, group: str, tmp_path: Path
+        self, store: MarkedLeaseStore, group: str, tmp_path: Path
     ) -> None:
         with migrated(f"sqlite:///{tmp_path / 'r.db'}") as records:
             client = operator_of(store, records)

@@ -20,7 +20,7 @@ from celery_leases.decide.answers import (
 )
 from celery_leases.errors import LeaseStoreMismatch
 from celery_leases.groups.group import Closing, Gate, admits, closed, gate_retention
-from celery_leases.stores.interfaces import LeaseStoreSettings
+from celery_leases.stores.interfaces import LeaseStoreSettings, MarkedLeaseStore
 
 
 @dataclass
@@ -55,25 +55,16 @@ def open_store(settings: LeaseStoreSettings) -> ToyLeaseStore:
     return ToyLeaseStore(memory, f"{settings.url}/{settings.prefix}")
 
 
-class ToyLeaseStore:
-    """A :class:`~celery_leases.stores.interfaces.SeparateLeaseStore`."""
-
-    in_records = False
+class ToyLeaseStore(MarkedLeaseStore):
+    """Leases, marks and gates."""
 
     def __init__(self, memory: Memory, name: str) -> None:
         self.name = name
         self._memory = memory
 
-    def bounded(self, timeout: float, longest_wait: float) -> ToyLeaseStore:
-        """Itself: memory is never slow."""
-        return self
-
     def check(self) -> str | None:
         """What there is to warn of."""
         return f"the lease store {self.name} is in the memory of this process"
-
-    def close(self) -> None:
-        """Nothing: there are no connections."""
 
     # -- leases ------------------------------------------------------------------------------------
 
@@ -166,10 +157,6 @@ class ToyLeaseStore:
         with self._memory.lock:
             found = self._found(stored_key)
             return self._holder(found) if found is not None and found.call is not None else None
-
-    def held(self, stored_keys: Sequence[str]) -> set[str]:
-        """Those of the keys that are held."""
-        return {key for key in stored_keys if self.holder(key) is not None}
 
     def _owned(self, stored_key: str, token: str) -> Lease | None:
         found = self._found(stored_key)

@@ -117,9 +117,11 @@ def test_a_client_finds_it_too(toy: None, tmp_path: Path) -> None:
 
 
 STORE = """
-class Store:
-    name, in_records = {name}, {in_records}
-    def __getattr__(self, name): return lambda *given: None
+from celery_leases.stores.interfaces import LeaseStore
+class Store(LeaseStore):
+    name = {name}
+    def acquire(self, call): pass
+    renew = release = holder = acquire
 def opened(settings): return Store()
 """
 
@@ -143,17 +145,17 @@ def opened(settings): return Store()
         (
             "own_leases:opened",
             "def opened(settings): return object()",
-            "returned an object of type object without acquire, age, bounded, check, ",
+            "returned an object of type object which is not a LeaseStore",
         ),
         (
             "own_leases:opened",
-            STORE.format(name="'x' * 256", in_records=False),
+            STORE.format(name="'x' * 256"),
             "returned an object of type Store whose name is not a text of 1 to 255 characters",
         ),
         (
             "own_leases:opened",
-            STORE.format(name="'own'", in_records=True),
-            "returned an object of type Store whose in_records is not False",
+            STORE.format(name="'own'").replace("holder = ", ""),
+            "did not open it (TypeError: Can't instantiate abstract class Store with",
         ),
     ],
 )

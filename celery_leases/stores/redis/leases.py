@@ -28,6 +28,7 @@ from celery_leases.decide.answers import (
 from celery_leases.decide.copies import waiting_call
 from celery_leases.errors import LeaseConfigurationError, LeaseStoreMismatch, StoreUnavailable
 from celery_leases.keys import bounded
+from celery_leases.stores.interfaces import MarkedLeaseStore
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.clients import ClusterAddress, redis_address
 from celery_leases.stores.redis.cluster import Cluster
@@ -52,7 +53,7 @@ name leaves the default out.
 """
 
 
-class RedisLeaseStore(RedisGates):
+class RedisLeaseStore(RedisGates, MarkedLeaseStore):
     """A :class:`~celery_leases.stores.interfaces.LeaseStore`, ``MarkStore`` and ``GateStore`` in
     Redis.
 
@@ -63,8 +64,6 @@ class RedisLeaseStore(RedisGates):
     connections. Every method raises ``StoreUnavailable`` if Redis does not answer or refuses the
     command.
     """
-
-    in_records = False
 
     def __init__(
         self,
@@ -326,8 +325,8 @@ class RedisLeaseStore(RedisGates):
             )
         )
 
-    def release_unawaited(self, stored_key: str, token: str) -> None:
-        """The same without waiting for Redis, which frees the lease before it handles any later
+    def end(self, stored_key: str, token: str) -> None:
+        """Free the lease without waiting for Redis, which does so before it handles any later
         command of this process on the same connection.
         """
         self._commands.run_unawaited(

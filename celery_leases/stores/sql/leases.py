@@ -1,10 +1,11 @@
-"""Leases in the records database. The claimed row is the lease, so no other store is needed."""
+"""Leases in the records database, where the claimed row is the lease; and the marks and gates of a
+lease store that has none of its own.
+"""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,124 +21,37 @@ from sqlalchemy import (
 )
 
 from celery_leases.call import Call
-from celery_leases.decide.answers import BlockedByGate, Claimed, Holder, Renewal, RenewalResult
+from celery_leases.decide.answers import (
+    Acquired,
+    BlockedByGate,
+    Claimed,
+    Holder,
+    Renewal,
+    RenewalResult,
+)
 from celery_leases.decide.before_run import holder_of_row
 from celery_leases.decide.copies import waiting_call
 from celery_leases.errors import StoreUnavailable
 from celery_leases.groups.group import admits
 from celery_leases.options import DATABASE
-from celery_leases.record import (
-    Ended,
-    Refused,
-    State,
-    Won,
-)
+from celery_leases.record import Ended, Refused, State, Won
+from celery_leases.stores.interfaces import LeaseStore, MarkedLeaseStore, RecordStore, never_emptied
 from celery_leases.stores.sql.cooldown_groups import SqlGates, later_of
 from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.values import microseconds
 
 
-class DatabaseLeaseStore(SqlGates):
-    """A :class:`~celery_leases.stores.interfaces.LeaseStore`, ``MarkStore`` and ``GateStore`` in
-    the tables of *records*.
+class RowMarks(SqlGates):
+    """A :class:`~celery_leases.stores.interfaces.MarkStore` and ``GateStore`` in the tables of
+    *records*.
     """
-
-    name = DATABASE
-    in_records = True
 
     def __init__(self, records: SqlRecordStore) -> None:
         super().__init__(records.database, records.tables)
         self.records = records
         self._marks = records.tables.marks
         self._swap_mark_writes = self._swap_statement()
-        self._renewal = self._renew_statement()
-        key = records.tables.records.c.stored_key
-        free = select(key).where(key.in_(bindparam("keys", expanding=True)))
-        self._select_unlocked = free.with_for_update(skip_locked=True)
-        c = records.tables.records.c
-        running = (c.state == State.RUNNING) & (c.lease_until > self.database.now)
-        self._select_held = select(key).where(key.in_(bindparam("keys", expanding=True)), running)
-
-    def check(self) -> None:
-        """Do nothing: the record store checks its tables, which contain the leases."""
-
-    def acquire(self, call: Call) -> Claimed | BlockedByGate:
-        """Claim the row, which is the lease. The same statement reads the group's gate."""
-        answer, gate = self.records.claim_at_gate(call, self.name, self)
-        if isinstance(answer, Refused) and gate is not None and not admits(gate, call.token):
-            return BlockedByGate(gate, answer.record, record_read=True)
-        probes = gate is not None and gate.probe == call.token
-        return Claimed(answer, probe=probes and isinstance(answer, Won))
-
-    def age(self, stored_key: str) -> float:
-        """Infinite: the lease is the row, so the store cannot lose the lease and keep the row."""
-        return math.inf
-
-    def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-        """Extend ``lease_until``; never shorten it. There is one statement for all leases with the
-        same ttl, and one for their probe slots.
-
-        A transaction of the body may have locked a guarded row. A query finds the rows that are not
-        locked, and only those are renewed.
-        """
-        locked = self._locked([renewal.stored_key for renewal in renewals if renewal.guarded])
-        renewed: set[tuple[str, str]] = set()
-        by_ttl: defaultdict[float, list[Renewal]] = defaultdict(list)
-        for renewal in renewals:
-            if renewal.stored_key not in locked:
-                by_ttl[renewal.ttl].append(renewal)
-        for ttl, group in by_ttl.items():
-            renewed |= self._renewed(ttl, group)
-        if not locked or self.database.dialect.has_server:
-            self._renew_slots(renewals)
-        return [
-            RenewalResult.OURS
-            if (renewal.stored_key, renewal.token) in renewed
-            else self._result_of_other(renewal, locked)
-            for renewal in renewals
-        ]
-
-    def reassert(self, call: Call) -> bool:
-        """Always ``False``: a lost lease is a lost row, so the claim is lost too."""
-        return False
-
-    def release(self, stored_key: str, token: str) -> bool:
-        """Set the row to ``pending`` if it is still running under *token*."""
-        records = self.records.tables.records
-        freed = records.update().where(
-            records.c.stored_key == stored_key,
-            records.c.owner == token,
-            records.c.state == State.RUNNING,
-        )
-        values = {
-            "state": State.PENDING,
-            "ended": Ended.RELEASED,
-            "lease_until": None,
-            "expires_at": None,
-        }
-        return self.database.count(freed.values(values), {}) == 1
-
-    def cool(self, stored_key: str, token: str, seconds: float) -> bool:
-        """Do nothing: the settled row has its ``retry_at``, and a renewal changes only running
-        rows.
-        """
-        return True
-
-    def end_cooldown(self, stored_key: str) -> bool:
-        """Always ``False``: the row is the cooldown, so the record store ends it."""
-        return False
-
-    def holder(self, stored_key: str) -> Holder | None:
-        """The holder of the key; ``None`` if no attempt holds it."""
-        record = self.records.read(stored_key, lenient=True)
-        return holder_of_row(record) if record is not None else None
-
-    def held(self, stored_keys: Sequence[str]) -> set[str]:
-        """The keys that are held, by one statement that locks no row."""
-        return {
-            row["stored_key"] for row in self.database.all(self._select_held, {"keys": stored_keys})
-        }
 
     def mark(self, stored_key: str, name: str) -> str | None:
         """Read a mark."""
@@ -177,8 +91,159 @@ class DatabaseLeaseStore(SqlGates):
         marks = self._marks
         self.database.count(delete(marks).where(marks.c.stored_key.in_(stored_keys)), {})
 
-    def close(self) -> None:
-        """Do nothing: the record store closes the database."""
+    def _claimed(
+        self, call: Call, lease_store: str, age: Callable[[], float]
+    ) -> Claimed | BlockedByGate:
+        """Claim the row. The same statement reads the group's gate."""
+        answer, gate = self.records.claim_at_gate(call, lease_store, self, age=age)
+        if isinstance(answer, Refused) and gate is not None and not admits(gate, call.token):
+            return BlockedByGate(gate, answer.record, record_read=True)
+        probes = gate is not None and gate.probe == call.token
+        return Claimed(answer, probe=probes and isinstance(answer, Won))
+
+    def _renew_slots(self, renewals: Sequence[Renewal]) -> None:
+        """Renew the probe slots. An error is ignored, because a slot that expires does not
+        affect the lease.
+        """
+        slots: defaultdict[float, list[Renewal]] = defaultdict(list)
+        for renewal in renewals:
+            if renewal.probe is not None:
+                slots[renewal.ttl].append(renewal)
+        for ttl, probes in slots.items():
+            with suppress(StoreUnavailable):
+                self.renew_probes(probes, ttl)
+
+    def _swap_statement(self) -> Writes:
+        marks, now = self._marks, self.database.now
+        new: BindParameter[str] = bindparam("new")
+        key: dict[str, Any] = {"stored_key": bindparam("for_key"), "name": bindparam("for_name")}
+        values = {"value": new, "expires_at": now + bindparam("ttl")}
+        free = or_(
+            marks.c.expires_at <= now, marks.c.value == bindparam("expected"), marks.c.value == new
+        )
+        return self.database.dialect.upsert(marks, key, values, where=free)
+
+
+class LeasesWithRowMarks(RowMarks):
+    """A lease store without marks and gates of its own: both are in the tables of *records*. So the
+    claim reads the gate, and the lease is held meanwhile.
+    """
+
+    def __init__(self, leases: LeaseStore, records: SqlRecordStore) -> None:
+        super().__init__(records)
+        self.leases = leases
+
+    def __getattr__(self, name: str) -> Any:
+        """What the lease store does itself."""
+        return getattr(self.leases, name)
+
+    def renew(self, renewals: Sequence[Renewal]) -> Sequence[RenewalResult | StoreUnavailable]:
+        """Renew the leases, and the probe slots with statements of their own."""
+        results = self.leases.renew(renewals)
+        self._renew_slots(renewals)
+        return results
+
+    def claim(
+        self, call: Call, records: RecordStore, age: Callable[[], float]
+    ) -> Claimed | BlockedByGate:
+        """Claim the row, if the gate lets the body start; *records* are those of the marks."""
+        return self._claimed(call, self.leases.name, age)
+
+
+class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
+    """The claimed row of *records* is the lease, so the store cannot lose the lease and keep the
+    row.
+    """
+
+    name = DATABASE
+
+    def __init__(self, records: SqlRecordStore) -> None:
+        super().__init__(records)
+        self._renewal = self._renew_statement()
+        key = records.tables.records.c.stored_key
+        free = select(key).where(key.in_(bindparam("keys", expanding=True)))
+        self._select_unlocked = free.with_for_update(skip_locked=True)
+        c = records.tables.records.c
+        running = (c.state == State.RUNNING) & (c.lease_until > self.database.now)
+        self._select_held = select(key).where(key.in_(bindparam("keys", expanding=True)), running)
+
+    def acquire(self, call: Call) -> Claimed | BlockedByGate:
+        """Claim the row, which is the lease. The same statement reads the group's gate."""
+        return self._claimed(call, self.name, never_emptied)
+
+    def begin(self, call: Call) -> Acquired:
+        """Do nothing: the claim takes the lease."""
+        return Acquired()
+
+    def claim(
+        self, call: Call, records: RecordStore, age: Callable[[], float]
+    ) -> Claimed | BlockedByGate:
+        """Take lease and record in one; *records* are those of this store."""
+        return self.acquire(call)
+
+    def end(self, stored_key: str, token: str) -> None:
+        """Do nothing: closing the row has released it."""
+
+    def records_of(self, records: RecordStore) -> str:
+        """Nothing: the leases cannot be with other records."""
+        return ""
+
+    def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+        """Extend ``lease_until``; never shorten it. There is one statement for all leases with the
+        same ttl, and one for their probe slots.
+
+        A transaction of the body may have locked a guarded row. A query finds the rows that are not
+        locked, and only those are renewed.
+        """
+        locked = self._locked([renewal.stored_key for renewal in renewals if renewal.guarded])
+        renewed: set[tuple[str, str]] = set()
+        by_ttl: defaultdict[float, list[Renewal]] = defaultdict(list)
+        for renewal in renewals:
+            if renewal.stored_key not in locked:
+                by_ttl[renewal.ttl].append(renewal)
+        for ttl, group in by_ttl.items():
+            renewed |= self._renewed(ttl, group)
+        if not locked or self.database.dialect.has_server:
+            self._renew_slots(renewals)
+        return [
+            RenewalResult.OURS
+            if (renewal.stored_key, renewal.token) in renewed
+            else self._result_of_other(renewal, locked)
+            for renewal in renewals
+        ]
+
+    def release(self, stored_key: str, token: str) -> bool:
+        """Set the row to ``pending`` if it is still running under *token*."""
+        records = self.records.tables.records
+        freed = records.update().where(
+            records.c.stored_key == stored_key,
+            records.c.owner == token,
+            records.c.state == State.RUNNING,
+        )
+        values = {
+            "state": State.PENDING,
+            "ended": Ended.RELEASED,
+            "lease_until": None,
+            "expires_at": None,
+        }
+        return self.database.count(freed.values(values), {}) == 1
+
+    def cool(self, stored_key: str, token: str, seconds: float) -> bool:
+        """Do nothing: the settled row has its ``retry_at``, and a renewal changes only running
+        rows.
+        """
+        return True
+
+    def holder(self, stored_key: str) -> Holder | None:
+        """The holder of the key; ``None`` if no attempt holds it."""
+        record = self.records.read(stored_key, lenient=True)
+        return holder_of_row(record) if record is not None else None
+
+    def held(self, stored_keys: Sequence[str]) -> set[str]:
+        """The keys that are held, by one statement that locks no row."""
+        return {
+            row["stored_key"] for row in self.database.all(self._select_held, {"keys": stored_keys})
+        }
 
     def _locked(self, keys: Sequence[str]) -> set[str]:
         """The keys whose row is locked by a transaction. On SQLite a writer locks all rows."""
@@ -225,18 +290,6 @@ class DatabaseLeaseStore(SqlGates):
             return renewed
         return renewed.returning(records.c.stored_key, records.c.owner)
 
-    def _renew_slots(self, renewals: Sequence[Renewal]) -> None:
-        """Renew the probe slots. An error is ignored, because a slot that expires does not
-        affect the lease.
-        """
-        slots: defaultdict[float, list[Renewal]] = defaultdict(list)
-        for renewal in renewals:
-            if renewal.probe is not None:
-                slots[renewal.ttl].append(renewal)
-        for ttl, probes in slots.items():
-            with suppress(StoreUnavailable):
-                self.renew_probes(probes, ttl)
-
     def _result_of_other(self, renewal: Renewal, locked: set[str]) -> RenewalResult:
         record = self.records.read(renewal.stored_key, lenient=True)
         ours = record is not None and record.is_attempt(State.RUNNING, renewal.token)
@@ -247,13 +300,3 @@ class DatabaseLeaseStore(SqlGates):
             if record is None or holder_of_row(record) is None
             else RenewalResult.OTHER
         )
-
-    def _swap_statement(self) -> Writes:
-        marks, now = self._marks, self.database.now
-        new: BindParameter[str] = bindparam("new")
-        key: dict[str, Any] = {"stored_key": bindparam("for_key"), "name": bindparam("for_name")}
-        values = {"value": new, "expires_at": now + bindparam("ttl")}
-        free = or_(
-            marks.c.expires_at <= now, marks.c.value == bindparam("expected"), marks.c.value == new
-        )
-        return self.database.dialect.upsert(marks, key, values, where=free)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -11,7 +11,7 @@ from celery_leases.call import Call
 from celery_leases.decide.answers import Acquired, BlockedByGate, Claimed
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.groups.group import Closing, Gate
-from celery_leases.stores.interfaces import GateStore, LeaseStore
+from celery_leases.stores.interfaces import GateStore, LeaseStore, MarkedLeaseStore
 from celery_leases.testing.contracts.calls import (
     Answer,
     acquired,
@@ -24,10 +24,6 @@ PATIENCE = 10.0
 POLICY = CooldownPolicy(60, 2, 3600, 0)
 
 
-class GatedLeaseStore(LeaseStore, GateStore, Protocol):
-    """A lease store with gates, which ``acquire()`` reads."""
-
-
 class GateCase:
     """The fixtures of the suites of gates. ``ttl`` is longer than a test; ``short`` is a time that
     tests wait. Both are seconds.
@@ -37,7 +33,7 @@ class GateCase:
     short = 0.4
 
     @pytest.fixture
-    def store(self) -> GatedLeaseStore:
+    def store(self) -> MarkedLeaseStore:
         """The store under test; override this."""
         raise NotImplementedError("override the fixture `store` with a lease store that has gates")
 
@@ -91,7 +87,6 @@ def shut(store: LeaseStore, call: Call) -> Gate:
     """The gate that refuses *call*, which it must."""
     answer = store.acquire(call)
     assert isinstance(answer, BlockedByGate), answer
-    assert answer.record_read is store.in_records
     assert answer.record is None
     return answer.gate
 

@@ -10,12 +10,12 @@ import pytest
 
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.groups.group import Gate
+from celery_leases.stores.interfaces import MarkedLeaseStore
 from celery_leases.testing.contracts.calls import acquired, make_call
 from celery_leases.testing.contracts.group_case import (
     PATIENCE,
     POLICY,
     GateCase,
-    GatedLeaseStore,
     admitted,
     closed,
     closing,
@@ -52,14 +52,14 @@ class GateClosingContract(GateCase):
     time, and add no trip.
     """
 
-    def test_an_open_gate_refuses_no_request(self, store: GatedLeaseStore, group: str) -> None:
+    def test_an_open_gate_refuses_no_request(self, store: MarkedLeaseStore, group: str) -> None:
         """There is no gate and no probe."""
         assert store.gate(group) is None
         for _ in range(3):
             admitted(store, self.call(group))
 
     def test_a_closed_gate_shuts_every_key_of_its_group(
-        self, store: GatedLeaseStore, group: str
+        self, store: MarkedLeaseStore, group: str
     ) -> None:
         """The answer shows why and for how long. The lease is not taken."""
         gate = closed(store, group, 60.0, reason="quota", rule="code:quota", message="no ü \0")
@@ -75,13 +75,13 @@ class GateClosingContract(GateCase):
             assert store.holder(call.key.stored) is None
             assert acquired(store.acquire(make_call(call.key.stored, ttl=self.ttl)))
 
-    def test_a_reason_alone_is_enough(self, store: GatedLeaseStore, group: str) -> None:
+    def test_a_reason_alone_is_enough(self, store: MarkedLeaseStore, group: str) -> None:
         """Not every failure has a rule or a message."""
         closed(store, group, 60.0, reason="busy", rule=None, message="")
         seen = found(store, group)
         assert (seen.reason, seen.rule, seen.message) == ("busy", None, "")
 
-    def test_groups_do_not_touch_each_other(self, store: GatedLeaseStore, group: str) -> None:
+    def test_groups_do_not_touch_each_other(self, store: MarkedLeaseStore, group: str) -> None:
         """Not even with special characters or long names."""
         names = [*(f"{group}{tail}" for tail in ODD), *(f"{tail}{group}{tail}" for tail in LONG)]
         for shutting in names[::2]:
@@ -97,7 +97,7 @@ class GateClosingContract(GateCase):
                 assert shut(store, self.call(name)).message == name
         admitted(store, self.call(None))
 
-    def test_a_gate_is_no_key(self, store: GatedLeaseStore, group: str) -> None:
+    def test_a_gate_is_no_key(self, store: MarkedLeaseStore, group: str) -> None:
         """A key that is named like a gate or a probe slot is neither listed as a gate nor
         changed with the gate.
         """
@@ -120,7 +120,7 @@ class GateClosingContract(GateCase):
     # -- how long, and how often -------------------------------------------------------------------
 
     def test_a_closed_gate_is_extended_and_never_shortened(
-        self, store: GatedLeaseStore, group: str
+        self, store: MarkedLeaseStore, group: str
     ) -> None:
         """The reason is that of the failure that closes it longest. No further trip is counted."""
         closed(store, group, 100.0, reason="first")
@@ -136,7 +136,7 @@ class GateClosingContract(GateCase):
                 assert seen.reason == ("first" if lasts == 100 else "longer")
 
     def test_failures_at_the_same_time_trip_it_once(
-        self, store: GatedLeaseStore, group: str
+        self, store: MarkedLeaseStore, group: str
     ) -> None:
         """Of fifty failures with different delays and messages, the longest delay counts, and one
         trip.
@@ -156,7 +156,7 @@ class GateClosingContract(GateCase):
         assert seen.trips == 1
         assert 100 + FAILURES - 1 - PATIENCE < seen.closed_for <= 100 + FAILURES - 1
 
-    def test_every_trip_closes_it_for_longer(self, store: GatedLeaseStore, group: str) -> None:
+    def test_every_trip_closes_it_for_longer(self, store: MarkedLeaseStore, group: str) -> None:
         """By the cooldown policy, if the server gave no delay."""
         policy = CooldownPolicy(self.short / 2, 2, 60, 0)
         token = uuid4().hex
@@ -169,7 +169,7 @@ class GateClosingContract(GateCase):
 
     @pytest.mark.parametrize("server_delay", [None, 60.0])
     def test_a_late_failure_counts_no_trip(
-        self, store: GatedLeaseStore, group: str, server_delay: float | None
+        self, store: MarkedLeaseStore, group: str, server_delay: float | None
     ) -> None:
         """A body that began before the gate closed fails while another one probes. The gate closes
         again, and the probe keeps its slot.
@@ -188,7 +188,7 @@ class GateClosingContract(GateCase):
 
     @pytest.mark.parametrize("probed", [True, False])
     def test_an_operator_opens_any_gate(
-        self, store: GatedLeaseStore, group: str, probed: bool
+        self, store: MarkedLeaseStore, group: str, probed: bool
     ) -> None:
         """Its trips and its probe are forgotten. Opening an open gate changes nothing."""
         assert not store.open_gate(group)
@@ -209,7 +209,7 @@ class GateClosingContract(GateCase):
         assert (gate.trips, gate.probe) == (1, None)
         assert found(store, group).trips == 1
 
-    def test_gates_that_are_not_open_are_listed(self, store: GatedLeaseStore, group: str) -> None:
+    def test_gates_that_are_not_open_are_listed(self, store: MarkedLeaseStore, group: str) -> None:
         """Closed and half-open gates are listed once, by the name of the group, or by a shortened
         name.
         """

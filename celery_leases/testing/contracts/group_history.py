@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import Protocol
 from uuid import uuid4
 
 from celery_leases.groups.history import CLOSINGS_MAX, PastClosing
-from celery_leases.stores.interfaces import ClosingStore
+from celery_leases.stores.interfaces import ClosingStore, MarkedLeaseStore
 from celery_leases.testing.contracts.group_case import (
     PATIENCE,
     GateCase,
-    GatedLeaseStore,
     closed,
     closing,
     half_open,
@@ -23,7 +21,7 @@ from celery_leases.testing.contracts.group_case import (
 from celery_leases.testing.waits import wait_until
 
 
-class RememberingStore(GatedLeaseStore, ClosingStore, Protocol):
+class RememberingStore(MarkedLeaseStore, ClosingStore):
     """A lease store with gates that remembers their closings."""
 
 

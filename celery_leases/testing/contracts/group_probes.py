@@ -13,11 +13,11 @@ from uuid import uuid4
 import pytest
 
 from celery_leases.decide.answers import BlockedByGate, Renewal, RenewalResult
+from celery_leases.stores.interfaces import MarkedLeaseStore
 from celery_leases.testing.contracts.calls import Answer, acquired, held
 from celery_leases.testing.contracts.group_case import (
     PATIENCE,
     GateCase,
-    GatedLeaseStore,
     admitted,
     closed,
     closing,
@@ -40,7 +40,7 @@ class GateProbeContract(GateCase):
     it ends otherwise, the next request becomes the probe.
     """
 
-    def test_one_of_many_requests_is_the_probe(self, store: GatedLeaseStore, group: str) -> None:
+    def test_one_of_many_requests_is_the_probe(self, store: MarkedLeaseStore, group: str) -> None:
         """Of 32 requests for different keys at once. The others get the token of the probe."""
         half_open(store, group)
         calls = [self.call(group) for _ in range(REQUESTS)]
@@ -67,7 +67,7 @@ class GateProbeContract(GateCase):
         assert 0 < gate.blocked_for == gate.probe_for <= self.ttl
 
     def test_a_probe_that_asks_again_is_still_the_probe(
-        self, store: GatedLeaseStore, group: str
+        self, store: MarkedLeaseStore, group: str
     ) -> None:
         """The reply to its first try may have been lost. A longer time is not shortened."""
         half_open(store, group)
@@ -81,7 +81,7 @@ class GateProbeContract(GateCase):
         assert acquired(answer)
         assert not probing(answer)
 
-    def test_the_slot_ends_by_itself(self, store: GatedLeaseStore, group: str) -> None:
+    def test_the_slot_ends_by_itself(self, store: MarkedLeaseStore, group: str) -> None:
         """The slot of a dead probe ends after its ttl, and not before. The next request becomes the
         probe, and the gate is unchanged.
         """
@@ -94,7 +94,7 @@ class GateProbeContract(GateCase):
         assert (found(store, group).trips, found(store, group).probe) == (1, call.token)
 
     def test_the_slot_is_renewed_along_with_the_lease(
-        self, store: GatedLeaseStore, group: str
+        self, store: MarkedLeaseStore, group: str
     ) -> None:
         """If the renewal names the group. A longer time is never shortened."""
         half_open(store, group)
@@ -109,7 +109,7 @@ class GateProbeContract(GateCase):
         assert self.ttl < gate.probe_for <= 2 * self.ttl
 
     def test_a_slot_that_is_not_ours_changes_nothing_for_the_lease(
-        self, store: GatedLeaseStore, group: str
+        self, store: MarkedLeaseStore, group: str
     ) -> None:
         """Nor does the renewal change the slot: that of another token, that of an open gate, and
         with a missing lease.
@@ -135,7 +135,7 @@ class GateProbeContract(GateCase):
         assert store.gate(f"{group}-open") is None
 
     def test_a_slot_given_back_is_free_for_the_next_request(
-        self, store: GatedLeaseStore, group: str
+        self, store: MarkedLeaseStore, group: str
     ) -> None:
         """An attempt that does not run the body gives the slot back. No other token can do so."""
         half_open(store, group)
@@ -156,7 +156,7 @@ class GateProbeContract(GateCase):
         probe(store, self.call(group))
 
     def test_a_request_that_is_refused_takes_no_slot(
-        self, store: GatedLeaseStore, group: str
+        self, store: MarkedLeaseStore, group: str
     ) -> None:
         """If the key is held, the gate does not matter."""
         half_open(store, group)
@@ -167,7 +167,7 @@ class GateProbeContract(GateCase):
 
     # -- how it ends -------------------------------------------------------------------------------
 
-    def test_only_the_probe_opens_the_gate(self, store: GatedLeaseStore, group: str) -> None:
+    def test_only_the_probe_opens_the_gate(self, store: MarkedLeaseStore, group: str) -> None:
         """The success of a body that began before the gate closed does not open it."""
         early = admitted(store, self.call(group))
         closed(store, group, 0.02)
@@ -191,7 +191,7 @@ class GateProbeContract(GateCase):
         assert not store.open_gate(group, call.token)
 
     def test_a_probe_that_has_lost_its_slot_does_not_open(
-        self, store: GatedLeaseStore, group: str
+        self, store: MarkedLeaseStore, group: str
     ) -> None:
         """Another token has the slot now."""
         half_open(store, group)
@@ -204,7 +204,7 @@ class GateProbeContract(GateCase):
         assert found(store, group).probe == call.token
         assert store.open_gate(group, call.token)
 
-    def test_the_probes_failure_is_the_next_trip(self, store: GatedLeaseStore, group: str) -> None:
+    def test_the_probes_failure_is_the_next_trip(self, store: MarkedLeaseStore, group: str) -> None:
         """The same step frees the slot, so that the next request can probe once the gate is
         half-open again.
         """
@@ -221,7 +221,7 @@ class GateProbeContract(GateCase):
 
     @pytest.mark.parametrize("server_delay", [30.0, 90.0])
     def test_a_gate_closed_during_a_probe_stays_closed(
-        self, store: GatedLeaseStore, group: str, server_delay: float
+        self, store: MarkedLeaseStore, group: str, server_delay: float
     ) -> None:
         """A late failure has closed it. The probe's success does not open it; the probe's failure
         counts no trip, and frees the slot.
@@ -236,7 +236,7 @@ class GateProbeContract(GateCase):
         assert (seen.trips, seen.probe) == (1, None)
         assert max(60.0, server_delay) - 10 < seen.closed_for <= max(60.0, server_delay)
 
-    def test_there_are_never_two_probes_at_once(self, store: GatedLeaseStore, group: str) -> None:
+    def test_there_are_never_two_probes_at_once(self, store: MarkedLeaseStore, group: str) -> None:
         """Eight threads probe, fail and give back the slot, and also act with expired tokens."""
         half_open(store, group)
         inside: list[str] = []

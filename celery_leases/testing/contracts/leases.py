@@ -26,7 +26,7 @@ PATIENCE = 10.0
 
 
 class LeaseStoreContract:
-    """For every ``LeaseStore``, also for one whose leases are rows of the records (``in_records``).
+    """For every ``LeaseStore``, also for one whose leases are rows of the records.
 
     No lease of ``ttl`` seconds may expire during a test. Tests wait for leases of ``short`` seconds
     to expire.
