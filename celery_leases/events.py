@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self, TypedDict
+from enum import StrEnum
+from typing import Final, Self, TypedDict
 
 from celery_leases.record import Ended, Failure, Outcome, Record, State
 
@@ -58,11 +59,48 @@ class CallRescheduled(Event):
     still: bool = False
 
 
+class Dropped(StrEnum):
+    """Why a delivery was superfluous. The value is a stable code; ``words`` say the same."""
+
+    words: str
+
+    def __new__(cls, code: str, words: str) -> Self:
+        """A code that is a str, with its words."""
+        made = str.__new__(cls, code)
+        made._value_, made.words = code, words
+        return made
+
+    CALLBACKS_SENT = "callbacks_sent", "its result and callbacks are already sent"
+    NO_RESULT = "no_result", "it has ended without a result"
+    DONE_BY_OTHER = "done_by_other", "another call has done it"
+    HELD_BY_OTHER = "held_by_other", "another call holds the key"
+    OUTCOME_KNOWN = "outcome_known", "its outcome is already known"
+    RETRIED_SINCE = "retried_since", "a retry of this call has replaced it"
+    COOLING = "cooling", "the key is cooling down"
+    COPY_WAITS = "copy_waits", "another copy of this call waits already"
+    EXPIRED = "expired", "it expired before it began"
+    REVOKED = "revoked", "it was revoked while it waited"
+
+    @property
+    def saved_a_run(self) -> bool:
+        """Whether the work of the delivery is done, or is being done by another delivery."""
+        return self in _SAVED_RUNS
+
+
+_SAVED_RUNS: Final = frozenset(
+    (
+        *(Dropped.CALLBACKS_SENT, Dropped.NO_RESULT, Dropped.DONE_BY_OTHER),
+        *(Dropped.HELD_BY_OTHER, Dropped.OUTCOME_KNOWN),
+    )
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallDropped(Event):
-    """The delivery was superfluous and ended without a run."""
+    """The delivery was superfluous and ended without a run; ``why`` says more than ``reason``."""
 
-    reason: str
+    reason: Dropped
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

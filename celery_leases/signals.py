@@ -107,7 +107,7 @@ _SIGNALS: Final[dict[type[Event], tuple[Any, int, str]]] = {
         logging.INFO,
         "rescheduled in {delay:.1f} s: {reason}",
     ),
-    events.CallDropped: (call_dropped, logging.INFO, "dropped: {reason}"),
+    events.CallDropped: (call_dropped, logging.INFO, "dropped: {why}"),
     events.CallRefused: (call_refused, logging.INFO, "refused: {error}"),
     events.ResultReplayed: (
         result_replayed,
@@ -306,7 +306,7 @@ def _log(event: Event) -> None:
 
 
 def _line(template: str, fields: Mapping[str, Any]) -> str:
-    if "{error}" not in template and "{reason}" not in template:
+    if not any(name in template for name in ("{error}", "{reason}", "{why}")):
         line = template.format_map(fields)
         if len(line) <= SHOWN and line.isprintable():
             return line  # then each field is short and printable too
@@ -329,7 +329,7 @@ def _plain(event: Event) -> dict[str, Any]:
 def _shown(name: str, value: str) -> str:
     if name == "more":
         return value
-    return shortened(value, LINE_MAX) if name in ("error", "reason") else printable(value)
+    return shortened(value, LINE_MAX) if name in ("error", "reason", "why") else printable(value)
 
 
 def _more(event: Event) -> str:

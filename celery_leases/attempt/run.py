@@ -459,7 +459,7 @@ class Execution:
             case Raise(error):
                 observe(events.CallRefused(**call.subject, error=str(error)))
             case Drop(reason):
-                observe(events.CallDropped(**call.subject, reason=reason))
+                observe(events.CallDropped(**call.subject, reason=reason, why=verdict.why))
             case Reschedule() | Follow():
                 pass
             case Run() | Wait():

@@ -101,23 +101,12 @@ from celery_leases.decide.waiting import (
     while_busy,
 )
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
+from celery_leases.events import Dropped
 from celery_leases.keys import differing
 from celery_leases.record import Ended, Failure, Record, Refusal, State
 from celery_leases.results import NOT_JSON, TOO_LARGE, decode_stored
 from celery_leases.text.cleaning import printable
 
-CALLBACKS_SENT: Final = "its result and callbacks are already sent"
-ENDED_WITHOUT_RESULT: Final = "it has ended without a result"
-DONE_BY_OTHER: Final = "another call has done it"
-HELD_BY_OTHER: Final = "another call holds the key"
-OUTCOME_KNOWN: Final = "its outcome is already known"
-RETRIED_SINCE: Final = "a retry of this call has replaced it"
-_BY_THE_TASK: Final = "it was {} by the task itself"
-RUN_SAVED: Final = (
-    *(CALLBACKS_SENT, ENDED_WITHOUT_RESULT, DONE_BY_OTHER, HELD_BY_OTHER, OUTCOME_KNOWN),
-    *map(_BY_THE_TASK.format, WITHOUT_RESULT),
-)
-"""The reasons of dropped deliveries whose work is done, or is being done by another delivery."""
 LONGEST_FOLLOW_DELAY: Final = 60.0
 """Seconds between two looks at the result of the task that replaced a finished one, at most."""
 CALLBACK_TIME: Final = 5.0
@@ -132,7 +121,7 @@ def before_run(call: Call, facts: Facts) -> Verdict:
     Raises :class:`RecordUnreadable` for a saved result that cannot be read.
     """
     if facts.callbacks_sent:
-        return Drop(CALLBACKS_SENT)
+        return Drop(Dropped.CALLBACKS_SENT)
     record = facts.record if facts.record is not None and not facts.record.expired else None
     refusal = claim_rules.refusal(record, call)
     if record is not None and refusal not in (Refusal.HELD, Refusal.NOT_DUE, None):
@@ -204,7 +193,7 @@ def _answer_in_record(call: Call, record: Record, refusal: Refusal, facts: Facts
         case Refusal.REPORTED:
             return Raise(permanent_failure(record), own=True)
         case Refusal.SUPERSEDED:
-            return Drop(RETRIED_SINCE)
+            return Drop(Dropped.RETRIED_SINCE)
         case Refusal.REUSED:
             return Raise(_key_reused(call, record))
         case Refusal.DONE:
@@ -223,7 +212,7 @@ def _finished_by_this_call(call: Call, record: Record, facts: Facts) -> Verdict:
     if record.state is not State.DONE or not _is_ours(record, call):
         return _finished_before(call, record)
     if record.reason in WITHOUT_RESULT:
-        return Drop(_BY_THE_TASK.format(record.reason))
+        return Drop(Dropped.NO_RESULT, f"it was {record.reason} by the task itself")
     sending = CALLBACK_TIME - _seconds_since_end(record)
     if call.canvas and record.finished_at is not None and sending > 0:
         return Reschedule(
@@ -239,7 +228,7 @@ def _finished_before(call: Call, record: Record) -> Verdict:
     """The verdict on a call that finished before the record's latest call (``lease_runs="each"``)."""
     result = (record.finished_results or {}).get(call.call_id)
     if result == NO_RESULT:
-        return Drop(ENDED_WITHOUT_RESULT)
+        return Drop(Dropped.NO_RESULT)
     if result is not None:
         return _return(record, result, call.call_id)
     message = f"{printable(record.key)}: this call is done, but its result was not stored"
@@ -252,7 +241,7 @@ def _finished_by_other_call(call: Call, record: Record, facts: Facts) -> Verdict
             message = f"{printable(record.key)} was done by call {record.call_id}"
             return Raise(AlreadyDone(message, record.key, record.call_id))
         case "ignore" if not call.canvas:
-            return Drop(DONE_BY_OTHER)
+            return Drop(Dropped.DONE_BY_OTHER)
         case "replay" | "ignore" if record.reason == Ended.REPLACED:
             return _follow(call, record, facts)
         case "replay" | "ignore":
@@ -302,14 +291,15 @@ def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
         reason = "a copy of this call is running"
         return Reschedule(countdown(call, delay), reason, started=True, event_type="")
     reschedule = _reschedule_until_free(call, backoff, facts)
-    return while_busy(call, "wait", reschedule, _lease_held(call, holder), HELD_BY_OTHER)
+    drop = Drop(Dropped.HELD_BY_OTHER)
+    return while_busy(call, "wait", reschedule, _lease_held(call, holder), drop)
 
 
 def _reschedule_until_free(call: Call, backoff: float, facts: Facts) -> Reschedule:
-    delay, reason = backoff, HELD_BY_OTHER
+    delay, reason = backoff, Dropped.HELD_BY_OTHER.words
     if call.starts_when_free:
         delay = countdown_until_free(call, facts)
-        reason = f"{HELD_BY_OTHER}; this call begins when the key is free"
+        reason = f"{reason}; this call begins when the key is free"
     return Reschedule(countdown(call, delay), reason, event_type="held", held=True)
 
 

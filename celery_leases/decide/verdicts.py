@@ -7,6 +7,7 @@ from typing import Any
 
 from celery_leases.decide.answers import Holder
 from celery_leases.errors import CoolingDown, LeasesError
+from celery_leases.events import Dropped
 from celery_leases.groups.group import Gate
 from celery_leases.record import Record
 from celery_leases.value_class import value_class
@@ -123,7 +124,14 @@ class Drop:
     superfluous.
     """
 
-    reason: str
+    reason: Dropped
+    #: What to say instead of the words of the reason.
+    words: str | None = None
+
+    @property
+    def why(self) -> str:
+        """The reason in words."""
+        return self.words or self.reason.words
 
 
 Answer = Return | Raise | Reschedule | Follow | Drop

@@ -9,6 +9,7 @@ from typing import Final, assert_never
 from celery_leases.call import Call
 from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Verdict, Wait
 from celery_leases.errors import CoolingDown, LeasesError
+from celery_leases.events import Dropped
 from celery_leases.failures.actions import Reason
 from celery_leases.options import OnBusy
 from celery_leases.record import MAY_HAVE_BEEN_EXECUTED, Ended, Record, State
@@ -80,11 +81,11 @@ def not_due_yet(call: Call, record: Record | None, facts: Facts) -> Verdict:
         return reschedule
     key_cools = record is not None and record.state is State.COOLING
     default: OnBusy = "raise" if key_cools and not call.canvas else "wait"
-    return while_busy(call, default, reschedule, refusal, str(refusal))
+    return while_busy(call, default, reschedule, refusal, Drop(Dropped.COOLING, str(refusal)))
 
 
 def while_busy(
-    call: Call, default: OnBusy, reschedule: Reschedule, refusal: LeasesError, reason: str
+    call: Call, default: OnBusy, reschedule: Reschedule, refusal: LeasesError, drop: Drop
 ) -> Reschedule | Raise | Drop:
     """The verdict on a call that cannot run now because of another call: what ``lease_on_busy``
     says, or *default*. A call that has begun waits.
@@ -95,7 +96,7 @@ def while_busy(
         case "raise":
             return Raise(refusal)
         case "ignore":
-            return reschedule if call.canvas else Drop(reason)
+            return reschedule if call.canvas else drop
         case _ as never:
             assert_never(never)
 

@@ -28,7 +28,6 @@ from prometheus_client.values import MultiProcessValue
 
 from celery_leases import events, signals
 from celery_leases.concurrency import os_threads
-from celery_leases.decide.before_run import RUN_SAVED
 from celery_leases.events import Event
 from celery_leases.worker.processes import METRICS_DIRECTORY
 
@@ -189,7 +188,7 @@ class EventCounter:
             case events.ResultReplayed():
                 self._add("saved_runs", task, "replayed")
             case events.CallDropped():
-                if event.reason in RUN_SAVED:
+                if event.reason.saved_a_run:
                     self._add("saved_runs", task, "dropped")
             case events.CallRescheduled():
                 self._add("unavailable_stores" if event.unavailable else "rescheduled_calls", task)

@@ -330,7 +330,8 @@ def _close_waiting(
     if outcome.crashes > row.crashes:
         observe(events.CrashSeen(**call.subject, crashes=outcome.crashes, host=row.holder))
     elif ended.cause is ExitCause.REVOKED:
-        observe(events.CallDropped(**call.subject, reason="it was revoked while it waited"))
+        reason = events.Dropped.REVOKED
+        observe(events.CallDropped(**call.subject, reason=reason, why=reason.words))
     else:
         error = ended.failure.text if ended.failure is not None else ended.cause.value
         observe(events.CallRefused(**call.subject, error=error))

@@ -28,7 +28,6 @@ from celery_leases.attempt.run import Execution
 from celery_leases.call import Call
 from celery_leases.concurrency import os_threads, wait_limit
 from celery_leases.deadlines import begin_by
-from celery_leases.decide.before_run import OUTCOME_KNOWN
 from celery_leases.decide.copies import callbacks_mark
 from celery_leases.decide.endings import ControlFlow, Ending, Raised, Returned
 from celery_leases.decide.verdicts import Answer, Drop, Follow, Raise, Reschedule, Return, TaskEvent
@@ -46,7 +45,7 @@ from celery_leases.errors import (
     RetryLater,
     StoreUnavailable,
 )
-from celery_leases.events import CallDropped, CallRefused, CallRescheduled
+from celery_leases.events import CallDropped, CallRefused, CallRescheduled, Dropped
 from celery_leases.keys import OF_ERRBACK, is_short_form
 from celery_leases.lease import Lease, enter_body, leave_body
 from celery_leases.record import Ended, Failure, Record, State
@@ -322,7 +321,7 @@ class Delivery:
         signals.task_revoked.send(
             sender=self.task, request=self.request, terminated=False, signum=None, expired=True
         )
-        self._drop(call, "it expired before it began")
+        self._drop(call, Dropped.EXPIRED)
 
     def _wait_until_due(self, call: Call, due: float) -> None:
         """Reschedule the call if the user's countdown is not over yet."""
@@ -445,12 +444,12 @@ class Delivery:
             case Raise(error, own, task_event):
                 self._announce(call, task_event)
                 if own and self._celery_has_outcome():
-                    self._drop(call, OUTCOME_KNOWN)
+                    self._drop(call, Dropped.OUTCOME_KNOWN)
                 raise error
             case Follow():
                 return self._result_of(call, answer)
-            case Drop(reason):
-                raise Ignore(reason)
+            case Drop():
+                raise Ignore(answer.why)
             case Reschedule():
                 return self._reschedule(call, answer)
 
@@ -509,7 +508,7 @@ class Delivery:
         if again.retrying:
             self._show_retry(again)
         if not published:
-            self._drop(call, "another copy of this call waits already")
+            self._drop(call, Dropped.COPY_WAITS)
         self._observe(
             CallRescheduled(
                 **call.subject,
@@ -687,7 +686,7 @@ class Delivery:
         if may_be_returned(*self._requeue_count(call)):
             self._requeue(call, again, "a copy of it is running, and no other can be published")
         if self._celery_has_outcome():
-            self._drop(call, OUTCOME_KNOWN)
+            self._drop(call, Dropped.OUTCOME_KNOWN)
 
     def _sleep(self, seconds: float) -> None:
         """Wait, unless the process is shutting down."""
@@ -736,9 +735,9 @@ class Delivery:
         except Exception:  # noqa: BLE001 - there is no backend, or it does not answer
             return False
 
-    def _drop(self, call: Call, reason: str) -> NoReturn:
-        self._observe(CallDropped(**call.subject, reason=reason))
-        raise Ignore(reason)
+    def _drop(self, call: Call, reason: Dropped) -> NoReturn:
+        self._observe(CallDropped(**call.subject, reason=reason, why=reason.words))
+        raise Ignore(reason.words)
 
     def _observe(self, event: Any) -> None:
         self.process.observer.observe(event)

@@ -127,7 +127,7 @@ class Narrator:
                 self._reschedule.add(event["call_id"])
                 return f"reschedules {call} in {event['delay']:.1f} s: {event['reason']}", None
             case "CallDropped":
-                return f"drops {call}: {event['reason']}", None
+                return f"drops {call}: {event['why']}", None
             case "CallRefused" if event["key"] not in self._refused:
                 self._refused.add(event["key"])
                 return f"refuses {call}: {event['error']}", "red"

@@ -15,6 +15,7 @@ from celery_leases.decide.before_run import before_run
 from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Return, Run, Verdict
 from celery_leases.decide.waiting import SHORTEST_DELAY
 from celery_leases.errors import AlreadyDone, CoolingDown, KeyReused, LeaseHeld
+from celery_leases.events import Dropped
 from celery_leases.record import Ended, Failure, Record, State
 from celery_leases.results import TOO_LARGE
 from tests.unit.decision_inputs import (
@@ -327,5 +328,5 @@ def too_early(verdict: Verdict) -> bool:
         isinstance(verdict, Run)
         or (isinstance(verdict, Reschedule) and verdict.event_type in ("cooldown", "backoff"))
         or (isinstance(verdict, Raise) and isinstance(verdict.error, CoolingDown))
-        or (isinstance(verdict, Drop) and verdict.reason.startswith("Retry available"))
+        or (isinstance(verdict, Drop) and verdict.reason is Dropped.COOLING)
     )

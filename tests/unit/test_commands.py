@@ -24,10 +24,9 @@ from sqlalchemy import update
 from celery_leases import Cooldown, LeaseClient, LeasedTask
 from celery_leases.cli import leases, output
 from celery_leases.cli import show as showing
-from celery_leases.decide.before_run import DONE_BY_OTHER
 from celery_leases.decide.copies import UNCOPIED, waiter_mark
 from celery_leases.errors import StoreUnavailable
-from celery_leases.events import CallDropped, ResultReplayed
+from celery_leases.events import CallDropped, Dropped, ResultReplayed
 from celery_leases.ops.client import OperatorClient
 from celery_leases.ops.commands.records import pages
 from celery_leases.ops.metrics import EventCounter
@@ -184,7 +183,7 @@ def test_runs_saved_are_shown_by_task(
         for _ in range(replayed):
             counter.receive(ResultReplayed(**subject, first_call_id="f"))
         for _ in range(dropped):
-            counter.receive(CallDropped(**subject, reason=DONE_BY_OTHER))
+            counter.receive(CallDropped(**subject, reason=Dropped.DONE_BY_OTHER, why=""))
     lines = types("stats").out.splitlines()
     at = next(place for place, line in enumerate(lines) if "RUNS SAVED" in line)
     assert [line.split() for line in lines[at + 1 :]] == [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from celery_leases.decide.verdicts import Drop, Follow, Raise, Reschedule, Return, Run
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
+from celery_leases.events import Dropped
 from celery_leases.groups.group import Gate
 from celery_leases.options import OnBusy, OnDone
 from celery_leases.record import Ended, Failure, State
@@ -126,7 +127,8 @@ class TestDoneByAnotherCall:
             a_record(State.DONE, result="7"),
             callbacks_sent=True,
         )
-        assert isinstance(verdict, Drop)
+        assert verdict == Drop(Dropped.CALLBACKS_SENT)
+        assert verdict.reason.saved_a_run
 
 
 class TestABegunCall:

@@ -32,7 +32,7 @@ EVENTS: tuple[events.Event, ...] = (
     events.CrashSeen(**WHOM, crashes=1, host=SECRET),
     events.ResultReplayed(**WHOM, first_call_id="first"),
     events.CallRescheduled(**WHOM, delay=3.0, reason=SECRET),
-    events.CallDropped(**WHOM, reason=SECRET),
+    events.CallDropped(**WHOM, reason=events.Dropped.COOLING, why=SECRET),
     events.CallRefused(**WHOM, error=SECRET),
     events.OutcomeRefused(**WHOM, fence=9, state="done"),
     events.AttemptSettled(
