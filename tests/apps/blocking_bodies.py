@@ -19,9 +19,7 @@ STEP = 0.02
 
 @app.task
 def collects():
-    """Collect garbage: in greenlet pools Celery creates a result backend for each greenlet, whose
-    connections are in reference cycles.
-    """
+    """Collect garbage: Celery's result backends of greenlets are in reference cycles."""
     gc.collect()
 
 
@@ -66,10 +64,7 @@ def hangs(self, name):
 
 @app.task(base=LeasedTask, bind=True, lease_key="hogs:{name}")
 def hogs(self, name, once, seconds, checks=False):
-    """Hold the GIL for *seconds* in one call, then wait for the loss of the lease.
-
-    Only the first run does it, which creates the file *once*.
-    """
+    """Hold the GIL for *seconds* in one call, in the first run only; then wait for the loss."""
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
     with _told(self, name):
         if not Path(once).exists():

@@ -172,7 +172,6 @@ def unkeyed(name):
 
 @app.task(name=f"{__name__}.failed")
 def failed(call):
-    """The errback of a call."""
     note("errback", id=call)
 
 

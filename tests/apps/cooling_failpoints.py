@@ -34,9 +34,7 @@ def stop_at(step: str, about: str) -> None:
 
 
 def _around(step, method, about):
-    """*method* with a possible stop before and after it; *about* returns the key or the group from
-    its arguments.
-    """
+    """*method* with a possible stop before and after it; *about* names key or group."""
 
     def done(self, *args, **kwargs):
         stop_at(f"before {step}", about(*args))

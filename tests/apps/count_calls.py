@@ -37,13 +37,11 @@ app.conf.update(
 
 @app.task(name="counted", base=LeasedTask, lease_key="{key}")
 def leased(key: str) -> int:
-    """Do nothing."""
     return len(key)
 
 
 @app.task(name="plain")
 def plain(key: str) -> int:
-    """Do nothing, without a lease."""
     return len(key)
 
 

@@ -24,7 +24,6 @@ def strikes() -> bool:
 
 
 def reach(step: str, *, whole_worker: bool = False) -> None:
-    """Die here if this is the step."""
     if step == STEP and strikes():
         _note(step=step)
         if whole_worker:

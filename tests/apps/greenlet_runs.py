@@ -143,9 +143,7 @@ WAITS = {
 
 
 def race():
-    """Bodies lose their leases at about the time they end; returns how the runs ended, and what was
-    raised in other greenlets.
-    """
+    """Bodies lose their leases at about the time they end; returns how the runs ended."""
     ended: Counter[str] = Counter()
     renewer = _warm()
     for store, step in (

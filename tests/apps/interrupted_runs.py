@@ -37,9 +37,7 @@ def body(name, seconds=0.0):
 
 
 def race(runs=300, seconds=0.01):
-    """Lose the lease at about the time the body ends; counts how the runs ended, and what was
-    raised outside of them.
-    """
+    """Lose the lease at about the time the body ends; counts how the runs ended."""
     sys.setswitchinterval(1e-4)
     logging.disable()
     body.apply(("warm",))
@@ -82,9 +80,7 @@ def _outcome(name, seconds=0.0):
 
 
 def step(signum, where):
-    """Send *signum* to this process during the step *where* of the protocol, before its
-    statement.
-    """
+    """Send *signum* to this process during the step *where*, before its statement."""
     body.apply(("warm",))
     records = stores.sql.records.SqlRecordStore
     real = getattr(records, where)

@@ -115,9 +115,7 @@ def reply_of(customer, key, pause=0.0):
     base=LeasedTask, bind=True, lease_key="invoice:{name}", lease_failures=Failures(crashes=50)
 )
 def invoice(self, name, way, pause=0.0, gate=None):
-    """Charge once and write one invoice, completely or not at all; pauses *pause* seconds around
-    each step.
-    """
+    """Charge once and write one invoice; pauses *pause* seconds around each step."""
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
     if gate:
         wait_for(gate)
@@ -255,10 +253,7 @@ def _pay(
     names=("charge",),
     away=(),
 ):
-    """Charge under each of *names*; then run number n does step n of *after*, later runs nothing.
-
-    *away* are the runs in which the provider's address refuses connections.
-    """
+    """Charge under each of *names*; run n does step n of *after*, and is refused if in *away*."""
     run = _run_number(name)
     url = NOBODY if run in away else None
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)

@@ -16,7 +16,6 @@ from celery import Celery
 from celery.exceptions import (
     Ignore,
     Reject,
-    SoftTimeLimitExceeded,
     WorkerShutdown,
     WorkerTerminate,
 )
@@ -107,7 +106,6 @@ def begins(task, name, **more):
 
 
 def ends(task, name):
-    """Write that it ends."""
     note("end", name=name, id=task.request.id)
 
 
@@ -132,7 +130,6 @@ class AuditedRequest(Request):
     """A request class of the user."""
 
     def on_accepted(self, pid, time_accepted):
-        """Write that it was called."""
         print(f"audited {self.id}", flush=True)
         return super().on_accepted(pid, time_accepted)
 
@@ -221,7 +218,6 @@ def dies(self, name, times=100):
     lease_failures=Failures(cooldown="1s", resume="never"),
 )
 def fails(self, name):
-    """Raise."""
     begins(self, name, previous=_ended(self.lease.previous))
     raise ValueError(f"no luck with {name}")
 
@@ -330,9 +326,7 @@ def swallows(self, name, stop):
 
 @app.task(base=LeasedTask, bind=True, lease_key="goes_on:{name}", lease_on_lost="flag")
 def goes_on(self, name, gate, error=None):
-    """Continue without checks of the lease until the gate of its attempt exists; the first attempt
-    may raise an error.
-    """
+    """Continue without checks until the gate of its attempt exists; the first may raise."""
     begins(self, name)
     wait_for(f"{gate}.{self.lease.attempt}")
     note("end", name=name, attempt=self.lease.attempt, id=self.request.id)
@@ -423,7 +417,6 @@ def unprepared(self, name):
 
 @app.task(base=EndsAfter, bind=True, lease_key="followed:{name}")
 def followed(self, name):
-    """Succeed."""
     begins(self, name)
     return name
 
@@ -439,25 +432,6 @@ def unread(self, name):
     """Return a value that cannot be read."""
     begins(self, name)
     return EndsWhenRead(name=name)
-
-
-@app.task(
-    base=LeasedTask,
-    bind=True,
-    lease_key="softly:{name}",
-    soft_time_limit=1,
-    lease_failures=Failures(resume="never"),
-)
-def softly(self, name, seconds=30.0):
-    """Work for *seconds* with a soft time limit of one second."""
-    begins(self, name)
-    try:
-        time.sleep(seconds)
-    except SoftTimeLimitExceeded:
-        note("limited", name=name, id=self.request.id)
-        raise
-    ends(self, name)
-    return {"name": name}
 
 
 @app.task(base=LeasedTask, bind=True, lease_key="often:{name}", lease_failures=Failures(crashes=4))
@@ -543,14 +517,12 @@ def _working(self, name, seconds, gate):
 
 @app.task(base=LeasedTask, bind=True, lease_key="link:{value}")
 def leased_link(self, value):
-    """A leased callback."""
     note("leased_link", id=self.request.id)
     return value
 
 
 @app.task(bind=True)
 def plain(self, value=None):
-    """A callback without a lease."""
     note("plain", id=self.request.id)
     return value
 
@@ -566,7 +538,6 @@ def opened(gate, value):
 
 @app.task(bind=True)
 def gather(self, values):
-    """The body of a chord."""
     note("gather", id=self.request.id, values=values)
     return values
 

@@ -4,17 +4,15 @@ FAILPOINT is the step, FAILPOINT_TIMES how often it acts, and a file FAILPOINT_F
 records each time. ``before publish``, ``after publish`` and ``after mark`` kill the whole worker
 during a reschedule. ``after release`` kills the child after its success was written and its lease
 released. ``after callbacks`` kills the whole worker after Celery has sent the callbacks and before
-they are marked as sent. ``slow settle`` delays the statement by a second, and ``slow rescheduled``
-delays the publication until the file FAILPOINT_GATE exists.
+they are marked as sent. ``slow rescheduled`` delays the publication until the file FAILPOINT_GATE
+exists.
 """
 
 import os
-import time
 
 from celery.signals import task_success
 
 from celery_leases.attempt import run
-from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.worker import reschedule
 from tests.apps.failpoints import STEP, reach, strikes
 from tests.apps.leased import *  # noqa: F403
@@ -23,7 +21,6 @@ from tests.apps.leased import app, note, wait_for  # noqa: F401
 _publish = reschedule.Publisher._publish
 _reschedule = reschedule.Publisher.reschedule
 _run = run.Execution._run
-_settle = SqlRecordStore.settle
 
 
 @task_success.connect(weak=False)
@@ -56,14 +53,6 @@ def _run_and_die(self, *args, **kwargs):
     return reply
 
 
-def _settle_late(self, record, outcome):
-    if STEP == "slow settle" and strikes():
-        note("failpoint", step=STEP)
-        time.sleep(1.0)
-    return _settle(self, record, outcome)
-
-
 reschedule.Publisher._publish = _publish_and_die
 reschedule.Publisher.reschedule = _reschedule_and_die
 run.Execution._run = _run_and_die
-SqlRecordStore.settle = _settle_late

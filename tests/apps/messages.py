@@ -95,7 +95,6 @@ def reschedules_once(self, name, payload=None, delay=0.2):
 
 @app.task(base=LeasedTask, lease_key="stays:{name}")
 def stays(name, gate):
-    """Run until *gate* exists."""
     note("begin", name=name)
     wait_for(gate)
     return name

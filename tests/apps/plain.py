@@ -1,7 +1,6 @@
 """A plain Celery app without leases, for tests of the test tools."""
 
 import os
-import time
 
 from celery import Celery
 
@@ -17,19 +16,4 @@ app.conf.update(
 
 @app.task
 def add(x: int, y: int) -> int:
-    """Add two numbers."""
     return x + y
-
-
-@app.task
-def child_pid() -> int:
-    """Process id of the pool child that runs this."""
-    return os.getpid()
-
-
-@app.task(acks_late=True, reject_on_worker_lost=True)
-def hang(seconds: float) -> str:
-    """Work for *seconds*."""
-    print(f"hanging in {os.getpid()}", flush=True)
-    time.sleep(seconds)
-    return "done"

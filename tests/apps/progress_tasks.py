@@ -31,7 +31,6 @@ class Items:
         os.write(self.fd, f"{os.getpid()} {item} {time.monotonic():.4f}\n".encode())
 
     def close(self):
-        """Close the file."""
         os.close(self.fd)
 
 
@@ -63,18 +62,6 @@ def loops(self, name, count, every=None, pace=0.0, fails_at=(), waits_at=None, g
     return {"name": name, "count": count}
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="quietly:{name}", lease_renew=False, lease_ttl=3)
-def quietly(self, name, count, pace):
-    """Process *count* items for longer than the ttl; only the loop extends the lease."""
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
-    items = Items(name)
-    for item in self.lease.each(range(count)):
-        items.add(item)
-        time.sleep(pace)
-    items.close()
-    return {"name": name, "count": count}
-
-
 @app.task(base=LeasedTask, bind=True, lease_key="pages:{name}", lease_failures=Failures(crashes=2))
 def pages(self, name, count):
     """Read *count* pages, and die after each."""
@@ -91,17 +78,6 @@ def pages(self, name, count):
         self.lease.save_progress({"page": page + 1})
         os.kill(os.getpid(), signal.SIGKILL)
     return {"name": name, "pages": page}
-
-
-@app.task(base=LeasedTask, bind=True, lease_key="tables:{name}")
-def tables(self, name, rows, dies):
-    """Two loops, one after the other; dies at item *dies* of the second."""
-    done = [["head", row] for row in self.lease.each(range(rows), name="head", every=1)]
-    for row in self.lease.each(range(rows), name="body", every=1):
-        if row == dies:
-            reach_for("row", name)
-        done.append(["body", row])
-    return done
 
 
 def _crashes(task):

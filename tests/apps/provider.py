@@ -48,18 +48,15 @@ class Books:
         self._commands: defaultdict[str, dict[str, Any]] = defaultdict(dict)
 
     def note(self, what: str, **more: Any) -> None:
-        """Write one line."""
         os.write(
             self._fd, (json.dumps({"what": what, "t": time.monotonic()} | more) + "\n").encode()
         )
 
     def instruct(self, customer: str, script: dict[str, Any]) -> None:
-        """Set the script of *customer*."""
         with self._lock:
             self._commands[customer] = script
 
     def next_step(self, customer: str) -> dict[str, Any]:
-        """The step for the current request."""
         with self._lock:
             steps = self._commands[customer].get("steps") or [{}]
             return dict(steps.pop(0)) if steps else {}
@@ -80,7 +77,6 @@ class Books:
             return reply
 
     def find(self, key: str) -> dict[str, Any] | None:
-        """The last charge under *key*."""
         with self._lock:
             found = self._charges.get(key)
             self.note("looked", key=key, found=found["id"] if found else None)
@@ -93,7 +89,6 @@ class Handler(BaseHTTPRequestHandler):
     books: Books
 
     def do_POST(self) -> None:
-        """Charge a customer according to the script."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         customer, key = asked["customer"], self.headers["Idempotency-Key"]
         self.books.note("asked", customer=customer, key=key, pid=asked["pid"])
@@ -117,13 +112,11 @@ class Handler(BaseHTTPRequestHandler):
             self.books.note("replied", customer=customer, key=key, status=status)
 
     def do_GET(self) -> None:
-        """Find a charge."""
         (key,) = parse_qs(urlsplit(self.path).query)["key"]
         found = self.books.find(key)
         self._answer(200 if found else 404, found or {"error": 404})
 
     def do_PUT(self) -> None:
-        """Set a script."""
         script = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.books.instruct(unquote(self.path.rpartition("/")[2]), script)
         self._answer(200, {})

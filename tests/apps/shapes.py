@@ -34,7 +34,6 @@ class ClassBased(LeasedTask):
     lease_key = "class:{name}"
 
     def run(self, name, extra=None):
-        """The body."""
         note("begin", name=name, held=self.lease.held, key=self.lease.key)
         return {"name": name, "extra": extra}
 

@@ -69,7 +69,6 @@ class _Lines(logging.Handler):
     """Writes the structured data of each log record to the journal."""
 
     def emit(self, record):
-        """Write one line down."""
         event = getattr(record, "lease_event", None)
         if event is not None:
             data = record.data

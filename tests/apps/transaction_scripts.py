@@ -66,18 +66,14 @@ class Wrapper:
         self.connection = connection
 
     def cursor(self):
-        """A cursor, in a wrapper as Django's."""
         return self.connection.cursor()
 
     def rollback(self):
-        """End the transaction."""
         self.connection.rollback()
 
 
 class BodyTransaction:
-    """The transaction of a run. Further words of *way*: ``autocommit``, ``repeatable`` (read),
-    ``plain`` (BEGIN without IMMEDIATE on SQLite), ``elsewhere`` (another database).
-    """
+    """The transaction of a run; *way* may say autocommit, repeatable, plain or elsewhere."""
 
     def __init__(self, way):
         self.kind, *words = way.split()
@@ -135,7 +131,6 @@ class BodyTransaction:
         return self.kind in {"driver", "django", "raw"}
 
     def begin(self):
-        """Begin the transaction, unless its first statement does that."""
         if LITE and self.by_driver and "autocommit" not in self.words:
             self.given.cursor().execute(self._begin())
         elif self.kind == "connection" and "autocommit" not in self.words:
@@ -150,7 +145,6 @@ class BodyTransaction:
         return self.given.execute(text(statement), values or {})
 
     def write(self, name):
-        """Write one invoice."""
         values = {"name": name, "fence": current_lease.fence}
         self.execute(BY_DRIVER if self.by_driver else WHOLE, values)
 
@@ -172,24 +166,20 @@ class Play:
         self.answer: Any = None
 
     def run(self, script):
-        """Play all steps; returns what the last ``complete`` or ``return`` gave."""
         for step in script:
             self.play(step)
         return self.answer
 
     def play(self, step):
-        """Play one step."""
         word, *arguments = step
         do: Any = STEPS[word]
         return do(self, *arguments)
 
     def open(self, way=None):
-        """Begin a transaction on a new connection."""
         self.books = BodyTransaction(way or self.way)
         self.books.begin()
 
     def complete(self, result):
-        """Call ``complete()`` in the transaction."""
         self.answer = self.lease.complete(result, self.books.given)
         return self.answer
 
@@ -232,7 +222,6 @@ class Play:
         _KEPT.append((self.name, self.books))
 
     def dies(self):
-        """Kill the process, once for each name."""
         mark = Path(f"{os.environ['JOURNAL']}.{self.name}.died")
         if not mark.exists():
             mark.touch()
@@ -329,7 +318,6 @@ def _runs(name):
     lease_failures=Failures(cooldown=CooldownPolicy(1, jitter=0), crashes=10, resume="never"),
 )
 def books(self, name, way, *scripts):
-    """Play a script."""
     run = _runs(name)
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
     return Play(self, name, way).run(scripts[min(run, len(scripts) - 1)])

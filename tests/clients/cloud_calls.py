@@ -62,7 +62,6 @@ def _aws(service: str, url: str) -> Any:
 
 
 def dynamodb(url: str) -> Any:
-    """One item."""
     client = _aws("dynamodb", url)
     try:
         return client.get_item(TableName="t", Key={"id": {"S": "1"}})
@@ -71,7 +70,6 @@ def dynamodb(url: str) -> Any:
 
 
 def s3(url: str) -> Any:
-    """One object."""
     client = _aws("s3", url)
     try:
         return client.get_object(Bucket="b", Key="k")["Body"].read()
@@ -80,7 +78,6 @@ def s3(url: str) -> Any:
 
 
 def invoke(url: str) -> Any:
-    """One call of a function."""
     client = _aws("lambda", url)
     try:
         return client.invoke(FunctionName="f")
@@ -98,7 +95,6 @@ def wrong_parameters(_: Places) -> Any:
 
 
 def no_credentials(_: Places) -> Any:
-    """A request without credentials."""
     from botocore.session import Session
 
     session = Session()
@@ -227,7 +223,6 @@ def _grpc(wrap: Callable[[Any], Any], target: str) -> Any:
 
 
 def grpc(target: str) -> Any:
-    """One call of a method."""
     return _grpc(lambda method: method, target)
 
 

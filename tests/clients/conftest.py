@@ -36,9 +36,7 @@ LIBRARIES = (
 
 
 class NotInstalled(pytest.Module):
-    """A module of tests whose libraries are not installed: a skip on a laptop, and a failure in
-    CI.
-    """
+    """A module whose libraries are not installed: a skip, and a failure in CI."""
 
     def collect(self) -> NoReturn:
         """Skip or fail."""
@@ -66,9 +64,7 @@ def pytest_pycollect_makemodule(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """An open question is expected to fail, and a failure once it is answered, so that it is struck
-    off the list.
-    """
+    """An open question is expected to fail, and a failure once it is answered."""
     if any(map(_is_missing, LIBRARIES)):
         return
     from tests.clients.catalog import OPEN
@@ -84,7 +80,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def clients_postgres(leases_postgres: PostgresServer) -> str:
-    """An empty database."""
     return leases_postgres.new_database()
 
 

@@ -159,7 +159,6 @@ def _psycopg2_by_sqlalchemy(*statements: str) -> Any:
 
 
 def connect_psycopg2(url: str) -> None:
-    """A first connection."""
     import psycopg2
 
     where = urlsplit(url)
@@ -167,7 +166,6 @@ def connect_psycopg2(url: str) -> None:
 
 
 def connect_postgres(url: str) -> None:
-    """A first connection, by SQLAlchemy."""
     where = urlsplit(url)
     target = f"postgresql+psycopg://postgres@{where.hostname}:{where.port or 5432}/postgres?connect_timeout=2"
     with _engine(target) as engine, engine.connect():
@@ -258,7 +256,6 @@ def _by_sqlalchemy(driver_call: Any) -> Any:
 
 
 def connect_mysql(url: str) -> None:
-    """A first connection."""
     import pymysql
 
     where = urlsplit(url)
@@ -315,7 +312,6 @@ def sqlite_locked(_: Places) -> None:
 
 
 def sqlite_locked_by_sqlalchemy(_: Places) -> None:
-    """Another connection holds the write lock."""
     from sqlalchemy import text
 
     with tempfile.TemporaryDirectory() as directory:
@@ -330,7 +326,6 @@ def sqlite_locked_by_sqlalchemy(_: Places) -> None:
 
 
 def sqlite_unique(_: Places) -> None:
-    """One row twice."""
     from sqlalchemy import text
 
     with _engine("sqlite://") as engine, engine.begin() as connection:

@@ -87,9 +87,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Case:
-    """One real error: *call* makes the library raise it, given the URL of *server*, or the real
-    servers.
-    """
+    """One real error: *call* makes the library raise it, given the URL of *server*."""
 
     name: str
     call: Callable[..., Any]

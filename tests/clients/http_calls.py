@@ -94,7 +94,6 @@ RARE: dict[str, tuple[Server, Expected]] = {
 
 
 def requests(url: str) -> Any:
-    """One POST."""
     import requests as library
 
     with library.post(url, json={}, timeout=patience()) as response:
@@ -131,8 +130,6 @@ def _to(url: str) -> Callable[[Places], Any]:
 
 
 def httpx_of(name: str) -> Callable[[str], Any]:
-    """One POST, with httpx or its successor."""
-
     def post(url: str) -> Any:
         library = importlib.import_module(name)
         with library.Client(timeout=patience()) as client:
@@ -237,7 +234,6 @@ def in_group_of(name: str) -> Callable[[str], Any]:
 
 
 def aiohttp(url: str, **timeout: float) -> Any:
-    """One POST."""
     import aiohttp as library
 
     limits: Any = library.ClientTimeout(
@@ -261,7 +257,6 @@ def aiohttp_in_total(url: str) -> Any:
 
 
 def urllib3(url: str) -> Any:
-    """One POST."""
     import urllib3 as library
 
     with library.PoolManager(timeout=patience(), retries=False) as pool:
@@ -278,7 +273,6 @@ def urllib3_retrying(url: str) -> Any:
 
 
 def urllib(url: str) -> Any:
-    """One POST."""
     from urllib.request import ProxyHandler, build_opener
 
     with build_opener(ProxyHandler({})).open(url, data=b"{}", timeout=patience()) as response:

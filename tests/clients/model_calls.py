@@ -33,7 +33,6 @@ from tests.clients.servers import (
 
 
 def openai(url: str) -> Any:
-    """One chat completion."""
     import openai as library
 
     with library.OpenAI(
@@ -74,7 +73,6 @@ def openai_stream(url: str) -> Any:
 
 
 def anthropic(url: str) -> Any:
-    """One message."""
     import anthropic as library
 
     with library.Anthropic(
@@ -101,7 +99,6 @@ def anthropic_stream(url: str) -> Any:
 
 
 def gemini(url: str) -> Any:
-    """One text."""
     from google import genai
     from google.genai import types
 
@@ -114,17 +111,14 @@ def gemini(url: str) -> Any:
 
 
 def openai_says(code: str | None, kind: str = "invalid_request_error") -> dict[str, Any]:
-    """The body of OpenAI's errors."""
     return {"error": {"message": "No.", "type": kind, "param": None, "code": code}}
 
 
 def google_says(code: int, status: str, *details: Any) -> dict[str, Any]:
-    """The body of Google's errors."""
     return {"error": {"code": code, "message": "No.", "status": status, "details": list(details)}}
 
 
 def anthropic_says(kind: str, error_code: str | None = None) -> dict[str, Any]:
-    """The body of Anthropic's errors."""
     details = {"details": {"error_code": error_code}} if error_code else {}
     return {
         "type": "error",

@@ -88,9 +88,7 @@ def redis_server(answer: str) -> Server:
 
 
 def grpc_server(behave: Callable[[Any], None]) -> Server:
-    """A gRPC server whose every method is *behave*, which gets the ``ServicerContext`` and aborts
-    it.
-    """
+    """A gRPC server whose every method is *behave*, which aborts the context it gets."""
 
     @contextmanager
     def running() -> Iterator[str]:
@@ -113,9 +111,7 @@ def grpc_server(behave: Callable[[Any], None]) -> Server:
 
 
 def grpc_aborts(code: str, details: str = "no", *, retry_after: float | None = None) -> Server:
-    """Abort every call with a code, and with ``google.rpc.RetryInfo`` when there is something to
-    wait for.
-    """
+    """Abort every call with a code, and with ``RetryInfo`` when there is something to wait for."""
 
     def behave(context: Any) -> None:
         import grpc

@@ -28,7 +28,6 @@ from tests.clients.servers import (
 
 
 def stripe(url: str) -> Any:
-    """One charge."""
     import stripe as library
 
     http = library.RequestsClient(timeout=patience())
@@ -42,9 +41,7 @@ def stripe(url: str) -> Any:
 
 
 def stripe_by_httpx(url: str) -> Any:
-    """One charge in an event loop of its own, with the other of the library's ways to speak
-    HTTP.
-    """
+    """One charge in an event loop of its own, over httpx."""
     import asyncio
 
     import stripe as library
@@ -63,7 +60,6 @@ def stripe_by_httpx(url: str) -> Any:
 
 
 def says(kind: str, code: str | None = None, **more: str) -> dict[str, Any]:
-    """The body of Stripe's errors."""
     return {"error": {"type": kind, "message": "No.", "code": code, **more}}
 
 

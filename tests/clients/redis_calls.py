@@ -31,7 +31,6 @@ def _redis(url: str, **options: Any) -> Any:
 
 
 def redis(url: str) -> Any:
-    """One counter."""
     with _redis(url) as client:
         return client.incr("sent")
 

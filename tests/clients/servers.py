@@ -38,9 +38,7 @@ class _Patience:
 
 
 def patience() -> float:
-    """Seconds a client may wait now: long on a busy machine, unless this server wants it to give
-    up.
-    """
+    """Seconds a client may wait now: long, unless this server wants it to give up."""
     return _Patience.seconds
 
 
@@ -100,9 +98,7 @@ def _running(
 
 
 def answers(status: int, body: Any = None, **headers: HeaderValue) -> Server:
-    """Answer every request so; *body* is JSON, unless it is text. ``retry_after="20"`` is
-    ``Retry-After: 20``.
-    """
+    """Answer every request so; ``retry_after="20"`` is ``Retry-After: 20``."""
 
     def behave(handler: BaseHTTPRequestHandler) -> None:
         text = body if isinstance(body, str) else json.dumps({} if body is None else body)
@@ -256,9 +252,7 @@ def accepts_no_connection() -> Iterator[str]:
 
 
 def has_no_name(errno: int, text: str) -> Server:
-    """A host name that cannot be resolved; the error is that of the system's resolver, which is
-    not asked.
-    """
+    """A host name that cannot be resolved; no resolver is asked."""
 
     @contextmanager
     def unresolvable() -> Iterator[str]:

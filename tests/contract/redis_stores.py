@@ -37,9 +37,7 @@ class Reached:
 
 @dataclass
 class Certificates:
-    """The files of a certificate authority, and of a certificate for 127.0.0.1 that it has
-    signed.
-    """
+    """The files of an authority, and of a certificate for 127.0.0.1 that it has signed."""
 
     authority: Path
     certificate: Path
@@ -57,9 +55,7 @@ class Certificates:
 
     @property
     def server_options(self) -> tuple[str, ...]:
-        """The command line of a Redis that also listens with TLS, and requires client
-        certificates.
-        """
+        """The command line of a Redis that also listens with TLS and wants client certificates."""
         files = {"cert": self.certificate, "key": self.key, "ca-cert": self.authority}
         return tuple(
             part for name, file in files.items() for part in (f"--tls-{name}-file", str(file))
@@ -89,7 +85,6 @@ def valkey_url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """One certificate authority for the whole run."""
     return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
@@ -143,7 +138,6 @@ def sentinels(leases_redis: RedisServer) -> Iterator[RedisSentinels]:
 
 @pytest.fixture(scope="session")
 def sentinel_store(sentinels: RedisSentinels) -> Reached:
-    """The primary of these Sentinels."""
     return Reached(sentinels.url)
 
 
@@ -156,7 +150,6 @@ def cluster(leases_redis: RedisServer) -> Iterator[RedisCluster]:
 
 @pytest.fixture(scope="session")
 def cluster_store(cluster: RedisCluster) -> Reached:
-    """The cluster of these primaries."""
     return Reached(cluster.url)
 
 

@@ -20,7 +20,6 @@ SERVERS = ("postgresql", "mariadb")
 
 
 def new_database(request: pytest.FixtureRequest, kind: str) -> str:
-    """An empty database on the private server of that kind."""
     server = request.getfixturevalue(
         "leases_postgres" if kind == "postgresql" else "leases_mariadb"
     )
@@ -34,7 +33,6 @@ def is_mysql(dialect: Dialect) -> bool:
 
 @contextmanager
 def migrated(url: str) -> Iterator[SqlRecordStore]:
-    """A record store with its tables."""
     store = SqlRecordStore(engine_for(url))
     store.availability.grace = 0.0
     store.migrate()
@@ -44,9 +42,7 @@ def migrated(url: str) -> Iterator[SqlRecordStore]:
 
 @contextmanager
 def statements_of(database: Database) -> Iterator[list[str]]:
-    """A context manager that collects all statements sent to the database, by SQLAlchemy or on
-    the driver's cursor.
-    """
+    """Collects all statements sent to the database meanwhile, also on the driver's cursor."""
     sent: list[str] = []
     on_cursor: Any = database._on_cursor
 
@@ -67,9 +63,7 @@ def statements_of(database: Database) -> Iterator[list[str]]:
 
 
 def waiting_in(connection: Connection) -> int:
-    """The number of statements that wait for row locks in this database; on MySQL and MariaDB,
-    on the whole private server.
-    """
+    """How many statements wait for row locks; on MariaDB, on the whole private server."""
     if is_mysql(connection.dialect):
         return int(
             connection.execute(
@@ -81,7 +75,6 @@ def waiting_in(connection: Connection) -> int:
 
 
 def wait_for_locks(records: SqlRecordStore, number: int = 1) -> None:
-    """Wait until that many statements wait for row locks."""
     with records.database.engine.connect() as watcher:
         wait_until(lambda: waiting_in(watcher) == number, 10, f"{number} to wait for a row")
 
@@ -101,7 +94,6 @@ def end_other_connections(records: SqlRecordStore) -> int:
 
 @pytest.fixture(params=["sqlite", *SERVERS])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty database of each kind."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'records.db'}"
     return new_database(request, request.param)
@@ -109,20 +101,17 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(params=SERVERS)
 def server_url(request: pytest.FixtureRequest) -> str:
-    """The URL of an empty database on each server."""
     return new_database(request, request.param)
 
 
 @pytest.fixture
 def server_records(server_url: str) -> Iterator[SqlRecordStore]:
-    """A record store on each server, with its tables."""
     with migrated(server_url) as store:
         yield store
 
 
 @pytest.fixture
 def sql_records(database_url: str) -> Iterator[SqlRecordStore]:
-    """A record store with its tables."""
     store = SqlRecordStore(engine_for(database_url))
     store.availability.grace = 0.0  # the database counts as always available
     store.migrate()
@@ -133,7 +122,6 @@ def sql_records(database_url: str) -> Iterator[SqlRecordStore]:
 
 @pytest.fixture
 def mariadb_records(leases_mariadb_url: str) -> Iterator[SqlRecordStore]:
-    """A record store in MariaDB."""
     with migrated(leases_mariadb_url) as store:
         yield store
 

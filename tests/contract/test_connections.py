@@ -52,7 +52,6 @@ def all_lent(*lenders: ResourcePool[Any]) -> Iterator[None]:
 
 
 def lender_of(engine: Engine) -> ResourcePool[Any]:
-    """The pool of an engine."""
     return cast(ResourcePool[Any], engine.pool)
 
 
@@ -198,7 +197,6 @@ def test_a_connection_in_use_is_closed_when_it_comes_back_to_a_closed_pool(serve
 
 @pytest.fixture
 def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
-    """A server for this test, so that all its clients belong to the test."""
     with RedisServer() as started:
         yield started
 

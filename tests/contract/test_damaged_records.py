@@ -53,7 +53,6 @@ SPARED = {
 
 
 def pairs(columns: dict[str, list[str]]) -> Any:
-    """Columns with unreadable values."""
     return pytest.mark.parametrize(
         ("column", "value"),
         [(column, value) for column, values in columns.items() for value in values],
@@ -68,21 +67,18 @@ def change(
     table: str = "celery_leases_records",
     where: str = "1 = 1",
 ) -> None:
-    """Change the rows of a key by hand."""
     with records.database.engine.connect() as connection:
         statement = f"UPDATE {table} SET {column} = :value WHERE stored_key = :key AND {where}"  # noqa: S608
         connection.execute(text(statement), {"value": value, "key": key})
 
 
 def raw(records: SqlRecordStore, key: str) -> Any:
-    """The row as it is stored."""
     with records.database.engine.connect() as connection:
         query = text("SELECT * FROM celery_leases_records WHERE stored_key = :key")
         return connection.execute(query, {"key": key}).mappings().one()
 
 
 def failed_once(records: SqlRecordStore, **call: Any) -> str:
-    """A key whose first call has failed and may run again."""
     key = fresh_key()
     record = won(records, make_call(key, **call), "database")
     failure = Failure("ValueError", "no", group="g")
@@ -168,9 +164,7 @@ def of_third_generation(records: SqlRecordStore) -> tuple[SqlEffectStore, Record
 
 
 def lose_the_generation(records: SqlRecordStore, column: str, value: str) -> None:
-    """Damage the generation of a key that has effects in each generation; forget the key, let it
-    have an effect, and do the same again.
-    """
+    """Twice: damage the generation of a key, forget the key, let it have an effect."""
     effects, record = of_third_generation(records)
     key = record.stored_key
     for _ in range(2):
@@ -320,7 +314,6 @@ def test_any_reason_can_be_written(sql_records: SqlRecordStore, reason: str) -> 
 
 
 def database_in(server: PostgresServer, encoding: str) -> str:
-    """The URL of an empty PostgreSQL database with that encoding."""
     url = server.new_database()
     name = url.rpartition("/")[2]
     with engine_for(server.url).connect() as connection:
@@ -333,7 +326,6 @@ def database_in(server: PostgresServer, encoding: str) -> str:
 
 @pytest.fixture
 def latin(leases_postgres: PostgresServer) -> Any:
-    """A PostgreSQL database whose encoding is Latin-1."""
     with migrated(database_in(leases_postgres, "LATIN1")) as store:
         yield store
 

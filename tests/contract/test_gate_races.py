@@ -35,7 +35,6 @@ Step = Callable[[MarkedLeaseStore], Any]
 
 @pytest.fixture(params=["redis", "sqlite", *SERVERS])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MarkedLeaseStore]:
-    """One of the stores."""
     if request.param == "redis":
         redis_store = RedisLeaseStore.from_url(request.getfixturevalue("leases_redis_url"))
         yield redis_store
@@ -51,18 +50,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MarkedLeas
 
 
 def opened(store: MarkedLeaseStore) -> None:
-    """An operator opens the gate."""
     assert store.open_gate(GROUP)
 
 
 def closed_for(server_delay: float, by: str = "late") -> Step:
-    """Another attempt fails and closes the gate for that many seconds."""
     return lambda store: store.close_gate(GROUP, closing(server_delay), by)
 
 
 def probed_by(token: str) -> Step:
-    """The gate is half-open, and another token is its probe."""
-
     def step(store: MarkedLeaseStore) -> None:
         if store.gate(GROUP) is None:
             half_open(store, GROUP)
@@ -72,8 +67,6 @@ def probed_by(token: str) -> Step:
 
 
 def all_of(*steps: Step) -> Step:
-    """One step after the other."""
-
     def step(store: MarkedLeaseStore) -> None:
         for one in steps:
             one(store)
@@ -82,12 +75,10 @@ def all_of(*steps: Step) -> Step:
 
 
 def given_back(store: MarkedLeaseStore) -> None:
-    """The probe slot of this attempt is given back."""
     assert store.release_probe(GROUP, OURS)
 
 
 def over(store: MarkedLeaseStore) -> None:
-    """The time for which the gate is closed ends."""
     until_half_open(store, GROUP)
 
 

@@ -57,19 +57,16 @@ PATIENCE = 10.0
 
 @pytest.fixture
 def records(server_records: SqlRecordStore) -> SqlRecordStore:
-    """Records on each server."""
     return server_records
 
 
 @pytest.fixture
 def leases(records: SqlRecordStore) -> DatabaseLeaseStore:
-    """Leases in the same rows."""
     return DatabaseLeaseStore(records)
 
 
 @pytest.fixture
 def engine(records: SqlRecordStore) -> Iterator[Engine]:
-    """An engine of the user's own."""
     made = create_engine(records.database.engine.url, poolclass=NullPool)
     yield made
     made.dispose()
@@ -77,7 +74,6 @@ def engine(records: SqlRecordStore) -> Iterator[Engine]:
 
 @pytest.fixture
 def driver(records: SqlRecordStore) -> Iterator[Any]:
-    """A connection of the user's own, of psycopg or PyMySQL."""
     url = records.database.engine.url
     where: dict[str, Any] = {"host": url.host, "port": url.port, "user": url.username}
     if is_mysql(records.database.engine.dialect):
@@ -89,7 +85,6 @@ def driver(records: SqlRecordStore) -> Iterator[Any]:
 
 
 def claimed(leases: DatabaseLeaseStore, ttl: float = TTL) -> Record:
-    """The record of a key, claimed with its lease."""
     return won(leases.records, make_call(fresh_key(), ttl=ttl), leases.name)
 
 
@@ -100,7 +95,6 @@ def renew_guarded(leases: DatabaseLeaseStore, record: Record, ttl: float = TTL) 
 
 
 def remaining(leases: DatabaseLeaseStore, record: Record) -> float:
-    """The remaining seconds of the committed lease."""
     holder = leases.holder(record.stored_key)
     return holder.remaining if holder is not None else 0.0
 
@@ -153,7 +147,6 @@ def test_the_slot_of_a_probe_is_renewed_though_its_row_is_locked(
 
 @pytest.fixture
 def on_sqlite(tmp_path: Any) -> Iterator[DatabaseLeaseStore]:
-    """Leases in a SQLite file."""
     store = SqlRecordStore(engine_for(f"sqlite:///{tmp_path / 'records.db'}"))
     store.migrate()
     yield DatabaseLeaseStore(store)
@@ -162,7 +155,6 @@ def on_sqlite(tmp_path: Any) -> Iterator[DatabaseLeaseStore]:
 
 @pytest.fixture
 def lite(on_sqlite: DatabaseLeaseStore) -> Iterator[sqlite3.Connection]:
-    """A connection of the user's own to the file."""
     connection = sqlite3.connect(str(on_sqlite.database.engine.url.database), isolation_level=None)
     yield connection
     connection.close()
@@ -244,7 +236,6 @@ def test_a_savepoint_rolled_back_releases_the_lock(
 
 
 def end_session(connection: Connection, leases: DatabaseLeaseStore) -> None:
-    """Let the server end the session, without the client noticing it."""
     on_mysql = is_mysql(connection.dialect)
     pid = connection.execute(
         text("SELECT connection_id()" if on_mysql else "SELECT pg_backend_pid()")
@@ -311,9 +302,7 @@ def test_a_lock_of_another_attempt_is_not_ours(leases: DatabaseLeaseStore, engin
 
 
 class Guarded:
-    """An attempt with a short ttl whose body has locked the row and whose lease has expired, so
-    that only the lock excludes other attempts. The threads of its renewer do not run.
-    """
+    """An attempt whose lease has expired and whose body has locked the row."""
 
     def __init__(
         self, records: SqlRecordStore, lock: str, asking: SqlRecordStore | None = None
@@ -337,7 +326,6 @@ class Guarded:
         assert self.held_lease.needs_row_lock(clock.now())
 
     def lock(self, how: str) -> None:
-        """Do what ``guard()`` and ``complete()`` of the handle do."""
         transaction = JoinedTransaction(self.session, self.leases.records)
         with self.held_lease.body_state.locking(transaction):
             if how == "guard":
@@ -348,7 +336,6 @@ class Guarded:
         self.renewer.row_locked(self.held_lease, self.held_lease.now())
 
     def taken(self) -> None:
-        """Let another call take over the row."""
         answer = self.leases.acquire(make_call(self.record.stored_key))
         assert isinstance(answer, Claimed)
         assert isinstance(answer.claim, Won)
@@ -356,7 +343,6 @@ class Guarded:
 
 @pytest.fixture(params=["guard", "complete"])
 def guarded(sql_records: SqlRecordStore, request: pytest.FixtureRequest) -> Iterator[Guarded]:
-    """A guarded attempt on each database."""
     made = Guarded(sql_records, request.param)
     yield made
     made.session.close()
@@ -513,7 +499,6 @@ def test_a_claim_that_waits_at_the_commit_is_refused(
 
 
 def updates(connection: Connection) -> list[str]:
-    """Collects the updates of records on this connection from now on."""
     found: list[str] = []
 
     def note(_: Any, __: Any, statement: str, *___: Any) -> None:

@@ -35,7 +35,6 @@ __all__ = ["database_url", "server_records", "server_url", "sql_records"]
 
 @pytest.fixture
 def sqlite(tmp_path: Path) -> Iterator[SqlRecordStore]:
-    """Records in a SQLite file."""
     with migrated(f"sqlite:///{tmp_path / 'records.db'}") as store:
         yield store
 
@@ -95,13 +94,11 @@ ENGINES = ("psycopg", "psycopg2", "pg8000")
 
 @pytest.fixture
 def postgres(leases_postgres_url: str) -> Iterator[SqlRecordStore]:
-    """Records in PostgreSQL."""
     with migrated(leases_postgres_url) as store:
         yield store
 
 
 def engine_by(store: SqlRecordStore, driver: str, **options: Any) -> Engine:
-    """An engine of the user's own for the database of the records."""
     url = store.database.engine.url.set(drivername=f"postgresql+{driver}")
     return create_engine(url, poolclass=NullPool, **options)
 
@@ -219,8 +216,6 @@ class Base(DeclarativeBase):
 
 
 class Book(Base):
-    """A table that is bound to another engine."""
-
     __tablename__ = "books"
     name: Mapped[str] = mapped_column(String(99), primary_key=True)
 
@@ -229,7 +224,6 @@ class Routed(Session):
     """A session with its own ``get_bind``, like that of Flask-SQLAlchemy."""
 
     def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
-        """Return the engine."""
         return super().get_bind(*args, **kwargs)
 
 

@@ -19,10 +19,9 @@ from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.stores.sql.schema import Tables
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import begin
-from celery_leases.testing.contracts.record_case import closed, outcome, row, won
+from celery_leases.testing.contracts.record_case import outcome, row, won
 from tests.contract.sql_stores import database_url, mariadb_records, sql_records, statements_of
 from tests.support.servers import MariaServer
 
@@ -31,12 +30,10 @@ __all__ = ["database_url", "mariadb_records", "sql_records"]
 
 @pytest.fixture
 def records(mariadb_records: SqlRecordStore) -> SqlRecordStore:
-    """Records in MariaDB."""
     return mariadb_records
 
 
 def first_words(sent: list[str]) -> list[str]:
-    """The first word of each statement."""
     return [statement.split(maxsplit=1)[0] for statement in sent]
 
 
@@ -125,22 +122,7 @@ def test_no_statement_is_followed_by_another_round_trip(records: SqlRecordStore)
     assert commands(records) - before == 2  # this statement too
 
 
-def test_a_claim_writes_all_or_nothing_of_a_takeover(records: SqlRecordStore) -> None:
-    call = make_call(fresh_key(), fingerprint="v1:a")
-    first = won(records, call)
-    second = won(records, make_call(call.key.stored, fingerprint="v1:a"))
-    assert second.fence > first.fence
-    assert (second.attempt, second.crashes, second.crashed_call) == (2, 1, call.call_id)
-    assert second.previous is not None
-    assert (second.previous.ended, second.previous.host) == ("abandoned", first.holder)
-    done = closed(records, second, State.DONE, result="1")
-    third = won(records, make_call(call.key.stored, each_runs=True))
-    assert (third.attempt, third.generation, third.crashes) == (1, done.generation + 1, 1)
-    assert (third.result, third.fingerprint, third.expires_at) == (None, None, None)
-
-
 def race(url: str, seed: int, begin: Any, found: Any) -> None:
-    """Claim many times, and release after each success."""
     records, rand = SqlRecordStore(engine_for(url)), random.Random(seed)
     wins = []
     begin.wait(30)
@@ -221,19 +203,6 @@ def test_a_server_with_other_sql_modes_can_be_used(leases_mariadb: MariaServer) 
             )
         assert {table["Engine"] for table in used} == {"InnoDB"}
         records.database.close()
-
-
-def test_tables_may_lie_in_another_database_of_the_server(leases_mariadb: MariaServer) -> None:
-    records = SqlRecordStore(engine_for(leases_mariadb.new_database()), Tables("jobs"))
-    with records.database.engine.connect() as connection:
-        connection.execute(text("CREATE DATABASE jobs"))
-    records.migrate()
-    records.check()
-    record = won(records, make_call(fresh_key()), "database")
-    assert begin(SqlEffectStore(records.database, records.tables), record) is not None
-    assert records.settle(record, outcome(record))
-    with records.database.engine.connect() as connection:
-        connection.execute(text("DROP DATABASE jobs"))
 
 
 # -- values that are too large ---------------------------------------------------------------------

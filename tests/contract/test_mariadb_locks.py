@@ -14,7 +14,6 @@ from sqlalchemy import Connection, text
 
 from celery_leases.errors import LeaseLost, StoreUnavailable, WrongDatabase
 from celery_leases.keys import CallKey
-from celery_leases.record import Refused
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
@@ -33,7 +32,6 @@ __all__ = ["mariadb_records"]
 
 @pytest.fixture
 def records(mariadb_records: SqlRecordStore) -> SqlRecordStore:
-    """Records in MariaDB."""
     return mariadb_records
 
 
@@ -41,7 +39,6 @@ def records(mariadb_records: SqlRecordStore) -> SqlRecordStore:
 
 
 def locked(connection: Connection) -> None:
-    """A context manager during which another transaction locks all rows."""
     connection.execute(text("BEGIN"))
     connection.execute(text("SELECT 1 FROM celery_leases_records FOR UPDATE"))
 
@@ -97,7 +94,6 @@ def test_a_statement_rolled_back_by_a_deadlock_is_repeated(records: SqlRecordSto
 
 
 def deadlocks(connection: Connection) -> int:
-    """The number of deadlocks that the server has counted."""
     asked = "SELECT count FROM information_schema.innodb_metrics WHERE name = 'lock_deadlocks'"
     return int(connection.execute(text(asked)).scalar_one())
 
@@ -120,29 +116,12 @@ def test_a_silent_server_does_not_block_a_call_for_ever(leases_mariadb: MariaSer
         records.database.close()
 
 
-def test_a_restarted_server_finds_its_records_again(leases_mariadb: MariaServer) -> None:
-    """The server was killed, not shut down."""
-    with type(leases_mariadb)() as server:
-        records = SqlRecordStore(engine_for(server.new_database()))
-        records.migrate()
-        record = won(records, make_call(fresh_key()))
-        assert records.settle(record, outcome(record, result="1"))
-        server.kill()
-        with pytest.raises(StoreUnavailable):
-            records.read(record.stored_key)
-        server.start()
-        assert isinstance(records.claim(make_call(record.stored_key), "database"), Refused)
-        records.database.close()
-
-
 # -- the user's own transaction --------------------------------------------------------------------
 
 
 @pytest.fixture
 def driver(records: SqlRecordStore) -> Iterator[Any]:
-    """A connection of PyMySQL with its defaults: no autocommit, REPEATABLE READ, row counts of
-    changed rows.
-    """
+    """A connection of PyMySQL with its defaults, which counts changed rows."""
     url = records.database.engine.url
     connection = pymysql.connect(
         host=url.host, port=url.port, user=url.username, database=url.database
@@ -198,13 +177,10 @@ class Mute:
 
 
 class DjangoLike:
-    """Has the attributes of Django's ``connections["default"]`` that are used."""
-
     def __init__(self, connection: Any) -> None:
         self.connection = connection
 
     def cursor(self) -> Any:
-        """A cursor."""
         return self.connection.cursor()
 
 

@@ -34,12 +34,10 @@ __all__ = ["database_url", "server_records", "server_url", "sql_records"]
 
 
 def columns(connection: Connection, tables: Tables) -> set[str]:
-    """The columns of the records."""
     return {column["name"] for column in inspect(connection).get_columns(tables.records.name)}
 
 
 def up(connection: Connection, tables: Tables) -> None:
-    """Add a column, as the file of a step does."""
     if "colour" not in columns(connection, tables):
         connection.execute(text(f"ALTER TABLE {tables.records.name} ADD COLUMN colour VARCHAR(9)"))
 

@@ -33,7 +33,6 @@ LIMIT = Failure("openai.RateLimitError", "too many", "rate-limited", "rate_limit
 
 @pytest.fixture
 def client(sql_records: SqlRecordStore) -> OperatorClient:
-    """An operator's client, on the same database as the workers."""
     return operator_of(DatabaseLeaseStore(sql_records), sql_records)
 
 

@@ -45,7 +45,6 @@ def pooler(leases_postgres: PostgresServer) -> Iterator[PgBouncer]:
 
 @pytest.fixture
 def pooled_url(pooler: PgBouncer, leases_postgres_url: str) -> str:
-    """An empty database behind the pooler."""
     return pooler.url_of(leases_postgres_url)
 
 

@@ -33,7 +33,6 @@ SLACK = 2.0
 
 @pytest.fixture
 def server(leases_postgres: PostgresServer) -> Iterator[PostgresServer]:
-    """A server for this test."""
     with PostgresServer() as started:
         yield started
 

@@ -17,7 +17,6 @@ __all__ = ["database_url", "sql_records"]
 
 
 def expire(records: SqlRecordStore, number: int) -> None:
-    """Create rows whose retention is over."""
     for _ in range(number):
         closed(records, won(records, make_call(fresh_key())))
     with records.database.engine.connect() as connection:
@@ -25,7 +24,6 @@ def expire(records: SqlRecordStore, number: int) -> None:
 
 
 def left(records: SqlRecordStore) -> int:
-    """The number of rows."""
     with records.database.engine.connect() as connection:
         return int(
             connection.execute(text("SELECT count(*) FROM celery_leases_records")).scalar_one()

@@ -23,7 +23,6 @@ SPANS: dict[str, Any] = {"ttl": 15.0, "retention": 3600.0}
 
 @pytest.fixture
 def outbox(sql_records: SqlRecordStore) -> Outbox:
-    """The outbox of these records."""
     return Outbox(sql_records)
 
 

@@ -35,13 +35,11 @@ __all__ = ["acl_store", "certificates", "tls_store"]
 
 @pytest.fixture
 def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
-    """A server for this test, on which it changes users."""
     with RedisServer() as started:
         yield started
 
 
 def refusals(store: RedisLeaseStore) -> dict[str, StoreUnavailable]:
-    """The errors of all steps that fail."""
     call = make_call(fresh_key())
     errors = {}
     for name, step in steps(store, call.key.stored).items():
@@ -156,7 +154,6 @@ class Rotating(redis.CredentialProvider):
         self.asked = 0
 
     def get_credentials(self) -> tuple[str]:
-        """The password of the default user."""
         self.asked += 1
         return (self.password,)
 

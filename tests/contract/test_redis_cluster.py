@@ -38,7 +38,6 @@ def shared(leases_redis: RedisServer) -> Iterator[RedisCluster]:
 
 @pytest.fixture
 def cluster(shared: RedisCluster) -> Iterator[RedisCluster]:
-    """The same cluster, which is repaired and emptied after the test."""
     yield shared
     for node in shared.nodes:
         if node.alive:
@@ -52,14 +51,12 @@ def cluster(shared: RedisCluster) -> Iterator[RedisCluster]:
 
 @pytest.fixture
 def store(cluster: RedisCluster) -> Iterator[RedisLeaseStore]:
-    """A store on this cluster."""
     opened = RedisLeaseStore.from_url(cluster.url, timeout=TIMEOUT)
     yield opened
     opened.close()
 
 
 def leases_on(cluster: RedisCluster, store: RedisLeaseStore) -> dict[RedisServer, Call]:
-    """One lease on each node."""
     calls: dict[RedisServer, Call] = {}
     while len(calls) < len(cluster.nodes):
         call = make_call(fresh_key())
@@ -70,7 +67,6 @@ def leases_on(cluster: RedisCluster, store: RedisLeaseStore) -> dict[RedisServer
 
 
 def renewal(call: Call) -> Renewal:
-    """A renewal with the original ttl of the lease."""
     return Renewal(call.key.stored, call.token, call.options.ttl)
 
 
@@ -221,9 +217,7 @@ def test_a_node_that_is_down_fails_its_leases(
 
 
 class FakeNode:
-    """A redis-py client of a node that serves a third of the slots, or does not answer until a
-    timeout.
-    """
+    """A client of a node with a third of the slots, which may not answer until a timeout."""
 
     frozen = False
 
@@ -232,12 +226,10 @@ class FakeNode:
         self._port = port
 
     def execute_command(self, *command: str) -> list[list[Any]]:
-        """The reply to ``CLUSTER SLOTS``."""
         self._wait()
         return [[0, 5000, [b"h", 1]], [5001, 10_000, [b"h", 2]], [10_001, 16_383, [b"h", 3]]]
 
     def pipeline(self, *, transaction: bool) -> Any:
-        """A pipeline that answers each command with the port."""
         node = self
 
         class Pipeline(list[Any]):
@@ -346,7 +338,6 @@ def test_an_unserved_slot_has_executed_nothing(
 
 
 def acquires(store: RedisLeaseStore, call: Call) -> bool:
-    """Whether the lease can be taken now."""
     try:
         return store.acquire(call) == Acquired()
     except StoreUnavailable:

@@ -37,7 +37,6 @@ def leases_redis_url() -> Iterator[str]:
 
 @pytest.fixture
 def client(leases_redis_url: str) -> Iterator[DirectClient]:
-    """A client that has sent one command."""
     made = redis_address(leases_redis_url).client(2.0)
     assert isinstance(made, DirectClient)
     assert made.send(packed(["ECHO", "first"])) == b"first"
@@ -88,17 +87,6 @@ def test_a_connection_that_died_idle_is_replaced(
         with redis.Redis.from_url(leases_redis_url) as admin:
             admin.client_kill_filter(_type="normal")
         assert client.send(packed(["INCR", "counted"])) == time + 1
-
-
-def test_a_server_that_restarted_is_connected_to_again(leases_redis: RedisServer) -> None:
-    with RedisServer() as server:
-        store = RedisLeaseStore.from_url(server.url)
-        call = make_call(fresh_key())
-        assert isinstance(store.acquire(call), Acquired)
-        server.kill()
-        server.start()
-        assert isinstance(store.acquire(call), Acquired)
-        store.close()
 
 
 def test_an_unread_reply_is_never_that_of_another(

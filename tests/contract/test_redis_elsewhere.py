@@ -38,20 +38,14 @@ __all__ = [
 
 
 class TestLeases(SeparateLeaseStoreContract):
-    """The published suite for lease stores."""
-
     @pytest.fixture
     def store(self, store_elsewhere: RedisLeaseStore) -> LeaseStore:
-        """Each of the stores."""
         return store_elsewhere
 
 
 class TestMarks(MarkStoreContract):
-    """The published suite for mark stores."""
-
     @pytest.fixture
     def marks(self, store_elsewhere: RedisLeaseStore) -> MarkStore:
-        """Each of the stores."""
         return store_elsewhere
 
 
@@ -60,5 +54,4 @@ class TestGates(GateStoreContract, GateHistoryContract):
 
     @pytest.fixture
     def store(self, store_elsewhere: RedisLeaseStore) -> RedisLeaseStore:
-        """Each of the stores."""
         return store_elsewhere

@@ -26,7 +26,6 @@ TRIPS, CLOSED, PROBE, PAST = (
 
 @pytest.fixture
 def store(open_store: OpenStore) -> RedisLeaseStore:
-    """The default store on an empty server."""
     return open_store()
 
 
@@ -35,7 +34,6 @@ class TestGates(GateStoreContract, GateHistoryContract):
 
     @pytest.fixture
     def store(self, open_store: OpenStore) -> RedisLeaseStore:
-        """Each of the three servers."""
         return open_store()
 
 
@@ -188,13 +186,6 @@ def test_a_history_that_another_program_wrote_is_ignored(store: RedisLeaseStore)
         assert store.gate(GROUP) is None
 
 
-def test_an_emptied_server_has_open_gates(store: RedisLeaseStore) -> None:
-    closed(store, GROUP, 60.0)
-    store._client.flushall()
-    assert store.gate(GROUP) is None
-    assert store.acquire(make_call(fresh_key(), group=GROUP)) == Acquired()
-
-
 # -- values and names ------------------------------------------------------------------------------
 
 
@@ -237,12 +228,3 @@ def test_a_foreign_type_is_no_gate(store: RedisLeaseStore) -> None:
     assert store.acquire(make_call(fresh_key(), group=GROUP)) == Acquired()
     half_open(store, GROUP)
     assert store.acquire(make_call(fresh_key(), group=GROUP)) == Acquired(probe=True)
-
-
-@pytest.mark.parametrize("prefix", ["a*b", "[ab]", "team:{x}", "ü"])
-def test_any_prefix_finds_its_own_gates_only(open_store: OpenStore, prefix: str) -> None:
-    store, other = open_store(prefix), open_store("aab")
-    closed(store, "mine", 60.0)
-    closed(other, "theirs", 60.0)
-    assert [gate.group for gate in store.gates()] == ["mine"]
-    assert [gate.group for gate in other.gates()] == ["theirs"]

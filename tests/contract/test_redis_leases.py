@@ -2,7 +2,6 @@
 programs, lost scripts.
 """
 
-import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,31 +27,23 @@ MONTH = 30 * 86_400
 
 @pytest.fixture
 def store(open_store: OpenStore) -> RedisLeaseStore:
-    """The default store on an empty server."""
     return open_store()
 
 
 @pytest.fixture
 def key() -> str:
-    """A stored key for this test."""
     return fresh_key()
 
 
 class TestLeases(SeparateLeaseStoreContract):
-    """The published suite for lease stores."""
-
     @pytest.fixture
     def store(self, open_store: OpenStore) -> LeaseStore:
-        """Each of the three servers."""
         return open_store()
 
 
 class TestMarks(MarkStoreContract):
-    """The published suite for mark stores."""
-
     @pytest.fixture
     def marks(self, open_store: OpenStore) -> MarkStore:
-        """Each of the three servers."""
         return open_store()
 
 
@@ -86,12 +77,6 @@ def test_a_store_shows_how_long_it_has_its_data(
     store.acquire(make_call(fresh_key()))
     assert 0.1 < store.age(fresh_key()) < 10
     assert MONTH - 60 < store._client.pttl("celery_leases:epoch") / 1000 <= MONTH
-
-
-def test_a_held_key_is_held_in_a_young_store_too(store: RedisLeaseStore, key: str) -> None:
-    call = make_call(key)
-    assert store.acquire(call) == Acquired()
-    assert isinstance(store.acquire(make_call(key)), Held)
 
 
 def test_an_emptied_server_counts_as_new(store: RedisLeaseStore, key: str) -> None:
@@ -297,34 +282,3 @@ def test_each_step_is_one_round_trip(
         step()
         assert len(sent) == 1
     store.close()
-
-
-def fork_and_read(url: str, key: str) -> None:
-    """Read marks in this process and in three forked ones, at the same time."""
-    store = RedisLeaseStore.from_url(url)
-    names = [f"process-{number}" for number in range(4)]
-    for name in names:
-        assert store.swap_mark(key, name, None, name, 60.0)
-
-    def read_own_mark(name: str) -> None:
-        for _ in range(300):
-            assert store.mark(key, name) == name
-
-    fork = multiprocessing.get_context("fork")
-    children = [fork.Process(target=read_own_mark, args=(name,)) for name in names[1:]]
-    for child in children:
-        child.start()
-    read_own_mark(names[0])
-    for child in children:
-        child.join(30)
-    assert [child.exitcode for child in children] == [0, 0, 0]
-    store.close()
-
-
-def test_a_forked_child_uses_the_store_it_inherited(leases_redis_url: str, key: str) -> None:
-    """A new process forks: here, apps of other tests have left Celery's fork hooks."""
-    spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(target=fork_and_read, args=(leases_redis_url, key))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0

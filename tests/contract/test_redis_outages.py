@@ -27,9 +27,7 @@ SECRET = "s3cret-w0rd"
 
 @pytest.fixture
 def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
-    """A server for this test, which stops, freezes and misconfigures it. Without *leases_redis*
-    the test is skipped.
-    """
+    """A server for this test; without *leases_redis* it is skipped."""
     with RedisServer(options=("--lua-time-limit", "100")) as started:
         yield started
 
@@ -164,16 +162,6 @@ def test_a_server_that_dies_may_have_executed(
     asking.join(15)
     assert [error.executed for error in errors] == [None]
     store.close()
-
-
-def test_killed_connections_are_replaced(server: RedisServer, store: RedisLeaseStore) -> None:
-    key = fresh_key()
-    call = make_call(key)
-    assert store.acquire(call) == Acquired()
-    for _ in range(3):
-        with redis.Redis.from_url(server.url) as admin:
-            admin.client_kill_filter(_type="normal")
-        assert store.renew([Renewal(key, call.token, 15.0)]) == [RenewalResult.OURS]
 
 
 def test_a_restarted_server_counts_as_new(server: RedisServer, store: RedisLeaseStore) -> None:

@@ -23,7 +23,6 @@ SLACK = 1.5
 
 @pytest.fixture
 def sentinels(leases_redis: RedisServer) -> Iterator[RedisSentinels]:
-    """A group for this test."""
     with RedisSentinels() as started:
         yield started
 
@@ -38,14 +37,11 @@ def store(sentinels: RedisSentinels) -> Iterator[RedisLeaseStore]:
 
 
 def short() -> Call:
-    """A request with a short ttl."""
     return make_call(fresh_key(), ttl=0.01)
 
 
 def renewed(store: RedisLeaseStore, call: Call) -> RenewalResult | None:
-    """The result of a renewal; ``None`` if the store does not answer, which must be reported in
-    time.
-    """
+    """The result of a renewal; ``None`` if the store does not answer in time."""
     began = time.monotonic()
     try:
         (answer,) = store.renew([Renewal(call.key.stored, call.token, call.options.ttl)])

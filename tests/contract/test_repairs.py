@@ -33,12 +33,10 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 @pytest.fixture
 def client(sql_records: SqlRecordStore) -> OperatorClient:
-    """An operator's client, on the same database as the workers."""
     return operator_of(DatabaseLeaseStore(sql_records), sql_records)
 
 
 def uncertain(records: SqlRecordStore, **call: Any) -> Record:
-    """A row in the state ``uncertain``."""
     record = won(records, make_call(fresh_key(), **call), DATABASE)
     return closed(records, record, State.UNCERTAIN, ended=Ended.FAILED, retention=None)
 

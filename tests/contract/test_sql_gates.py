@@ -32,7 +32,6 @@ Shutting = Callable[[DatabaseLeaseStore, str], Any]
 
 @pytest.fixture
 def store(sql_records: SqlRecordStore) -> DatabaseLeaseStore:
-    """Leases and gates in each of the databases."""
     return DatabaseLeaseStore(sql_records)
 
 
@@ -41,15 +40,12 @@ class TestGates(GateStoreContract, GateHistoryContract):
 
     @pytest.fixture
     def store(self, sql_records: SqlRecordStore) -> DatabaseLeaseStore:
-        """Each of the databases."""
         return DatabaseLeaseStore(sql_records)
 
 
 @contextmanager
 def counted(store: DatabaseLeaseStore) -> Iterator[list[str]]:
-    """A context manager that collects the first words of the statements that are executed
-    meanwhile.
-    """
+    """Collects the first words of the statements that are executed meanwhile."""
     sent: list[str] = []
     with statements_of(store.database) as statements:
         yield sent
@@ -57,7 +53,6 @@ def counted(store: DatabaseLeaseStore) -> Iterator[list[str]]:
 
 
 def finished(store: DatabaseLeaseStore, key: str, state: State = State.DONE, **more: Any) -> Record:
-    """The row of a key after an attempt."""
     return settled(store.records, won(store.records, make_call(key), DATABASE), state, **more)
 
 
@@ -134,12 +129,10 @@ def test_closings_are_remembered_for_a_month_after_the_last(store: DatabaseLease
 
 
 def shut_by_time(store: DatabaseLeaseStore, group: str) -> None:
-    """The gate is closed."""
     closed(store, group, 60.0)
 
 
 def shut_by_probe(store: DatabaseLeaseStore, group: str) -> None:
-    """The gate is half-open, and another token is its probe."""
     half_open(store, group)
     assert probing(store.acquire(make_call(fresh_key(), group=group)))
 

@@ -31,7 +31,6 @@ from celery_leases.testing.contracts.record_case import closed, outcome, refused
 from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import (
     database_url,
-    end_other_connections,
     server_records,
     server_url,
     sql_records,
@@ -42,11 +41,8 @@ __all__ = ["database_url", "server_records", "server_url", "sql_records"]
 
 
 class TestRecords(RecordStoreContract):
-    """The published suite for record stores."""
-
     @pytest.fixture
     def records(self, sql_records: SqlRecordStore) -> SqlRecordStore:
-        """Each of the databases."""
         return sql_records
 
 
@@ -55,16 +51,12 @@ class TestLeases(LeaseStoreContract):
 
     @pytest.fixture
     def store(self, sql_records: SqlRecordStore) -> DatabaseLeaseStore:
-        """Each of the databases."""
         return DatabaseLeaseStore(sql_records)
 
 
 class TestMarks(MarkStoreContract):
-    """The published suite for mark stores."""
-
     @pytest.fixture
     def marks(self, sql_records: SqlRecordStore) -> DatabaseLeaseStore:
-        """Each of the databases."""
         return DatabaseLeaseStore(sql_records)
 
 
@@ -126,9 +118,7 @@ def before_the_write(
     happens: Callable[[Record], object],
     times: int = 1,
 ) -> list[Record]:
-    """Call something between the read and the write of a claim, that many times; returns the
-    rows that the claim had read.
-    """
+    """Call something between the read and the write of a claim; returns what was read."""
     seen: list[Record] = []
     swap = records.swap
 
@@ -264,15 +254,6 @@ class _Forgetful(dict[str, str]):
         return False
 
 
-def test_a_settled_outcome_whose_reply_was_lost_counts_as_written(
-    sql_records: SqlRecordStore,
-) -> None:
-    """Writing it again matches no row, but the row shows that it was written."""
-    record = won(sql_records, make_call(fresh_key()))
-    assert sql_records.settle(record, outcome(record, result="1"))
-    assert sql_records.settle(record, outcome(record, result="1"))
-
-
 def test_the_settled_row_is_the_cooldown(sql_records: SqlRecordStore) -> None:
     leases = DatabaseLeaseStore(sql_records)
     key = fresh_key()
@@ -283,14 +264,6 @@ def test_the_settled_row_is_the_cooldown(sql_records: SqlRecordStore) -> None:
     assert leases.holder(key) is None
     assert not leases.end_cooldown(key)
     assert refused(sql_records, make_call(key), leases.name).waits > 50
-
-
-def test_a_connection_that_died_is_replaced_within_the_call(server_records: SqlRecordStore) -> None:
-    record = won(server_records, make_call(fresh_key()))
-    assert end_other_connections(
-        SqlRecordStore(engine_for(str(server_records.database.engine.url)))
-    )
-    assert server_records.settle(record, outcome(record))
 
 
 FORKS = """
@@ -342,18 +315,6 @@ def test_tables_of_a_later_version_are_refused_and_named(sql_records: SqlRecordS
             SchemaOutdated, match=r"version 99, this release .* supports 1: .* 9.9 or later"
         ):
             refuses()
-
-
-def test_the_printed_sql_makes_the_tables_that_migrate_makes(server_url: str) -> None:
-    records = SqlRecordStore(engine_for(server_url))
-    with records.database.engine.connect() as connection:
-        for statement in 2 * records.tables.ddl(records.database.engine).strip().removesuffix(
-            ";"
-        ).split(";\n"):
-            connection.execute(text(statement))
-    records.check()
-    records.migrate()
-    assert won(records, make_call(fresh_key())).attempt == 1
 
 
 def test_many_processes_may_make_the_tables_of_one_database(database_url: str) -> None:

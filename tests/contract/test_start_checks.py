@@ -53,14 +53,12 @@ class AWorker:
 
 @pytest.fixture(scope="module")
 def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
-    """A server for this module, on which tests change users and settings."""
     with RedisServer() as started:
         yield started
 
 
 @pytest.fixture
 def app() -> Iterator[Celery]:
-    """An app with one leased task, whose stores the test sets."""
     made = Celery("checked", broker="memory://", set_as_current=False)
 
     @made.task(base=LeasedTask, name="checked.send", lease_key="c:{number}", shared=False)
@@ -73,7 +71,6 @@ def app() -> Iterator[Celery]:
 
 
 def started(app: Celery, **conf: Any) -> None:
-    """The warnings when a worker of *app* starts."""
     app.conf.update(conf)
     processes.close_all()
     startup.check_before_work(AWorker(app))
@@ -93,7 +90,6 @@ def migrated(url: str) -> Engine:
 
 @pytest.fixture(params=["postgres", "mariadb"])
 def owner(request: pytest.FixtureRequest) -> Engine:
-    """The owner's engine on a database server with the tables."""
     return migrated(request.getfixturevalue(f"leases_{request.param}_url"))
 
 
@@ -101,7 +97,6 @@ def owner(request: pytest.FixtureRequest) -> Engine:
 
 
 def a_user(owner: Engine, *, rights: str = "SELECT", extra: str = "") -> str:
-    """The URL of a user with these *rights* on all tables."""
     mysql = owner.dialect.name != "postgresql"
     name = f"few_{owner.url.database}"[:30]
     with owner.connect() as connection:
@@ -117,9 +112,7 @@ def a_user(owner: Engine, *, rights: str = "SELECT", extra: str = "") -> str:
 
 
 def granted(owner: Engine, name: str, statements: str) -> str:
-    """The URL of a user with the rights that *statements* of the documentation grant to
-    ``worker``.
-    """
+    """The URL of a user with the rights that *statements* grant to ``worker``."""
     mysql = owner.dialect.name != "postgresql"
     on_mysql = f"CREATE OR REPLACE USER '{name}'@'%' IDENTIFIED BY '{PASSWORD}'"
     with owner.connect() as connection:
@@ -243,19 +236,6 @@ def test_a_sqlite_file_that_another_process_writes_does_not(app: Celery, tmp_pat
         connection.exec_driver_sql("ROLLBACK")
 
 
-def test_enough_rights_say_nothing(
-    app: Celery, owner: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The checks write nothing but the mark of the database."""
-    url = a_user(owner, rights="SELECT, INSERT, UPDATE, DELETE")
-    started(app, leases_url="database", leases_database_url=url)
-    assert not caplog.records
-    with owner.connect() as connection:
-        for table in TABLES:
-            there = connection.execute(text(f"SELECT count(*) FROM celery_leases_{table}")).scalar()  # noqa: S608 - our names
-            assert there == (1 if table == "marks" else 0)
-
-
 def test_a_web_process_may_ask_with_the_right_to_read_alone(owner: Engine) -> None:
     with closing(LeaseClient("database", a_user(owner))) as leases:
         assert leases.status("c:1", task="checked.send").state == "absent"
@@ -294,8 +274,6 @@ def _url(engine: Engine) -> str:
 
 @pytest.fixture
 def in_redis(app: Celery, server: RedisServer, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Settings with leases in Redis, for a user with these ACL rules."""
-
     def settings(*words: str) -> dict[str, Any]:
         user = ""
         if words:

@@ -51,7 +51,6 @@ ON_SERVERS = DRIVERS[1:]
 
 @pytest.fixture
 def records(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SqlRecordStore]:
-    """A record store with each driver."""
     backend, _, driver = request.param.partition("+")
     if backend == "sqlite":
         url = f"sqlite:///{tmp_path / 'records.db'}"
@@ -300,7 +299,6 @@ def test_an_exception_during_a_statement_leaves_no_half_read_connection(
 
 
 def pooled(records: SqlRecordStore, number: int) -> None:
-    """Open that many connections in the pool."""
     connections = [records.database.engine.raw_connection() for _ in range(number)]
     for connection in connections:
         connection.close()

@@ -26,14 +26,12 @@ class TestToyLeases(SeparateLeaseStoreContract, GateStoreContract, MarkStoreCont
 
     @pytest.fixture
     def store(self, monkeypatch: pytest.MonkeyPatch) -> MarkedLeaseStore:
-        """A store that all tests share."""
         monkeypatch.syspath_prepend(str(DISTRIBUTIONS))
         settings = LeaseStoreSettings("toy://contract", "leases", 2.0, 10, 1.0)
         return cast(MarkedLeaseStore, open_lease_store(settings))
 
     @pytest.fixture
     def marks(self, store: MarkedLeaseStore) -> MarkStore:
-        """The same store."""
         return store
 
     def test_its_groups_have_no_closings(

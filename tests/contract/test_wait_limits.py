@@ -47,13 +47,11 @@ def silent() -> Iterator[int]:
 
 
 def read(url: str) -> Callable[[], object]:
-    """A read of a record on a new connection."""
     records = SqlRecordStore(engine_for(url))
     return lambda: records.read("t:work|1")
 
 
 def held(url: str) -> Callable[[], object]:
-    """A read of a lease on a new connection."""
     store = open_lease_store(LeaseStoreSettings(url, "p", 30.0, POOL_SIZE, 30.0))
     return lambda: store.holder("t:work|1")
 

@@ -91,7 +91,6 @@ def module_postgres() -> Iterator[LocalServer]:
 
 @pytest.fixture
 def own_postgres(module_postgres: LocalServer) -> LocalServer:
-    """A PostgreSQL that the test may kill."""
     return _healed(module_postgres)
 
 
@@ -103,7 +102,6 @@ def module_rabbit() -> Iterator[LocalServer]:
 
 @pytest.fixture
 def own_rabbit(module_rabbit: LocalServer) -> LocalServer:
-    """A RabbitMQ that the test may kill."""
     return _healed(module_rabbit)
 
 
@@ -116,5 +114,4 @@ def _healed(server: LocalServer) -> LocalServer:
 
 @pytest.fixture
 def name() -> str:
-    """A name that no other test uses."""
     return uuid4().hex[:8]

@@ -59,11 +59,9 @@ class CrashDeployment(Deployment):
         self.workers = [self.worker]
 
     def start(self) -> LocalWorker:
-        """Start the first worker."""
         return self.worker.start()
 
     def another(self, *, env: Mapping[str, str] | None = None, **options: Any) -> LocalWorker:
-        """Start one more worker."""
         made = self.new_worker(
             **{"concurrency": self.concurrency, "env": self.env | dict(env or {})} | options
         )
@@ -82,14 +80,12 @@ class CrashDeployment(Deployment):
         )
 
     def close(self) -> None:
-        """Stop all workers and close all connections."""
         for worker in self.workers:
             worker.teardown()
         super().close()
 
     @cached_property
     def client(self) -> OperatorClient:  # type: ignore[override]
-        """A client for the stores."""
         return OperatorClient(self.env["LEASES_URL"], self.database_url)
 
     # -- failpoints --------------------------------------------------------------------------------
@@ -109,17 +105,14 @@ class CrashDeployment(Deployment):
     # -- logs and records --------------------------------------------------------------------------
 
     def logs(self) -> str:
-        """The logs of all workers."""
         return "\n".join(worker.full_log() for worker in self.workers)
 
     def log(self, about: str) -> list[str]:
-        """The lines of all workers' logs that contain *about*."""
         return [line for line in self.logs().splitlines() if about in line]
 
     def known(self, task: str, name: str) -> dict[str, Any]:
         """The row without its history, with a column for each field of its details."""
         row = self.row(task, f"{task}:{name}")
-        assert row is not None
         return {field: value for field, value in row.items() if field not in ("details", "history")}
 
     def holder(self, task: str, key: str) -> Holder | None:
@@ -148,9 +141,7 @@ class CrashDeployment(Deployment):
 
 
 def corrected(row: dict[str, Any]) -> dict[str, Any]:
-    """*row* of :meth:`CrashDeployment.known` after the attempt that was taken over has been heard
-    of.
-    """
+    """*row* of :meth:`CrashDeployment.known` after the lost attempt was heard of."""
     return {**row, "previous_ended": "lost"}
 
 

@@ -33,7 +33,6 @@ class CuttingProxy:
         self._pattern = pattern
 
     def close(self) -> None:
-        """Accept no more connections."""
         self._listener.close()
 
     def _accept(self) -> None:

@@ -58,8 +58,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one invoice."""
-
     state: str
     charges: int
     invoices: int
@@ -134,11 +132,9 @@ class Wave:
 
     @cached_property
     def task(self) -> str:
-        """The name of the task."""
         return f"{INVOICING}.invoice"
 
     def status(self, case: Case) -> LeaseStatus:
-        """The status of the key of an invoice."""
         return self.scene.client.status(f"invoice:{case.name}", task=self.task)
 
     def settled(self, case: Case, *states: str) -> LeaseStatus:
@@ -152,21 +148,17 @@ class Wave:
         return self.status(case)
 
     def invoices(self, case: Case) -> list[dict[str, Any]]:
-        """The rows that were written for an invoice."""
         query = text("SELECT name, reference, fence FROM invoices WHERE name = :name")
         with self.scene._engine.connect() as connection:
             return [dict(row) for row in connection.execute(query, {"name": case.name}).mappings()]
 
     def verdict(self, case: Case) -> Verdict:
-        """The result of an invoice."""
         found = self.settled(case)
         charges, rows = self.provider.charges(case.name), self.invoices(case)
         return Verdict(found.state, len(charges), len(rows), found.reference)
 
     def assert_sound(self, case: Case) -> Verdict:
-        """Assert that everything has happened once, or that the key is uncertain and nothing more
-        will happen.
-        """
+        """Everything has happened once, or the key is uncertain and nothing more will happen."""
         found = self.settled(case)
         charges, rows = self.provider.charges(case.name), self.invoices(case)
         verdict = Verdict(found.state, len(charges), len(rows), found.reference)
@@ -199,14 +191,12 @@ class Wave:
         wait_until(lambda: self.killed(case), PATIENCE, f"{case} to be killed")
 
     def close(self) -> None:
-        """Stop all processes."""
         for killer in self._killers:
             killer.join(PATIENCE)
         self.scene.close()
 
 
 def at_each_step() -> list[Case]:
-    """One case for each step and way."""
     return [Case(way, step) for way in WAYS for step in STEPS]
 
 

@@ -39,9 +39,7 @@ CROSSED = pytest.mark.parametrize(
 
 
 def fail(scene: CrashDeployment, window: str) -> None:
-    """Let a process die in the window; where that was the worker, its message goes to the scene's
-    first one.
-    """
+    """Let a process die in the window; the scene's first worker gets the message."""
     dying = scene.another(env=scene.failpoint(window))
     scene.wait_until_failed(window)
     if window == "after callbacks":
@@ -50,9 +48,7 @@ def fail(scene: CrashDeployment, window: str) -> None:
 
 
 def answered_again(scene: CrashDeployment) -> None:
-    """Wait until the redelivered member got the saved result (its callbacks were not known to be
-    out) and is gone.
-    """
+    """Wait until the redelivered member got the saved result and is gone."""
     wait_until(
         lambda: bool(scene.log("answered with the saved result")),
         30,

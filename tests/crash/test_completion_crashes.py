@@ -35,7 +35,6 @@ ON_SERVERS = pytest.mark.parametrize("combination", COMBINATIONS[:4], ids=spelle
 
 
 def make_books(scene: CrashDeployment) -> CrashDeployment:
-    """The table of the body's own rows."""
     with scene._engine.connect() as connection:
         connection.execute(
             text("CREATE TABLE invoices (name varchar(64) NOT NULL, fence bigint NOT NULL)")
@@ -49,7 +48,6 @@ def assert_balanced(scene: CrashDeployment, name: str, *, done: bool) -> dict[st
         query = text("SELECT count(*) FROM invoices WHERE name = :name")
         invoices = connection.execute(query, {"name": name}).scalar()
     row = scene.row("books", f"books:{name}")
-    assert row is not None
     assert ((row["state"] == "done"), invoices) == (done, int(done)), row
     return row
 

@@ -27,7 +27,7 @@ from tests.integration.cooldowns import (
     refusal,
     status,
 )
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, spelled
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, got, spelled
 from tests.support.servers import PostgresServer, RedisServer
 
 BOTH = pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
@@ -44,7 +44,6 @@ STEPS = (
 
 
 def second_run(scene: CrashDeployment, name: str) -> dict[str, object]:
-    """The second run of a name, which is the last."""
     return scene.wait_for("paid", 2, name=name)[1]
 
 
@@ -69,7 +68,7 @@ def test_a_worker_killed_at_any_step_around_a_failure_counts_it_once_and_loses_n
     scene.another()
     for step in STEPS:
         run, written = second_run(scene, _named(name, step)), step != "before settle"
-        row, before = scene.row("resumes", about[step]), rows[step]
+        row, before = scene.find_row("resumes", about[step]), rows[step]
         assert row is not None
         assert before is not None
         assert before["state"] == ("cooling" if written else "running"), step
@@ -78,7 +77,7 @@ def test_a_worker_killed_at_any_step_around_a_failure_counts_it_once_and_loses_n
         assert not written or run["wall"] >= before["retry_at"] / 1e6, step
     gate.touch()
     for step, result in results.items():
-        assert result.get(timeout=PATIENCE) == {"name": _named(name, step), "paid": 2}, step
+        assert got(result) == {"name": _named(name, step), "paid": 2}, step
     scene.wait_until_drained()
     assert [len(paid(scene, _named(name, step))) for step in STEPS] == [2] * len(STEPS)
 
@@ -94,7 +93,7 @@ def test_a_worker_killed_after_it_closed_a_gate_leaves_it_closed(
     assert (gate.group, gate.trips, gate.reason) == (name, 1, "error")
     scene.kill_worker()
     scene.another()
-    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(result) == {"name": name, "paid": 2}
     first, second = paid(scene, name)
     assert second["previous"]["ended"] == "abandoned"
     assert second["wall"] - first["wall"] >= 1.5
@@ -139,7 +138,7 @@ def test_a_lease_store_that_comes_back_empty_changes_no_cooldown(
     assert told.reason == "rate_limited"
     assert told.retry_at == pytest.approx(row["retry_at"] / 1e6, abs=0.5)
     assert status(scene, "resumes", name).state == "cooling"
-    assert first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(first) == {"name": name, "paid": 2}
     assert_sound(scene, "resumes", name, logs=[scene.logs()])
 
 
@@ -157,7 +156,7 @@ def test_a_lease_store_that_dies_before_the_cooldown_is_set_there_changes_nothin
     scene.wait_for_log(first.id, "rescheduled in")
     own_redis.start()
     refusal(scene.tasks.resumes.delay(name, script))
-    assert first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(first) == {"name": name, "paid": 2}
     assert_sound(scene, "resumes", name, logs=[scene.logs()])
 
 
@@ -165,9 +164,8 @@ def test_a_lease_store_that_dies_before_the_cooldown_is_set_there_changes_nothin
 
 
 def answers(scene: CrashDeployment, name: str) -> bool:
-    """Whether the database is there."""
     with suppress(OperationalError):
-        return scene.row("resumes", f"resumes:{name}") is not None
+        return scene.find_row("resumes", f"resumes:{name}") is not None
     return False
 
 
@@ -197,7 +195,7 @@ def test_a_cooldown_is_written_when_the_database_is_back(
         starting.result()
     assert (row["failures"], row["crashes"], row["resumes"]) == (1, 0, 1)
     assert lasted(row) == pytest.approx(3.0, abs=0.01)
-    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(result) == {"name": name, "paid": 2}
     assert_sound(scene, "resumes", name, logs=[scene.logs()])
 
 
@@ -217,10 +215,9 @@ def test_a_cooldown_that_could_not_be_written_in_time_is_neither_crash_nor_failu
     gate.touch()
     scene.wait_for_log(result.id, "the outcome could not be written")
     own_postgres.start()
-    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(result) == {"name": name, "paid": 2}
     assert second_run(scene, name)["previous"]["ended"] == "lost"  # type: ignore[index]
     row = scene.row("resumes", f"resumes:{name}")
-    assert row is not None
     assert (row["failures"], row["crashes"], row["attempt"]) == (0, 0, 2)
     assert not [
         line for line in scene.log(f"key resumes:{name}") if "without reporting an outcome" in line
@@ -248,7 +245,7 @@ def test_a_redelivered_copy_of_a_cooling_call_neither_runs_early_nor_is_lost(
     if scene.broker == "redis":  # RabbitMQ leaves its messages to a worker whose connection lives
         wait_until(lambda: call.id in other.full_log(), 20, "a copy at the other worker")
     scene.worker.resume()
-    assert call.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(call) == {"name": name, "paid": 2}
     scene.wait_until_drained()
     runs = paid(scene, name)
     assert [run["id"] for run in runs] == [call.id] * 2
@@ -291,7 +288,7 @@ def test_a_gate_whose_probe_is_killed_is_opened_by_the_next_one(
     gate.touch()
     if scene.broker == "redis":
         scene.another()
-    assert [result.get(timeout=PATIENCE)["name"] for result in results] == keys
+    assert [got(result)["name"] for result in results] == keys
     assert not scene.client.groups()
     print(f"the next probe began {second['t'] - dead:.1f} s after the kill")
 

@@ -11,7 +11,7 @@ from celery_leases.ops.metrics import read_counts
 from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import CrashDeploymentFactory
 from tests.crash.crash_deployments import CrashDeployment, kill
-from tests.integration.deployments import PATIENCE, POOL_STORES, REDIS_REDIS_POSTGRES
+from tests.integration.deployments import PATIENCE, POOL_STORES, REDIS_REDIS_POSTGRES, got
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_each_pool_counts_its_calls_and_renewals(
     wait_until(lambda: bool(counted(env, "renewal_lateness_seconds_count")), PATIENCE, "a renewal")
     gate.touch()
     for result in results:
-        result.get(timeout=PATIENCE)
+        got(result)
     scene.worker.stop(timeout=60)
     task = scene.tasks.work.name
     assert counted(env, "attempts_total", "outcome") == recorded(scene) == {"returned": 21}
@@ -61,7 +61,6 @@ def test_each_pool_counts_its_calls_and_renewals(
 def test_counts_and_records_agree_after_kills(
     scene_factory: CrashDeploymentFactory, name: str, env: dict[str, str]
 ) -> None:
-    """One child is killed in a body, then all processes at once."""
     scene = scene_factory(REDIS_REDIS_POSTGRES, env=env, concurrency=4)
     gate = scene.gate()
     stands = scene.tasks.work.delay(f"{name}-stands", gate=str(gate))
@@ -69,10 +68,10 @@ def test_counts_and_records_agree_after_kills(
     kill(begun["pid"])
     scene.wait_for("begin", 2, name=f"{name}-stands")
     gate.touch()
-    stands.get(timeout=PATIENCE)
+    got(stands)
     results = [scene.tasks.work.delay(f"{name}-{number}") for number in range(60)]
     for result in results:
-        result.get(timeout=PATIENCE)
+        got(result)
     task, ended = scene.tasks.work.name, {"returned": 61, "crashed": 1}
     # The result of a call is sent before its end is counted.
     wait_until(

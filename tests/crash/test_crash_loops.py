@@ -14,19 +14,16 @@ from tests.integration.deployments import BOTH_WAYS
 
 
 def waits(scene: CrashDeployment, task: str, name: str, crashes: int) -> float:
-    """Seconds from the end of the attempt that stood back to its ``retry_at``, once so many crashes
-    are counted.
-    """
+    """Seconds from the end of the attempt to its ``retry_at``, after so many crashes."""
 
     def seen() -> bool:
-        row = scene.row(task, f"{task}:{name}") or {}
+        row = scene.find_row(task, f"{task}:{name}") or {}
         return bool(
             (row.get("crashes"), row.get("state")) == (crashes, "pending") and row["retry_at"]
         )
 
     wait_until(seen, 30, f"{crashes} crashes of {name}")
     row = scene.row(task, f"{task}:{name}")
-    assert row is not None
     return float(row["retry_at"] - row["finished_at"]) / 1e6
 
 

@@ -8,17 +8,15 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from sqlalchemy import create_engine, text
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment
 from tests.crash.cutting_proxy import CuttingProxy
 from tests.integration.deployments import spelled
 from tests.support.servers import PostgresServer
@@ -28,77 +26,6 @@ DATABASE_LEASES = ("redis", "database", "postgres")
 BOTH_LEASES = pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
 CLAIM = b"INSERT INTO celery_leases_records"
 SETTLE = b"finished_at=CAST"
-
-
-@contextmanager
-def table_locked(scene: CrashDeployment) -> Iterator[None]:
-    """Block all writes to records until the end of the block, or of the server."""
-    engine = create_engine(scene.database_url, poolclass=NullPool)
-    connection = engine.connect()
-    connection.execute(text("LOCK TABLE celery_leases_records IN EXCLUSIVE MODE"))
-    try:
-        yield
-    finally:
-        with suppress(SQLAlchemyError):  # the server it belonged to may be gone
-            connection.close()
-
-
-def wait_for_statement(scene: CrashDeployment, begin: str) -> None:
-    """Return when a statement that begins so waits for the lock."""
-    engine = create_engine(scene.database_url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
-    query = text(
-        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE :begin"
-    )
-
-    def waiting() -> bool:
-        with engine.connect() as connection:
-            return bool(connection.execute(query, {"begin": begin}).scalar())
-
-    wait_until(waiting, 20, f"{begin} to wait for a lock")
-
-
-@BOTH_LEASES
-def test_a_restart_during_the_claim_is_no_crash(
-    scene_factory: CrashDeploymentFactory,
-    own_postgres: PostgresServer,
-    name: str,
-    combination: tuple[str, ...],
-) -> None:
-    scene = scene_factory(combination, urls={"postgres": own_postgres.new_database()}, visibility=8)
-    with table_locked(scene):
-        result = scene.tasks.work.delay(name)
-        wait_for_statement(scene, "%INSERT INTO celery_leases_records%")
-        own_postgres.restart("immediate")
-    assert result.get(timeout=40)["name"] == name
-    assert len(scene.events("begin", name=name)) == 1
-    assert scene.done_once("work", name)["attempt"] == 1
-
-
-@BOTH_LEASES
-def test_a_restart_during_the_settle_is_decided_by_reading_back(
-    scene_factory: CrashDeploymentFactory,
-    own_postgres: PostgresServer,
-    name: str,
-    combination: tuple[str, ...],
-) -> None:
-    scene = scene_factory(
-        combination, urls={"postgres": own_postgres.new_database()}, ttl=4, visibility=10
-    )
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for("begin", name=name)
-    with table_locked(scene):
-        gate.touch()
-        wait_for_statement(scene, "UPDATE celery_leases_records SET%finished_at=CAST%")
-        own_postgres.restart("immediate")
-    value = result.get(timeout=40)
-    assert value["name"] == name
-    row = scene.done_once("work", name)
-    assert (len(scene.events("begin", name=name)), row["fence"], row["attempt"]) == (
-        1,
-        value["fence"],
-        1,
-    )
 
 
 @pytest.mark.both_lease_stores

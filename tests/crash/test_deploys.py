@@ -9,6 +9,7 @@ import pytest
 from tests.crash.conftest import CrashDeploymentFactory
 from tests.crash.crash_deployments import CrashDeployment
 from tests.integration.deployments import BOTH_WAYS, spelled
+from tests.support.records import assert_has
 
 
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
@@ -68,24 +69,6 @@ def test_a_cold_shutdown_of_a_solo_worker_loses_nothing(
     scene.done_once("work", name, crashes=0)
 
 
-@pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
-def test_a_warm_shutdown_lets_the_body_end(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
-) -> None:
-    scene = scene_factory(combination, visibility=30)
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for("begin", name=name)
-    mine = scene.holder("work", f"work:{name}")
-    scene.worker.kill(signal.SIGTERM)
-    scene.worker.wait_for_log("Warm shutdown")
-    gate.touch()
-    assert scene.worker.wait(20) == 0
-    assert mine is not None
-    assert result.get(timeout=20)["name"] == name
-    assert scene.done_once("work", name)["attempt"] == 1
-
-
 @pytest.mark.parametrize("combination", BOTH_WAYS[:1], ids=spelled)
 def test_a_body_that_tidies_up_in_a_cold_shutdown_counts_no_crash(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
@@ -130,11 +113,6 @@ def test_sigterm_to_the_process_group_counts_no_crash(
 
 def _given_back(scene: CrashDeployment, name: str, task: str = "work") -> None:
     row = scene.wait_for_state(task, f"{task}:{name}", "pending")
-    assert (row["ended"], row["attempt"], row["crashes"], row["failures"]) == (
-        "interrupted",
-        0,
-        0,
-        0,
-    )
+    assert_has(row, ended="interrupted", attempt=0, crashes=0, failures=0)
     assert not scene.is_held(task, f"{task}:{name}")
     assert not [line for line in scene.log("Traceback") if re.search(name, line)]

@@ -4,15 +4,13 @@ By default a process is killed once at each step for each kind of provider, and 
 ``EFFECT_SEEDS=50`` repeats that fifty times.
 """
 
-import json
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -32,7 +30,6 @@ from tests.crash.invoices import (
 )
 from tests.integration.deployments import spelled
 from tests.integration.payments import Provider, provider
-from tests.support.commands import run_command
 
 __all__ = ["provider"]
 
@@ -87,7 +84,6 @@ def wave(
         made.scene.start()
         made.launch(at_each_step())
         made.launch([case for seed in range(RANDOM_EACH) for case in at_random(seed)])
-        made.launch([Case("stop", step) for step in IN_DOUBT])
         yield made
         made.scene.wait_until_drained()
     finally:
@@ -137,80 +133,6 @@ def test_a_process_killed_at_any_moment_charges_once(wave: Wave, number: int) ->
 
 
 # -- an operator -----------------------------------------------------------------------------------
-
-
-def says(wave: Wave, command: str, key: str = "", **options: Any) -> Any:
-    """What an operator gets to see; on SQLite he types it, which takes seconds, elsewhere he has a
-    program.
-    """
-    if wave.scene.record_store == "sqlite":
-        return typed(wave, command, key, **options)
-    client = wave.scene.client
-    if command == "list":
-        return [
-            found.as_json()
-            for found in client.page(client.where(states=[options["state"]])).statuses
-        ]
-    if command == "show":
-        return client.status(key, task=wave.task).as_json()
-    outcome: Literal["done", "retry"] = "done" if "done" in options else "retry"
-    return client.resolve(key, outcome, result=options.get("result"), task=wave.task).as_json()
-
-
-def typed(wave: Wave, command: str, key: str, **options: Any) -> Any:
-    """What ``celery leases`` prints, which must succeed."""
-    words = [command, *([key] if key else []), "--json"]
-    for name, value in options.items():
-        words += (
-            [f"--{name}"]
-            if value is True
-            else [f"--{name}", value if name == "state" else json.dumps(value)]
-        )
-    argv = [sys.executable, "-m", "celery", "-A", INVOICING, "leases", *words]
-    done = run_command(argv, env=os.environ | wave.scene.env)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def waiting_case(wave: Wave, step: str) -> Case:
-    """An invoice that waits for an operator, to be used by one test."""
-    case = next(case for case in reversed(wave.cases) if case.step == step)
-    assert wave.settled(case).state == "uncertain"
-    return case
-
-
-def test_an_operator_sees_an_uncertain_effect_and_resolves_it_as_done(wave: Wave) -> None:
-    case = waiting_case(wave, INSIDE)
-    key = f"invoice:{case.name}"
-    (charge,) = wave.provider.charges(case.name)
-    (idempotency_key,) = wave.provider.keys(case.name)
-    listed = {row["key"]: row for row in says(wave, "list", state="uncertain")}
-    assert (listed[key]["reason"], listed[key]["task"]) == ("uncertain", wave.task)
-    shown = says(wave, "show", key)
-    assert (shown["state"], shown["reference"]) == ("uncertain", None)
-    assert [(one["name"], one["state"], one["idempotency_key"]) for one in shown["effects"]] == [
-        ("charge", "sent", idempotency_key)
-    ]
-    assert idempotency_key in shown["error"]["message"]
-    assert "leases resolve" in shown["error"]["message"]
-    done = says(wave, "resolve", key, done=True, result={"charge": charge})
-    assert (done["state"], done["result"]) == ("done", {"charge": charge})
-    assert (done["reason"], done["error"]) == (None, None)
-    assert wave.scene.tasks.invoice.delay(case.name, case.way).get(timeout=30) == {"charge": charge}
-    assert wave.provider.charges(case.name) == [charge]
-    assert wave.invoices(case) == []
-
-
-@pytest.mark.parametrize("step", ["after intent", "after reply"])
-def test_an_operator_who_resolves_it_as_retry_lets_it_run_again(wave: Wave, step: str) -> None:
-    case = waiting_case(wave, step)
-    before = wave.provider.charges(case.name)
-    says(wave, "resolve", f"invoice:{case.name}", retry=True)
-    result = wave.scene.tasks.invoice.delay(case.name, case.way).get(timeout=30)
-    charges = wave.provider.charges(case.name)
-    assert charges == [*before, result["charge"]]
-    assert [row["reference"] for row in wave.invoices(case)] == [result["charge"]]
-    assert len(set(wave.provider.keys(case.name))) == 1
 
 
 # -- whole workers, and for as long as one likes ---------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import CrashDeploymentFactory
 from tests.crash.crash_deployments import CrashDeployment
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, spelled
+from tests.integration.deployments import BOTH_WAYS, got, spelled
 
 KILLING = "tests.apps.kill_timer_tasks"
 CHILDREN = 6
@@ -22,12 +22,10 @@ LATE = 0.25
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
 def scene(request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
-    """A worker with several children."""
     return scene_factory(request.param, home=KILLING, ttl=2, visibility=60, concurrency=CHILDREN)
 
 
 def all_dead(pids: list[int]) -> bool:
-    """Whether none of them runs, or could run again."""
     return not any(map(is_there, pids))
 
 
@@ -143,5 +141,5 @@ def test_a_body_whose_key_was_released_is_killed_as_soon_as_that_is_seen(
     wait_until(lambda: not is_there(begun["pid"]), 20, "the zombie to be dead")
     assert time.monotonic() - released < ttl / 2  # it is seen by the next renewal, after a third
     first, second = scene.wait_for("begin", 2, name=name)
-    assert result.get(timeout=PATIENCE)["fence"] == second["fence"] > first["fence"]
+    assert got(result)["fence"] == second["fence"] > first["fence"]
     scene.done_once("clings", name)

@@ -5,6 +5,7 @@ import pytest
 from tests.crash.conftest import CrashDeploymentFactory
 from tests.crash.crash_deployments import RESCHEDULE_DELAY, kill
 from tests.integration.deployments import BOTH_WAYS, PAIRWISE, spelled
+from tests.support.records import assert_has
 
 TAKEOVER = 3.0
 """By when the work of a killed child runs again on a busy machine, in seconds: far below ttl and
@@ -22,19 +23,13 @@ def test_m4_the_work_of_a_killed_pool_child_runs_again_at_once_however_long_its_
     result = scene.tasks.work.delay(name, gate=str(gate))
     (first,) = scene.wait_for("begin", name=name)
     before = scene.row("work", f"work:{name}")
-    assert before is not None
     killed = kill(first["pid"])
     second = scene.wait_for("begin", 2, name=name)[1]
     assert second["t"] - killed < TAKEOVER
     assert (second["attempt"], second["previous"], second["id"]) == (2, "crashed", first["id"])
     assert second["fence"] > first["fence"]
     row = scene.row("work", f"work:{name}")
-    assert row is not None
-    assert (row["crashes"], row["previous_ended"], row["previous_host"]) == (
-        1,
-        "crashed",
-        before["holder"],
-    )
+    assert_has(row, crashes=1, previous_ended="crashed", previous_host=before["holder"])
     gate.touch()
     assert result.get(timeout=20) == {"name": name, "fence": second["fence"]}
     scene.done_once("work", name, crashes=1)
@@ -56,7 +51,6 @@ def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to
     result = scene.tasks.work.delay(name, gate=str(gate))
     (first,) = scene.wait_for("begin", name=name)
     before = scene.row("work", f"work:{name}")
-    assert before is not None
     killed = kill(scene.worker.pid)
     free = scene.wait_until_free("work", f"work:{name}")
     assert free - killed < scene.ttl + 3.0
@@ -64,7 +58,6 @@ def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to
     second = scene.wait_for("begin", 2, name=name)[1]
     assert (second["attempt"], second["previous"], second["id"]) == (2, "abandoned", first["id"])
     row = scene.row("work", f"work:{name}")
-    assert row is not None
     assert (row["crashes"], row["previous_host"]) == (1, before["holder"])
     gate.touch()
     assert result.get(timeout=20)["fence"] == second["fence"]

@@ -33,23 +33,18 @@ DATABASE_LEASES = ("redis", "database", "postgres")
 def scene(
     request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory, provider: Provider
 ) -> CrashDeployment:
-    """A worker whose child will be paused; the broker does not deliver its message again
-    meanwhile.
-    """
+    """A worker whose child will be paused; its message is not delivered again."""
     return scene_factory(request.param, env={"PROVIDER": provider.url, "LATER": "10"}, **OPTIONS)
 
 
 def status(scene: CrashDeployment, task: str, name: str) -> LeaseStatus:
-    """Where the key of a name stands."""
     return scene.client.status(f"{task}:{name}", task=f"{INVOICING}.{task}")
 
 
 def charged(
     scene: CrashDeployment, provider: Provider, name: str, task: str, way: str
 ) -> tuple[Any, dict[str, Any], Any]:
-    """A call whose customer is charged, and whose reply the provider holds; its event, its result,
-    and the gate.
-    """
+    """A call whose reply the provider holds; its result, its event, and the gate."""
     gate = scene.gate()
     provider.script(name, {"hold": str(gate)}, dedupe=way == "dedupe")
     result = getattr(scene.tasks, task).delay(name, way)

@@ -19,16 +19,13 @@ BROKER_APART = ("redis", "redis", "postgres")
 
 @pytest.fixture
 def sentinels(leases_redis: RedisServer) -> Iterator[RedisSentinels]:
-    """A primary and a replica of the test's own; *leases_redis* is the broker, and skips without a
-    server.
-    """
+    """A primary and a replica of the test's own; *leases_redis* is the broker."""
     with RedisSentinels() as started:
         yield started
 
 
 @pytest.fixture
 def cluster(leases_redis: RedisServer) -> Iterator[RedisCluster]:
-    """Three primaries of the test's own."""
     with RedisCluster() as started:
         yield started
 
@@ -103,23 +100,6 @@ def test_a_failover_longer_than_the_lease_ends_in_one_done_record(
     stop.touch()
     assert result.get(timeout=40)["name"] == name
     scene.done_once("checks", name, crashes=0)
-
-
-def test_a_cluster_keeps_the_leases_of_twenty_calls_of_one_key(
-    scene_factory: CrashDeploymentFactory, cluster: RedisCluster, name: str
-) -> None:
-    scene = scene_factory(
-        BROKER_APART, ttl=3, visibility=30, concurrency=4, env={"LEASES_URL": cluster.url}
-    )
-    gate = scene.gate()
-    results = [scene.tasks.work.delay(name, gate=str(gate)) for _ in range(20)]
-    (begun,) = scene.wait_for("begin", name=name)
-    assert scene.is_held("work", f"work:{name}")
-    gate.touch()
-    assert [result.get(timeout=40) for result in results] == [
-        {"name": name, "fence": begun["fence"]}
-    ] * 20
-    scene.done_once("work", name)
 
 
 def test_a_cluster_that_loses_a_node_loses_its_leases_only(

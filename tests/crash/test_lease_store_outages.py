@@ -17,9 +17,7 @@ ELSEWHERE = ("rabbit", "redis", "postgres")
 
 @pytest.fixture
 def scene(scene_factory: CrashDeploymentFactory, own_redis: RedisServer) -> CrashDeployment:
-    """A worker with its broker in RabbitMQ, its records in PostgreSQL, and its leases in a Redis of
-    its own.
-    """
+    """Broker, records and leases are in servers of their own."""
     return scene_factory(ELSEWHERE, ttl=3, env={"LEASES_URL": own_redis.url})
 
 
@@ -52,20 +50,6 @@ def test_an_outage_of_the_lease_store_interrupts_a_body_and_its_work_is_done_lat
     print(
         f"told after {lost['t'] - away:.2f} s, away {back - away:.1f} s, run again {again['t'] - back:.1f} s later"
     )
-
-
-def test_a_sleeping_body_is_interrupted_by_an_outage_of_the_lease_store(
-    scene: CrashDeployment, own_redis: RedisServer, name: str
-) -> None:
-    scene.tasks.sleeps.delay(name, 600)
-    scene.wait_for("begin", name=name)
-    away = time.monotonic()
-    own_redis.pause()
-    (lost,) = scene.wait_for("lost", name=name)
-    own_redis.resume()
-    assert lost["error"] == "LeaseLost"
-    assert lost["t"] - away < scene.ttl
-    assert scene.wait_for_state("sleeps", f"sleeps:{name}", "running")["crashes"] == 0
 
 
 def test_an_outage_shorter_than_the_lease_is_not_noticed_by_the_body(

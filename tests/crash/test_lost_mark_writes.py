@@ -16,7 +16,7 @@ from tests.crash.conftest import CrashDeploymentFactory
 from tests.crash.crash_deployments import CrashDeployment
 from tests.crash.cutting_proxy import CuttingProxy
 from tests.integration.cooldowns import COOLING, OK, limited
-from tests.integration.deployments import PATIENCE
+from tests.integration.deployments import PATIENCE, got
 
 NOTING = lease_scripts.SWAP_MARK.sha.encode()
 
@@ -38,9 +38,7 @@ def scene_of(
 
 
 def held_and_waited_for(scene: CrashDeployment, name: str) -> tuple[Path, AsyncResult, AsyncResult]:
-    """A key that one call holds until the file is there, and that another has been rescheduled
-    for.
-    """
+    """A key that one call holds, and that another has been rescheduled for."""
     gate = scene.gate()
     holder = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
@@ -59,7 +57,7 @@ def test_a_call_that_waits_for_a_key_outlives_a_mark_that_was_not_set(
     assert proxy.was_cut.wait(PATIENCE)
     scene.wait_for_log(waiter.id, "rescheduled in", 4)
     gate.touch()
-    assert waiter.get(timeout=PATIENCE) == holder.get(timeout=PATIENCE)
+    assert got(waiter) == got(holder)
     assert "waits already" not in "".join(scene.log(waiter.id))
 
 
@@ -71,7 +69,7 @@ def test_a_call_that_cools_down_outlives_a_mark_that_was_not_set(
     scene.wait_for_log(result.id, "rescheduled in")
     proxy.cut(NOTING, before=True)
     assert proxy.was_cut.wait(PATIENCE)
-    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(result) == {"name": name, "paid": 2}
 
 
 def test_a_message_with_an_unreadable_header_is_not_dropped_for_a_mark(
@@ -92,7 +90,7 @@ def test_a_message_with_an_unreadable_header_is_not_dropped_for_a_mark(
     )
     scene.wait_for_log(again.id, "key ")
     gate.touch()
-    assert again.get(timeout=PATIENCE) == holder.get(timeout=PATIENCE)
+    assert got(again) == got(holder)
 
 
 def test_the_mark_of_an_ended_call_drops_no_new_message_with_the_same_id(
@@ -106,5 +104,5 @@ def test_the_mark_of_an_ended_call_drops_no_new_message_with_the_same_id(
     )
     assert Copy.read(marks.mark(stored, waiter_mark(waiter.id, 0)))
     gate.touch()
-    assert waiter.get(timeout=PATIENCE) == holder.get(timeout=PATIENCE)
+    assert got(waiter) == got(holder)
     assert marks.mark(stored, waiter_mark(waiter.id, 0)) == OVER

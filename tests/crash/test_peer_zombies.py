@@ -18,9 +18,7 @@ CALLS = 8
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
 def scene(request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
-    """A worker whose child will be paused; the broker does not deliver its message again
-    meanwhile.
-    """
+    """A worker whose child will be paused; its message is not delivered again."""
     return scene_factory(request.param, visibility=60)
 
 

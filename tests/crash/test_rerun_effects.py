@@ -46,18 +46,13 @@ def give_back(scene: CrashDeployment) -> None:
 
 
 def status(scene: CrashDeployment, name: str) -> LeaseStatus:
-    """Where the key stands."""
     return scene.client.status(f"pays:{name}", task=f"{INVOICING}.pays")
 
 
 def taken_over(
     scene: CrashDeployment, provider: Provider, name: str, way: str
 ) -> tuple[Any, list[str]]:
-    """The result of a call that was killed while it was being charged, comes again after another
-    has finished.
-
-    And both charges.
-    """
+    """A call that was killed while it was charged, and both charges; another has finished."""
     provider.script(name, {"never": True})
     killed = scene.tasks.pays.delay(name, way=way)
     first = provider.wait_for("charged", name)["id"]

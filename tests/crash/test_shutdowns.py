@@ -97,7 +97,6 @@ def test_a_further_signal_after_a_cold_shutdown_of_threads_gives_the_attempts_ba
             break
     for each in names:
         row = scene.row("work", f"work:{each}")
-        assert row is not None
         assert (row["state"], row["ended"], row["crashes"]) == ("pending", "interrupted", 0)
         assert not scene.is_held("work", f"work:{each}")
     gate.touch()

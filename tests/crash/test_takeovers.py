@@ -27,7 +27,6 @@ pytestmark = [
 
 
 def report(what: str, combination: tuple[str, ...], spans: list[float]) -> None:
-    """Print the measured spans."""
     spread = f"{min(spans):.2f} to {max(spans):.2f} s"
     print(
         f"{spelled(combination)}: {what}: median {statistics.median(spans):.2f} s, {spread}, {len(spans)} times"

@@ -2,16 +2,15 @@
 free.
 """
 
-import json
 import os
 import signal
 import time
 
 import pytest
-from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
+from celery.exceptions import TaskRevokedError, TimeLimitExceeded
 
 from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import FAILING, CrashDeployment
+from tests.crash.crash_deployments import CrashDeployment
 from tests.integration.deployments import BOTH_WAYS, spelled
 
 TTL = 30
@@ -23,9 +22,7 @@ in seconds.
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
 def scene(request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
-    """One worker; the broker does not deliver anything again by itself, and no lease ends by
-    itself.
-    """
+    """The broker delivers nothing again by itself, and no lease ends by itself."""
     return scene_factory(request.param, ttl=TTL, visibility=60)
 
 
@@ -105,51 +102,3 @@ def test_a_request_class_of_the_users_own_does_not_keep_the_key_of_a_revoked_cal
     assert scene.wait_for_log(f"audited {result.id}", "")
     gate.touch()
     assert following.get(timeout=20) == {"name": name}
-
-
-def test_the_soft_limit_is_the_bodys_failure(scene: CrashDeployment, name: str) -> None:
-    result = scene.tasks.softly.delay(name)
-    with pytest.raises(SoftTimeLimitExceeded):
-        result.get(timeout=20)
-    assert len(scene.events("limited", name=name)) == 1
-    row = scene.row("softly", f"softly:{name}")
-    assert row is not None
-    assert (row["state"], row["ended"], row["failures"], row["crashes"]) == (
-        "cooling",
-        "failed",
-        1,
-        0,
-    )
-    error = json.loads(row["error"])
-    assert error["type"].endswith("SoftTimeLimitExceeded")
-    assert error["ambiguous"]
-    assert not scene.is_held("softly", f"softly:{name}")
-
-
-@pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
-def test_a_soft_limit_just_outside_the_body_does_not_undo_its_success(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
-) -> None:
-    scene = scene_factory(combination, visibility=60, module=FAILING, start=False)
-    scene.another(env=scene.failpoint("slow settle"))
-    result = scene.tasks.softly.delay(name, 0.6)
-    assert result.get(timeout=20) == {"name": name}
-    scene.wait_until_failed("slow settle")
-    assert scene.wait_for_log(result.id, "dropped a soft time limit")
-    scene.done_once("softly", name)
-
-
-@pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
-def test_a_revoke_while_the_outcome_is_written_lets_the_statement_finish(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
-) -> None:
-    scene = scene_factory(combination, visibility=60, module=FAILING, start=False)
-    scene.another(env=scene.failpoint("slow settle"))
-    result = scene.tasks.work.delay(name, answer="sent")
-    scene.wait_until_failed("slow settle")
-    result.revoke(terminate=True)
-    row = scene.wait_for_state("work", f"work:{name}", "done")
-    assert (row["attempt"], row["crashes"]) == (1, 0)
-    scene.wait_until_free("work", f"work:{name}", 1.0)
-    assert scene.tasks.work.delay(name, answer="sent").get(timeout=20) == "sent"
-    scene.done_once("work", name)

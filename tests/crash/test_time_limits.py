@@ -12,6 +12,7 @@ from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import CrashDeploymentFactory
 from tests.crash.crash_deployments import CrashDeployment
 from tests.integration.deployments import spelled
+from tests.support.records import assert_has
 from tests.support.servers import PostgresServer, RabbitServer
 
 REDIS_LEASES = ("rabbit", "redis", "postgres")
@@ -91,19 +92,12 @@ def test_a_body_that_begins_late_and_meets_its_limit_is_counted(
         scene.tasks.limited.apply_async((name,), time_limit=3).get(timeout=30)
     wait_until(lambda: row_of(scene, "limited", name)["crashes"] == 1, 20, "the crash")
     row = row_of(scene, "limited", name)
-    assert (row["state"], row["ended"], row["reason"]) == (
-        "pending",
-        "terminated",
-        "hard time limit",
-    )
+    assert_has(row, state="pending", ended="terminated", reason="hard time limit")
     assert scene.tasks.limited.delay(name).get(timeout=30)["name"] == name
 
 
 def row_of(scene: CrashDeployment, task: str, name: str) -> dict[str, Any]:
-    """The record of *name*."""
-    row = scene.row(task, f"{task}:{name}")
-    assert row is not None
-    return row
+    return scene.row(task, f"{task}:{name}")
 
 
 @pytest.mark.every_argument
@@ -132,7 +126,7 @@ def test_a_queued_call_that_its_limit_ends_before_its_lease_makes_room_for_the_n
     with pytest.raises(TimeLimitExceeded):
         scene.tasks.prepared.apply_async((name, 30), time_limit=1).get(timeout=30)
     wait_until(
-        lambda: (scene.row("prepared", f"prepared:{name}") or {})["ended"] == "terminated",
+        lambda: (scene.find_row("prepared", f"prepared:{name}") or {})["ended"] == "terminated",
         20,
         "the call to be closed",
     )

@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 import redis
 
-from tests.integration.deployments import BOTH_WAYS, Deployment, spelled
+from tests.integration.deployments import BOTH_WAYS, Deployment, stages
 from tests.integration.query_logs import Bench, RedisMonitor
 from tests.support.servers import PostgresServer, RedisServer
 
@@ -49,17 +49,8 @@ def stage_factory(
         stage.close()
 
 
-@pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
-    """One deployment per module, on both brokers and both lease stores.
-
-    At the end nothing may be left in the queue.
-    """
-    made = stage_factory(request.param)
-    yield made
-    made.close_when_drained(request.session)
+module_stage = stages(*BOTH_WAYS)
+"""One deployment per module, on both brokers and both lease stores."""
 
 
 @pytest.fixture
@@ -75,15 +66,12 @@ def stage(module_stage: Deployment, request: pytest.FixtureRequest) -> Iterator[
 
 @pytest.fixture
 def name() -> str:
-    """A name that no other test uses."""
     return Path(uuid4().hex[:8]).name
 
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[PostgresServer]:
-    """A PostgreSQL that only this test uses, which logs every statement and writes nothing by
-    itself.
-    """
+    """A PostgreSQL that logs every statement and writes nothing by itself."""
     alone = {"autovacuum": "off", "wal_level": "minimal", "max_wal_senders": "0"}
     server = PostgresServer(settings={"log_statement": "all", **alone})
     with server:

@@ -9,7 +9,7 @@ import pytest
 
 from celery_leases import CoolingDown, LeaseStatus
 from celery_leases.testing.waits import wait_until
-from tests.integration.deployments import PATIENCE, Deployment
+from tests.integration.deployments import PATIENCE, Deployment, got
 
 COOLING = "tests.apps.cooling"
 OK = ["ok"]
@@ -30,20 +30,17 @@ def limited(seconds: float) -> list[Any]:
 
 
 def refusal(result: Any) -> CoolingDown:
-    """The error of a call during a cooldown."""
     with pytest.raises(CoolingDown) as told:
-        result.get(timeout=PATIENCE)
+        got(result)
     assert isinstance(told.value, CoolingDown)
     return told.value
 
 
 def paid(stage: Deployment, name: str) -> list[dict[str, Any]]:
-    """The runs that were paid for, oldest first."""
     return stage.events("paid", name=name)
 
 
 def status(stage: Deployment, task: str, name: str) -> LeaseStatus:
-    """The status of the key of a name."""
     return stage.client.status(f"{task}:{name}", task=f"{COOLING}.{task}")
 
 
@@ -51,13 +48,11 @@ def cooled(stage: Deployment, task: str, name: str, cooldowns: int = 1) -> dict[
     """The row once its key has had *cooldowns* cooldowns in a row."""
 
     def seen() -> bool:
-        row = stage.row(task, f"{task}:{name}") or {}
+        row = stage.find_row(task, f"{task}:{name}") or {}
         return (row.get("state"), row.get("cooldowns")) == ("cooling", cooldowns)
 
     wait_until(seen, PATIENCE, f"cooldown {cooldowns} of {task}:{name}")
-    row = stage.row(task, f"{task}:{name}")
-    assert row is not None
-    return row
+    return stage.row(task, f"{task}:{name}")
 
 
 def wait_until_over(stage: Deployment, task: str, name: str) -> None:
@@ -87,9 +82,7 @@ def settled(log: str, key: str) -> list[tuple[float, str, str, str, float]]:
 def assert_sound(
     stage: Deployment, task: str, name: str, *, logs: Sequence[str] = (), crashes: int = 0
 ) -> None:
-    """Assert that no run began while its key was cooling, and that each run ended in exactly one
-    outcome or one crash.
-    """
+    """No run began while its key was cooling, and each ended in one outcome or one crash."""
     runs = paid(stage, name)
     log = "\n".join(logs) or stage.worker.full_log()
     outcomes = settled(log, f"{task}:{name}")

@@ -60,13 +60,11 @@ _databases = count(1)
 
 
 def spelled(combination: tuple[str, ...]) -> str:
-    """The id of a combination in a test's name."""
     return "-".join(combination)
 
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables in a ``with`` block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -77,6 +75,28 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def got(result: Any, **options: Any) -> Any:
+    """What a call results in, which raises its error; *options* are those of ``get()``."""
+    return result.get(timeout=PATIENCE, **options)
+
+
+def stages(*combinations: tuple[str, ...], drained: bool = True, **options: Any) -> Any:
+    """A fixture ``module_stage`` with a worker on each of the combinations; *options* are those of
+    :class:`Deployment`. Unless *drained* is false, nothing may be left in the queue at the end.
+    """
+
+    @pytest.fixture(scope="module", params=combinations, ids=spelled)
+    def module_stage(request: pytest.FixtureRequest, stage_factory: Any) -> Iterator[Deployment]:
+        made: Deployment = stage_factory(request.param, **options)
+        yield made
+        if drained:
+            made.close_when_drained(request.session)
+        else:
+            made.close()
+
+    return module_stage
 
 
 def imported_anew(name: str, env: Mapping[str, str]) -> Any:
@@ -151,7 +171,6 @@ class Deployment:
         self.worker = self.new_worker(**(worker or {}))
 
     def new_worker(self, **options: Any) -> LocalWorker:
-        """Another worker, not started; the test must stop it."""
         chosen: dict[str, Any] = {
             "concurrency": 4,
             "cwd": Path.cwd(),
@@ -168,7 +187,6 @@ class Deployment:
         self.close()
 
     def close(self) -> None:
-        """Stop the worker and close all connections."""
         self.worker.teardown()
         self.app.close()
         self._engine.dispose()
@@ -184,9 +202,7 @@ class Deployment:
     # -- calling -----------------------------------------------------------------------------------
 
     def send(self, task: str, *args: Any, **options: Any) -> Any:
-        """Publish a call by name, as another program would; repeat with one ``task_id`` for copies
-        of one call.
-        """
+        """Publish a call by name; repeat with one ``task_id`` for copies of one call."""
         return self.app.send_task(f"{self.home}.{task}", args=args, **options)
 
     def side_queue(self) -> str:
@@ -225,9 +241,7 @@ class Deployment:
         return ids
 
     def redeliver(self, side: str) -> None:
-        """Return the one message of *side* to its queue, as a broker does after the death of a
-        worker, then let the worker consume it.
-        """
+        """Return the one message of *side* to its queue as redelivered, and let it be consumed."""
         with self.app.connection_for_write() as connection:
             channel = connection.default_channel
             message = channel.basic_get(side)
@@ -274,6 +288,13 @@ class Deployment:
         """A path for a file that does not exist; a body with this gate continues once it does."""
         return self.directory / f"gate-{uuid4().hex[:8]}"
 
+    def hold(self, task: str, name: str, **options: Any) -> tuple[Path, Any]:
+        """Call a task whose body has begun and waits; returns its gate and its result."""
+        gate = self.gate()
+        result = getattr(self.tasks, task).delay(name, gate=str(gate), **options)
+        self.wait_for("begin", name=name)
+        return gate, result
+
     # -- journal, log and records ------------------------------------------------------------------
 
     def events(self, what: str | None = None, **match: Any) -> list[dict[str, Any]]:
@@ -313,8 +334,14 @@ class Deployment:
         )
         return seen()
 
-    def row(self, task: str, key: str) -> dict[str, Any] | None:
+    def row(self, task: str, key: str) -> dict[str, Any]:
         """The whole row of a key, with the fields of its details."""
+        found = self.find_row(task, key)
+        assert found is not None, f"no row of {key}"
+        return found
+
+    def find_row(self, task: str, key: str) -> dict[str, Any] | None:
+        """The same, or ``None``."""
         query = text("SELECT * FROM celery_leases_records WHERE stored_key = :key")
         with self._engine.connect() as connection:
             found = (
@@ -344,13 +371,11 @@ class Deployment:
     ) -> dict[str, Any]:
         """Wait until the row is in *state*, and return it."""
         wait_until(
-            lambda: (self.row(task, key) or {}).get("state") == state,
+            lambda: (self.find_row(task, key) or {}).get("state") == state,
             timeout,
             f"{key} to be {state}",
         )
-        row = self.row(task, key)
-        assert row is not None
-        return row
+        return self.row(task, key)
 
     @property
     def client(self) -> OperatorClient:

@@ -38,7 +38,6 @@ class Watcher:
         self.seen.append(event)
 
     def close(self) -> None:
-        """Stop the receiver."""
         self._over = self._receiver.should_stop = True
         self._thread.join(20)
 

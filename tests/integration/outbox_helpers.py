@@ -12,8 +12,7 @@ from sqlalchemy.pool import NullPool
 
 from celery_leases.keys import stored_key
 from celery_leases.outbox import calls as outbox
-from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import PATIENCE, Deployment, spelled
+from tests.integration.deployments import Deployment, got, stages
 from tests.integration.terminal import Terminal
 
 ORDERING = "tests.apps.outbox_tasks"
@@ -23,25 +22,17 @@ LITE_DATABASE = ("redis", "database", "sqlite")
 TTL = 2.0
 
 
-@pytest.fixture(scope="module", params=(PG_REDIS, PG_DATABASE, LITE_DATABASE), ids=spelled)
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
-    """A worker of :mod:`tests.apps.outbox_tasks`; at the end nothing may be left in the queue."""
-    made = stage_factory(request.param, home=ORDERING, env={"TTL": f"{TTL:g}"})
-    yield made
-    made.close_when_drained(request.session)
+module_stage = stages(PG_REDIS, PG_DATABASE, LITE_DATABASE, home=ORDERING, env={"TTL": f"{TTL:g}"})
+"""A worker of :mod:`tests.apps.outbox_tasks`."""
 
 
 @pytest.fixture(scope="module")
 def operator(module_stage: Deployment) -> Terminal:
-    """A terminal with the settings of the worker."""
     return Terminal(ORDERING, module_stage.env)
 
 
 @pytest.fixture(scope="module")
 def engine(module_stage: Deployment) -> Iterator[Engine]:
-    """An SQLAlchemy engine of the user for the records database."""
     made = create_engine(module_stage.database_url, poolclass=NullPool)
     if module_stage.record_store == "sqlite":
         event.listen(
@@ -55,7 +46,6 @@ def engine(module_stage: Deployment) -> Iterator[Engine]:
 
 
 def driver(stage: Deployment) -> Any:
-    """A plain DB-API connection in a transaction."""
     if stage.record_store == "sqlite":
         return sqlite3.connect(str(make_url(stage.database_url).database))
     url = make_url(stage.database_url).set(drivername="postgresql")
@@ -63,14 +53,10 @@ def driver(stage: Deployment) -> Any:
 
 
 def record(stage: Deployment, name: str, task: str = "order") -> dict[str, Any]:
-    """The record of a name."""
-    row = stage.row(task, f"{task}:{name}")
-    assert row is not None
-    return row
+    return stage.row(task, f"{task}:{name}")
 
 
 def change(stage: Deployment, name: str, values: str, task: str = "order") -> None:
-    """Change columns of a record."""
     key = {"key": stored_key(f"{stage.home}.{task}", f"{task}:{name}")}
     with stage._engine.connect() as connection:
         written = f"UPDATE celery_leases_records SET {values} WHERE stored_key = :key"  # noqa: S608
@@ -105,12 +91,10 @@ def begins(stage: Deployment, name: str) -> list[str]:
 
 
 def by(name: str, call_id: str) -> str:
-    """The result of a call."""
     return f"{name} by {call_id}"
 
 
 def at_once(*steps: Callable[[], Any]) -> list[Any]:
-    """Run steps at the same time; returns their results."""
     barrier, answers = threading.Barrier(len(steps)), {}
 
     def go(number: int, step: Callable[[], Any]) -> None:
@@ -132,8 +116,7 @@ def rescued(stage: Deployment, name: str, *, dry_run: bool = False) -> int:
 
 
 def doubtful(stage: Deployment, name: str) -> str:
-    """Make a key uncertain."""
     with pytest.raises(Exception, match="is not known"):
-        stage.tasks.order.delay(name, None, "doubt").get(timeout=PATIENCE)
+        got(stage.tasks.order.delay(name, None, "doubt"))
     assert record(stage, name)["state"] == "uncertain"
     return f"order:{name}"

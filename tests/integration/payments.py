@@ -33,9 +33,7 @@ class Provider:
         connection.close()
 
     def lines(self, what: str, customer: str | None = None, **match: Any) -> list[dict[str, Any]]:
-        """Lines of the ledger, the oldest first; *what* is ``asked``, ``charged``, ``deduped``,
-        ``looked`` or ``replied``.
-        """
+        """Lines of the ledger; *what* is asked, charged, deduped, looked or replied."""
         found = (
             [json.loads(line) for line in self._ledger.read_text().splitlines()]
             if self._ledger.exists()
@@ -69,7 +67,6 @@ class Provider:
         return self.lines(what, customer)[number - 1]
 
     def close(self) -> None:
-        """Stop the provider."""
         self._process.end()
 
     def __enter__(self) -> Self:

@@ -54,7 +54,6 @@ class RedisMonitor:
         return [line.split()[0].upper() for line in told if self._about in line]
 
     def close(self) -> None:
-        """Stop monitoring."""
         self._stop.set()
         self._client.echo("end")
         self._thread.join(10)
@@ -62,9 +61,7 @@ class RedisMonitor:
 
 
 class StatementLog:
-    """The statements that a PostgreSQL server received, from its log (``log_statement=all``), with
-    BEGIN and COMMIT.
-    """
+    """The statements that a PostgreSQL server received, from its log, with BEGIN and COMMIT."""
 
     _STATEMENT = re.compile(r"LOG: +(?:statement|execute [^:]+): (.*)")
 
@@ -90,9 +87,7 @@ class StatementLog:
 
 @dataclass(frozen=True)
 class Writes:
-    """What a PostgreSQL server wrote: bytes of WAL, transaction ids, and rows that were locked but
-    not changed.
-    """
+    """Bytes of WAL, transaction ids, and rows that were locked but not changed."""
 
     wal: float
     xids: float
@@ -116,7 +111,6 @@ class Bench:
         self.sql = StatementLog(postgres, self.ask)
 
     def ask(self, statement: str) -> list[dict[str, Any]]:
-        """Execute a statement in the database."""
         with self.stage._engine.connect() as connection:
             return [dict(row) for row in connection.exec_driver_sql(statement).mappings()]
 
@@ -162,6 +156,5 @@ class Bench:
         return found
 
     def close(self) -> None:
-        """Close the deployment and stop monitoring."""
         self.redis.close()
         self.stage.close()

@@ -60,7 +60,6 @@ class Window:
             return self._calls[-self._limit] + self._seconds - now
 
     def lift(self) -> None:
-        """Accept everything from now on."""
         self._lifted = True
 
     @property

@@ -18,7 +18,6 @@ class Terminal:
         self._env = {**os.environ, **env}
 
     def types(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run one command."""
         command = [sys.executable, "-m", "celery", "-A", self._app, "leases", *words]
         return run_command(command, env=self._env)
 

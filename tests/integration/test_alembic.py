@@ -102,9 +102,7 @@ def downgrade():
 
 
 def project(where: Path, url: str, env: str) -> Config:
-    """An Alembic project with a table of its own and two revisions: the second one is for a later
-    release of ours.
-    """
+    """An Alembic project with a table and two revisions, one for a later release of ours."""
     scripts = where / "migrations"
     (scripts / "versions").mkdir(parents=True)
     (scripts / "env.py").write_text(SYNC + env)

@@ -10,6 +10,7 @@ from celery import Celery
 
 from celery_leases import Failures, LeaseClient, LeasedTask
 from celery_leases.errors import LeaseHeld
+from tests.support.records import assert_has
 
 
 class Stop(BaseException):
@@ -38,12 +39,7 @@ def test_it_is_a_failure_like_any_other_and_counts(error: BaseException) -> None
     with pytest.raises(type(error)):
         ends.apply(args=("a",))
     status = LeaseClient.from_app(app, eager=True).status("ends:a", task="ends")
-    assert (status.state, status.attempt, status.failures, status.resumes) == (
-        "cooling",
-        1,
-        1,
-        False,
-    )
+    assert_has(status, state="cooling", attempt=1, failures=1, resumes=False)
     assert status.error is not None
     assert status.error.type.endswith(type(error).__name__)
     app.close()

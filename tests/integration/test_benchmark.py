@@ -19,7 +19,6 @@ TASKS = 40
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    """Its servers, with every contender in the environment of the tests."""
     with pytest.MonkeyPatch.context() as patch, Bench() as made:
         patch.setattr(benches, "interpreter", lambda _: sys.executable)
         yield made

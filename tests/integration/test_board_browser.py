@@ -34,7 +34,6 @@ MINUTE = 60_000_000
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Iterator[Shop]:
-    """A shop with some of everything."""
     made = Shop(sqlite(tmp_path))
     for number in range(1840, 1870):
         made.put(f"order:{number}")
@@ -98,7 +97,6 @@ def board(shop: Shop, tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def pictures() -> Path | None:
-    """Where pictures are wanted."""
     wanted = os.environ.get("LEASES_PICTURES")
     return Path(wanted) if wanted else None
 

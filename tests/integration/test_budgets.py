@@ -9,13 +9,12 @@ from uuid import uuid4
 import pytest
 import redis
 
-from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import BenchFactory, DeploymentFactory
 from tests.integration.deployments import (
-    PATIENCE,
     RABBIT_DATABASE_POSTGRES,
     REDIS_REDIS_POSTGRES,
     Deployment,
+    got,
     spelled,
 )
 from tests.integration.query_logs import Bench, RedisMonitor, Writes
@@ -37,15 +36,14 @@ MEASURED = 20
 def _warm_up(stage: Deployment) -> None:
     """Connections are made, scripts and statements known."""
     for _ in range(8):
-        stage.tasks.work.delay("warm").get(timeout=PATIENCE)
-        stage.tasks.keyless.delay("warm").get(timeout=PATIENCE)
+        got(stage.tasks.work.delay("warm"))
+        got(stage.tasks.keyless.delay("warm"))
 
 
 @pytest.fixture(
     scope="module", params=[REDIS_REDIS_POSTGRES, RABBIT_DATABASE_POSTGRES], ids=spelled
 )
 def bench(request: pytest.FixtureRequest, bench_factory: BenchFactory) -> Iterator[Bench]:
-    """A worker that has run before."""
     made = bench_factory(request.param)
     _warm_up(made.stage)
     yield made
@@ -53,9 +51,7 @@ def bench(request: pytest.FixtureRequest, bench_factory: BenchFactory) -> Iterat
 
 
 def test_a_first_run_is_two_redis_trips_and_two_statements(bench: Bench, name: str) -> None:
-    commands, statements = bench.cost(
-        lambda: bench.stage.tasks.work.delay(name).get(timeout=PATIENCE)
-    )
+    commands, statements = bench.cost(lambda: got(bench.stage.tasks.work.delay(name)))
     assert commands == ([] if bench.stage.lease_store == "database" else ["EVALSHA", "EVALSHA"])
     assert len(statements) == 2
     assert statements[1] == "UPDATE"
@@ -66,12 +62,10 @@ def test_a_duplicate_is_answered_by_one_statement_that_writes_nothing(
     bench: Bench, name: str
 ) -> None:
     stage = bench.stage
-    value = stage.tasks.work.delay(name).get(timeout=PATIENCE)
+    value = got(stage.tasks.work.delay(name))
     before = bench.version(f"work:{name}")
     answers: list[Any] = []
-    commands, statements = bench.cost(
-        lambda: answers.append(stage.tasks.work.delay(name).get(timeout=PATIENCE))
-    )
+    commands, statements = bench.cost(lambda: answers.append(got(stage.tasks.work.delay(name))))
     assert answers == [value]
     assert len(commands) == (0 if stage.lease_store == "database" else 2)
     assert len(statements) == 1
@@ -82,7 +76,7 @@ def test_a_redelivered_copy_is_answered_by_one_select(bench: Bench, name: str) -
     """No lease is acquired, and nothing is written."""
     stage, side = bench.stage, bench.stage.side_queue()
     call = str(uuid4())
-    stage.send("work", name, task_id=call).get(timeout=PATIENCE)
+    got(stage.send("work", name, task_id=call))
     before = bench.version(f"work:{name}")
     stage.send("work", name, task_id=call, queue=side)
 
@@ -112,7 +106,7 @@ def test_a_first_run_and_a_replay_write_within_their_budgets(bench: Bench, name:
 
         def call(names: list[str] = names) -> None:
             for each in names:
-                work.delay(each).get(timeout=PATIENCE)
+                got(work.delay(each))
 
         first_runs.append(_each(bench.writes(call)))
         replays.append(_each(bench.writes(call)))
@@ -122,42 +116,7 @@ def test_a_first_run_and_a_replay_write_within_their_budgets(bench: Bench, name:
 
 
 def _each(writes: Writes) -> Writes:
-    """Per call."""
     return Writes(writes.wal / MEASURED, writes.xids / MEASURED, writes.row_locks / MEASURED)
-
-
-def test_replays_leave_no_dead_tuple_behind(bench: Bench, name: str) -> None:
-    """A read may clear a page of rows that were dead before."""
-    stage = bench.stage
-    value = stage.tasks.work.delay(name).get(timeout=PATIENCE)
-    before = _statistics_of_writes(bench)
-    stage.worker.start()
-    results = [stage.tasks.work.delay(name) for _ in range(20)]
-    assert [result.get(timeout=PATIENCE) for result in results] == [value] * 20
-    after = _statistics_of_writes(bench)
-    for old, new in zip(before, after, strict=True):
-        assert new.pop("n_dead_tup") <= old.pop("n_dead_tup")
-    assert after == before
-    (records,) = [table for table in before if table["relname"] == "celery_leases_records"]
-    assert records["n_tup_ins"] > 0
-    assert records["n_tup_upd"] >= records["n_tup_ins"], "the runs before were counted"
-
-
-def _statistics_of_writes(bench: Bench) -> list[dict[str, Any]]:
-    """What was written to the tables so far. A backend reports its last numbers when it ends, so
-    the worker is stopped first.
-    """
-    bench.stage.worker.stop()
-    others = "SELECT count(*) AS n FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> "
-    wait_until(
-        lambda: bench.ask(f"{others} pg_backend_pid()")[0]["n"] == 0,
-        10,
-        "the end of the worker's connections",
-    )
-    columns = "relname, n_tup_ins, n_tup_upd, n_tup_del, n_dead_tup"
-    return bench.ask(
-        f"SELECT {columns} FROM pg_stat_user_tables WHERE relname LIKE 'celery_leases%%' ORDER BY 1"  # noqa: S608
-    )
 
 
 def test_an_empty_redis_costs_nothing_more(
@@ -172,13 +131,13 @@ def test_an_empty_redis_costs_nothing_more(
     tape = RedisMonitor(lease_server.url)
     bench = Bench(stage, postgres, tape)
     try:
-        stage.tasks.work.delay(f"{name}-warm").get(timeout=PATIENCE)
+        got(stage.tasks.work.delay(f"{name}-warm"))
         with redis.Redis.from_url(lease_server.url) as client:
             client.flushall()  # may take the scripts along
         costs = []
         for number in range(5):
             call = stage.tasks.work.s(f"{name}-{number}")
-            costs.append(bench.cost(lambda call=call: call.delay().get(timeout=PATIENCE)))  # type: ignore[misc]
+            costs.append(bench.cost(lambda call=call: got(call.delay())))  # type: ignore[misc]
         # A purge may fall into one of them.
         assert sorted(len(statements) for _, statements in costs)[:-1] == [2] * 4
         assert [commands for commands, _ in costs[1:]] == [["EVALSHA", "EVALSHA"]] * 4

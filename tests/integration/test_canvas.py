@@ -5,40 +5,13 @@ first result.
 from uuid import uuid4
 
 import pytest
-from celery import chain, chord, group
+from celery import chain, chord
 from celery.exceptions import ChordError
 
-from tests.integration.deployments import PATIENCE, Deployment
+from tests.integration.deployments import Deployment, got
 
 # The callbacks of one call may be sent twice when its process dies between Celery's dispatch and
 # our mark: tests/crash has that window. Here no process dies, so each is sent exactly once.
-
-
-def test_duplicates_inside_a_group_share_one_body(stage: Deployment, name: str) -> None:
-    work = stage.tasks.work
-    values = group(work.s(name), work.s(name), work.s(f"{name}-other"), work.s(name))().get(
-        timeout=PATIENCE
-    )
-    assert values[0] == values[1] == values[3]
-    assert values[2]["name"] == f"{name}-other"
-    assert len(stage.events("begin", name=name)) == 1
-
-
-def test_a_group_delivered_three_times_runs_each_once(stage: Deployment, name: str) -> None:
-    side, gate = stage.side_queue(), stage.gate()
-    members = [stage.tasks.work.s(f"{name}-{n}", gate=str(gate)).set(queue=side) for n in range(2)]
-    outcome = group(members)()
-    ids = stage.forward(side, copies=3)
-    for n in range(2):
-        stage.wait_for("begin", name=f"{name}-{n}")
-        stage.wait_for_log(ids[n], "a copy of this call is running")
-    gate.touch()
-    values = outcome.get(timeout=PATIENCE)
-    assert [value["name"] for value in values] == [f"{name}-0", f"{name}-1"]
-    stage.wait_until_drained()
-    for n in range(2):
-        assert len(stage.events("begin", name=f"{name}-{n}")) == 1
-    assert outcome.get(timeout=PATIENCE) == values
 
 
 def test_a_chain_delivered_three_times_goes_on_once(stage: Deployment, name: str) -> None:
@@ -49,7 +22,7 @@ def test_a_chain_delivered_three_times_goes_on_once(stage: Deployment, name: str
     stage.wait_for("begin", name=name)
     stage.wait_for_log(call, "a copy of this call is running")
     gate.touch()
-    assert outcome.get(timeout=PATIENCE) == name
+    assert got(outcome) == name
     stage.wait_for_log(call, "dropped: its result and callbacks are already sent")
     stage.wait_until_drained()
     assert len(stage.events("begin", name=name)) == 1
@@ -64,10 +37,10 @@ def test_copies_that_come_while_callbacks_are_sent_send_none(stage: Deployment, 
         step = stage.tasks.leased_link.s().set(queue=side)
         results.append(chain(stage.tasks.plain.s(f"{name}-{n}"), step, stage.tasks.plain.s())())
     for n, result in enumerate(results):
-        assert result.parent.parent.get(timeout=PATIENCE) == f"{name}-{n}"
+        assert got(result.parent.parent) == f"{name}-{n}"
     stage.forward(side, copies=2)
     for n, result in enumerate(results):
-        assert result.get(timeout=PATIENCE) == f"{name}-{n}"
+        assert got(result) == f"{name}-{n}"
         stage.wait_for_log(result.parent.id, "dropped")
     stage.wait_until_drained()
     for result in results:
@@ -86,7 +59,7 @@ def test_links_of_a_call_that_is_delivered_again_when_it_is_done_are_not_sent_ag
     result = task.apply_async(queue=now, link=link)
     task.apply_async(queue=later, link=link)
     stage.forward(now)
-    assert result.get(timeout=PATIENCE)["name"] == name
+    assert got(result)["name"] == name
     stage.wait_for(callback, id=linked)
     stage.wait_for_log(call, "succeeded")
     stage.forward(later, copies=2)
@@ -96,9 +69,9 @@ def test_links_of_a_call_that_is_delivered_again_when_it_is_done_are_not_sent_ag
 
 
 def test_another_call_gets_the_result_and_its_own_callbacks(stage: Deployment, name: str) -> None:
-    assert stage.tasks.work.delay(name).get(timeout=PATIENCE)
+    assert got(stage.tasks.work.delay(name))
     duplicate = stage.tasks.work.apply_async((name,), link=stage.tasks.gather.s())
-    value = duplicate.get(timeout=PATIENCE)
+    value = got(duplicate)
     (linked,) = stage.wait_for("gather", values=value)
     assert linked["values"]["name"] == name
     assert len(stage.events("begin", name=name)) == 1
@@ -113,7 +86,7 @@ def test_a_chord_member_delivered_three_times_counts_once(stage: Deployment, nam
     for call in ids:
         stage.wait_for_log(call, "a copy of this call is running")
     gate.touch()
-    values = result.get(timeout=PATIENCE)
+    values = got(result)
     assert [value["name"] for value in values] == [f"{name}-0", f"{name}-1"]
     stage.wait_until_drained()
     assert len(stage.events("gather", id=result.id)) == 1
@@ -127,7 +100,7 @@ def test_a_frozen_chord_applied_again_runs_nothing(stage: Deployment, name: str)
     )
     frozen.freeze()
     result = frozen.apply_async()
-    values = result.get(timeout=PATIENCE)
+    values = got(result)
     members = [child.id for child in result.parent.children]
     stage.wait_until_drained()  # the callbacks of each call are noted
     again = frozen.apply_async()
@@ -135,25 +108,16 @@ def test_a_frozen_chord_applied_again_runs_nothing(stage: Deployment, name: str)
     for call in members:
         stage.wait_for_log(call, "dropped: its result and callbacks are already sent")
     stage.wait_until_drained()
-    assert stage.app.AsyncResult(again.id).get(timeout=PATIENCE) == values
-    assert [stage.app.AsyncResult(call).get(timeout=PATIENCE) for call in members] == values
+    assert got(stage.app.AsyncResult(again.id)) == values
+    assert [got(stage.app.AsyncResult(call)) for call in members] == values
     assert [len(stage.events("begin", name=f"{name}-{n}")) for n in range(2)] == [1, 1]
-    assert len(stage.events("gather", id=result.id)) == 1
-
-
-def test_a_chord_whose_member_is_redelivered_completes(stage: Deployment, name: str) -> None:
-    side = stage.side_queue()
-    header = [stage.tasks.work.s(f"{name}-a").set(queue=side), stage.tasks.work.s(f"{name}-b")]
-    result = chord(header, stage.tasks.gather.s())()
-    stage.redeliver(side)
-    assert [value["name"] for value in result.get(timeout=PATIENCE)] == [f"{name}-a", f"{name}-b"]
     assert len(stage.events("gather", id=result.id)) == 1
 
 
 def test_a_leased_body_of_a_chord_runs_once(stage: Deployment, name: str) -> None:
     header = [stage.tasks.keyless.s(name), stage.tasks.keyless.s(name)]
     result = chord(header, stage.tasks.leased_link.si(name))()
-    assert result.get(timeout=PATIENCE) == name
+    assert got(result) == name
     assert len(stage.events("leased_link", id=result.id)) == 1
     assert len(stage.events("begin", name=name)) == 2
 
@@ -172,8 +136,8 @@ def test_what_would_be_dropped_still_completes_a_chord(
     )()
     stage.wait_for_log(f"{task}:{name}", "another call holds the key")
     gate.touch()
-    value = running.get(timeout=PATIENCE)
-    assert result.get(timeout=PATIENCE) == [value, value]
+    value = got(running)
+    assert got(result) == [value, value]
     assert len(stage.events("begin", name=name)) == 1
 
 
@@ -187,7 +151,7 @@ def test_the_leased_errback_of_failed_calls_runs_once(stage: Deployment, name: s
     ]
     for call in calls:
         with pytest.raises((ValueError, ChordError)):
-            call.get(timeout=PATIENCE)
+            got(call)
     stage.wait_until_drained()
     (ran,) = stage.wait_for("refund", name=name)
     assert ran["key"] == f"refunds:{name}"

@@ -36,18 +36,15 @@ class Operator:
         self.records = SqlRecordStore(engine_for(database_url))
 
     def types(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run ``celery -A tests.apps.leased leases`` with *words*."""
         command = [sys.executable, "-m", "celery", "-A", "tests.apps.leased", "leases", *words]
         return run_command(command, env=self.env)
 
     def sees(self, *words: str) -> str:
-        """What a command prints that must succeed."""
         done = self.types(*words)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     def lists(self, *words: str) -> list[Any]:
-        """What ``list`` prints as JSON: an object on each line."""
         return [json.loads(line) for line in self.sees("list", *words, "--json").splitlines()]
 
     def runs(self, task: str, key: str) -> None:
@@ -58,7 +55,6 @@ class Operator:
     def finished(
         self, task: str, key: str, state: State = State.DONE, result: str = '{"sent": 1}'
     ) -> None:
-        """Let a call of *task* have ended."""
         call = make_call(f"t:{task}|{key}", task=task, key=key)
         record = won(self.records, call, "database")
         assert self.records.settle(record, outcome(record, state, Ended.RETURNED, result=result))
@@ -66,7 +62,6 @@ class Operator:
 
 @pytest.fixture
 def operator(tmp_path: Path) -> Operator:
-    """An operator of a SQLite database with its tables."""
     someone = Operator(f"sqlite:///{tmp_path / 'records.db'}")
     someone.records.migrate()
     return someone
@@ -126,18 +121,6 @@ def test_forget_frees_a_failed_key_and_release_refers_to_it(operator: Operator) 
     operator.finished(WORK, "invoice:3", State.FAILED)
     assert "leases retry" in operator.types("release", "invoice:3").stderr
     assert json.loads(operator.sees("forget", "invoice:3", "--json"))["state"] == "absent"
-
-
-def test_the_list_names_states_and_can_be_narrowed(operator: Operator) -> None:
-    operator.finished(WORK, "invoice:4")
-    operator.runs(RERUN, "odd\nkey")
-    lines = operator.sees("list").splitlines()
-    assert lines[0].split()[:3] == ["STATE", "KEY", "TASK"]
-    assert len(lines) == 3
-    assert "odd\\nkey" in lines[1]
-    assert [row["key"] for row in operator.lists("--state", "done")] == ["invoice:4"]
-    assert [row["key"] for row in operator.lists("--task", RERUN)] == ["odd\nkey"]
-    assert operator.lists("--state", "abandoned") == []
 
 
 def test_a_key_of_two_tasks_asks_which(operator: Operator) -> None:

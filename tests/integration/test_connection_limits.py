@@ -11,7 +11,7 @@ from sqlalchemy import create_engine, text
 
 from celery_leases.testing.waits import POLL
 from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import PATIENCE, REDIS_REDIS_POSTGRES, Deployment
+from tests.integration.deployments import REDIS_REDIS_POSTGRES, Deployment, got
 
 CALLS = 300
 CHILDREN = 4
@@ -27,13 +27,11 @@ AT_MOST = dict.fromkeys(POOLS, (10, 10)) | {"prefork": (CHILDREN * 3 + 2, CHILDR
 
 @pytest.fixture(params=POOLS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """A kind of worker."""
     return str(request.param)
 
 
 @pytest.fixture
 def stage(kind: str, stage_factory: DeploymentFactory) -> Iterator[Deployment]:
-    """A worker of the kind."""
     pool, concurrency, combination = POOLS[kind]
     if pool == "gevent":
         pytest.importorskip(pool)
@@ -56,16 +54,13 @@ class Watcher:
         self._redis = redis.Redis.from_url(stage.redis_url)
 
     def close(self) -> None:
-        """Close its own connections."""
         self._engine.dispose()
         self._redis.close()
 
     def counted(self) -> tuple[int, int]:
-        """Those to both."""
         return self.databases(), self.lease_stores()
 
     def databases(self) -> int:
-        """Those to the database."""
         query = text(
             "SELECT count(*) FROM pg_stat_activity WHERE datname = :name AND backend_type = :kind"
         )
@@ -90,7 +85,7 @@ def test_many_bodies_have_few_connections(stage: Deployment, kind: str, name: st
     while not results[-1].ready() or len(seen) < 20:
         time.sleep(POLL)
         seen.append(watcher.counted())
-    values = [result.get(timeout=PATIENCE) for result in results]
+    values = [got(result) for result in results]
     seen.append(watcher.counted())
     watcher.close()
     assert [value["name"] for value in values] == [f"{name}-{number}" for number in range(CALLS)]

@@ -12,25 +12,24 @@ from kombu.exceptions import EncodeError
 
 from celery_leases.errors import AlreadyDone, LeaseHeld, ResultMissing
 from celery_leases.worker.processes import close_all
-from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, imported_anew, spelled
+from tests.integration.deployments import (
+    BOTH_WAYS,
+    Deployment,
+    got,
+    imported_anew,
+    stages,
+)
 
 SHAPES = "tests.apps.shapes"
 
 
-@pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
-    """A worker that knows the tasks of ``tests.apps.shapes`` too."""
-    made = stage_factory(request.param, module=SHAPES)
-    yield made
-    made.close_when_drained(request.session)
+module_stage = stages(*BOTH_WAYS, module=SHAPES)
+"""A worker that knows the tasks of ``tests.apps.shapes`` too."""
 
 
 def shaped(stage: Deployment, task: str, *args: object, **kwargs: object) -> object:
     """The result of a task of ``tests.apps.shapes``, which only the worker has imported."""
-    return stage.app.send_task(f"{SHAPES}.{task}", args=args, kwargs=kwargs).get(timeout=PATIENCE)
+    return got(stage.app.send_task(f"{SHAPES}.{task}", args=args, kwargs=kwargs))
 
 
 # -- retries and Celery's own control flow ---------------------------------------------------------
@@ -43,28 +42,10 @@ def test_another_call_does_not_jump_the_queue_during_a_countdown(
     stage.wait_for_state("retries", f"retries:{name}", "pending")
     other = stage.tasks.retries.delay(name, 1, countdown=2)
     stage.wait_for_log(other.id, "is cooling down")
-    assert (
-        other.get(timeout=PATIENCE) == first.get(timeout=PATIENCE) == {"name": name, "retries": 1}
-    )
+    assert got(other) == got(first) == {"name": name, "retries": 1}
     begun = stage.events("begin", name=name)
     assert [event["id"] for event in begun] == [first.id] * 2
     assert begun[1]["t"] - begun[0]["t"] >= 1.9
-
-
-def test_a_retry_without_attempts_left_raises_the_last_error(stage: Deployment, name: str) -> None:
-    """Its caller gets the original error, and the key cools down."""
-    with pytest.raises(ValueError, match=f"not yet: {name}"):
-        stage.tasks.auto.delay(name, 100).get(timeout=PATIENCE)
-    assert [event["retries"] for event in stage.events("begin", name=name)] == [0, 1, 2, 3]
-    row = stage.row("auto", f"auto:{name}")
-    assert row is not None
-    assert (row["state"], row["ended"], row["failures"], row["resumes"]) == (
-        "cooling",
-        "failed",
-        1,
-        0,
-    )
-    assert not stage.is_held("auto", f"auto:{name}")
 
 
 def test_what_the_body_ignores_is_done_without_a_result(stage: Deployment, name: str) -> None:
@@ -81,36 +62,28 @@ def test_what_the_body_rejects_runs_when_it_is_moved_back(stage: Deployment, nam
     """Such as a dead letter."""
     call = stage.tasks.passes.delay(name, "reject")
     with pytest.raises(Reject):
-        call.get(timeout=PATIENCE)
+        got(call)
     row = stage.wait_for_state("passes", f"passes:{name}", "pending")
     assert (row["ended"], row["resumes"], row["failures"]) == ("rejected", 0, 0)
     stage.send("passes", name, "reject", task_id=call.id)
     assert len(stage.wait_for("begin", 2, name=name)) == 2
-    assert stage.tasks.passes.delay(name, "return").get(timeout=PATIENCE) == {"name": name}
+    assert got(stage.tasks.passes.delay(name, "return")) == {"name": name}
 
 
 @pytest.mark.parametrize("how", ["retry and return", "publish itself"])
 def test_a_call_that_goes_on_elsewhere_is_not_done(stage: Deployment, name: str, how: str) -> None:
     steps = (stage.tasks.passes.si(name, how) | stage.tasks.plain.s())()
-    assert steps.get(timeout=PATIENCE) == {"name": name}
+    assert got(steps) == {"name": name}
     begun = stage.events("begin", name=name)
     assert [event["attempt"] for event in begun] == [1, 2]
     assert len({event["id"] for event in begun}) == 1
 
 
 def test_what_the_body_rejects_for_another_time_runs_again(stage: Deployment, name: str) -> None:
-    assert stage.tasks.passes.delay(name, "requeue").get(timeout=PATIENCE) == {"name": name}
+    assert got(stage.tasks.passes.delay(name, "requeue")) == {"name": name}
     assert [event["attempt"] for event in stage.events("begin", name=name)] == [1, 2]
     row = stage.row("passes", f"passes:{name}")
-    assert row is not None
     assert (row["state"], row["crashes"]) == ("done", 0)
-
-
-def test_a_replaced_task_gives_the_result_of_its_replacement(stage: Deployment, name: str) -> None:
-    assert stage.tasks.passes.delay(name, "replace").get(timeout=PATIENCE) == name
-    stage.wait_for_state("passes", f"passes:{name}", "done")
-    assert not stage.is_held("passes", f"passes:{name}")
-    assert len(stage.events("begin", name=name)) == 1
 
 
 def test_another_call_gets_the_result_of_a_replacement(stage: Deployment, name: str) -> None:
@@ -120,9 +93,9 @@ def test_another_call_gets_the_result_of_a_replacement(stage: Deployment, name: 
     other = stage.tasks.passes.delay(name, str(gate))
     stage.wait_for_log(other.id, f"call {first.id} continues as another task, which has not ended")
     gate.touch()
-    assert first.get(timeout=PATIENCE) == other.get(timeout=PATIENCE) == name
+    assert got(first) == got(other) == name
     steps = (stage.tasks.passes.si(name, str(gate)) | stage.tasks.plain.s())()
-    assert steps.get(timeout=PATIENCE) == name
+    assert got(steps) == name
     assert len(stage.events("begin", name=name)) == 1
 
 
@@ -132,7 +105,7 @@ def test_another_call_gets_the_error_of_a_replacement(stage: Deployment, name: s
     calls = [stage.tasks.passes.delay(name, str(gate)) for _ in range(2)]
     for call in calls:
         with pytest.raises(ValueError, match=f"broken {name}"):
-            call.get(timeout=PATIENCE)
+            got(call)
     assert len(stage.events("begin", name=name)) == 1
 
 
@@ -140,7 +113,7 @@ def test_another_call_gets_the_error_of_a_replacement(stage: Deployment, name: s
 
 
 def test_a_task_that_calls_itself_does_not_wait_for_its_lease(stage: Deployment, name: str) -> None:
-    assert stage.tasks.recursive.delay(name, 2).get(timeout=PATIENCE) == [2, 1, 0]
+    assert got(stage.tasks.recursive.delay(name, 2)) == [2, 1, 0]
     held = [(event["what"], event["depth"], event["held"]) for event in stage.events(name=name)]
     assert held == [
         ("begin", 2, True),
@@ -151,27 +124,26 @@ def test_a_task_that_calls_itself_does_not_wait_for_its_lease(stage: Deployment,
         ("end", 2, True),
     ]
     row = stage.row("recursive", f"recursive:{name}")
-    assert row is not None
     assert (row["state"], row["attempt"]) == ("done", 1)
 
 
 def test_another_task_called_directly_in_a_body_runs_alone(stage: Deployment, name: str) -> None:
-    assert stage.tasks.calls.delay(name).get(timeout=PATIENCE) == {"direct": 9, "map": [1, 4]}
+    assert got(stage.tasks.calls.delay(name)) == {"direct": 9, "map": [1, 4]}
     (begin,) = stage.events("begin", name=name)
     (end,) = stage.events("end", name=name)
     assert begin["key_before"] == end["key_after"] == f"calls:{name}"
     assert begin["held"]
     assert end["held"]
-    assert stage.row("square", "square:3") is None
+    assert stage.find_row("square", "square:3") is None
 
 
 def test_map_and_chunks_run_the_bodies_without_leases(stage: Deployment) -> None:
     square = stage.tasks.square
-    assert square.map([7, 7, 8]).apply_async().get(timeout=PATIENCE) == [49, 49, 64]
-    assert square.chunks([(9,), (9,)], 1).apply_async().get(timeout=PATIENCE) == [[81], [81]]
+    assert got(square.map([7, 7, 8]).apply_async()) == [49, 49, 64]
+    assert got(square.chunks([(9,), (9,)], 1).apply_async()) == [[81], [81]]
     assert {event["held"] for event in stage.events("square")} == {False}
-    assert stage.row("square", "square:7") is None
-    assert square.delay(10).get(timeout=PATIENCE) == 100
+    assert stage.find_row("square", "square:7") is None
+    assert got(square.delay(10)) == 100
     assert stage.events("square", number=10)[0]["held"]
 
 
@@ -233,14 +205,6 @@ def eager(stage: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     stage.app.set_current()
 
 
-def test_apply_runs_the_protocol_and_replays(stage: Deployment, name: str, eager: Any) -> None:
-    first = eager.work.apply(args=(name,))
-    assert first.get()["name"] == name
-    assert eager.work.apply(args=(name,)).get() == first.get()
-    assert len(stage.events("begin", name=name)) == 1
-    assert stage.row("work", f"work:{name}") is None
-
-
 def test_task_always_eager_replays_and_retries(stage: Deployment, name: str, eager: Any) -> None:
     eager.app.conf.update(task_always_eager=True)
     assert eager.work.delay(name).get() == eager.work.delay(name).get()
@@ -257,13 +221,11 @@ def test_an_eager_call_of_a_held_key_is_refused(stage: Deployment, name: str, ea
     eager.app.conf.update(
         leases_eager_stores=True, task_always_eager=True, task_eager_propagates=True
     )
-    gate = stage.gate()
-    holder = stage.tasks.work.delay(name, gate=str(gate))
-    stage.wait_for("begin", name=name)
+    gate, holder = stage.hold("work", name)
     with pytest.raises(LeaseHeld):
         eager.work.delay(name, gate=str(gate))
     gate.touch()
-    value = holder.get(timeout=PATIENCE)
+    value = got(holder)
     assert eager.work.delay(name, gate=str(gate)).get() == value
 
 
@@ -273,13 +235,13 @@ def test_code_around_the_body_that_ends_its_process_is_guarded(
     """No count would end that."""
     tasks, children = stage.tasks, stage.worker.children()
     for task in (tasks.keyed, tasks.unprepared):
-        error = task.delay(name).get(timeout=PATIENCE, propagate=False)
+        error = got(task.delay(name), propagate=False)
         assert "raised SystemExit" in str(error), task.name
     followed = tasks.followed.apply_async((name,), ignore_result=True)
     stage.wait_for_log(followed.id, "on_success handler raised")
     with pytest.raises(EncodeError):
-        tasks.unread.delay(name).get(timeout=PATIENCE)
+        got(tasks.unread.delay(name))
     with pytest.raises(ResultMissing):
-        tasks.unread.delay(name).get(timeout=PATIENCE)
+        got(tasks.unread.delay(name))
     assert stage.worker.children() == children
     assert len(stage.events("begin", name=name)) == 2

@@ -13,6 +13,7 @@ from tests.integration.deployments import (
     PATIENCE,
     RABBIT_DATABASE_POSTGRES,
     REDIS_REDIS_POSTGRES,
+    got,
     spelled,
 )
 from tests.integration.query_logs import Bench
@@ -28,8 +29,8 @@ def bench(request: pytest.FixtureRequest, bench_factory: BenchFactory) -> Iterat
     made = bench_factory(request.param, home=COOLING)
     tasks = made.stage.tasks
     for n in range(8):
-        tasks.slow.delay(f"warm-{n}", [OK]).get(timeout=PATIENCE)
-        tasks.gated.delay(f"warm-{n}", [OK], "warm").get(timeout=PATIENCE)
+        got(tasks.slow.delay(f"warm-{n}", [OK]))
+        got(tasks.gated.delay(f"warm-{n}", [OK], "warm"))
         _fails(made, "slow", f"warm-failed-{n}", [BROKEN])
         refusal(tasks.slow.delay(f"warm-failed-{n}", [BROKEN]))
         _fails(made, "gated", f"warm-failed-{n}", [BUSY], f"warm-{n}")
@@ -40,17 +41,15 @@ def bench(request: pytest.FixtureRequest, bench_factory: BenchFactory) -> Iterat
 
 def _fails(bench: Bench, task: str, *arguments: object) -> None:
     call = getattr(bench.stage.tasks, task).delay(*arguments)
-    assert isinstance(call.get(timeout=PATIENCE, propagate=False), Exception)
+    assert isinstance(got(call, propagate=False), Exception)
     # What happens after the caller has its answer belongs to the call too.
     wait_until(lambda: bool(bench.stage.log(f"{call.id}] raised")), PATIENCE, "the end of the call")
 
 
 def test_an_open_gate_costs_no_more_than_no_group(bench: Bench, name: str) -> None:
     tasks = bench.stage.tasks
-    alone = bench.cost(lambda: tasks.slow.delay(name, [OK]).get(timeout=PATIENCE))
-    grouped = bench.cost(
-        lambda: tasks.gated.delay(name, [OK], f"group-{name}").get(timeout=PATIENCE)
-    )
+    alone = bench.cost(lambda: got(tasks.slow.delay(name, [OK])))
+    grouped = bench.cost(lambda: got(tasks.gated.delay(name, [OK], f"group-{name}")))
     assert (
         grouped[0]
         == alone[0]
@@ -89,16 +88,14 @@ def test_closing_a_gate_costs_two_looks_and_two_writes_more(bench: Bench, name: 
 
 def test_a_call_at_a_closed_gate_is_refused_by_one_statement(bench: Bench, name: str) -> None:
     group, tasks = f"group-{name}", bench.stage.tasks
-    value = tasks.gated.delay(f"{name}-done", [OK], group).get(timeout=PATIENCE)
+    value = got(tasks.gated.delay(f"{name}-done", [OK], group))
     before = bench.version(f"gated:{name}-done")
     bench.stage.client.close_group(group, 60)
     commands, statements = bench.cost(lambda: refusal(tasks.gated.delay(name, [OK], group)))
     assert len(commands) <= (0 if bench.stage.lease_store == "database" else 1)
     assert len(statements) == 1
-    assert bench.stage.row("gated", f"gated:{name}") is None
+    assert bench.stage.find_row("gated", f"gated:{name}") is None
 
-    again = bench.cost(
-        lambda: tasks.gated.delay(f"{name}-done", [OK], group).get(timeout=PATIENCE) == value
-    )
+    again = bench.cost(lambda: got(tasks.gated.delay(f"{name}-done", [OK], group)) == value)
     assert (len(again[0]), len(again[1])) == (len(commands), len(statements))
     assert bench.version(f"gated:{name}-done") == before

@@ -12,12 +12,10 @@ from celery.exceptions import SoftTimeLimitExceeded
 from celery_leases import Cooldown, CoolingDown, LeaseStatus, PermanentFailure, RetryLater, Snooze
 from celery_leases.testing.waits import wait_until
 from celery_leases.worker.processes import close_all
-from tests.integration.conftest import DeploymentFactory
 from tests.integration.cooldowns import (
     BROKEN,
     COOLING,
     OK,
-    TAKEN,
     assert_sound,
     cooled,
     lasted,
@@ -25,21 +23,19 @@ from tests.integration.cooldowns import (
     paid,
     refusal,
     status,
-    wait_until_over,
 )
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, imported_anew, spelled
+from tests.integration.deployments import (
+    BOTH_WAYS,
+    PATIENCE,
+    Deployment,
+    got,
+    imported_anew,
+    stages,
+)
 from tests.integration.event_watcher import Watcher
 from tests.integration.rate_limited_server import Answered
 
-
-@pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
-    """A worker of the tasks that cool down; at its end nothing may be left in the queue."""
-    made = stage_factory(request.param, home=COOLING)
-    yield made
-    made.close_when_drained(request.session)
+module_stage = stages(*BOTH_WAYS, home=COOLING)
 
 
 # -- Celery's own retries and control flow ---------------------------------------------------------
@@ -47,7 +43,7 @@ def module_stage(
 
 def test_only_the_users_own_retries_are_counted_by_celery(stage: Deployment, name: str) -> None:
     result = stage.tasks.resumes.delay(name, [["retry", 0.2], limited(1.2), ["retry", 0.2], OK])
-    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 4}
+    assert got(result) == {"name": name, "paid": 4}
     runs = paid(stage, name)
     assert [(run["id"], run["retries"]) for run in runs] == [
         (result.id, retries) for retries in (0, 1, 1, 2)
@@ -68,7 +64,7 @@ def test_the_rules_meet_the_original_error_after_autoretry(stage: Deployment, na
     assert (row["reason"], row["call_id"], row["resumes"]) == ("rate_limited", first.id, 0)
     assert 60 <= lasted(row) <= 66
     with pytest.raises(Answered):
-        first.get(timeout=PATIENCE)
+        got(first)
     assert refusal(stage.tasks.auto.delay(name, [limited(60)])).rule == "rate-limited"
 
 
@@ -85,21 +81,15 @@ def test_ignore_and_reject_mean_after_a_cooldown_what_they_mean_without(
     assert len(paid(stage, name)) == 2
 
 
-def test_reject_with_requeue_runs_again_after_a_cooldown(stage: Deployment, name: str) -> None:
-    result = stage.tasks.resumes.delay(name, [limited(1.2), ["requeue"], OK])
-    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 3}
-    assert_sound(stage, "resumes", name)
-
-
 # -- ambiguous failures ----------------------------------------------------------------------------
 
 
 def test_a_soft_limit_in_the_body_cools_the_key_as_ambiguous(stage: Deployment, name: str) -> None:
     script = [["sleep", 30], OK]
     with pytest.raises(SoftTimeLimitExceeded):
-        stage.tasks.limited.delay(name, script).get(timeout=PATIENCE)
+        got(stage.tasks.limited.delay(name, script))
     assert not _ends_as_ambiguous(stage, "limited", name, "SoftTimeLimitExceeded").resumes
-    assert stage.tasks.limited.delay(name, script).get(timeout=PATIENCE) == {
+    assert got(stage.tasks.limited.delay(name, script)) == {
         "name": name,
         "paid": 2,
     }
@@ -112,7 +102,7 @@ def test_a_body_without_memory_cools_as_ambiguous(stage: Deployment, name: str) 
     stage.tasks.resumes.delay(name, script)
     let_go = _ends_as_ambiguous(stage, "resumes", name, "MemoryError")
     assert let_go.resumes, "its copy comes when the 15 s are over, and is answered with the result"
-    assert stage.tasks.resumes.delay(name, script).get(timeout=PATIENCE) == {
+    assert got(stage.tasks.resumes.delay(name, script)) == {
         "name": name,
         "paid": 2,
     }
@@ -120,7 +110,6 @@ def test_a_body_without_memory_cools_as_ambiguous(stage: Deployment, name: str) 
 
 
 def _ends_as_ambiguous(stage: Deployment, task: str, name: str, error: str) -> LeaseStatus:
-    """Where the key stands after an operator has let it go."""
     assert lasted(cooled(stage, task, name)) == pytest.approx(15.0, abs=0.01)
     shown = status(stage, task, name)
     assert shown.error is not None
@@ -141,31 +130,16 @@ def _was_ambiguous(stage: Deployment, name: str) -> None:
 def test_a_read_timeout_is_retried_where_that_is_harmless(stage: Deployment, name: str) -> None:
     script = [["read timeout"], OK]
     result = stage.tasks.repeatable.delay(name, script)
-    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(result) == {"name": name, "paid": 2}
     assert_sound(stage, "repeatable", name)
 
     other = f"{name}-other"
     with pytest.raises(TimeoutError):
-        stage.tasks.stops.delay(other, script).get(timeout=PATIENCE)
+        got(stage.tasks.stops.delay(other, script))
     assert 30 <= lasted(cooled(stage, "stops", other)) <= 60
     shown = status(stage, "stops", other)
     assert shown.error is not None
     assert (shown.rule, shown.error.ambiguous) == ("outcome-unknown", True)
-
-
-def test_the_next_attempt_can_read_how_the_last_one_failed(stage: Deployment, name: str) -> None:
-    result = stage.tasks.resumes.delay(name, [BROKEN, OK])
-    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
-    first, second = paid(stage, name)
-    assert first["previous"] is None
-    error = second["previous"]["error"]
-    assert (error["type"], error["message"], error["rule"]) == (
-        "KeyError",
-        "'customer'",
-        "anything-else",
-    )
-    assert not error["ambiguous"]
-    assert second["previous"]["host"].endswith(f"/{first['pid']}")
 
 
 # -- canvas ----------------------------------------------------------------------------------------
@@ -180,7 +154,7 @@ def test_a_step_of_a_chain_waits_for_anothers_cooldown(
     cooled(stage, task, name)
     outcome = chain(leased.si(name, script), stage.tasks.plain.s())()
     stage.wait_for_log(outcome.parent.id, "Retry available in")
-    assert outcome.get(timeout=PATIENCE) == first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(outcome) == got(first) == {"name": name, "paid": 2}
     assert len(stage.events("plain", id=outcome.id)) == 1
     assert_sound(stage, task, name)
 
@@ -191,7 +165,7 @@ def test_a_chord_waits_for_a_member_that_cools_down(stage: Deployment, name: str
         [cools, cools.clone(), stage.tasks.resumes.s(f"{name}-other", [OK])], stage.tasks.gather.s()
     )()
     value = {"name": name, "paid": 2}
-    assert outcome.get(timeout=PATIENCE) == [value, value, {"name": f"{name}-other", "paid": 1}]
+    assert got(outcome) == [value, value, {"name": f"{name}-other", "paid": 1}]
     stage.wait_until_drained()
     assert len(stage.events("gather", id=outcome.id)) == 1
     assert_sound(stage, "resumes", name)
@@ -204,16 +178,7 @@ def test_a_chain_fails_where_a_cooldown_is_to_fail_it(stage: Deployment, name: s
     outcome = chain(stage.tasks.refuses.si(name, script), stage.tasks.plain.s())()
     refusal(outcome)
     assert not stage.events("plain", id=outcome.id)
-    assert first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
-
-
-def test_a_call_without_a_key_is_rescheduled(stage: Deployment, name: str) -> None:
-    script = [limited(1.8), OK]
-    first = stage.tasks.waits.delay(name, script)
-    cooled(stage, "waits", name)
-    other = stage.tasks.waits.delay(name, script)
-    assert other.get(timeout=PATIENCE) == first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
-    assert len(stage.wait_for_log(other.id, "rescheduled in")) >= 1
+    assert got(first) == {"name": name, "paid": 2}
 
 
 def test_a_plain_call_is_dropped_where_it_is_to_ignore(stage: Deployment, name: str) -> None:
@@ -222,7 +187,7 @@ def test_a_plain_call_is_dropped_where_it_is_to_ignore(stage: Deployment, name: 
     cooled(stage, "ignores", name)
     other = stage.tasks.ignores.delay(name, script)
     stage.wait_for_log(other.id, "dropped: Retry available in")
-    assert first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(first) == {"name": name, "paid": 2}
     assert other.state == "PENDING"
 
 
@@ -230,7 +195,7 @@ def test_without_events_none_are_published(stage: Deployment, name: str) -> None
     watcher = Watcher(stage)
     try:
         call = stage.tasks.resumes.delay(name, [limited(1.2), OK])
-        assert call.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+        assert got(call) == {"name": name, "paid": 2}
         with stage.app.events.default_dispatcher() as dispatcher:
             dispatcher.send("task-mark", uuid="mark")
         watcher.wait_for("task-mark", "mark")
@@ -263,15 +228,7 @@ def test_an_eager_call_gets_its_original_error_and_the_next_one_is_refused(
         eager.slow.apply(args=(name, [step, OK])).get()
     assert told.value.retry_after > 0
     assert len(paid(stage, name)) == 1
-    assert stage.row("slow", f"slow:{name}") is None
-
-
-def test_an_eager_call_to_retry_gets_its_original_error(
-    stage: Deployment, name: str, eager: Any
-) -> None:
-    with pytest.raises(Answered):
-        eager.resumes.apply(args=(name, [TAKEN, OK])).get()
-    assert len(paid(stage, name)) == 1
+    assert stage.find_row("slow", f"slow:{name}") is None
 
 
 @pytest.mark.parametrize(
@@ -300,15 +257,4 @@ def test_a_direct_call_raises_what_the_body_raises(
     assert [run["held"] for run in stage.events("paid") if run["name"].startswith(name)] == [
         False
     ] * 5
-    assert stage.row("resumes", f"resumes:{name}-later") is None
-
-
-def test_an_operators_retry_ends_the_wait_of_a_call(stage: Deployment, name: str) -> None:
-    script = [BROKEN, OK]
-    with pytest.raises(KeyError):
-        stage.tasks.slow.delay(name, script).get(timeout=PATIENCE)
-    assert lasted(cooled(stage, "slow", name)) == pytest.approx(300, abs=0.01)
-    shown = stage.client.retry(f"slow:{name}", task=f"{COOLING}.slow")
-    assert (shown.failures, shown.retry_after, shown.resumes) == (0, None, False)
-    wait_until_over(stage, "slow", name)
-    assert stage.tasks.slow.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert stage.find_row("resumes", f"resumes:{name}-later") is None

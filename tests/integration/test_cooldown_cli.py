@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from celery_leases import CoolingDown, PermanentFailure
+from celery_leases import CoolingDown
 from tests.integration.conftest import DeploymentFactory
 from tests.integration.cooldowns import COOLING, OK, refusal
-from tests.integration.deployments import PATIENCE, REDIS_REDIS_POSTGRES, Deployment
+from tests.integration.deployments import REDIS_REDIS_POSTGRES, Deployment, got
 from tests.integration.terminal import Terminal
+from tests.support.records import assert_has
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,6 @@ def module_stage(stage_factory: DeploymentFactory) -> Deployment:
 
 @pytest.fixture(scope="module")
 def operator(module_stage: Deployment) -> Terminal:
-    """A terminal with the settings of the worker."""
     return Terminal(COOLING, module_stage.env)
 
 
@@ -34,11 +34,7 @@ def test_explain_shows_which_rule_matches_a_failure_and_what_follows(operator: T
     assert "cooldown of 37 to 41 s" in text
 
     told = operator.reads("explain", "--task", f"{COOLING}.asks_together", "--status", "429")
-    assert (told["rule"], told["verdict"], told["reason"]) == (
-        "rate-limited",
-        "cooldown",
-        "rate_limited",
-    )
+    assert_has(told, rule="rate-limited", verdict="cooldown", reason="rate_limited")
     assert told["whose_wait"] == "all keys of {url}"
     assert told["failures"] == [f"cooldown of {seconds} s" for seconds in (30, 60, 120)]
 
@@ -83,7 +79,7 @@ def test_a_cooling_key_is_listed_and_retried(
 ) -> None:
     script = [["cooldown", 300, "draft not ready"], OK]
     with pytest.raises(CoolingDown, match="Retry available in 5 minutes"):
-        stage.tasks.slow.delay(name, script).get(timeout=PATIENCE)
+        got(stage.tasks.slow.delay(name, script))
     key = f"slow:{name}"
     (listed,) = [
         row for row in operator.reads_lines("list", "--state", "cooling") if row["key"] == key
@@ -101,28 +97,10 @@ def test_a_cooling_key_is_listed_and_retried(
     assert "no message was published" in done.stderr
     let_go = json.loads(done.stdout)
     assert (let_go["state"], let_go["failures"], let_go["retry_after"]) == ("pending", 0, None)
-    assert stage.tasks.slow.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(stage.tasks.slow.delay(name, script)) == {"name": name, "paid": 2}
     again = operator.types("retry", key)
     assert again.returncode == 1
     assert "leases forget" in again.stderr
-
-
-def test_a_failed_key_is_listed_and_retried(
-    stage: Deployment, operator: Terminal, name: str
-) -> None:
-    script = [["raise", "ValueError", f"no document {name}"], OK]
-    with pytest.raises(ValueError, match="no document"):
-        stage.tasks.firm.delay(name, script).get(timeout=PATIENCE)
-    key = f"firm:{name}"
-    assert key in [
-        row["key"]
-        for row in operator.reads_lines("list", "--state", "failed", "--task", f"{COOLING}.firm")
-    ]
-    assert operator.sees("show", key).splitlines()[0] == "Failed for good"
-    with pytest.raises(PermanentFailure):
-        stage.tasks.firm.delay(name, script).get(timeout=PATIENCE)
-    operator.sees("retry", key)
-    assert stage.tasks.firm.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
 
 
 def test_the_gate_is_closed_listed_and_opened(
@@ -134,11 +112,7 @@ def test_the_gate_is_closed_listed_and_opened(
         operator.reads_lines("group", "close", group, "--for", "2m", "--why", "invoice overdue"),
         group,
     )
-    assert (closed["state"], closed["error"], closed["reason"]) == (
-        "closed",
-        "invoice overdue",
-        "asked",
-    )
+    assert_has(closed, state="closed", error="invoice overdue", reason="asked")
     assert 100 < closed["retry_after"] <= 120
     (line,) = [line for line in operator.sees("group", "list").splitlines() if group in line]
     assert line.split()[0] == "closed"
@@ -152,7 +126,7 @@ def test_the_gate_is_closed_listed_and_opened(
     assert f"cooldown group {group}" in str(told)
 
     operator.sees("group", "open", group)
-    assert stage.tasks.gated.delay(name, [OK], group).get(timeout=PATIENCE) == {
+    assert got(stage.tasks.gated.delay(name, [OK], group)) == {
         "name": name,
         "paid": 1,
     }
@@ -166,9 +140,7 @@ def test_retry_says_that_the_group_is_closed(
 ) -> None:
     group = f"model-{name}"
     with pytest.raises(CoolingDown):
-        stage.tasks.gated.delay(name, [["cooldown", 300, "quota", "group"]], group).get(
-            timeout=PATIENCE
-        )
+        got(stage.tasks.gated.delay(name, [["cooldown", 300, "quota", "group"]], group))
     done = operator.types("retry", f"gated:{name}")
     assert done.returncode == 0
     assert f"leases group open {group}" in done.stderr

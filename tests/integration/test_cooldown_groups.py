@@ -20,8 +20,9 @@ from tests.integration.cooldowns import (
     refusal,
     status,
 )
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, spelled
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, got, spelled
 from tests.integration.rate_limited_server import Limiter
+from tests.support.records import assert_has
 
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
@@ -43,7 +44,6 @@ def module_stage(
 
 @pytest.fixture
 def group(name: str) -> str:
-    """A cooldown group that no other test uses."""
     return f"model-{name}"
 
 
@@ -115,7 +115,7 @@ def test_one_closing_is_one_trip_however_many_fail(
     gate.touch()
     lines = wait_for_lines(stage, f"cooldown group {group} is closed", 4)
     assert all("trip 1 in a row" in line for line in lines), lines
-    assert [result.get(timeout=PATIENCE)["paid"] for result in results] == [2] * 4
+    assert [got(result)["paid"] for result in results] == [2] * 4
     assert gate_of(stage, group) is None
 
 
@@ -136,19 +136,11 @@ def test_one_of_many_calls_probes_and_lets_the_others_in(
     wait_for_lines(stage, f"cooldown group {group} is cooling down", so_far + 20)
     assert sum(len(paid(stage, key)) for key in keys) == 1
     gate.touch()
-    assert [result.get(timeout=PATIENCE) for result in results] == [
-        {"name": key, "paid": 1} for key in keys
-    ]
+    assert [got(result) for result in results] == [{"name": key, "paid": 1} for key in keys]
     assert gate_of(stage, group) is None
     for key in keys:
         row = stage.row("grouped", f"grouped:{key}")
-        assert row is not None
-        assert (row["attempt"], row["failures"], row["quick_retries"], row["cooldowns"]) == (
-            1,
-            0,
-            0,
-            0,
-        )
+        assert_has(row, attempt=1, failures=0, quick_retries=0, cooldowns=0)
 
 
 def test_a_failed_probe_closes_its_group_for_longer(
@@ -160,7 +152,7 @@ def test_a_failed_probe_closes_its_group_for_longer(
     assert "closed for 3.0 s by rule busy: trip 2 in a row" in second
     shown = status(stage, "grouped", name)
     assert (shown.state, shown.scope, shown.group, shown.failures) == ("cooling", "group", group, 0)
-    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 3}
+    assert got(result) == {"name": name, "paid": 3}
     runs = paid(stage, name)
     assert runs[1]["t"] - runs[0]["t"] >= 1.5
     assert runs[2]["t"] - runs[1]["t"] >= 3.0
@@ -174,9 +166,7 @@ def test_a_probe_that_fails_otherwise_opens_its_group(
     stage.client.close_group(group, 1.0)
     stage.tasks.grouped.delay(name, [BROKEN, OK], group)
     wait_for_lines(stage, f"cooldown group {group} is open again", 1)
-    assert (
-        stage.tasks.grouped.delay(f"{name}-other", [OK], group).get(timeout=PATIENCE)["paid"] == 1
-    )
+    assert got(stage.tasks.grouped.delay(f"{name}-other", [OK], group))["paid"] == 1
     shown = status(stage, "grouped", name)
     assert (shown.state, shown.scope, shown.failures) == ("cooling", "key", 1)
     stage.wait_for_state("grouped", f"grouped:{name}", "done")
@@ -196,7 +186,7 @@ def test_a_rescheduled_probe_leaves_the_gate_half_open(
         assert shown is not None
         assert (shown.state, shown.trips) == ("probing", 1)
         gate.touch()
-    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(result) == {"name": name, "paid": 2}
     wait_until(lambda: gate_of(stage, group) is None, PATIENCE, "the gate to open")
 
 
@@ -205,25 +195,12 @@ def test_an_ambiguous_probe_leaves_the_gate_half_open(
 ) -> None:
     stage.client.close_group(group, 1.0)
     with pytest.raises(TimeoutError):
-        stage.tasks.visits.delay(name, [["read timeout"]], group).get(timeout=PATIENCE)
+        got(stage.tasks.visits.delay(name, [["read timeout"]], group))
     shown = gate_of(stage, group)
     assert shown is not None
     assert (shown.state, shown.trips) == ("half_open", 1)
-    assert stage.tasks.visits.delay(f"{name}-next", [OK], group).get(timeout=PATIENCE)["paid"] == 1
+    assert got(stage.tasks.visits.delay(f"{name}-next", [OK], group))["paid"] == 1
     wait_until(lambda: gate_of(stage, group) is None, PATIENCE, "the gate to open")
-
-
-def test_done_work_is_replayed_through_a_closed_gate(
-    stage: Deployment, name: str, group: str
-) -> None:
-    value = stage.tasks.gated.delay(name, [OK], group).get(timeout=PATIENCE)
-    stage.client.close_group(group, 60, "invoice overdue")
-    assert stage.tasks.gated.delay(name, [OK], group).get(timeout=PATIENCE) == value
-    told = refusal(stage.tasks.gated.delay(f"{name}-new", [OK], group))
-    assert (told.reason, told.rule) == ("asked", "operator")
-    assert f"cooldown group {group}" in str(told)
-    assert 50 < told.retry_after <= 60
-    assert len(paid(stage, name)) == 1
 
 
 # -- the operator ----------------------------------------------------------------------------------
@@ -238,9 +215,9 @@ def test_an_operator_closes_and_opens_a_gate(stage: Deployment, name: str, group
     assert stage.client.close_group(group, 5).retry_after == pytest.approx(60, abs=10), "never cut"
     refusal(stage.tasks.gated.delay(f"{name}-next", [OK], group))
     gate.touch()
-    assert running.get(timeout=PATIENCE) == {"name": name, "paid": 1}
+    assert got(running) == {"name": name, "paid": 1}
     assert gate_of(stage, group) is not None, "only a probe's success opens it"
     assert stage.client.open_group(group)
-    assert stage.tasks.gated.delay(f"{name}-next", [OK], group).get(timeout=PATIENCE)["paid"] == 1
+    assert got(stage.tasks.gated.delay(f"{name}-next", [OK], group))["paid"] == 1
     assert not stage.client.open_group(group)
     assert_sound(stage, "gated", name, logs=log_of_both(stage))

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import DeploymentFactory
 from tests.integration.cooldowns import BROKEN, COOLING, OK, TAKEN, cooled, limited, status
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, spelled
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, got, stages
 from tests.integration.event_watcher import Watcher
 
 SECRETS = ("sk-abcdef0123456789", "hunter2", "AKIA0123456789ABCDEF")
@@ -27,20 +26,12 @@ print(json.dumps([shown, [name for name in sys.modules if name == "celery" or na
 """
 
 
-@pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
-    """A worker that sends task events."""
-    made = stage_factory(request.param, home=COOLING, worker={"options": ("-E",)})
-    yield made
-    made.close()
+module_stage = stages(*BOTH_WAYS, home=COOLING, worker={"options": ("-E",)}, drained=False)
+"""A worker that sends task events."""
 
 
 def shown_elsewhere(stage: Deployment, *asked: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Status and message of keys, as a process sees them that imports no task and starts no Celery
-    app.
-    """
+    """Status and message of keys, as a process sees them that imports no task."""
     argv = [
         sys.executable,
         "-c",
@@ -56,26 +47,6 @@ def shown_elsewhere(stage: Deployment, *asked: dict[str, Any]) -> list[tuple[dic
 
 
 # -- status ----------------------------------------------------------------------------------------
-
-
-def test_a_web_process_shows_when_to_try_again(stage: Deployment, name: str) -> None:
-    stage.tasks.slow.delay(name, [["cooldown", 300, f"draft {name} not ready"]])
-    cooled(stage, "slow", name)
-    (cooling, message), (absent, nothing) = shown_elsewhere(
-        stage,
-        {"key": f"slow:{name}", "task": f"{COOLING}.slow"},
-        {"key": "slow:nobody", "task": f"{COOLING}.slow"},
-    )
-    assert message == "Retry available in 5 minutes"
-    assert (cooling["state"], cooling["reason"], cooling["rule"]) == (
-        "cooling",
-        "asked",
-        "asked-cooldown",
-    )
-    assert (cooling["scope"], cooling["group"], cooling["resumes"]) == ("key", None, False)
-    assert 240 < cooling["retry_after"] <= 300
-    assert f"draft {name} not ready" in cooling["error"]["message"]
-    assert (absent["state"], nothing) == ("absent", "Not started yet")
 
 
 def test_a_web_process_shows_a_closed_group_for_any_key(stage: Deployment, name: str) -> None:
@@ -105,7 +76,7 @@ def test_secrets_in_an_error_are_neither_kept_nor_shown(
     assert "denied for api_key=[redacted]" in shown.error.message
     stage.wait_for_log(result.id, "[redacted]")
     if task == "resumes":
-        assert result.get(timeout=PATIENCE)["paid"] == 2
+        assert got(result)["paid"] == 2
         stage.wait_for_log(result.id, "will run again")
     ours = "\n".join(told(stage, result.id))
     for secret in SECRETS:
@@ -115,9 +86,7 @@ def test_secrets_in_an_error_are_neither_kept_nor_shown(
 
 
 def told(stage: Deployment, call: str) -> list[str]:
-    """The log records of ``celery_leases`` about a call, with the lines of a traceback below
-    them.
-    """
+    """The log records of ``celery_leases`` about a call, with their tracebacks."""
     lines, ours = [], False
     for line in stage.worker.full_log().splitlines():
         if line.startswith("["):
@@ -132,7 +101,6 @@ def told(stage: Deployment, call: str) -> list[str]:
 
 @pytest.fixture
 def watcher(stage: Deployment) -> Iterator[Watcher]:
-    """A monitor of the events at the deployment's broker."""
     made = Watcher(stage)
     yield made
     made.close()

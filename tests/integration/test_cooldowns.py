@@ -5,14 +5,12 @@ what callers get.
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from celery_leases import CoolingDown, PermanentFailure
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import DeploymentFactory
 from tests.integration.cooldowns import (
     BROKEN,
     COOLING,
@@ -27,18 +25,11 @@ from tests.integration.cooldowns import (
     status,
     wait_until_over,
 )
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, spelled
+from tests.integration.deployments import BOTH_WAYS, Deployment, got, stages
 from tests.integration.rate_limited_server import Answered
+from tests.support.records import assert_has
 
-
-@pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
-    """A worker of the tasks that cool down; at its end nothing may be left in the queue."""
-    made = stage_factory(request.param, home=COOLING)
-    yield made
-    made.close_when_drained(request.session)
+module_stage = stages(*BOTH_WAYS, home=COOLING)
 
 
 # -- presses ---------------------------------------------------------------------------------------
@@ -46,18 +37,14 @@ def module_stage(
 
 def test_twenty_calls_in_a_minute_are_one_paid_call(stage: Deployment, name: str) -> None:
     presses = [stage.tasks.stops.delay(name, [limited(60)]) for _ in range(20)]
-    errors = [press.get(timeout=PATIENCE, propagate=False) for press in presses]
+    errors = [got(press, propagate=False) for press in presses]
     now = time.time()
     (original,) = [error for error in errors if isinstance(error, Answered)]
     assert (original.status, original.headers) == (429, {"retry-after": "60"})
     told = [error for error in errors if isinstance(error, CoolingDown)]
     assert len(told) == 19
     for error in told:
-        assert (error.key, error.reason, error.rule) == (
-            f"stops:{name}",
-            "rate_limited",
-            "rate-limited",
-        )
+        assert_has(error, key=f"stops:{name}", reason="rate_limited", rule="rate-limited")
         assert 50 < error.retry_after <= 66
         assert 50 < error.retry_at - now <= 66
     assert max(error.retry_at for error in told) - min(error.retry_at for error in told) < 0.5
@@ -77,12 +64,12 @@ def test_the_call_that_failed_resumes_after_the_delay(stage: Deployment, name: s
     refusals = [refusal(stage.tasks.resumes.delay(name, [limited(4), OK])) for _ in range(19)]
     assert all(0 < told.retry_after <= 4.4 and told.reason == "rate_limited" for told in refusals)
     assert len(paid(stage, name)) == 1
-    assert first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(first) == {"name": name, "paid": 2}
     runs = paid(stage, name)
     assert [run["id"] for run in runs] == [first.id] * 2
     assert 4.0 <= lasted(row) <= 4.4
     assert runs[1]["wall"] >= row["retry_at"] / 1e6
-    assert stage.tasks.resumes.delay(name, [limited(4), OK]).get(timeout=PATIENCE) == {
+    assert got(stage.tasks.resumes.delay(name, [limited(4), OK])) == {
         "name": name,
         "paid": 2,
     }
@@ -96,34 +83,16 @@ def test_the_status_of_a_waiting_call_shows_its_revocation(stage: Deployment, na
     assert stage.app.control.revoke(first.id, destination=[host], reply=True, timeout=10)
     stage.wait_for_log(first.id, "it was revoked while it waited")
     seen = status(stage, "resumes", name)
-    assert (seen.state, seen.reason, seen.detail, seen.resumes) == (
-        "cooling",
-        "terminated",
-        "revoked",
-        False,
-    )
+    assert_has(seen, state="cooling", reason="terminated", detail="revoked", resumes=False)
     assert seen.message().startswith("Revoked: ")
     row = stage.row("resumes", f"resumes:{name}")
-    assert row is not None
     assert row["retry_at"] == before["retry_at"]
     wait_until_over(stage, "resumes", name)
     assert status(stage, "resumes", name).message() == "Revoked: runs when called again"
-    assert stage.tasks.resumes.delay(name, [limited(5), OK]).get(timeout=PATIENCE) == {
+    assert got(stage.tasks.resumes.delay(name, [limited(5), OK])) == {
         "name": name,
         "paid": 2,
     }
-
-
-def test_a_call_that_does_not_resume_ends_and_the_next_runs(stage: Deployment, name: str) -> None:
-    script = [limited(1.5), OK]
-    with pytest.raises(Answered):
-        stage.tasks.stops.delay(name, script).get(timeout=PATIENCE)
-    refusal(stage.tasks.stops.delay(name, script))
-    shown = status(stage, "stops", name)
-    assert (shown.state, shown.resumes) == ("cooling", False)
-    wait_until_over(stage, "stops", name)
-    assert stage.tasks.stops.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
-    assert_sound(stage, "stops", name)
 
 
 def test_a_fresh_message_of_a_stopped_call_waits_and_runs(stage: Deployment, name: str) -> None:
@@ -131,7 +100,7 @@ def test_a_fresh_message_of_a_stopped_call_waits_and_runs(stage: Deployment, nam
     script = [limited(1.5), OK]
     call = stage.tasks.stops.delay(name, script)
     with pytest.raises(Answered):
-        call.get(timeout=PATIENCE)
+        got(call)
     stage.send("stops", name, script, task_id=call.id)
     assert stage.wait_for("paid", 2, name=name)[1]["id"] == call.id
     stage.wait_until_drained()
@@ -142,7 +111,7 @@ def test_a_copy_of_a_call_with_its_error_does_not_run(stage: Deployment, name: s
     script, during, after = [limited(1.5), OK], stage.side_queue(), stage.side_queue()
     call = stage.tasks.stops.delay(name, script)
     with pytest.raises(Answered):
-        call.get(timeout=PATIENCE)
+        got(call)
     for side in (during, after):
         stage.send("stops", name, script, task_id=call.id, queue=side)
     stage.redeliver(during)
@@ -151,7 +120,7 @@ def test_a_copy_of_a_call_with_its_error_does_not_run(stage: Deployment, name: s
     stage.redeliver(after)
     stage.wait_for_log(call.id, "dropped: its outcome is already known", 2)
     assert len(paid(stage, name)) == 1
-    assert stage.tasks.stops.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(stage.tasks.stops.delay(name, script)) == {"name": name, "paid": 2}
     assert_sound(stage, "stops", name)
 
 
@@ -160,7 +129,7 @@ def test_the_second_failure_waits_twice_as_long(stage: Deployment, name: str) ->
     waits = []
     for number in (1, 2):
         with pytest.raises(KeyError):
-            stage.tasks.stops.delay(name, script).get(timeout=PATIENCE)
+            got(stage.tasks.stops.delay(name, script))
         row = cooled(stage, "stops", name, number)
         told = refusal(stage.tasks.stops.delay(name, script))
         assert told.reason == "error"
@@ -169,9 +138,8 @@ def test_the_second_failure_waits_twice_as_long(stage: Deployment, name: str) ->
         assert (row["failures"], row["cooldowns"]) == (number, number)
         wait_until_over(stage, "stops", name)
     assert waits == pytest.approx([3.0, 6.0], abs=0.01)
-    assert stage.tasks.stops.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 3}
+    assert got(stage.tasks.stops.delay(name, script)) == {"name": name, "paid": 3}
     row = stage.row("stops", f"stops:{name}")
-    assert row is not None
     assert (row["state"], row["failures"], row["cooldowns"]) == ("done", 0, 0)
     assert_sound(stage, "stops", name)
 
@@ -182,37 +150,28 @@ def test_the_second_failure_waits_twice_as_long(stage: Deployment, name: str) ->
 def test_later_callers_get_a_permanent_failure_at_once(stage: Deployment, name: str) -> None:
     script = [["raise", "ValueError", f"no document {name}"], OK]
     with pytest.raises(ValueError, match=f"no document {name}"):
-        stage.tasks.firm.delay(name, script).get(timeout=PATIENCE)
+        got(stage.tasks.firm.delay(name, script))
     for _ in range(3):
         with pytest.raises(PermanentFailure, match=f"no document {name}") as told:
-            stage.tasks.firm.delay(name, script).get(timeout=PATIENCE)
+            got(stage.tasks.firm.delay(name, script))
         assert (told.value.error, told.value.rule) == ("ValueError", "no such document")
     assert len(paid(stage, name)) == 1
     shown = status(stage, "firm", name)
     assert (shown.state, shown.message()) == ("failed", "Failed for good")
 
     assert not stage.client.retry(f"firm:{name}", task=f"{COOLING}.firm").resumes
-    assert stage.tasks.firm.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
-
-
-def test_a_body_can_fail_for_good(stage: Deployment, name: str) -> None:
-    script = [["permanent", "unknown invoice"], OK]
-    for _ in range(2):
-        with pytest.raises(PermanentFailure, match="unknown invoice"):
-            stage.tasks.resumes.delay(name, script).get(timeout=PATIENCE)
-    assert len(paid(stage, name)) == 1
+    assert got(stage.tasks.firm.delay(name, script)) == {"name": name, "paid": 2}
 
 
 def test_the_last_failure_that_is_allowed_ends_the_key(stage: Deployment, name: str) -> None:
     first = stage.tasks.breaks.delay(name, [BROKEN])
     with pytest.raises(KeyError):
-        first.get(timeout=PATIENCE)
+        got(first)
     assert [run["id"] for run in paid(stage, name)] == [first.id] * 2
     row = stage.row("breaks", f"breaks:{name}")
-    assert row is not None
     assert (row["state"], row["failures"], row["reason"]) == ("failed", 2, "too_many_failures")
     with pytest.raises(PermanentFailure) as told:
-        stage.tasks.breaks.delay(name, [BROKEN]).get(timeout=PATIENCE)
+        got(stage.tasks.breaks.delay(name, [BROKEN]))
     assert told.value.error == "KeyError"
     assert len(paid(stage, name)) == 2
     assert_sound(stage, "breaks", name)
@@ -226,13 +185,12 @@ def test_quick_retries_count_and_end_in_a_cooldown(stage: Deployment, name: str)
     first = stage.tasks.quick.delay(name, [TAKEN, TAKEN, ["when", str(gate), *TAKEN], OK])
     stage.wait_for("paid", 3, name=name)
     row = stage.row("quick", f"quick:{name}")
-    assert row is not None
     assert (row["quick_retries"], row["failures"], row["cooldowns"], row["crashes"]) == (2, 0, 0, 0)
     gate.touch()
     row = cooled(stage, "quick", name)
     assert (row["quick_retries"], row["failures"], row["reason"]) == (0, 1, "retries_used_up")
     assert lasted(row) == pytest.approx(3.0, abs=0.01)
-    assert first.get(timeout=PATIENCE) == {"name": name, "paid": 4}
+    assert got(first) == {"name": name, "paid": 4}
     runs = paid(stage, name)
     assert [(run["id"], run["retries"]) for run in runs] == [(first.id, 0)] * 4
     assert runs[1]["t"] - runs[0]["t"] >= 0.4
@@ -240,23 +198,11 @@ def test_quick_retries_count_and_end_in_a_cooldown(stage: Deployment, name: str)
     assert_sound(stage, "quick", name)
 
 
-def test_another_call_does_not_jump_a_quick_retry(stage: Deployment, name: str) -> None:
-    script = [["later", 3], OK]
-    first = stage.tasks.refuses.delay(name, script)
-    stage.wait_for_state("refuses", f"refuses:{name}", "pending")
-    other = stage.tasks.refuses.delay(name, script)
-    stage.wait_for_log(other.id, "is cooling down")
-    assert other.get(timeout=PATIENCE) == first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
-    assert [run["id"] for run in paid(stage, name)] == [first.id] * 2
-    assert paid(stage, name)[1]["t"] - paid(stage, name)[0]["t"] >= 3.0
-
-
 def test_twenty_snoozes_spend_no_attempt(stage: Deployment, name: str) -> None:
     result = stage.tasks.quick.delay(name, [*[["snooze", 0.05]] * 20, OK])
-    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 21}
+    assert got(result) == {"name": name, "paid": 21}
     assert [run["attempt"] for run in paid(stage, name)] == [1] * 21
     row = stage.row("quick", f"quick:{name}")
-    assert row is not None
     assert (row["attempt"], row["failures"], row["quick_retries"], row["crashes"]) == (1, 0, 0, 0)
     assert_sound(stage, "quick", name)
 
@@ -280,9 +226,8 @@ def test_retries_snoozes_and_a_shutdown_are_no_crash_loop(stage: Deployment, nam
     assert stage.worker.wait(30) == 0
     stage.worker.start()
     for n, result in enumerate(results):
-        assert result.get(timeout=PATIENCE) == {"name": f"{name}-{n}", "paid": 7 - n}
+        assert got(result) == {"name": f"{name}-{n}", "paid": 7 - n}
         row = stage.row("quick", f"quick:{name}-{n}")
-        assert row is not None
         snoozes = sum("snooze" in step for step in steps[n:])
         assert (row["state"], row["crashes"], row["attempt"]) == ("done", 0, 7 - n - snoozes)
         assert_sound(stage, "quick", f"{name}-{n}")

@@ -26,7 +26,6 @@ COOLDOWN = [sys.executable, "-m", "example_project.demo.cooldown"]
 
 
 def play(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """A demo to its end, with a directory of its own for temporary files."""
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     return subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=False
@@ -42,7 +41,6 @@ def temporary(tmp_path: Path) -> Path:
 
 
 def begin(command: list[str], temporary: Path) -> GuardedProcess:
-    """A demo that runs beside the test."""
     env = {**os.environ, "TMPDIR": str(temporary)}
     return GuardedProcess(command, log=temporary.parent / "demo.log", cwd=ROOT, env=env)
 
@@ -124,9 +122,7 @@ def test_the_demo_of_cooldowns_finds_a_call_too_many(temporary: Path) -> None:
 
 
 def stopped(demo: GuardedProcess, sent: signal.Signals) -> int:
-    """Send a signal, and once more for each time that Python ignored it: it ignores exceptions in
-    destructors, such as that of a result. Returns the exit code.
-    """
+    """Send a signal, and again for each time that Python ignored it; returns the exit code."""
     demo.send(sent)
     ignored, deadline = 0, time.monotonic() + 20
     while time.monotonic() < deadline:

@@ -33,7 +33,6 @@ refund.apply((1842,))
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[GuardedProcess]:
-    """The shop with its records, an operator, and the files of the admin."""
     url = f"sqlite:///{tmp_path / 'shop.db'}"
     settings = json.dumps({"MORE_APPS": ["django.contrib.staticfiles"]})
     manage_with(url, **{SETTINGS: settings})("shell", "-c", PREPARE)

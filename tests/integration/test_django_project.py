@@ -33,7 +33,6 @@ Manage = Callable[..., str]
 
 @pytest.fixture(params=["sqlite", "postgresql", "mariadb"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty database on each kind of server."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'shop.db'}"
     name = "leases_postgres_url" if request.param == "postgresql" else "leases_mariadb_url"
@@ -41,8 +40,6 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def manage_with(database_url: str, **env: str) -> Manage:
-    """What runs a command of the project's manage.py and gives its output."""
-
     def manage(*command: str, code: int = 0) -> str:
         inherited = {
             name: value
@@ -64,7 +61,6 @@ def manage_with(database_url: str, **env: str) -> Manage:
 
 @pytest.fixture
 def manage(database_url: str) -> Manage:
-    """The project's manage.py on *database_url*."""
     return manage_with(database_url)
 
 
@@ -127,9 +123,7 @@ def test_without_migrations_tests_have_our_tables(leases_postgres_url: str, tmp_
 
 
 def checked(database_url: str, *command: str, code: int = 0, **settings: Any) -> dict[str, str]:
-    """The messages of `manage.py check` by their ids, with these *settings* in place of the
-    project's.
-    """
+    """The messages of `manage.py check` by their ids, with these *settings*."""
     said = manage_with(database_url, **{SETTINGS: json.dumps(settings)})(
         "check", *command, code=code
     )
@@ -141,7 +135,6 @@ def checked(database_url: str, *command: str, code: int = 0, **settings: Any) ->
 
 @pytest.fixture
 def sqlite_url(tmp_path: Path) -> str:
-    """The URL of an empty file."""
     return f"sqlite:///{tmp_path / 'shop.db'}"
 
 
@@ -213,7 +206,6 @@ def test_the_command_line_is_a_command_of_the_project(sqlite_url: str) -> None:
 
 
 def reflected(engine: Engine) -> dict[str, Any]:
-    """The tables of celery_leases, reflected from the server."""
     found = inspect(engine)
     return {
         name: {

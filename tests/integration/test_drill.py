@@ -42,7 +42,6 @@ class Drill(GuardedProcess):
         super().__init__(argv, log=out, errors=self._errors, env=env, cwd=ROOT, forked=forked)
 
     def ended(self) -> tuple[int, list[Any], str]:
-        """How it has ended: exit code, objects printed, stderr."""
         code = self.wait(100)
         steps = [json.loads(line) for line in self.logs().splitlines()]
         return code, steps, self._errors.read_text()
@@ -95,7 +94,6 @@ class Place:
 
 @pytest.fixture
 def place(leases_redis_url: str, leases_postgres_url: str, tmp_path: Path) -> Iterator[Place]:
-    """The servers of an operator."""
     for name in ("left", "said"):
         (tmp_path / name).mkdir()
     made = Place(leases_redis_url, leases_postgres_url, tmp_path / "left", tmp_path / "said")

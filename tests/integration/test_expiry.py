@@ -2,25 +2,16 @@
 begun.
 """
 
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 import pytest
 from celery.exceptions import TaskRevokedError
 
-from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, spelled
+from tests.integration.deployments import BOTH_WAYS, Deployment, got, stages
 
-
-@pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
-    """Its worker logs each hop of a wait."""
-    made = stage_factory(request.param, worker={"log_level": "DEBUG"})
-    yield made
-    made.close_when_drained(request.session)
+module_stage = stages(*BOTH_WAYS, worker={"log_level": "DEBUG"})
+"""Its worker logs each hop of a wait."""
 
 
 def test_a_copy_with_expires_revokes_no_call_that_began(stage: Deployment, name: str) -> None:
@@ -34,7 +25,7 @@ def test_a_copy_with_expires_revokes_no_call_that_began(stage: Deployment, name:
     assert hops[:2] == [True, False], "a wait that goes on is no news"
     assert not [line for line in stage.log(call) if line.endswith("ignored")]
     gate.touch()
-    assert running.get(timeout=PATIENCE)["name"] == name
+    assert got(running)["name"] == name
     stage.wait_for_log(call, "answered with the saved result")
     stage.wait_until_drained()
     assert running.state == "SUCCESS"
@@ -45,19 +36,19 @@ def test_m7_a_message_that_expired_in_the_queue_is_revoked(stage: Deployment, na
         (name,), expires=datetime.now(UTC) - timedelta(seconds=5)
     )
     with pytest.raises(TaskRevokedError):
-        expired.get(timeout=PATIENCE)
+        got(expired)
     assert stage.events(name=name) == []
-    assert stage.row("work", f"work:{name}") is None
+    assert stage.find_row("work", f"work:{name}") is None
     assert not stage.is_held("work", f"work:{name}")
-    assert stage.tasks.work.delay(name).get(timeout=PATIENCE)["name"] == name
+    assert got(stage.tasks.work.delay(name))["name"] == name
 
 
 def test_a_redelivered_message_that_expired_is_revoked(stage: Deployment, name: str) -> None:
     expired = stage.redeliver_expired("work", name)
     with pytest.raises(TaskRevokedError):
-        expired.get(timeout=PATIENCE)
+        got(expired)
     stage.wait_for_log(expired.id, "it expired before it began")
-    assert stage.row("work", f"work:{name}") is None
+    assert stage.find_row("work", f"work:{name}") is None
     assert not stage.is_held("work", f"work:{name}")
     assert stage.events(name=name) == []
 
@@ -69,6 +60,6 @@ def test_an_expired_copy_does_not_revoke_the_call_that_runs(stage: Deployment, n
     stage.redeliver_expired("work", name, 0.0, str(gate), task_id=call)
     stage.wait_for_log(call, "a copy of this call is running")
     gate.touch()
-    assert running.get(timeout=PATIENCE)["name"] == name
+    assert got(running)["name"] == name
     stage.wait_for_log(call, "answered with the saved result")
     assert running.state == "SUCCESS"

@@ -12,7 +12,6 @@ from celery import chain, chord
 
 from celery_leases import CoolingDown, PermanentFailure
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import DeploymentFactory
 from tests.integration.cooldowns import (
     BROKEN,
     COOLING,
@@ -26,26 +25,21 @@ from tests.integration.cooldowns import (
     status,
     wait_until_over,
 )
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, spelled
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, got, stages
 from tests.integration.event_watcher import Watcher
 from tests.integration.rate_limited_server import Answered
 
 SEEN = "tests.apps.cooling_with_sentry"
 
 
-@pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
-    """A worker that sends task events, and writes down Celery's signals."""
-    made = stage_factory(request.param, module=SEEN, home=COOLING, worker={"options": ("-E",)})
-    yield made
-    made.close()
+module_stage = stages(
+    *BOTH_WAYS, module=SEEN, home=COOLING, worker={"options": ("-E",)}, drained=False
+)
+"""A worker that sends task events, and writes down Celery's signals."""
 
 
 @pytest.fixture
 def watcher(stage: Deployment) -> Iterator[Watcher]:
-    """A monitor of the events at the deployment's broker."""
     made = Watcher(stage)
     yield made
     made.close()
@@ -83,7 +77,7 @@ def test_a_bug_fails_now_and_its_key_cools_down(
     """As in Celery: signal, errback, log line."""
     call = stage.tasks.usual.apply_async((name, [BROKEN, OK]), link_error=stage.tasks.failed.s())
     with pytest.raises(KeyError):
-        call.get(timeout=PATIENCE)
+        got(call)
     assert "KeyError: 'customer'" in shown(stage, call, "FAILURE")["traceback"]
     assert signalled(stage, call) == [("task_failure", "KeyError('customer')")]
     assert reported(stage, call) == [["KeyError"]]
@@ -97,7 +91,7 @@ def test_a_bug_fails_now_and_its_key_cools_down(
     assert (row["resumes"], row["failures"]) == (0, 1)
     refusal(stage.tasks.usual.delay(name, [BROKEN, OK]))
     wait_until_over(stage, "usual", name)
-    assert stage.tasks.usual.delay(name, [BROKEN, OK]).get(timeout=PATIENCE) == {
+    assert got(stage.tasks.usual.delay(name, [BROKEN, OK])) == {
         "name": name,
         "paid": 2,
     }
@@ -108,7 +102,7 @@ def test_an_unknown_outcome_fails_and_later_callers_know(stage: Deployment, name
     doubt = "the call may have been executed"
     call = stage.tasks.usual.delay(name, [["read timeout"], OK])
     with pytest.raises(TimeoutError):
-        call.get(timeout=PATIENCE)
+        got(call)
     assert cooled(stage, "usual", name)["resumes"] == 0
     (line,) = stage.wait_for_log(call.id, doubt)
     assert "WARNING" in line
@@ -122,12 +116,12 @@ def test_a_chain_and_a_chord_end_with_a_bug_as_in_celery(stage: Deployment, name
         link_error=stage.tasks.failed.s()
     )
     with pytest.raises(KeyError):
-        steps.get(timeout=PATIENCE)
+        got(steps)
     assert stage.wait_for("errback", id=steps.parent.id)
     members = [stage.tasks.usual.si(f"{name}-{n}", [step]) for n, step in enumerate((BROKEN, OK))]
     whole = chord(members, stage.tasks.gather.s())()
     with pytest.raises(Exception, match="customer"):
-        whole.get(timeout=PATIENCE)
+        got(whole)
     assert not stage.events("gather", id=whole.id)
     assert not stage.events("plain", id=steps.id)
 
@@ -135,21 +129,20 @@ def test_a_chain_and_a_chord_end_with_a_bug_as_in_celery(stage: Deployment, name
 def test_wrong_arguments_fail_for_good(stage: Deployment, name: str) -> None:
     wrong = stage.send("unkeyed", name, "too", "many")
     with pytest.raises(TypeError):
-        wrong.get(timeout=PATIENCE)
+        got(wrong)
     row = stage.row("unkeyed", wrong.id)
-    assert row is not None
     assert (row["state"], row["reason"]) == ("failed", "refused")
     own = stage.send("unkeyed", name)
     with pytest.raises(TypeError):
-        own.get(timeout=PATIENCE)
-    assert (stage.row("unkeyed", own.id) or {})["state"] == "cooling"
+        got(own)
+    assert (stage.find_row("unkeyed", own.id) or {})["state"] == "cooling"
 
 
 def test_a_permanent_failure_shows_the_class_of_its_error(stage: Deployment, name: str) -> None:
     with pytest.raises(ValueError, match="no document"):
-        stage.tasks.firm.delay(name, [["raise", "ValueError", "no document"]]).get(timeout=PATIENCE)
+        got(stage.tasks.firm.delay(name, [["raise", "ValueError", "no document"]]))
     with pytest.raises(PermanentFailure, match=r"^ValueError: no document$"):
-        stage.tasks.firm.delay(name, [OK]).get(timeout=PATIENCE)
+        got(stage.tasks.firm.delay(name, [OK]))
 
 
 # -- calls that are rescheduled --------------------------------------------------------------------
@@ -171,7 +164,7 @@ def test_a_failed_call_that_is_rescheduled_is_a_retry(
     stage.wait_for_log(call.id, "retry: Retry in 2")
     stage.wait_for("paid", 2, name=name)
     gate.touch()
-    assert call.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(call) == {"name": name, "paid": 2}
     assert [(run["id"], run["retries"]) for run in paid(stage, name)] == [(call.id, 0)] * 2
     assert [what for what, _ in signalled(stage, call, 2)] == ["task_retry", "task_success"]
     watcher.wait_for("task-succeeded", call.id)
@@ -187,7 +180,7 @@ def test_a_failed_call_that_is_rescheduled_is_a_retry(
 )
 def test_so_is_a_quick_retry(stage: Deployment, name: str, step: list[Any]) -> None:
     call = stage.tasks.quick.delay(name, [step, step, OK])
-    assert call.get(timeout=PATIENCE) == {"name": name, "paid": 3}
+    assert got(call) == {"name": name, "paid": 3}
     assert [what for what, _ in signalled(stage, call, 3)] == [
         "task_retry",
         "task_retry",
@@ -206,30 +199,24 @@ def test_a_further_reschedule_of_a_wait_is_no_retry(stage: Deployment, name: str
     stage.redeliver(early)
     stage.wait_for_log(call.id, "dropped: another copy of this call waits already", 2)
     shown(stage, call, "RETRY")
-    assert call.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(call) == {"name": name, "paid": 2}
     assert [what for what, _ in signalled(stage, call, 2)] == ["task_retry", "task_success"]
 
 
 def test_an_unknown_error_that_is_retried_is_logged_at_error(stage: Deployment, name: str) -> None:
     """A bug must not be invisible."""
     call = stage.tasks.resumes.delay(name, [BROKEN, OK])
-    assert call.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(call) == {"name": name, "paid": 2}
     (line,) = stage.wait_for_log(call.id, "raised, and will run again")
     assert "ERROR" in line
     assert [what for what, _ in signalled(stage, call, 2)] == ["task_retry", "task_success"]
     assert reported(stage, call) == [["KeyError"]]
     known = stage.tasks.usual.delay(f"{name}-known", [limited(1), OK])
-    assert known.get(timeout=PATIENCE)
+    assert got(known)
     (line,) = stage.wait_for_log(known.id, "raised, and will run again")
     assert "WARNING" in line
     signalled(stage, known, 2)
     assert reported(stage, known) == []
-
-
-def test_a_snooze_and_a_wait_for_anothers_key_are_no_retries(stage: Deployment, name: str) -> None:
-    call = stage.tasks.usual.delay(name, [["snooze", 0.2], OK])
-    assert call.get(timeout=PATIENCE)
-    assert [what for what, _ in signalled(stage, call)] == ["task_success"]
 
 
 # -- the gate of a group ---------------------------------------------------------------------------
@@ -245,14 +232,7 @@ def test_a_new_call_waits_at_a_closed_gate_and_shows_it(stage: Deployment, name:
     page = stage.client.status(f"shared:{name}-fresh", task=f"{COOLING}.shared", group=group)
     assert page.message().startswith("Retry available in")
     with pytest.raises(CoolingDown):
-        stage.tasks.shared.delay(name, script, group).get(timeout=PATIENCE)
-    assert fresh.get(timeout=PATIENCE) == {"name": f"{name}-fresh", "paid": 1}
-    assert first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+        got(stage.tasks.shared.delay(name, script, group))
+    assert got(fresh) == {"name": f"{name}-fresh", "paid": 1}
+    assert got(first) == {"name": name, "paid": 2}
     assert [what for what, _ in signalled(stage, fresh)] == ["task_success"]
-
-
-def test_an_option_that_is_written_counts_at_the_gate_too(stage: Deployment, name: str) -> None:
-    group = f"group-{name}"
-    stage.tasks.shared.delay(name, [limited(3), OK], group)
-    stage.wait_for_state("shared", f"shared:{name}", "cooling")
-    refusal(stage.tasks.shut_out.delay(f"{name}-fresh", [OK], group))

@@ -10,10 +10,10 @@ from celery_leases.worker.headers import HEADER, OURS, Header
 from tests.integration.conftest import DeploymentFactory
 from tests.integration.deployments import (
     APP,
-    PATIENCE,
     RABBIT_REDIS_SQLITE,
     REDIS_REDIS_POSTGRES,
     Deployment,
+    got,
 )
 
 MINE = {"answer": "mine"}
@@ -46,10 +46,9 @@ def test_internal_names_are_not_taken_from_a_message(
         "called_directly": True,
     }
     first, second = (stage.send("work", name, headers=forged) for _ in range(2))
-    assert first.get(timeout=PATIENCE) == second.get(timeout=PATIENCE)
+    assert got(first) == got(second)
     (begun,) = stage.events("begin", name=name)
     row = stage.row("work", f"work:{name}")
-    assert row is not None
     assert (row["state"], row["fence"]) == ("done", begun["fence"])
     assert not row["owner"].startswith("f" * 32)
 
@@ -72,10 +71,9 @@ def test_the_third_part_of_a_body_sets_nothing(stage: Deployment, name: str, emb
             body = [[name], {"seconds": 0.5, "answer": "mine"}, {"callbacks": None, **embedded}]
             options = {"routing_key": stage.queue, "serializer": "json", "correlation_id": call}
             connection.Producer().publish(body, headers=headers, **options)
-    assert [stage.app.AsyncResult(call).get(timeout=PATIENCE) for call in calls] == ["mine", "mine"]
+    assert [got(stage.app.AsyncResult(call)) for call in calls] == ["mine", "mine"]
     (begun,) = stage.events("begin", name=name)
     row = stage.row("work", f"work:{name}")
-    assert row is not None
     assert (row["state"], row["fence"]) == ("done", begun["fence"])
     assert not row["owner"].startswith("f" * 32)
     assert len(stage.log(f"the message body has {sorted(embedded)[:1]}"[:-1])) >= len(calls)
@@ -83,15 +81,15 @@ def test_the_third_part_of_a_body_sets_nothing(stage: Deployment, name: str, emb
 
 def test_a_header_with_another_key_gives_nothing_of_it(stage: Deployment, name: str) -> None:
     other, call = f"{name}-other", str(uuid4())
-    answer = stage.tasks.work.delay(other, answer="secret").get(timeout=PATIENCE)
+    answer = got(stage.tasks.work.delay(other, answer="secret"))
     before = stage.row("work", f"work:{other}")
     header = Header(f"{APP}.work", call, key=f"work:{other}", started=True, reschedules=3)
     result = stage.send(
         "work", name, kwargs=MINE, task_id=call, headers={HEADER: header.written()}, retries=1
     )
     assert answer == "secret"
-    assert result.get(timeout=PATIENCE) == "mine"
-    assert stage.row("work", f"work:{other}") == before
+    assert got(result) == "mine"
+    assert stage.find_row("work", f"work:{other}") == before
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_a_header_of_the_wrong_type_is_ignored(stage: Deployment, name: str, hea
     if isinstance(header, dict) and len(header) > 1:
         header = {"task": f"{APP}.work", "id": call} | header
     result = stage.send("work", name, kwargs=MINE, task_id=call, headers={HEADER: header})
-    assert result.get(timeout=PATIENCE) == "mine"
+    assert got(result) == "mine"
     assert (
         len(
             [
@@ -120,7 +118,7 @@ def test_a_header_of_the_wrong_type_is_ignored(stage: Deployment, name: str, hea
 @pytest.mark.parametrize("retries", ["1", 1.5, -1, [1], True], ids=str)
 def test_retries_that_are_no_count_are_ignored(stage: Deployment, name: str, retries: Any) -> None:
     result = stage.send("work", name, kwargs=MINE, headers={"retries": retries})
-    assert result.get(timeout=PATIENCE) == "mine"
+    assert got(result) == "mine"
     assert (
         len(
             [
@@ -132,5 +130,4 @@ def test_retries_that_are_no_count_are_ignored(stage: Deployment, name: str, ret
         == 1
     )
     row = stage.row("work", f"work:{name}")
-    assert row is not None
     assert row["retries"] == 0

@@ -2,32 +2,19 @@
 must stay short.
 """
 
-from collections.abc import Iterator
-
-import pytest
-
-from tests.integration.conftest import DeploymentFactory
 from tests.integration.deployments import (
-    PATIENCE,
     RABBIT_DATABASE_POSTGRES,
     RABBIT_REDIS_MARIADB,
     Deployment,
-    spelled,
+    got,
+    stages,
 )
 
 IDS = list(range(100_000, 120_000))
 
 
-@pytest.fixture(
-    scope="module", params=[RABBIT_DATABASE_POSTGRES, RABBIT_REDIS_MARIADB], ids=spelled
-)
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
-    """A worker that consumes from RabbitMQ."""
-    made = stage_factory(request.param)
-    yield made
-    made.close()
+module_stage = stages(RABBIT_DATABASE_POSTGRES, RABBIT_REDIS_MARIADB, drained=False)
+"""A worker that consumes from RabbitMQ."""
 
 
 def test_a_call_with_a_long_key_is_retried_and_rescheduled(stage: Deployment, name: str) -> None:
@@ -37,7 +24,7 @@ def test_a_call_with_a_long_key_is_retried_and_rescheduled(stage: Deployment, na
     second = stage.send("exports", name, IDS, str(gate))
     stage.wait_for_log(second.id, "rescheduled in")
     gate.touch()
-    assert (first.get(timeout=PATIENCE), second.get(timeout=PATIENCE)) == (len(IDS), len(IDS))
+    assert (got(first), got(second)) == (len(IDS), len(IDS))
     lengths = {event["length"] for event in stage.events("begin", name=name)}
     assert [event["id"] for event in stage.events("begin", name=name)] == [first.id] * 2
     assert lengths.pop() > 140_000

@@ -1,7 +1,6 @@
 """Messages of rescheduled calls, and messages that a worker cannot serialize again."""
 
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -9,8 +8,7 @@ import pytest
 import redis
 
 from celery_leases.errors import RescheduleFailed
-from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, spelled
+from tests.integration.deployments import BOTH_WAYS, Deployment, got, stages
 
 MESSAGES = "tests.apps.messages"
 OPTIONS = [
@@ -39,14 +37,8 @@ OPTIONS += [
 """What Celery has arguments for when it publishes."""
 
 
-@pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
-    """A worker with one slot."""
-    made = stage_factory(request.param, home=MESSAGES, worker={"concurrency": 1})
-    yield made
-    made.close()
+module_stage = stages(*BOTH_WAYS, home=MESSAGES, worker={"concurrency": 1}, drained=False)
+"""A worker with one slot."""
 
 
 def test_a_rescheduled_message_is_like_the_one_that_was_sent(stage: Deployment, name: str) -> None:
@@ -70,7 +62,7 @@ def test_a_rescheduled_message_is_like_the_one_that_was_sent(stage: Deployment, 
     )
     signature.stamp(visit="monday")
     call = signature.apply_async()
-    assert call.get(timeout=PATIENCE) == "set"
+    assert got(call) == "set"
     sent, came = (event for event in stage.events("received", id=call.id))
     # A call that has begun does not expire, and the pin is ours.
     ours = dict.fromkeys(("eta", "expires", "celery_leases"))
@@ -84,7 +76,7 @@ def test_a_rescheduled_message_is_like_the_one_that_was_sent(stage: Deployment, 
 def test_stamps_may_have_the_names_of_options(stage: Deployment, name: str) -> None:
     headers = {"stamped_headers": OPTIONS, "stamps": {stamp: ["monday"] for stamp in OPTIONS}}
     call = stage.send("reschedules_once", name, headers=headers)
-    assert call.get(timeout=PATIENCE) == "NoneType"
+    assert got(call) == "NoneType"
     sent, came = (event["headers"] for event in stage.events("received", id=call.id))
     assert (
         {header: came[header] for header in headers}
@@ -96,7 +88,7 @@ def test_stamps_may_have_the_names_of_options(stage: Deployment, name: str) -> N
 def test_a_call_that_cannot_be_written_again_fails(stage: Deployment, name: str) -> None:
     call = stage.tasks.reschedules_once.apply_async((name,), {"delay": 600}, serializer="read-only")
     with pytest.raises(RescheduleFailed, match="a worker does not write this"):
-        call.get(timeout=PATIENCE)
+        got(call)
     status = stage.tasks.reschedules_once.lease_status(name)
     assert (status.state, status.resumes) == ("pending", False)
     assert status.error is not None
@@ -108,7 +100,7 @@ def test_a_call_that_cannot_be_written_again_fails(stage: Deployment, name: str)
 def test_a_call_whose_headers_make_no_message_fails_at_once(stage: Deployment, name: str) -> None:
     call = stage.send("reschedules_once", name, headers={"as_execution_options": 5})
     with pytest.raises(RescheduleFailed, match="'int' object is not callable"):
-        call.get(timeout=PATIENCE)
+        got(call)
     assert not stage.log("returned to the broker")
 
 
@@ -123,7 +115,7 @@ def test_a_copy_without_exchange_returns_to_its_queue(stage: Deployment, name: s
         message = json.loads(raw)
         message["properties"]["delivery_info"] = {"exchange": None, "routing_key": None}
         client.lpush(other, json.dumps(message))
-    assert call.get(timeout=PATIENCE) is not None
+    assert got(call) is not None
     assert len(stage.events("received", id=call.id)) == 2
 
 
@@ -133,5 +125,5 @@ def test_a_task_id_of_ones_own_may_have_any_length_and_form(stage: Deployment, n
         task_id = f"{name}~{number}" if number == 7 else f"{name}~8{'x' * 300}~8"
         named = (f"{name}-{number}",), {"delay": 0.1}
         call = stage.tasks.reschedules_once.apply_async(*named, task_id=task_id)
-        call.get(timeout=PATIENCE)
+        got(call)
         assert len(stage.events("received", id=task_id)) == 2

@@ -2,24 +2,15 @@
 key.
 """
 
-from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
 
 from celery_leases.errors import KeyReused
-from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import PAIRWISE, PATIENCE, Deployment, spelled
+from tests.integration.deployments import PAIRWISE, Deployment, got, stages
+from tests.support.records import assert_has
 
-
-@pytest.fixture(scope="module", params=PAIRWISE, ids=spelled)
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
-    """A stage for every combination."""
-    made = stage_factory(request.param)
-    yield made
-    made.close_when_drained(request.session)
+module_stage = stages(*PAIRWISE)
 
 
 def test_twenty_calls_of_one_key_run_one_body(stage: Deployment, name: str) -> None:
@@ -28,23 +19,15 @@ def test_twenty_calls_of_one_key_run_one_body(stage: Deployment, name: str) -> N
     (begun,) = stage.wait_for("begin", name=name)
     stage.wait_for_log(f"key work:{name}:", "another call holds the key", 3)
     gate.touch()
-    values = [result.get(timeout=PATIENCE) for result in results]
+    values = [got(result) for result in results]
     assert values == [{"name": name, "fence": begun["fence"]}] * 20
     assert len(stage.events("begin", name=name)) == 1
     row = stage.row("work", f"work:{name}")
-    assert row is not None
-    assert (row["state"], row["attempt"], row["call_id"], row["crashes"]) == (
-        "done",
-        1,
-        begun["id"],
-        0,
-    )
+    assert_has(row, state="done", attempt=1, call_id=begun["id"], crashes=0)
 
 
 def test_x4_other_arguments_are_refused_and_change_nothing(stage: Deployment, name: str) -> None:
-    gate = stage.gate()
-    running = stage.tasks.work.delay(name, gate=str(gate), answer="first")
-    stage.wait_for("begin", name=name)
+    gate, running = stage.hold("work", name, answer="first")
     before = stage.row("work", f"work:{name}")
     if stage.lease_store == "database":
         # A renewal moves the lease in the row, and nothing else.
@@ -52,30 +35,27 @@ def test_x4_other_arguments_are_refused_and_change_nothing(stage: Deployment, na
     early = stage.tasks.work.delay(name, gate=str(gate), answer="second")
     if stage.lease_store == "database":
         with pytest.raises(KeyReused):
-            early.get(timeout=PATIENCE)
-        during = {**(stage.row("work", f"work:{name}") or {}), "lease_until": None}
+            got(early)
+        during = {**(stage.find_row("work", f"work:{name}") or {}), "lease_until": None}
         assert during == before
     gate.touch()
-    assert running.get(timeout=PATIENCE) == "first"
+    assert got(running) == "first"
     with pytest.raises(KeyReused) as refused:
-        early.get(timeout=PATIENCE)
+        got(early)
     assert refused.value.differing == ["answer"]
     done = stage.row("work", f"work:{name}")
     with pytest.raises(KeyReused) as refused:
-        stage.tasks.work.delay(name, gate=str(gate), answer="third").get(timeout=PATIENCE)
+        got(stage.tasks.work.delay(name, gate=str(gate), answer="third"))
     assert (refused.value.key, refused.value.differing) == (f"work:{name}", ["answer"])
-    assert stage.row("work", f"work:{name}") == done
-    assert (
-        stage.tasks.work.delay(name, gate=str(gate), answer="first").get(timeout=PATIENCE)
-        == "first"
-    )
-    assert stage.row("work", f"work:{name}") == done
+    assert stage.find_row("work", f"work:{name}") == done
+    assert got(stage.tasks.work.delay(name, gate=str(gate), answer="first")) == "first"
+    assert stage.find_row("work", f"work:{name}") == done
     assert len(stage.events("begin", name=name)) == 1
 
 
 def test_without_a_key_equal_calls_both_run(stage: Deployment, name: str) -> None:
     first, second = stage.tasks.keyless.delay(name), stage.tasks.keyless.delay(name)
-    assert [call.get(timeout=PATIENCE)["name"] for call in (first, second)] == [name, name]
+    assert [got(call)["name"] for call in (first, second)] == [name, name]
     assert {event["id"] for event in stage.events("begin", name=name)} == {first.id, second.id}
 
 
@@ -92,19 +72,19 @@ def test_ten_deliveries_run_once_and_leave_one_copy(
         stage.send(task, name, 0.0, str(gate), task_id=call)
     stage.wait_for_log(call, "dropped: another copy of this call waits already", 8)
     gate.touch()
-    assert first.get(timeout=PATIENCE)["name"] == name
+    assert got(first)["name"] == name
     # Only Celery's id distinguishes this copy from a new call; it gets the saved result.
     stage.send(task, name, 0.0, str(gate), task_id=call)
     stage.wait_for_log(call, "answered with the saved result")
     stage.wait_until_drained()
     assert len([line for line in stage.log(call) if "rescheduled in" in line]) == 1
     assert len(stage.events("begin", name=name)) == 1
-    assert first.get(timeout=PATIENCE)["name"] == name
+    assert got(first)["name"] == name
 
 
 def test_rerun_runs_once_for_each_call_in_turn(stage: Deployment, name: str) -> None:
     results = [stage.tasks.rerun.delay(name, 0.05) for _ in range(5)]
-    fences = [result.get(timeout=PATIENCE)["fence"] for result in results]
+    fences = [got(result)["fence"] for result in results]
     assert len(set(fences)) == 5
     events = sorted(stage.events(name=name), key=lambda event: event["t"])
     assert [event["what"] for event in events] == ["begin", "end"] * 5

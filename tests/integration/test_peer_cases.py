@@ -18,11 +18,11 @@ from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld
 from tests.integration.conftest import DeploymentFactory
 from tests.integration.cooldowns import COOLING, OK, status
 from tests.integration.deployments import (
-    PATIENCE,
     RABBIT_DATABASE_POSTGRES,
     REDIS_DATABASE_SQLITE,
     REDIS_REDIS_POSTGRES,
     Deployment,
+    got,
     imported_anew,
 )
 from tests.support.servers import PostgresServer, RedisServer
@@ -32,14 +32,13 @@ from tests.support.servers.local import free_port
 @pytest.mark.parametrize("task", ["retries", "auto"])
 def test_m1_a_body_that_fails_twice_is_retried(stage: Deployment, name: str, task: str) -> None:
     result = stage.send(task, name, 2)
-    assert result.get(timeout=PATIENCE) == {"name": name, "retries": 2}
+    assert got(result) == {"name": name, "retries": 2}
     begun = stage.events("begin", name=name)
     assert [event["retries"] for event in begun] == [0, 1, 2]
     assert [event["attempt"] for event in begun] == [1, 2, 3]
     assert {event["id"] for event in begun} == {result.id}
     key = f"{task}:{name}"
     row = stage.row(task, key)
-    assert row is not None
     assert (row["state"], row["failures"], row["crashes"]) == ("done", 0, 0)
     assert not stage.is_held(task, key)
 
@@ -51,9 +50,9 @@ def test_m2_a_second_copy_of_a_running_call_is_rescheduled(stage: Deployment, na
     stage.send("work", name, 0.0, str(gate), task_id=call)
     stage.wait_for_log(call, "rescheduled in")
     gate.touch()
-    value = first.get(timeout=PATIENCE)
+    value = got(first)
     stage.wait_for_log(call, "answered with the saved result")
-    assert first.get(timeout=PATIENCE) == value
+    assert got(first) == value
     assert len(stage.events("begin", name=name)) == 1
 
 
@@ -75,8 +74,8 @@ def test_m3_a_call_by_name_or_beat_is_protected(stage: Deployment, name: str) ->
     for result in results:
         stage.wait_for_log(result.id, "another call holds the key")
     gate.touch()
-    value = first.get(timeout=PATIENCE)
-    assert [result.get(timeout=PATIENCE) for result in results] == [value, value]
+    value = got(first)
+    assert [got(result) for result in results] == [value, value]
     assert len(stage.events("begin", name=name)) == 1
 
 
@@ -90,24 +89,22 @@ def test_m5_a_call_that_could_not_be_published_holds_nothing(stage: Deployment, 
         tasks.work.apply_async((name,), retry=False)
     tasks.app.close()
     stage.app.set_current()
-    assert stage.row("work", f"work:{name}") is None
+    assert stage.find_row("work", f"work:{name}") is None
     assert not stage.is_held("work", f"work:{name}")
-    assert stage.tasks.work.delay(name).get(timeout=PATIENCE)["name"] == name
+    assert got(stage.tasks.work.delay(name))["name"] == name
     assert len(stage.events("begin", name=name)) == 1
 
 
 def test_m10_a_held_step_of_a_chain_waits_and_goes_on(stage: Deployment, name: str) -> None:
-    gate = stage.gate()
-    holder = stage.tasks.work.delay(name, gate=str(gate))
-    stage.wait_for("begin", name=name)
+    gate, holder = stage.hold("work", name)
     held = stage.tasks.work.si(name, gate=str(gate))
     result = chain(stage.tasks.plain.s("before"), held, stage.tasks.gather.s())()
     stage.wait_for_log(result.parent.id, "another call holds the key")
     assert result.parent.parent.state == "SUCCESS"
     gate.touch()
-    value = holder.get(timeout=PATIENCE)
-    assert result.get(timeout=PATIENCE) == value
-    assert result.parent.get(timeout=PATIENCE) == value
+    value = got(holder)
+    assert got(result) == value
+    assert got(result.parent) == value
     assert result.parent.parent.state == "SUCCESS"
     assert len(stage.events("begin", name=name)) == 1
 
@@ -118,7 +115,7 @@ def test_m11_a_duplicate_in_a_chord_gets_the_result(stage: Deployment, name: str
     result = chord(members, stage.tasks.gather.s())()
     stage.wait_for_log(f"work:{name}", "another call holds the key")
     gate.touch()
-    one, other = result.get(timeout=PATIENCE)
+    one, other = got(result)
     assert one == other
     assert one["name"] == name
     assert len(stage.events("begin", name=name)) == 1
@@ -126,8 +123,8 @@ def test_m11_a_duplicate_in_a_chord_gets_the_result(stage: Deployment, name: str
 
 
 def test_m12_an_argument_json_turns_into_a_list_is_one_key(stage: Deployment, name: str) -> None:
-    first = stage.tasks.work.delay((1, name), answer=(1, 2)).get(timeout=PATIENCE)
-    assert stage.tasks.work.delay([1, name], answer=[1, 2]).get(timeout=PATIENCE) == first == [1, 2]
+    first = got(stage.tasks.work.delay((1, name), answer=(1, 2)))
+    assert got(stage.tasks.work.delay([1, name], answer=[1, 2])) == first == [1, 2]
     assert len(stage.events("begin", name=[1, name])) == 1
     for spelled in ((1, name), [1, name]):
         status = stage.tasks.work.lease_status(spelled, answer=(1, 2))
@@ -145,15 +142,14 @@ def test_m13_a_call_survives_a_lease_store_outage(
         server = PostgresServer().start()
         stage = stage_factory(RABBIT_DATABASE_POSTGRES, urls={"postgres": server.new_database()})
     try:
-        assert stage.tasks.keyless.delay(f"{name}-before").get(timeout=PATIENCE)
+        assert got(stage.tasks.keyless.delay(f"{name}-before"))
         server.kill()
         result = stage.tasks.work.delay(name)
         stage.wait_for_log(result.id, "rescheduled in")
         assert stage.events("begin", name=name) == []
         server.start()
-        assert result.get(timeout=PATIENCE)["name"] == name
+        assert got(result)["name"] == name
         row = stage.row("work", f"work:{name}")
-        assert row is not None
         assert (row["state"], row["attempt"], row["crashes"]) == ("done", 1, 0)
         assert len(stage.events("begin", name=name)) == 1
         stage.wait_until_drained()
@@ -163,21 +159,19 @@ def test_m13_a_call_survives_a_lease_store_outage(
 
 
 def test_m14_errors_of_duplicates_arrive_with_their_details(stage: Deployment, name: str) -> None:
-    gate = stage.gate()
-    holder = stage.tasks.refuses.delay(name, gate=str(gate))
-    stage.wait_for("begin", name=name)
+    gate, holder = stage.hold("refuses", name)
     with pytest.raises(LeaseHeld, match=f"refuses:{name} is held by call {holder.id}") as held:
-        stage.tasks.refuses.delay(name, gate=str(gate)).get(timeout=PATIENCE)
+        got(stage.tasks.refuses.delay(name, gate=str(gate)))
     assert held.value.key == f"refuses:{name}"
     assert 0 < held.value.remaining <= 3
     assert "/" in held.value.holder
     gate.touch()
-    holder.get(timeout=PATIENCE)
+    got(holder)
     with pytest.raises(AlreadyDone, match=f"refuses:{name} was done by call {holder.id}") as done:
-        stage.tasks.refuses.delay(name, gate=str(gate)).get(timeout=PATIENCE)
+        got(stage.tasks.refuses.delay(name, gate=str(gate)))
     assert (done.value.key, done.value.call_id) == (f"refuses:{name}", holder.id)
     with pytest.raises(KeyReused, match="differ in gate") as reused:
-        stage.tasks.refuses.delay(name).get(timeout=PATIENCE)
+        got(stage.tasks.refuses.delay(name))
     assert reused.value.differing == ["gate"]
     for error in (held.value, done.value, reused.value):
         twin = pickle.loads(pickle.dumps(error))  # noqa: S301 - what we just pickled
@@ -192,11 +186,11 @@ def test_m14_errors_of_duplicates_arrive_with_their_details(stage: Deployment, n
 def test_c1_a_replayed_member_of_a_chord_is_never_ignored(stage: Deployment, name: str) -> None:
     for task in ("work", "ignores"):
         leased = getattr(stage.tasks, task)
-        value = leased.delay(name).get(timeout=PATIENCE)
+        value = got(leased.delay(name))
         result = chord(
             [leased.s(name), leased.s(name), stage.tasks.plain.s(1)], stage.tasks.gather.s()
         )()
-        assert result.get(timeout=PATIENCE) == [value, value, 1]
+        assert got(result) == [value, value, 1]
     assert len(stage.events("begin", name=name)) == 2
 
 
@@ -209,7 +203,7 @@ def test_c2_a_copy_of_a_running_member_never_fails_it(stage: Deployment, name: s
     stage.wait_for_log(call, "] rescheduled")
     assert stage.app.AsyncResult(call).state == "PENDING"
     gate.touch()
-    assert result.get(timeout=PATIENCE)[0]["name"] == name
+    assert got(result)[0]["name"] == name
     assert stage.app.AsyncResult(call).state == "SUCCESS"
     stage.wait_until_drained()
     assert len(stage.events("begin", name=name)) == 1
@@ -221,8 +215,8 @@ def test_x4_a_connection_error_is_not_kept_for_ever(
     stage = stage_factory(REDIS_DATABASE_SQLITE, home=COOLING)
     script = [["raise", "ConnectionError", "gone"], OK]
     with pytest.raises(ConnectionError, match="gone"):
-        stage.tasks.stops.delay(name, script).get(timeout=PATIENCE)
+        got(stage.tasks.stops.delay(name, script))
     assert status(stage, "stops", name).state == "cooling"
     assert 0 < (status(stage, "stops", name).retry_after or 0) <= 60
     stage.client.retry(f"stops:{name}", task=f"{COOLING}.stops")
-    assert stage.tasks.stops.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert got(stage.tasks.stops.delay(name, script)) == {"name": name, "paid": 2}

@@ -52,7 +52,6 @@ class Page:
         self.browser.click(f'[data-document="{number}"] button.{kind}')
 
     def submit(self) -> int:
-        """Submit a document; its number."""
         number = len(self.browser.all("#list > li")) + 1
         self.browser.click("#submit")
         self.shows(f'[data-document="{number}"]', f"Document {number}")
@@ -70,7 +69,6 @@ class Page:
 
 @pytest.fixture
 def play(tmp_path: Path) -> Iterator[GuardedProcess]:
-    """``make play`` beside the test."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     env = {**os.environ, "TMPDIR": str(temporary)}

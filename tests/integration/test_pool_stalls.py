@@ -12,7 +12,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import PATIENCE, POOL_STORES, Deployment
+from tests.integration.deployments import PATIENCE, POOL_STORES, Deployment, got
 from tests.integration.process_resources import resource_counts
 
 TTL = 2
@@ -41,18 +41,16 @@ def module_stage(
 
 @pytest.fixture
 def process(stage: Deployment, name: str) -> Iterator[int]:
-    """The process that runs the bodies, which has no more of anything after the test than before
-    it.
-    """
+    """The process of the bodies, which has no more of anything after the test than before."""
     for number in range(2):
         each = f"{name}-{number}"
         result = stage.tasks.checks.delay(each, gate="once")
         warm = stage.wait_for("begin", name=each)[0]
         stage.client.release(f"checks:{each}", task=stage.tasks.checks.name)
-        result.get(timeout=PATIENCE)  # it was rescheduled, which has connected to the broker
+        got(result)  # it was rescheduled, which has connected to the broker
 
     def counted() -> Counter[str]:
-        stage.tasks.collects.delay().get(timeout=PATIENCE)
+        got(stage.tasks.collects.delay())
         return resource_counts(warm["pid"])
 
     before = counted() | counted()
@@ -75,7 +73,7 @@ def test_a_body_that_holds_the_gil_beyond_the_ttl_is_interrupted_and_runs_again(
     held, *_ = stage.wait_for("held", name=name)
     (lost,) = stage.wait_for("lost", timeout=NOTICED, name=name)
     first, second = stage.wait_for("begin", 2, name=name)
-    assert result.get(timeout=PATIENCE)["fence"] == second["fence"] > first["fence"]
+    assert got(result)["fence"] == second["fence"] > first["fence"]
     assert (lost["pid"], held["pid"]) == (process, process)
     row = stage.wait_for_state("hogs", f"hogs:{name}", "done")
     assert (row["attempt"], row["crashes"], row["previous_ended"]) == (1, 0, "lost")
@@ -91,7 +89,7 @@ def test_a_body_that_hangs_for_too_long_fails(stage: Deployment, name: str, proc
     row = stage.wait_for_state("hangs", f"hangs:{name}", "failed")
     assert json.loads(row["error"])["rule"] == "time-or-memory-limit"
     with pytest.raises(SoftTimeLimitExceeded, match="held for lease_max_hold"):
-        result.get(timeout=PATIENCE)
+        got(result)
     assert len(stage.events("begin", name=name)) == len(stage.events("lost", name=name)) == 1
 
 
@@ -109,7 +107,7 @@ def test_a_body_that_blocks_the_hub_does_not_lose_its_lease(
         lapsed += not stage.is_held("blocks", f"blocks:{name}") and not stage.events(
             "end", name=name
         )
-    assert result.get(timeout=PATIENCE)["fence"] == first["fence"]
+    assert got(result)["fence"] == first["fence"]
     (end,) = stage.events("end", name=name)
     row = stage.wait_for_state("blocks", f"blocks:{name}", "done")
     assert (row["attempt"], row["crashes"], end["held"], lapsed) == (1, 0, True, 0)
@@ -120,7 +118,7 @@ def test_a_process_that_the_body_has_forked_takes_no_step_of_the_protocol(
     stage: Deployment, name: str, process: int, how: str, code: int
 ) -> None:
     result = stage.tasks.forks.delay(name, how)
-    answer = result.get(timeout=PATIENCE)
+    answer = got(result)
     (begun,), (end,) = stage.events("begin", name=name), stage.wait_for("end", name=name)
     assert (answer["name"], answer["fence"]) == (name, begun["fence"])
     assert (end["pid"], end["child"], end["held"]) == (process, code, True)

@@ -7,12 +7,12 @@ import pytest
 
 from tests.integration.conftest import DeploymentFactory
 from tests.integration.deployments import (
-    PATIENCE,
     RABBIT_DATABASE_POSTGRES,
     RABBIT_REDIS_SQLITE,
     REDIS_DATABASE_SQLITE,
     REDIS_REDIS_POSTGRES,
     Deployment,
+    got,
 )
 
 TTL = 2
@@ -45,7 +45,7 @@ def test_twenty_calls_of_one_key_run_one_body_in_every_pool(stage: Deployment, n
     if stage.worker.pool != "solo":
         stage.wait_for_log(f"key work:{name}:", "another call holds the key", 2)
     gate.touch()
-    values = [result.get(timeout=PATIENCE) for result in results]
+    values = [got(result) for result in results]
     assert values == [values[0]] * 20
     assert len(stage.events("begin", name=name)) == 1
 
@@ -56,9 +56,8 @@ def test_renewals_hold_the_lease_of_a_body_of_twice_the_ttl(stage: Deployment, n
     stage.wait_for_log(f"key work:{name}:", "lease renewed", 7)
     assert stage.is_held("work", f"work:{name}")
     gate.touch()
-    assert running.get(timeout=PATIENCE)["name"] == name
+    assert got(running)["name"] == name
     row = stage.row("work", f"work:{name}")
-    assert row is not None
     assert (row["state"], row["attempt"], row["crashes"]) == ("done", 1, 0)
 
 
@@ -71,7 +70,7 @@ def test_several_bodies_in_one_process_keep_their_own_leases(stage: Deployment, 
         assert begun["key"] == result.id
         stage.wait_for_log(f"key {result.id}:", "lease renewed", 1)
     gate.touch()
-    fences = [result.get(timeout=PATIENCE)["fence"] for result in results]
+    fences = [got(result)["fence"] for result in results]
     for n in range(number):
         (ended,) = stage.events("end", name=f"{name}-{n}")
         assert (ended["key"], ended["fence"]) == (results[n].id, fences[n])
@@ -83,10 +82,9 @@ def test_check_raises_when_an_operator_released_the_lease(stage: Deployment, nam
     stage.client.release(f"checks:{name}", task=stage.tasks.checks.name)
     (lost,) = stage.wait_for("lost", name=name)
     assert lost["error"] == "LeaseLost"
-    value = running.get(timeout=PATIENCE)
+    value = got(running)
     assert value["fence"] > begun["fence"]
     row = stage.row("checks", f"checks:{name}")
-    assert row is not None
     assert (row["state"], row["crashes"]) == ("done", 0)
 
 
@@ -95,17 +93,16 @@ def test_a_body_that_raises_what_ends_a_worker_fails(stage: Deployment, name: st
     hows = [*stage.tasks.STOPS] + (["kill"] if stage.worker.pool in ("gevent", "eventlet") else [])
     results = {how: stage.tasks.stops.delay(name, how) for how in hows}
     for how, result in results.items():
-        error = result.get(timeout=PATIENCE, propagate=False)
+        error = got(result, propagate=False)
         assert isinstance(error, RuntimeError), how
         assert str(error).startswith("the body raised "), how
         row = stage.row("stops", f"stops:{name}:{how}")
-        assert row is not None
         assert (row["state"], row["failures"], row["crashes"]) == ("cooling", 1, 0), how
         assert len(stage.events("begin", name=name, how=how)) == 1
 
 
 @pytest.mark.parametrize("how", ["retry and return", "publish itself"])
 def test_a_call_that_goes_on_elsewhere_runs_again(stage: Deployment, name: str, how: str) -> None:
-    assert stage.tasks.passes.delay(name, how).get(timeout=PATIENCE) == {"name": name}
+    assert got(stage.tasks.passes.delay(name, how)) == {"name": name}
     begun = stage.events("begin", name=name)
     assert [event["attempt"] for event in begun] == [1, 2]

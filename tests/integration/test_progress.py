@@ -4,7 +4,6 @@ interruptions and losses.
 
 import random
 import signal
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -13,11 +12,9 @@ import pytest
 
 from celery_leases.lease import SAVE_EVERY
 from celery_leases.testing.waits import wait_until
-from celery_leases.worker.processes import process_of
 from tests.apps.failpoints import armed
-from tests.contract.sql_stores import statements_of
 from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, environment, spelled
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, got, spelled
 
 PROGRESSING = "tests.apps.progress_tasks"
 MANY = 10_000
@@ -59,7 +56,6 @@ def module_stage(
 
 
 def arm(stage: Deployment, step: str, name: str) -> None:
-    """Let the process die there, once."""
     armed(Path(stage.env["FAILPOINTS"]), step, name).touch()
 
 
@@ -72,13 +68,10 @@ class Worked:
 
     @property
     def items(self) -> list[int]:
-        """In the order in which they were worked on."""
         return [item for _, item, _ in self.lines]
 
     def turns(self) -> list[tuple[int, int]]:
-        """The places at which the next item is not the one that follows: where another run went
-        on.
-        """
+        """The places at which another run went on."""
         return [(one, two) for one, two in pairwise(self.items) if two != one + 1]
 
     def assert_nothing_skipped(self, count: int) -> None:
@@ -93,7 +86,7 @@ class Worked:
 @pytest.mark.parametrize("every", [None, 7])
 def test_a_failure_loses_nothing(stage: Deployment, name: str, every: int | None) -> None:
     result = stage.tasks.loops.delay(name, 100, every=every, fails_at=[10, 33, 80])
-    result.get(timeout=PATIENCE)
+    got(result)
     assert Worked(stage, name).items == list(range(100))
     assert len(stage.events("begin", name=name)) == 4
 
@@ -108,24 +101,11 @@ def test_a_lost_lease_stops_the_loop_between_two_items(stage: Deployment, name: 
     gate.touch()
     (told,) = stage.wait_for("raised", name=name)
     assert (told["error"], told["pid"]) == ("LeaseLost", waits["pid"])
-    assert result.get(timeout=PATIENCE) == {"name": name, "count": 20}
+    assert got(result) == {"name": name, "count": 20}
     worked = Worked(stage, name)
     worked.assert_nothing_skipped(20)
     # The item in which the lease was lost is not saved any more, as the fence has moved on.
     assert worked.turns() == [(5, 5)]
-
-
-def test_two_loops_have_their_own_positions(stage: Deployment, name: str) -> None:
-    arm(stage, "row", name)
-    result = stage.tasks.tables.delay(name, 5, 2)
-    assert result.get(timeout=PATIENCE) == [["body", 2], ["body", 3], ["body", 4]]
-
-
-def test_a_loop_extends_a_lease_without_renewal(stage: Deployment, name: str) -> None:
-    result = stage.tasks.quietly.delay(name, 45, 0.1)
-    result.get(timeout=PATIENCE)
-    assert Worked(stage, name).items == list(range(45))
-    assert len(stage.events("begin", name=name)) == 1
 
 
 @pytest.mark.parametrize("how", [signal.SIGQUIT, signal.SIGTERM], ids=["cold", "soft"])
@@ -150,7 +130,7 @@ def test_a_shutdown_loses_nothing(
     stopped = len(Worked(stage, name).lines)
     assert stopped < 60
     stage.worker.start()
-    result.get(timeout=PATIENCE)
+    got(result)
     worked = Worked(stage, name)
     worked.assert_nothing_skipped(60)
     # The item in whose middle it was interrupted, and no other, was worked on twice.
@@ -158,34 +138,7 @@ def test_a_shutdown_loses_nothing(
     assert worked.turns() in ([], [(stopped - 1, stopped - 1)])
 
 
-def test_a_new_generation_begins_at_its_first_page(stage: Deployment, name: str) -> None:
-    stage.tasks.loops.delay(name, 3).get(timeout=PATIENCE)
-    stage.client.forget(f"loops:{name}", task=f"{PROGRESSING}.loops")
-    assert stage.client.status(f"loops:{name}", task=f"{PROGRESSING}.loops").progress is None
-    stage.tasks.loops.delay(name, 3).get(timeout=PATIENCE)
-    assert Worked(stage, name).items == [0, 1, 2, 0, 1, 2]
-
-
 # -- without a worker ------------------------------------------------------------------------------
-
-
-def test_saving_is_throttled(stage: Deployment, name: str) -> None:
-    with (
-        environment({"JOURNAL": str(stage.journal)}),
-        statements_of(process_of(stage.app, eager=True).records.database) as statements,
-    ):
-        began = time.monotonic()
-        assert stage.tasks.loops.apply((name, MANY)).get() == {"name": name, "count": MANY}
-        took = time.monotonic() - began
-    saves = [one for one in statements if "progress=" in one and "result=" not in one]
-    assert 1 <= len(saves) <= took / SAVE_EVERY + 2
-
-
-def test_called_directly_it_is_a_plain_loop(stage: Deployment, name: str) -> None:
-    with environment({"JOURNAL": str(stage.journal)}):
-        for _ in range(2):
-            assert stage.tasks.quietly(name, 3, 0.0) == {"name": name, "count": 3}
-    assert Worked(stage, name).items == [0, 1, 2] * 2
 
 
 # -- what went on beside them ----------------------------------------------------------------------

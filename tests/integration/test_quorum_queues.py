@@ -12,7 +12,7 @@ from kombu import Exchange, Queue
 from celery_leases.errors import RescheduleFailed
 from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import PATIENCE, RABBIT_DATABASE_POSTGRES, Deployment
+from tests.integration.deployments import PATIENCE, RABBIT_DATABASE_POSTGRES, Deployment, got
 
 SLOTS = 2
 
@@ -36,9 +36,7 @@ def kind_of(stage: Deployment, queue: str) -> Any:
 
 def test_a_call_returns_after_several_waits(stage: Deployment, name: str) -> None:
     calls = [stage.tasks.snoozes.delay(f"{name}-{number}", 0.2, 1.0, 3.0) for number in range(3)]
-    assert [call.get(timeout=PATIENCE)["name"] for call in calls] == [
-        f"{name}-{number}" for number in range(3)
-    ]
+    assert [got(call)["name"] for call in calls] == [f"{name}-{number}" for number in range(3)]
     assert all(len(stage.events("begin", name=f"{name}-{number}")) == 4 for number in range(3))
     assert not stage.log("could not be rescheduled")
 
@@ -52,7 +50,7 @@ def test_calls_that_wait_leave_the_worker_free(stage: Deployment, name: str) -> 
     assert stage.tasks.work.delay(name).get(timeout=4.0)["name"] == name
     assert all(not call.ready() for call in waiting[-SLOTS:])
     for call in waiting:
-        call.get(timeout=PATIENCE)
+        got(call)
 
 
 def test_a_wait_ends_in_the_queue_it_began_in(stage: Deployment, name: str) -> None:
@@ -66,9 +64,7 @@ def test_a_wait_ends_in_the_queue_it_began_in(stage: Deployment, name: str) -> N
             stage.tasks.snoozes.apply_async((f"{name}-{n}", 1.2, 1.2), queue=queue, priority=3)
             for n in range(3)
         ]
-        assert {call.get(timeout=PATIENCE)["host"].partition("@")[0] for call in calls} == {
-            worker.name
-        }
+        assert {got(call)["host"].partition("@")[0] for call in calls} == {worker.name}
         begun = [
             event for number in range(3) for event in stage.events("begin", name=f"{name}-{number}")
         ]
@@ -86,9 +82,7 @@ def test_a_wait_ends_in_the_queue_it_began_in(stage: Deployment, name: str) -> N
 def refusing(
     stage_factory: DeploymentFactory, tmp_path_factory: pytest.TempPathFactory
 ) -> Deployment:
-    """A worker whose broker takes no message that is rescheduled; its queue allows two deliveries
-    after the first.
-    """
+    """Its broker takes no rescheduled message; its queue allows two deliveries after the first."""
     refused = tmp_path_factory.mktemp("refused") / "refused"
     env = {"DELIVERY_LIMIT": "2", "REFUSED": str(refused)}
     worker = {"concurrency": 2, "pool": "threads"}
@@ -101,7 +95,7 @@ def test_a_call_fails_before_its_queue_would_discard_it(refusing: Deployment, na
     Path(refusing.env["REFUSED"]).touch()
     call = refusing.tasks.reschedules_once.delay(name)
     with pytest.raises(RescheduleFailed, match="the broker takes nothing"):
-        call.get(timeout=PATIENCE)
+        got(call)
     assert len(refusing.wait_for_log(call.id, "returned to the broker")) == 2
     status = refusing.tasks.reschedules_once.lease_status(name)
     assert (status.state, status.resumes) == ("pending", False)
@@ -112,7 +106,7 @@ def test_a_call_whose_reschedule_succeeds_at_last_runs(refusing: Deployment, nam
     call = refusing.tasks.reschedules_once.delay(name)
     refusing.wait_for_log(call.id, "could not be rescheduled")
     Path(refusing.env["REFUSED"]).unlink()
-    assert call.get(timeout=PATIENCE) == "NoneType"
+    assert got(call) == "NoneType"
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["that goes on", "that ends meanwhile"])

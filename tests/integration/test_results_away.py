@@ -7,7 +7,7 @@ import pytest
 from celery import chain, chord
 
 from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import PATIENCE, POOL_STORES, Deployment
+from tests.integration.deployments import POOL_STORES, Deployment, got
 
 POOLS = {pool: POOL_STORES[pool] for pool in ("prefork", "threads", "solo", "gevent")}
 
@@ -43,9 +43,9 @@ def test_results_are_stored_once_the_backend_is_back(stage: Deployment, name: st
     for call in (alone, failing, chained.parent, *gathered.parent.results):
         stage.wait_for_log(call.id, "Celery could not store")
     away.unlink()
-    assert alone.get(timeout=PATIENCE) == 1
-    assert type(failing.get(timeout=PATIENCE, propagate=False)).__name__ == "PermanentFailure"
-    assert chained.get(timeout=PATIENCE) == 2
-    assert gathered.get(timeout=PATIENCE) == [3, 4]
+    assert got(alone) == 1
+    assert type(got(failing, propagate=False)).__name__ == "PermanentFailure"
+    assert got(chained) == 2
+    assert got(gathered) == [3, 4]
     names = [event["name"] for event in stage.events("begin") if name in event["name"]]
     assert len(names) == len(set(names)) == 5

@@ -2,15 +2,12 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import psycopg
 import pytest
 import redis
 from kombu import Connection
@@ -22,96 +19,10 @@ from tests.support.plugin import missing_server
 from tests.support.preloaded import EXEC_VARIABLE, preloaded
 from tests.support.process import GuardedProcess, NotReady
 from tests.support.servers import (
-    LocalServer,
-    MariaServer,
-    PostgresServer,
-    RabbitServer,
     RedisServer,
     ServerMissing,
     find_running_rabbit,
 )
-
-KINDS = [RedisServer, PostgresServer, MariaServer, RabbitServer]
-
-
-def ask(server: LocalServer, timeout: float = 5) -> bool:
-    """Whether a new client gets an answer within ``timeout`` seconds."""
-    try:
-        match server:
-            case RedisServer():
-                with redis.Redis.from_url(server.url, socket_timeout=timeout, retry=None) as client:
-                    return bool(client.ping())
-            case PostgresServer():
-                # Not psycopg: its connect_timeout is never below two seconds.
-                with socket.create_connection(("127.0.0.1", server.port), timeout) as client:
-                    client.sendall(bytes.fromhex("0000000804d2162f"))  # SSLRequest
-                    return client.recv(1) in {b"N", b"S"}
-            case MariaServer():
-                with socket.create_connection(("127.0.0.1", server.port), timeout) as client:
-                    return b"MariaDB" in client.recv(200)  # its greeting
-            case _:
-                with Connection(server.url, connect_timeout=timeout) as connection:
-                    connection.connect()
-                    return bool(connection.connected)
-    except (OSError, redis.RedisError):
-        return False
-
-
-@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
-def server(request: pytest.FixtureRequest) -> Iterator[LocalServer]:
-    """A started server of each kind."""
-    started: LocalServer = request.param()
-    try:
-        started.start()
-    except ServerMissing as missing:
-        missing_server(str(missing))
-    yield started
-    started.stop()
-
-
-@pytest.mark.nightly
-def test_a_server_freezes_dies_and_comes_back_on_its_port(server: LocalServer) -> None:
-    port, home = server.port, server.home
-    assert ask(server)
-
-    server.pause()
-    assert not ask(server, timeout=0.5)
-    assert server.process.alive
-    server.resume()
-    assert ask(server)
-
-    tree = [server.pid, *server.process.children()]
-    server.kill()
-    assert not server.alive
-    assert not set(tree) & set(parents())
-    assert not ask(server, timeout=0.5)
-
-    assert ask(server.start())
-    first = server.pid
-    assert ask(server.restart("immediate"))
-    assert (server.port, server.pid != first) == (port, True)
-
-    tree = [server.pid, *server.process.children()]
-    server.stop()
-    assert not home.exists()
-    assert not set(tree) & set(parents())
-
-
-def test_postgres_keeps_what_was_committed_over_a_crash() -> None:
-    try:
-        server = PostgresServer().start()
-    except ServerMissing as missing:
-        missing_server(str(missing))
-    with server:
-        url = server.new_database().replace("+psycopg", "")
-        with psycopg.connect(url, autocommit=True) as connection:
-            connection.execute("create table kept (n int)")
-            connection.execute("insert into kept values (42)")
-            server.restart("immediate")
-            with pytest.raises(psycopg.OperationalError):
-                connection.execute("select 1")
-        with psycopg.connect(url) as connection:
-            assert connection.execute("select n from kept").fetchall() == [(42,)]
 
 
 def test_a_missing_program_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 line.
 """
 
-from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -16,8 +15,10 @@ from tests.integration.deployments import (
     PATIENCE,
     REDIS_REDIS_POSTGRES,
     Deployment,
-    spelled,
+    got,
+    stages,
 )
+from tests.support.records import assert_has
 from tests.support.servers import RedisServer
 
 MODULE = "tests.apps.signal_receivers"
@@ -26,14 +27,8 @@ MODULE = "tests.apps.signal_receivers"
 # that writes down.
 
 
-@pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
-    """A worker with receivers for every signal."""
-    made = stage_factory(request.param, module=MODULE)
-    yield made
-    made.close_when_drained(request.session)
+module_stage = stages(*BOTH_WAYS, module=MODULE)
+"""A worker with receivers for every signal."""
 
 
 def signals_of(stage: Deployment, call: str) -> list[str]:
@@ -65,7 +60,7 @@ def lines_of(stage: Deployment, call: str) -> list[str]:
 
 def test_a_run_sends_lease_acquired_and_attempt_settled(stage: Deployment, name: str) -> None:
     call = stage.tasks.work.delay(name)
-    fence = call.get(timeout=PATIENCE)["fence"]
+    fence = got(call)["fence"]
     acquired, settled = (
         one(stage, "lease_acquired", call.id),
         one(stage, "attempt_settled", call.id),
@@ -94,7 +89,7 @@ def test_a_run_sends_lease_acquired_and_attempt_settled(stage: Deployment, name:
 
 def test_a_receiver_for_one_task_gets_its_events_only(stage: Deployment, name: str) -> None:
     for task in (stage.tasks.rerun, stage.tasks.work):
-        task.delay(name).get(timeout=PATIENCE)
+        got(task.delay(name))
     stage.wait_for("settled", name=f"work:{name}")
     assert {event["task"] for event in stage.events("settled")} == {stage.tasks.work.name}
 
@@ -102,28 +97,22 @@ def test_a_receiver_for_one_task_gets_its_events_only(stage: Deployment, name: s
 def test_the_event_of_a_failure_has_its_class_and_message(stage: Deployment, name: str) -> None:
     call = stage.tasks.fails.delay(name)
     with pytest.raises(ValueError, match="no luck"):
-        call.get(timeout=PATIENCE)
+        got(call)
     event = one(stage, "attempt_settled", call.id)["event"]
     assert (event["state"], event["ended"], event["reason"]) == ("cooling", "failed", "error")
     assert 0.5 <= event["retry_after"] <= 1
     failure = event["failure"]
-    assert (failure["type"], failure["message"], failure["group"]) == (
-        "ValueError",
-        f"no luck with {name}",
-        None,
-    )
+    assert_has(failure, type="ValueError", message=f"no luck with {name}", group=None)
     assert any(failure["rule"] in line for line in stage.log(call.id))
     assert lines_of(stage, call.id) == ["attempt_settled"]
 
 
 def test_a_duplicate_sends_its_three_events(stage: Deployment, name: str) -> None:
-    gate = stage.gate()
-    first = stage.tasks.work.delay(name, gate=str(gate))
-    stage.wait_for("begin", name=name)
+    gate, first = stage.hold("work", name)
     other = stage.tasks.work.delay(name, gate=str(gate))
     stage.wait_for_log(other.id, "rescheduled in")
     gate.touch()
-    assert other.get(timeout=PATIENCE) == first.get(timeout=PATIENCE)
+    assert got(other) == got(first)
     told = signals_of(stage, other.id)
     rounds = told.count("call_rescheduled")
     assert rounds >= 1
@@ -144,7 +133,7 @@ def test_a_superfluous_copy_sends_call_dropped(stage: Deployment, name: str) -> 
     stage.send("work", name, 0.0, str(gate), task_id=call)
     assert one(stage, "call_dropped", call)["event"]["reason"] == "copy_waits"
     gate.touch()
-    first.get(timeout=PATIENCE)
+    got(first)
     stage.wait_for_log(call, "answered with the saved result")
     told = lines_of(stage, call)
     assert sorted(told) == [
@@ -156,10 +145,10 @@ def test_a_superfluous_copy_sends_call_dropped(stage: Deployment, name: str) -> 
 
 
 def test_the_event_of_a_refusal_has_its_error(stage: Deployment, name: str) -> None:
-    assert stage.tasks.work.delay(name, answer=1).get(timeout=PATIENCE) == 1
+    assert got(stage.tasks.work.delay(name, answer=1)) == 1
     call = stage.tasks.work.delay(name, answer=2)
     with pytest.raises(KeyReused):
-        call.get(timeout=PATIENCE)
+        got(call)
     assert "they differ in answer" in one(stage, "call_refused", call.id)["event"]["error"]
     assert signals_of(stage, call.id) == lines_of(stage, call.id) == ["call_refused"]
 
@@ -169,7 +158,7 @@ def test_renewals_and_a_loss_send_events(stage: Deployment, name: str) -> None:
     stage.wait_for("begin", name=name)
     wait_until(lambda: "lease_renewed" in signals_of(stage, call.id), PATIENCE, "a renewal")
     stage.client.release(f"checks:{name}", task=stage.tasks.checks.name)
-    assert call.get(timeout=PATIENCE)["name"] == name
+    assert got(call)["name"] == name
     lost = one(stage, "lease_lost", call.id)["event"]
     assert lost["reason"]
     refused = one(stage, "outcome_refused", call.id)["event"]
@@ -185,7 +174,7 @@ def test_renewals_and_a_loss_send_events(stage: Deployment, name: str) -> None:
 
 def test_the_worker_of_a_dead_process_sends_crash_seen(stage: Deployment, name: str) -> None:
     call = stage.tasks.dies.delay(name, 1)
-    assert call.get(timeout=PATIENCE)["name"] == name
+    assert got(call)["name"] == name
     crash = one(stage, "crash_seen", call.id)
     assert crash["event"]["crashes"] == 1
     assert "/" in crash["event"]["host"]
@@ -197,9 +186,7 @@ def test_a_failed_renewal_sends_an_event(stage_factory: DeploymentFactory, name:
         stage = stage_factory(
             REDIS_REDIS_POSTGRES, module=MODULE, env={"LEASES_URL": server.url, "TTL": "6"}
         )
-        gate = stage.gate()
-        call = stage.tasks.work.delay(name, gate=str(gate))
-        stage.wait_for("begin", name=name)
+        gate, call = stage.hold("work", name)
         server.pause()
         wait_until(
             lambda: "renewal_failed" in signals_of(stage, call.id), PATIENCE, "a failed renewal"
@@ -207,7 +194,7 @@ def test_a_failed_renewal_sends_an_event(stage_factory: DeploymentFactory, name:
         server.resume()
         wait_until(lambda: signals_of(stage, call.id)[-1] == "lease_renewed", PATIENCE, "a renewal")
         gate.touch()
-        assert call.get(timeout=PATIENCE)["name"] == name
+        assert got(call)["name"] == name
         failed = stage.events("signal", signal="renewal_failed")[0]["event"]
         assert 0 < failed["remaining"] < 6
         assert failed["error"]
@@ -219,16 +206,14 @@ def test_a_failed_renewal_sends_an_event(stage_factory: DeploymentFactory, name:
 def test_broken_receivers_and_log_handlers_harm_nothing(stage: Deployment, name: str) -> None:
     children = set(stage.worker.wait_for_children())
     results = [stage.tasks.keyless.delay(f"{name}-{n}") for n in range(20)]
-    assert [result.get(timeout=PATIENCE)["name"] for result in results] == [
-        f"{name}-{n}" for n in range(20)
-    ]
+    assert [got(result)["name"] for result in results] == [f"{name}-{n}" for n in range(20)]
     done, again = (
         stage.tasks.work.delay(f"broken-log-{name}"),
         stage.tasks.work.delay(f"broken-log-{name}"),
     )
-    assert done.get(timeout=PATIENCE) == again.get(timeout=PATIENCE)
+    assert got(done) == got(again)
     with pytest.raises(ValueError, match="no luck"):
-        stage.tasks.fails.delay(f"broken-log-{name}").get(timeout=PATIENCE)
+        got(stage.tasks.fails.delay(f"broken-log-{name}"))
     assert set(stage.worker.children()) == children
     assert stage.log("a receiver of lease_acquired raised")
     assert stage.log("TypeError: a broken log handler")

@@ -10,16 +10,15 @@ from sqlalchemy import text
 
 from celery_leases.keys import stored_key
 from celery_leases.testing.waits import wait_until
-from tests.contract.sql_stores import waiting_in
 from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import PATIENCE, Deployment, spelled
+from tests.integration.deployments import PATIENCE, Deployment, got, spelled
+from tests.support.records import assert_has
 
 BOOKING = "tests.apps.transaction_scripts"
 PG_REDIS = ("redis", "redis", "postgres")
 PG_DATABASE = ("rabbit", "database", "postgres")
 MARIA_REDIS = ("rabbit", "redis", "mariadb")
 MARIA_DATABASE = ("redis", "database", "mariadb")
-LITE_REDIS = ("rabbit", "redis", "sqlite")
 LITE_DATABASE = ("redis", "database", "sqlite")
 TTL = 2.0
 LOCK_TIMEOUT = {"postgres": 1.5, "mariadb": 2.0}
@@ -32,7 +31,6 @@ BOOKED = [OPEN, WRITE, COMPLETE, COMMIT]
 
 
 def make_books(stage: Deployment) -> Deployment:
-    """The table of the body's own rows."""
     with stage._engine.connect() as connection:
         connection.execute(
             text("CREATE TABLE invoices (name varchar(64) NOT NULL, fence bigint NOT NULL)")
@@ -65,18 +63,15 @@ TELLS_TRANSACTIONS = pytest.mark.only(database=("postgres", "sqlite"))
 
 
 def run(stage: Deployment, name: str, *scripts: list[Any], way: str = "session") -> AsyncResult:
-    """A call that plays scripts."""
     result: AsyncResult = stage.tasks.books.delay(name, way, *scripts)
     return result
 
 
 def answer(stage: Deployment, name: str, *scripts: list[Any], way: str = "session") -> Any:
-    """What such a call results in."""
-    return run(stage, name, *scripts, way=way).get(timeout=PATIENCE)
+    return got(run(stage, name, *scripts, way=way))
 
 
 def invoices(stage: Deployment, name: str) -> int:
-    """How many rows of the body's own are committed."""
     with stage._engine.connect() as connection:
         found = connection.execute(
             text("SELECT count(*) FROM invoices WHERE name = :name"), {"name": name}
@@ -85,10 +80,7 @@ def invoices(stage: Deployment, name: str) -> int:
 
 
 def record(stage: Deployment, name: str) -> dict[str, Any]:
-    """The record of a name."""
-    row = stage.row("books", f"books:{name}")
-    assert row is not None
-    return row
+    return stage.row("books", f"books:{name}")
 
 
 def assert_balanced(stage: Deployment, name: str, *, done: bool) -> None:
@@ -97,17 +89,7 @@ def assert_balanced(stage: Deployment, name: str, *, done: bool) -> None:
 
 
 def raised(stage: Deployment, name: str) -> list[str]:
-    """The classes of the errors that steps under ``try`` have raised."""
     return [event["error"] for event in stage.events("raised", name=name)]
-
-
-def wait_for_end(stage: Deployment, name: str, ended: str) -> dict[str, Any]:
-    """The record once its attempt has ended so."""
-    deadline = time.monotonic() + PATIENCE
-    while (row := record(stage, name))["ended"] != ended:
-        assert time.monotonic() < deadline, row
-        time.sleep(0.05)
-    return row
 
 
 # -- what can be given -----------------------------------------------------------------------------
@@ -130,7 +112,7 @@ def test_the_done_record_commits_with_the_rows(stage: Deployment, name: str, way
 def test_a_rollback_takes_the_done_record_along(stage: Deployment, name: str, way: str) -> None:
     result = run(stage, name, [OPEN, WRITE, COMPLETE, ROLLBACK], BOOKED, way=way)
     with pytest.raises(Exception, match="its transaction was not committed") as told:
-        result.get(timeout=PATIENCE)
+        got(result)
     assert type(told.value).__name__ == "CompletionNotCommitted"
     assert_balanced(stage, name, done=False)
     stage.client.retry(f"books:{name}", task=f"{BOOKING}.books")
@@ -177,10 +159,7 @@ def test_a_result_above_the_limit_is_returned_but_not_stored(stage: Deployment, 
     large = "x" * 300_000
     assert answer(stage, name, [OPEN, WRITE, ["complete", large], COMMIT]) == large
     assert_balanced(stage, name, done=True)
-    assert (record(stage, name)["result"], record(stage, name)["reason"]) == (
-        None,
-        "result_too_large",
-    )
+    assert_has(record(stage, name), result=None, reason="result_too_large")
 
 
 # -- after the commit ------------------------------------------------------------------------------
@@ -191,13 +170,13 @@ def test_a_call_that_raises_after_the_commit_succeeds(
     stage: Deployment, name: str, kind: str
 ) -> None:
     result = run(stage, name, [*BOOKED, ["raise", kind]])
-    assert result.get(timeout=PATIENCE) == "paid"
+    assert got(result) == "paid"
     stage.wait_until_drained()
     assert_balanced(stage, name, done=True)
     assert (record(stage, name)["failures"], record(stage, name)["attempt"]) == (0, 1)
     assert len(stage.events("begin", name=name)) == 1
     assert len(stage.wait_for("stands", about=f"books:{name}")) == 1
-    assert result.get(timeout=PATIENCE) == "paid"
+    assert got(result) == "paid"
     assert not stage.is_held("books", f"books:{name}")
 
 
@@ -228,7 +207,7 @@ def test_a_body_that_continues_after_the_commit_may(stage: Deployment, name: str
     )
     stage.wait_for("committed", name=name)
     assert answer(stage, name, BOOKED) == "paid"
-    assert result.get(timeout=PATIENCE) == "paid"
+    assert got(result) == "paid"
     assert len(stage.events("went on", name=name)) == 1
     assert not stage.events("stands", about=f"books:{name}")
     assert len(stage.events("begin", name=name)) == 1
@@ -260,12 +239,6 @@ def test_an_error_before_the_commit_is_a_failure(stage: Deployment, name: str) -
     row = record(stage, name)
     assert (row["state"], row["ended"], row["failures"]) == ("cooling", "failed", 1)
     assert not stage.events("stands", about=f"books:{name}")
-
-
-def test_a_call_that_snoozes_before_the_commit_runs(stage: Deployment, name: str) -> None:
-    assert answer(stage, name, [OPEN, WRITE, COMPLETE, ["raise", "snooze"]], BOOKED) == "paid"
-    assert len(stage.events("begin", name=name)) == 2
-    assert_balanced(stage, name, done=True)
 
 
 @pytest.mark.parametrize("way", ["session", "connection", "driver"])
@@ -324,7 +297,7 @@ def test_a_guarded_transaction_left_open_fails(stage: Deployment, name: str, way
     with pytest.raises(
         Exception, match=r"after guard\(\), but its transaction was not committed"
     ) as told:
-        result.get(timeout=PATIENCE)
+        got(result)
     assert type(told.value).__name__ == "CompletionNotCommitted"
     assert_balanced(stage, name, done=False)
     assert (record(stage, name)["state"], record(stage, name)["failures"]) == ("cooling", 1)
@@ -338,12 +311,6 @@ def test_a_next_transaction_is_not_the_guarded_one(stage: Deployment, name: str,
     assert answer(stage, name, script, way=way) == "paid"
     assert_balanced(stage, name, done=True)
     assert [event["value"] for event in stage.wait_for("kept", name=name)] == [True]
-
-
-def test_a_connection_closed_after_its_commit_is_free(stage: Deployment, name: str) -> None:
-    script = [OPEN, GUARD, WRITE, COMMIT, ["close"], ["effect"], ["say", "paid"]]
-    assert answer(stage, name, script, way="raw") == "paid"
-    assert_balanced(stage, name, done=True)
 
 
 @pytest.mark.parametrize("step", [GUARD, COMPLETE], ids=["guard", "complete"])
@@ -370,7 +337,7 @@ def test_with_a_stale_fence_no_rows_commit(
         key = {"key": stored_key(f"{BOOKING}.books", f"books:{name}")}
         connection.execute(text(f"{stale} WHERE stored_key = :key"), key)
     gate.touch()
-    assert result.get(timeout=PATIENCE) == "paid"
+    assert got(result) == "paid"
     assert len(stage.events("begin", name=name)) == 2
     assert not stage.events("committed", name=name)
     assert_balanced(stage, name, done=True)
@@ -447,13 +414,13 @@ def test_an_enqueued_call_shares_the_completions_fate(
     script = [OPEN, WRITE, ["enqueue", "books", following, "session", BOOKED], COMPLETE, ending]
     result = run(stage, name, script)
     if ending is COMMIT:
-        assert result.get(timeout=PATIENCE) == "paid"
+        assert got(result) == "paid"
         stage.wait_for_state("books", f"books:{following}", "done")
         assert_balanced(stage, following, done=True)
     else:
         with pytest.raises(Exception, match="its transaction was not committed"):
-            result.get(timeout=PATIENCE)
-        assert stage.row("books", f"books:{following}") is None
+            got(result)
+        assert stage.find_row("books", f"books:{following}") is None
     assert_balanced(stage, name, done=ending is COMMIT)
     stage.wait_until_drained()
     assert len(stage.events("begin", name=following)) == int(ending is COMMIT)
@@ -468,9 +435,7 @@ def waits(stage: Deployment, call: str) -> bool:
 
 
 def contend(stage: Deployment, name: str) -> list[AsyncResult]:
-    """Three more calls of a name whose row is locked, over so long that its lease would have ended
-    twice.
-    """
+    """Three more calls of a name whose row is locked for long."""
     calls = []
     for _ in range(3):
         calls.append(run(stage, name, BOOKED))
@@ -494,8 +459,8 @@ def test_a_long_transaction_holds_the_key_and_succeeds(stage: Deployment, name: 
     stage.wait_for("locked", name=name)
     calls = contend(stage, name)
     assert [event["held"] for event in stage.wait_for("still", name=name)] == [True]
-    assert result.get(timeout=PATIENCE) == "paid"
-    assert [call.get(timeout=PATIENCE) for call in calls] == ["paid"] * 3
+    assert got(result) == "paid"
+    assert [got(call) for call in calls] == ["paid"] * 3
     assert len(stage.events("begin", name=name)) == 1
     assert not stage.events("stands", about=f"books:{name}")
     assert_balanced(stage, name, done=True)
@@ -515,8 +480,8 @@ def test_contenders_of_a_locked_row_give_up_soon(stage: Deployment, name: str) -
     took = time.monotonic() - began
     gate.touch()
     assert took < LOCK_TIMEOUT[stage.record_store] + 1.0
-    assert result.get(timeout=PATIENCE) == "paid"
-    assert call.get(timeout=PATIENCE) == "paid"
+    assert got(result) == "paid"
+    assert got(call) == "paid"
     print(f"rescheduled after {took:.2f} s")
 
 
@@ -537,7 +502,7 @@ def test_a_long_rollback_leaves_no_second_invoice(stage: Deployment, name: str) 
     stage.wait_for("locked", name=name)
     calls = contend(stage, name)
     assert len(stage.events("begin", name=name)) == 1
-    answers = [call.get(timeout=PATIENCE) for call in [result, *calls]]
+    answers = [got(call) for call in [result, *calls]]
     assert answers == ["paid"] * 4
     assert_balanced(stage, name, done=True)
 
@@ -560,43 +525,6 @@ def test_a_guard_that_outlasts_the_lease_goes_on(stage: Deployment, name: str, w
     assert_balanced(stage, name, done=True)
 
 
-@pytest.mark.nightly
-@ON_SERVER
-@pytest.mark.parametrize("way", ["session", "connection"])
-def test_a_waiter_does_not_come_in_at_a_guards_commit(
-    stage: Deployment, name: str, way: str
-) -> None:
-    gate = stage.gate()
-    script = [
-        OPEN,
-        WRITE,
-        GUARD,
-        ["sleep", 2 * TTL],
-        ["note", "long"],
-        ["wait", str(gate)],
-        COMMIT,
-        ["effect"],
-    ]
-    result = run(stage, name, [*script, ["sleep", TTL], ["say", "paid"]], BOOKED, way=way)
-    stage.wait_for("long", name=name)
-    call = run(stage, name, BOOKED)
-    if stage.lease_store == "database":
-        wait_until(
-            lambda: waiting_for_rows(stage) > 0, PATIENCE, "the other call to wait for the row"
-        )
-    gate.touch()
-    assert result.get(timeout=PATIENCE) == "paid"
-    assert call.get(timeout=PATIENCE) == "paid"
-    assert len(stage.events("begin", name=name)) == 1
-    assert_balanced(stage, name, done=True)
-
-
-def waiting_for_rows(stage: Deployment) -> int:
-    """How many statements wait for a lock in the deployment's database."""
-    with stage._engine.connect() as connection:
-        return waiting_in(connection)
-
-
 @ROW_IS_LEASE
 def test_a_guard_whose_session_ended_renews_the_lease(stage: Deployment, name: str) -> None:
     gone = [
@@ -614,8 +542,8 @@ def test_a_guard_whose_session_ended_renews_the_lease(stage: Deployment, name: s
     stage.wait_for("gone", name=name)
     wait_until(lambda: stage.is_held("books", f"books:{name}"), TTL, "the row to be renewed")
     call = run(stage, name, BOOKED)
-    assert result.get(timeout=PATIENCE) == "paid"
-    assert call.get(timeout=PATIENCE) == "paid"
+    assert got(result) == "paid"
+    assert got(call) == "paid"
     assert [event["held"] for event in stage.events("still", name=name)] == [True]
     assert len(stage.events("begin", name=name)) == 1
     assert_balanced(stage, name, done=True)
@@ -652,7 +580,7 @@ def test_a_guard_that_is_taken_over_while_its_process_is_frozen_raises_at_once(
     stage.wait_for_log(result.id, "lease lost")
     took = time.monotonic() - began
     assert took < max(TTL / 3, 1.0) + 0.5
-    assert result.get(timeout=PATIENCE) == "paid"
+    assert got(result) == "paid"
     assert not stage.events("committed", name=name)
     assert_balanced(stage, name, done=True)
     print(f"told {took:.2f} s after SIGCONT")
@@ -670,7 +598,7 @@ def test_a_plain_begin_on_sqlite_names_begin_immediate(stage: Deployment, name: 
     assert answer(stage, f"{name}-writer", BOOKED) == "paid"
     gate.touch()
     for number, result in enumerate(results):
-        assert result.get(timeout=PATIENCE) == "paid"
+        assert got(result) == "paid"
         (told,) = stage.events("raised", name=f"{name}-{number}")
         assert told["error"] == "WrongDatabase"
         assert "BEGIN IMMEDIATE" in told["text"]
@@ -683,7 +611,7 @@ def test_a_plain_begin_on_sqlite_names_begin_immediate(stage: Deployment, name: 
 def test_called_directly_both_do_nothing(stage: Deployment, name: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("JOURNAL", str(stage.journal))
     assert stage.tasks.books(name, "session", [OPEN, GUARD, WRITE, COMPLETE, COMMIT]) == "paid"
-    assert (stage.row("books", f"books:{name}"), invoices(stage, name)) == (None, 1)
+    assert (stage.find_row("books", f"books:{name}"), invoices(stage, name)) == (None, 1)
 
 
 def test_an_eager_call_completes_at_its_return(
@@ -695,4 +623,4 @@ def test_an_eager_call_completes_at_its_return(
             stage.tasks.books.apply((name, "session", [OPEN, GUARD, WRITE, COMPLETE, COMMIT])).get()
             == "paid"
         )
-    assert (stage.row("books", f"books:{name}"), invoices(stage, name)) == (None, 1)
+    assert (stage.find_row("books", f"books:{name}"), invoices(stage, name)) == (None, 1)

@@ -9,11 +9,12 @@ from celery_leases.stores.sql.records import SqlRecordStore
 from tests.contract.test_migrations import migrated
 from tests.integration.conftest import DeploymentFactory
 from tests.integration.deployments import (
-    PATIENCE,
     RABBIT_DATABASE_POSTGRES,
     REDIS_REDIS_POSTGRES,
+    got,
     spelled,
 )
+from tests.support.records import assert_has
 
 pytestmark = pytest.mark.both_lease_stores
 AT_LEAST = 12
@@ -41,7 +42,7 @@ def test_no_call_is_lost_and_none_runs_twice_while_the_tables_are_migrated(
     def more() -> None:
         stage.wait_for("end", len(stage.events("end")) + AT_LEAST)
 
-    before = stage.tasks.work.delay(f"{name}-before").get(timeout=PATIENCE)
+    before = got(stage.tasks.work.delay(f"{name}-before"))
     gate = stage.gate()
     held = [stage.tasks.work.delay(f"{name}-held-{number}", gate=str(gate)) for number in range(2)]
     for number in range(2):
@@ -58,21 +59,13 @@ def test_no_call_is_lost_and_none_runs_twice_while_the_tables_are_migrated(
         calling.join()
         gate.touch()
         records.database.close()
-    values = [result.get(timeout=PATIENCE) for result in held] + [
-        result.get(timeout=PATIENCE) for _, result in sent
-    ]
+    values = [got(result) for result in held] + [got(result) for _, result in sent]
     names = [f"{name}-held-{number}" for number in range(2)] + [each for each, _ in sent]
     begun = [event["name"] for event in stage.events("begin")]
     assert sorted(begun) == sorted([*names, f"{name}-before"])
     assert [value["name"] for value in values] == names
     for each in names:
         row = stage.row("work", f"work:{each}")
-        assert row is not None
-        assert (row["state"], row["attempt"], row["crashes"], row["generation"]) == (
-            "done",
-            1,
-            0,
-            0,
-        )
-    assert stage.tasks.work.delay(f"{name}-before").get(timeout=PATIENCE) == before
+        assert_has(row, state="done", attempt=1, crashes=0, generation=0)
+    assert got(stage.tasks.work.delay(f"{name}-before")) == before
     stage.wait_until_drained()

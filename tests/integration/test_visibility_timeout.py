@@ -3,31 +3,28 @@ that still runs.
 """
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.conftest import DeploymentFactory
 from tests.integration.deployments import (
-    PATIENCE,
     REDIS_DATABASE_SQLITE,
     REDIS_REDIS_POSTGRES,
     Deployment,
-    spelled,
+    got,
+    stages,
 )
 
 VISIBILITY = 1.0
 
 
-@pytest.fixture(scope="module", params=[REDIS_REDIS_POSTGRES, REDIS_DATABASE_SQLITE], ids=spelled)
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
-    """A Redis broker that restores after one second, looked at every second."""
-    env = {"VISIBILITY": str(VISIBILITY)}
-    made = stage_factory(request.param, env=env, worker={"log_level": "DEBUG"})
-    yield made
-    made.close()
+module_stage = stages(
+    REDIS_REDIS_POSTGRES,
+    REDIS_DATABASE_SQLITE,
+    env={"VISIBILITY": str(VISIBILITY)},
+    worker={"log_level": "DEBUG"},
+    drained=False,
+)
+"""A Redis broker that restores after one second, looked at every second."""
 
 
 @pytest.mark.parametrize("task", ["work", "rerun", "keyless"])
@@ -40,12 +37,11 @@ def test_c3_a_call_beyond_the_visibility_timeout_runs_once(
     # restored again.
     stage.wait_for_log(running.id, "rescheduled in", 3)
     gate.touch()
-    assert running.get(timeout=PATIENCE)["name"] == name
+    assert got(running)["name"] == name
     stage.wait_until_drained()
     assert len(stage.events("begin", name=name)) == 1
     assert running.state == "SUCCESS"
     row = stage.row(task, f"{task}:{name}" if task != "keyless" else running.id)
-    assert row is not None
     assert (row["state"], row["attempt"], row["crashes"]) == ("done", 1, 0)
 
 
@@ -53,12 +49,12 @@ def test_a_far_countdown_waits_in_hops_and_only_once(stage: Deployment, name: st
     """The broker would deliver the waiting message again and again."""
     # The first call of a process takes about as long as the visibility timeout.
     for first in [stage.send("work", f"{name}-{n}", 0.5) for n in range(4)]:
-        first.get(timeout=PATIENCE)
+        got(first)
     sent = time.time()
     waits = stage.send("work", name, countdown=5 * VISIBILITY)
     stage.wait_for_log(waits.id, "rescheduled in", 3)
     assert not stage.events("begin", name=name)
-    assert waits.get(timeout=PATIENCE)["name"] == name
+    assert got(waits)["name"] == name
     assert time.time() - sent >= 5 * VISIBILITY
     stage.wait_until_drained()
     assert len(stage.events("begin", name=name)) == 1

@@ -6,7 +6,6 @@ after 45 s or more.
 """
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,20 +18,15 @@ from tests.integration.deployments import (
     POOL_STORES,
     REDIS_REDIS_POSTGRES,
     Deployment,
+    got,
     spelled,
+    stages,
 )
 
 ONE_BY_ONE = 12
 
 
-@pytest.fixture(scope="module", params=PAIRWISE, ids=spelled)
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
-    """A stage for every combination."""
-    made = stage_factory(request.param)
-    yield made
-    made.close_when_drained(request.session)
+module_stage = stages(*PAIRWISE)
 
 
 def alone(stage: Deployment, name: str) -> list[str]:
@@ -60,15 +54,13 @@ def test_calls_of_a_mutex_follow_at_once(
             stage.wait_for_log(f"key rerun:{name}", "rescheduled in")
         gate.touch()
         for result in results:
-            result.get(timeout=PATIENCE)
+            got(result)
         assert sorted(alone(stage, name)) == sorted(result.id for result in results)
         stage.wait_until_drained()
 
 
 def test_a_call_that_comes_later_takes_no_process(stage: Deployment, name: str) -> None:
-    gate = stage.gate()
-    first = stage.tasks.rerun.delay(name, gate=str(gate))
-    stage.wait_for("begin", name=name)
+    gate, first = stage.hold("rerun", name)
     second = stage.tasks.rerun.delay(name)
     stage.wait_for_log(second.id, "another call holds the key")
     stage.wait_for_log(second.id, "received", 2)  # its copy waits again
@@ -79,46 +71,16 @@ def test_a_call_that_comes_later_takes_no_process(stage: Deployment, name: str) 
     for call in later:
         stage.wait_for_log(call.id, "received")
     other = stage.tasks.plain.delay(1)
-    assert other.get(timeout=PATIENCE) == 1
+    assert got(other) == 1
     gate.touch()
     for call in (first, second, *later):
-        call.get(timeout=PATIENCE)
+        got(call)
     assert alone(stage, name) == [call.id for call in (first, second, *later)]
     assert not [line for call in later for line in stage.log(call.id) if "rescheduled" in line]
 
 
-def test_twenty_calls_of_finished_work_are_answered_together(stage: Deployment, name: str) -> None:
-    gate = stage.gate()
-    first = stage.tasks.work.delay(name, gate=str(gate))
-    stage.wait_for("begin", name=name)
-    results = [stage.tasks.work.delay(name, gate=str(gate)) for _ in range(20)]
-    stage.wait_for_log(f"key work:{name}:", "another call holds the key")
-    gate.touch()
-    value = first.get(timeout=PATIENCE)
-    assert [result.get(timeout=PATIENCE) for result in results] == [value] * 20
-    assert len(stage.events("begin", name=name)) == 1
-
-
-def test_other_arguments_do_not_wait_behind(stage: Deployment, name: str) -> None:
-    gate = stage.gate()
-    running = stage.tasks.work.delay(name, gate=str(gate), answer="first")
-    stage.wait_for("begin", name=name)
-    waiting = stage.tasks.work.delay(name, gate=str(gate), answer="first")
-    stage.wait_for_log(waiting.id, "another call holds the key")
-    other = stage.tasks.work.delay(name, gate=str(gate), answer="second")
-    if stage.lease_store == "database":
-        with pytest.raises(Exception, match="other arguments"):
-            other.get(timeout=PATIENCE)
-    gate.touch()
-    assert [call.get(timeout=PATIENCE) for call in (running, waiting)] == ["first", "first"]
-    with pytest.raises(Exception, match="other arguments"):
-        other.get(timeout=PATIENCE)
-
-
 def test_a_revoked_waiter_lets_the_next_pass(stage: Deployment, name: str) -> None:
-    gate = stage.gate()
-    first = stage.tasks.rerun.delay(name, gate=str(gate))
-    stage.wait_for("begin", name=name)
+    gate, first = stage.hold("rerun", name)
     calls = [stage.tasks.rerun.delay(name)]
     stage.wait_for_log(calls[0].id, "another call holds the key")
     stage.wait_for_log(calls[0].id, "received", 2)  # its copy waits again
@@ -129,16 +91,14 @@ def test_a_revoked_waiter_lets_the_next_pass(stage: Deployment, name: str) -> No
     stage.wait_for_log(calls[1].id, "flagged as revoked")
     gate.touch()
     for call in (first, calls[0], calls[2]):
-        call.get(timeout=PATIENCE)
+        got(call)
     assert sorted(alone(stage, name)) == sorted(call.id for call in (first, calls[0], calls[2]))
     stage.wait_until_drained()
     assert calls[1].state == "REVOKED"
 
 
 def test_inspect_shows_those_that_wait_and_no_others(stage: Deployment, name: str) -> None:
-    gate = stage.gate()
-    running = stage.tasks.rerun.delay(name, gate=str(gate))
-    stage.wait_for("begin", name=name)
+    gate, running = stage.hold("rerun", name)
     waiting = stage.tasks.rerun.delay(name, gate=str(gate))
     stage.wait_for_log(waiting.id, "another call holds the key")
 
@@ -148,7 +108,7 @@ def test_inspect_shows_those_that_wait_and_no_others(stage: Deployment, name: st
     wait_until(lambda: waiting.id in scheduled(), PATIENCE, "the call to be shown")
     gate.touch()
     for call in (running, waiting):
-        call.get(timeout=PATIENCE)
+        got(call)
     wait_until(lambda: not scheduled(), PATIENCE, "nothing to be shown")
 
 
@@ -169,7 +129,7 @@ def test_a_key_that_another_worker_frees_is_noticed(stage: Deployment, name: str
         stage.wait_for_log(waiting.id, "another call holds the key")
         gate.touch()
         for call in (held, waiting):
-            call.get(timeout=PATIENCE)
+            got(call)
     assert alone(stage, name) == [held.id, waiting.id]
 
 

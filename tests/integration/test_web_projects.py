@@ -55,14 +55,12 @@ class Shop:
         return {**kept, **self.env, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
     def runs(self, *command: str) -> str:
-        """The output of a Python command in the project, which must succeed."""
         argv = [sys.executable, *command]
         done = run_command(argv, cwd=self.home, env=self._environment, timeout=100)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def served(self) -> Any:
-        """A client of the project's web server, which is started."""
         self._server = GuardedProcess(
             [sys.executable, "-u", *SERVERS[self.name]],
             log=self._log,
@@ -73,11 +71,9 @@ class Shop:
         return httpx.Client(base_url=found[1], timeout=PATIENCE)
 
     def charges(self) -> list[str]:
-        """What was charged."""
         return self.ledger.read_text().splitlines() if self.ledger.exists() else []
 
     def close(self) -> None:
-        """End the web server."""
         if self._server is not None:
             self._server.end()
 

@@ -51,7 +51,6 @@ class AdminTests(TransactionTestCase):
     """Two keys, one of which has failed for good."""
 
     def setUp(self) -> None:
-        """Run them."""
         processes.close_all()
         self.addCleanup(processes.close_all)
         for number in (1, 2):

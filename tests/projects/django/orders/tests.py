@@ -126,7 +126,6 @@ class PublishingTests(TestCase):
     """A test in a transaction, with messages that go to a broker."""
 
     def setUp(self) -> None:
-        """An empty queue."""
         queued()
 
     def test_delay_in_is_published_by_the_commit(self) -> None:

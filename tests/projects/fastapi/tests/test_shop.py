@@ -14,7 +14,6 @@ ANNE = {"Authorization": "anne", "Idempotency-Key": '"1"'}
 
 @pytest.fixture
 def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What was charged."""
     monkeypatch.setenv("SHOP_LEDGER", str(tmp_path / "ledger"))
     monkeypatch.delenv("SHOP_GATE", raising=False)
     return tmp_path / "ledger"
@@ -22,7 +21,6 @@ def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Requests to a shop with a database of its own."""
     url = f"sqlite:///{tmp_path_factory.mktemp('shop') / 'shop.db'}"
     tasks.app.conf.update(task_always_eager=True, leases_eager_stores=True, leases_database_url=url)
     with TestClient(app) as client:

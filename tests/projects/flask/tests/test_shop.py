@@ -19,7 +19,6 @@ CUSTOMER = {"Authorization": "customer"}
 
 @pytest.fixture
 def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What was charged."""
     monkeypatch.setenv("SHOP_LEDGER", str(tmp_path / "ledger"))
     monkeypatch.delenv("SHOP_GATE", raising=False)
     return tmp_path / "ledger"
@@ -27,7 +26,6 @@ def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def http(tmp_path: Path, ledger: Path) -> Iterator[Any]:
-    """Requests to a shop with a database of its own."""
     app = create_app(
         TESTING=True, SQLALCHEMY_DATABASE_URI=f"sqlite:///{tmp_path / 'shop.db'}", CELERY=EAGER
     )

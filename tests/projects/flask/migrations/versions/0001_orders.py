@@ -7,7 +7,6 @@ revision, down_revision = "0001", None
 
 
 def upgrade() -> None:
-    """Make the table."""
     op.create_table(
         "orders",
         sa.Column("id", sa.Integer, primary_key=True),
@@ -17,5 +16,4 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop it."""
     op.drop_table("orders")

@@ -8,10 +8,8 @@ revision, down_revision = "0002", "0001"
 
 
 def upgrade() -> None:
-    """Make them."""
     leases.upgrade(op)
 
 
 def downgrade() -> None:
-    """Drop them."""
     leases.downgrade(op)
