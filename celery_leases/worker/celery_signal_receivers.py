@@ -33,15 +33,19 @@ signals.worker_init.connect(_before_work, weak=False)
 
 
 def _when_ready(sender: Any, **_: Any) -> None:
+    from celery_leases.worker import takeover
     from celery_leases.worker.checks import relay
 
     relay.watch(getattr(sender, "controller", sender))
+    takeover.start(sender)
 
 
 def _at_shutdown(sender: Any, **_: Any) -> None:
+    from celery_leases.worker import takeover
     from celery_leases.worker.checks import relay
 
     relay.stop(sender)
+    takeover.stop()
 
 
 _call_errbacks: Any = Backend._call_task_errbacks  # noqa: SLF001 - there is no signal

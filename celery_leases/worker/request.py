@@ -24,7 +24,7 @@ from celery_leases.decide.after_run import ExitCause
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.results import failure_of
 from celery_leases.signals import logger
-from celery_leases.worker import child_exit, database_watch, processes
+from celery_leases.worker import child_exit, database_watch, processes, takeover
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.child_exit import EndedDelivery
 from celery_leases.worker.delivery_queue import ORIGIN, origin_of
@@ -95,6 +95,8 @@ class LeaseRequest(Request):
         carried["is_eager"] = False
         carried["retries"] = retries_of(carried.get("retries"), self.name, self.id)
         self._strip_embedded()
+        if takeover.current is not None:
+            takeover.current.received(self._message, self.name)
         token = carried[TOKEN] = new_token()
         worker = processes.current_worker()
         carried[ORIGIN] = origin_of(self._message, worker)

@@ -1,0 +1,180 @@
+"""The leases of workers in the broker's Redis, and the messages that each of them has not
+acknowledged.
+
+A sorted set has the workers by the end of their leases, on the server's clock in milliseconds. A
+hash for each worker has its messages: the delivery tag, and the name of the task. A worker whose
+lease has ended gets another name before its messages are returned, so that it learns of that when
+it comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import redis
+
+from celery_leases.stores.redis.lease_scripts import Script
+from celery_leases.stores.redis.values import as_text
+
+BATCH: Final = 10
+"""Ended workers that one call returns, at most."""
+_ENDED: Final = "!"
+"""Separates the name of an ended worker from the time at which that was seen."""
+
+_NOW: Final = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+
+RENEW: Final = Script(
+    _NOW
+    + f"""
+local present = redis.call('ZADD', KEYS[1], 'XX', 'CH', now + ARGV[2], ARGV[1])
+if present == 0 and not redis.call('ZSCORE', KEYS[1], ARGV[1]) then
+    redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
+    present = 0
+else
+    present = 1
+end
+local added = tonumber(ARGV[4])
+for place = 5, 4 + added, 2 do redis.call('HSET', KEYS[2], ARGV[place], ARGV[place + 1]) end
+for place = 5 + added, #ARGV do redis.call('HDEL', KEYS[2], ARGV[place]) end
+redis.call('PEXPIRE', KEYS[2], ARGV[3])
+local ended = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. now, 'LIMIT', 0, {BATCH})
+return {{present, ended}}
+""",
+    keys=2,
+)
+"""KEYS: the workers, the messages of this worker. ARGV: its name, its ttl, how long its messages
+are kept, the number of the arguments that follow for added messages (tag and task), these, the tags
+of ended messages. Returns whether the worker was known, and the workers whose leases have ended.
+"""
+
+TAKE: Final = Script(
+    _NOW
+    + f"""
+local score = redis.call('ZSCORE', KEYS[1], ARGV[1])
+if not score or tonumber(score) >= now then return false end
+local name, messages = ARGV[1], KEYS[2]
+if not string.find(name, '{_ENDED}', 1, true) then
+    name = name .. '{_ENDED}' .. now
+    redis.call('ZREM', KEYS[1], ARGV[1])
+    if redis.call('EXISTS', KEYS[2]) == 0 then return false end
+    redis.call('RENAME', KEYS[2], KEYS[2] .. '{_ENDED}' .. now)
+    redis.call('ZADD', KEYS[1], 0, name)
+elseif redis.call('EXISTS', KEYS[2]) == 0 then
+    redis.call('ZREM', KEYS[1], name)
+    return false
+end
+return name
+""",
+    keys=2,
+)
+"""KEYS: the workers, the messages of an ended worker. ARGV: its name. Returns the name under which
+its messages are now; ``nil`` if it has none, or its lease has not ended.
+"""
+
+FORGET: Final = Script(
+    """
+redis.call('ZREM', KEYS[1], ARGV[1])
+return redis.call('DEL', KEYS[2])
+""",
+    keys=2,
+)
+"""KEYS: the workers, the messages of this worker. ARGV: its name."""
+
+LIST: Final = Script(
+    _NOW
+    + """
+local found = redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
+for place = 1, #found, 2 do
+    found[place + 1] = tostring(found[place + 1] - now)
+    found[place] = {found[place], redis.call('HLEN', KEYS[1] .. ':' .. found[place])}
+end
+return found
+""",
+    keys=1,
+)
+"""KEYS: the workers. Returns for each its name and the number of its messages, and after how many
+milliseconds its lease ends.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """A worker on a Redis broker: the number of leased messages that it has not acknowledged, and
+    the seconds until its lease ends (negative: it has ended; ``None``: its messages are being
+    returned).
+    """
+
+    name: str
+    messages: int
+    remaining: float | None
+
+
+class Workers:
+    """The leases of workers on the Redis of *pool*, a pool of redis-py, under keys that begin with
+    *prefix*.
+
+    Every method raises the errors of redis-py.
+    """
+
+    def __init__(self, pool: Any, prefix: str) -> None:
+        self._client = redis.Redis(connection_pool=pool)
+        self._workers = f"{prefix}:workers"
+
+    def renew(
+        self,
+        name: str,
+        ttl: float,
+        kept: float,
+        added: Mapping[str, str],
+        ended: Sequence[str],
+    ) -> tuple[bool, Sequence[str]]:
+        """Renew the lease of worker *name* for *ttl* seconds, and write which messages it has got,
+        and which have ended.
+
+        Returns whether the worker was known, and the names of workers whose leases have ended. The
+        messages of a dead worker are kept for *kept* seconds.
+        """
+        pairs = [part for pair in added.items() for part in pair]
+        times = (round(ttl * 1000), round(kept * 1000))
+        present, dead = self._run(RENEW, name, name, *times, len(pairs), *pairs, *ended)
+        return bool(present), [as_text(one) for one in dead]
+
+    def take(self, name: str) -> tuple[str, Sequence[str]] | None:
+        """The messages of a worker whose lease has ended, and the name under which they are now;
+        ``None`` if there is nothing to return.
+        """
+        now = self._run(TAKE, name, name)
+        if now is None:
+            return None
+        ended = as_text(now)
+        return ended, [as_text(tag) for tag in self._client.hkeys(self._messages(ended))]
+
+    def claim(self, ended: str, tag: str) -> bool:
+        """Whether the caller is the one who returns the message *tag* of the worker *ended*."""
+        return bool(self._client.hdel(self._messages(ended), tag))
+
+    def forget(self, name: str) -> None:
+        """Remove a worker and its messages."""
+        self._run(FORGET, name, name)
+
+    def listed(self) -> Sequence[WorkerState]:
+        """All workers."""
+        found = self._client.eval(LIST.text, LIST.keys, self._workers)
+        states = []
+        for (name, messages), left in zip(found[::2], found[1::2], strict=True):
+            text, gone, _ = as_text(name).partition(_ENDED)
+            states.append(WorkerState(text, int(messages), None if gone else float(left) / 1000))
+        return states
+
+    def _messages(self, name: str) -> str:
+        return f"{self._workers}:{name}"
+
+    def _run(self, script: Script, name: str, *args: Any) -> Any:
+        return self._client.eval(
+            script.text, script.keys, self._workers, self._messages(name), *args
+        )

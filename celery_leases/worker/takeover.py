@@ -1,0 +1,315 @@
+"""In the main process of a worker on a Redis broker: a lease for the worker itself.
+
+Under it the worker registers the leased messages that it has not acknowledged. When the lease of a
+worker ends, because the worker was killed, stands still or cannot reach the broker, another worker
+returns these messages to their queues, long before the visibility timeout is over. Messages of
+other tasks stay where they are: they may not run twice.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from celery.concurrency.solo import TaskPool as SoloPool
+from kombu.transport.virtual.base import QoS
+
+from celery_leases import deadlines
+from celery_leases.concurrency import os_threads
+from celery_leases.options import DAY
+from celery_leases.signals import logger
+from celery_leases.text.redaction import redact
+from celery_leases.worker.app_settings import leased_tasks, settings_of
+
+BATCH_TIME: Final = 0.05
+"""Seconds in which changes of the registered messages are gathered for one round trip."""
+STOP_TIMEOUT: Final = 2.0
+"""Seconds that a shutdown waits until the worker has removed its lease."""
+
+
+class _Delivery:
+    """A leased message that this worker has got and not acknowledged yet."""
+
+    __slots__ = ("gone", "sent", "tag", "task")
+
+    def __init__(self, tag: str, task: str) -> None:
+        self.tag = tag
+        self.task = task
+        #: The broker may have its registration.
+        self.sent = False
+        #: Another worker has returned the message to its queue.
+        self.gone = False
+
+
+class WorkerLease:
+    """The lease of one worker, which a thread of its own renews.
+
+    *connection* opens a new connection of kombu to the broker. All keys begin with *prefix*. *ttl*
+    is in seconds.
+    """
+
+    def __init__(self, name: str, connection: Callable[[], Any], prefix: str, ttl: float) -> None:
+        self.name = name
+        self._connection = connection
+        self._prefix = prefix
+        self._ttl = ttl
+        self._clock = os_threads.boot_clock
+        #: Until when this worker may acknowledge what it has registered.
+        self._counts_until = -math.inf
+        #: When the worker's event loop was seen running.
+        self._loop_seen = math.inf
+        self._loop_timer: Any = None
+        #: Messages that have come, and that have ended (true).
+        self._changes: deque[tuple[_Delivery, bool]] = deque()
+        self._registered: dict[str, _Delivery] = {}
+        self._to_add: dict[str, _Delivery] = {}
+        self._to_remove: dict[str, None] = {}
+        #: Messages that ended when they could not be acknowledged, and whether to return them.
+        self._unacknowledged: deque[tuple[_Delivery, bool]] = deque()
+        self._wakeup = os_threads.Wakeup()
+        self._idle = False
+        self._stopping = False
+        self._stopped = os_threads.Wakeup()
+        self._failing = False
+
+    def start(self) -> None:
+        """Begin to renew the lease."""
+        os_threads.start_thread(self._run)
+
+    def stop(self) -> None:
+        """Remove the lease and all registrations, because the worker shuts down."""
+        self._stopping = True
+        self._wakeup.notify()
+        self._stopped.wait(STOP_TIMEOUT)
+
+    # -- in the threads of the worker --------------------------------------------------------------
+
+    def watch_loop(self, worker: Any) -> None:
+        """Renew the lease only while the event loop of *worker* runs.
+
+        A pool that runs bodies in the loop, or has no event loop of Celery, is not watched.
+        """
+        if worker.hub is None or isinstance(worker.pool, SoloPool):
+            return
+        if self._loop_timer is not None:
+            self._loop_timer.cancel()  # Celery sends worker_ready after each reconnect
+        self._loop_runs()
+        self._loop_timer = worker.hub.call_repeatedly(
+            self._ttl / deadlines.RENEWALS_PER_TTL, self._loop_runs
+        )
+
+    def _loop_runs(self) -> None:
+        self._loop_seen = self._clock()
+
+    def received(self, message: Any, task: str) -> None:
+        """Register a *message* of a leased *task*, until it is acknowledged or rejected."""
+        delivery = _Delivery(message.delivery_tag, task)
+        message.ack = partial(self._end, delivery, message, message.ack)
+        message.reject = partial(self._end, delivery, message, message.reject)
+        self._changed(delivery, ended=False)
+
+    def _end(
+        self,
+        delivery: _Delivery,
+        message: Any,
+        end: Callable[..., None],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Acknowledge or reject *message* by *end*, unless another worker has it, or may have it.
+
+        A message that is delivered again has the same tag, so a late acknowledgement would remove
+        it from the broker while it runs elsewhere.
+        """
+        requeue = bool(kwargs.get("requeue"))
+        if not delivery.sent or (not delivery.gone and self._clock() < self._counts_until):
+            try:
+                end(*args, **kwargs)
+            except Exception:
+                self._end_later(delivery, requeue)
+                raise
+            self._changed(delivery, ended=True)
+        else:
+            QoS.ack(message.channel.qos, delivery.tag)  # in this process alone
+            message._state = "ACK"  # noqa: SLF001 - as Message.ack does
+            if not delivery.gone:
+                self._end_later(delivery, requeue)
+        del message.ack, message.reject
+
+    def _changed(self, delivery: _Delivery, *, ended: bool) -> None:
+        self._changes.append((delivery, ended))
+        self._wake()
+
+    def _end_later(self, delivery: _Delivery, requeue: bool) -> None:
+        self._unacknowledged.append((delivery, requeue))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._idle:
+            self._idle = False
+            self._wakeup.notify()
+
+    # -- in the thread that renews -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                try:
+                    with self._connection() as connection:
+                        self._work(connection.default_channel)
+                except Exception as error:  # noqa: BLE001 - whatever happens, the thread goes on
+                    self._failed(error)
+                    self._sleep(deadlines.renewal_retry(0.0, self._ttl))
+        finally:
+            self._stopped.notify()
+
+    def _failed(self, error: Exception) -> None:
+        if not self._failing:
+            self._failing = True
+            kind, text = type(error).__name__, redact(str(error))
+            logger.warning("the worker's own lease could not be renewed: %s: %s", kind, text)
+
+    def _work(self, channel: Any) -> None:
+        from celery_leases.stores.redis.workers import Workers
+
+        workers = Workers(channel.pool, self._prefix)
+        while not self._stopping:
+            now = self._clock()
+            due = deadlines.renewal_due(now, self._ttl)
+            if now - self._loop_seen <= self._ttl:
+                for name in self._renew(workers, channel):
+                    if name != self.name:
+                        _take_over(workers, channel, name)
+                self._failing = False
+                self._idle = True
+                if not self._changes and not self._unacknowledged:
+                    self._wakeup.wait(due - self._clock())
+                self._idle = False
+                due = min(due, self._clock() + BATCH_TIME)
+            self._sleep(due - self._clock())
+        workers.forget(self.name)
+
+    def _sleep(self, seconds: float) -> None:
+        until = self._clock() + seconds
+        while not self._stopping and (left := until - self._clock()) > 0:
+            self._wakeup.wait(left)
+
+    def _renew(self, workers: Any, channel: Any) -> Sequence[str]:
+        """Renew the lease and write what has changed; return workers whose leases have ended."""
+        self._gather()
+        sent = self._clock()
+        lapsed = sent >= self._counts_until
+        earlier = [delivery for delivery in self._registered.values() if delivery.sent]
+        present, ended = self._write(workers)
+        if not present and lapsed:
+            # Another worker has returned what was registered before.
+            for delivery in earlier:
+                delivery.gone = True
+                del self._registered[delivery.tag]
+        elif not present and earlier:
+            # The broker has lost the registrations before the lease has ended.
+            self._to_add |= self._registered
+            self._write(workers)
+        hard = deadlines.hard_deadline(sent, self._ttl)
+        self._counts_until = deadlines.stop_deadline(hard, self._ttl)
+        while self._unacknowledged:
+            delivery, requeue = self._unacknowledged[0]
+            if not delivery.gone and requeue:
+                channel.qos.restore_by_tag(delivery.tag, leftmost=True)
+            elif not delivery.gone:
+                channel.qos._remove_from_indices(delivery.tag).execute()  # noqa: SLF001 - as its ack()
+            self._unacknowledged.popleft()
+            self._changes.append((delivery, True))
+        return ended
+
+    def _gather(self) -> None:
+        """Find what to write. A message that has come and ended meanwhile is not written."""
+        while self._changes:
+            delivery, ended = self._changes.popleft()
+            tag = delivery.tag
+            if not ended:
+                self._registered[tag] = self._to_add[tag] = delivery
+                self._to_remove.pop(tag, None)
+            elif self._registered.get(tag) is delivery:
+                del self._registered[tag]
+                self._to_add.pop(tag, None)
+                if delivery.sent:
+                    self._to_remove[tag] = None
+
+    def _write(self, workers: Any) -> tuple[bool, Sequence[str]]:
+        for delivery in self._to_add.values():
+            delivery.sent = True
+        tasks = {tag: delivery.task for tag, delivery in self._to_add.items()}
+        written: tuple[bool, Sequence[str]] = workers.renew(
+            self.name, self._ttl, DAY, tasks, list(self._to_remove)
+        )
+        self._to_add.clear()
+        self._to_remove.clear()
+        return written
+
+
+def _take_over(workers: Any, channel: Any, name: str) -> None:
+    """Return the messages of a worker whose lease has ended to their queues."""
+    taken = workers.take(name)
+    if taken is None:
+        return
+    ended, tags = taken
+    returned = 0
+    for tag in tags:
+        if workers.claim(ended, tag):
+            channel.qos.restore_by_tag(tag)
+            returned += 1
+    if returned:
+        logger.info(
+            "the lease of the worker %s has ended: %d of its messages are in their queues again",
+            name.partition("!")[0],
+            returned,
+        )
+
+
+current: WorkerLease | None = None
+"""The lease of this process, if it is the main process of a worker on a Redis broker."""
+
+
+def start(consumer: Any) -> None:
+    """Start the lease of a worker; a receiver of Celery's ``worker_ready``, which is sent after
+    each reconnect to the broker.
+    """
+    global current  # noqa: PLW0603 - one for each process
+    worker, app = consumer.controller, consumer.app
+    if current is None:
+        tasks = leased_tasks(app)
+        if not tasks or consumer.connection.transport.driver_type != "redis":
+            return
+        ttl = min(task.lease_options.ttl for task in tasks.values())
+        limit = ttl / deadlines.RENEWALS_PER_TTL
+        options = {
+            **(app.conf.broker_transport_options or {}),
+            "socket_timeout": limit,
+            "socket_connect_timeout": limit,
+            "max_retries": 1,
+        }
+        channel = consumer.connection.default_channel
+        current = WorkerLease(
+            f"{worker.hostname}/{os.getpid()}/{secrets.token_hex(4)}",
+            lambda: (consumer.connection or app.connection_for_read()).clone(
+                transport_options=options
+            ),
+            f"{channel.global_keyprefix}{settings_of(app).prefix}:{channel.unacked_key}",
+            ttl,
+        )
+        current.start()
+    current.watch_loop(worker)
+
+
+def stop() -> None:
+    """Remove the lease of the worker; a receiver of Celery's ``worker_shutdown``."""
+    global current
+    lease, current = current, None
+    if lease is not None:
+        lease.stop()

@@ -1,0 +1,114 @@
+"""On a Redis broker with its default visibility timeout of an hour: a worker that is killed or
+frozen, and another one that returns its messages when its lease has ended.
+"""
+
+import signal
+
+import pytest
+import redis
+
+from celery_leases.testing.waits import wait_until
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment
+from tests.integration.deployments import (
+    REDIS_DATABASE_SQLITE,
+    REDIS_REDIS_POSTGRES,
+    spelled,
+)
+
+TTL = 5.0
+AN_HOUR = 3600.0
+SOON = TTL + 10.0
+"""Seconds in which the messages of a dead worker have run elsewhere."""
+
+
+def registered(client: redis.Redis) -> int:
+    """How many messages all workers have registered."""
+    return sum(client.hlen(key) for key in client.scan_iter("celery_leases:unacked:workers:*"))
+
+
+def begins(scene: CrashDeployment, name: str) -> list[int]:
+    """Which of the calls have begun, in order of their numbers."""
+    return sorted(
+        int(event["name"].rpartition("-")[2])
+        for event in scene.events("begin")
+        if event["name"].startswith(name)
+    )
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent", "eventlet"])
+@pytest.mark.parametrize("combination", [REDIS_REDIS_POSTGRES, REDIS_DATABASE_SQLITE], ids=spelled)
+def test_the_messages_of_a_killed_worker_run_soon(
+    scene_factory: CrashDeploymentFactory, name: str, pool: str, combination: tuple[str, ...]
+) -> None:
+    """What has begun begins again, what was fetched begins once; a plain message stays."""
+    scene = scene_factory(
+        combination, ttl=TTL, visibility=AN_HOUR, start=False, env={"PREFETCH": "8"}
+    )
+    scene.worker = scene.workers[0] = scene.new_worker(pool=pool, concurrency=1)
+    scene.worker.start()
+    held = scene.directory / "gate"
+    result = scene.tasks.work.delay(f"{name}-0", gate=str(held))
+    scene.wait_for("begin", name=f"{name}-0")
+    results = [result, *(scene.tasks.work.delay(f"{name}-{number}") for number in (1, 2, 3))]
+    with redis.Redis.from_url(scene.redis_url) as client:
+        if pool in ("prefork", "threads"):
+            wait_until(lambda: registered(client) == 4, 20, "four messages to be registered")
+            scene.send("plain")
+            wait_until(lambda: client.hlen("unacked") == 5, 20, "the plain message to be fetched")
+        else:
+            wait_until(lambda: registered(client) >= 1, 20, "the message to be registered")
+        scene.another(pool=pool, concurrency=1)
+        scene.kill_worker()
+        wait_until(lambda: 0 in begins(scene, name)[1:], SOON, "the call to begin again")
+        held.touch()
+        for one in results:
+            one.get(timeout=SOON)
+        assert begins(scene, name) == [0, 0, 1, 2, 3]
+        if pool in ("prefork", "threads"):
+            assert client.hlen("unacked") == 1
+            assert not scene.events("plain")
+
+
+def test_a_frozen_worker_that_comes_back_loses_and_doubles_nothing(
+    scene_factory: CrashDeploymentFactory, name: str
+) -> None:
+    """Its late acknowledgements do not remove the messages that run elsewhere."""
+    scene = scene_factory(REDIS_REDIS_POSTGRES, ttl=2.0, visibility=AN_HOUR, env={"PREFETCH": "8"})
+    gates = [scene.gate(), scene.gate()]
+    first = scene.tasks.checks.delay(f"{name}-0", stop=str(gates[0]))
+    scene.wait_for("begin", name=f"{name}-0")
+    others = [scene.tasks.work.delay(f"{name}-{number}", gate=str(gates[1])) for number in (1, 2)]
+    with redis.Redis.from_url(scene.redis_url) as client:
+        wait_until(lambda: registered(client) == 3, 20, "three messages to be registered")
+        scene.worker.pause()
+        second = scene.another()
+        scene.wait_for("begin", 2, name=f"{name}-0")
+        scene.worker.resume()
+        # The second worker holds the message of the call that it runs, although the first one has
+        # ended its own run of it.
+        scene.wait_for("lost", name=f"{name}-0")
+        scene.wait_for_log(first.id, "refused: a later attempt owns the key")
+        second.kill()
+        second.wait(20)
+        for gate in gates:
+            gate.touch()
+        for one in (first, *others):
+            one.get(timeout=SOON)
+        scene.wait_until_drained()
+        assert not client.hlen("unacked")
+        assert len(scene.events("end", name=f"{name}-0")) == 1
+
+
+@pytest.mark.parametrize("how", ["warm", "cold"])
+def test_a_worker_that_shuts_down_leaves_no_registration(
+    scene_factory: CrashDeploymentFactory, name: str, how: str
+) -> None:
+    """Its lease is removed too."""
+    scene = scene_factory(REDIS_REDIS_POSTGRES, ttl=TTL, visibility=AN_HOUR)
+    result = scene.tasks.work.delay(name)
+    result.get(timeout=20)
+    with redis.Redis.from_url(scene.redis_url) as client:
+        assert client.zcard("celery_leases:unacked:workers") == 1
+        scene.worker.stop(signal.SIGTERM if how == "warm" else signal.SIGQUIT)
+        assert not list(client.scan_iter("celery_leases:unacked:workers*"))
