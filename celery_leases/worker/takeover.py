@@ -8,23 +8,29 @@ other tasks stay where they are: they may not run twice.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from celery import Celery
 from celery.concurrency.solo import TaskPool as SoloPool
 from kombu.transport.virtual.base import QoS
 
 from celery_leases import deadlines
 from celery_leases.concurrency import os_threads
+from celery_leases.errors import BrokerUnavailable, LeaseConfigurationError
 from celery_leases.options import DAY
 from celery_leases.signals import logger
 from celery_leases.text.redaction import redact
 from celery_leases.worker.app_settings import leased_tasks, settings_of
+
+if TYPE_CHECKING:
+    from celery_leases.stores.redis.workers import WorkerState
 
 BATCH_TIME: Final = 0.05
 """Seconds in which changes of the registered messages are gathered for one round trip."""
@@ -76,6 +82,8 @@ class WorkerLease:
         self._stopping = False
         self._stopped = os_threads.Wakeup()
         self._failing = False
+        #: The server does not allow what a lease needs, so this worker has none.
+        self._refused = False
 
     def start(self) -> None:
         """Begin to renew the lease."""
@@ -108,6 +116,8 @@ class WorkerLease:
 
     def received(self, message: Any, task: str) -> None:
         """Register a *message* of a leased *task*, until it is acknowledged or rejected."""
+        if self._refused:
+            return
         delivery = _Delivery(message.delivery_tag, task)
         message.ack = partial(self._end, delivery, message, message.ack)
         message.reject = partial(self._end, delivery, message, message.reject)
@@ -127,7 +137,8 @@ class WorkerLease:
         it from the broker while it runs elsewhere.
         """
         requeue = bool(kwargs.get("requeue"))
-        if not delivery.sent or (not delivery.gone and self._clock() < self._counts_until):
+        counts = self._refused or self._clock() < self._counts_until
+        if not delivery.sent or (counts and not delivery.gone):
             try:
                 end(*args, **kwargs)
             except Exception:
@@ -163,10 +174,24 @@ class WorkerLease:
                     with self._connection() as connection:
                         self._work(connection.default_channel)
                 except Exception as error:  # noqa: BLE001 - whatever happens, the thread goes on
+                    if self._refused_by(error):
+                        return
                     self._failed(error)
                     self._sleep(deadlines.renewal_retry(0.0, self._ttl))
         finally:
             self._stopped.notify()
+
+    def _refused_by(self, error: Exception) -> bool:
+        from celery_leases.stores.redis.errors import advice_for
+
+        self._refused = advice_for(error) is not None
+        if self._refused:
+            logger.info(
+                "this worker has no lease of its own, so its messages wait for the visibility timeout "
+                "if it is killed: the broker does not allow it: %s",
+                redact(str(error)),
+            )
+        return self._refused
 
     def _failed(self, error: Exception) -> None:
         if not self._failing:
@@ -294,22 +319,52 @@ def start(consumer: Any) -> None:
             "socket_connect_timeout": limit,
             "max_retries": 1,
         }
-        channel = consumer.connection.default_channel
-        current = WorkerLease(
+        lease = WorkerLease(
             f"{worker.hostname}/{os.getpid()}/{secrets.token_hex(4)}",
             lambda: (consumer.connection or app.connection_for_read()).clone(
                 transport_options=options
             ),
-            f"{channel.global_keyprefix}{settings_of(app).prefix}:{channel.unacked_key}",
+            _prefix(app, consumer.connection.default_channel),
             ttl,
         )
-        current.start()
+        lease.start()
+        current = lease
+        atexit.register(stop)  # after a cold shutdown Celery sends no worker_shutdown
     current.watch_loop(worker)
 
 
 def stop() -> None:
     """Remove the lease of the worker; a receiver of Celery's ``worker_shutdown``."""
+    atexit.unregister(stop)
     global current
     lease, current = current, None
     if lease is not None:
         lease.stop()
+
+
+def _prefix(app: Celery, channel: Any) -> str:
+    """How the keys begin: workers that share unacknowledged messages share registrations."""
+    return f"{channel.global_keyprefix}{settings_of(app).prefix}:{channel.unacked_key}"
+
+
+def workers_of(app: Celery) -> Sequence[WorkerState]:
+    """The workers of *app* on its broker, by name.
+
+    Raises :class:`LeaseConfigurationError` for a broker other than Redis, and
+    :class:`BrokerUnavailable`.
+    """
+    from celery_leases.stores.redis.workers import Workers
+
+    with app.connection_for_read() as connection:
+        if connection.transport.driver_type != "redis":
+            raise LeaseConfigurationError(
+                "only workers on a Redis broker have leases: other brokers return the messages of a dead worker "
+                "when its connection ends"
+            )
+        try:
+            channel = connection.default_channel
+            return sorted(
+                Workers(channel.pool, _prefix(app, channel)).listed(), key=lambda state: state.name
+            )
+        except connection.connection_errors + connection.channel_errors as error:
+            raise BrokerUnavailable(f"the broker: {redact(str(error))}") from error

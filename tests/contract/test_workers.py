@@ -3,6 +3,7 @@ worker, and that each message is returned once.
 """
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from celery_leases.stores.redis.workers import Workers
 from celery_leases.testing.waits import wait_until
 from celery_leases.worker.takeover import WorkerLease, _take_over
 from tests.support.servers import RedisServer
+from tests.unit.doc_pages import page
 
 PREFIX = "celery_leases:unacked"
 TURNS = int(os.environ.get("TURNS", "5"))
@@ -212,3 +214,49 @@ def test_the_lease_of_a_worker_whose_loop_stands_still_ends(
     loop_runs()
     wait_until(lambda: (workers.listed()[0].remaining or 0) > 0, 5, "the lease to be renewed")
     lease.stop()
+
+
+def test_a_broker_that_forbids_it_leaves_all_as_in_celery(
+    leases_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once, and the messages are acknowledged."""
+    url = f"{leases_redis.url.rpartition('/')[0]}/14"
+    with Connection(url) as admin:
+        admin.default_channel.client.flushdb()
+        admin.default_channel.client.execute_command(
+            "ACL", "SETUSER", "narrow", "on", ">secret", "~*", "&*", "+@all", "-zrangebyscore"
+        )
+    with Connection(url.replace("redis://", "redis://narrow:secret@")) as connection:
+        lease = opened(connection, "a", 5.0)
+        messages = fetched(connection, 2)
+        lease.received(messages[0], "task")
+        with caplog.at_level("INFO", "celery_leases"):
+            lease.start()
+            wait_until(lambda: "no lease of its own" in caplog.text, 5, "the log line")
+        lease.received(messages[1], "task")
+        for message in messages:
+            message.ack()
+        assert not connection.default_channel.client.hlen("unacked")
+        lease.stop()
+        assert caplog.text.count("no lease of its own") == 1
+
+
+def test_the_documented_rights_are_enough(leases_redis: RedisServer) -> None:
+    """With those that kombu needs."""
+    (rights,) = re.findall(r"broker\* also needs `([^`]+)`", page("stores"))
+    url = f"{leases_redis.url.rpartition('/')[0]}/14"
+    with Connection(url) as admin:
+        admin.default_channel.client.flushdb()
+        admin.default_channel.client.execute_command(
+            *("ACL", "SETUSER", "worker", "reset", "on", ">secret", "~celery_leases:*", "+select"),
+            *("+ping", "+client", "+hello", *rights.split()),
+        )
+    with Connection(url.replace("redis://", "redis://worker:secret@")) as connection:
+        workers = Workers(connection.default_channel.pool, PREFIX)
+        workers.renew("a", 0.001, 60, {"t1": "task", "t2": "task"}, [])
+        wait_until(lambda: workers.renew("b", 10, 60, {}, ["t9"])[1] == ["a"], 5, "the end")
+        taken = workers.take("a")
+        assert taken is not None
+        assert workers.claim(taken[0], "t1")
+        assert len(workers.listed()) == 2
+        workers.forget("b")

@@ -66,7 +66,9 @@ def test_the_messages_of_a_killed_worker_run_soon(
             one.get(timeout=SOON)
         assert begins(scene, name) == [0, 0, 1, 2, 3]
         if pool in ("prefork", "threads"):
-            assert client.hlen("unacked") == 1
+            wait_until(
+                lambda: client.hlen("unacked") == 1, SOON, "the leased ones to be acknowledged"
+            )
             assert not scene.events("plain")
 
 
