@@ -104,7 +104,7 @@ def test_several_workers_return_each_message_once(
         messages = fetched(connection, 8)
         tags = {message.delivery_tag: "task" for message in messages}
         workers.renew(f"dead{turn}", 0.001, 60, tags, [])
-        wait_until(lambda: workers.renew("b", 60, 60, {}, [])[1], 5, "the lease to end")
+        wait_until(lambda: bool(workers.renew("b", 60, 60, {}, [])[1]), 5, "the lease to end")
         names = list(workers.renew("b", 60, 60, {}, [])[1])
         barrier = threading.Barrier(3)
 

@@ -2,7 +2,10 @@
 frozen, and another one that returns its messages when its lease has ended.
 """
 
+import json
+import os
 import signal
+import sys
 
 import pytest
 import redis
@@ -15,6 +18,7 @@ from tests.integration.deployments import (
     REDIS_REDIS_POSTGRES,
     spelled,
 )
+from tests.support.commands import run_command
 
 TTL = 5.0
 AN_HOUR = 3600.0
@@ -111,6 +115,11 @@ def test_a_worker_that_shuts_down_leaves_no_registration(
     result = scene.tasks.work.delay(name)
     result.get(timeout=20)
     with redis.Redis.from_url(scene.redis_url) as client:
-        assert client.zcard("celery_leases:unacked:workers") == 1
+        argv = [sys.executable, "-m", "celery", "-A", "tests.apps.leased", "leases", "workers"]
+        shown = run_command([*argv, "--json"], env={**os.environ, **scene.env})
+        (listed,) = map(json.loads, shown.stdout.splitlines())
+        assert (listed["pid"], listed["messages"]) == (scene.worker.pid, 0)
+        assert 0 < listed["lease_ends_in"] <= TTL
+        assert "ends in" in run_command(argv, env={**os.environ, **scene.env}).stdout
         scene.worker.stop(signal.SIGTERM if how == "warm" else signal.SIGQUIT)
         assert not list(client.scan_iter("celery_leases:unacked:workers*"))
