@@ -195,6 +195,8 @@ class LeaseGate(_ReadOnly):
     closed_until = models.BigIntegerField()
     probe = models.CharField(max_length=64)
     probe_until = models.BigIntegerField()
+    opens_at = models.BigIntegerField()
+    history = models.TextField()
     expires_at = models.BigIntegerField()
 
     class Meta:

@@ -36,6 +36,10 @@ class Gate:
         """Whether an attempt may probe, or probes now."""
         return self.closed_for <= 0
 
+    def is_probed_by(self, token: str) -> bool:
+        """Whether the gate is half-open and *token* holds the slot of the probe."""
+        return self.half_open and self.probe == token
+
     @property
     def blocked_for(self) -> float:
         """For how long no attempt may start: until the gate is half-open, or until the slot of the
@@ -77,7 +81,7 @@ def closed(group: str, gate: Gate | None, closing: Closing, token: str) -> Gate:
     if gate is None:
         trips, current = 1, 0.0
     else:
-        trips, current = gate.trips + (gate.half_open and gate.probe == token), gate.closed_for
+        trips, current = gate.trips + gate.is_probed_by(token), gate.closed_for
     wait = closing.wait(trips)
     after = Gate(group, trips, wait, closing.reason, closing.rule, closing.message)
     if gate is None:

@@ -75,14 +75,14 @@ def test_a_press_during_a_cooldown_is_refused_by_one_statement(bench: Bench, nam
     assert bench.version(f"slow:{name}") == before
 
 
-def test_closing_a_gate_costs_two_looks_and_two_writes_more(bench: Bench, name: str) -> None:
+def test_closing_a_gate_costs_one_look_and_one_write_more(bench: Bench, name: str) -> None:
     group = f"group-{name}"
     commands, statements = bench.cost(lambda: _fails(bench, "gated", name, [BUSY], group))
     if bench.stage.lease_store == "database":
         assert not commands
-        assert len(statements) == 6
+        assert len(statements) == 4
     else:
-        assert commands == [*["EVALSHA"] * 3, "GET", *["EVALSHA"] * 2]
+        assert commands == ["EVALSHA"] * 4
         assert len(statements) == 2
 
 

@@ -60,6 +60,8 @@ class Migration(migrations.Migration):
                         ("closed_until", models.BigIntegerField()),
                         ("probe", models.CharField(max_length=64)),
                         ("probe_until", models.BigIntegerField()),
+                        ("opens_at", models.BigIntegerField()),
+                        ("history", models.TextField()),
                         ("expires_at", models.BigIntegerField()),
                     ],
                     options={

@@ -1,5 +1,5 @@
 """The Lua scripts for the gates of cooldown groups. KEYS of each: trips, closed and probe of a
-gate.
+gate, and its history.
 """
 
 from __future__ import annotations
@@ -13,6 +13,16 @@ _READ_GATE: Final = GET + READ_GATE
 READ: Final = Script(_READ_GATE + "return read_gate(KEYS[1], KEYS[2], KEYS[3]) or false", keys=3)
 """Returns the result of ``read_gate``; ``false`` for an open gate."""
 
+READ_WITH_HISTORY: Final = Script(
+    _READ_GATE
+    + """
+local past = get(KEYS[4])
+return {read_gate(KEYS[1], KEYS[2], KEYS[3]) or false, type(past) == 'string' and past}
+""",
+    keys=4,
+)
+"""Returns the result of :data:`READ`, and the history; ``false`` without a history."""
+
 CLOSE: Final = Script(
     _READ_GATE
     + """
@@ -24,14 +34,15 @@ if not as_seen or closed_for > tonumber(ARGV[6]) then return 0 end
 redis.call('SET', KEYS[2], '1', 'PX', ARGV[6])
 redis.call('SET', KEYS[1], ARGV[5], 'PX', math.max(tonumber(ARGV[7]), redis.call('PTTL', KEYS[1])))
 if mine then redis.call('DEL', KEYS[3]) end
+redis.call('SET', KEYS[4], ARGV[8], 'PX', ARGV[9])
 return 1
 """,
-    keys=3,
+    keys=4,
 )
 """ARGV: token and space; the expected trips (0: open); 1 if the gate is expected to be closed; 1 if
 the token is expected to hold the probe slot; the new value of ``trips``; the TTLs of ``closed`` and
-``trips``. Returns 1 if the script closed the gate; 0 if the gate is not as expected, or is closed
-for longer.
+``trips``; the history and its TTL. Returns 1 if the script closed the gate; 0 if the gate is not
+as expected, or is closed for longer.
 
 The reason is not compared, so failures that differ only in their message do not conflict.
 """
@@ -40,13 +51,14 @@ OPEN: Final = Script(
     _READ_GATE
     + """
 local gate = read_gate(KEYS[1], KEYS[2], KEYS[3])
-if not holds_probe(gate) or gate[2] > 0 then return 0 end
+if ARGV[1] ~= '' and (not holds_probe(gate) or gate[2] > 0) then return 0 end
+redis.call('SET', KEYS[4], ARGV[2], 'PX', ARGV[3])
 return redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
 """,
-    keys=3,
+    keys=4,
 )
-"""ARGV: token and space. Returns 0 unless the gate was half-open and the token held its probe
-slot.
+"""ARGV: token and space, the history and its TTL. Returns 0 unless the gate was half-open and the
+token held its probe slot; without a token the gate is opened in any case.
 """
 
 ENTER: Final = Script(

@@ -7,8 +7,8 @@ from itertools import islice
 
 from redis.exceptions import ResponseError
 
-from celery_leases.groups import history as cooldown_group_history
 from celery_leases.groups.group import Gate
+from celery_leases.groups.history import RETENTION
 from celery_leases.stores.group_closing import GateClosing
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.commands import RedisCommands
@@ -33,20 +33,9 @@ class RedisGates(GateClosing):
         self._commands = commands
         self._keys = keys
 
-    def gate(self, group: str) -> Gate | None:
-        """The gate of *group*; ``None`` when it is open."""
-        seen = self._commands.run(cooldown_group_scripts.READ, *self._keys.gate(group))
-        return gate_of(group, seen) if seen else None
-
     def gates(self, limit: int = 1000) -> Iterator[Gate]:
         """At most *limit* gates that are not open; scans the database with ``SCAN``."""
         return islice(self._not_open(), limit)
-
-    def _open_gate(self, group: str, token: str | None) -> bool:
-        keys = self._keys.gate(group)
-        if token is not None:
-            return bool(self._commands.run(cooldown_group_scripts.OPEN, *keys, token_prefix(token)))
-        return bool(self._commands.execute("DEL", *keys))
 
     def release_probe(self, group: str, token: str) -> bool:
         """Free the probe slot if *token* holds it; the gate stays half-open."""
@@ -56,20 +45,35 @@ class RedisGates(GateClosing):
             )
         )
 
-    def _swap_gate(self, before: Gate | None, after: Gate, remembered: float, token: str) -> bool:
+    def _read(self, group: str) -> tuple[Gate | None, str | None]:
+        keys = *self._keys.gate(group), self._keys.past(group)
+        seen, past = self._commands.run(cooldown_group_scripts.READ_WITH_HISTORY, *keys)
+        return gate_of(group, seen) if seen else None, as_text(past) if past else None
+
+    def _open_gate(self, group: str, token: str | None, past: str) -> bool:
+        keys = *self._keys.gate(group), self._keys.past(group)
+        who = "" if token is None else token_prefix(token)
+        given = who, past, milliseconds(RETENTION)
+        return bool(self._commands.run(cooldown_group_scripts.OPEN, *keys, *given))
+
+    def _swap_gate(
+        self, before: Gate | None, after: Gate, remembered: float, token: str, past: str
+    ) -> bool:
         as_seen: tuple[int, int, int] = (0, 0, 0)
         if before is not None:
             as_seen = before.trips, int(not before.half_open), int(before.probe == token)
         times = milliseconds(after.closed_for), milliseconds(remembered)
-        keys = self._keys.gate(after.group)
         return bool(
             self._commands.run(
                 cooldown_group_scripts.CLOSE,
-                *keys,
+                *self._keys.gate(after.group),
+                self._keys.past(after.group),
                 token_prefix(token),
                 *as_seen,
                 trips_value(after),
                 *times,
+                past,
+                milliseconds(RETENTION),
             )
         )
 
@@ -93,15 +97,6 @@ class RedisGates(GateClosing):
                 raise self._commands.unavailable(found) from None
             if found is not None:
                 yield group, as_text(found)
-
-    def _swap_history(self, group: str, before: str | None, after: str) -> bool:
-        given = (
-            int(before is not None),
-            before or "",
-            after,
-            milliseconds(cooldown_group_history.RETENTION),
-        )
-        return bool(self._commands.run(lease_scripts.SWAP_MARK, self._keys.past(group), *given))
 
     def _not_open(self) -> Iterator[Gate]:
         for names in self._commands.scan(self._keys.gate_pattern):

@@ -206,7 +206,7 @@ class RecordStatements:
 
     def _is_gate(self, gates: FromClause) -> ColumnElement[bool]:
         """Whether a row is the group's gate and has not expired, so that the gate is not open."""
-        return and_(gates.c.name == bindparam("gate"), gates.c.expires_at > self._now)
+        return and_(gates.c.name == bindparam("gate"), gates.c.opens_at > self._now)
 
 
 def is_running(table: Table) -> tuple[ColumnElement[bool], ...]:

@@ -140,6 +140,9 @@ class Tables:
             # NOT NULL, because conditions compare the columns by <> and =.
             Column("probe", String(64), nullable=False, server_default=""),
             Column("probe_until", BigInteger, nullable=False, server_default="0"),
+            # From then on the gate is open; the row remains for its history, until it expires.
+            Column("opens_at", BigInteger, nullable=False),
+            Column("history", LONG, nullable=False),
             Column("expires_at", BigInteger, nullable=False),
             **TABLE_OPTIONS,
         )
