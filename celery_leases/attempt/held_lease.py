@@ -182,7 +182,7 @@ class HeldLease:
         :func:`~celery_leases.deadlines.lock_counts_for` after it was last seen, and at
         most until ``lease_max_hold``.
         """
-        if not self._locked_since_renewal:
+        if self._seen_locked <= self._renewed:  # not seen locked since the last renewal
             return self._stop
         believed = deadlines.lock_counts_for(self.call.options.ttl, still=self.body_state.guarded)
         return max(self._stop, min(self._hold_until, self._seen_locked + believed))
@@ -197,7 +197,10 @@ class HeldLease:
     @property
     def held(self) -> bool:
         """Whether the lease still counts."""
-        return self.lost is None and self._clock.now() < self.stop_deadline
+        if self.lost is not None:
+            return False
+        now = self._clock.now()
+        return now < self._stop or now < self.stop_deadline
 
     def needs_row_lock(self, now: float) -> bool:
         """Whether the lease has reached its own stop deadline, so that it counts only while a
@@ -219,7 +222,7 @@ class HeldLease:
         While only a row lock proves the lease, ask the store first: the lock may have ended since
         it was last seen. Raises :class:`StoreUnavailable` if the store does not answer then.
         """
-        if self.lost is None and not self.needs_row_lock(self._clock.now()):
+        if self.lost is None and self._clock.now() < self._stop:
             return
         if self.confirm is not None and self.held:
             try:
@@ -306,7 +309,7 @@ class HeldLease:
         row.
         """
         return self.renewable(now) or (
-            self.lost is None and now < self._hold_until and self._locked_since_renewal
+            self.lost is None and now < self._hold_until and self._seen_locked > self._renewed
         )
 
     def requested_ttl(self, now: float) -> float:
@@ -320,8 +323,3 @@ class HeldLease:
         if not self._renews and now < self._hold_until:
             return NOT_EXTENDED
         return DEADLINE if now < self._renew_until else HELD_TOO_LONG
-
-    @property
-    def _locked_since_renewal(self) -> bool:
-        """Whether the row was seen locked after the last renewal."""
-        return self._seen_locked > self._renewed

@@ -86,28 +86,25 @@ class Execution:
         # This call may run inside the body of another one, whose limit does not apply to it.
         before = resource_pool.max_wait.set(None)
         try:
-            return self._acquire_and_run(call, body, store_failures)
+            try:
+                result = self.acquirer.acquire(call)
+            except RowMayBeOpen as unavailable:
+                return unavailable.answer
+            except (StoreUnavailable, LeaseStoreMismatch) as error:
+                return self.acquirer.after_store_failure(error, store_failures)
+            except LeasesError:
+                raise
+            except Exception as error:  # noqa: BLE001 - an error of a store is never the task's failure
+                return self._after_unknown_error(call, error, store_failures)
+            if not isinstance(result, ClaimedAttempt):
+                return self._report_verdict(call, result)
+            try:
+                return self._run(call, result, body, store_failures)
+            finally:
+                # Also after an unexpected exception: then the lease expires.
+                self.process.renewer.drop(result.held_lease)
         finally:
             resource_pool.max_wait.reset(before)
-
-    def _acquire_and_run(self, call: Call, body: Body, store_failures: int) -> Answer:
-        try:
-            result = self.acquirer.acquire(call)
-        except RowMayBeOpen as unavailable:
-            return unavailable.answer
-        except (StoreUnavailable, LeaseStoreMismatch) as error:
-            return self.acquirer.after_store_failure(error, store_failures)
-        except LeasesError:
-            raise
-        except Exception as error:  # noqa: BLE001 - an error of a store is never the task's failure
-            return self._after_unknown_error(call, error, store_failures)
-        if not isinstance(result, ClaimedAttempt):
-            return self._report_verdict(call, result)
-        try:
-            return self._run(call, result, body, store_failures)
-        finally:
-            # Also after an unexpected exception: then the lease expires.
-            self.process.renewer.drop(result.held_lease)
 
     def _run(
         self,

@@ -84,10 +84,6 @@ def after_run(
     """The outcome of the attempt on *record*; *verdict* is what ``after_failure`` has decided, if
     the body raised.
     """
-    return _with_retention(call, _closed(call, record, ending, verdict))
-
-
-def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | None) -> Outcome:
     crashes = record.crashes if _crashes_of_another_call(call, record) else 0
     if isinstance(ending, Returned):  # at once, because replace() is slow
         return Outcome(
@@ -103,6 +99,16 @@ def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | 
             finished=_finished(call, record, ending.result),
             crashed_call=record.crashed_call,
         )
+    return _with_retention(call, _closed(call, record, ending, verdict, crashes))
+
+
+def _closed(
+    call: Call,
+    record: Record,
+    ending: Raised | Snoozed | Lost | Interrupted | Terminated | ControlFlow,
+    verdict: AfterFailure | None,
+    crashes: int,
+) -> Outcome:
     closed = _unchanged(call, record)
     not_counted = replace(closed, attempt=record.attempt - 1)
     match ending:

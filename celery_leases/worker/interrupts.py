@@ -186,11 +186,13 @@ class SignalGuard(InterruptGuard):
     def body_ended(self) -> None:
         """Defer interrupts from now on, and cancel the kill timer."""
         self._raises = False
-        if self._held_lease is not None or self._kill_timer is not None:
-            super().body_ended()
-            kill_timer, self._kill_timer = self._kill_timer, None
-            if kill_timer is not None:
-                kill_timer.cancel()
+        held_lease, kill_timer = self._held_lease, self._kill_timer
+        if held_lease is not None:
+            held_lease.interrupt = held_lease.move_kill_timer = None
+            self._held_lease = None
+        if kill_timer is not None:
+            self._kill_timer = None
+            kill_timer.cancel()
 
     def _raise_pending(self) -> None:
         if self.stopping:
