@@ -109,7 +109,7 @@ class Process:
             return JoinedTransaction(given, self.records)
         # Records in memory cannot be committed together with rows of a database, so they are
         # written after the commit.
-        from celery_leases.stores.eager_transactions import EagerTransaction, commit_is_observable
+        from celery_leases.stores.memory import EagerTransaction, commit_is_observable
 
         return EagerTransaction(given, self.records) if commit_is_observable(given) else None
 

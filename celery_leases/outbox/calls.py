@@ -248,7 +248,7 @@ def _enqueue_in_memory(process: Process, given: Any, call: _NewCall) -> AsyncRes
     """:func:`enqueue` for an eager call whose records are in memory: the record is written, and the
     call run, after the commit of *given*.
     """
-    from celery_leases.stores.sql.eager_after_commit import do_after_commit, waiting_in
+    from celery_leases.stores.memory import do_after_commit, waiting_in
 
     app, key = process.app, call.key
     record = process.records.read(key.stored)

@@ -42,7 +42,7 @@ from celery_leases.record import (
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import Announcer
 from celery_leases.status import LeaseStatus
-from celery_leases.stores.eager_record_limit import limit_records
+from celery_leases.stores import memory
 from celery_leases.stores.sql.rows import column_values
 from celery_leases.testing.crash_points import (
     CrashableStore,
@@ -251,10 +251,10 @@ class LeaseKit:
             renewed_by=KitRenewer if self.in_memory else Renewer,
         )
         if self._clock is not None:
-            _use_clock(process, self._clock)
-        process.records.check()
-        if self.in_memory:
-            limit_records(process.records)
+            process.wall_time, process.rand = self._clock.wall_time, lambda: 1.0
+            memory.prepare(process.records, self._clock.microseconds)
+        else:
+            process.records.check()
         # complete() writes with the user's commit, which has no crash points.
         setattr(process, "transaction", copy(process).transaction)  # noqa: B010 - a method
         process.records = crashable_records(process.records, self._crash_points)
@@ -740,13 +740,6 @@ def file_of(task: Any) -> str:
     """The file of a task's body."""
     function = getattr(task.run, "__wrapped__", task.run)
     return str(getattr(function, "__code__", None) and function.__code__.co_filename)
-
-
-def _use_clock(parts: Process, clock: KitClock) -> None:
-    """Use *clock* for the stores in memory, and no random delays."""
-    parts.records.database.host_now = clock.microseconds
-    parts.records.availability.grace = 0.0  # no other process can hold a lease in this memory
-    parts.wall_time, parts.rand = clock.wall_time, lambda: 1.0
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

@@ -65,11 +65,12 @@ def _make(app: Celery, *, eager: bool) -> Process:
             elif not process.records.database.dialect.has_server:
                 # If the database cannot be reached now, deliveries are rescheduled.
                 with suppress(StoreUnavailable):
-                    process.records.check()
-                    if eager and settings.database_url == IN_MEMORY:
-                        from celery_leases.stores.eager_record_limit import limit_records
+                    if eager:
+                        from celery_leases.stores import memory
 
-                        limit_records(process.records)
+                        memory.prepare(process.records)
+                    else:
+                        process.records.check()
             made[eager] = process
             if METRICS_DIRECTORY in os.environ:
                 _count_events()

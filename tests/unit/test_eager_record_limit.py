@@ -8,7 +8,7 @@ from celery import Celery
 from sqlalchemy import func, select
 
 from celery_leases import LeasedTask
-from celery_leases.stores import eager_record_limit
+from celery_leases.stores import memory
 from celery_leases.worker import processes
 
 
@@ -27,7 +27,7 @@ def test_eager_calls_keep_the_records_of_the_latest_keys_only(monkeypatch) -> No
 
     app.finalize()
     kept, more = 20, 15
-    monkeypatch.setattr(eager_record_limit, "MAX_RECORDS", kept)
+    monkeypatch.setattr(memory, "MAX_RECORDS", kept)
     assert app.tasks["eager.work"].apply((-1, kept + more)).get() == -1
     latest = kept + more - 1
     assert app.tasks["eager.work"].apply((latest,)).get() == latest

@@ -1,8 +1,8 @@
-"""Eager calls that wait for the commit of their caller's transaction.
+"""Records in the memory of this process, in SQLite: for eager calls and for the test kit.
 
-The records of eager calls are in memory, so they cannot be part of the caller's transaction. The
-call waits in its process until the transaction commits. A rollback of the transaction, or to a
-savepoint before the call, drops the call.
+They hold to the same contracts as other records, but cannot be part of the caller's transaction.
+What would be committed with it waits in this process until it commits: an outcome is then written,
+a call then runs. A rollback of the transaction, or to a savepoint before, drops it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,86 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, event
+from sqlalchemy import Connection, event, text
 from sqlalchemy.orm import Session, SessionTransaction, scoped_session
 
-from celery_leases.errors import WrongDatabase
+from celery_leases.errors import LeaseLost, WrongDatabase
 from celery_leases.keys import CallKey
+from celery_leases.record import Outcome, Record, State
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.transactions import JoinedTransaction, open_check
 
+MAX_RECORDS: Final = 1000
 WAITING: Final = "celery_leases_after_commit"
 """The key of ``info``, of a session or connection, for the calls that wait for its commit."""
 COMMITTED: Final = "celery_leases_committed"
 """The key of ``Session.info`` for the calls to run once the committed transaction has ended."""
+
+
+def prepare(records: SqlRecordStore, now: Callable[[], int] | None = None) -> None:
+    """Create the tables of *records*, and limit them to the latest ``MAX_RECORDS``; *now* is their
+    clock, in microseconds.
+
+    Each new record deletes older ones with their effects and marks, but not those of running
+    attempts. No other process can hold a lease here, so an expired one is taken over at once.
+    Raises :class:`~celery_leases.errors.StoreUnavailable`.
+    """
+    if now is not None:
+        records.database.host_now = now
+    records.availability.grace = 0.0
+    records.check()
+    tables = records.tables
+    dependent = (tables.effects, tables.marks)
+    own = " ".join(f"DELETE FROM {table} WHERE stored_key = OLD.stored_key;" for table in dependent)  # noqa: S608
+    old = f"DELETE FROM {tables.records} WHERE rowid <= NEW.rowid - {MAX_RECORDS} AND state <> 'running';"  # noqa: S608
+    triggers = (
+        f"CREATE TRIGGER IF NOT EXISTS celery_leases_evict AFTER INSERT ON {tables.records} BEGIN {old} END",
+        f"CREATE TRIGGER IF NOT EXISTS celery_leases_cascade AFTER DELETE ON {tables.records} BEGIN {own} END",
+    )
+    with records.database.errors(), records.database.engine.connect() as connection:
+        for trigger in triggers:
+            connection.execute(text(trigger))
+
+
+# -- the user's transaction ------------------------------------------------------------------------
+
+
+def commit_is_observable(given: Any) -> bool:
+    """Whether the commit of *given*, a session or connection, can be observed."""
+    return isinstance(given, Session | Connection | scoped_session)
+
+
+class EagerTransaction(JoinedTransaction):
+    """One open transaction of the user's, in any database."""
+
+    def join(self, key: str) -> None:
+        """Join the transaction; begin one if the user gave a SQLAlchemy session or connection."""
+        if self._is_open is None:
+            self._is_open = open_check(self._given)
+
+    def guard(self, record: Record) -> None:
+        """Raise :class:`LeaseLost` unless the attempt still owns the record."""
+        now = self.records.read(record.stored_key)
+        if now is None or not now.is_attempt(State.RUNNING, record.owner, record.fence):
+            why = "the record was changed by another attempt or an operator"
+            raise LeaseLost(f"{record.key}: the lease is lost: {why}", record.key, why)
+
+    def has_completed(self, record: Record) -> bool:
+        """Whether the record is done under its attempt."""
+        now = self.records.read(record.stored_key)
+        return now is not None and now.is_attempt(State.DONE, record.owner, record.fence)
+
+    def complete(self, record: Record, outcome: Outcome) -> None:
+        """Write the outcome when this transaction commits; raises :class:`LeaseLost` as
+        :meth:`guard` does.
+        """
+        self.guard(record)
+        key = CallKey(record.key, record.stored_key)
+
+        def committed(_: bool) -> None:
+            self.records.settle(record, outcome)
+
+        do_after_commit(self._given, key, record.call_id, committed, completes=True)
 
 
 @dataclass(frozen=True, slots=True)
