@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import Any
 
 import click
-from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.call import Call
 from celery_leases.cli.output import as_json, echo_fields, echo_json, echo_line
-from celery_leases.cli.root import app_of, leases, unknown_task
+from celery_leases.cli.parameters import option
+from celery_leases.cli.root import app_of, command, unknown_task
 from celery_leases.decide.after_failure import (
     AfterFailure,
     AwaitOperator,
@@ -36,31 +36,27 @@ SHOWN = 3
 """For how many failures in a row the outcome is shown."""
 
 
-@leases.command(cls=CeleryCommand)
-@click.option(
-    "--task", help="Use the rules and options of this task; by default the built-in ones."
-)
-@click.option("--status", type=click.IntRange(100, 599), help="The HTTP status of the response.")
-@click.option(
+@command()
+@option("--task", help="Use the rules and options of this task; by default the built-in ones.")
+@option("--status", type=click.IntRange(100, 599), help="The HTTP status of the response.")
+@option(
     "--header",
     "headers",
     multiple=True,
     metavar="NAME=VALUE",
     help="A header of the response; may be repeated.",
 )
-@click.option(
+@option(
     "--code",
     "codes",
     multiple=True,
     help="An error code in the body of the response, such as insufficient_quota.",
 )
-@click.option("--exc", help="The dotted name of an exception, such as httpx.ReadTimeout.")
-@click.option("--sqlstate", help="A SQLSTATE, such as 40001.")
-@click.option("--grpc", help="A gRPC status, such as RESOURCE_EXHAUSTED.")
-@click.option("--message", default="", help="The message of the error.")
+@option("--exc", help="The dotted name of an exception, such as httpx.ReadTimeout.")
+@option("--sqlstate", help="A SQLSTATE, such as 40001.")
+@option("--grpc", help="A gRPC status, such as RESOURCE_EXHAUSTED.")
+@option("--message", default="", help="The message of the error.")
 @as_json
-@click.pass_context
-@handle_preload_options
 def explain(ctx: click.Context, task: str | None, as_json: bool, **given: Any) -> None:
     """Print which rule matches a failure, why, and what the task does then."""
     facts = _facts(given)

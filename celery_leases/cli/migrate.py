@@ -5,21 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import click
-from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.attempt.process import open_records
-from celery_leases.cli.root import leases
+from celery_leases.cli.parameters import option
+from celery_leases.cli.root import command
 from celery_leases.stores.sql.migrations import Migrated
 from celery_leases.stores.urls import display_database_url
 from celery_leases.worker.app_settings import settings_of
 
 
-@leases.command(cls=CeleryCommand)
-@click.option(
-    "--sql", is_flag=True, help="Print the SQL that creates the tables, and change nothing."
-)
-@click.pass_context
-@handle_preload_options
+@command()
+@option("--sql", is_flag=True, help="Print the SQL that creates the tables, and change nothing.")
 def migrate(ctx: click.Context, sql: bool, **_: Any) -> None:
     """Create the tables in the records database, or bring them to the version of this release.
 

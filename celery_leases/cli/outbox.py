@@ -6,25 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
-from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.output import AT_MOST, echo_table
-from celery_leases.cli.root import app_of, leases
+from celery_leases.cli.parameters import option
+from celery_leases.cli.root import app_of, command
 from celery_leases.outbox import calls as outbox
 from celery_leases.record import Record
 from celery_leases.text.durations import seconds
 
 
-@leases.command(cls=CeleryCommand)
-@click.option(
+@command()
+@option(
     "--limit",
     type=AT_MOST,
     default=outbox.RELAY_AT_ONCE,
-    show_default=True,
     help="Publish at most this many messages.",
 )
-@click.pass_context
-@handle_preload_options
 def relay(ctx: click.Context, limit: int, **_: Any) -> None:
     """Publish messages of delay_in() whose process died between its commit and the publication.
 
@@ -33,23 +30,15 @@ def relay(ctx: click.Context, limit: int, **_: Any) -> None:
     _echo_result(ctx, outbox.relay(app_of(ctx), limit))
 
 
-@leases.command(cls=CeleryCommand)
-@click.option(
-    "--older",
-    default="15m",
-    show_default=True,
-    help="Only records that have not changed for this time.",
-)
-@click.option(
+@command()
+@option("--older", default="15m", help="Only records that have not changed for this time.")
+@option(
     "--limit",
     type=AT_MOST,
     default=outbox.RELAY_AT_ONCE,
-    show_default=True,
     help="Publish the messages of at most this many records.",
 )
-@click.option("--dry-run", is_flag=True, help="List the records, and publish nothing.")
-@click.pass_context
-@handle_preload_options
+@option("--dry-run", is_flag=True, help="List the records, and publish nothing.")
 def rescue(ctx: click.Context, older: str, limit: int, dry_run: bool, **_: Any) -> None:
     """Publish the stored messages of records whose work has stopped.
 

@@ -31,13 +31,16 @@ class _Name(click.ParamType[Any]):
         return value
 
 
+def option(*names: str, **more: Any) -> Any:
+    """An option whose default, if it has one, is shown in the help."""
+    return click.option(*names, show_default="default" in more, **more)
+
+
 DURATION: Final = _Duration()
 """A duration such as ``30s`` or ``1h30m``."""
 NAME: Final = _Name()
 """A key, or the name of a cooldown group."""
-of_task = click.option(
-    "--task", help="The name of the task; needed if several tasks have this key."
-)
-in_namespace = click.option(
+of_task = option("--task", help="The name of the task; needed if several tasks have this key.")
+in_namespace = option(
     "--namespace", help="The lease_namespace of the key; needed if the app does not know its task."
 )

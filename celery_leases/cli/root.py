@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import click
+from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.client import LeaseClient
 from celery_leases.errors import LeasesError
@@ -43,6 +44,18 @@ class _Group(click.Group):
 )
 def leases() -> None:
     """The group that the subcommands are added to."""
+
+
+def command(name: str | None = None, group: click.Group = leases, **more: Any) -> Any:
+    """A decorator that adds a function as a command of *group*, with the options of Celery's own
+    commands.
+    """
+
+    def decorate(function: Any) -> click.Command:
+        called = click.pass_context(handle_preload_options(function))
+        return group.command(name=name, cls=CeleryCommand, **more)(called)
+
+    return decorate
 
 
 def client_of(ctx: click.Context) -> LeaseClient:

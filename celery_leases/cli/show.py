@@ -6,12 +6,11 @@ from contextlib import suppress
 from typing import Any, Final
 
 import click
-from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.output import as_json as printing_json
 from celery_leases.cli.output import echo_line, echo_status
 from celery_leases.cli.parameters import NAME, in_namespace, of_task
-from celery_leases.cli.root import app_of, client_of, leases, task_and_namespace
+from celery_leases.cli.root import app_of, client_of, command, task_and_namespace
 from celery_leases.client import LeaseClient
 from celery_leases.errors import StoreUnavailable
 from celery_leases.worker.answering import NO_WORKER, worker_answers
@@ -21,13 +20,11 @@ ENDED: Final = ("done", "failed", "uncertain", "unreadable")
 """States of keys for which no worker is needed."""
 
 
-@leases.command(cls=CeleryCommand)
+@command()
 @click.argument("key", type=NAME)
 @of_task
 @in_namespace
 @printing_json
-@click.pass_context
-@handle_preload_options
 def show(
     ctx: click.Context,
     key: str,

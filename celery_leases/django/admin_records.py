@@ -27,11 +27,11 @@ from celery_leases.django.models import LeaseRecord
 from celery_leases.errors import LeasesError, StoreUnavailable
 from celery_leases.ops.actions import ACTIONS, counted, entered_result
 from celery_leases.ops.client import LOOK_THROUGH
+from celery_leases.ops.formatting import as_json
 from celery_leases.ops.reports import facts_of
 from celery_leases.record import State
 from celery_leases.status import ABANDONED, LeaseStatus
 from celery_leases.text.durations import in_words
-from celery_leases.text.redaction import redact, shortened
 from celery_leases.worker.app_settings import leased_tasks
 
 MICROSECONDS: Final = 1_000_000
@@ -39,7 +39,6 @@ LAST_PAGE: Final = 200
 """The last page that is shown: later ones would make the database sort more and more rows."""
 REASONS_SHOWN: Final = 10
 """For how many unchanged keys the reason is shown."""
-MAX_TEXT: Final = 20_000
 _LISTED: Final = (
     *("stored_key", "key", "task", "state", "started_at", "finished_at", "retry_at"),
     *("attempt", "crashes", "fence", "reason", "resumes"),
@@ -47,78 +46,47 @@ _LISTED: Final = (
 _PERIODS: Final = {"hour": 3600, "day": 86_400, "week": 7 * 86_400}
 
 
-class _ChoiceFilter(admin.SimpleListFilter):
-    """A filter whose choices are not read from the database."""
+def _filter(
+    name: str, choices: Callable[[Any], Iterable[Any]], wanted: Callable[[str], dict[str, Any]]
+) -> type[admin.SimpleListFilter]:
+    """A filter whose *choices* for a request are not read from the database; *wanted* is the lookup
+    for one of them.
+    """
 
-    def queryset(self, request: Any, queryset: Any) -> Any:
-        """The rows that match the choice."""
-        value = self.value()
-        return queryset if value is None else queryset.filter(**self.wanted(value))
+    class ChoiceFilter(admin.SimpleListFilter):
+        title = parameter_name = name
 
-    def wanted(self, value: str) -> dict[str, Any]:
-        """The lookup for one choice."""
-        raise NotImplementedError
+        def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
+            return [each if isinstance(each, tuple) else (each, each) for each in choices(request)]
 
+        def queryset(self, request: Any, queryset: Any) -> Any:
+            value = self.value()
+            return queryset if value is None else queryset.filter(**wanted(value))
 
-class StateFilter(_ChoiceFilter):
-    """Filters by state."""
-
-    title = parameter_name = "state"
-
-    def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
-        """All states of a record, and that of a running key without a lease."""
-        return [(state, state) for state in (*map(str, State), ABANDONED)]
-
-    def wanted(self, value: str) -> dict[str, Any]:
-        """The records in this state; :class:`RecordList` separates running and abandoned ones."""
-        return {"state": State.RUNNING.value if value == ABANDONED else value}
+    return ChoiceFilter
 
 
-class TaskFilter(_ChoiceFilter):
-    """Filters by task; the choices are the project's leased tasks."""
-
-    title = parameter_name = "task"
-
-    def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
-        """The leased tasks of the app, and the task that the request names."""
-        app = _state.get_current_app() if _state.default_app is not None else None
-        names = {
-            *(leased_tasks(app) if app is not None else ()),
-            *filter(None, [request.GET.get("task")]),
-        }
-        return [(name, name) for name in sorted(names)]
-
-    def wanted(self, value: str) -> dict[str, Any]:
-        """The records of this task."""
-        return {"task": value}
+def _task_names(request: Any) -> list[str]:
+    """The leased tasks of the app, and the task that the request names."""
+    app = _state.get_current_app() if _state.default_app is not None else None
+    asked = filter(None, [request.GET.get("task")])
+    return sorted({*(leased_tasks(app) if app is not None else ()), *asked})
 
 
-class StartedFilter(_ChoiceFilter):
-    """Filters by the start of the latest attempt."""
-
-    title, parameter_name = "started", "started"
-
-    def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
-        """Periods that end now."""
-        return [(name, f"past {name}") for name in _PERIODS]
-
-    def wanted(self, value: str) -> dict[str, Any]:
-        """The records whose latest attempt started in this period."""
-        return {"started_at__gte": int((time.time() - _PERIODS.get(value, 0)) * MICROSECONDS)}
-
-
-class CrashedFilter(_ChoiceFilter):
-    """Filters records with crashes, known or suspected."""
-
-    title = parameter_name = "crashed"
-
-    def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
-        """One choice."""
-        return [("yes", "in the latest attempts")]
-
-    def wanted(self, value: str) -> dict[str, Any]:
-        """The records with a crash since their last progress."""
-        return {"crashes__gt": 0}
+FILTERS: Final = (
+    _filter(
+        "state",  # RecordList separates running and abandoned keys
+        lambda _: (*map(str, State), ABANDONED),
+        lambda state: {"state": State.RUNNING.value if state == ABANDONED else state},
+    ),
+    _filter("task", _task_names, lambda task: {"task": task}),
+    _filter(
+        "started",
+        lambda _: [(name, f"past {name}") for name in _PERIODS],
+        lambda name: {"started_at__gte": int((time.time() - _PERIODS.get(name, 0)) * MICROSECONDS)},
+    ),
+    _filter("crashed", lambda _: [("yes", "in the latest attempts")], lambda _: {"crashes__gt": 0}),
+)
 
 
 class RecordList(ChangeList):
@@ -132,7 +100,7 @@ class RecordList(ChangeList):
         first = (self.page_num - 1) * self.list_per_page
         keys: Any = self.queryset.values_list("pk", flat=True)
         try:
-            if (state := request.GET.get(StateFilter.parameter_name)) in (State.RUNNING, ABANDONED):
+            if (state := request.GET.get("state")) in (State.RUNNING, ABANDONED):
                 running = [*keys[:LOOK_THROUGH]]
                 live = held(running)
                 keys = [key for key in running if (key in live) == (state == State.RUNNING)]
@@ -162,16 +130,10 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
     """The list of records, the last started first, and the page of one record."""
 
     list_display = (
-        "key",
-        "state_now",
-        "task",
-        "started",
-        "retry_in",
-        "runtime",
-        "attempt",
-        "reason",
+        *("key", "state_now", "task", "started"),
+        *("retry_in", "runtime", "attempt", "reason"),
     )
-    list_filter = (StateFilter, TaskFilter, StartedFilter, CrashedFilter)
+    list_filter = FILTERS
     list_per_page = 50
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER  # facets are counts
@@ -444,31 +406,10 @@ def _shown(row: Any) -> dict[str, Any]:
     return {
         "status": status,
         "leases_facts": _facts(status),
-        "attempts": [
-            {
-                "started": _at(attempt.started_at),
-                "took": f"{attempt.runtime:.3f} s" if attempt.runtime is not None else "-",
-                "ended": attempt.ended,
-                "host": attempt.host,
-                "error": attempt.error or "-",
-                "rule": attempt.rule or "-",
-            }
-            for attempt in status.attempts
-        ],
-        "effects": [
-            (
-                effect.name,
-                effect.state,
-                effect.reference or "-",
-                _at(effect.sent_at),
-                _at(effect.done_at),
-            )
-            for effect in status.effects
-        ],
         "leases_error": _error(status),
         "leases_arguments": _arguments(row.message),
-        "leases_progress": _json(status.progress),
-        "leases_result": _json(status.result),
+        "leases_progress": as_json(status.progress),
+        "leases_result": as_json(status.result),
     }
 
 
@@ -498,20 +439,12 @@ def _arguments(message: str | None) -> str | None:
         return None
     try:
         stored = json.loads(message)
-        return _json({"args": stored.get("args"), "kwargs": stored.get("kwargs")})
+        return as_json({"args": stored.get("args"), "kwargs": stored.get("kwargs")})
     except (ValueError, AttributeError):
         return "The message cannot be read."
 
 
-def _json(value: Any) -> str | None:
-    if value is None:
-        return None
-    return shortened(redact(json.dumps(value, indent=2, default=str, ensure_ascii=False)), MAX_TEXT)
-
-
-def _at(moment: datetime | None) -> str:
-    if moment is None:
-        return "-"
+def _at(moment: datetime) -> str:
     shown = timezone.localtime(moment) if timezone.is_aware(moment) else moment
     return shown.strftime("%Y-%m-%d %H:%M:%S %Z")
 

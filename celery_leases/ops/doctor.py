@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, Final
 
 from celery import Celery
+from celery.backends.base import DisabledBackend
 
 from celery_leases.attempt.process import Process
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.findings import Finding, Severity
 from celery_leases.ops.server_checks import StoreChecks
 from celery_leases.ops.server_facts import ServerFacts
 from celery_leases.outbox import calls as outbox
@@ -23,13 +24,20 @@ from celery_leases.worker import processes
 from celery_leases.worker.answering import WORKER_TIMEOUT, worker_answers
 from celery_leases.worker.app_settings import leased_tasks
 from celery_leases.worker.checks.settings import (
-    RESCUE_ADVICE,
+    Finding,
+    Severity,
     TimeLimits,
     findings_without_lease,
     greenlets_of,
     setting_findings,
 )
 
+RESCUE_ADVICE: Final = (
+    "run `leases rescue` every few minutes, or let beat do it: app.conf.beat_schedule = "
+    '{"rescue": {"task": "celery_leases.rescue", "schedule": 300.0}} with '
+    '"celery_leases.builtin_tasks" in app.conf.include'
+)
+USUAL_EXPIRY: Final = 86_400.0
 UNRESCUED = 2 * outbox.RESCUE_AFTER
 """Seconds after which a rescue that runs regularly would have published a message again."""
 LOST_SHOWN = 100
@@ -73,11 +81,62 @@ def examine(app: Celery) -> Examination:
     )
     greenlets = greenlets_of(app.conf.worker_pool, app.conf.worker_concurrency)
     of_settings = setting_findings(app, tasks, process.settings, limits, greenlets)
-    findings += [*checks.findings, *of_settings, *_unserved_calls(app, process)]
+    findings += [
+        *(*checks.findings, *of_settings, *_notes(app, tasks)),
+        *_unserved_calls(app, process),
+    ]
     order = [*Severity]
     return Examination(
         checks.servers, sorted(findings, key=lambda found: order.index(found.severity))
     )
+
+
+def _notes(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
+    """What a worker does not log."""
+    if isinstance(app.backend, DisabledBackend) and any(
+        not task.ignore_result for task in tasks.values()
+    ):
+        yield Finding(
+            "no-result-backend",
+            Severity.NOTE,
+            "there is no result backend: get() of a result raises, chords do not work, and a task "
+            "that replaces itself leaves no result",
+            "write app.conf.result_backend, or ignore_result=True",
+        )
+    expires = app.conf.result_expires
+    expires = expires.total_seconds() if isinstance(expires, timedelta) else expires
+    retention = max((task.lease_options.retention for task in tasks.values()), default=0.0)
+    if expires and float(expires) < min(retention, USUAL_EXPIRY):
+        yield Finding(
+            "short-result-expiry",
+            Severity.NOTE,
+            f"result_expires is {float(expires):g} s, and records store results for {retention:g} s: "
+            "a call of a key whose task has replaced itself gets ResultMissing after that time",
+            f"write app.conf.result_expires = {retention:.0f}",
+        )
+    storing = sorted(
+        name
+        for name, task in tasks.items()
+        if task.lease_options.store_arguments or task.lease_options.queues_once
+    )
+    entries = dict(app.conf.beat_schedule or {}).values()
+    if storing and not any(entry.get("task") == "celery_leases.rescue" for entry in entries):
+        yield Finding(
+            "no-rescue",
+            Severity.NOTE,
+            f"{', '.join(storing)} store the messages of their calls, and the beat_schedule has no rescue: a "
+            "message that is lost, or that no worker could read, is not published again, and its key stays queued",
+            RESCUE_ADVICE,
+        )
+    for name, task in sorted(tasks.items()):
+        if not task.acks_late or not task.reject_on_worker_lost:
+            yield Finding(
+                "may-lose-calls",
+                Severity.NOTE,
+                f"{name} drops the message of a call whose process is killed, because "
+                "lease_allow_loss=True allows it",
+                "leave acks_late, reject_on_worker_lost and lease_allow_loss out",
+            )
 
 
 def _unserved_calls(app: Celery, process: Process) -> Iterator[Finding]:

@@ -10,11 +10,11 @@ from celery import Celery
 
 from celery_leases.attempt.process import Process
 from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnavailable
-from celery_leases.findings import Finding, Severity
 from celery_leases.ops.server_facts import ServerFacts, records_facts, redis_facts
 from celery_leases.options import DATABASE
 from celery_leases.settings import REDIS_SCHEMES
 from celery_leases.worker.answering import BROKER_TIMEOUT
+from celery_leases.worker.checks.settings import Finding, Severity
 
 CLOCKS_APART: Final = 2.0
 """Seconds by which a clock may differ from that of this machine without a warning."""

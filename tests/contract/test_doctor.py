@@ -22,7 +22,6 @@ from sqlalchemy import create_engine, text
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.cli import leases
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.findings import Finding, Severity
 from celery_leases.ops import doctor, server_checks, server_facts
 from celery_leases.stores.redis.errors import ACL_COMMANDS
 from celery_leases.stores.redis.leases import RedisLeaseStore
@@ -32,6 +31,7 @@ from celery_leases.testing.contracts.calls import make_call
 from celery_leases.testing.contracts.record_case import closed, won
 from celery_leases.worker import answering, processes
 from celery_leases.worker.checks import startup
+from celery_leases.worker.checks.settings import Finding, Severity
 from tests.support.servers import RedisSentinels
 from tests.support.servers.redis import RedisServer
 

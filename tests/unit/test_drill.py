@@ -15,9 +15,8 @@ from click.testing import CliRunner, Result
 
 from celery_leases import LeasedTask
 from celery_leases.cli import leases
-from celery_leases.ops.drill.event_file import Notes
 from celery_leases.ops.drill.report import Bounds, StepReport, Takeover
-from celery_leases.ops.drill.task import TASK
+from celery_leases.ops.drill.worker import TASK, Notes
 from celery_leases.ops.tuning import Delivery
 
 Types = Callable[..., Result]

@@ -24,7 +24,7 @@ from celery_leases.errors import (
     StoreUnavailable,
     UnknownKey,
 )
-from celery_leases.ops.board import formatting
+from celery_leases.ops import formatting
 from celery_leases.ops.board.access import (
     COOKIE,
     OPERATOR,

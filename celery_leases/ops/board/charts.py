@@ -9,8 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Final
 
+from celery_leases.ops.formatting import precise
 from celery_leases.status import AttemptStatus, ClosingStatus, GroupStatus
 from celery_leases.text.durations import in_short
 
@@ -187,10 +188,3 @@ def _title(count: int, shortest: float, longest: float) -> str:
     """The tooltip of a bar in a histogram."""
     runs = f"{count:,} run{'s' if count > 1 else ''}"
     return f"{runs}, {precise(shortest)} to {precise(longest)}"
-
-
-def precise(span: Any) -> str:
-    """*span* seconds as text, with milliseconds if it is short."""
-    if span < 0.0995:
-        return f"{1000 * span:.3g} ms"
-    return f"{span:.3g} s" if span < 120 else in_short(span)

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal
 
 import click
-from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.output import as_json as printing_json
 from celery_leases.cli.output import echo_json, echo_line, echo_status
-from celery_leases.cli.parameters import DURATION, NAME, in_namespace, of_task
-from celery_leases.cli.root import leases, task_and_namespace
+from celery_leases.cli.parameters import DURATION, NAME, in_namespace, of_task, option
+from celery_leases.cli.root import command, task_and_namespace
 from celery_leases.client import Write
 from celery_leases.ops.actions import ACTIONS, counted, entered_result, next_step, why_unchanged
 from celery_leases.ops.client import OperatorClient
@@ -30,19 +29,17 @@ from celery_leases.status import LeaseStatus
 REASONS_SHOWN: Final = 20
 STEPS_SHOWN: Final = 10
 
-_dry_run = click.option(
-    "--dry-run", is_flag=True, help="Show what would be done, and change nothing."
-)
-_yes = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-_every = click.option(
+_dry_run = option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
+_yes = option("--yes", is_flag=True, help="Do not ask for confirmation.")
+_every = option(
     "--all", "everything", is_flag=True, help="Select without any of the options above."
 )
-_force = click.option(
+_force = option(
     "--force",
     is_flag=True,
     help="Also keys that are running; the outcome of those runs is then refused.",
 )
-_for_retention = click.option(
+_for_retention = option(
     "--retention",
     type=DURATION,
     help="Keep the record for this time from now, such as 7d; by default the task's lease_retention.",
@@ -57,8 +54,6 @@ def _command(what: Write, text: str, *more: Callable[..., Any]) -> Any:
 
     function: Any = change
     for decorate in (
-        handle_preload_options,
-        click.pass_context,
         *more,
         printing_json,
         _every,
@@ -70,7 +65,7 @@ def _command(what: Write, text: str, *more: Callable[..., Any]) -> Any:
         click.argument("keys", nargs=-1, type=NAME, metavar="[KEY]..."),
     ):
         function = decorate(function)
-    return leases.command(cls=CeleryCommand, name=what, help=text)(function)
+    return command(what, help=text)(function)
 
 
 retry = _command(
@@ -282,27 +277,25 @@ def _progress(count: int, label: str) -> Iterator[Callable[[int], None]]:
         yield bar.update
 
 
-@leases.command(cls=CeleryCommand)
+@command()
 @click.argument("key", type=NAME)
 @of_task
 @in_namespace
-@click.option("--done", is_flag=True, help="The work is done: the task does not run again.")
-@click.option(
+@option("--done", is_flag=True, help="The work is done: the task does not run again.")
+@option(
     "--retry",
     "again",
     is_flag=True,
     help="The uncertain effect did not happen: the task may run again.",
 )
-@click.option("--result", help="With --done: the result for later callers, as JSON.")
-@click.option(
+@option("--result", help="With --done: the result for later callers, as JSON.")
+@option(
     "--force",
     is_flag=True,
     help="Also if the key is running; the outcome of that run is then refused.",
 )
 @_for_retention
 @printing_json
-@click.pass_context
-@handle_preload_options
 def resolve(
     ctx: click.Context,
     key: str,
@@ -335,28 +328,26 @@ def resolve(
         echo_line(f"{next_step('resolve_retry', status)}", err=True)
 
 
-@leases.command(cls=CeleryCommand)
-@click.option(
+@command()
+@option(
     "--older",
     type=DURATION,
     help="Delete records that have not changed for this time, such as 30d, even before the end of "
     "their retention.",
 )
-@click.option(
+@option(
     "--state",
     "states",
     multiple=True,
     type=click.Choice([state.value for state in State if state is not State.RUNNING]),
     help="With --older: only records in this state; may be repeated; by default all but uncertain.",
 )
-@click.option("--task", help="With --older: only records of this task.")
-@click.option(
+@option("--task", help="With --older: only records of this task.")
+@option(
     "--key", "prefix", metavar="PREFIX", help="With --older: only keys that start with this text."
 )
 @_dry_run
 @_yes
-@click.pass_context
-@handle_preload_options
 def purge(ctx: click.Context, older: str | None, dry_run: bool, yes: bool, **options: Any) -> None:
     """Delete records whose retention is over, or with --older those that have not changed for long.
 

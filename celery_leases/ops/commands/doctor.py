@@ -5,19 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import click
-from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.output import as_json as printing_json
 from celery_leases.cli.output import echo_json, echo_line, echo_table
-from celery_leases.cli.root import app_of, leases
+from celery_leases.cli.root import app_of, command
 from celery_leases.ops.doctor import Examination, examine
 from celery_leases.ops.server_facts import ServerFacts
 
 
-@leases.command(cls=CeleryCommand)
+@command()
 @printing_json
-@click.pass_context
-@handle_preload_options
 def doctor(ctx: click.Context, *, as_json: bool, **_: Any) -> None:
     """Check settings, tasks, broker and stores.
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 import click
-from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.output import as_json as printing_json
 from celery_leases.cli.output import echo_json, echo_line
-from celery_leases.cli.parameters import DURATION
-from celery_leases.cli.root import app_of, leases, unknown_task
+from celery_leases.cli.parameters import DURATION, option
+from celery_leases.cli.root import app_of, command, unknown_task
 from celery_leases.ops.drill import steps
 from celery_leases.ops.drill.report import STEPS, Bounds, StepName, StepReport, Takeover, Taker
 from celery_leases.ops.drill.run import WORKERS, Drill
@@ -27,32 +26,29 @@ _TAKEOVERS_BY: Final[dict[StepName, tuple[Taker, ...]]] = {
 }
 
 
-@leases.command(cls=CeleryCommand)
-@click.option(
+@command()
+@option(
     "--takeover-slo",
     type=DURATION,
     default="30s",
-    show_default=True,
     help="The time after a kill within which the key must be free and the call must run again.",
 )
-@click.option("--task", help="Use the lease_ttl of this task.")
-@click.option(
+@option("--task", help="Use the lease_ttl of this task.")
+@option(
     "--ttl",
     type=DURATION,
     help="Use this lease_ttl; by default the longest one of the app's tasks.",
 )
-@click.option(
+@option(
     "--step",
     "names",
     multiple=True,
     type=click.Choice([*STEPS]),
     help="Run only this step; may be repeated.",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would be done, and connect to no server.")
-@click.option("--yes", is_flag=True, help="Start without asking for confirmation.")
+@option("--dry-run", is_flag=True, help="Show what would be done, and connect to no server.")
+@option("--yes", is_flag=True, help="Start without asking for confirmation.")
 @printing_json
-@click.pass_context
-@handle_preload_options
 def drill(
     ctx: click.Context,
     *,

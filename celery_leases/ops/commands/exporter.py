@@ -8,43 +8,37 @@ import threading
 from typing import Any, Final
 
 import click
-from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.output import echo_line
-from celery_leases.cli.parameters import DURATION
-from celery_leases.cli.root import app_of, leases
+from celery_leases.cli.parameters import DURATION, option
+from celery_leases.cli.root import app_of, command
 from celery_leases.text.durations import seconds
 from celery_leases.worker.processes import METRICS_DIRECTORY
 
 PORT: Final = 9808
 
 
-@leases.command(cls=CeleryCommand)
-@click.option(
+@command()
+@option(
     "--port",
     type=click.IntRange(0, 65_535),
     default=PORT,
-    show_default=True,
     help="Listen on this port; 0 takes any free one.",
 )
-@click.option(
+@option(
     "--address",
     default="127.0.0.1",
-    show_default=True,
     help="Listen on this address. There is no password: protect any address that others can reach.",
 )
-@click.option(
+@option(
     "--count-every",
     type=DURATION,
     default="1m",
-    show_default=True,
     help="Count the records for the gauges at most this often.",
 )
-@click.option(
+@option(
     "--no-gauges", is_flag=True, help="Serve counters only: one exporter of an app serves gauges."
 )
-@click.pass_context
-@handle_preload_options
 def exporter(
     ctx: click.Context, port: int, address: str, count_every: str, *, no_gauges: bool, **_: Any
 ) -> None:

@@ -8,12 +8,11 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 import click
-from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.output import as_json as printing_json
 from celery_leases.cli.output import echo_json, echo_line, echo_table
-from celery_leases.cli.parameters import DURATION, NAME
-from celery_leases.cli.root import leases
+from celery_leases.cli.parameters import DURATION, NAME, option
+from celery_leases.cli.root import command, leases
 from celery_leases.client import GroupStatus
 from celery_leases.ops.actions import DEFAULT_DURATION
 from celery_leases.ops.client import OperatorClient
@@ -28,26 +27,22 @@ def group() -> None:
     """Show cooldown groups, and open or close their gates."""
 
 
-@group.command(name="list", cls=CeleryCommand)
-@click.option(
+@command("list", group)
+@option(
     "--all",
     "opened",
     is_flag=True,
     help="Also list groups that are open and were closed in the last 30 days.",
 )
 @printing_json
-@click.pass_context
-@handle_preload_options
 def list_groups(ctx: click.Context, *, opened: bool, as_json: bool, **_: Any) -> None:
     """List the cooldown groups whose gate is not open."""
     _list(operator_of(ctx), as_json=as_json, opened=opened)
 
 
-@group.command(name="show", cls=CeleryCommand)
+@command("show", group)
 @click.argument("name", type=NAME, metavar="GROUP")
 @printing_json
-@click.pass_context
-@handle_preload_options
 def show_group(ctx: click.Context, name: str, *, as_json: bool, **_: Any) -> None:
     """Show the gate of GROUP and the last twenty times it was closed."""
     status = operator_of(ctx).group(name)
@@ -75,11 +70,9 @@ def show_group(ctx: click.Context, name: str, *, as_json: bool, **_: Any) -> Non
     echo_table(rows)
 
 
-@group.command(name="open", cls=CeleryCommand)
+@command("open", group)
 @click.argument("groups", nargs=-1, required=True, type=NAME, metavar="GROUP...")
 @printing_json
-@click.pass_context
-@handle_preload_options
 def open_groups(ctx: click.Context, groups: tuple[str, ...], *, as_json: bool, **_: Any) -> None:
     """Open the gate of each GROUP.
 
@@ -95,20 +88,17 @@ def open_groups(ctx: click.Context, groups: tuple[str, ...], *, as_json: bool, *
         ctx.exit(1)
 
 
-@group.command(name="close", cls=CeleryCommand)
+@command("close", group)
 @click.argument("groups", nargs=-1, required=True, type=NAME, metavar="GROUP...")
-@click.option(
+@option(
     "--for",
     "span",
     type=DURATION,
     default=DEFAULT_DURATION,
-    show_default=True,
     help="How long the gate stays closed: 30s, 5m, 1h30m.",
 )
-@click.option("--why", default="", help="The reason, shown to operators but not to callers.")
+@option("--why", default="", help="The reason, shown to operators but not to callers.")
 @printing_json
-@click.pass_context
-@handle_preload_options
 def close_groups(
     ctx: click.Context, groups: tuple[str, ...], span: str, why: str, *, as_json: bool, **_: Any
 ) -> None:

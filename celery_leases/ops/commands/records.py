@@ -11,11 +11,10 @@ from itertools import chain, islice
 from typing import Any, Final, Literal, TypeVar
 
 import click
-from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.output import AT_MOST, Row, as_json, echo_json, echo_line, echo_table
-from celery_leases.cli.parameters import DURATION
-from celery_leases.cli.root import app_of, check_task, leases
+from celery_leases.cli.parameters import DURATION, option
+from celery_leases.cli.root import app_of, check_task, command
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.ops.client import OperatorClient
 from celery_leases.ops.filters import CONDITIONS, NAMES
@@ -35,7 +34,7 @@ PAGE_SIZE: Final = 500
 LARGEST_PAGE: Final = 10_000
 OPTIONAL: Final = 4
 """So many of the last columns may be left out on a narrow terminal."""
-slowest_first = click.option(
+slowest_first = option(
     "--slowest",
     "order",
     flag_value="slowest",
@@ -50,11 +49,12 @@ def operator_of(ctx: click.Context) -> OperatorClient:
 
 def filtering(command: F) -> F:
     """Add to *command* the options that :func:`selected` reads."""
-    for name, kind, option, text in reversed(CONDITIONS):
-        more: dict[str, Any] = {"is_flag": True} if kind == "flag" else {}
-        if kind == "states":
-            more = {"multiple": True, "type": click.Choice(KNOWN_STATES)}
-        command = click.option(option, name, help=text, **more)(command)
+    how: dict[str, Any] = {
+        "flag": {"is_flag": True},
+        "states": {"multiple": True, "type": click.Choice(KNOWN_STATES)},
+    }
+    for name, kind, dashed, text in reversed(CONDITIONS):
+        command = option(dashed, name, help=text, **how.get(kind, {}))(command)
     return command
 
 
@@ -109,18 +109,12 @@ def pages(
         limit, after, most = limit - size, page.next, min(LARGEST_PAGE, most * 4)
 
 
-@leases.command(name="list", cls=CeleryCommand)
+@command("list")
 @filtering
 @slowest_first
-@click.option(
-    "--limit", type=AT_MOST, default=100, show_default=True, help="List at most this many."
-)
-@click.option(
-    "--page", "after", metavar="PAGE", help="Start at this page; each page names the next one."
-)
+@option("--limit", type=AT_MOST, default=100, help="List at most this many.")
+@option("--page", "after", metavar="PAGE", help="Start at this page; each page names the next one.")
 @as_json
-@click.pass_context
-@handle_preload_options
 def list_keys(
     ctx: click.Context,
     order: Literal["slowest"] | None,
@@ -149,19 +143,11 @@ def list_keys(
         echo_line(f"next page, if there is one: --page {last.next}", err=True)
 
 
-@leases.command(cls=CeleryCommand)
+@command()
 @filtering
 @slowest_first
-@click.option(
-    "--every",
-    type=DURATION,
-    default="2s",
-    show_default=True,
-    help="How often to refresh the list.",
-)
-@click.option("--times", type=AT_MOST, help="Stop after this many refreshes; by default at Ctrl-C.")
-@click.pass_context
-@handle_preload_options
+@option("--every", type=DURATION, default="2s", help="How often to refresh the list.")
+@option("--times", type=AT_MOST, help="Stop after this many refreshes; by default at Ctrl-C.")
 def watch(
     ctx: click.Context,
     order: Literal["slowest"] | None,
@@ -203,10 +189,8 @@ def _refresh(
     return True
 
 
-@leases.command(cls=CeleryCommand)
+@command()
 @as_json
-@click.pass_context
-@handle_preload_options
 def stats(ctx: click.Context, *, as_json: bool, **_: Any) -> None:
     """Count records by task and state, failures by rule, and saved runs. Reads every record."""
     found = operator_of(ctx).stats()

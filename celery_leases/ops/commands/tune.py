@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.output import AT_MOST, Row, as_json, echo_json, echo_line, echo_table
-from celery_leases.cli.parameters import DURATION
-from celery_leases.cli.root import app_of, check_task, leases
+from celery_leases.cli.parameters import DURATION, option
+from celery_leases.cli.root import app_of, check_task, command
 from celery_leases.ops.commands.records import operator_of
+from celery_leases.ops.formatting import precise
 from celery_leases.ops.tuning import ENOUGH_MEASUREMENTS, Delivery, Measured, advice_of
 from celery_leases.text.durations import in_short, seconds
 from celery_leases.worker.app_settings import leased_tasks
@@ -21,46 +21,40 @@ from celery_leases.worker.processes import METRICS_DIRECTORY
 HEAD: Row = ("TASK", "RUNS", "P50", "P95", "P99", "LONGEST", "TTL NOW", "TTL UNRENEWED", "LIMIT")
 
 
-@leases.command(cls=CeleryCommand)
-@click.option("--task", help="Only this task.")
-@click.option(
+@command()
+@option("--task", help="Only this task.")
+@option(
     "--takeover-slo",
     type=DURATION,
     help="The time after the kill of a worker within which its key must be free and its call must "
     "run again.",
 )
-@click.option(
+@option(
     "--lateness",
     type=DURATION,
     help="The longest pause of a worker process, for example while the machine swaps; by default the "
     "p99 lateness of renewals, if metrics have counted it, otherwise 1s.",
 )
-@click.option(
+@option(
     "--guard",
     type=DURATION,
     help="The margin of a ttl without renewal above p99 and jitter; by default lateness plus twice "
     "the p99 of the lease store, at least 2s.",
 )
-@click.option(
+@option(
     "--jitter",
     type=DURATION,
     help="How much longer than p99 a run may take; by default the longest run minus p99.",
 )
-@click.option(
-    "--runs",
-    type=AT_MOST,
-    default=5000,
-    show_default=True,
-    help="Use the last runs of each task, at most this many.",
+@option(
+    "--runs", type=AT_MOST, default=5000, help="Use the last runs of each task, at most this many."
 )
-@click.option(
+@option(
     "--picture",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     help="Write a histogram of the run times to this .svg or .png; needs celery-leases[tune].",
 )
 @as_json
-@click.pass_context
-@handle_preload_options
 def tune(
     ctx: click.Context,
     task: str | None,
@@ -122,20 +116,20 @@ def tune(
 
 def _row(task: Mapping[str, Any]) -> Row:
     spans = ("p50", "p95", "p99", "longest", "ttl", "unrenewed_ttl", "time_limit")
-    shown = [_precise(task[name]) if task[name] is not None else "" for name in spans]
+    shown = [precise(task[name]) if task[name] is not None else "" for name in spans]
     return (task["task"], str(task["runs"]), *shown)
 
 
 def _echo_advice(tasks: list[dict[str, Any]], advice: Mapping[str, Any], missed: list[str]) -> None:
     echo_line("")
     echo_line(
-        f"The lease store answers in {_precise(advice['store_p99'])}, "
-        f"the database in {_precise(advice['database_p99'])} (p99 from this machine)."
+        f"The lease store answers in {precise(advice['store_p99'])}, "
+        f"the database in {precise(advice['database_p99'])} (p99 from this machine)."
     )
     echo_line(
         f"Shortest safe lease_ttl, however long a body runs: {in_short(advice['ttl'])}. It is "
-        f"renewed every {_precise(advice['renewed_every'])} and outlasts a failed renewal and "
-        f"{_precise(advice['lateness'])} of standstill."
+        f"renewed every {precise(advice['renewed_every'])} and outlasts a failed renewal and "
+        f"{precise(advice['lateness'])} of standstill."
     )
     echo_line(_lateness(advice))
     echo_line(
@@ -145,7 +139,7 @@ def _echo_advice(tasks: list[dict[str, Any]], advice: Mapping[str, Any], missed:
     )
     echo_line(
         "TTL UNRENEWED is what a lock without renewal would need: p99 + jitter + guard; guard is "
-        f"{_precise(advice['guard'])}."
+        f"{precise(advice['guard'])}."
     )
     few = [task["task"] for task in tasks if task["runs"] < ENOUGH_MEASUREMENTS]
     if few:
@@ -158,12 +152,12 @@ def _echo_advice(tasks: list[dict[str, Any]], advice: Mapping[str, Any], missed:
 
 def _lateness(advice: Mapping[str, Any]) -> str:
     """Where the value of the standstill comes from."""
-    count, span = advice["renewals"], _precise(advice["lateness"])
+    count, span = advice["renewals"], precise(advice["lateness"])
     match advice["lateness_from"]:
         case "measured":
             return (
                 f"The standstill is how late renewals were: {span} (p99 of {count} that "
-                f"metrics have counted; the latest {_precise(advice['latest_renewal'])})."
+                f"metrics have counted; the latest {precise(advice['latest_renewal'])})."
             )
         case "given":
             return "The standstill is that of --lateness."
@@ -199,13 +193,6 @@ def _missed(
             "broker_transport_options. Other calls of the key do not wait for that."
         )
     return found
-
-
-def _precise(span: float) -> str:
-    """*span* seconds as text, with milliseconds if it is short."""
-    if span < 0.0995:
-        return f"{1000 * span:.3g}ms"
-    return f"{span:.3g}s" if span < 120 else in_short(span)
 
 
 def _span(value: str | None) -> float | None:

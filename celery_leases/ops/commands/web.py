@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from celery.bin.base import CeleryCommand, handle_preload_options
 
-from celery_leases.cli.root import app_of, client_of, leases
+from celery_leases.cli.parameters import option
+from celery_leases.cli.root import app_of, client_of, command
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 SHUTDOWN_TIMEOUT = 5
@@ -18,26 +18,25 @@ SHUTDOWN_TIMEOUT = 5
 CONCURRENT_REQUESTS = 200
 
 
-@leases.command(cls=CeleryCommand)
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option(
+@command()
+@option("--host", default="127.0.0.1", help="The address to listen on.")
+@option(
     "--port",
     type=click.IntRange(0, 65535),
     default=8765,
-    show_default=True,
     help="The port to listen on; 0 takes a free one.",
 )
-@click.option(
+@option(
     "--password-file",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Ask for a name and a password. The file has one line name:password for each person.",
 )
-@click.option(
+@option(
     "--authoriser",
     metavar="MODULE:FUNCTION",
     help="Call this function to find out which user sends a request.",
 )
-@click.option(
+@option(
     "--origin",
     "origins",
     multiple=True,
@@ -45,8 +44,6 @@ CONCURRENT_REQUESTS = 200
     help="The public URL of the board behind a proxy, such as https://ops.example.com; may be "
     "repeated.",
 )
-@click.pass_context
-@handle_preload_options
 def web(
     ctx: click.Context,
     *,

@@ -11,7 +11,7 @@ from celery import Celery
 from celery_leases.attempt.process import Process
 from celery_leases.decide.copies import callbacks_mark, waiter_mark
 from celery_leases.keys import stored_key
-from celery_leases.ops.drill.task import TASK
+from celery_leases.ops.drill.worker import TASK
 from celery_leases.record_filters import RecordFilter
 from celery_leases.stores.interfaces import MarkStore
 

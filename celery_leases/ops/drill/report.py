@@ -6,7 +6,7 @@ Times are seconds. The SLO is the service level objective for a takeover.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from celery_leases.ops.tuning import Delivery
@@ -109,7 +109,7 @@ class StepReport:
     ttl: float
     takeovers: Sequence[Takeover] = ()
     wrong: Sequence[str] = ()
-    seen: Sequence[tuple[float, str]] = field(default=())
+    seen: Sequence[tuple[float, str]] = ()
 
     @property
     def met(self) -> bool:
@@ -123,16 +123,7 @@ class StepReport:
             "met": self.met,
             "takeover_slo": self.slo,
             "ttl": self.ttl,
-            "takeovers": [
-                {
-                    "who": each.who,
-                    "took": each.took,
-                    "waited": each.waited,
-                    "bound": each.bound,
-                    "why": each.why,
-                }
-                for each in self.takeovers
-            ],
-            "wrong": list(self.wrong),
+            "takeovers": [asdict(each) for each in self.takeovers],
+            "wrong": [*self.wrong],
             "seen": [{"at": at, "what": what} for at, what in self.seen],
         }

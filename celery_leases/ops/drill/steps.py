@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from celery_leases.ops.drill.event_file import Note
 from celery_leases.ops.drill.report import StepName, StepReport
 from celery_leases.ops.drill.run import KILLED, Drill
+from celery_leases.ops.drill.worker import Note
 
 Find = Callable[[list[Note]], Note | None]
 LOSS_TIMEOUT: Final = 15.0

@@ -11,19 +11,25 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
+from celery import Celery
 from celery.app.utils import find_app
 from celery.signals import worker_ready
 
 from celery_leases import signals
 from celery_leases.errors import LeaseLost
-from celery_leases.ops.drill.event_file import Notes
-from celery_leases.ops.drill.task import TASK, register
+from celery_leases.options import Failures
+from celery_leases.task import LeasedTask
 
+TASK: Final = "celery_leases.ops.drill"
+RETENTION: Final = "1h"
+"""The retention of its records: if a drill is killed, workers delete them after this time."""
+TIME_LIMIT: Final = 3600
 VARIABLE: Final = "CELERY_LEASES_DRILL"
 PIPE: Final = 0
 """The file descriptor of standard input."""
@@ -39,6 +45,109 @@ _NOTED_SIGNALS: Final = (
     "crash_seen",
     "attempt_abandoned",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """An event of *key* at the time *at*, in seconds of this machine's monotonic clock.
+
+    ``worker`` is the number of the drill's worker, 0 for the drill itself; ``pid`` is the process
+    that wrote the note.
+    """
+
+    what: str
+    at: float
+    worker: int
+    pid: int
+    key: str = ""
+    call: str = ""
+    more: str = ""
+
+
+class Notes:
+    """A file that several processes append to.
+
+    Each note is one write, so that a killed process does not leave half a line.
+    """
+
+    def __init__(self, path: Path, worker: int = 0) -> None:
+        self._path = path
+        self._worker = worker
+        self._offset = 0
+        self._notes: list[Note] = []
+
+    def write(self, what: str, key: str = "", call: str = "", more: str = "") -> Note:
+        """Append a note with the current time, and return it."""
+        note = Note(what, time.monotonic(), self._worker, os.getpid(), key, call, more)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(descriptor, json.dumps(asdict(note)).encode() + b"\n")
+        finally:
+            os.close(descriptor)
+        return note
+
+    def all(self) -> list[Note]:
+        """All notes so far, in the order in which they were written."""
+        self._notes.extend(self._read_new())
+        return self._notes
+
+    def _read_new(self) -> Iterator[Note]:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            written = file.read()
+        whole = written[: written.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            yield Note(**json.loads(line))
+
+
+Body = Callable[[Any, str], None]
+
+
+def register(app: Celery, ttl: float, body: Body) -> Any:
+    """Register the drill's task with *app*; *body* gets the task and its key.
+
+    A running body shows that its call has the key, because each call of the key runs its own body.
+    Options that could change the measurement are set here, whatever the app's settings are.
+    """
+    app.conf.task_always_eager = False
+    app.conf.task_create_missing_queues = True
+
+    @app.task(
+        base=LeasedTask,
+        bind=True,
+        name=TASK,
+        shared=False,
+        lazy=False,
+        ignore_result=True,
+        store_errors_even_if_ignored=False,
+        send_events=False,
+        rate_limit=None,
+        time_limit=TIME_LIMIT,
+        soft_time_limit=None,
+        lease_key="{key}",
+        lease_ttl=ttl,
+        lease_runs="each",
+        lease_on_busy="wait",
+        lease_on_lost="interrupt",
+        lease_renew=True,
+        lease_queue_once=False,
+        lease_store_arguments=False,
+        lease_allow_loss=False,
+        lease_failures=Failures(crashes=10),
+        lease_retention=RETENTION,
+    )
+    def drill(self: Any, key: str) -> None:
+        body(self, key)
+
+    return drill
+
+
+def unused_body(_task: Any, _key: str) -> None:
+    """The body in a process that only publishes."""
+    raise AssertionError("only the workers of a drill run its task")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any, Final
 
 from celery import Celery
-from celery.backends.base import DisabledBackend
 
-from celery_leases.findings import Finding, Severity
 from celery_leases.options import ADVISED_TTL, OPTION_NAMES
 from celery_leases.settings import DEFAULT_DATABASE, REDIS_SCHEMES, Settings
 from celery_leases.worker.rabbitmq_consumer_timeout import consumer_timeout_warning
@@ -19,17 +17,42 @@ TIME_TO_END: Final = 1.0
 """Seconds that a body needs after its soft time limit: to clean up, and for its outcome to be
 written.
 """
-_USUAL_EXPIRY: Final = 86_400.0
 _ADVISED_BROKER: Final = (
     '{"visibility_timeout": 90, "unacked_restore_interval": 5, "unacked_restore_throttle": 1}'
 )
 
 
-RESCUE_ADVICE: Final = (
-    "run `leases rescue` every few minutes, or let beat do it: app.conf.beat_schedule = "
-    '{"rescue": {"task": "celery_leases.rescue", "schedule": 300.0}} with '
-    '"celery_leases.builtin_tasks" in app.conf.include'
-)
+class Severity(StrEnum):
+    """How serious a finding is.
+
+    ``error``: a worker does not start, or the guarantees do not hold. ``warning``: a worker logs it
+    each time it starts. ``note``: only ``leases doctor`` shows it.
+    """
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong: ``code`` is its stable name, ``problem`` says what happens, and
+    ``advice`` what to write.
+    """
+
+    code: str
+    severity: Severity
+    problem: str
+    advice: str
+
+    @property
+    def text(self) -> str:
+        """Problem and advice in one line, as a worker logs them."""
+        return f"{self.problem}; {self.advice}" if self.advice else self.problem
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +98,6 @@ def setting_findings(
     yield from _celery_findings(app, tasks)
     yield from _redelivery_findings(app, tasks, settings, limits)
     yield from _greenlet_findings(app, greenlets)
-    yield from _result_findings(app, tasks)
-    yield from _rescue_findings(app, tasks)
 
 
 def greenlets_of(pool: object, concurrency: int | None) -> int:
@@ -203,14 +224,6 @@ def _celery_findings(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]
                 "that was killed, and counts it as a retry",
                 "leave it out",
             )
-        if not task.acks_late or not task.reject_on_worker_lost:
-            yield Finding(
-                "may-lose-calls",
-                Severity.NOTE,
-                f"{name} drops the message of a call whose process is killed, because "
-                "lease_allow_loss=True allows it",
-                "leave acks_late, reject_on_worker_lost and lease_allow_loss out",
-            )
 
 
 def _redelivery_findings(
@@ -270,47 +283,6 @@ def _greenlet_findings(app: Celery, greenlets: int) -> Iterator[Finding]:
             "none to acknowledge its call breaks the worker's connection to the broker, and "
             "messages come back only after the visibility timeout",
             f'write app.conf.broker_transport_options["max_connections"] = {2 * greenlets}',
-        )
-
-
-def _result_findings(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
-    if isinstance(app.backend, DisabledBackend) and any(
-        not task.ignore_result for task in tasks.values()
-    ):
-        yield Finding(
-            "no-result-backend",
-            Severity.NOTE,
-            "there is no result backend: get() of a result raises, chords do not work, and a task "
-            "that replaces itself leaves no result",
-            "write app.conf.result_backend, or ignore_result=True",
-        )
-    expires = app.conf.result_expires
-    expires = expires.total_seconds() if isinstance(expires, timedelta) else expires
-    retention = max((task.lease_options.retention for task in tasks.values()), default=0.0)
-    if expires and float(expires) < min(retention, _USUAL_EXPIRY):
-        yield Finding(
-            "short-result-expiry",
-            Severity.NOTE,
-            f"result_expires is {float(expires):g} s, and records store results for {retention:g} s: "
-            "a call of a key whose task has replaced itself gets ResultMissing after that time",
-            f"write app.conf.result_expires = {retention:.0f}",
-        )
-
-
-def _rescue_findings(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
-    storing = sorted(
-        name
-        for name, task in tasks.items()
-        if task.lease_options.store_arguments or task.lease_options.queues_once
-    )
-    entries = dict(app.conf.beat_schedule or {}).values()
-    if storing and not any(entry.get("task") == "celery_leases.rescue" for entry in entries):
-        yield Finding(
-            "no-rescue",
-            Severity.NOTE,
-            f"{', '.join(storing)} store the messages of their calls, and the beat_schedule has no rescue: a "
-            "message that is lost, or that no worker could read, is not published again, and its key stays queued",
-            RESCUE_ADVICE,
         )
 
 

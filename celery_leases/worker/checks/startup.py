@@ -7,7 +7,6 @@ from typing import Any
 
 from celery_leases.attempt.process import Process
 from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnavailable
-from celery_leases.findings import Severity
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import logger
 from celery_leases.worker import processes
@@ -47,8 +46,7 @@ def check_before_work(sender: Any) -> None:
     )
     greenlets = greenlets_of(sender.pool_cls, getattr(sender, "concurrency", None))
     for finding in setting_findings(sender.app, tasks, process.settings, limits, greenlets):
-        if finding.severity is not Severity.NOTE:
-            logger.warning("%s", finding.text)
+        logger.warning("%s", finding.text)
     processes.close_all()
 
 

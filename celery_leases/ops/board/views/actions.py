@@ -12,8 +12,8 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from celery_leases.client import Write
+from celery_leases.ops import formatting
 from celery_leases.ops.actions import ACTIONS, counted, entered_result
-from celery_leases.ops.board import formatting
 from celery_leases.ops.board.application import HtmlPage, Redirect, ViewRequest, check_confirmed
 from celery_leases.ops.board.bulk_jobs import Job, steps_of
 from celery_leases.ops.board.forms import (

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.ops import formatting
 from celery_leases.ops.actions import DEFAULT_DURATION, GROUP_ACTIONS, counted
-from celery_leases.ops.board import formatting
 from celery_leases.ops.board.application import HtmlPage, Redirect, ViewRequest, check_confirmed
 from celery_leases.ops.board.bulk_jobs import Step
 from celery_leases.ops.board.charts import closings

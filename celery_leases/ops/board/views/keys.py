@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from celery_leases.errors import RecordUnreadable
 from celery_leases.failures.actions import Reason
-from celery_leases.ops.board import formatting
+from celery_leases.ops import formatting
 from celery_leases.ops.board.application import HtmlPage, ViewRequest
 from celery_leases.ops.board.charts import timeline
 from celery_leases.ops.board.forms import (

@@ -15,12 +15,7 @@ from celery_leases.ops.client import OperatorClient
 from celery_leases.ops.doctor import examine
 from celery_leases.ops.reports import Page, Stats
 from celery_leases.record import State
-from celery_leases.status import (
-    ABANDONED,
-    LEASE_STORE_UNAVAILABLE,
-    UNREADABLE,
-    GroupStatus,
-)
+from celery_leases.status import ABANDONED, LEASE_STORE_UNAVAILABLE, UNREADABLE, GroupStatus
 from celery_leases.text.redaction import redact
 from celery_leases.worker.answering import NO_WORKER, worker_answers
 
@@ -53,9 +48,9 @@ class _Attention:
 
 def overview(request: ViewRequest) -> HtmlPage:
     """The page; it is shown at once, even if the counts are still being read."""
-    board, client = request.board, request.client
-    attention = board.cached("attention", lambda: _attention(client), 2.0).get(READ_TIMEOUT)
-    counts = board.cached("stats", client.stats, 10.0)
+    board = request.board
+    attention = board.cached("attention", lambda: _attention(board.client()), 2.0).get(READ_TIMEOUT)
+    counts = board.cached("stats", lambda: board.client().stats(), 10.0)
     counted = counts.get(0.0 if attention is None else READ_TIMEOUT)
     found: _Attention | None = value_of(attention) if attention is not None else None
     stats: Stats | None = value_of(counted) if counted is not None else None

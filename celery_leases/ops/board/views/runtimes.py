@@ -27,11 +27,11 @@ RunTimesByTask = Mapping[str, Sequence[float]]
 
 def runtimes(request: ViewRequest) -> HtmlPage:
     """The page; while the records are being read it says so."""
-    client = request.client
-    read = request.board.cached("runtimes", lambda: _read(client), 60.0).get(READ_TIMEOUT)
+    board = request.board
+    read = board.cached("runtimes", lambda: _read(board.client()), 60.0).get(READ_TIMEOUT)
     times, measured, trouble = value_of(read) if read is not None else ({}, None, None)
     context = {
-        "tasks": [*_tasks(request.board.app, times, measured)] if read is not None else [],
+        "tasks": [*_tasks(board.app, times, measured)] if read is not None else [],
         "measured": measured,
         "trouble": trouble,
         "reading": read is None,

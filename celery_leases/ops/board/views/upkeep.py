@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.ops.board import formatting
+from celery_leases.ops import formatting
 from celery_leases.ops.board.application import HtmlPage, Redirect, ViewRequest, check_confirmed
 from celery_leases.ops.board.bulk_jobs import Step
 from celery_leases.ops.board.forms import Fields, bad_request, time_of

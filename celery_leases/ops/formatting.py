@@ -1,4 +1,4 @@
-"""Filters of the templates: durations, times, and values without secrets."""
+"""Texts of values for pages: durations, times, and values without secrets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from celery_leases.ops.board.charts import precise
 from celery_leases.status import next_try
 from celery_leases.text.cleaning import printable
 from celery_leases.text.durations import in_short, in_words
@@ -57,21 +56,18 @@ def as_json(value: Any) -> str:
     return shortened(printable(text, MAX_LENGTH, keep="\n"), MAX_LENGTH)
 
 
-def own_key(stored: str) -> str:
-    """The task's key in a stored key."""
-    return printed(stored.partition("|")[2] or stored)
-
-
-def task_of(stored: str) -> str:
-    """The namespace in a stored key, by default the name of the task."""
-    return printed(stored.removeprefix("t:").partition("|")[0])
-
-
 def fact(value: object) -> str:
     """A time, a duration, or a text without secrets."""
     if isinstance(value, datetime):
         return moment(value)
     return short(value) if isinstance(value, float) else redacted(value)
+
+
+def precise(span: Any) -> str:
+    """*span* seconds as text, with milliseconds if it is short."""
+    if span < 0.0995:
+        return f"{1000 * span:.3g}ms"
+    return f"{span:.3g}s" if span < 120 else in_short(span)
 
 
 FILTERS: Final[Mapping[str, Callable[[Any], str]]] = {
@@ -84,7 +80,5 @@ FILTERS: Final[Mapping[str, Callable[[Any], str]]] = {
     "ago": ago,
     "as_json": as_json,
     "next_try": next_try,
-    "own_key": own_key,
-    "task_of": task_of,
     "precise": lambda span: precise(span) if span is not None else "",
 }
