@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from celery_leases import progress as saved
 from celery_leases.decide import attempt_history
@@ -32,59 +32,51 @@ _WITH_REASON: Final = frozenset(
 )
 
 
-class MessageCode(StrEnum):
-    """The message of a status for the waiting user, as a stable code for translation."""
-
-    NOT_STARTED = "not_started"
-    QUEUED = "queued"
-    WAITING = "waiting"
-    STARTING = "starting"
-    RUNNING = "running"
-    ABANDONED = "abandoned"
-    DONE = "done"
-    LAST_FAILED = "last_failed"
-    REVOKED_IN = "revoked_in"
-    REVOKED = "revoked"
-    RETRY_IN = "retry_in"
-    RETRY_NOW = "retry_now"
-    RESUMES = "resumes"
-    UNSURE_RETRY_IN = "unsure_retry_in"
-    UNSURE_RETRY = "unsure_retry"
-    UNSURE_RESUMES_IN = "unsure_resumes_in"
-    UNSURE_RESUMES = "unsure_resumes"
-    UNCERTAIN = "uncertain"
-    UNREADABLE = "unreadable"
-    FAILED = "failed"
-    FAILED_UNSURE = "failed_unsure"
-
-
 LONG_QUEUED: Final = 900.0
 """Seconds after which a queued call that has not begun is worth a look."""
 _UNSURE: Final = "It failed and may have been executed."
-MESSAGES: Final = {
-    MessageCode.NOT_STARTED: "Not started yet",
-    MessageCode.QUEUED: "Queued",
-    MessageCode.WAITING: "Not running: it runs when it is delivered, or called again",
-    MessageCode.STARTING: "Starting",
-    MessageCode.RUNNING: "Running (attempt {attempt})",
-    MessageCode.ABANDONED: "Nothing is heard of its process; it runs again when the broker delivers it",
-    MessageCode.DONE: "Done",
-    MessageCode.LAST_FAILED: "The last attempt failed; it runs when it is delivered, or called again",
-    MessageCode.REVOKED_IN: "Revoked: retry available in {wait}",
-    MessageCode.REVOKED: "Revoked: runs when called again",
-    MessageCode.RETRY_IN: "Retry available in {wait}",
-    MessageCode.RETRY_NOW: "Retry available now",
-    MessageCode.RESUMES: "Runs again any moment",
-    MessageCode.UNSURE_RETRY_IN: f"{_UNSURE} Retry available in {{wait}}",
-    MessageCode.UNSURE_RETRY: f"{_UNSURE} Retry available now",
-    MessageCode.UNSURE_RESUMES_IN: f"{_UNSURE} It runs again in {{wait}}",
-    MessageCode.UNSURE_RESUMES: f"{_UNSURE} It runs again any moment",
-    MessageCode.UNCERTAIN: "It may have been executed; an operator must look",
-    MessageCode.UNREADABLE: "An operator must look: the record cannot be read",
-    MessageCode.FAILED: "Failed for good",
-    MessageCode.FAILED_UNSURE: "Failed for good; it may have been executed",
-}
-"""The text of each code; ``{wait}`` is ``retry_after`` in words, ``{attempt}`` the attempt."""
+
+
+class MessageCode(StrEnum):
+    """The message of a status for the waiting user: a stable code for translation, and its
+    ``text``, in which ``{wait}`` is ``retry_after`` in words, and ``{attempt}`` the attempt.
+    """
+
+    text: str
+
+    def __new__(cls, code: str, text: str) -> Self:
+        """A member whose value is its *code*."""
+        member = str.__new__(cls, code)
+        member._value_, member.text = code, text
+        return member
+
+    NOT_STARTED = "not_started", "Not started yet"
+    QUEUED = "queued", "Queued"
+    WAITING = "waiting", "Not running: it runs when it is delivered, or called again"
+    STARTING = "starting", "Starting"
+    RUNNING = "running", "Running (attempt {attempt})"
+    ABANDONED = (
+        "abandoned",
+        "Nothing is heard of its process; it runs again when the broker delivers it",
+    )
+    DONE = "done", "Done"
+    LAST_FAILED = (
+        "last_failed",
+        "The last attempt failed; it runs when it is delivered, or called again",
+    )
+    REVOKED_IN = "revoked_in", "Revoked: retry available in {wait}"
+    REVOKED = "revoked", "Revoked: runs when called again"
+    RETRY_IN = "retry_in", "Retry available in {wait}"
+    RETRY_NOW = "retry_now", "Retry available now"
+    RESUMES = "resumes", "Runs again any moment"
+    UNSURE_RETRY_IN = "unsure_retry_in", f"{_UNSURE} Retry available in {{wait}}"
+    UNSURE_RETRY = "unsure_retry", f"{_UNSURE} Retry available now"
+    UNSURE_RESUMES_IN = "unsure_resumes_in", f"{_UNSURE} It runs again in {{wait}}"
+    UNSURE_RESUMES = "unsure_resumes", f"{_UNSURE} It runs again any moment"
+    UNCERTAIN = "uncertain", "It may have been executed; an operator must look"
+    UNREADABLE = "unreadable", "An operator must look: the record cannot be read"
+    FAILED = "failed", "Failed for good"
+    FAILED_UNSURE = "failed_unsure", "Failed for good; it may have been executed"
 
 
 _CODE_OF_STATE: Final[Mapping[str, MessageCode]] = {
@@ -245,7 +237,7 @@ class LeaseStatus:
         """One line for the waiting user, without the text of any exception. Times are rounded
         up.
         """
-        return MESSAGES[self.message_code].format(
+        return self.message_code.text.format(
             wait=in_words(self.retry_after or 0.0), attempt=self.attempt
         )
 

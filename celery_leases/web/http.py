@@ -43,7 +43,6 @@ from celery_leases.status import (
     ABANDONED,
     LEASE_ENDED,
     LEASE_STORE_UNAVAILABLE,
-    MESSAGES,
     RECORD_UNREADABLE,
     UNREADABLE,
     LeaseStatus,
@@ -292,7 +291,7 @@ def _of_cooldown(error: CoolingDown, location: str | None, now: float | None) ->
     )
     then = datetime.fromtimestamp(at, UTC).isoformat() if at is not None else None
     reason = error.reason if error.reason in _CODES else None
-    text = MESSAGES[MessageCode.RETRY_IN].format(wait=in_words(wait))
+    text = MessageCode.RETRY_IN.text.format(wait=in_words(wait))
     return _problem(
         *known, text, wait, location, state="cooling", retry_at=then, scope=scope, reason=reason
     )
@@ -313,12 +312,12 @@ _ERRORS: Final[Mapping[type[LeasesError], tuple[HTTPStatus, str, str, float | No
         None,
     ),
     UnknownKey: (HTTPStatus.NOT_FOUND, "unknown_key", "Nothing is known of this key", None),
-    PermanentFailure: (HTTPStatus.CONFLICT, "failed", MESSAGES[MessageCode.FAILED], None),
-    Uncertain: (HTTPStatus.CONFLICT, "uncertain", MESSAGES[MessageCode.UNCERTAIN], None),
+    PermanentFailure: (HTTPStatus.CONFLICT, "failed", MessageCode.FAILED.text, None),
+    Uncertain: (HTTPStatus.CONFLICT, "uncertain", MessageCode.UNCERTAIN.text, None),
     RecordUnreadable: (
         HTTPStatus.INTERNAL_SERVER_ERROR,
         "unreadable",
-        MESSAGES[MessageCode.UNREADABLE],
+        MessageCode.UNREADABLE.text,
         None,
     ),
     StoreUnavailable: (

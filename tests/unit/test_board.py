@@ -604,11 +604,11 @@ def test_closings_are_drawn_on_one_axis_that_ends_now() -> None:
     again = GroupStatus("b", "open", 0, "", closings=(closing(710, 300, 45),))
     drawn = charts.closings([shut, GroupStatus("c", "closed", 1, "asked"), again], now)
     assert drawn is not None
-    assert [(name, y, [(x, width) for x, width, _ in bars]) for name, y, bars in drawn.rows] == [
+    assert [(name, y, [(x, width) for x, width, _ in bars]) for name, y, bars in drawn["rows"]] == [
         ("a", 4, [(310.0, 60.0), (610.0, 100.0)]),
         ("b", 26, [(0.0, 45.0)]),
     ]
-    assert drawn.rows[1][2][0][2] == (
+    assert drawn["rows"][1][2][0][2] == (
         "2026-04-01 11:48:10 UTC for 5m, opened 11:48:55: rate-limited"
     )
     assert charts.closings([GroupStatus("c", "closed", 1, "asked")], now) is None

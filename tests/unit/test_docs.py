@@ -29,7 +29,7 @@ from celery_leases.options import APP_ONLY, OPTION_NAMES, Failures, LeaseOptions
 from celery_leases.record import Ended, Failure, State
 from celery_leases.rules import CooldownPolicy, Rules
 from celery_leases.settings import _SETTINGS, read_settings
-from celery_leases.status import MESSAGES, status_of_group
+from celery_leases.status import MessageCode, status_of_group
 from celery_leases.stores.sql.schema import Tables
 from tests.unit.doc_pages import (
     PAGES,
@@ -208,7 +208,7 @@ def test_the_status_table_names_every_field() -> None:
 def test_every_message_is_listed_with_its_code() -> None:
     rows = markdown_rows(section(page("events"), "Messages"))[1:]
     assert {row[0].strip("`"): row[1] for row in rows} == {
-        code.value: text for code, text in MESSAGES.items()
+        code.value: code.text for code in MessageCode
     }
 
 

@@ -6,10 +6,9 @@ The templates draw the SVG from these numbers and texts, and escape the texts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
 from celery_leases.ops.formatting import precise
 from celery_leases.status import AttemptStatus, ClosingStatus, GroupStatus
@@ -25,36 +24,11 @@ TICK_MARGIN: Final = 20
 """How far a tick label must be from both ends of the axis."""
 MIN_RUN_TIME: Final = 0.001
 """The lowest value, in seconds, on the axis of a histogram."""
+Drawing = Mapping[str, Any]
+"""The values of a drawing by the names that its template uses."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One attempt: its position and width in units of the drawing.
-
-    *open*: the time of its end is not known.
-    """
-
-    x: float
-    y: float
-    width: float
-    ended: str
-    label: str
-    title: str
-    open: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """The attempts of a key, one below the other, on one time axis."""
-
-    width: int
-    height: int
-    bars: Sequence[Bar]
-    first: datetime
-    span: str
-
-
-def timeline(attempts: Sequence[AttemptStatus], now: datetime) -> Timeline | None:
+def timeline(attempts: Sequence[AttemptStatus], now: datetime) -> Drawing | None:
     """The drawing of *attempts*, the oldest first; ``None`` if there are none."""
     if not attempts:
         return None
@@ -63,19 +37,25 @@ def timeline(attempts: Sequence[AttemptStatus], now: datetime) -> Timeline | Non
     span = max(0.001, *((end - first).total_seconds() for end in ends))
     scale = (WIDTH - LABEL_WIDTH) / span
     bars = [
-        Bar(
-            x=round((each.started_at - first).total_seconds() * scale, 2),
-            y=place * ROW_HEIGHT + 4,
-            width=round(max(MIN_BAR_WIDTH, (end - each.started_at).total_seconds() * scale), 2),
-            ended=each.ended,
-            label=f"{each.ended}{f' {in_short(each.runtime)}' if each.runtime is not None else ''}",
-            title=f"{each.started_at:%Y-%m-%d %H:%M:%S} UTC, {each.host}"
+        {
+            "x": round((each.started_at - first).total_seconds() * scale, 2),
+            "y": place * ROW_HEIGHT + 4,
+            "width": round(max(MIN_BAR_WIDTH, (end - each.started_at).total_seconds() * scale), 2),
+            "ended": each.ended,
+            "label": f"{each.ended}{f' {in_short(each.runtime)}' if each.runtime is not None else ''}",
+            "title": f"{each.started_at:%Y-%m-%d %H:%M:%S} UTC, {each.host}"
             + (f": {each.error}" if each.error else ""),
-            open=each.runtime is None,
-        )
+            "open": each.runtime is None,  # the time of its end is not known
+        }
         for place, (each, end) in enumerate(zip(attempts, ends, strict=True))
     ]
-    return Timeline(WIDTH, len(bars) * ROW_HEIGHT + 4, bars, first, in_short(span))
+    return _rows("bars", bars, first, span)
+
+
+def _rows(name: str, rows: Sequence[Any], first: datetime, span: float) -> Drawing:
+    """A drawing of rows, one below the other, on one time axis."""
+    size = {"width": WIDTH, "height": len(rows) * ROW_HEIGHT + 4}
+    return size | {name: rows, "first": first, "span": in_short(span)}
 
 
 def _end(attempts: Sequence[AttemptStatus], place: int, now: datetime) -> datetime:
@@ -88,18 +68,7 @@ def _end(attempts: Sequence[AttemptStatus], place: int, now: datetime) -> dateti
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Closings:
-    """When gates were closed: a row of bars for each group, on one time axis that ends now."""
-
-    width: int
-    height: int
-    rows: Sequence[tuple[str, float, Sequence[tuple[float, float, str]]]]
-    first: datetime
-    span: str
-
-
-def closings(groups: Sequence[GroupStatus], now: datetime) -> Closings | None:
+def closings(groups: Sequence[GroupStatus], now: datetime) -> Drawing | None:
     """The drawing of the closings of *groups*; ``None`` if there are none."""
     shown = [group for group in groups if group.closings]
     if not shown:
@@ -123,30 +92,10 @@ def closings(groups: Sequence[GroupStatus], now: datetime) -> Closings | None:
         (group.group, place * ROW_HEIGHT + 4, [bar(each) for each in reversed(group.closings)])
         for place, group in enumerate(shown)
     ]
-    return Closings(WIDTH, len(rows) * ROW_HEIGHT + 4, rows, first, in_short(span))
+    return _rows("rows", rows, first, span)
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A vertical line in a histogram, such as a ttl, a time limit or a percentile."""
-
-    kind: str
-    text: str
-    x: float
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """A histogram of run times with a logarithmic axis."""
-
-    width: int
-    height: int
-    bars: Sequence[tuple[float, float, float, float, str]]
-    lines: Sequence[Line]
-    ticks: Sequence[tuple[float, str]]
-
-
-def histogram(took: Sequence[float], marks: Sequence[tuple[str, str, float | None]]) -> Histogram:
+def histogram(took: Sequence[float], marks: Sequence[tuple[str, str, float | None]]) -> Drawing:
     """The histogram of run times in seconds, with a line for each of *marks*.
 
     A mark has a kind, a text, and seconds; one without seconds is not drawn.
@@ -180,8 +129,11 @@ def histogram(took: Sequence[float], marks: Sequence[tuple[str, str, float | Non
         for power in range(math.ceil(low), math.floor(high) + 1)
         if TICK_MARGIN < x(10.0**power) < WIDTH - TICK_MARGIN
     ]
-    lines = [Line(kind, f"{text} {precise(at)}", x(at)) for kind, text, at in given]
-    return Histogram(WIDTH, HEIGHT + 24, bars, lines, ticks)
+    lines = [
+        {"kind": kind, "text": f"{text} {precise(at)}", "x": x(at)} for kind, text, at in given
+    ]
+    size = {"width": WIDTH, "height": HEIGHT + 24}
+    return size | {"bars": bars, "lines": lines, "ticks": ticks}
 
 
 def _title(count: int, shortest: float, longest: float) -> str:
