@@ -76,318 +76,179 @@ def urllib_error(status: int) -> Any:
     )
 
 
+KOMBU = "kombu.exceptions.OperationalError"
+THROTTLED = """
+    Throttling ThrottlingException ThrottledException RequestThrottledException TooManyRequestsException
+    ProvisionedThroughputExceededException TransactionInProgressException RequestLimitExceeded BandwidthLimitExceeded
+    LimitExceededException RequestThrottled SlowDown PriorRequestNotComplete EC2ThrottledException
+"""
+OUT_OF_QUOTA = """
+    insufficient_quota credit_balance_exhausted organization_spend_limit_exceeded project_spend_limit_exceeded
+    organization_usage_limit_exceeded
+"""
+REFUSED_BY_REDIS = [
+    "MISCONF Redis is configured to save RDB snapshots", "OOM command not allowed when used memory > 'maxmemory'.",
+    "NOREPLICAS Not enough good replicas to write.", "BUSY Redis is busy running a script.",
+    "Command # 1 (SET a 1) of pipeline caused error: MISCONF Redis is configured",
+    "Error running script (call to f_1): @user_script:1: -OOM command not allowed",
+]  # fmt: skip
+BROKEN_PSYCOPG2 = [
+    ("InterfaceError", "connection already closed"), ("DatabaseError", "SSL SYSCALL error: EOF detected\n"),
+    ("DatabaseError", "SSL error: decryption failed or bad record mac"),
+    ("DatabaseError", "error with status PGRES_TUPLES_OK and no message from the libpq"),
+    ("OperationalError", "SSL SYSCALL error: EOF detected\n"),
+]  # fmt: skip
 ROWS: dict[str, list[Any]] = {
     "not-retryable": [
         fake_error("temporalio.exceptions.ApplicationError", non_retryable=True),
-        fake_error("google.auth.exceptions.RefreshError", retryable=False),
-        fake_error("shop.Error", should_retry=False),
+        fake_error("google.auth.exceptions.RefreshError", retryable=False), fake_error("shop.Error",
+        should_retry=False),
     ],
     "told-not-to-retry": [
-        http_error(500, x_should_retry="false"),
-        http_error(503, stripe_should_retry="False", retry_after="5"),
+        http_error(500, x_should_retry="false"), http_error(503, stripe_should_retry="False", retry_after="5"),
         http_error(529, x_should_retry="false"),
     ],
     "out-of-quota": [
-        *(
-            code(one, status=429, retry_after="5")
-            for one in (
-                "insufficient_quota",
-                "credit_balance_exhausted",
-                "organization_spend_limit_exceeded",
-                "project_spend_limit_exceeded",
-                "organization_usage_limit_exceeded",
-            )
-        ),
+        *(code(one, status=429, retry_after="5") for one in OUT_OF_QUOTA.split()),
         code("rate_limit_error", "enforced_spend_limit_reached", status=429),
-        code("billing_error", status=402),
-        code("billing_error", status=400),
-        fake_error(
-            "google.genai.errors.ClientError", fake_class("google.genai.errors.APIError"), code=402
-        ),
-        fake_error(
-            "anthropic.BadRequestError",
-            fake_class("anthropic.APIStatusError"),
-            said="Your credit balance is too low to access the API",
-            status_code=400,
-        ),
+        code("billing_error", status=402), code("billing_error", status=400),
+        fake_error("google.genai.errors.ClientError", fake_class("google.genai.errors.APIError"), code=402),
+        fake_error("anthropic.BadRequestError", fake_class("anthropic.APIStatusError"),
+                   said="Your credit balance is too low to access the API", status_code=400),
     ],
-    "lock-timeout": [
-        code("invalid_request_error", "lock_timeout", status=429),
-        code("lock_timeout", status=400),
-    ],
-    "already-exists": [
-        RpcError("ALREADY_EXISTS"),
-        fake_error("google.Error", status="ALREADY_EXISTS", code=409),
-    ],
-    "declined": [
-        fake_error("stripe._error.CardError", http_status=402),
-        fake_error("stripe.CardError"),
-        http_error(402),
-    ],
+    "lock-timeout": [code("invalid_request_error", "lock_timeout", status=429), code("lock_timeout", status=400)],
+    "already-exists": [RpcError("ALREADY_EXISTS"), fake_error("google.Error", status="ALREADY_EXISTS", code=409)],
+    "declined": [fake_error("stripe._error.CardError", http_status=402), fake_error("stripe.CardError"),
+    http_error(402)],
     "bad-credentials": [
-        http_error(401),
-        aws("ExpiredToken"),
-        aws("ExpiredTokenException"),
-        aws("UnrecognizedClientException"),
-        aws("InvalidClientTokenId", 403),
-        RpcError("UNAUTHENTICATED"),
-        mail("SMTPAuthenticationError", smtp_code=535),
+        http_error(401), *map(aws, ("ExpiredToken", "ExpiredTokenException", "UnrecognizedClientException")),
+        aws("InvalidClientTokenId", 403), RpcError("UNAUTHENTICATED"), mail("SMTPAuthenticationError", smtp_code=535),
         fake_error("redis.exceptions.AuthenticationError", RedisConnection),
     ],
     "rate-limited": [
-        *(http_error(status) for status in (429, 509, 529)),
-        *(http_error(status, retry_after="5") for status in (403, 413, 503)),
+        *map(http_error, (429, 509, 529)), *(http_error(status, retry_after="5") for status in (403, 413, 503)),
         http_error(403, x_ratelimit_remaining="0", x_ratelimit_reset=f"{NOW + 60:.0f}"),
-        *(
-            aws(one)
-            for one in (
-                "Throttling", "ThrottlingException", "ThrottledException",
-                "RequestThrottledException", "TooManyRequestsException",
-                "ProvisionedThroughputExceededException", "TransactionInProgressException",
-                "RequestLimitExceeded", "BandwidthLimitExceeded", "LimitExceededException",
-                "RequestThrottled", "SlowDown", "PriorRequestNotComplete", "EC2ThrottledException",
-            )
-        ),
-        code("overloaded_error", status=200),
-        http_error(429, x_should_retry="false"),
+        http_error(429, x_should_retry="false"), *map(aws, THROTTLED.split()),
+        code("overloaded_error", status=200), code("userRateLimitExceeded", status=403),
+        RpcError("RESOURCE_EXHAUSTED"), mail("SMTPServerBusy", smtp_code=421),
         caused(fake_error("shop.Failed", status_code=400), aws("ThrottlingException", 400)),
         caused(fake_error("shop.Failed", status_code=503), http_error(503, retry_after="7")),
         caused(RuntimeError("the month failed"), caused(Failed(), http_error(429))),
         ExceptionGroup("1 of 3", [ValueError(), http_error(429)]),
-        code("userRateLimitExceeded", status=403),
-        RpcError("RESOURCE_EXHAUSTED"),
-        mail("SMTPServerBusy", smtp_code=421),
-        fake_error(
-            "urllib3.exceptions.MaxRetryError",
-            reason=fake_error(
-                "urllib3.exceptions.ResponseError", said="too many 429 error responses"
-            ),
-        ),
+        fake_error("urllib3.exceptions.MaxRetryError",
+                   reason=fake_error("urllib3.exceptions.ResponseError", said="too many 429 error responses")),
     ],
     "conflict": [
-        *(http_error(status) for status in (409, 421, 423, 425)),
-        RpcError("ABORTED"),
+        *map(http_error, (409, 421, 423, 425)), RpcError("ABORTED"),
         fake_error("stripe._error.PermissionError", http_status=409),
     ],
     "infrastructure": [
-        *(
-            fake_error("psycopg.errors.Some", PsycopgOperational, sqlstate=state)
-            for state in (
-                "40001", "40P01", "08006", "57P01", "57P02", "57P03", "53300", "55P03", "25006",
-            )
-        ),
-        fake_error(
-            "sqlalchemy.exc.OperationalError", orig=fake_error("asyncpg.Error", sqlstate="40001")
-        ),
+        *(fake_error("psycopg.errors.Some", PsycopgOperational, sqlstate=state)
+          for state in ["40001", "40P01", "08006", "57P01", "57P02", "57P03", "53300", "55P03", "25006"]),
+        fake_error("sqlalchemy.exc.OperationalError", orig=fake_error("asyncpg.Error", sqlstate="40001")),
+        fake_error("sqlalchemy.exc.OperationalError", orig=PsycopgOperational("failed")),
         fake_error("sqlalchemy.exc.DBAPIError", connection_invalidated=True),
         fake_error("sqlalchemy.exc.TimeoutError"),
         PsycopgOperational("connection failed"),
-        *(
-            fake_error("pymysql.err.OperationalError", said=(number, "no"))
-            for number in (1205, 1213, 2006, 2013)
-        ),
-        sqlite3.OperationalError("database is locked"),
-        sqlite3.OperationalError("database table is locked: t"),
-        RedisConnection(),
-        fake_error("redis.exceptions.TimeoutError"),
+        *(fake_error("pymysql.err.OperationalError", said=(number, "no")) for number in (1205, 1213, 2006, 2013)),
+        sqlite3.OperationalError("database is locked"), sqlite3.OperationalError("database table is locked: t"),
+        RedisConnection(), fake_error("redis.exceptions.TimeoutError"),
         fake_error("redis.exceptions.BusyLoadingError", RedisConnection),
-        *(
-            fake_error(f"redis.exceptions.{name}")
-            for name in ("TryAgainError", "ClusterDownError", "MasterDownError", "ReadOnlyError")
-        ),
+        *(fake_error(f"redis.exceptions.{name}Error") for name in ("TryAgain", "ClusterDown", "MasterDown",
+        "ReadOnly")),
         caused(RedisConnection(), ConnectionRefusedError(111, "refused")),
         fake_error("redis.exceptions.OutOfMemoryError", RedisResponse, said="command not allowed"),
-        *(
-            RedisResponse(text)
-            for text in (
-                "MISCONF Redis is configured to save RDB snapshots",
-                "OOM command not allowed when used memory > 'maxmemory'.",
-                "NOREPLICAS Not enough good replicas to write.",
-                "BUSY Redis is busy running a script.",
-                "Command # 1 (SET a 1) of pipeline caused error: MISCONF Redis is configured",
-                "Error running script (call to f_1): @user_script:1: -OOM command not allowed",
-            )
-        ),
-        *(
-            fake_error(f"psycopg2.{name}", fake_class("psycopg2.Error"), said=text)
-            for name, text in (
-                ("InterfaceError", "connection already closed"),
-                ("DatabaseError", "SSL SYSCALL error: EOF detected\n"),
-                ("DatabaseError", "SSL error: decryption failed or bad record mac"),
-                (
-                    "DatabaseError",
-                    "error with status PGRES_TUPLES_OK and no message from the libpq",
-                ),
-                ("OperationalError", "SSL SYSCALL error: EOF detected\n"),
-            )
-        ),
-        fake_error("MySQLdb.InterfaceError", said=(0, "")),
-        StoreUnavailable("away"),
-        fake_error("sqlalchemy.exc.OperationalError", orig=PsycopgOperational("failed")),
-        caused(fake_error("kombu.exceptions.OperationalError"), RedisConnection()),
-        caused(fake_error("kombu.exceptions.OperationalError"), ValueError()),
-        caused(
-            fake_error("kombu.exceptions.OperationalError"),
-            ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
-        ),
+        *map(RedisResponse, REFUSED_BY_REDIS),
+        *(fake_error(f"psycopg2.{name}", fake_class("psycopg2.Error"), said=text) for name, text in BROKEN_PSYCOPG2),
+        fake_error("MySQLdb.InterfaceError", said=(0, "")), StoreUnavailable("away"),
+        caused(fake_error(KOMBU), RedisConnection()), caused(fake_error(KOMBU), ValueError()),
+        caused(fake_error(KOMBU), ConnectionRefusedError(errno.ECONNREFUSED, "refused")),
     ],
     "connect-phase": [
-        *(
-            fake_error(f"{library}.{name}", HttpxTimeout)
-            for library in ("httpx", "httpx2", "httpcore")
-            for name in ("ConnectTimeout", "ConnectError", "PoolTimeout")
-        ),
-        ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
-        OSError(errno.ENETUNREACH, "unreachable"),
+        *(fake_error(f"{library}.{name}", HttpxTimeout)
+          for library in ("httpx", "httpx2", "httpcore") for name in ("ConnectTimeout", "ConnectError",
+          "PoolTimeout")),
+        *behind_sdks(fake_error("httpx2.ConnectTimeout")),
+        ConnectionRefusedError(errno.ECONNREFUSED, "refused"), OSError(errno.ENETUNREACH, "unreachable"),
         socket.gaierror(socket.EAI_AGAIN, "try again"),
         fake_error("requests.exceptions.ConnectTimeout", RequestsConnection, RequestsTimeout),
-        fake_error(
-            "urllib3.exceptions.NameResolutionError",
-            fake_class("urllib3.exceptions.NewConnectionError"),
-        ),
-        fake_error(
-            "aiohttp.client_exceptions.ClientConnectorDNSError",
-            fake_class("aiohttp.ClientConnectorError", AiohttpOs),
-        ),
-        fake_error("botocore.exceptions.EndpointConnectionError"),
-        UrllibError("<urlopen error timed out>"),
-        *behind_sdks(fake_error("httpx2.ConnectTimeout")),
-        RequestsConnection(
-            fake_error(
-                "urllib3.exceptions.MaxRetryError",
-                reason=fake_error("urllib3.exceptions.NewConnectionError"),
-            )
-        ),
+        RequestsConnection(fake_error("urllib3.exceptions.MaxRetryError",
+                                      reason=fake_error("urllib3.exceptions.NewConnectionError"))),
+        fake_error("urllib3.exceptions.NameResolutionError", fake_class("urllib3.exceptions.NewConnectionError")),
+        fake_error("aiohttp.client_exceptions.ClientConnectorDNSError",
+                   fake_class("aiohttp.ClientConnectorError", AiohttpOs)),
+        fake_error("botocore.exceptions.EndpointConnectionError"), UrllibError("<urlopen error timed out>"),
         RpcError("UNAVAILABLE", "failed to connect to all addresses; last error: ..."),
-        RpcError(
-            "UNAVAILABLE", "errors resolving shop.example:443: [field:hostname lookup error:...]"
-        ),
+        RpcError("UNAVAILABLE", "errors resolving shop.example:443: [field:hostname lookup error:...]"),
     ],
     "outcome-unknown": [
-        *(http_error(status) for status in (408, 499, 500, 502, 503, 504, 520, 521, 522, 523, 524)),
-        *(
-            RpcError(one)
-            for one in (
-                "DEADLINE_EXCEEDED", "UNAVAILABLE", "INTERNAL", "UNKNOWN", "CANCELLED", "DATA_LOSS",
-            )
-        ),
-        *(
-            fake_error(f"{library}.ReadTimeout", HttpxTimeout)
-            for library in ("httpx", "httpx2", "httpcore2")
-        ),
-        fake_error("httpx.RemoteProtocolError", HttpxTimeout),
-        fake_error("requests.exceptions.ReadTimeout", RequestsTimeout),
-        ConnectionResetError(errno.ECONNRESET, "reset"),
+        *map(http_error, (408, 499, 500, 502, 503, 504, 520, 521, 522, 523, 524)),
+        *map(RpcError, ["DEADLINE_EXCEEDED", "UNAVAILABLE", "INTERNAL", "UNKNOWN", "CANCELLED", "DATA_LOSS"]),
+        *(fake_error(f"{library}.ReadTimeout", HttpxTimeout) for library in ("httpx", "httpx2", "httpcore2")),
         *behind_sdks(fake_error("httpx2.ReadTimeout"), ValueError("unknown")),
-        RequestsConnection(
-            fake_error("urllib3.exceptions.ProtocolError", said=("no", ConnectionResetError(104)))
-        ),
-        RequestsConnection(),
-        urllib_error(500),
-        http_error(500, x_should_retry="true"),
-        BrokenPipeError(),
-        TimeoutError(),
-        ConnectionError(),
+        fake_error("httpx.RemoteProtocolError", HttpxTimeout),
+        fake_error("requests.exceptions.ReadTimeout", RequestsTimeout), RequestsConnection(),
+        RequestsConnection(fake_error("urllib3.exceptions.ProtocolError", said=("no", ConnectionResetError(104)))),
+        urllib_error(500), http_error(500, x_should_retry="true"),
+        ConnectionResetError(errno.ECONNRESET, "reset"), BrokenPipeError(), TimeoutError(), ConnectionError(),
         mail("SMTPServerDisconnected"),
-        fake_error(
-            "aiohttp.client_exceptions.ServerDisconnectedError",
-            fake_class("aiohttp.ServerConnectionError", AiohttpConnection),
-        ),
-        fake_error("botocore.exceptions.ReadTimeoutError"),
-        aws("RequestTimeout", 400),
-        code("server_error", status=200),
+        fake_error("aiohttp.client_exceptions.ServerDisconnectedError",
+                   fake_class("aiohttp.ServerConnectionError", AiohttpConnection)),
+        fake_error("botocore.exceptions.ReadTimeoutError"), aws("RequestTimeout", 400), code("server_error",
+        status=200),
         fake_error("openai.APIConnectionError"),
         fake_error("openai.APITimeoutError", fake_class("openai.APIConnectionError")),
         fake_error("stripe._error.APIConnectionError", should_retry=False),
         fake_error("google.auth.exceptions.TransportError", retryable=False),
     ],
     "refused-here": [
-        *(
-            fake_error("psycopg.errors.Some", sqlstate=state)
-            for state in ("22003", "23505", "42P01")
-        ),
+        *(fake_error("psycopg.errors.Some", sqlstate=state) for state in ("22003", "23505", "42P01")),
         fake_error("sqlalchemy.exc.IntegrityError"),
-        sqlite3.IntegrityError("UNIQUE constraint failed"),
-        FileNotFoundError(errno.ENOENT, "no such file"),
-        caused(FileNotFoundError(), http_error(429)),
-        fake_error(
-            "sqlalchemy.exc.DBAPIError", orig=fake_error("psycopg.errors.X", sqlstate="23505")
-        ),
-        PermissionError(errno.EACCES, "denied"),
+        fake_error("sqlalchemy.exc.DBAPIError", orig=fake_error("psycopg.errors.X", sqlstate="23505")),
+        sqlite3.IntegrityError("UNIQUE constraint failed"), FileNotFoundError(errno.ENOENT, "no such file"),
+        caused(FileNotFoundError(), http_error(429)), PermissionError(errno.EACCES, "denied"),
     ],
     "request-refused": [
-        *(http_error(status) for status in (400, 403, 404, 405, 410, 413, 422, 424, 451, 501, 505)),
+        *map(http_error, (400, 403, 404, 405, 410, 413, 422, 424, 451, 501, 505)),
+        http_error(404, stripe_should_retry="false"), http_error(403, x_ratelimit_remaining="12"),
+        caused(fake_error("shop.Failed", status_code=404), http_error(429)),
         *(mail("SMTPDataError", smtp_code=reply) for reply in (550, 554)),
         mail("SMTPRecipientsRefused", recipients={"a@x": (550, b"no")}),
-        *(
-            RpcError(one)
-            for one in (
-                "INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED", "FAILED_PRECONDITION",
-                "OUT_OF_RANGE", "UNIMPLEMENTED",
-            )
-        ),
-        fake_error("requests.exceptions.MissingSchema", RequestsError, ValueError),
-        fake_error("requests.exceptions.InvalidURL", RequestsError, ValueError),
-        fake_error("httpx.UnsupportedProtocol", HttpxTimeout),
-        fake_error("httpx.InvalidURL"),
-        UrllibError("<urlopen error unknown url type: gopher>"),
-        *behind_sdks(fake_error("httpx.UnsupportedProtocol")),
-        http_error(404, stripe_should_retry="false"),
-        http_error(403, x_ratelimit_remaining="12"),
-        caused(fake_error("shop.Failed", status_code=404), http_error(429)),
+        *map(RpcError, ["INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED", "FAILED_PRECONDITION",
+        "OUT_OF_RANGE", "UNIMPLEMENTED"]),
+        *(fake_error(f"requests.exceptions.{name}", RequestsError, ValueError) for name in ("MissingSchema",
+        "InvalidURL")),
+        fake_error("httpx.UnsupportedProtocol", HttpxTimeout), *behind_sdks(fake_error("httpx.UnsupportedProtocol")),
+        fake_error("httpx.InvalidURL"), UrllibError("<urlopen error unknown url type: gopher>"),
         aws("ValidationException"),
     ],
     "certificate-rejected": [
         ssl.SSLCertVerificationError(1, "certificate verify failed"),
         *behind_sdks(ssl.SSLCertVerificationError(1, "no")),
-        caused(
-            fake_error("httpx.ConnectError", HttpxTimeout), ssl.SSLCertVerificationError(1, "no")
-        ),
-        fake_error(
-            "requests.exceptions.SSLError",
-            RequestsConnection,
-            said=(ssl.SSLCertVerificationError(1, "no"),),
-        ),
-        fake_error(
-            "aiohttp.ClientConnectorCertificateError", AiohttpOs, ssl.SSLCertVerificationError
-        ),
+        caused(fake_error("httpx.ConnectError", HttpxTimeout), ssl.SSLCertVerificationError(1, "no")),
+        fake_error("requests.exceptions.SSLError", RequestsConnection, said=(ssl.SSLCertVerificationError(1, "no"),)),
+        fake_error("aiohttp.ClientConnectorCertificateError", AiohttpOs, ssl.SSLCertVerificationError),
     ],
     "broken-answer": [
-        caused(
-            fake_error("aiohttp.client_exceptions.ClientResponseError", status=400),
-            fake_error(
-                "aiohttp.http_exceptions.BadStatusLine",
-                fake_class("aiohttp.http_exceptions.HttpProcessingError"),
-            ),
-        )
+        caused(fake_error("aiohttp.client_exceptions.ClientResponseError", status=400),
+               fake_error("aiohttp.http_exceptions.BadStatusLine",
+                          fake_class("aiohttp.http_exceptions.HttpProcessingError"))),
     ],
     "time-or-memory-limit": [
-        SoftTimeLimitExceeded(),
-        MemoryError(),
-        caused(fake_error("openai.APIConnectionError"), SoftTimeLimitExceeded()),
+        SoftTimeLimitExceeded(), MemoryError(), caused(fake_error("openai.APIConnectionError"),
+        SoftTimeLimitExceeded()),
     ],
     "anything-else": [
         fake_error("psycopg2.InterfaceError", said="cursor already closed"),
-        *(RedisResponse(text) for text in ("WRONGTYPE Operation", "BUSYKEY Target", "ERR OOM")),
-        TypeError(),
-        KeyError("total"),
-        ValueError(),
-        OSError(errno.ENOSPC, "no space"),
-        IsADirectoryError(errno.EISDIR, "a directory"),
-        Exception(),
-        http_error(507),
-        urllib_error(507),
-        fake_error("shop.TimeoutError"),
-        fake_error("shop.PermissionError"),
-        http_error(304),
+        *map(RedisResponse, ("WRONGTYPE Operation", "BUSYKEY Target", "ERR OOM")),
+        TypeError(), KeyError("total"), ValueError(), Exception(), OSError(errno.ENOSPC, "no space"),
+        IsADirectoryError(errno.EISDIR, "a directory"), http_error(507), http_error(304), urllib_error(507),
+        fake_error("shop.TimeoutError"), fake_error("shop.PermissionError"),
         fake_error("psycopg.errors.QueryCanceled", PsycopgOperational, sqlstate="57014"),
-        sqlite3.OperationalError("no such table: t"),
-        mail("SMTPDataError", smtp_code=450),
-        fake_error("redis.exceptions.ResponseError"),
-        CoolingDown("not now", key="k", retry_after=5.0),
+        sqlite3.OperationalError("no such table: t"), mail("SMTPDataError", smtp_code=450),
+        fake_error("redis.exceptions.ResponseError"), CoolingDown("not now", key="k", retry_after=5.0),
     ],
 }  # fmt: skip
-
 CASES = [(row, error) for row, errors in ROWS.items() for error in errors]
 
 
