@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.decide.before_run import before_run
-from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Return, Run, Verdict
+from celery_leases.decide.verdicts import Drop, Raise, Reschedule, Return, Run, Verdict
 from celery_leases.decide.waiting import RETRY_GRACE, SHORTEST_DELAY, after_store_was_emptied
 from celery_leases.errors import CoolingDown
 from celery_leases.groups.group import Gate
@@ -60,6 +59,7 @@ class TestWaitingForItsRetryTime:
         verdict = reschedule(decide(a_call(), waiting(State.PENDING, 30), rand=0.0))
         assert verdict.delay == pytest.approx(30.1)
         assert not verdict.started
+        assert cooling_down(Raise(verdict.refusal)).retry_after == 30.0, "for an eager caller"
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     def test_the_call_that_waits_is_rescheduled_until_then(self, state: State) -> None:
@@ -87,11 +87,6 @@ class TestWaitingForItsRetryTime:
     def test_a_countdown_is_no_cooldown_and_no_holder(self, on_busy: OnBusy) -> None:
         verdict = reschedule(decide(a_call(on_busy=on_busy), waiting(State.PENDING, 30)))
         assert verdict.event_type == "backoff"
-
-    def test_an_eager_call_gets_the_end_of_a_countdown(self) -> None:
-        verdict = reschedule(decide(a_call(), waiting(State.PENDING, 30)))
-        assert isinstance(verdict.refusal, CoolingDown)
-        assert verdict.refusal.retry_after == 30.0
 
     @pytest.mark.parametrize("state", [State.RUNNING, State.DONE])
     def test_other_states_ignore_a_leftover_time(self, state: State) -> None:
@@ -145,10 +140,6 @@ class TestAnotherCallMeetsACooldown:
     def test_a_call_that_has_begun_is_always_rescheduled(self, facts, on_busy, canvas) -> None:
         call = a_call(started=True, on_busy=on_busy, canvas=canvas)
         assert isinstance(decide(call, **facts), Reschedule)
-
-    @pytest.mark.parametrize("on_busy", ON_BUSY)
-    def test_it_may_run_once_the_time_is_over(self, on_busy: OnBusy) -> None:
-        assert decide(a_call(on_busy=on_busy), waiting(State.COOLING, 0)) == Run()
 
 
 class TestItsOwnCooldown:
@@ -207,169 +198,94 @@ class TestAShutGateStopsBodiesOnly:
         )
 
 
-class TestHowLong:
-    @pytest.mark.parametrize(
-        ("own", "gate", "waits"), [(300, 60, 300), (60, 300, 300), (0, 60, 60), (60, 0, 60)]
-    )
-    def test_a_body_starts_at_the_later_of_its_own_time_and_its_groups(self, own, gate, waits):
-        record = waiting(State.COOLING, own, failure=LIMITED)
-        error = cooling_down(
-            decide(a_call(on_busy="raise"), record, gate=closed_gate(gate) if gate else None)
-        )
-        assert error.retry_after == waits
-        verdict = reschedule(
-            decide(
-                a_call(on_busy="wait"),
-                record,
-                gate=closed_gate(gate) if gate else None,
-                rand=0.0,
-            )
-        )
-        assert verdict.delay == pytest.approx(waits + 0.1)
-
-    def test_a_call_that_waits_for_a_probe_is_rescheduled_for_less_than_its_slot(self) -> None:
-        delays = [
-            reschedule(decide(a_call(canvas=True, reschedules=n), gate=probed(14), rand=0.0)).delay
-            for n in range(5)
-        ]
-        assert delays == pytest.approx([1.1, 2.1, 4.1, 8.1, 14.1])
-
-    def test_who_waits_for_its_own_time_does_not_come_before_it_for_a_probe(self) -> None:
-        verdict = reschedule(decide(a_call(canvas=True), COOLING, gate=probed(14), rand=0.0))
-        assert verdict.delay == pytest.approx(300.1)
-
-    @given(st.floats(0, 1, exclude_max=True))
-    def test_no_copy_arrives_early_and_the_keys_of_a_group_are_spread(self, rand: float) -> None:
-        by_key = reschedule(decide(a_call(canvas=True), COOLING, rand=rand)).delay
-        by_gate = reschedule(decide(a_call(canvas=True), gate=closed_gate(300), rand=rand)).delay
-        assert 300.1 <= by_key <= 300.5
-        assert 300.1 <= by_gate <= 302.0
-
-    @pytest.mark.parametrize("gate", [None, closed_gate(7_200)], ids=["key", "gate"])
-    def test_a_long_wait_goes_in_hops(self, gate: Gate | None) -> None:
-        verdict = reschedule(
-            decide(
-                a_call(longest_countdown=30.0),
-                replace(ITS_OWN, retry_at=NOW + 7_200 * SECOND),
-                gate=gate,
-            )
-        )
-        assert verdict.delay == 30.0
+HOPS = {"longest_countdown": 30.0, "reschedules": 20, "on_busy": "wait"}
+"""A broker that can be trusted with 30 s at a time."""
+DELAYS = [
+    *((f"a body starts at the later of its own time, {own}, and its group's, {gate}", {"on_busy": "wait"},
+       {"record": waiting(State.COOLING, own, failure=LIMITED), "gate": closed_gate(gate) if gate else None},
+       waits + 0.1)
+      for own, gate, waits in ((300, 60, 300), (60, 300, 300), (0, 60, 60), (60, 0, 60))),
+    *((f"the {n}. wait for a probe is shorter than its slot", {"canvas": True, "reschedules": n},
+       {"gate": probed(14)}, delay) for n, delay in enumerate((1.1, 2.1, 4.1, 8.1, 14.1))),
+    ("who waits for its own time does not come before it for a probe", {"canvas": True},
+     {"record": COOLING, "gate": probed(14)}, 300.1),
+    ("a hop to the end of its own lease", HOPS, {"holder": held_by(OURS, 7_200.0)}, 30.0),
+    ("to that of another call", HOPS, {"holder": held_by(THEIRS, 7_200.0)}, 30.0),
+    ("to its retry time", HOPS, {"record": waiting(State.PENDING, 7_200)}, 30.0),
+    ("to the end of its cooldown", HOPS, {"record": waiting(State.COOLING, 7_200, OURS)}, 30.0),
+    ("to that of its group's", HOPS, {"gate": closed_gate(7_200)}, 30.0),
+    ("to that of both", HOPS, {"record": waiting(State.COOLING, 7_200, OURS), "gate": closed_gate(7_200)}, 30.0),
+    ("a hop is never no hop", {}, {"holder": held_by(OURS, -5.0)}, SHORTEST_DELAY),
+]  # fmt: skip
 
 
-class TestWhatIsTold:
-    def test_the_error_carries_everything_a_program_needs(self) -> None:
-        error = cooling_down(decide(a_call(), COOLING))
-        assert (error.key, error.retry_at, error.retry_after) == (KEY.key, TODAY + 300.0, 300.0)
-        assert (error.reason, error.rule) == ("rate_limited", "status:429")
-        assert (
-            str(error)
-            == "Retry available in 5 minutes: invoice:1842 is cooling down (rate_limited)"
-        )
-
-    @pytest.mark.parametrize(
-        ("record", "gate", "scope"),
-        [
-            (COOLING, None, "key"),
-            (replace(COOLING, failure=replace(LIMITED, group="g")), None, "group"),
-            (None, closed_gate(300), "group"),
-            (COOLING, closed_gate(2), "key"),
-            (COOLING, closed_gate(900), "group"),
-        ],
-    )
-    def test_it_names_the_key_or_the_group_that_waits(self, record, gate, scope) -> None:
-        assert cooling_down(decide(a_call(on_busy="raise"), record, gate=gate)).scope == scope
-
-    def test_a_closed_gate_names_its_group(self) -> None:
-        error = cooling_down(
-            decide(
-                a_call(on_busy="raise"),
-                gate=closed_gate(300, reason="out_of_quota", rule="quota"),
-            )
-        )
-        assert (error.key, error.retry_after, error.reason, error.rule) == (
-            KEY.key, 300.0, "out_of_quota", "quota",
-        )  # fmt: skip
-        assert f"cooldown group {GROUP}" in str(error)
-
-    @pytest.mark.parametrize(
-        ("own", "gate", "by"), [(300, 60, "row"), (60, 300, "gate"), (60, 60, "gate")]
-    )
-    def test_the_longer_wait_has_the_reason(self, own: int, gate: int, by: str) -> None:
-        record = waiting(State.COOLING, own, failure=replace(LIMITED, rule="row"))
-        assert (
-            cooling_down(decide(a_call(), record, gate=closed_gate(gate, rule="gate"))).rule == by
-        )
-
-    def test_an_ambiguous_failure_is_named_as_such(self) -> None:
-        record = waiting(
-            State.COOLING,
-            60,
-            failure=Failure("TimeoutError", "", "u", "outcome_unknown", ambiguous=True),
-        )
-        assert "(outcome_unknown; the call may have been executed)" in str(
-            cooling_down(decide(a_call(), record))
-        )
-
-    def test_a_row_without_a_failure_still_says_when(self) -> None:
-        error = cooling_down(decide(a_call(), waiting(State.COOLING, 300)))
-        assert (error.reason, error.rule) == (None, None)
-        assert str(error) == "Retry available in 5 minutes: invoice:1842 is cooling down"
-
-    @given(st.floats(0.001, 30_000))
-    def test_no_shown_time_is_too_short(self, seconds: float) -> None:
-        record = waiting(State.COOLING, seconds, failure=LIMITED)
-        error = cooling_down(decide(a_call(), record))
-        assert error.retry_after == record.waits
-        assert f"Retry available in {in_words(record.waits)}:" in str(error)
-        at_that_time = replace(record, now=record.now + round(error.retry_after * SECOND))
-        assert decide(a_call(), at_that_time) == Run()
-
-    @pytest.mark.parametrize(
-        ("seconds", "words"),
-        [
-            (0.4, "1 second"), (1.0, "1 second"), (44.2, "45 seconds"), (66.0, "2 minutes"),
-            (299.2, "5 minutes"), (300.0, "5 minutes"), (304.9, "5 minutes"), (305.1, "6 minutes"),
-            (3606.0, "2 hours"),
-        ],
-    )  # fmt: skip
-    def test_times_are_rounded_up(self, seconds: float, words: str) -> None:
-        error = cooling_down(decide(a_call(), waiting(State.COOLING, seconds)))
-        assert str(error).startswith(f"Retry available in {words}: ")
-
-    def test_events_and_eager_callers_of_a_reschedule_get_the_same_text(self) -> None:
-        verdict = reschedule(decide(a_call(on_busy="wait"), COOLING))
-        assert isinstance(verdict.refusal, CoolingDown)
-        assert verdict.reason == str(verdict.refusal)
-        assert verdict.refusal.retry_after == 300.0
+@pytest.mark.parametrize(
+    ("call", "facts", "delay"), [row[1:] for row in DELAYS], ids=[row[0] for row in DELAYS]
+)
+def test_a_call_comes_back_after(call, facts, delay) -> None:
+    verdict = reschedule(decide(a_call(**call), rand=0.0, **facts))
+    assert verdict.delay == pytest.approx(delay)
 
 
-class TestHops:
-    @pytest.mark.parametrize(
-        "facts",
-        [
-            Facts(holder=held_by(OURS, 7_200.0)),
-            Facts(holder=held_by(THEIRS, 7_200.0)),
-            Facts(record=waiting(State.PENDING, 7_200)),
-            Facts(record=waiting(State.COOLING, 7_200, OURS)),
-            Facts(gate=closed_gate(7_200)),
-        ],
-        ids=["own copy", "another call", "retry time", "cooldown", "gate"],
-    )
-    def test_no_wait_is_longer_than_the_broker_can_be_trusted_with(self, facts: Facts) -> None:
-        verdict = before_run(a_call(longest_countdown=30.0, reschedules=20, on_busy="wait"), facts)
-        assert isinstance(verdict, Reschedule)
-        assert verdict.delay == 30.0
-
-    def test_a_hop_is_never_no_hop(self) -> None:
-        verdict = decide(a_call(), holder=held_by(OURS, -5.0))
-        assert isinstance(verdict, Reschedule)
-        assert verdict.delay == SHORTEST_DELAY
+@given(st.floats(0, 1, exclude_max=True))
+def test_no_copy_arrives_early_and_the_keys_of_a_group_are_spread(rand: float) -> None:
+    by_key = reschedule(decide(a_call(canvas=True), COOLING, rand=rand)).delay
+    by_gate = reschedule(decide(a_call(canvas=True), gate=closed_gate(300), rand=rand)).delay
+    assert 300.1 <= by_key <= 300.5
+    assert 300.1 <= by_gate <= 302.0
 
 
-class TestAStoreThatCameUpEmpty:
-    def test_a_running_key_is_left_alone_until_its_holder_has_had_its_ttl(self) -> None:
-        running = a_record(State.RUNNING, lease_ttl=15.0)
-        verdict = after_store_was_emptied(a_call(), running, 4.0, 0.0)
-        assert isinstance(verdict, Reschedule)
-        assert verdict.delay == pytest.approx(11.0)
+def test_a_running_key_is_left_alone_until_its_holder_has_had_its_ttl() -> None:
+    running = a_record(State.RUNNING, lease_ttl=15.0)
+    verdict = reschedule(after_store_was_emptied(a_call(), running, 4.0, 0.0))
+    assert verdict.delay == pytest.approx(11.0)
+
+
+UNSURE = Failure("TimeoutError", "", "u", "outcome_unknown", ambiguous=True)
+OF_ROW = replace(LIMITED, rule="row")
+WAITS = "Retry available in 5 minutes: invoice:1842 is cooling down"
+TOLD: list[tuple[Any, Gate | None, dict[str, Any]]] = [
+    (COOLING, None, {"key": KEY.key, "retry_at": TODAY + 300.0, "retry_after": 300.0, "reason": "rate_limited",
+                     "rule": "status:429", "scope": "key", "text": f"{WAITS} (rate_limited)"}),
+    (replace(COOLING, failure=replace(LIMITED, group="g")), None, {"scope": "group"}),
+    (None, closed_gate(300), {"scope": "group"}),
+    (COOLING, closed_gate(2), {"scope": "key"}),
+    (COOLING, closed_gate(900), {"scope": "group"}),
+    (None, closed_gate(300, reason="out_of_quota", rule="quota"),
+     {"key": KEY.key, "retry_after": 300.0, "reason": "out_of_quota", "rule": "quota",
+     "text": f"cooldown group {GROUP}"}),
+    # The longer wait has the reason.
+    (waiting(State.COOLING, 300, failure=OF_ROW), closed_gate(60, rule="gate"), {"rule": "row",
+    "retry_after": 300.0}),
+    (waiting(State.COOLING, 60, failure=OF_ROW), closed_gate(300, rule="gate"), {"rule": "gate",
+    "retry_after": 300.0}),
+    (waiting(State.COOLING, 60, failure=OF_ROW), closed_gate(60, rule="gate"), {"rule": "gate", "retry_after": 60.0}),
+    (waiting(State.COOLING, 60, failure=UNSURE), None,
+    {"text": "(outcome_unknown; the call may have been executed)"}),
+    (waiting(State.COOLING, 300), None, {"reason": None, "rule": None, "text": WAITS}),
+    *((waiting(State.COOLING, seconds), None, {"text": f"Retry available in {words}: "}) for seconds, words in (
+        (0.4, "1 second"), (1.0, "1 second"), (44.2, "45 seconds"), (66.0, "2 minutes"), (299.2, "5 minutes"),
+        (300.0, "5 minutes"), (304.9, "5 minutes"), (305.1, "6 minutes"), (3606.0, "2 hours"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "gate", "expected"), TOLD, ids=range(len(TOLD)))
+def test_the_error_says_who_waits_for_how_long_and_why(record, gate, expected) -> None:
+    error = cooling_down(decide(a_call(on_busy="raise"), record, gate=gate))
+    told = {"text": str(error)} | vars(error)
+    assert expected.get("text", "") in told["text"]
+    assert {name: told[name] for name in expected if name != "text"} == {
+        name: value for name, value in expected.items() if name != "text"
+    }
+    back = reschedule(decide(a_call(on_busy="wait"), record, gate=gate))
+    assert (back.reason, repr(back.refusal)) == (str(error), repr(error)), "events, eager callers"
+
+
+@given(st.floats(0.001, 30_000))
+def test_no_shown_time_is_too_short(seconds: float) -> None:
+    record = waiting(State.COOLING, seconds, failure=LIMITED)
+    error = cooling_down(decide(a_call(), record))
+    assert error.retry_after == record.waits
+    assert f"Retry available in {in_words(record.waits)}:" in str(error)
+    at_that_time = replace(record, now=record.now + round(error.retry_after * SECOND))
+    assert decide(a_call(), at_that_time) == Run()
