@@ -117,9 +117,7 @@ _CONFLICT = Rules.default().on(
 )
 _BUSY = Rules.default().on(status=429, to=cooldown("1.5s", scope="group", jitter=0), name="busy")
 _ALWAYS = Failures(_BUSY, cooldown=_exactly(1.5), resume="always")
-_GROUPED = {
-    "lease_cooldown_group": "{group}",
-}
+_GROUPED = {"lease_cooldown_group": "{group}"}
 
 resumes = _task("resumes", lease_failures=Failures(cooldown=_exactly(3), resume="always"))
 usual = _task("usual", lease_failures=Failures(cooldown=_exactly(3)))
@@ -133,8 +131,7 @@ firm = _task(
 )
 breaks = _task("breaks", lease_failures=Failures(cooldown=_exactly(1), failures=2, resume="always"))
 quick = _task(
-    "quick",
-    lease_failures=Failures(_CONFLICT, cooldown=_exactly(3), crashes=1, resume="always"),
+    "quick", lease_failures=Failures(_CONFLICT, cooldown=_exactly(3), crashes=1, resume="always")
 )
 auto = _task(
     "auto",
@@ -151,10 +148,7 @@ waits = _task("waits", lease_failures=Failures(cooldown=_exactly(3)), lease_on_b
 ignores = _task("ignores", lease_failures=Failures(cooldown=_exactly(3)), lease_on_busy="ignore")
 grouped = _task("grouped", lease_on_busy="wait", lease_failures=_ALWAYS, **_GROUPED)
 visits = _task(
-    "visits",
-    lease_on_busy="wait",
-    lease_failures=replace(_ALWAYS, resume="never"),
-    **_GROUPED,
+    "visits", lease_on_busy="wait", lease_failures=replace(_ALWAYS, resume="never"), **_GROUPED
 )
 shared = _task("shared", lease_cooldown_group="{group}")
 shut_out = _task("shut_out", lease_cooldown_group="{group}", lease_on_busy="raise")

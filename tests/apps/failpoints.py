@@ -49,8 +49,6 @@ def reach_for(step: str, name: str) -> None:
 
 
 def _note(**more: str) -> None:
-    from tests.apps.leased import (
-        note,
-    )  # one armed step must not kill further tasks of the test
+    from tests.apps.leased import note  # one armed step must not kill further tasks of the test
 
     note("failpoint", **more)

@@ -139,9 +139,6 @@ WAITS = {
 }
 
 
-# -- the runs --------------------------------------------------------------------------------------
-
-
 def race():
     """Bodies lose their leases at about the time they end; returns how the runs ended."""
     ended: Counter[str] = Counter()

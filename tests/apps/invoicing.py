@@ -36,9 +36,6 @@ STEPS = ("before intent", "after intent", "after reply", "after noting")
 STEPS += ("before complete", "after complete", "after commit", "before release")
 
 
-# -- the provider ----------------------------------------------------------------------------------
-
-
 NOBODY = "http://127.0.0.1:1"
 
 
@@ -89,8 +86,6 @@ WAYS: dict[str, Any] = {
     "stop": {},
 }
 
-
-# -- invoices --------------------------------------------------------------------------------------
 
 _engine = create_engine(URL, poolclass=NullPool)
 if URL.get_backend_name() == "sqlite":
@@ -177,9 +172,6 @@ def _charge(self, name, way, gate):
         raise
     note("charge", name=name, reference=charge.reference, saved=charge.saved)
     return {"charge": charge.reference, "saved": charge.saved}
-
-
-# -- effects by script -----------------------------------------------------------------------------
 
 
 def _soon(seconds):
@@ -315,8 +307,6 @@ def stops(self, name, *args, **kwargs):
     """See :func:`_pay`; the caller gets the failure."""
     return _pay(self, name, *args, **kwargs)
 
-
-# -- steps inside the product ----------------------------------------------------------------------
 
 if "FAILPOINTS" in os.environ:
     _begin, _finish = SqlEffectStore.begin, SqlEffectStore.finish

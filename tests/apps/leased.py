@@ -13,12 +13,7 @@ import time
 from pathlib import Path
 
 from celery import Celery
-from celery.exceptions import (
-    Ignore,
-    Reject,
-    WorkerShutdown,
-    WorkerTerminate,
-)
+from celery.exceptions import Ignore, Reject, WorkerShutdown, WorkerTerminate
 from celery.signals import worker_ready
 from celery.worker.request import Request
 from kombu import Exchange, Queue

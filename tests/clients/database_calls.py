@@ -10,17 +10,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-from tests.clients.expectations import (
-    ERROR,
-    INFRASTRUCTURE,
-    REFUSED,
-    Places,
-    cases,
-    raising,
-)
+from tests.clients.expectations import ERROR, INFRASTRUCTURE, REFUSED, Places, cases, raising
 from tests.clients.servers import GIVES_UP_AFTER, hangs_up_at_once, refuses
-
-# -- PostgreSQL ------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -228,8 +219,6 @@ POSTGRES = [
     ),
 ]
 
-# -- MySQL -----------------------------------------------------------------------------------------
-
 
 def mysql_says(number: int, state: str, text: str) -> Any:
     """An error packet, read by the driver's own parser."""
@@ -294,8 +283,6 @@ MYSQL = [
         },
     ),
 ]
-
-# -- SQLite ----------------------------------------------------------------------------------------
 
 
 def sqlite_locked(_: Places) -> None:

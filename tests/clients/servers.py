@@ -94,9 +94,6 @@ def _running(
             thread.join()
 
 
-# -- with an answer --------------------------------------------------------------------------------
-
-
 def answers(status: int, body: Any = None, **headers: HeaderValue) -> Server:
     """Answer every request so; ``retry_after="20"`` is ``Retry-After: 20``."""
 
@@ -128,9 +125,6 @@ def epoch(seconds: float) -> HeaderValue:
 def rfc3339(seconds: float) -> HeaderValue:
     """The moment so many seconds after the answer, as Anthropic names it."""
     return lambda: f"{datetime.fromtimestamp(time.time() + seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
-
-
-# -- without one -----------------------------------------------------------------------------------
 
 
 def never_answers() -> AbstractContextManager[str]:
@@ -224,9 +218,6 @@ def speaks_nonsense() -> AbstractContextManager[str]:
         handler.wfile.write(b"\x15\x03\x01\x00\x02\x02F nonsense\r\n\r\n")
 
     return _running(behave)
-
-
-# -- not even reached ------------------------------------------------------------------------------
 
 
 @contextmanager

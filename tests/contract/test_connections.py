@@ -27,11 +27,9 @@ from celery_leases.stores.sql.database import Database
 from celery_leases.testing.contracts.calls import acquired, fresh_key, make_call
 from celery_leases.testing.contracts.record_case import outcome, row
 from celery_leases.testing.waits import wait_until
-from tests.contract.sql_stores import is_mysql, server_url
+from tests.contract.sql_stores import is_mysql
 from tests.support.servers import RedisServer
 from tests.unit.memory_stores import Seen
-
-__all__ = ["server_url"]
 
 TTL = 1.0
 
@@ -72,9 +70,6 @@ def in_threads(number: int, call: Callable[[], object]) -> list[BaseException]:
     for thread in threads:
         thread.join(60)
     return errors
-
-
-# -- the database ----------------------------------------------------------------------------------
 
 
 def test_a_listener_of_an_application_sets_the_user_of_each_connection(server_url: str) -> None:
@@ -192,9 +187,6 @@ def test_a_connection_in_use_is_closed_when_it_comes_back_to_a_closed_pool(serve
     watcher.dispose()
 
 
-# -- Redis -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
     with RedisServer() as started:
@@ -253,9 +245,6 @@ def test_where_all_turns_at_redis_are_taken_nothing_was_sent(server: RedisServer
     store.close()
 
 
-# -- a process -------------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=["redis", "database"])
 def process(
     request: pytest.FixtureRequest, leases_redis_url: str, leases_postgres_url: str
@@ -303,9 +292,7 @@ def test_a_full_pool_loses_no_lease(process: Process) -> None:
         assert row(process.records, record.stored_key).state is State.DONE
 
 
-def test_a_process_has_no_more_connections_than_it_may(
-    process: Process, leases_postgres_url: str
-) -> None:
+def test_a_process_has_few_connections(process: Process, leases_postgres_url: str) -> None:
     held_lease, record = begun(process, fresh_key())
     renewer: Renewer = process.renewer
     watcher = engine_for(leases_postgres_url)

@@ -26,10 +26,8 @@ from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import begin, finished, sent
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
-from tests.contract.sql_stores import database_url, migrated, operator_of, sql_records
+from tests.contract.sql_stores import migrated, operator_of
 from tests.support.servers import PostgresServer
-
-__all__ = ["database_url", "sql_records"]
 
 NEEDED = {
     "progress": [
@@ -45,10 +43,7 @@ LOOKED_AT = NEEDED | {"ended": ["bogus"], "result": ["{"]}
 """A claim replaces the last two."""
 SPARED = {
     "error": ["{", "5"],
-    "details": [
-        '{"before": {"ended": "bogus"}}',
-        '{"before": {"ended": "failed", "error": 5}}',
-    ],
+    "details": ['{"before": {"ended": "bogus"}}', '{"before": {"ended": "failed", "error": 5}}'],
 }
 
 
@@ -125,7 +120,7 @@ def test_an_unreadable_value_without_a_decision_is_ignored_with_a_warning(
 
 
 @pairs(LOOKED_AT)
-def test_one_broken_row_hides_no_other_from_an_operator(
+def test_one_broken_row_hides_no_other(
     sql_records: SqlRecordStore, column: str, value: str
 ) -> None:
     """``list`` and ``show`` name it, ``forget`` repairs it."""
@@ -186,7 +181,7 @@ LOST = pytest.mark.parametrize("value", ["{", "[]", '"text"', '{"generation": "x
 
 
 @LOST
-def test_a_lost_generation_is_followed_by_one_that_never_was(
+def test_a_lost_generation_is_followed_by_a_new_one(
     sql_records: SqlRecordStore, value: str
 ) -> None:
     """No effect of an earlier generation is found."""
@@ -196,9 +191,7 @@ def test_a_lost_generation_is_followed_by_one_that_never_was(
 @pytest.mark.parametrize(
     "value", ['{"generation": 2, "results": 5}', '{"generation": 2, "retries": "x"}']
 )
-def test_a_readable_generation_is_followed_by_the_next(
-    sql_records: SqlRecordStore, value: str
-) -> None:
+def test_a_readable_generation_has_the_next(sql_records: SqlRecordStore, value: str) -> None:
     _, record = of_third_generation(sql_records)
     change(sql_records, record.stored_key, "details", value)
     after = sql_records.reset(record.stored_key, keep=False)
@@ -206,9 +199,7 @@ def test_a_readable_generation_is_followed_by_the_next(
     assert after.generation == 3
 
 
-def test_a_broken_row_is_skipped_when_messages_are_looked_for(
-    sql_records: SqlRecordStore,
-) -> None:
+def test_a_broken_row_is_skipped_when_messages_are_looked_for(sql_records: SqlRecordStore) -> None:
     keys = [failed_once(sql_records, message="{}") for _ in range(3)]
     change(sql_records, keys[1], "progress", "{")
     for key in keys:
@@ -221,9 +212,7 @@ def test_a_broken_row_is_skipped_when_messages_are_looked_for(
     assert [key for key, unreadable in found.items() if unreadable] == [keys[1]]
 
 
-def test_a_group_is_opened_though_an_error_is_unreadable(
-    sql_records: SqlRecordStore,
-) -> None:
+def test_a_group_is_opened_though_an_error_is_unreadable(sql_records: SqlRecordStore) -> None:
     keys = []
     for _ in range(2):
         record = won(sql_records, make_call(fresh_key()))
@@ -331,9 +320,7 @@ def latin(leases_postgres: PostgresServer) -> Any:
 
 
 @pytest.mark.parametrize("driver", postgresql.PostgreSQL.DRIVERS)
-def test_without_an_encoding_texts_are_stored_as_utf_8(
-    leases_postgres: PostgresServer, driver: str
-) -> None:
+def test_without_an_encoding_texts_are_utf_8(leases_postgres: PostgresServer, driver: str) -> None:
     """``SQL_ASCII`` leaves the encoding to the clients."""
     url = database_in(leases_postgres, "SQL_ASCII").replace("+psycopg:", f"+{driver}:")
     with migrated(url) as records:
@@ -425,9 +412,7 @@ def test_any_exception_of_a_driver_means_that_the_store_is_unavailable(
                 step()
 
 
-def test_a_soft_time_limit_in_a_statement_is_the_tasks(
-    sql_records: SqlRecordStore,
-) -> None:
+def test_a_soft_time_limit_in_a_statement_is_the_tasks(sql_records: SqlRecordStore) -> None:
     with pytest.raises(SoftTimeLimitExceeded), sql_records.database.errors():
         raise SoftTimeLimitExceeded
 

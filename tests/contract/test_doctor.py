@@ -116,10 +116,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     "lease-store-away": {"leases_url": f"redis://{NOWHERE}/0"},
     "records-away": {"leases_database_url": f"postgresql+psycopg://me:hunter2@{NOWHERE}/x"},
     "broker-away": {"broker": f"redis://:hunter2@{NOWHERE}/0"},
-    "consumer-timeout": {
-        "broker": f"amqp://me:hunter2@{NOWHERE}//",
-        "task": {"time_limit": 3600},
-    },
+    "consumer-timeout": {"broker": f"amqp://me:hunter2@{NOWHERE}//", "task": {"time_limit": 3600}},
     "settings": {"leases_databse_url": "sqlite://"},
 }
 BESIDES = {"prefetch-beyond-visibility-timeout", "broker-away", "short-visibility-timeout"}
@@ -163,7 +160,7 @@ def forgotten_shared_tasks() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("records", ["sqlite", "postgres", "mariadb"])
-def test_of_a_healthy_set_up_nothing_is_found(
+def test_a_healthy_set_up_passes(
     makes: Makes, request: pytest.FixtureRequest, records: str
 ) -> None:
     conf: dict[str, Any] = {}
@@ -271,9 +268,7 @@ def test_runs_of_the_records_count_where_there_is_no_time_limit(makes: Makes) ->
     assert "examined.send ran for 200 s" in found(app)["short-visibility-timeout"].problem
 
 
-def test_clocks_versions_and_slowness_are_named(
-    makes: Makes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clocks_and_versions_are_named(makes: Makes, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = server_facts.RedisServerFacts("6.0.16", 60.0, -70.0, "noeviction", True)
     monkeypatch.setattr(server_checks, "redis_facts", lambda _: facts)
     seen = found(makes())
@@ -288,7 +283,7 @@ def test_a_set_up_without_a_worker_is_named(makes: Makes, monkeypatch: pytest.Mo
     assert "no-worker" not in found(makes(broker=f"redis://{NOWHERE}/0"))
 
 
-def test_calls_whose_messages_nobody_publishes_are_named(
+def test_calls_that_nobody_publishes_are_named(
     makes: Makes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = makes(task={"lease_queue_once": True})
@@ -321,9 +316,7 @@ def test_options_without_a_lease_are_named() -> None:
     assert "bare.send has lease_key" in found(bare)["options-without-lease"].problem
 
 
-def test_a_worker_says_its_findings_in_one_line_each(
-    makes: Makes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_logs_a_line_for_each(makes: Makes, caplog: pytest.LogCaptureFixture) -> None:
     app = makes(
         result_backend=None, task={"autoretry_for": (OSError,)}, worker_prefetch_multiplier=0
     )
@@ -337,9 +330,7 @@ def test_a_worker_says_its_findings_in_one_line_each(
     assert all("\n" not in line and "; " in line for line in said)
 
 
-def test_greenlet_workers_know_their_own_pool(
-    makes: Makes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_greenlet_workers_know_their_pool(makes: Makes, caplog: pytest.LogCaptureFixture) -> None:
     limits = {"soft_time_limit": None, "time_limit": None}
     for pool, concurrency, said in (
         ("celery.concurrency.gevent:TaskPool", 10, 0),
@@ -358,7 +349,7 @@ def test_the_command_prints_its_findings_and_exits_with_their_severity(makes: Ma
     well = types(makes())
     assert (well.exit_code, well.stderr) == (0, "")
     assert well.stdout.splitlines()[0].split() == [
-        *("PART", "VERSION", "ROUND", "TRIP", "CLOCK", "ADDRESS"),
+        *("PART", "VERSION", "ROUND", "TRIP", "CLOCK", "ADDRESS")
     ]
     assert len(well.stdout.splitlines()) == 4
     assert types(makes(result_backend=None)).exit_code == 0

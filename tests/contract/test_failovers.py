@@ -21,11 +21,9 @@ from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import outcome, won
-from tests.contract.sql_stores import is_mysql, server_url
+from tests.contract.sql_stores import is_mysql
 from tests.crash.cutting_proxy import CuttingProxy
 from tests.support.servers import RedisServer
-
-__all__ = ["server_url"]
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ def test_a_gate_is_closed_as_if_one_came_after_the_other(
         assert lasts - 10 < gate.closed_for <= lasts
 
 
-def test_a_gate_that_always_changes_is_given_up(
+def test_a_changing_gate_is_given_up(
     store: MarkedLeaseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 

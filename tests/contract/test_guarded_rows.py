@@ -33,21 +33,11 @@ from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.group_case import half_open
 from celery_leases.testing.contracts.record_case import outcome, row, won
 from celery_leases.testing.waits import wait_until
-from tests.contract.sql_stores import (
-    database_url,
-    is_mysql,
-    migrated,
-    server_records,
-    server_url,
-    sql_records,
-    wait_for_locks,
-)
+from tests.contract.sql_stores import is_mysql, migrated, wait_for_locks
 from tests.contract.test_postgres import needs_told
 from tests.crash.cutting_proxy import CuttingProxy
 from tests.support.servers import PostgresServer
 from tests.unit.memory_stores import ManualClock, Seen
-
-__all__ = ["database_url", "server_records", "server_url", "sql_records"]
 
 TTL = 15.0
 GROUP = "openai:large"
@@ -182,7 +172,7 @@ def test_on_sqlite_a_writer_locks_the_row_and_a_reader_does_not(
 
 
 @pytest.mark.parametrize("look_at", ["stranger", "nobody"])
-def test_on_sqlite_a_lease_of_another_is_not_renewed(
+def test_on_sqlite_anothers_lease_is_not_renewed(
     on_sqlite: DatabaseLeaseStore, look_at: str
 ) -> None:
     key = claimed(on_sqlite).stored_key if look_at == "stranger" else fresh_key()
@@ -221,9 +211,7 @@ def test_a_row_locked_by_its_own_body_is_seen_as_locked_until_the_end(
     assert renew_guarded(leases, record) is RenewalResult.OURS
 
 
-def test_a_savepoint_rolled_back_releases_the_lock(
-    leases: DatabaseLeaseStore, engine: Engine
-) -> None:
+def test_a_savepoint_rolled_back_has_no_lock(leases: DatabaseLeaseStore, engine: Engine) -> None:
     record = claimed(leases)
     with engine.connect() as connection:
         savepoint = connection.begin_nested()
@@ -247,9 +235,7 @@ def end_session(connection: Connection, leases: DatabaseLeaseStore) -> None:
 
 
 @pytest.mark.parametrize("way", ["terminated", "idle for too long"])
-def test_a_session_the_server_ended_has_no_lock(
-    leases: DatabaseLeaseStore, engine: Engine, way: str
-) -> None:
+def test_an_ended_session_has_no_lock(leases: DatabaseLeaseStore, engine: Engine, way: str) -> None:
     record = claimed(leases)
     with engine.connect() as connection:
         on_mysql = is_mysql(engine.dialect)
@@ -274,9 +260,7 @@ def test_a_session_the_server_ended_has_no_lock(
         connection.invalidate()
 
 
-def test_a_driver_in_its_next_transaction_has_no_lock(
-    leases: DatabaseLeaseStore, driver: Any
-) -> None:
+def test_a_drivers_next_transaction_has_no_lock(leases: DatabaseLeaseStore, driver: Any) -> None:
     record = claimed(leases)
     transaction = JoinedTransaction(driver, leases.records)
     transaction.guard(record)
@@ -466,9 +450,7 @@ def test_a_guard_leaves_a_separate_lease_alone(records: SqlRecordStore, engine: 
 
 
 @pytest.mark.parametrize("given", GUARDS)
-def test_a_commit_finds_the_lease_alive_after_any_time(
-    sql_records: SqlRecordStore, given: str
-) -> None:
+def test_a_late_commit_finds_the_lease_alive(sql_records: SqlRecordStore, given: str) -> None:
     leases = DatabaseLeaseStore(sql_records)
     engine = create_engine(sql_records.database.engine.url, poolclass=NullPool)
     record = claimed(leases, 1.0)
@@ -482,9 +464,7 @@ def test_a_commit_finds_the_lease_alive_after_any_time(
     assert isinstance(answer.claim, Refused)
 
 
-def test_a_claim_that_waits_at_the_commit_is_refused(
-    leases: DatabaseLeaseStore, engine: Engine
-) -> None:
+def test_a_claim_that_waits_there_is_refused(leases: DatabaseLeaseStore, engine: Engine) -> None:
     record = claimed(leases, 1.0)
     with Session(engine) as session, ThreadPoolExecutor(1) as threads:
         JoinedTransaction(session, leases.records).guard(record)
@@ -546,9 +526,7 @@ def test_a_long_connection_gathers_no_listeners(leases: DatabaseLeaseStore, engi
 
 @pytest.mark.only(server="postgresql")  # on other databases, an error leaves the transaction open
 @pytest.mark.parametrize("given", GUARDS)
-def test_an_error_before_commit_commits_nothing(
-    leases: DatabaseLeaseStore, engine: Engine, given: str
-) -> None:
+def test_an_error_commits_nothing(leases: DatabaseLeaseStore, engine: Engine, given: str) -> None:
     record = claimed(leases, SHORT)
     with leases.database.engine.connect() as other:
         other.execute(text("CREATE TABLE books (name text)"))
@@ -604,7 +582,7 @@ def test_a_row_factory_of_the_user_does_not_matter(
     assert (transaction.is_over(), transaction.roll_back()) == (False, True)
 
 
-def test_on_sqlite_a_next_transaction_is_left(
+def test_on_sqlite_the_next_is_left(
     on_sqlite: DatabaseLeaseStore, lite: sqlite3.Connection
 ) -> None:
     record = claimed(on_sqlite)

@@ -22,15 +22,7 @@ from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.transactions import JoinedTransaction
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import outcome, row, won
-from tests.contract.sql_stores import (
-    database_url,
-    migrated,
-    server_records,
-    server_url,
-    sql_records,
-)
-
-__all__ = ["database_url", "server_records", "server_url", "sql_records"]
+from tests.contract.sql_stores import migrated
 
 
 @pytest.fixture
@@ -61,9 +53,7 @@ def django(sql_records: SqlRecordStore, request: pytest.FixtureRequest) -> Itera
 
 
 @ON_DJANGO
-def test_djangos_connections_are_joined_under_debug(
-    sql_records: SqlRecordStore, django: Any
-) -> None:
+def test_djangos_connections_are_joined(sql_records: SqlRecordStore, django: Any) -> None:
     record = won(sql_records, make_call(fresh_key()), DatabaseLeaseStore(sql_records).name)
     django.set_autocommit(False)
     transaction = JoinedTransaction(django, sql_records)
@@ -143,9 +133,6 @@ def test_on_sqlite_autocommit_with_a_begin_of_its_own_is_joined(sqlite: SqlRecor
     assert row(sqlite, record.stored_key).result is None
 
 
-# -- which database it is --------------------------------------------------------------------------
-
-
 def by_query(url: URL) -> URL:
     """The same database, named only in the options of the URL."""
     return url.set(database=None).update_query_dict({"dbname": str(url.database)})
@@ -173,9 +160,7 @@ GIVEN: dict[str, Callable[[URL, URL], Any]] = {
 
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("records", ["by name", "by query"])
-def test_the_database_is_what_the_connections_say(
-    leases_postgres_url: str, records: str, given: str
-) -> None:
+def test_the_connections_say_what_it_is(leases_postgres_url: str, records: str, given: str) -> None:
     """Whatever the URL of an engine is."""
     url = make_url(leases_postgres_url)
     with migrated(
@@ -206,9 +191,6 @@ def test_a_file_is_the_same_however_it_is_named(tmp_path: Path, records: str, gi
                 pytest.raises(WrongDatabase, match="rows of its own"),
             ):
                 JoinedTransaction(session, store).join("invoice:1")
-
-
-# -- several engines in one session ----------------------------------------------------------------
 
 
 class Base(DeclarativeBase):

@@ -22,10 +22,8 @@ from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import begin
 from celery_leases.testing.contracts.record_case import outcome, row, won
-from tests.contract.sql_stores import database_url, mariadb_records, sql_records, statements_of
+from tests.contract.sql_stores import statements_of
 from tests.support.servers import MariaServer
-
-__all__ = ["database_url", "mariadb_records", "sql_records"]
 
 
 @pytest.fixture
@@ -37,9 +35,6 @@ def first_words(sent: list[str]) -> list[str]:
     return [statement.split(maxsplit=1)[0] for statement in sent]
 
 
-# -- keys ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "other", ["A", "ä", "á", "a ", " a", "a\t", "\N{FULLWIDTH LATIN SMALL LETTER A}", "a\u200b"]
 )
@@ -47,10 +42,7 @@ def test_keys_that_differ_at_all_are_different(sql_records: SqlRecordStore, othe
     """In case, accents, width and trailing spaces; owners, effects and marks too."""
     base = fresh_key()
     one, two = base + "a", base + other
-    first, second = (
-        won(sql_records, make_call(one)),
-        won(sql_records, make_call(two)),
-    )
+    first, second = (won(sql_records, make_call(one)), won(sql_records, make_call(two)))
     assert (first.attempt, second.attempt) == (1, 1)
     assert [row(sql_records, key).owner for key in (one, two)] == [first.owner, second.owner]
     assert not sql_records.settle(replace(first, owner=first.owner + " "), outcome(first))
@@ -79,9 +71,6 @@ def test_a_key_that_is_too_long_is_refused_and_not_cut(records: SqlRecordStore) 
     """With any ``sql_mode``: otherwise two long keys with the same beginning would be equal."""
     with pytest.raises(KeyUnusable):
         records.claim(make_call("k" * 256), "database")
-
-
-# -- the claim -------------------------------------------------------------------------------------
 
 
 def test_a_first_run_is_one_statement_more_than_elsewhere(records: SqlRecordStore) -> None:
@@ -142,9 +131,7 @@ def race(url: str, seed: int, begin: Any, found: Any) -> None:
     found.put(wins)
 
 
-def test_of_two_processes_that_race_each_fence_has_one_winner(
-    records: SqlRecordStore,
-) -> None:
+def test_of_two_processes_that_race_each_fence_has_one_winner(records: SqlRecordStore) -> None:
     """The fence of a key grows with each success."""
     spawn = multiprocessing.get_context("spawn")
     together, found = spawn.Barrier(2), spawn.Queue()
@@ -162,9 +149,6 @@ def test_of_two_processes_that_race_each_fence_has_one_winner(
         assert attempts == tuple(range(1, len(of_key) + 1))
         assert list(fences) == sorted(set(fences))
     assert len(wins) > 1000
-
-
-# -- sessions and clocks ---------------------------------------------------------------------------
 
 
 def test_the_clock_does_not_depend_on_the_time_zone_of_a_session(records: SqlRecordStore) -> None:
@@ -205,13 +189,8 @@ def test_a_server_with_other_sql_modes_can_be_used(leases_mariadb: MariaServer) 
         records.database.close()
 
 
-# -- values that are too large ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [3_000_000, 20_000_000])
-def test_a_call_too_large_for_the_server_runs_without_it(
-    records: SqlRecordStore, size: int
-) -> None:
+def test_a_call_too_large_for_the_server_runs(records: SqlRecordStore, size: int) -> None:
     """A key that is too large is an error of its call."""
 
     def allow(bytes_of_a_packet: int) -> None:

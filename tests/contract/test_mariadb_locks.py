@@ -24,10 +24,8 @@ from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import begin
 from celery_leases.testing.contracts.record_case import outcome, won
 from celery_leases.testing.waits import wait_until
-from tests.contract.sql_stores import mariadb_records, wait_for_locks
+from tests.contract.sql_stores import wait_for_locks
 from tests.support.servers import MariaServer
-
-__all__ = ["mariadb_records"]
 
 
 @pytest.fixture
@@ -35,17 +33,12 @@ def records(mariadb_records: SqlRecordStore) -> SqlRecordStore:
     return mariadb_records
 
 
-# -- locks and outages -----------------------------------------------------------------------------
-
-
 def locked(connection: Connection) -> None:
     connection.execute(text("BEGIN"))
     connection.execute(text("SELECT 1 FROM celery_leases_records FOR UPDATE"))
 
 
-def test_after_a_lock_timeout_nothing_was_written(
-    records: SqlRecordStore,
-) -> None:
+def test_after_a_lock_timeout_nothing_was_written(records: SqlRecordStore) -> None:
     record = won(records, make_call(fresh_key()))
     with records.database.engine.connect() as other:
         locked(other)
@@ -116,9 +109,6 @@ def test_a_silent_server_does_not_block_a_call_for_ever(leases_mariadb: MariaSer
         records.database.close()
 
 
-# -- the user's own transaction --------------------------------------------------------------------
-
-
 @pytest.fixture
 def driver(records: SqlRecordStore) -> Iterator[Any]:
     """A connection of PyMySQL with its defaults, which counts changed rows."""
@@ -131,7 +121,7 @@ def driver(records: SqlRecordStore) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("store", ["redis:one", "database"])
-def test_a_guard_by_a_plain_connection_is_seen(
+def test_a_plain_connections_guard_is_seen(
     records: SqlRecordStore, driver: Any, store: str
 ) -> None:
     """Such a connection counts changed rows, and a guard may change none."""
@@ -147,9 +137,7 @@ def test_a_guard_by_a_plain_connection_is_seen(
     assert records.settle(record, outcome(record))
 
 
-def test_a_guard_sees_the_successor_in_an_old_snapshot(
-    records: SqlRecordStore, driver: Any
-) -> None:
+def test_a_guard_in_an_old_snapshot_sees_more(records: SqlRecordStore, driver: Any) -> None:
     call = make_call(fresh_key())
     record = won(records, call)
     transaction = JoinedTransaction(driver, records)
@@ -184,9 +172,7 @@ class DjangoLike:
         return self.connection.cursor()
 
 
-def test_a_connection_that_hides_its_transaction_is_refused(
-    records: SqlRecordStore, driver: Any
-) -> None:
+def test_a_hidden_transaction_is_refused(records: SqlRecordStore, driver: Any) -> None:
     """Django's shows one by switching off autocommit."""
     record, mute = won(records, make_call(fresh_key())), Mute(driver)
     with pytest.raises(WrongDatabase, match="does not show whether its transaction is open"):
@@ -203,9 +189,7 @@ def test_a_connection_that_hides_its_transaction_is_refused(
     assert not transaction.is_open()
 
 
-def test_a_call_enqueued_after_an_old_snapshot_is_seen(
-    records: SqlRecordStore, driver: Any
-) -> None:
+def test_a_call_enqueued_after_a_snapshot_is_seen(records: SqlRecordStore, driver: Any) -> None:
     key, outbox = CallKey("k", fresh_key(), None, None), Outbox(records)
     enqueuing = outbox.enqueue_writes("contract", key, "first", "{}", ttl=15.0, retention=60.0)
     transaction = JoinedTransaction(driver, records)

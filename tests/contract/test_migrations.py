@@ -23,14 +23,6 @@ from celery_leases.stores.sql.transactions import JoinedTransaction
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import outcome, row, won
 from celery_leases.testing.waits import wait_until
-from tests.contract.sql_stores import (
-    database_url,
-    server_records,
-    server_url,
-    sql_records,
-)
-
-__all__ = ["database_url", "server_records", "server_url", "sql_records"]
 
 
 def columns(connection: Connection, tables: Tables) -> set[str]:
@@ -93,9 +85,7 @@ def test_claims_and_outcomes_go_on_while_a_step_is_applied(sql_records: SqlRecor
         assert "colour" in columns(connection, sql_records.tables)
 
 
-def test_earlier_tables_are_refused_until_migrated(
-    sql_records: SqlRecordStore,
-) -> None:
+def test_earlier_tables_are_refused_until_migrated(sql_records: SqlRecordStore) -> None:
     with sql_records.database.engine.connect() as connection:
         connection.execute(text("UPDATE celery_leases_version SET version = 0"))
     with pytest.raises(SchemaOutdated, match=r"have version 0, not 1.*leases migrate"):
@@ -153,9 +143,7 @@ def test_a_step_waits_for_a_transaction_that_guards_a_row(server_records: SqlRec
     assert row(records, record.stored_key).state is State.DONE
 
 
-def test_a_step_that_gets_no_lock_is_given_up(
-    server_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_has_an_end(server_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrations, "RETRY_TIME", 0.0)
     record = won(server_records, make_call(fresh_key()))
     url = server_records.database.engine.url.render_as_string(False)

@@ -23,11 +23,10 @@ from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import make_call
 from celery_leases.testing.contracts.record_case import closed, won
 from celery_leases.testing.waits import wait_until
-from tests.contract.sql_stores import database_url, operator_of, sql_records
+from tests.contract.sql_stores import operator_of
 from tests.unit.doc_pages import blocks, page
 
-__all__ = ["database_url", "sql_records"]
-
+Put = Callable[..., None]
 LIMIT = Failure("openai.RateLimitError", "too many", "rate-limited", "rate_limited", "openai:x")
 
 
@@ -45,9 +44,7 @@ def put(sql_records: SqlRecordStore) -> Callable[..., None]:
     ) -> None:
         ended = Ended.RETURNED if state is State.DONE else Ended.FAILED
         record = won(
-            sql_records,
-            make_call(f"t:{task}|{key}", task=task, key=key, ttl=600.0),
-            "database",
+            sql_records, make_call(f"t:{task}|{key}", task=task, key=key, ttl=600.0), "database"
         )
         if state is not State.RUNNING:
             closed(
@@ -78,10 +75,7 @@ def sql(records: SqlRecordStore, statement: str) -> None:
 
 
 def test_a_key_of_a_task_of_the_app_is_found_without_reading_all_records(
-    sql_records: SqlRecordStore,
-    put: Callable[..., None],
-    database_url: str,
-    monkeypatch: pytest.MonkeyPatch,
+    sql_records: SqlRecordStore, put: Put, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By its stored key, also in a namespace; a key of two tasks is refused."""
     app = Celery("operated", broker="memory://", set_as_current=False)
@@ -113,9 +107,7 @@ def test_a_key_of_a_task_of_the_app_is_found_without_reading_all_records(
         assert searched == ["removed", "nobody's"]
 
 
-def test_pages_have_each_record_once_in_order(
-    client: OperatorClient, put: Callable[..., None]
-) -> None:
+def test_pages_have_each_record_once_in_order(client: OperatorClient, put: Put) -> None:
     for number in range(7):
         put(f"k{number}")
     sql(
@@ -136,9 +128,7 @@ def test_pages_have_each_record_once_in_order(
         client.page(after="nonsense!")
 
 
-def test_the_slowest_come_first_and_runs_count(
-    client: OperatorClient, put: Callable[..., None]
-) -> None:
+def test_the_slowest_come_first_and_runs_count(client: OperatorClient, put: Put) -> None:
     for key, seconds in (("quick", 1), ("slow", 60), ("slower", 90)):
         put(key)
         ended = f"finished_at = started_at + {seconds * 1_000_000} WHERE stored_key = 't:t|{key}'"
@@ -150,7 +140,7 @@ def test_the_slowest_come_first_and_runs_count(
     assert keys(client.page(order="slowest", limit=3, after=first.next).statuses) == ["quick"]
 
 
-def test_each_filter_narrows(client: OperatorClient, put: Callable[..., None]) -> None:
+def test_each_filter_narrows(client: OperatorClient, put: Put) -> None:
     put("done:1")
     put("done:2", task="u", ago=7200)
     put("limit:1", State.COOLING, failure=LIMIT, reason="rate_limited", retry_after=60.0)
@@ -195,16 +185,14 @@ def test_each_filter_narrows(client: OperatorClient, put: Callable[..., None]) -
         client.where(since="soon")
 
 
-def test_forgotten_keys_are_in_no_page(client: OperatorClient, put: Callable[..., None]) -> None:
+def test_forgotten_keys_are_in_no_page(client: OperatorClient, put: Put) -> None:
     put("k")
     client.forget("k")
     assert client.page().statuses == []
     assert client.how_many() == 0
 
 
-def test_statistics_count_by_state_and_by_rule(
-    client: OperatorClient, put: Callable[..., None]
-) -> None:
+def test_statistics_count_by_state_and_by_rule(client: OperatorClient, put: Put) -> None:
     put("d1", ago=500)
     put("d2")
     put("c1", State.COOLING, failure=LIMIT, retry_after=60.0)
@@ -234,7 +222,7 @@ def test_statistics_count_by_state_and_by_rule(
 
 
 def test_the_database_counts_the_rules_whatever_is_in_the_texts(
-    client: OperatorClient, put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    client: OperatorClient, put: Put, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trap = ',"group":"g","rule":"r","reason":"s"}'
     failures = {
@@ -265,9 +253,7 @@ def test_the_database_counts_the_rules_whatever_is_in_the_texts(
     assert rows in ([5], [6])
 
 
-def test_keys_are_changed_if_they_are_as_found(
-    client: OperatorClient, put: Callable[..., None]
-) -> None:
+def test_keys_are_changed_if_they_are_as_found(client: OperatorClient, put: Put) -> None:
     for key in ("a", "b", "c", "d"):
         put(key, State.FAILED)
     found = [*client.matching(client.where(states=["failed"]))]
@@ -293,7 +279,7 @@ def test_keys_are_changed_if_they_are_as_found(
 @pytest.mark.parametrize("what", ["retry", "forget"])
 def test_what_became_of_a_key_is_known_without_another_look(
     client: OperatorClient,
-    put: Callable[..., None],
+    put: Put,
     monkeypatch: pytest.MonkeyPatch,
     what: Literal["retry", "forget"],
 ) -> None:
@@ -316,7 +302,7 @@ def test_what_became_of_a_key_is_known_without_another_look(
 
 
 def test_a_key_that_changes_between_the_look_and_the_write_is_left_alone(
-    client: OperatorClient, put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    client: OperatorClient, put: Put, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put("a", State.FAILED)
     found = [*client.matching()]
@@ -332,7 +318,7 @@ def test_a_key_that_changes_between_the_look_and_the_write_is_left_alone(
     assert (change.done, client.status("a", task="t").state) == (False, "pending")
 
 
-def test_release_takes_only_held_keys(client: OperatorClient, put: Callable[..., None]) -> None:
+def test_release_takes_only_held_keys(client: OperatorClient, put: Put) -> None:
     put("a", State.FAILED)
     put("b", State.RUNNING)
     changes = {
@@ -341,18 +327,14 @@ def test_release_takes_only_held_keys(client: OperatorClient, put: Callable[...,
     assert changes == {"a": False, "b": True}
 
 
-def test_later_changes_are_not_in_a_filter(
-    client: OperatorClient, put: Callable[..., None]
-) -> None:
+def test_later_changes_are_not_in_a_filter(client: OperatorClient, put: Put) -> None:
     put("a", State.FAILED, ago=10)
     wanted = client.as_of_now(client.where(states=["failed"]))
     put("b", State.FAILED)
     assert keys([*client.matching(wanted)]) == ["a"]
 
 
-def test_old_records_are_purged_and_nothing_else(
-    client: OperatorClient, put: Callable[..., None]
-) -> None:
+def test_old_records_are_purged_and_nothing_else(client: OperatorClient, put: Put) -> None:
     """No running row, none to publish; an uncertain one if asked for."""
     for number in range(5):
         put(f"old{number}", ago=40 * 86_400)
@@ -380,7 +362,7 @@ def test_old_records_are_purged_and_nothing_else(
     assert list(client.purge()) == [1]
 
 
-def test_effects_go_with_a_purged_record(client: OperatorClient, put: Callable[..., None]) -> None:
+def test_effects_go_with_a_purged_record(client: OperatorClient, put: Put) -> None:
     put("old", ago=40 * 86_400)
     put("new")
     effects = client._records.tables.effects
@@ -404,7 +386,7 @@ def test_effects_go_with_a_purged_record(client: OperatorClient, put: Callable[.
 
 
 def test_a_page_stays_readable_when_the_lease_store_does_not_answer(
-    client: OperatorClient, put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    client: OperatorClient, put: Put, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key in ("a", "b", "c"):
         put(key, State.RUNNING)
@@ -421,9 +403,7 @@ def test_a_page_stays_readable_when_the_lease_store_does_not_answer(
     assert len(asked) == 1
 
 
-def test_a_page_of_many_reads_what_it_shows(
-    client: OperatorClient, sql_records: SqlRecordStore
-) -> None:
+def test_a_page_reads_what_it_shows(client: OperatorClient, sql_records: SqlRecordStore) -> None:
     row = sql_records.tables.records
     columns = {
         "task": "t",
@@ -458,9 +438,7 @@ def test_a_page_of_many_reads_what_it_shows(
     assert [*client.purge(older="1d", batch=1000)] == [1000, 1000, 1000]
 
 
-def test_the_docs_example_retries_rate_limits(
-    client: OperatorClient, put: Callable[..., None]
-) -> None:
+def test_the_docs_example_retries_rate_limits(client: OperatorClient, put: Put) -> None:
     (source,) = (block for block in blocks(page("command-line"), "python") if "as_of_now" in block)
     names: dict[str, Any] = {}
     exec(source, names)  # noqa: S102 - our own page

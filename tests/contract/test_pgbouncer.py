@@ -126,9 +126,7 @@ def test_a_connection_that_is_refused_for_its_options_is_opened_without_them(ref
         postgresql.connect(dialect, None, [], {"options": "-c search_path=x"})
 
 
-def test_statements_deallocated_by_another_client_are_executed_again(
-    leases_postgres_url: str,
-) -> None:
+def test_deallocated_statements_are_executed_again(leases_postgres_url: str) -> None:
     records = SqlRecordStore(engine_for(leases_postgres_url, 1))
     records.migrate()
     leases = DatabaseLeaseStore(records)

@@ -38,7 +38,7 @@ def server(leases_postgres: PostgresServer) -> Iterator[PostgresServer]:
 
 
 @needs_told
-def test_a_silent_server_does_not_block_a_call(
+def test_silence_does_not_block_a_call(
     server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is frozen, while TCP acknowledges packets."""
@@ -64,7 +64,7 @@ def test_a_silent_server_does_not_block_a_call(
 
 
 @needs_told
-def test_no_answer_closes_the_connection(
+def test_silence_closes_a_connection(
     leases_postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A late reply must not be read as that to the next statement."""
@@ -121,9 +121,7 @@ def test_a_claim_waits_for_an_insert_of_its_row_that_is_not_committed(
     records.database.close()
 
 
-def test_a_refused_claim_writes_and_locks_nothing_and_takes_no_transaction_id(
-    server: PostgresServer,
-) -> None:
+def test_a_refused_claim_writes_nothing_and_takes_no_transaction_id(server: PostgresServer) -> None:
     records = SqlRecordStore(engine_for(server.new_database()))
     records.migrate()
     leases = DatabaseLeaseStore(records)
@@ -172,9 +170,7 @@ def test_the_lock_timeout_is_that_of_the_url(leases_postgres_url: str, asked: st
     engine.dispose()
 
 
-def test_the_latest_and_the_expired_records_are_found_by_an_index(
-    leases_postgres_url: str,
-) -> None:
+def test_the_latest_and_the_expired_records_are_found_by_an_index(leases_postgres_url: str) -> None:
     records = SqlRecordStore(engine_for(leases_postgres_url))
     records.migrate()
     records.check()

@@ -11,9 +11,6 @@ from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import closed, refused, won
 from celery_leases.testing.waits import wait_until
-from tests.contract.sql_stores import database_url, sql_records
-
-__all__ = ["database_url", "sql_records"]
 
 
 def expire(records: SqlRecordStore, number: int) -> None:
@@ -30,9 +27,7 @@ def left(records: SqlRecordStore) -> int:
         )
 
 
-def test_a_turn_lasts_while_batches_are_full(
-    sql_records: SqlRecordStore,
-) -> None:
+def test_a_turn_lasts_while_batches_are_full(sql_records: SqlRecordStore) -> None:
     expire(sql_records, 5)
     assert [sql_records.purge_in_turn(2, 60.0) for _ in range(3)] == [True, True, False]
     assert left(sql_records) == 0
@@ -41,7 +36,7 @@ def test_a_turn_lasts_while_batches_are_full(
     assert left(sql_records) == 1
 
 
-def test_of_many_that_ask_one_has_the_turn(
+def test_one_of_many_has_the_turn(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expire(sql_records, 2)
@@ -53,7 +48,7 @@ def test_of_many_that_ask_one_has_the_turn(
     assert (len(asked), left(sql_records)) == (1, 0)
 
 
-def test_a_process_that_dies_is_followed_soon(
+def test_a_dead_one_is_followed(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "PURGE_PATIENCE", 0.5)

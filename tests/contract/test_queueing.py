@@ -13,9 +13,7 @@ from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import closed, row, won
-from tests.contract.sql_stores import database_url, sql_records, statements_of
-
-__all__ = ["database_url", "sql_records"]
+from tests.contract.sql_stores import statements_of
 
 DATABASE = "database"
 SPANS: dict[str, Any] = {"ttl": 15.0, "retention": 3600.0}
@@ -40,9 +38,7 @@ def reassign(outbox: Outbox, old: Record, call_id: str, *, new_generation: bool 
     )
 
 
-def test_a_queued_record_is_one_statement_and_counts(
-    outbox: Outbox, sql_records: SqlRecordStore
-) -> None:
+def test_a_queued_record_is_one_statement(outbox: Outbox, sql_records: SqlRecordStore) -> None:
     key = fresh_key()
     with statements_of(outbox.database) as statements:
         assert queue(outbox, key, "call-1")
@@ -61,9 +57,7 @@ def test_a_queued_record_is_one_statement_and_counts(
     assert found.message is not None
 
 
-def test_an_unpublished_call_leaves_its_key_free(
-    outbox: Outbox, sql_records: SqlRecordStore
-) -> None:
+def test_an_unpublished_call_frees_its_key(outbox: Outbox, sql_records: SqlRecordStore) -> None:
     """Unless a worker has started it."""
     key, other = fresh_key(), fresh_key()
     queue(outbox, key, "call-1")
@@ -79,9 +73,7 @@ def test_an_unpublished_call_leaves_its_key_free(
     assert row(sql_records, other).state is State.RUNNING
 
 
-def test_a_key_without_a_call_is_taken_unchanged(
-    outbox: Outbox, sql_records: SqlRecordStore
-) -> None:
+def test_a_key_without_a_call_is_taken(outbox: Outbox, sql_records: SqlRecordStore) -> None:
     key = fresh_key()
     record = won(sql_records, make_call(key, call_id="call-1"), DATABASE)
     done = closed(

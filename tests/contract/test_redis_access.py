@@ -17,20 +17,10 @@ from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.group_case import half_open
 from celery_leases.testing.waits import wait_until
-from tests.contract.redis_stores import (
-    PASSWORD,
-    Certificates,
-    Reached,
-    acl_store,
-    certificates,
-    documented_user,
-    tls_store,
-)
+from tests.contract.redis_stores import PASSWORD, Certificates, Reached, documented_user
 from tests.contract.test_redis_outages import STEPS, steps
 from tests.support.servers import RedisCluster, RedisSentinels, RedisServer
 from tests.unit.doc_pages import markdown_rows, page
-
-__all__ = ["acl_store", "certificates", "tls_store"]
 
 
 @pytest.fixture
@@ -50,9 +40,6 @@ def refusals(store: RedisLeaseStore) -> dict[str, StoreUnavailable]:
     return errors
 
 
-# -- TLS -------------------------------------------------------------------------------------------
-
-
 def test_another_authority_is_reported_as_by_openssl(tls_store: Reached, tmp_path: Path) -> None:
     stranger = Certificates(tmp_path)
     store = RedisLeaseStore.from_url(tls_store.url, options={"ssl": stranger.client_options})
@@ -61,9 +48,7 @@ def test_another_authority_is_reported_as_by_openssl(tls_store: Reached, tmp_pat
     assert caught.value.executed is False
 
 
-def test_a_client_without_its_certificate_is_refused(
-    tls_store: Reached,
-) -> None:
+def test_a_client_without_its_certificate_is_refused(tls_store: Reached) -> None:
     """Whether alert or end of connection is read first, is random."""
     authority = tls_store.options["ssl"]["ssl_ca_certs"]
     store = RedisLeaseStore.from_url(f"{tls_store.url}?ssl_ca_certs={authority}")
@@ -76,9 +61,6 @@ def test_a_server_without_tls_never_answers(server: RedisServer) -> None:
     with pytest.raises(StoreUnavailable, match="Timeout connecting") as caught:
         store.holder("x")
     assert caught.value.executed is False
-
-
-# -- users -----------------------------------------------------------------------------------------
 
 
 def test_the_documented_user_notices_a_failover_and_sees_no_other_keys(acl_store: Reached) -> None:
@@ -141,9 +123,6 @@ def test_without_info_only_an_emptied_store_is_noticed(server: RedisServer) -> N
     assert whole.age(key) == 0.0
     wait_until(lambda: meek.age(key) > 0.05, 10, "the store to age")
     assert whole.age(key) > 0.05
-
-
-# -- passwords that change -------------------------------------------------------------------------
 
 
 class Rotating(redis.CredentialProvider):

@@ -80,9 +80,6 @@ def group_apart(cluster: RedisCluster, store: RedisLeaseStore, call: Call) -> st
     )
 
 
-# -- keys ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("prefix", ["celery_leases", "team:{x}", "a}b", "ü"])
 @pytest.mark.parametrize("stored_key", ["t:task|key", "g:{", "g:}{a}", "", "}", "{}x"])
 def test_a_lease_shares_its_slot_with_its_epoch(prefix: str, stored_key: str) -> None:
@@ -104,9 +101,6 @@ def test_every_slot_has_an_epoch_of_its_own(cluster: RedisCluster, store: RedisL
     wait_until(lambda: store.age(first.key.stored) > 0.05, 10, "the slot to age")
     assert store.age(second.key.stored) == 0.0
     assert store._client.send([("PTTL", store._keys.epoch(first.key.stored))])[0] > 29 * 86_400_000
-
-
-# -- a gate on another node ------------------------------------------------------------------------
 
 
 def test_a_request_in_a_group_takes_two_round_trips_and_three_at_a_closed_gate(
@@ -149,7 +143,7 @@ def test_a_request_in_a_group_takes_two_round_trips_and_three_at_a_closed_gate(
         assert len(sent) == trips
 
 
-def test_a_request_refused_by_a_gate_has_no_lease(
+def test_a_request_refused_there_has_no_lease(
     cluster: RedisCluster, store: RedisLeaseStore
 ) -> None:
     call = make_call(fresh_key())
@@ -184,11 +178,8 @@ def test_a_silent_gate_refuses_every_request(cluster: RedisCluster, store: Redis
     assert found(store, group).probe is None
 
 
-# -- nodes that are down ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["killed", "frozen"])
-def test_a_node_that_is_down_fails_its_leases(
+def test_a_dead_node_fails_its_leases(
     cluster: RedisCluster, store: RedisLeaseStore, how: str
 ) -> None:
     calls = leases_on(cluster, store)
@@ -287,13 +278,7 @@ def test_a_node_that_restarts_empty_is_seen(cluster: RedisCluster, store: RedisL
     assert store.acquire(newcomer) == Acquired()
     assert store.age(newcomer.key.stored) < 0.5
     assert store.release(newcomer.key.stored, newcomer.token)
-    answers = dict(
-        zip(
-            calls,
-            store.renew([renewal(call) for call in calls.values()]),
-            strict=True,
-        )
-    )
+    answers = dict(zip(calls, store.renew([renewal(call) for call in calls.values()]), strict=True))
     assert [node for node, answer in answers.items() if answer is RenewalResult.MISSING] == [gone]
     assert store.reassert(calls[gone])
     held = {call.key.stored for call in calls.values()}
@@ -321,9 +306,7 @@ def test_without_a_node_nothing_was_executed(leases_redis_url: str) -> None:
         assert caught.value.executed is False
 
 
-def test_an_unserved_slot_has_executed_nothing(
-    cluster: RedisCluster, store: RedisLeaseStore
-) -> None:
+def test_an_unserved_slot_executes_nothing(cluster: RedisCluster, store: RedisLeaseStore) -> None:
     call = make_call(fresh_key())
     node = cluster.node_of(store._keys.lease(call.key.stored))
     slot = key_slot(store._keys.lease(call.key.stored).encode())
@@ -342,9 +325,6 @@ def acquires(store: RedisLeaseStore, call: Call) -> bool:
         return store.acquire(call) == Acquired()
     except StoreUnavailable:
         return False
-
-
-# -- slots that move -------------------------------------------------------------------------------
 
 
 def test_a_lease_moves_with_its_slot(cluster: RedisCluster, store: RedisLeaseStore) -> None:

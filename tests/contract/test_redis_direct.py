@@ -80,18 +80,14 @@ def test_a_refusal_leaves_its_connection_open(client: DirectClient, leases_redis
     )
 
 
-def test_a_connection_that_died_idle_is_replaced(
-    client: DirectClient, leases_redis_url: str
-) -> None:
+def test_a_connection_dead_idle_is_replaced(client: DirectClient, leases_redis_url: str) -> None:
     for time in range(3):
         with redis.Redis.from_url(leases_redis_url) as admin:
             admin.client_kill_filter(_type="normal")
         assert client.send(packed(["INCR", "counted"])) == time + 1
 
 
-def test_an_unread_reply_is_never_that_of_another(
-    client: DirectClient, leases_redis_url: str
-) -> None:
+def test_an_unread_reply_stays_with_its_own(client: DirectClient, leases_redis_url: str) -> None:
     store = RedisLeaseStore(client, "unawaited", "unawaited")
     for _ in range(3):
         request = make_call(fresh_key())
@@ -103,9 +99,7 @@ def test_an_unread_reply_is_never_that_of_another(
         assert store.holder(request.key.stored) is None
 
 
-def test_a_release_is_repeated_without_the_script(
-    client: DirectClient, leases_redis_url: str
-) -> None:
+def test_a_release_without_a_script_is_sent(client: DirectClient, leases_redis_url: str) -> None:
     """At once, or before the next command."""
     store = RedisLeaseStore(client, "unawaited", "unawaited")
     requests = [make_call(fresh_key()) for _ in range(2)]
@@ -121,9 +115,7 @@ def test_a_release_is_repeated_without_the_script(
         assert not admin.keys("unawaited:*:lease")
 
 
-def test_a_dead_connection_with_a_reply_is_replaced(
-    client: DirectClient, leases_redis_url: str
-) -> None:
+def test_a_dead_one_with_a_reply_is_replaced(client: DirectClient, leases_redis_url: str) -> None:
     store = RedisLeaseStore(client, "unawaited", "unawaited")
     with redis.Redis.from_url(leases_redis_url) as admin:
         for time in range(3):
@@ -139,9 +131,7 @@ def test_a_dead_connection_with_a_reply_is_replaced(
             assert not admin.keys("unawaited:*:lease")
 
 
-def test_a_connection_closed_elsewhere_leaves_no_reply(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_connection_closed_elsewhere_leaves_no_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     closing, close = threading.Event(), threading.Event()
     usual: Any = redis.connection.AbstractConnection.disconnect
     with RedisServer() as server:
@@ -192,9 +182,7 @@ def test_a_release_that_is_never_answered_fails_no_later_command(
     client.disconnect()
 
 
-def test_threads_share_connections_but_no_replies(
-    client: DirectClient, leases_redis_url: str
-) -> None:
+def test_threads_share_no_replies(client: DirectClient, leases_redis_url: str) -> None:
     wrong: list[object] = []
     others = connections(leases_redis_url) - 1
 
@@ -249,9 +237,7 @@ def test_a_look_at_a_connection_reads_nothing() -> None:
     os.close(reading)
 
 
-def test_a_client_with_a_provider_uses_redis_pys_pool(
-    leases_redis_url: str,
-) -> None:
+def test_a_client_with_a_provider_uses_redis_pys_pool(leases_redis_url: str) -> None:
     """Only that can authenticate again."""
     provider = redis.UsernamePasswordCredentialProvider("default", "")
     made = redis_address(leases_redis_url, {"credential_provider": provider}).client(2.0)

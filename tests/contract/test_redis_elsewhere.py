@@ -12,29 +12,6 @@ from celery_leases.testing.contracts import (
     MarkStoreContract,
     SeparateLeaseStoreContract,
 )
-from tests.contract.redis_stores import (
-    acl_store,
-    certificates,
-    cluster,
-    cluster_store,
-    sentinel_store,
-    sentinels,
-    store_elsewhere,
-    tls_store,
-    unix_store,
-)
-
-__all__ = [
-    "acl_store",
-    "certificates",
-    "cluster",
-    "cluster_store",
-    "sentinel_store",
-    "sentinels",
-    "store_elsewhere",
-    "tls_store",
-    "unix_store",
-]
 
 
 class TestLeases(SeparateLeaseStoreContract):

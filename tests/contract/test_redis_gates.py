@@ -14,9 +14,7 @@ from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.testing.contracts import GateHistoryContract, GateStoreContract
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.group_case import POLICY, closed, closing, found, half_open
-from tests.contract.redis_stores import OpenStore, open_store, valkey_url
-
-__all__ = ["open_store", "valkey_url"]
+from tests.contract.redis_stores import OpenStore
 
 GROUP = "openai:gpt"
 TRIPS, CLOSED, PROBE, PAST = (
@@ -48,9 +46,6 @@ def test_a_client_that_decodes_its_replies_can_be_used(open_store: OpenStore) ->
     assert found(store, GROUP).message == "slow"
 
 
-# -- what comes before the gate --------------------------------------------------------------------
-
-
 def test_a_new_server_is_noticed_at_a_gate_too(store: RedisLeaseStore) -> None:
     """The caller gives the probe slot back with the lease if the row is running."""
     half_open(store, GROUP)
@@ -63,10 +58,7 @@ def test_a_new_server_is_noticed_at_a_gate_too(store: RedisLeaseStore) -> None:
 
 
 def test_a_held_or_cooling_key_is_reported_at_any_gate(store: RedisLeaseStore) -> None:
-    held, cooling = (
-        make_call(fresh_key(), group=GROUP),
-        make_call(fresh_key(), group=GROUP),
-    )
+    held, cooling = (make_call(fresh_key(), group=GROUP), make_call(fresh_key(), group=GROUP))
     for call in (held, cooling):
         assert store.acquire(call) == Acquired()
     assert store.cool(cooling.key.stored, cooling.token, 60.0)
@@ -79,19 +71,13 @@ def test_a_held_or_cooling_key_is_reported_at_any_gate(store: RedisLeaseStore) -
         closed(store, GROUP, 60.0)
 
 
-# -- trips -----------------------------------------------------------------------------------------
-
-
-def test_every_step_is_one_trip_and_closing_two(
+def test_each_step_is_one_trip_or_two(
     leases_redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = RedisLeaseStore.from_url(leases_redis_url)
     closed(store, "closed", 60.0)
     half_open(store, GROUP)
-    call, plain = (
-        make_call(fresh_key(), group=GROUP),
-        make_call(fresh_key()),
-    )
+    call, plain = (make_call(fresh_key(), group=GROUP), make_call(fresh_key()))
     store.acquire(call)
     store.release_probe(GROUP, "x")
     store.cool("x", "x", 1.0)
@@ -114,10 +100,7 @@ def test_every_step_is_one_trip_and_closing_two(
         (1, lambda: store.acquire(make_call(fresh_key(), group="closed"))),
         (1, lambda: store.acquire(call)),
         (1, lambda: store.acquire(make_call(fresh_key(), group=GROUP))),
-        (
-            1,
-            lambda: store.renew([Renewal(call.key.stored, call.token, 15.0, GROUP)] * 20),
-        ),
+        (1, lambda: store.renew([Renewal(call.key.stored, call.token, 15.0, GROUP)] * 20)),
         (1, lambda: store.gate(GROUP)),
         (2, lambda: store.close_gate(GROUP, closing(60.0), call.token)),
         (1, lambda: store.close_gate(GROUP, closing(30.0), "another")),
@@ -153,9 +136,6 @@ def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
         assert step()
 
 
-# -- how long a gate is remembered -----------------------------------------------------------------
-
-
 def test_trips_are_forgotten_after_a_quiet_time(store: RedisLeaseStore) -> None:
     closed(store, GROUP, 3600.0)
     assert 3600 + POLICY.quiet - 60 < store._client.pttl(TRIPS) / 1000 <= 3600 + POLICY.quiet
@@ -186,9 +166,6 @@ def test_a_history_that_another_program_wrote_is_replaced(store: RedisLeaseStore
         assert len(store.past_closings()[GROUP]) == 1
         assert store.open_gate(GROUP)
         assert store.gate(GROUP) is None
-
-
-# -- values and names ------------------------------------------------------------------------------
 
 
 def test_the_keys_of_a_gate_share_a_hash_tag_and_end(store: RedisLeaseStore) -> None:

@@ -18,9 +18,7 @@ from celery_leases.testing.contracts import MarkStoreContract, SeparateLeaseStor
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.group_case import closed
 from celery_leases.testing.waits import wait_until
-from tests.contract.redis_stores import OpenStore, open_store, valkey_url
-
-__all__ = ["open_store", "valkey_url"]
+from tests.contract.redis_stores import OpenStore
 
 MONTH = 30 * 86_400
 
@@ -62,13 +60,8 @@ def test_a_client_that_decodes_its_replies_can_be_used(open_store: OpenStore, ke
     assert store.release(key, call.token)
 
 
-# -- a store that came up empty --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("first", ["acquired", "asked"])
-def test_a_store_shows_how_long_it_has_its_data(
-    store: RedisLeaseStore, key: str, first: str
-) -> None:
+def test_a_store_shows_the_age_of_its_data(store: RedisLeaseStore, key: str, first: str) -> None:
     """After a month it counts as new again."""
     if first == "acquired":
         store.acquire(make_call(key))
@@ -87,7 +80,7 @@ def test_an_emptied_server_counts_as_new(store: RedisLeaseStore, key: str) -> No
 
 
 @pytest.mark.parametrize("value", ["", "garbage", "a" * 40, "up", "up 1 name", {"up": "1"}])
-def test_a_foreign_epoch_is_ignored(
+def test_another_epoch_counts(
     store: RedisLeaseStore, key: str, value: str | dict[str, str]
 ) -> None:
     if isinstance(value, dict):
@@ -99,15 +92,10 @@ def test_a_foreign_epoch_is_ignored(
     wait_until(lambda: store.age(key) > 0.05, 10, "the store to age")
 
 
-# -- values that are not ours ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "value", [b"garbage", b"", b"tok {not json", b"tok [1, 2]", b"\xff\xfe \x00", {"a": "b"}]
 )
-def test_a_foreign_value_is_named(
-    store: RedisLeaseStore, key: str, value: bytes | dict[str, str]
-) -> None:
+def test_a_foreign_value(store: RedisLeaseStore, key: str, value: bytes | dict[str, str]) -> None:
     """No call holds the key, so waiting would never end."""
     lease = store._keys.lease(key)
     if isinstance(value, dict):
@@ -154,9 +142,7 @@ def test_a_value_of_a_later_version_is_held_for_its_ttl(
 
 
 @pytest.mark.parametrize("cools", [False, True], ids=["held", "cooling"])
-def test_a_lease_with_other_records_is_a_mismatch(
-    store: RedisLeaseStore, key: str, cools: bool
-) -> None:
+def test_a_lease_of_other_records_differs(store: RedisLeaseStore, key: str, cools: bool) -> None:
     """Two environments with one prefix."""
     call = make_call(key, database="aa")
     assert isinstance(store.acquire(call), Acquired)
@@ -201,13 +187,8 @@ def test_a_token_must_be_one_word(store: RedisLeaseStore, key: str, token: str) 
         store.acquire(replace(make_call(key), token=token))
 
 
-# -- names -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("prefix", ["a*b", "a?", "[ab]", "a\\", "team:{x}", "ü"])
-def test_any_prefix_has_its_own_leases_and_gates(
-    open_store: OpenStore, prefix: str, key: str
-) -> None:
+def test_any_prefix_has_its_own_leases(open_store: OpenStore, prefix: str, key: str) -> None:
     store, other = open_store(prefix), open_store("aab")
     assert store.acquire(make_call(key)) == Acquired()
     assert other.acquire(make_call(key)) == Acquired()
@@ -230,9 +211,6 @@ def test_all_keys_of_a_task_key_share_a_hash_tag(store: RedisLeaseStore, key: st
     }
 
 
-# -- the server forgets, the process forks ---------------------------------------------------------
-
-
 def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
     calls = [make_call(fresh_key()) for _ in range(50)]
     for call in calls:
@@ -252,9 +230,7 @@ def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
         assert step()
 
 
-def test_each_step_is_one_round_trip(
-    leases_redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_step_is_one_trip(leases_redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RedisLeaseStore.from_url(leases_redis_url)
     calls = [make_call(fresh_key()) for _ in range(50)]
     for call in calls:

@@ -101,9 +101,7 @@ def test_a_name_that_does_not_resolve_and_a_socket_that_is_not_there_are_refusal
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_frozen_server_may_have_executed(
-    server: RedisServer, store: RedisLeaseStore, step: str
-) -> None:
+def test_a_frozen_server_is_unknown(server: RedisServer, store: RedisLeaseStore, step: str) -> None:
     """It is asked once, and the call waits for the timeout."""
     fresh = store.bounded(TIMEOUT)
     server.pause()
@@ -114,9 +112,7 @@ def test_a_frozen_server_may_have_executed(
         server.resume()
 
 
-def test_a_lease_of_a_frozen_server_is_its_tokens(
-    server: RedisServer, store: RedisLeaseStore
-) -> None:
+def test_a_frozen_servers_lease_is_its_tokens(server: RedisServer, store: RedisLeaseStore) -> None:
     call = make_call(fresh_key())
     server.pause()
     assert refusal(lambda: store.acquire(call)).executed is None
@@ -131,9 +127,7 @@ def test_a_lease_of_a_frozen_server_is_its_tokens(
     assert store.release(call.key.stored, call.token)
 
 
-def test_a_server_that_dies_may_have_executed(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dying_server_is_unknown(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RedisLeaseStore.from_url(server.url, timeout=20.0)
     assert store.holder("x") is None
     sent = threading.Event()
@@ -180,9 +174,7 @@ def test_a_restarted_server_counts_as_new(server: RedisServer, store: RedisLease
     assert holder.token == call.token
 
 
-def test_an_emptied_server_may_have_lost_leases(
-    server: RedisServer, store: RedisLeaseStore
-) -> None:
+def test_an_emptied_server_may_lose_leases(server: RedisServer, store: RedisLeaseStore) -> None:
     """Or one that evicts keys."""
     call = make_call(fresh_key())
     assert store.acquire(call) == Acquired()
@@ -201,10 +193,7 @@ def test_an_emptied_server_may_have_lost_leases(
         assert not store.may_have_lost_leases(key, 0.0)
 
 
-# -- commands the server rejects -------------------------------------------------------------------
-
-
-def test_a_server_that_cannot_write_executed_nothing(
+def test_a_server_that_cannot_write_did_nothing(
     server: RedisServer, store: RedisLeaseStore
 ) -> None:
     with redis.Redis.from_url(server.url) as admin:
@@ -221,9 +210,7 @@ def test_a_server_that_cannot_write_executed_nothing(
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_busy_server_has_executed_nothing(
-    server: RedisServer, store: RedisLeaseStore, step: str
-) -> None:
+def test_a_busy_server_did_nothing(server: RedisServer, store: RedisLeaseStore, step: str) -> None:
 
     def run_for_ever() -> None:
         with (
@@ -279,9 +266,7 @@ def test_a_login_that_is_wrong_missing_or_not_allowed_is_a_refusal(server: Redis
             admin.config_set("requirepass", "")
 
 
-def test_one_refused_lease_does_not_fail_others(
-    server: RedisServer, store: RedisLeaseStore
-) -> None:
+def test_one_refused_lease_fails_no_others(server: RedisServer, store: RedisLeaseStore) -> None:
     ours, theirs = make_call(f"g:ours-{fresh_key()}"), make_call(fresh_key())
     for call in (ours, theirs):
         assert store.acquire(call) == Acquired()
@@ -306,12 +291,7 @@ def test_one_refused_lease_does_not_fail_others(
     assert refusal(lambda: half.holder(theirs.key.stored)).executed is False
 
 
-# -- bounds ----------------------------------------------------------------------------------------
-
-
-def test_a_bounded_store_has_its_own_connections(
-    server: RedisServer, store: RedisLeaseStore
-) -> None:
+def test_a_bounded_store_has_connections(server: RedisServer, store: RedisLeaseStore) -> None:
     patient = RedisLeaseStore.from_url(server.url, timeout=30.0)
     hasty = patient.bounded(0.2)
     assert (hasty.name, hasty.prefix) == (patient.name, patient.prefix)

@@ -64,7 +64,7 @@ def replicated(sentinels: RedisSentinels) -> bool:
 
 
 @pytest.mark.parametrize("end", ["killed", "frozen"])
-def test_a_lease_survives_a_failover(
+def test_it_survives_a_failover(
     sentinels: RedisSentinels, store: RedisLeaseStore, end: str
 ) -> None:
     call, other = make_call(fresh_key()), make_call(fresh_key())
@@ -84,9 +84,7 @@ def test_a_lease_survives_a_failover(
         old.resume()
 
 
-def test_a_lease_not_replicated_is_missing(
-    sentinels: RedisSentinels, store: RedisLeaseStore
-) -> None:
+def test_a_lease_left_behind_is_missing(sentinels: RedisSentinels, store: RedisLeaseStore) -> None:
     wait_until(lambda: replicated(sentinels), 10, "the replica")
     (replica,) = (server for server in sentinels.servers if server is not sentinels.primary)
     call = make_call(fresh_key(), ttl=60.0)
@@ -128,9 +126,7 @@ def test_a_renewal_finds_the_new_primary_while_the_old_one_still_answers(
     renewing.close()
 
 
-def test_a_primary_that_steps_down_executes_nothing(
-    sentinels: RedisSentinels, store: RedisLeaseStore
-) -> None:
+def test_a_former_primary_does_nothing(sentinels: RedisSentinels, store: RedisLeaseStore) -> None:
     call = make_call(fresh_key())
     assert store.acquire(call) == Acquired()
     wait_until(lambda: replicated(sentinels), 10, "the replica")

@@ -217,10 +217,7 @@ def test_sentinels_are_listed_as_for_kombu() -> None:
         asked = [sentinel.connection_pool for sentinel in manager.sentinels]
         assert [
             (one.connection_kwargs["host"], one.connection_kwargs["port"]) for one in asked
-        ] == [
-            ("a", 26379),
-            ("b", 7000),
-        ]
+        ] == [("a", 26379), ("b", 7000)]
         for one in asked:
             assert issubclass(one.connection_class, redis.SSLConnection)
             assert one.connection_kwargs["password"] == "other"

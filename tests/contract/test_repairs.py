@@ -17,9 +17,7 @@ from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import closed, row, won
-from tests.contract.sql_stores import database_url, operator_of, sql_records
-
-__all__ = ["database_url", "sql_records"]
+from tests.contract.sql_stores import operator_of
 
 DATABASE = "database"
 DAY = 86_400.0
@@ -200,11 +198,7 @@ def test_a_list_reads_no_more_rows_than_it_shows(
     ] == [keys[2], keys[1]]
     assert [
         status.key for status in client.page(client.where(states=["done"]), limit=5).statuses
-    ] == [
-        keys[2],
-        keys[1],
-        keys[0],
-    ]
+    ] == [keys[2], keys[1], keys[0]]
     assert limits == [2, 5]
     with sql_records.database.engine.connect() as connection:
         connection.execute(
@@ -213,10 +207,7 @@ def test_a_list_reads_no_more_rows_than_it_shows(
     late = won(sql_records, make_call(fresh_key()), "database").stored_key
     assert [
         status.key for status in client.page(client.where(states=["abandoned"]), limit=2).statuses
-    ] == [
-        keys[4],
-        keys[3],
-    ]
+    ] == [keys[4], keys[3]]
     assert [
         status.key for status in client.page(client.where(states=["running"]), limit=1).statuses
     ] == [late]

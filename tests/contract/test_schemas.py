@@ -16,9 +16,6 @@ from celery_leases.stores.sql.schema import NEWEST, Tables
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import sent
 from celery_leases.testing.contracts.record_case import closed, outcome, won
-from tests.contract.sql_stores import server_url
-
-__all__ = ["server_url"]
 
 
 @pytest.mark.parametrize("schema", ["50%", "a  b", "a:b", "%(x)s", "now = 1", "{records}", "Ä`\"'"])

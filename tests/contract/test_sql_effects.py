@@ -22,18 +22,7 @@ from celery_leases.testing.contracts import EffectStoreContract
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import begin, finished, found_of, sent
 from celery_leases.testing.contracts.record_case import won
-from tests.contract.sql_stores import (
-    SERVERS,
-    database_url,
-    migrated,
-    new_database,
-    server_records,
-    server_url,
-    sql_records,
-    wait_for_locks,
-)
-
-__all__ = ["database_url", "server_records", "server_url", "sql_records"]
+from tests.contract.sql_stores import SERVERS, migrated, new_database, wait_for_locks
 
 
 @pytest.fixture(scope="module", params=["sqlite", *SERVERS])
@@ -81,9 +70,7 @@ def waiting_for(
         yield threads, other
 
 
-def test_an_intent_waits_for_a_claim_and_is_refused(
-    server_records: SqlRecordStore,
-) -> None:
+def test_an_intent_waits_for_a_claim_and_is_refused(server_records: SqlRecordStore) -> None:
     """Without the lock it would read the old row."""
     effects, key = effects_of(server_records), fresh_key()
     zombie = won(server_records, make_call(key))
@@ -97,10 +84,7 @@ def test_an_intent_waits_for_a_claim_and_is_refused(
 
 
 def test_an_intent_waits_for_a_renewal_and_is_accepted(server_records: SqlRecordStore) -> None:
-    effects, record = (
-        effects_of(server_records),
-        won(server_records, make_call(fresh_key())),
-    )
+    effects, record = (effects_of(server_records), won(server_records, make_call(fresh_key())))
     with waiting_for(server_records, "UPDATE celery_leases_records SET lease_until = 1") as (
         threads,
         other,
@@ -111,9 +95,7 @@ def test_an_intent_waits_for_a_renewal_and_is_accepted(server_records: SqlRecord
         assert isinstance(answer.result(10), Begun)
 
 
-def test_a_claim_waits_for_an_uncommitted_intent(
-    server_records: SqlRecordStore,
-) -> None:
+def test_a_claim_waits_for_an_uncommitted_intent(server_records: SqlRecordStore) -> None:
     effects, key = effects_of(server_records), fresh_key()
     zombie = won(server_records, make_call(key))
     theirs: list[Effect] = []
@@ -136,13 +118,8 @@ def test_a_claim_waits_for_an_uncommitted_intent(
     assert [effect.fence for effect in theirs] == [zombie.fence]
 
 
-def test_an_intent_does_not_wait_for_a_locked_row_for_ever(
-    server_records: SqlRecordStore,
-) -> None:
-    effects, record = (
-        effects_of(server_records),
-        won(server_records, make_call(fresh_key())),
-    )
+def test_an_intent_does_not_wait_for_a_locked_row_for_ever(server_records: SqlRecordStore) -> None:
+    effects, record = (effects_of(server_records), won(server_records, make_call(fresh_key())))
     with (
         waiting_for(server_records, "SELECT 1 FROM celery_leases_records FOR UPDATE") as (_, other),
         pytest.raises(StoreUnavailable) as caught,
@@ -153,9 +130,7 @@ def test_an_intent_does_not_wait_for_a_locked_row_for_ever(
     assert other.closed
 
 
-def test_an_intent_whose_reply_is_lost_is_begun(
-    sql_records: SqlRecordStore,
-) -> None:
+def test_an_intent_whose_reply_is_lost_is_begun(sql_records: SqlRecordStore) -> None:
     effects, record = effects_of(sql_records), won(sql_records, make_call(fresh_key()))
     with reply_lost(effects):
         begun = sent(effects, record)
@@ -185,9 +160,7 @@ def reply_lost(effects: SqlEffectStore) -> Iterator[None]:
     assert lost
 
 
-def test_an_intent_withdrawn_before_it_is_read_is_begun(
-    sql_records: SqlRecordStore,
-) -> None:
+def test_an_intent_withdrawn_before_it_is_read_is_begun(sql_records: SqlRecordStore) -> None:
     effects, key = effects_of(sql_records), fresh_key()
     old = sent(effects, won(sql_records, make_call(key)))
     record = won(sql_records, make_call(key))
@@ -203,18 +176,14 @@ def test_an_intent_withdrawn_before_it_is_read_is_begun(
     assert begun.effect.fence == record.fence
 
 
-def test_a_reference_no_database_stores_is_left_out(
-    postgres: SqlRecordStore,
-) -> None:
+def test_a_reference_no_database_stores_is_left_out(postgres: SqlRecordStore) -> None:
     effects, record = effects_of(postgres), won(postgres, make_call(fresh_key()))
     assert effects.finish(sent(effects, record), '"kept"', "a\x00b")
     (found,) = effects.of_key(record)
     assert (found.state, found.reference, found.result) == (EffectState.DONE, None, None)
 
 
-def test_a_transaction_that_wrote_to_sqlite_is_suspected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_of_sqlite_is_suspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be the body's own."""
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT", 0.1)
     records = SqlRecordStore(engine_for(f"sqlite:///{tmp_path}/records.db"))

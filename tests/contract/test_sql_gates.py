@@ -21,9 +21,7 @@ from celery_leases.testing.contracts.group_case import closed, closing, found, h
 from celery_leases.testing.contracts.record_case import closed as settled
 from celery_leases.testing.contracts.record_case import row, won
 from celery_leases.testing.waits import wait_until
-from tests.contract.sql_stores import database_url, sql_records, statements_of
-
-__all__ = ["database_url", "sql_records"]
+from tests.contract.sql_stores import statements_of
 
 GROUP = "openai:gpt"
 Shutting = Callable[[DatabaseLeaseStore, str], Any]
@@ -53,9 +51,6 @@ def counted(store: DatabaseLeaseStore) -> Iterator[list[str]]:
 
 def finished(store: DatabaseLeaseStore, key: str, state: State = State.DONE, **more: Any) -> Record:
     return settled(store.records, won(store.records, make_call(key), DATABASE), state, **more)
-
-
-# -- statements ------------------------------------------------------------------------------------
 
 
 def test_an_open_gate_costs_no_statement(store: DatabaseLeaseStore) -> None:
@@ -104,9 +99,6 @@ def test_closings_are_remembered_for_a_month_after_the_last(store: DatabaseLease
         assert [*store.past_closings()] == left
 
 
-# -- the record and the gate -----------------------------------------------------------------------
-
-
 def shut_by_time(store: DatabaseLeaseStore, group: str) -> None:
     closed(store, group, 60.0)
 
@@ -118,7 +110,7 @@ def shut_by_probe(store: DatabaseLeaseStore, group: str) -> None:
 
 @pytest.mark.parametrize("shutting", [shut_by_time, shut_by_probe])
 @pytest.mark.parametrize("state", [State.DONE, State.FAILED, State.PENDING, State.COOLING])
-def test_a_refusal_by_the_gate_has_the_record(
+def test_a_refusal_has_the_record(
     store: DatabaseLeaseStore, shutting: Shutting, state: State
 ) -> None:
     key = fresh_key()
@@ -135,9 +127,7 @@ def test_a_refusal_by_the_gate_has_the_record(
 
 
 @pytest.mark.parametrize("shutting", [shut_by_time, shut_by_probe])
-def test_the_holder_is_shown_at_a_closed_gate(
-    store: DatabaseLeaseStore, shutting: Shutting
-) -> None:
+def test_a_closed_gate_shows_the_holder(store: DatabaseLeaseStore, shutting: Shutting) -> None:
     call = make_call(fresh_key(), group=GROUP)
     assert isinstance(store.acquire(call), Claimed)
     shutting(store, GROUP)
@@ -161,7 +151,7 @@ def test_the_holder_is_shown_at_a_closed_gate(
         (State.RUNNING, {}),
     ],
 )
-def test_a_refusing_record_takes_no_slot(
+def test_a_refusal_has_no_slot(
     store: DatabaseLeaseStore, state: State, more: dict[str, Any]
 ) -> None:
     key = fresh_key()
@@ -192,7 +182,7 @@ def test_a_record_with_other_arguments_takes_no_slot(store: DatabaseLeaseStore) 
     assert found(store, GROUP).probe is None
 
 
-def test_a_slot_is_returned_if_the_claim_fails(
+def test_a_failed_claim_has_no_slot(
     store: DatabaseLeaseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = fresh_key()
@@ -210,9 +200,7 @@ def test_a_slot_is_returned_if_the_claim_fails(
     ("each_runs", "state"),
     [(True, State.DONE), (True, State.FAILED), (False, State.RUNNING), (False, State.PENDING)],
 )
-def test_a_row_to_take_over_is_probed(
-    store: DatabaseLeaseStore, each_runs: bool, state: State
-) -> None:
+def test_a_lost_row_is_probed(store: DatabaseLeaseStore, each_runs: bool, state: State) -> None:
     key = fresh_key()
     call = make_call(key)
     if state is State.RUNNING:
@@ -232,9 +220,7 @@ def test_an_expired_row_is_probed(store: DatabaseLeaseStore) -> None:
     assert probing(store.acquire(make_call(key, group=GROUP)))
 
 
-def test_a_probe_that_never_claimed_is_the_probe_again(
-    store: DatabaseLeaseStore,
-) -> None:
+def test_a_probe_that_never_claimed_is_the_probe_again(store: DatabaseLeaseStore) -> None:
     half_open(store, GROUP)
     call = make_call(fresh_key(), group=GROUP)
     assert store.take_probe(GROUP, call.token, 15.0)
@@ -253,9 +239,7 @@ def test_an_expired_slot_admits_no_request(store: DatabaseLeaseStore) -> None:
     assert found(store, GROUP).probe == call.token
 
 
-def test_a_slot_at_a_gate_closed_meanwhile_is_given_back(
-    store: DatabaseLeaseStore,
-) -> None:
+def test_a_slot_at_a_gate_closed_meanwhile_is_given_back(store: DatabaseLeaseStore) -> None:
     half_open(store, GROUP)
     call = make_call(fresh_key(), group=GROUP)
     assert store.take_probe(GROUP, call.token, 15.0)
@@ -272,9 +256,6 @@ def test_leases_are_renewed_even_if_their_slots_cannot_be(store: DatabaseLeaseSt
     with store.database.engine.connect() as connection:
         connection.execute(text("DROP TABLE celery_leases_gates"))
     assert store.renew([Renewal(call.key.stored, call.token, 15.0, GROUP)]) == [RenewalResult.OURS]
-
-
-# -- how long a gate is remembered -----------------------------------------------------------------
 
 
 def test_a_gate_is_forgotten_after_a_quiet_time(store: DatabaseLeaseStore) -> None:

@@ -29,15 +29,7 @@ from celery_leases.testing.contracts import (
 from celery_leases.testing.contracts.calls import acquired, fresh_key, make_call
 from celery_leases.testing.contracts.record_case import closed, outcome, refused, row, timeless, won
 from celery_leases.testing.waits import wait_until
-from tests.contract.sql_stores import (
-    database_url,
-    server_records,
-    server_url,
-    sql_records,
-    wait_for_locks,
-)
-
-__all__ = ["database_url", "server_records", "server_url", "sql_records"]
+from tests.contract.sql_stores import wait_for_locks
 
 
 class TestRecords(RecordStoreContract):
@@ -60,9 +52,7 @@ class TestMarks(MarkStoreContract):
         return DatabaseLeaseStore(sql_records)
 
 
-def test_of_many_claims_of_an_absent_row_one_wins(
-    sql_records: SqlRecordStore,
-) -> None:
+def test_of_many_claims_of_an_absent_row_one_wins(sql_records: SqlRecordStore) -> None:
     """The snapshots of the others may not have the row."""
     for _ in range(20):
         key = fresh_key()
@@ -77,9 +67,7 @@ def test_of_many_claims_of_an_absent_row_one_wins(
         assert sum(isinstance(answer, Won) for answer in claims) == 1
 
 
-def test_a_claim_that_waited_answers_with_what_was_committed(
-    server_records: SqlRecordStore,
-) -> None:
+def test_a_claim_that_waited_answers_as_committed(server_records: SqlRecordStore) -> None:
     """PostgreSQL returns the snapshot's row."""
     records = server_records
     call = make_call(fresh_key())
@@ -136,10 +124,7 @@ def test_a_claim_whose_row_keeps_changing_is_refused_in_the_end(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = closed(
-        sql_records,
-        won(sql_records, make_call(fresh_key())),
-        State.PENDING,
-        ended=Ended.LOST,
+        sql_records, won(sql_records, make_call(fresh_key())), State.PENDING, ended=Ended.LOST
     )
 
     def moves(_: Record) -> None:
@@ -197,9 +182,7 @@ def test_a_change_between_the_read_and_the_write_of_a_claim_counts(
     assert len(seen) == (2 if happens in ("released", "forgotten") else 1)
 
 
-def test_an_expired_lease_is_taken_if_the_database_was_there(
-    database_url: str,
-) -> None:
+def test_an_expired_lease_is_taken_if_the_database_was_there(database_url: str) -> None:
     """A new process does not know that."""
     holder, rival = (DatabaseLeaseStore(SqlRecordStore(engine_for(database_url))) for _ in range(2))
     holder.records.migrate()

@@ -93,9 +93,6 @@ def owner(request: pytest.FixtureRequest) -> Engine:
     return migrated(request.getfixturevalue(f"leases_{request.param}_url"))
 
 
-# -- records ---------------------------------------------------------------------------------------
-
-
 def a_user(owner: Engine, *, rights: str = "SELECT", extra: str = "") -> str:
     mysql = owner.dialect.name != "postgresql"
     name = f"few_{owner.url.database}"[:30]
@@ -269,9 +266,6 @@ def _url(engine: Engine) -> str:
     return engine.url.render_as_string(hide_password=False)
 
 
-# -- lease store -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def in_redis(app: Celery, server: RedisServer, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     def settings(*words: str) -> dict[str, Any]:
@@ -304,9 +298,7 @@ def test_a_user_of_the_lease_store_without_its_rights_stops_the_worker(
     assert PASSWORD not in said
 
 
-def test_a_wrong_lease_store_password_stops(
-    app: Celery, in_redis: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_wrong_password_stops_it(app: Celery, in_redis: Callable[..., dict[str, Any]]) -> None:
     conf = in_redis("+@all", "~*")
     conf["leases_url"] = conf["leases_url"].replace(PASSWORD, "another")
     assert "user and password of the server into leases_url" in refusal(app, **conf)
@@ -356,9 +348,6 @@ def test_stores_that_are_silent_are_warnings(app: Celery, caplog: pytest.LogCapt
     said = " ".join(record.getMessage() for record in caplog.records)
     assert "the records database does not answer yet" in said
     assert "the lease store does not answer yet" in said
-
-
-# -- the app ---------------------------------------------------------------------------------------
 
 
 def test_options_on_a_task_without_a_lease_are_a_warning(

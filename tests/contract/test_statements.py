@@ -36,14 +36,7 @@ from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
-from tests.contract.sql_stores import (
-    end_other_connections,
-    migrated,
-    server_records,
-    server_url,
-)
-
-__all__ = ["server_records", "server_url"]
+from tests.contract.sql_stores import end_other_connections, migrated
 
 DRIVERS = ("sqlite", "postgresql+psycopg", "postgresql+psycopg2", "mysql+pymysql", "mysql+mysqldb")
 ON_SERVERS = DRIVERS[1:]
@@ -76,9 +69,6 @@ def on_cursors(database: Database) -> Iterator[list[int]]:
     database._on_cursor = noted  # type: ignore[method-assign]
     yield number
     del database._on_cursor
-
-
-# -- values and rows -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("records", DRIVERS, indirect=True)
@@ -137,9 +127,7 @@ def test_a_repeated_write_counts_the_rows_it_touches(records: SqlRecordStore) ->
         assert marks.mark(record.stored_key, value) == value
 
 
-def test_a_statement_of_one_call_or_with_in_is_not_compiled(
-    server_records: SqlRecordStore,
-) -> None:
+def test_a_statement_of_one_call_or_with_in_is_not_compiled(server_records: SqlRecordStore) -> None:
     database, table = server_records.database, server_records.tables.records
     many = select(table.c.stored_key).where(
         table.c.stored_key.in_(bindparam("keys", expanding=True))
@@ -166,9 +154,7 @@ def idle_connection(database: Database) -> Any:
 
 
 @pytest.mark.parametrize("records", ["postgresql+psycopg"], indirect=True)
-def test_a_statement_has_one_cursor_on_a_connection(
-    records: SqlRecordStore,
-) -> None:
+def test_a_statement_has_one_cursor_on_a_connection(records: SqlRecordStore) -> None:
     """Psycopg looks up all converters for another cursor."""
     database = records.database
     statements = [select((bindparam("number", type_=Integer) * 2).label("doubled"))]
@@ -220,9 +206,7 @@ def test_a_first_success_leaves_the_row_that_a_longer_statement_leaves(
     assert (left[0]["state"], left[0]["result"]) == ("done", '"x"')
 
 
-def test_a_new_column_under_a_running_worker_disturbs_nothing(
-    server_records: SqlRecordStore,
-) -> None:
+def test_a_new_column_under_a_worker_disturbs_nothing(server_records: SqlRecordStore) -> None:
     records, record = server_records, won(server_records, make_call(fresh_key()))
     for _ in range(8):  # psycopg prepares a statement that is executed often
         before = row(records, record.stored_key)
@@ -239,9 +223,6 @@ def test_a_new_column_under_a_running_worker_disturbs_nothing(
         assert records.settle(record, outcome(record, result="1"))
         assert won(records, make_call(fresh_key())).attempt == 1
         assert not DatabaseLeaseStore(records).release(record.stored_key, "another")
-
-
-# -- errors and connections ------------------------------------------------------------------------
 
 
 class Interrupted(Exception):
@@ -321,9 +302,7 @@ def test_a_server_that_has_restarted_costs_one_repetition(records: SqlRecordStor
 
 
 @pytest.mark.parametrize("records", DRIVERS, indirect=True)
-def test_an_unexpected_key_that_exists_is_an_error(
-    records: SqlRecordStore,
-) -> None:
+def test_an_unexpected_key_that_exists_is_an_error(records: SqlRecordStore) -> None:
     values = {name.key: name.key for name in records.tables.marks.c} | {"expires_at": 1}
     add = insert(records.tables.marks).values({name: bindparam(name) for name in values})
     records.database.count(add, values)

@@ -34,7 +34,7 @@ class TestToyLeases(SeparateLeaseStoreContract, GateStoreContract, MarkStoreCont
     def marks(self, store: MarkedLeaseStore) -> MarkStore:
         return store
 
-    def test_its_groups_have_no_closings(
+    def test_no_closings_are_shown(
         self, store: MarkedLeaseStore, group: str, tmp_path: Path
     ) -> None:
         with migrated(f"sqlite:///{tmp_path / 'r.db'}") as records:

@@ -5,7 +5,8 @@ from uuid import uuid4
 
 import pytest
 
-from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.crash_deployments import Scene
+from tests.integration.payments import provider  # noqa: F401
 from tests.support.plugin import missing_server
 from tests.support.servers import (
     LocalServer,
@@ -15,7 +16,7 @@ from tests.support.servers import (
     ServerMissing,
 )
 
-CrashDeploymentFactory = Callable[..., CrashDeployment]
+MakeScene = Callable[..., Scene]
 ServerFactory = Callable[[LocalServer], LocalServer]
 
 
@@ -29,12 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def scene_factory(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[CrashDeploymentFactory]:
+) -> Iterator[MakeScene]:
     """``scene_factory(combination, urls=..., start=True, **options)`` returns a deployment.
 
     *urls* are those of the test's own servers.
     """
-    scenes: list[CrashDeployment] = []
+    scenes: list[Scene] = []
 
     def make(
         combination: tuple[str, ...],
@@ -42,14 +43,14 @@ def scene_factory(
         urls: dict[str, str] | None = None,
         start: bool = True,
         **options: object,
-    ) -> CrashDeployment:
+    ) -> Scene:
         known = dict(urls or {})
         known.setdefault("redis", request.getfixturevalue("leases_redis").url)
         if "rabbit" in combination and "rabbit" not in known:
             known["rabbit"] = request.getfixturevalue("leases_rabbit").url
         for server in {"postgres", "mariadb"} & {*combination} - {*known}:
             known[server] = request.getfixturevalue(f"leases_{server}").new_database()
-        scene = CrashDeployment(combination, known, tmp_path_factory.mktemp("scene"), **options)  # type: ignore[arg-type]
+        scene = Scene(combination, known, tmp_path_factory.mktemp("scene"), **options)  # type: ignore[arg-type]
         scenes.append(scene)
         if start:
             scene.start()

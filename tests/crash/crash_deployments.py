@@ -17,7 +17,7 @@ from celery_leases.errors import StoreUnavailable
 from celery_leases.keys import stored_key
 from celery_leases.ops.client import OperatorClient
 from celery_leases.testing.waits import wait_until
-from tests.integration.deployments import PATIENCE, Deployment
+from tests.integration.deployments import PATIENCE, Stage
 from tests.support.workers import LocalWorker
 
 FAILING = "tests.apps.leased_failpoints"
@@ -25,8 +25,8 @@ RESCHEDULE_DELAY = 0.5
 """How long after the end of the lease a copy of the holder's call arrives at the latest."""
 
 
-class CrashDeployment(Deployment):
-    """A :class:`Deployment` with leases of *ttl* and a visibility timeout of *visibility* seconds.
+class Scene(Stage):
+    """A :class:`Stage` with leases of *ttl* and a visibility timeout of *visibility* seconds.
 
     ``workers`` are all started workers; they are stopped at the end. ``failpoint`` is a step of
     :mod:`tests.apps.leased_failpoints` at which one process dies or waits, once.
@@ -141,7 +141,7 @@ class CrashDeployment(Deployment):
 
 
 def corrected(row: dict[str, Any]) -> dict[str, Any]:
-    """*row* of :meth:`CrashDeployment.known` after the lost attempt was heard of."""
+    """*row* of :meth:`Scene.known` after the lost attempt was heard of."""
     return {**row, "previous_ended": "lost"}
 
 

@@ -20,7 +20,7 @@ from sqlalchemy import text
 from celery_leases import LeaseStatus
 from celery_leases.testing.waits import wait_until
 from tests.apps.failpoints import armed
-from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.crash_deployments import Scene
 from tests.integration.payments import Provider
 
 INVOICING = "tests.apps.invoicing"
@@ -67,7 +67,7 @@ class Verdict:
 class Wave:
     """Cases that run at the same time in the worker of *scene*."""
 
-    def __init__(self, scene: CrashDeployment, provider: Provider) -> None:
+    def __init__(self, scene: Scene, provider: Provider) -> None:
         self.scene = scene
         self.provider = provider
         self.cases: list[Case] = []

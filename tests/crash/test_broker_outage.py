@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.conftest import MakeScene
 from tests.crash.crash_deployments import FAILING
 from tests.support.servers import RabbitServer
 
 
 @pytest.mark.parametrize("how", ["frozen", "killed"])
 def test_a_reschedule_that_is_not_confirmed_loses_no_message(
-    scene_factory: CrashDeploymentFactory, own_rabbit: RabbitServer, name: str, how: str
+    scene_factory: MakeScene, own_rabbit: RabbitServer, name: str, how: str
 ) -> None:
     scene = scene_factory(
         ("rabbit", "redis", "postgres"),

@@ -14,8 +14,8 @@ import pytest
 from celery import chord, group
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import FAILING, CrashDeployment
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import FAILING, Scene
 from tests.integration.deployments import BOTH_WAYS, spelled
 
 WINDOWS = ("after release", "after callbacks")
@@ -32,13 +32,11 @@ PAIRED = pytest.mark.parametrize(
     ("combination", "window"), list(zip(BOTH_WAYS, WINDOWS, strict=True)), ids=_named
 )
 CROSSED = pytest.mark.parametrize(
-    ("combination", "window"),
-    list(zip(BOTH_WAYS, reversed(WINDOWS), strict=True)),
-    ids=_named,
+    ("combination", "window"), list(zip(BOTH_WAYS, reversed(WINDOWS), strict=True)), ids=_named
 )
 
 
-def fail(scene: CrashDeployment, window: str) -> None:
+def fail(scene: Scene, window: str) -> None:
     """Let a process die in the window; the scene's first worker gets the message."""
     dying = scene.another(env=scene.failpoint(window))
     scene.wait_until_failed(window)
@@ -47,7 +45,7 @@ def fail(scene: CrashDeployment, window: str) -> None:
         scene.start()
 
 
-def answered_again(scene: CrashDeployment) -> None:
+def answered_again(scene: Scene) -> None:
     """Wait until the redelivered member got the saved result and is gone."""
     wait_until(
         lambda: bool(scene.log("answered with the saved result")),
@@ -59,7 +57,7 @@ def answered_again(scene: CrashDeployment) -> None:
 
 @EVERY
 def test_a_chain_goes_on_with_the_first_result(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...], window: str
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...], window: str
 ) -> None:
     """The plain link runs once where the callbacks were not out yet, else at most twice."""
     scene = scene_factory(combination, module=FAILING, start=False)
@@ -81,7 +79,7 @@ def test_a_chain_goes_on_with_the_first_result(
 
 @PAIRED
 def test_a_group_completes_with_the_first_results(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...], window: str
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...], window: str
 ) -> None:
     scene = scene_factory(combination, module=FAILING, start=False)
     names = [f"{name}{number}" for number in range(3)]
@@ -97,7 +95,7 @@ def test_a_group_completes_with_the_first_results(
 
 @CROSSED
 def test_a_chord_counts_its_member_once(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...], window: str
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...], window: str
 ) -> None:
     scene = scene_factory(combination, module=FAILING, start=False)
     names = [f"{name}{number}" for number in range(3)]

@@ -8,8 +8,8 @@ import pytest
 from sqlalchemy import make_url, text
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene
 from tests.crash.cutting_proxy import CuttingProxy
 from tests.integration.deployments import spelled
 
@@ -34,7 +34,7 @@ COMBINATIONS = [
 ON_SERVERS = pytest.mark.parametrize("combination", COMBINATIONS[:4], ids=spelled)
 
 
-def make_books(scene: CrashDeployment) -> CrashDeployment:
+def make_books(scene: Scene) -> Scene:
     with scene._engine.connect() as connection:
         connection.execute(
             text("CREATE TABLE invoices (name varchar(64) NOT NULL, fence bigint NOT NULL)")
@@ -42,7 +42,7 @@ def make_books(scene: CrashDeployment) -> CrashDeployment:
     return scene
 
 
-def assert_balanced(scene: CrashDeployment, name: str, *, done: bool) -> dict[str, Any]:
+def assert_balanced(scene: Scene, name: str, *, done: bool) -> dict[str, Any]:
     """One invoice and a done record, or neither; the record."""
     with scene._engine.connect() as connection:
         query = text("SELECT count(*) FROM invoices WHERE name = :name")
@@ -52,7 +52,7 @@ def assert_balanced(scene: CrashDeployment, name: str, *, done: bool) -> dict[st
     return row
 
 
-def run(scene: CrashDeployment, name: str, script: list[Any], way: str = "session") -> Any:
+def run(scene: Scene, name: str, script: list[Any], way: str = "session") -> Any:
     """A call that plays *script* once, and then does its work without trouble."""
     return scene.tasks.books.delay(name, way, script, BOOKED)
 
@@ -60,7 +60,7 @@ def run(scene: CrashDeployment, name: str, script: list[Any], way: str = "sessio
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=spelled)
 def test_a_process_that_is_killed_around_the_completion_books_once(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = make_books(
         scene_factory(combination, home=BOOKING, concurrency=len(DEATHS), ttl=10, visibility=30)
@@ -83,7 +83,7 @@ def test_a_process_that_is_killed_around_the_completion_books_once(
 
 @ON_SERVERS
 def test_a_commit_whose_reply_is_lost_has_succeeded(
-    scene_factory: CrashDeploymentFactory,
+    scene_factory: MakeScene,
     request: pytest.FixtureRequest,
     name: str,
     combination: tuple[str, ...],
@@ -125,7 +125,7 @@ def test_a_commit_whose_reply_is_lost_has_succeeded(
 
 @ON_SERVERS
 def test_a_backend_that_ends_inside_the_transaction_takes_the_completion_along(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = make_books(scene_factory(combination, home=BOOKING, visibility=30))
     for way in ("session", "connection", "driver", "django"):
@@ -133,9 +133,7 @@ def test_a_backend_that_ends_inside_the_transaction_takes_the_completion_along(
         assert_booked_by_the_second_run(scene, f"{name}-{way}", script, way)
 
 
-def assert_booked_by_the_second_run(
-    scene: CrashDeployment, name: str, script: list[Any], way: str
-) -> None:
+def assert_booked_by_the_second_run(scene: Scene, name: str, script: list[Any], way: str) -> None:
     """The first run gets a database error and writes nothing; the second run succeeds."""
     assert run(scene, name, script, way).get(timeout=30) == "paid"
     first, second = scene.events("begin", name=name)

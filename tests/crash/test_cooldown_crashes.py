@@ -12,8 +12,8 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene
 from tests.integration.cooldowns import (
     BROKEN,
     BUSY,
@@ -43,17 +43,14 @@ STEPS = (
 )
 
 
-def second_run(scene: CrashDeployment, name: str) -> dict[str, object]:
+def second_run(scene: Scene, name: str) -> dict[str, object]:
     return scene.wait_for("paid", 2, name=name)[1]
-
-
-# -- kills around the outcome of a failure ---------------------------------------------------------
 
 
 @pytest.mark.both_lease_stores
 @BOTH
 def test_a_worker_killed_at_any_step_around_a_failure_counts_it_once_and_loses_no_call(
-    scene_factory: CrashDeploymentFactory, tmp_path: Path, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, tmp_path: Path, name: str, combination: tuple[str, ...]
 ) -> None:
     """A crash before the outcome is written, a failure after it, never both."""
     about = {step: f"resumes:{_named(name, step)}" for step in STEPS}
@@ -84,7 +81,7 @@ def test_a_worker_killed_at_any_step_around_a_failure_counts_it_once_and_loses_n
 
 @BOTH
 def test_a_worker_killed_after_it_closed_a_gate_leaves_it_closed(
-    scene_factory: CrashDeploymentFactory, tmp_path: Path, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, tmp_path: Path, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = _stopping(scene_factory, tmp_path, combination, {"after close": name})
     result = scene.tasks.grouped.delay(name, [BUSY, OK], name)
@@ -101,11 +98,8 @@ def test_a_worker_killed_after_it_closed_a_gate_leaves_it_closed(
 
 
 def _stopping(
-    scene_factory: CrashDeploymentFactory,
-    points: Path,
-    combination: tuple[str, ...],
-    about: dict[str, str],
-) -> CrashDeployment:
+    scene_factory: MakeScene, points: Path, combination: tuple[str, ...], about: dict[str, str]
+) -> Scene:
     """A worker with a child for each call; *about* is the key or group that stops at each step."""
     for step, what in about.items():
         (points / f"{step} {what}").touch()
@@ -123,11 +117,8 @@ def _named(name: str, step: str) -> str:
     return f"{name}-{step.replace(' ', '-')}"
 
 
-# -- a lease store that loses its data or is down --------------------------------------------------
-
-
 def test_a_lease_store_that_comes_back_empty_changes_no_cooldown(
-    scene_factory: CrashDeploymentFactory, own_redis: RedisServer, name: str
+    scene_factory: MakeScene, own_redis: RedisServer, name: str
 ) -> None:
     scene = scene_factory(ELSEWHERE, home=COOLING, env={"LEASES_URL": own_redis.url})
     first = scene.tasks.resumes.delay(name, [limited(5), OK])
@@ -143,7 +134,7 @@ def test_a_lease_store_that_comes_back_empty_changes_no_cooldown(
 
 
 def test_a_lease_store_that_dies_before_the_cooldown_is_set_there_changes_nothing_either(
-    scene_factory: CrashDeploymentFactory, own_redis: RedisServer, name: str
+    scene_factory: MakeScene, own_redis: RedisServer, name: str
 ) -> None:
     scene = scene_factory(ELSEWHERE, ttl=3, home=COOLING, env={"LEASES_URL": own_redis.url})
     gate = scene.gate()
@@ -160,10 +151,7 @@ def test_a_lease_store_that_dies_before_the_cooldown_is_set_there_changes_nothin
     assert_sound(scene, "resumes", name, logs=[scene.logs()])
 
 
-# -- a database that is down -----------------------------------------------------------------------
-
-
-def answers(scene: CrashDeployment, name: str) -> bool:
+def answers(scene: Scene, name: str) -> bool:
     with suppress(OperationalError):
         return scene.find_row("resumes", f"resumes:{name}") is not None
     return False
@@ -171,10 +159,7 @@ def answers(scene: CrashDeployment, name: str) -> bool:
 
 @BOTH
 def test_a_cooldown_is_written_when_the_database_is_back(
-    scene_factory: CrashDeploymentFactory,
-    own_postgres: PostgresServer,
-    name: str,
-    combination: tuple[str, ...],
+    scene_factory: MakeScene, own_postgres: PostgresServer, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = scene_factory(
         combination, urls={"postgres": own_postgres.new_database()}, visibility=20, home=COOLING
@@ -200,7 +185,7 @@ def test_a_cooldown_is_written_when_the_database_is_back(
 
 
 def test_a_cooldown_that_could_not_be_written_in_time_is_neither_crash_nor_failure(
-    scene_factory: CrashDeploymentFactory, own_postgres: PostgresServer, name: str
+    scene_factory: MakeScene, own_postgres: PostgresServer, name: str
 ) -> None:
     scene = scene_factory(
         ELSEWHERE,
@@ -224,13 +209,10 @@ def test_a_cooldown_that_could_not_be_written_in_time_is_neither_crash_nor_failu
     ]
 
 
-# -- copies ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.both_lease_stores
 @BOTH
 def test_a_redelivered_copy_of_a_cooling_call_neither_runs_early_nor_is_lost(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = scene_factory(combination, visibility=2, home=COOLING, concurrency=2)
     other = scene.another(queue=scene.side_queue())  # ready before the cooldown begins
@@ -253,12 +235,9 @@ def test_a_redelivered_copy_of_a_cooling_call_neither_runs_early_nor_is_lost(
     assert_sound(scene, "resumes", name, logs=[scene.logs()])
 
 
-# -- the probe -------------------------------------------------------------------------------------
-
-
 @BOTH
 def test_a_gate_whose_probe_is_killed_is_opened_by_the_next_one(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = scene_factory(combination, visibility=3, home=COOLING, concurrency=4, start=False)
     scene.worker.launch()
@@ -293,7 +272,7 @@ def test_a_gate_whose_probe_is_killed_is_opened_by_the_next_one(
     print(f"the next probe began {second['t'] - dead:.1f} s after the kill")
 
 
-def _runs(scene: CrashDeployment, keys: list[str], number: int) -> list[dict[str, float]]:
+def _runs(scene: Scene, keys: list[str], number: int) -> list[dict[str, float]]:
     """All runs of these keys once there are so many, the oldest first."""
 
     def found() -> list[dict[str, float]]:

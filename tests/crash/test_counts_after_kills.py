@@ -9,8 +9,8 @@ import pytest
 
 from celery_leases.ops.metrics import read_counts
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment, kill
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene, kill
 from tests.integration.deployments import PATIENCE, POOL_STORES, REDIS_REDIS_POSTGRES, got
 
 
@@ -30,14 +30,14 @@ def counted(env: dict[str, str], name: str, label: str = "task") -> Counter[str]
     return found
 
 
-def recorded(scene: CrashDeployment) -> Counter[str]:
+def recorded(scene: Scene) -> Counter[str]:
     """How many attempts the records have, by how they ended."""
     return Counter(each.ended for status in scene.client.matching() for each in status.attempts)
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "gevent", "eventlet"])
 def test_each_pool_counts_its_calls_and_renewals(
-    pool: str, scene_factory: CrashDeploymentFactory, name: str, env: dict[str, str]
+    pool: str, scene_factory: MakeScene, name: str, env: dict[str, str]
 ) -> None:
     """Renewals are sent by a system thread, also where all others are greenlets."""
     if pool in ("gevent", "eventlet"):
@@ -58,9 +58,7 @@ def test_each_pool_counts_its_calls_and_renewals(
     assert counted(env, "run_seconds_count") == {task: 21}
 
 
-def test_counts_and_records_agree_after_kills(
-    scene_factory: CrashDeploymentFactory, name: str, env: dict[str, str]
-) -> None:
+def test_counts_agree_after_kills(scene_factory: MakeScene, name: str, env: dict[str, str]) -> None:
     scene = scene_factory(REDIS_REDIS_POSTGRES, env=env, concurrency=4)
     gate = scene.gate()
     stands = scene.tasks.work.delay(f"{name}-stands", gate=str(gate))

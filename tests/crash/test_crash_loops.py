@@ -8,12 +8,12 @@ from sqlalchemy import text
 
 from celery_leases import PermanentFailure
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene
 from tests.integration.deployments import BOTH_WAYS
 
 
-def waits(scene: CrashDeployment, task: str, name: str, crashes: int) -> float:
+def waits(scene: Scene, task: str, name: str, crashes: int) -> float:
     """Seconds from the end of the attempt to its ``retry_at``, after so many crashes."""
 
     def seen() -> bool:
@@ -27,7 +27,7 @@ def waits(scene: CrashDeployment, task: str, name: str, crashes: int) -> float:
     return float(row["retry_at"] - row["finished_at"]) / 1e6
 
 
-def test_c4_a_crash_loop_ends_in_failed(scene_factory: CrashDeploymentFactory, name: str) -> None:
+def test_c4_a_crash_loop_ends_in_failed(scene_factory: MakeScene, name: str) -> None:
     """The second attempt at once, the third after 5 s, the fourth after 30 s."""
     scene = scene_factory(BOTH_WAYS[0], ttl=1, visibility=4)
     result = scene.tasks.often.delay(name)
@@ -60,7 +60,7 @@ def test_c4_a_crash_loop_ends_in_failed(scene_factory: CrashDeploymentFactory, n
     ("how", "combination"), [("sys", BOTH_WAYS[0]), ("os", BOTH_WAYS[1])], ids=["sys", "os"]
 )
 def test_a_body_that_ends_its_process_counts_as_a_crash_and_ends(
-    scene_factory: CrashDeploymentFactory, name: str, how: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, how: str, combination: tuple[str, ...]
 ) -> None:
     scene = scene_factory(combination, ttl=1, visibility=30)
     result = scene.tasks.exits.delay(name, how)
@@ -74,9 +74,7 @@ def test_a_body_that_ends_its_process_counts_as_a_crash_and_ends(
     scene.wait_until_drained()
 
 
-def test_what_ends_a_worker_counts_where_nobody_stops_it(
-    scene_factory: CrashDeploymentFactory, name: str
-) -> None:
+def test_what_ends_a_worker_counts_as_a_crash(scene_factory: MakeScene, name: str) -> None:
     """In a pool process it is a crash."""
     scene = scene_factory(BOTH_WAYS[0], ttl=1, visibility=30)
     results = {how: scene.tasks.stops.delay(name, how) for how in scene.tasks.STOPS}

@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.conftest import MakeScene
 from tests.crash.cutting_proxy import CuttingProxy
 from tests.integration.deployments import spelled
 from tests.support.servers import PostgresServer
@@ -33,7 +33,7 @@ SETTLE = b"finished_at=CAST"
 @pytest.mark.parametrize("carried_out", [True, False], ids=["reply lost", "request lost"])
 @pytest.mark.parametrize("statement", [CLAIM, SETTLE], ids=["claim", "settle"])
 def test_a_statement_whose_reply_is_lost_is_decided_by_reading_back(
-    scene_factory: CrashDeploymentFactory,
+    scene_factory: MakeScene,
     leases_postgres: PostgresServer,
     name: str,
     combination: tuple[str, ...],
@@ -60,7 +60,7 @@ def test_a_statement_whose_reply_is_lost_is_decided_by_reading_back(
 
 @BOTH_LEASES
 def test_a_claim_whose_reply_is_lost_for_longer_than_the_lease_is_no_crash(
-    scene_factory: CrashDeploymentFactory,
+    scene_factory: MakeScene,
     leases_postgres: PostgresServer,
     name: str,
     combination: tuple[str, ...],
@@ -88,10 +88,7 @@ def test_a_claim_whose_reply_is_lost_for_longer_than_the_lease_is_no_crash(
 @pytest.mark.both_lease_stores
 @BOTH_LEASES
 def test_an_outcome_is_written_after_an_outage_at_the_settle(
-    scene_factory: CrashDeploymentFactory,
-    own_postgres: PostgresServer,
-    name: str,
-    combination: tuple[str, ...],
+    scene_factory: MakeScene, own_postgres: PostgresServer, name: str, combination: tuple[str, ...]
 ) -> None:
     """The outage is longer than the ttl."""
     scene = scene_factory(
@@ -115,7 +112,7 @@ def test_an_outcome_is_written_after_an_outage_at_the_settle(
 
 
 def test_a_duplicate_that_finds_the_database_back_first_waits_for_the_holder(
-    scene_factory: CrashDeploymentFactory, leases_postgres: PostgresServer, name: str
+    scene_factory: MakeScene, leases_postgres: PostgresServer, name: str
 ) -> None:
     url = leases_postgres.new_database()
     with CuttingProxy(leases_postgres.port) as proxy:
@@ -145,7 +142,7 @@ def test_a_duplicate_that_finds_the_database_back_first_waits_for_the_holder(
 
 
 def test_a_database_frozen_beyond_the_ttl_at_the_settle_gets_one_end(
-    scene_factory: CrashDeploymentFactory, own_postgres: PostgresServer, name: str
+    scene_factory: MakeScene, own_postgres: PostgresServer, name: str
 ) -> None:
     scene = scene_factory(
         REDIS_LEASES, urls={"postgres": own_postgres.new_database()}, ttl=2, concurrency=2
@@ -174,7 +171,7 @@ def test_a_database_frozen_beyond_the_ttl_at_the_settle_gets_one_end(
     "combination", [("redis", "database", "sqlite"), ("rabbit", "redis", "sqlite")], ids=spelled
 )
 def test_a_sqlite_file_locked_by_another_writer_is_waited_for(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = scene_factory(combination, ttl=5, visibility=60)
     file = scene.database_url.removeprefix("sqlite:///")
@@ -214,10 +211,7 @@ def _sqlite_locked(file: str, seconds: float) -> Iterator[None]:
 
 
 def test_a_worker_without_a_descriptor_left_fails_no_call(
-    scene_factory: CrashDeploymentFactory,
-    leases_postgres: PostgresServer,
-    tmp_path: Path,
-    name: str,
+    scene_factory: MakeScene, leases_postgres: PostgresServer, tmp_path: Path, name: str
 ) -> None:
     """Each new connection raises a bare OSError."""
     starved = tmp_path / "starved"
@@ -249,7 +243,7 @@ def test_a_worker_without_a_descriptor_left_fails_no_call(
 
 
 def test_a_worker_that_has_no_descriptor_left_for_its_first_calls_fails_none(
-    scene_factory: CrashDeploymentFactory, tmp_path: Path, name: str
+    scene_factory: MakeScene, tmp_path: Path, name: str
 ) -> None:
     starved = tmp_path / "starved"
     scene = scene_factory(

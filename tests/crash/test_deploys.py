@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene
 from tests.integration.deployments import BOTH_WAYS, spelled
 from tests.support.records import assert_has
 
@@ -15,7 +15,7 @@ from tests.support.records import assert_has
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 @pytest.mark.nightly
 def test_three_deploys_in_a_row_count_no_crash(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = scene_factory(combination, visibility=3)
     gate = scene.gate()
@@ -53,7 +53,7 @@ def test_three_deploys_in_a_row_count_no_crash(
 
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 def test_a_cold_shutdown_of_a_solo_worker_loses_nothing(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
 ) -> None:
     """Celery ends the body by an error of its own there."""
     scene = scene_factory(combination, visibility=3, start=False)
@@ -71,7 +71,7 @@ def test_a_cold_shutdown_of_a_solo_worker_loses_nothing(
 
 @pytest.mark.parametrize("combination", BOTH_WAYS[:1], ids=spelled)
 def test_a_body_that_tidies_up_in_a_cold_shutdown_counts_no_crash(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = scene_factory(combination, visibility=3)
     gate = scene.gate()
@@ -89,9 +89,7 @@ def test_a_body_that_tidies_up_in_a_cold_shutdown_counts_no_crash(
     scene.done_once("tidies", name, crashes=0)
 
 
-def test_sigterm_to_the_process_group_counts_no_crash(
-    scene_factory: CrashDeploymentFactory, name: str
-) -> None:
+def test_sigterm_to_the_process_group_counts_no_crash(scene_factory: MakeScene, name: str) -> None:
     """As systemd and many shells do."""
     scene = scene_factory(BOTH_WAYS[0], visibility=3)
     gate = scene.gate()
@@ -111,7 +109,7 @@ def test_sigterm_to_the_process_group_counts_no_crash(
     scene.done_once("tidies", name, crashes=0)
 
 
-def _given_back(scene: CrashDeployment, name: str, task: str = "work") -> None:
+def _given_back(scene: Scene, name: str, task: str = "work") -> None:
     row = scene.wait_for_state(task, f"{task}:{name}", "pending")
     assert_has(row, ended="interrupted", attempt=0, crashes=0, failures=0)
     assert not scene.is_held(task, f"{task}:{name}")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.crash_deployments import Scene
 from tests.crash.invoices import (
     IN_DOUBT,
     INSIDE,
@@ -29,9 +29,7 @@ from tests.crash.invoices import (
     at_random,
 )
 from tests.integration.deployments import spelled
-from tests.integration.payments import Provider, provider
-
-__all__ = ["provider"]
+from tests.integration.payments import Provider
 
 SEEDS = int(os.environ.get("EFFECT_SEEDS", "0"))
 RANDOM_EACH = 2
@@ -50,7 +48,7 @@ def scene_of(
     provider: Provider,
     combination: tuple[str, ...],
     **options: Any,
-) -> CrashDeployment:
+) -> Scene:
     """A scene of invoices, not started."""
     urls = {"redis": request.getfixturevalue("leases_redis").url}
     if "rabbit" in combination:
@@ -69,7 +67,7 @@ def scene_of(
         "visibility": 30,
         "concurrency": CHILDREN,
     } | options
-    return CrashDeployment(combination, urls, directory, **chosen)
+    return Scene(combination, urls, directory, **chosen)
 
 
 @pytest.fixture(scope="module", params=COMBINATIONS, ids=spelled)
@@ -130,12 +128,6 @@ def test_an_unknown_outcome_is_never_charged_twice(wave: Wave, step: str) -> Non
 def test_a_process_killed_at_any_moment_charges_once(wave: Wave, number: int) -> None:
     case = wave.cases[len(WAYS) * len(STEPS) + number]
     print(case, wave.assert_sound(case))
-
-
-# -- an operator -----------------------------------------------------------------------------------
-
-
-# -- whole workers, and for as long as one likes ---------------------------------------------------
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS[:2], ids=spelled)

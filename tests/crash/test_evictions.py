@@ -7,7 +7,7 @@ import redis
 
 from celery_leases.stores.redis.lease_scripts import EPOCH_MS
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.conftest import MakeScene
 from tests.integration.deployments import REDIS_REDIS_POSTGRES
 from tests.support.servers import RedisServer
 
@@ -28,7 +28,7 @@ def evict(admin: redis.Redis) -> None:
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_a_body_that_lives_is_no_crash_although_its_lease_was_evicted(
-    scene_factory: CrashDeploymentFactory, name: str, own_redis: RedisServer, pool: str
+    scene_factory: MakeScene, name: str, own_redis: RedisServer, pool: str
 ) -> None:
     urls = {"LEASES_URL": own_redis.url}
     scene = scene_factory(REDIS_REDIS_POSTGRES, ttl=3, visibility=60, start=False, env=urls)

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene
 from tests.integration.deployments import BOTH_WAYS, got, spelled
 
 KILLING = "tests.apps.kill_timer_tasks"
@@ -21,7 +21,7 @@ LATE = 0.25
 
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
-def scene(request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
+def scene(request: pytest.FixtureRequest, scene_factory: MakeScene) -> Scene:
     return scene_factory(request.param, home=KILLING, ttl=2, visibility=60, concurrency=CHILDREN)
 
 
@@ -39,7 +39,7 @@ def is_there(pid: int) -> bool:
 
 
 @pytest.mark.nightly
-def test_thirty_stopped_bodies_have_no_effect_again(scene: CrashDeployment, name: str) -> None:
+def test_thirty_stopped_bodies_have_no_effect_again(scene: Scene, name: str) -> None:
     longest = 0.0
     for round_ in range(ROUNDS):
         gate = scene.gate()
@@ -73,7 +73,7 @@ def test_thirty_stopped_bodies_have_no_effect_again(scene: CrashDeployment, name
 
 
 def test_a_body_that_holds_the_interpreter_dies_at_its_deadline_and_the_next_one_ends(
-    scene: CrashDeployment, name: str
+    scene: Scene, name: str
 ) -> None:
     result = scene.tasks.hogs.delay(name)
     (first,) = scene.wait_for("begin", name=name)
@@ -88,7 +88,7 @@ def test_a_body_that_holds_the_interpreter_dies_at_its_deadline_and_the_next_one
     print(f"dead {died:.2f} s after it began, ttl {scene.ttl:g} s")
 
 
-def test_a_renewed_body_leaves_no_timer_behind(scene: CrashDeployment, name: str) -> None:
+def test_a_renewed_body_leaves_no_timer_behind(scene: Scene, name: str) -> None:
     results = [
         scene.tasks.lasts.delay(f"{name}-{number}", seconds=3 * scene.ttl) for number in range(2)
     ]
@@ -103,7 +103,7 @@ def test_a_renewed_body_leaves_no_timer_behind(scene: CrashDeployment, name: str
     assert {event["pid"] for event in scene.events("end")} <= {told["pid"] for told in left}
 
 
-def test_an_eager_call_in_the_body_leaves_it_its_timer(scene: CrashDeployment, name: str) -> None:
+def test_an_eager_call_in_the_body_leaves_it_its_timer(scene: Scene, name: str) -> None:
     gate = scene.gate()
     result = scene.tasks.nests.delay(name, str(gate))
     (first,) = scene.wait_for("begin", name=name)
@@ -117,9 +117,7 @@ def test_an_eager_call_in_the_body_leaves_it_its_timer(scene: CrashDeployment, n
     assert [event["fence"] for event in scene.events("end", name=name)] == [second["fence"]]
 
 
-def test_without_a_process_for_each_body_none_starts(
-    scene_factory: CrashDeploymentFactory,
-) -> None:
+def test_without_a_process_for_each_body_none_starts(scene_factory: MakeScene) -> None:
     scene = scene_factory(BOTH_WAYS[0], home=KILLING, start=False)
     scene.worker.pool = "threads"
     with pytest.raises(Exception, match="start"):
@@ -130,7 +128,7 @@ def test_without_a_process_for_each_body_none_starts(
 
 
 def test_a_body_whose_key_was_released_is_killed_as_soon_as_that_is_seen(
-    scene_factory: CrashDeploymentFactory, name: str
+    scene_factory: MakeScene, name: str
 ) -> None:
     ttl = 12
     scene = scene_factory(BOTH_WAYS[0], home=KILLING, ttl=ttl, visibility=60, concurrency=2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.conftest import MakeScene
 from tests.crash.crash_deployments import RESCHEDULE_DELAY, kill
 from tests.integration.deployments import BOTH_WAYS, PAIRWISE, spelled
 from tests.support.records import assert_has
@@ -16,7 +16,7 @@ billiard's five.
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", PAIRWISE, ids=spelled)
 def test_m4_the_work_of_a_killed_pool_child_runs_again_at_once_however_long_its_lease(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = scene_factory(combination, ttl=15, visibility=60)
     gate = scene.gate()
@@ -44,7 +44,7 @@ def test_m4_the_work_of_a_killed_pool_child_runs_again_at_once_however_long_its_
     ids=spelled,
 )
 def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to_another(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = scene_factory(combination)
     gate = scene.gate()
@@ -68,7 +68,7 @@ def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 def test_another_call_takes_over_from_a_killed_worker_within_the_ttl_and_one_reschedule(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = scene_factory(combination, visibility=20)
     gate = scene.gate()

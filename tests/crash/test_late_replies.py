@@ -14,14 +14,12 @@ import pytest
 
 from celery_leases import LeaseStatus, PermanentFailure, Uncertain
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene
 from tests.crash.cutting_proxy import CuttingProxy
 from tests.integration.deployments import BOTH_WAYS, spelled
-from tests.integration.payments import Provider, provider
+from tests.integration.payments import Provider
 from tests.support.servers import PostgresServer
-
-__all__ = ["provider"]
 
 INVOICING = "tests.apps.invoicing"
 OPTIONS: dict[str, Any] = {"home": INVOICING, "ttl": 2, "visibility": 60}
@@ -30,19 +28,17 @@ DATABASE_LEASES = ("redis", "database", "postgres")
 
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
-def scene(
-    request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory, provider: Provider
-) -> CrashDeployment:
+def scene(request: pytest.FixtureRequest, scene_factory: MakeScene, provider: Provider) -> Scene:
     """A worker whose child will be paused; its message is not delivered again."""
     return scene_factory(request.param, env={"PROVIDER": provider.url, "LATER": "10"}, **OPTIONS)
 
 
-def status(scene: CrashDeployment, task: str, name: str) -> LeaseStatus:
+def status(scene: Scene, task: str, name: str) -> LeaseStatus:
     return scene.client.status(f"{task}:{name}", task=f"{INVOICING}.{task}")
 
 
 def charged(
-    scene: CrashDeployment, provider: Provider, name: str, task: str, way: str
+    scene: Scene, provider: Provider, name: str, task: str, way: str
 ) -> tuple[Any, dict[str, Any], Any]:
     """A call whose reply the provider holds; its result, its event, and the gate."""
     gate = scene.gate()
@@ -54,7 +50,7 @@ def charged(
 
 
 @contextmanager
-def paused(scene: CrashDeployment, pid: int, task: str, name: str) -> Iterator[None]:
+def paused(scene: Scene, pid: int, task: str, name: str) -> Iterator[None]:
     """Its process stands still from before the end of its lease to the end of the block."""
     scene.worker.pause(pid=pid)
     scene.wait_until_free(task, f"{task}:{name}")
@@ -62,7 +58,7 @@ def paused(scene: CrashDeployment, pid: int, task: str, name: str) -> Iterator[N
     scene.worker.resume(pid=pid)
 
 
-def test_a_zombie_begins_no_effect(scene: CrashDeployment, provider: Provider, name: str) -> None:
+def test_a_zombie_begins_no_effect(scene: Scene, provider: Provider, name: str) -> None:
     gate = scene.gate()
     zombie = scene.tasks.flagged.delay(name, "stop", str(gate))
     (begun,) = scene.wait_for("begin", name=name)
@@ -78,7 +74,7 @@ def test_a_zombie_begins_no_effect(scene: CrashDeployment, provider: Provider, n
 
 
 def test_a_reply_that_reaches_a_zombie_is_recorded_and_resolves_an_uncertain_effect(
-    scene: CrashDeployment, provider: Provider, name: str
+    scene: Scene, provider: Provider, name: str
 ) -> None:
     zombie, begun, gate = charged(scene, provider, name, "flagged", "stop")
     with paused(scene, begun["pid"], "flagged", name):
@@ -109,9 +105,7 @@ def test_a_reply_that_reaches_a_zombie_is_recorded_and_resolves_an_uncertain_eff
 
 
 @pytest.mark.parametrize("scene", BOTH_WAYS[1:], indirect=True, ids=spelled)
-def test_an_attempt_that_waits_finds_the_reply_that_came(
-    scene: CrashDeployment, provider: Provider, name: str
-) -> None:
+def test_who_waits_finds_the_reply_that_came(scene: Scene, provider: Provider, name: str) -> None:
     scene.another()
     zombie, begun, gate = charged(scene, provider, name, "flagged", "later")
     with paused(scene, begun["pid"], "flagged", name):
@@ -127,7 +121,7 @@ def test_an_attempt_that_waits_finds_the_reply_that_came(
 
 @pytest.mark.parametrize("scene", BOTH_WAYS[:1], indirect=True, ids=spelled)
 def test_an_interrupted_zombie_loses_its_reply_and_the_other_side_is_asked(
-    scene: CrashDeployment, provider: Provider, name: str
+    scene: Scene, provider: Provider, name: str
 ) -> None:
     zombie, begun, gate = charged(scene, provider, name, "interrupted", "verify")
     with paused(scene, begun["pid"], "interrupted", name):
@@ -142,10 +136,7 @@ def test_an_interrupted_zombie_loses_its_reply_and_the_other_side_is_asked(
 
 @pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
 def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
-    scene_factory: CrashDeploymentFactory,
-    provider: Provider,
-    name: str,
-    combination: tuple[str, ...],
+    scene_factory: MakeScene, provider: Provider, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = scene_factory(combination, env={"PROVIDER": provider.url}, concurrency=2, **OPTIONS)
     early, late = scene.gate(), scene.gate()
@@ -169,15 +160,13 @@ def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
     assert (provider.charges(name), len(provider.lines("asked", name))) == ([answer["charge"]], 2)
 
 
-# -- the database ----------------------------------------------------------------------------------
-
 INTENT, REPLY = b"INSERT INTO celery_leases_effects", b"UPDATE celery_leases_effects"
 
 
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
 def test_a_statement_whose_reply_is_lost_leaves_nothing_in_doubt(
-    scene_factory: CrashDeploymentFactory,
+    scene_factory: MakeScene,
     leases_postgres: PostgresServer,
     provider: Provider,
     name: str,
@@ -215,7 +204,7 @@ def test_a_statement_whose_reply_is_lost_leaves_nothing_in_doubt(
 
 @pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
 def test_a_reply_that_arrives_during_an_outage_is_recorded_afterwards(
-    scene_factory: CrashDeploymentFactory,
+    scene_factory: MakeScene,
     own_postgres: PostgresServer,
     provider: Provider,
     name: str,

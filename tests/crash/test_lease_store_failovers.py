@@ -10,7 +10,7 @@ import redis
 from celery_leases.keys import stored_key
 from celery_leases.stores.redis.values import Keys
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.conftest import MakeScene
 from tests.support.servers import RedisCluster, RedisSentinels, RedisServer
 from tests.support.servers.local import free_port
 
@@ -41,7 +41,7 @@ def leave_behind(sentinels: RedisSentinels) -> None:
 
 @pytest.mark.parametrize("replica", ["up to date", "left behind"])
 def test_one_body_goes_on_over_a_failover(
-    scene_factory: CrashDeploymentFactory, sentinels: RedisSentinels, name: str, replica: str
+    scene_factory: MakeScene, sentinels: RedisSentinels, name: str, replica: str
 ) -> None:
     """Its lease goes on at the promoted replica, or is asserted there again."""
     scene = scene_factory(
@@ -80,7 +80,7 @@ def test_one_body_goes_on_over_a_failover(
 
 
 def test_a_failover_longer_than_the_lease_ends_in_one_done_record(
-    scene_factory: CrashDeploymentFactory, sentinels: RedisSentinels, name: str
+    scene_factory: MakeScene, sentinels: RedisSentinels, name: str
 ) -> None:
     """Never two bodies at the same time."""
     scene = scene_factory(
@@ -103,7 +103,7 @@ def test_a_failover_longer_than_the_lease_ends_in_one_done_record(
 
 
 def test_a_cluster_that_loses_a_node_loses_its_leases_only(
-    scene_factory: CrashDeploymentFactory, cluster: RedisCluster, name: str
+    scene_factory: MakeScene, cluster: RedisCluster, name: str
 ) -> None:
     scene = scene_factory(
         BROKER_APART, ttl=3, visibility=30, concurrency=3, env={"LEASES_URL": cluster.url}

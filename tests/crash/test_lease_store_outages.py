@@ -7,8 +7,8 @@ import redis
 
 from celery_leases.keys import stored_key
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene
 from tests.integration.deployments import spelled
 from tests.support.servers import RedisServer
 
@@ -16,14 +16,14 @@ ELSEWHERE = ("rabbit", "redis", "postgres")
 
 
 @pytest.fixture
-def scene(scene_factory: CrashDeploymentFactory, own_redis: RedisServer) -> CrashDeployment:
+def scene(scene_factory: MakeScene, own_redis: RedisServer) -> Scene:
     """Broker, records and leases are in servers of their own."""
     return scene_factory(ELSEWHERE, ttl=3, env={"LEASES_URL": own_redis.url})
 
 
 @pytest.mark.parametrize("how", ["frozen", "killed"])
 def test_an_outage_of_the_lease_store_interrupts_a_body_and_its_work_is_done_later(
-    scene: CrashDeployment, own_redis: RedisServer, name: str, how: str
+    scene: Scene, own_redis: RedisServer, name: str, how: str
 ) -> None:
     stop = scene.gate()
     result = scene.tasks.checks.delay(name, stop=str(stop))
@@ -53,7 +53,7 @@ def test_an_outage_of_the_lease_store_interrupts_a_body_and_its_work_is_done_lat
 
 
 def test_an_outage_shorter_than_the_lease_is_not_noticed_by_the_body(
-    scene: CrashDeployment, own_redis: RedisServer, name: str
+    scene: Scene, own_redis: RedisServer, name: str
 ) -> None:
     stop = scene.gate()
     result = scene.tasks.checks.delay(name, stop=str(stop))
@@ -73,10 +73,7 @@ def test_an_outage_shorter_than_the_lease_is_not_noticed_by_the_body(
 
 @pytest.mark.parametrize("combination", [ELSEWHERE, ("redis", "redis", "postgres")], ids=spelled)
 def test_a_body_keeps_its_lease_when_the_store_is_flushed(
-    scene_factory: CrashDeploymentFactory,
-    own_redis: RedisServer,
-    name: str,
-    combination: tuple[str, ...],
+    scene_factory: MakeScene, own_redis: RedisServer, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = scene_factory(
         combination, ttl=3, visibility=30, concurrency=2, env={"LEASES_URL": own_redis.url}
@@ -104,7 +101,7 @@ def test_a_body_keeps_its_lease_when_the_store_is_flushed(
 
 
 def test_a_newcomer_with_a_shorter_ttl_takes_nothing_over_after_a_flush(
-    scene_factory: CrashDeploymentFactory, own_redis: RedisServer, name: str
+    scene_factory: MakeScene, own_redis: RedisServer, name: str
 ) -> None:
     """The store is older than the newcomer's ttl, and the holder lives."""
     scene = scene_factory(ELSEWHERE, ttl=15, visibility=60, env={"LEASES_URL": own_redis.url})
@@ -138,7 +135,7 @@ def test_a_newcomer_with_a_shorter_ttl_takes_nothing_over_after_a_flush(
 
 
 def test_broker_and_leases_on_one_redis_that_dies_with_its_data_on_disk(
-    scene_factory: CrashDeploymentFactory, durable_redis: RedisServer, name: str
+    scene_factory: MakeScene, durable_redis: RedisServer, name: str
 ) -> None:
     scene = scene_factory(
         ("redis", "redis", "postgres"), urls={"redis": durable_redis.url}, ttl=2, visibility=3
@@ -159,7 +156,7 @@ def test_broker_and_leases_on_one_redis_that_dies_with_its_data_on_disk(
     print(f"done {scene.events('end', name=name)[0]['t'] - back:.1f} s after the restart")
 
 
-def _wait_for_holder(scene: CrashDeployment, name: str, task: str = "checks") -> str:
+def _wait_for_holder(scene: Scene, name: str, task: str = "checks") -> str:
     wait_until(lambda: scene.holder(task, f"{task}:{name}") is not None, 10, "a holder")
     holder = scene.holder(task, f"{task}:{name}")
     assert holder is not None

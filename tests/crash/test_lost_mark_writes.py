@@ -12,8 +12,8 @@ from celery_leases.keys import stored_key
 from celery_leases.stores.redis import lease_scripts
 from celery_leases.worker import processes
 from celery_leases.worker.reschedule import OVER
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene
 from tests.crash.cutting_proxy import CuttingProxy
 from tests.integration.cooldowns import COOLING, OK, limited
 from tests.integration.deployments import PATIENCE, got
@@ -29,15 +29,13 @@ def proxy(leases_redis: object) -> Iterator[CuttingProxy]:
     made.close()
 
 
-def scene_of(
-    factory: CrashDeploymentFactory, proxy: CuttingProxy, **options: object
-) -> CrashDeployment:
+def scene_of(factory: MakeScene, proxy: CuttingProxy, **options: object) -> Scene:
     """A worker whose leases are behind the proxy; it waits in hops of a second."""
     leases = {"LEASES_URL": f"redis://127.0.0.1:{proxy.port}/15"}
     return factory(("redis", "redis", "sqlite"), env=leases, concurrency=2, **options)
 
 
-def held_and_waited_for(scene: CrashDeployment, name: str) -> tuple[Path, AsyncResult, AsyncResult]:
+def held_and_waited_for(scene: Scene, name: str) -> tuple[Path, AsyncResult, AsyncResult]:
     """A key that one call holds, and that another has been rescheduled for."""
     gate = scene.gate()
     holder = scene.tasks.work.delay(name, gate=str(gate))
@@ -48,7 +46,7 @@ def held_and_waited_for(scene: CrashDeployment, name: str) -> tuple[Path, AsyncR
 
 
 def test_a_call_that_waits_for_a_key_outlives_a_mark_that_was_not_set(
-    scene_factory: CrashDeploymentFactory, proxy: CuttingProxy, name: str
+    scene_factory: MakeScene, proxy: CuttingProxy, name: str
 ) -> None:
     """Its second copy is not taken for superfluous because of the first one."""
     scene = scene_of(scene_factory, proxy, ttl=15, log_level="DEBUG")
@@ -62,7 +60,7 @@ def test_a_call_that_waits_for_a_key_outlives_a_mark_that_was_not_set(
 
 
 def test_a_call_that_cools_down_outlives_a_mark_that_was_not_set(
-    scene_factory: CrashDeploymentFactory, proxy: CuttingProxy, name: str
+    scene_factory: MakeScene, proxy: CuttingProxy, name: str
 ) -> None:
     scene = scene_of(scene_factory, proxy, home=COOLING)
     result = scene.tasks.resumes.delay(name, [limited(4), OK])
@@ -73,7 +71,7 @@ def test_a_call_that_cools_down_outlives_a_mark_that_was_not_set(
 
 
 def test_a_message_with_an_unreadable_header_is_not_dropped_for_a_mark(
-    scene_factory: CrashDeploymentFactory, proxy: CuttingProxy, name: str
+    scene_factory: MakeScene, proxy: CuttingProxy, name: str
 ) -> None:
     scene = scene_of(scene_factory, proxy, ttl=15)
     gate = scene.gate()
@@ -94,7 +92,7 @@ def test_a_message_with_an_unreadable_header_is_not_dropped_for_a_mark(
 
 
 def test_the_mark_of_an_ended_call_drops_no_new_message_with_the_same_id(
-    scene_factory: CrashDeploymentFactory, proxy: CuttingProxy, name: str
+    scene_factory: MakeScene, proxy: CuttingProxy, name: str
 ) -> None:
     scene = scene_of(scene_factory, proxy, ttl=15)
     gate, holder, waiter = held_and_waited_for(scene, name)

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment, corrected
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene, corrected
 from tests.integration.deployments import BOTH_WAYS, spelled
 
 NOTICED = 2.0
@@ -14,19 +14,19 @@ NOTICED = 2.0
 
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
-def scene(request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
+def scene(request: pytest.FixtureRequest, scene_factory: MakeScene) -> Scene:
     """A worker whose child will be paused; its message is not delivered again."""
     return scene_factory(request.param, visibility=60)
 
 
-def resumed(scene: CrashDeployment, pid: int) -> float:
+def resumed(scene: Scene, pid: int) -> float:
     """SIGCONT; when that was."""
     scene.worker.resume(pid=pid)
     return time.monotonic()
 
 
 @pytest.mark.both_lease_stores
-def test_m9_a_zombie_leaves_the_next_one_its_lease(scene: CrashDeployment, name: str) -> None:
+def test_m9_a_zombie_leaves_the_next_one_its_lease(scene: Scene, name: str) -> None:
     stop = scene.gate()
     scene.tasks.checks.delay(name, stop=str(stop))
     (first,) = scene.wait_for("begin", name=name)
@@ -51,7 +51,7 @@ def test_m9_a_zombie_leaves_the_next_one_its_lease(scene: CrashDeployment, name:
     scene.done_once("checks", name, crashes=1)
 
 
-def test_a_zombie_that_sleeps_is_interrupted(scene: CrashDeployment, name: str) -> None:
+def test_a_zombie_that_sleeps_is_interrupted(scene: Scene, name: str) -> None:
     zombie = scene.tasks.sleeps.delay(name, 600)
     (first,) = scene.wait_for("begin", name=name)
     scene.worker.pause(pid=first["pid"])
@@ -68,9 +68,7 @@ def test_a_zombie_that_sleeps_is_interrupted(scene: CrashDeployment, name: str) 
     print(f"interrupted {lost['t'] - at:.3f} s after SIGCONT")
 
 
-def test_a_zombie_that_swallows_exceptions_is_interrupted(
-    scene: CrashDeployment, name: str
-) -> None:
+def test_a_zombie_that_swallows_exceptions_is_interrupted(scene: Scene, name: str) -> None:
     stop = scene.gate()
     zombie = scene.tasks.swallows.delay(name, stop=str(stop))
     (first,) = scene.wait_for("begin", name=name)
@@ -89,7 +87,7 @@ def test_a_zombie_that_swallows_exceptions_is_interrupted(
 
 
 def test_a_redelivered_copy_takes_over_from_a_paused_child_and_finishes(
-    scene_factory: CrashDeploymentFactory, name: str
+    scene_factory: MakeScene, name: str
 ) -> None:
     scene = scene_factory(BOTH_WAYS[0], visibility=2)
     stop = scene.gate()

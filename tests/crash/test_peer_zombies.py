@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment, corrected
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene, corrected
 from tests.integration.deployments import BOTH_WAYS, spelled
 
 CALLS = 8
@@ -17,20 +17,20 @@ CALLS = 8
 
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
-def scene(request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
+def scene(request: pytest.FixtureRequest, scene_factory: MakeScene) -> Scene:
     """A worker whose child will be paused; its message is not delivered again."""
     return scene_factory(request.param, visibility=60)
 
 
-def test_x1_a_failure_after_a_takeover_changes_nothing(scene: CrashDeployment, name: str) -> None:
+def test_x1_a_failure_after_a_takeover_changes_nothing(scene: Scene, name: str) -> None:
     end_too_late(scene, name, "too late")
 
 
-def test_x3_a_success_after_a_takeover_changes_nothing(scene: CrashDeployment, name: str) -> None:
+def test_x3_a_success_after_a_takeover_changes_nothing(scene: Scene, name: str) -> None:
     end_too_late(scene, name, None)
 
 
-def end_too_late(scene: CrashDeployment, name: str, error: str | None) -> None:
+def end_too_late(scene: Scene, name: str, error: str | None) -> None:
     """The second keeps its lease, its row stays what it was, and no third body begins."""
     gate = scene.gate()
     zombie = scene.tasks.goes_on.delay(name, str(gate), error)
@@ -63,7 +63,7 @@ def end_too_late(scene: CrashDeployment, name: str, error: str | None) -> None:
     scene.done_once("goes_on", name, ends=2, crashes=1)
 
 
-def test_x2_calls_that_wait_for_a_zombie_run_in_turn(scene: CrashDeployment, name: str) -> None:
+def test_x2_calls_that_wait_for_a_zombie_run_in_turn(scene: Scene, name: str) -> None:
     gate = scene.gate()
     scene.tasks.rerun.delay(name, 0.1, str(gate))
     (first,) = scene.wait_for("begin", name=name)

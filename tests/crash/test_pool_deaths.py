@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy import text
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment, corrected, kill
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene, corrected, kill
 from tests.integration.deployments import POOL_STORES, REDIS_REDIS_POSTGRES
 from tests.integration.process_resources import resource_counts, wait_until_released
 
@@ -27,7 +27,7 @@ def chosen(pools: tuple[str, ...]) -> Any:
 
 
 @pytest.fixture
-def scene(pool: str, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
+def scene(pool: str, scene_factory: MakeScene) -> Scene:
     """A worker of that pool for one body at a time, to be hurt."""
     skip_without(pool)
     scene = scene_factory(POOL_STORES[pool], home=DYING, ttl=TTL, start=False)
@@ -43,7 +43,7 @@ def skip_without(pool: str) -> None:
 
 
 @chosen(("prefork",))  # the others have no child
-def test_a_killed_child_leaves_its_work_and_nothing_else(scene: CrashDeployment, name: str) -> None:
+def test_a_killed_child_leaves_its_work_and_nothing_else(scene: Scene, name: str) -> None:
     before = None
     for number in range(3):
         gate, each = scene.gate(), f"{name}-{number}"
@@ -62,7 +62,7 @@ def test_a_killed_child_leaves_its_work_and_nothing_else(scene: CrashDeployment,
 
 
 @chosen(tuple(POOL_STORES))
-def test_a_killed_worker_leaves_its_work(scene: CrashDeployment, name: str, pool: str) -> None:
+def test_a_killed_worker_leaves_its_work(scene: Scene, name: str, pool: str) -> None:
     gate = scene.gate()
     result = scene.tasks.stands.delay(name, str(gate))
     (first,) = scene.wait_for("begin", name=name)
@@ -77,7 +77,7 @@ def test_a_killed_worker_leaves_its_work(scene: CrashDeployment, name: str, pool
 
 @chosen(("gevent",))  # eventlet's worker has the same loop
 def test_a_killed_green_worker_on_redis_leaves_its_work_to_one_of_another_pool(
-    scene_factory: CrashDeploymentFactory, name: str, pool: str
+    scene_factory: MakeScene, name: str, pool: str
 ) -> None:
     """Celery's loop for greenlets never looks for messages of a dead worker on Redis."""
     skip_without(pool)
@@ -97,7 +97,7 @@ def test_a_killed_green_worker_on_redis_leaves_its_work_to_one_of_another_pool(
 
 @chosen(tuple(POOL_STORES))
 def test_a_process_that_is_paused_beyond_the_ttl_is_interrupted_and_refused(
-    scene_factory: CrashDeploymentFactory, name: str, pool: str
+    scene_factory: MakeScene, name: str, pool: str
 ) -> None:
     skip_without(pool)
     scene = scene_factory(POOL_STORES[pool], home=DYING, ttl=TTL, visibility=60, start=False)
@@ -125,9 +125,7 @@ def test_a_process_that_is_paused_beyond_the_ttl_is_interrupted_and_refused(
 
 
 @chosen(("prefork",))  # the others have no child
-def test_children_that_end_after_a_task_leave_nothing(
-    scene_factory: CrashDeploymentFactory, name: str, pool: str
-) -> None:
+def test_children_of_one_task_leave_nothing(scene_factory: MakeScene, name: str, pool: str) -> None:
     scene = scene_factory(POOL_STORES[pool], home=DYING, ttl=TTL, visibility=60, start=False)
     worker = scene.another(concurrency=2, options=("--max-tasks-per-child", "1"))
     gate = scene.gate()
@@ -149,9 +147,7 @@ def test_children_that_end_after_a_task_leave_nothing(
 
 
 @pytest.mark.nightly
-def test_children_of_one_task_purge_what_is_over(
-    scene_factory: CrashDeploymentFactory, name: str
-) -> None:
+def test_children_of_one_task_purge_what_is_over(scene_factory: MakeScene, name: str) -> None:
     scene = scene_factory(("redis", "redis", "postgres"), visibility=60, start=False)
     columns = "task, key, state, fence, owner, call_id, holder, lease_store, attempt"
     old = "'t', 'k', 'done', 1, '', '', '', '', 1, 1, 1, 1"

@@ -9,12 +9,10 @@ import redis
 
 from celery_leases import LeaseStatus, Uncertain
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene
 from tests.integration.deployments import spelled
-from tests.integration.payments import Provider, provider
-
-__all__ = ["provider"]
+from tests.integration.payments import Provider
 
 INVOICING = "tests.apps.invoicing"
 NEVER = 3600.0
@@ -22,9 +20,7 @@ COMBINATIONS = (("redis", "redis", "postgres"), ("redis", "database", "sqlite"))
 
 
 @pytest.fixture(params=COMBINATIONS, ids=spelled)
-def scene(
-    request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory, provider: Provider
-) -> CrashDeployment:
+def scene(request: pytest.FixtureRequest, scene_factory: MakeScene, provider: Provider) -> Scene:
     """A worker; :func:`give_back` makes the broker deliver the messages of a dead one."""
     return scene_factory(
         request.param,
@@ -35,7 +31,7 @@ def scene(
     )
 
 
-def give_back(scene: CrashDeployment) -> None:
+def give_back(scene: Scene) -> None:
     """The visibility timeout of all that was delivered and not acknowledged is over now."""
     with redis.Redis.from_url(scene.broker_url) as broker:
         # A call that is done is acknowledged a moment after its result is there.
@@ -45,13 +41,11 @@ def give_back(scene: CrashDeployment) -> None:
         broker.zadd("unacked_index", dict.fromkeys(broker.zrange("unacked_index", 0, -1), 1.0))
 
 
-def status(scene: CrashDeployment, name: str) -> LeaseStatus:
+def status(scene: Scene, name: str) -> LeaseStatus:
     return scene.client.status(f"pays:{name}", task=f"{INVOICING}.pays")
 
 
-def taken_over(
-    scene: CrashDeployment, provider: Provider, name: str, way: str
-) -> tuple[Any, list[str]]:
+def taken_over(scene: Scene, provider: Provider, name: str, way: str) -> tuple[Any, list[str]]:
     """A call that was killed while it was charged, and both charges; another has finished."""
     provider.script(name, {"never": True})
     killed = scene.tasks.pays.delay(name, way=way)
@@ -65,9 +59,7 @@ def taken_over(
     return killed, [first, second]
 
 
-def test_a_call_finds_its_charge_after_another(
-    scene: CrashDeployment, provider: Provider, name: str
-) -> None:
+def test_a_call_finds_its_charge_after_another(scene: Scene, provider: Provider, name: str) -> None:
     killed, charges = taken_over(scene, provider, name, "verify")
     assert killed.get(timeout=30) == {"charges": charges[:1]}
     assert provider.charges(name) == charges
@@ -75,15 +67,10 @@ def test_a_call_finds_its_charge_after_another(
     assert provider.looks(name) == charges[:1]
     assert [
         (event["reference"], event["saved"]) for event in scene.events("charge", name=name)
-    ] == [
-        (charges[1], False),
-        (charges[0], True),
-    ]
+    ] == [(charges[1], False), (charges[0], True)]
 
 
-def test_a_call_that_cannot_look_waits_for_a_person(
-    scene: CrashDeployment, provider: Provider, name: str
-) -> None:
+def test_who_cannot_look_waits_for_a_person(scene: Scene, provider: Provider, name: str) -> None:
     killed, charges = taken_over(scene, provider, name, "stop")
     with pytest.raises(Uncertain, match="is not known"):
         killed.get(timeout=30)

@@ -5,16 +5,14 @@ of a reschedule.
 import pytest
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.conftest import MakeScene
 from tests.crash.crash_deployments import FAILING
 
 REDIS = ("redis", "redis", "postgres")
 STEPS = ("before publish", "after publish", "after mark")
 
 
-def test_c6_a_copy_that_met_the_holder_is_not_the_last(
-    scene_factory: CrashDeploymentFactory, name: str
-) -> None:
+def test_c6_a_copy_that_met_the_holder_is_not_the_last(scene_factory: MakeScene, name: str) -> None:
     scene = scene_factory(REDIS, visibility=2)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
@@ -38,7 +36,7 @@ def test_c6_a_copy_that_met_the_holder_is_not_the_last(
     ids=["after publish, the first goes on", *(f"{step}, the first dies too" for step in STEPS)],
 )
 def test_a_worker_killed_during_a_reschedule_loses_no_message(
-    scene_factory: CrashDeploymentFactory, name: str, step: str, first_survives: bool
+    scene_factory: MakeScene, name: str, step: str, first_survives: bool
 ) -> None:
     """The dead worker's lease outlasts the visibility timeout."""
     scene = scene_factory(REDIS, ttl=2 if first_survives else 5, visibility=2, module=FAILING)
@@ -60,7 +58,7 @@ def test_a_worker_killed_during_a_reschedule_loses_no_message(
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_worker_killed_during_a_reschedule_on_rabbitmq_loses_no_message(
-    scene_factory: CrashDeploymentFactory, name: str, step: str
+    scene_factory: MakeScene, name: str, step: str
 ) -> None:
     scene = scene_factory(("rabbit", "database", "postgres"), module=FAILING)
     gate = scene.gate()

@@ -10,8 +10,8 @@ import celery
 import pytest
 from celery.exceptions import TaskRevokedError
 
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene
 from tests.integration.deployments import BOTH_WAYS, POOL_STORES, spelled
 
 POOLS = [pool for pool in POOL_STORES if pool != "prefork"]
@@ -21,7 +21,7 @@ of_5_7 = pytest.mark.skipif(celery.VERSION < (5, 7), reason=BEFORE_5_7)
 
 
 @pytest.fixture
-def scene(pool: str, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
+def scene(pool: str, scene_factory: MakeScene) -> Scene:
     """A worker of that pool with one body at a time."""
     if pool in ("gevent", "eventlet"):
         pytest.importorskip(pool)
@@ -33,7 +33,7 @@ def scene(pool: str, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_warm_shutdown_waits_for_the_body_and_renews_its_lease_meanwhile(
-    scene: CrashDeployment, name: str, pool: str
+    scene: Scene, name: str, pool: str
 ) -> None:
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
@@ -56,7 +56,7 @@ def test_a_warm_shutdown_waits_for_the_body_and_renews_its_lease_meanwhile(
 @pytest.mark.parametrize(
     "pool", [pool for pool in POOLS if pool != "eventlet"]
 )  # whose cold shutdown may hang
-def test_a_cold_shutdown_loses_nothing(scene: CrashDeployment, name: str, pool: str) -> None:
+def test_a_cold_shutdown_loses_nothing(scene: Scene, name: str, pool: str) -> None:
     if pool in ("solo", "gevent") and celery.VERSION < (5, 7):
         pytest.skip(BEFORE_5_7)
     gate = scene.gate()
@@ -80,7 +80,7 @@ def test_a_cold_shutdown_loses_nothing(scene: CrashDeployment, name: str, pool: 
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 def test_a_further_signal_after_a_cold_shutdown_of_threads_gives_the_attempts_back(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = scene_factory(combination, visibility=5, start=False)
     worker = scene.another(pool="threads", concurrency=2)
@@ -109,7 +109,7 @@ def test_a_further_signal_after_a_cold_shutdown_of_threads_gives_the_attempts_ba
 @pytest.mark.parametrize(
     "pool", ["gevent"]
 )  # the only other pool whose bodies a revoke reaches is eventlet's
-def test_a_revoked_greenlet_stays_revoked(scene: CrashDeployment, name: str, pool: str) -> None:
+def test_a_revoked_greenlet_stays_revoked(scene: Scene, name: str, pool: str) -> None:
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
@@ -126,7 +126,7 @@ def test_a_revoked_greenlet_stays_revoked(scene: CrashDeployment, name: str, poo
 @pytest.mark.parametrize("step", ["prerun", "claim", "settle", "publish", "store"])
 @pytest.mark.parametrize("pool", ["gevent", "eventlet"])
 def test_a_cold_shutdown_cuts_no_step_around_a_body_in_a_greenlet(
-    scene_factory: CrashDeploymentFactory, name: str, pool: str, step: str
+    scene_factory: MakeScene, name: str, pool: str, step: str
 ) -> None:
     pytest.importorskip(pool)
     scene = scene_factory(
@@ -154,7 +154,7 @@ def test_a_cold_shutdown_cuts_no_step_around_a_body_in_a_greenlet(
 @pytest.mark.parametrize("step", ["claim", "settle"])
 @pytest.mark.parametrize("pool", ["gevent", "eventlet"])
 def test_the_signal_of_a_cold_shutdown_may_interrupt_any_greenlet(
-    scene_factory: CrashDeploymentFactory, name: str, pool: str, step: str
+    scene_factory: MakeScene, name: str, pool: str, step: str
 ) -> None:
     """In one of its greenlets Celery's handler would wait for itself."""
     pytest.importorskip(pool)

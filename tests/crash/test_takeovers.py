@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment, kill
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene, kill
 from tests.integration.deployments import BOTH_WAYS, spelled
 
 TIMES = int(os.environ.get("TAKEOVERS", "0"))
@@ -33,7 +33,7 @@ def report(what: str, combination: tuple[str, ...], spans: list[float]) -> None:
     )
 
 
-def takeover(scene: CrashDeployment, name: str, *, whole_worker: bool) -> float:
+def takeover(scene: Scene, name: str, *, whole_worker: bool) -> float:
     """Seconds from the kill to the begin of the next attempt."""
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
@@ -50,9 +50,7 @@ def takeover(scene: CrashDeployment, name: str, *, whole_worker: bool) -> float:
     return float(second["t"] - killed)
 
 
-def test_of_a_killed_child(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
-) -> None:
+def test_after_a_child(scene_factory: MakeScene, name: str, combination: tuple[str, ...]) -> None:
     """Its median is below a second, however long the lease."""
     scene = scene_factory(combination, ttl=TTL, visibility=VISIBILITY, concurrency=2)
     spans = [takeover(scene, f"{name}-{number}", whole_worker=False) for number in range(TIMES)]
@@ -60,9 +58,7 @@ def test_of_a_killed_child(
     assert statistics.median(spans) < 1.0
 
 
-def test_of_a_killed_worker(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
-) -> None:
+def test_after_a_worker(scene_factory: MakeScene, name: str, combination: tuple[str, ...]) -> None:
     """Lease or visibility timeout, and one reschedule."""
     scene = scene_factory(combination, ttl=TTL, visibility=VISIBILITY)
     spans = [

@@ -9,8 +9,8 @@ import time
 import pytest
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded
 
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene
 from tests.integration.deployments import BOTH_WAYS, spelled
 
 TTL = 30
@@ -21,13 +21,13 @@ in seconds.
 
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
-def scene(request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
+def scene(request: pytest.FixtureRequest, scene_factory: MakeScene) -> Scene:
     """The broker delivers nothing again by itself, and no lease ends by itself."""
     return scene_factory(request.param, ttl=TTL, visibility=60)
 
 
 @pytest.mark.both_lease_stores
-def test_m8_the_hard_time_limit_is_a_failure(scene: CrashDeployment, name: str) -> None:
+def test_m8_the_hard_time_limit_is_a_failure(scene: Scene, name: str) -> None:
     result = scene.tasks.limited.delay(name)
     (first,) = scene.wait_for("begin", name=name)
     with pytest.raises(TimeLimitExceeded):
@@ -47,9 +47,7 @@ def test_m8_the_hard_time_limit_is_a_failure(scene: CrashDeployment, name: str) 
     )
 
 
-def test_m8_a_frozen_child_killed_by_its_limit_frees_the_key(
-    scene: CrashDeployment, name: str
-) -> None:
+def test_m8_a_frozen_child_killed_by_its_limit_frees_the_key(scene: Scene, name: str) -> None:
     result = scene.tasks.limited.delay(name)
     (first,) = scene.wait_for("begin", name=name)
     os.kill(first["pid"], signal.SIGSTOP)
@@ -65,7 +63,7 @@ def test_m8_a_frozen_child_killed_by_its_limit_frees_the_key(
 
 
 @pytest.mark.parametrize("sig", ["SIGTERM", "SIGKILL"])
-def test_m6_a_revoked_call_leaves_the_key_free(scene: CrashDeployment, name: str, sig: str) -> None:
+def test_m6_a_revoked_call_leaves_the_key_free(scene: Scene, name: str, sig: str) -> None:
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
@@ -88,7 +86,7 @@ def test_m6_a_revoked_call_leaves_the_key_free(scene: CrashDeployment, name: str
 
 @pytest.mark.parametrize("combination", BOTH_WAYS[:1], ids=spelled)
 def test_a_request_class_of_the_users_own_does_not_keep_the_key_of_a_revoked_call(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = scene_factory(combination, ttl=TTL, visibility=60)
     gate = scene.gate()

@@ -9,8 +9,8 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene
 from tests.integration.deployments import spelled
 from tests.support.records import assert_has
 from tests.support.servers import PostgresServer, RabbitServer
@@ -22,7 +22,7 @@ BOTH_LEASES = pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEA
 
 @pytest.mark.parametrize("broker", ["rabbit", "redis"])
 def test_calls_of_a_killed_worker_run_although_their_limit_is_as_short_as_the_wait_for_evidence(
-    scene_factory: CrashDeploymentFactory, name: str, broker: str
+    scene_factory: MakeScene, name: str, broker: str
 ) -> None:
     scene = scene_factory((broker, "database", "postgres"), ttl=3, visibility=4, concurrency=5)
     names = [f"{name}{number}" for number in range(5)]
@@ -44,10 +44,7 @@ def test_calls_of_a_killed_worker_run_although_their_limit_is_as_short_as_the_wa
 @pytest.mark.both_lease_stores
 @BOTH_LEASES
 def test_a_database_that_is_silent_for_longer_than_the_limit_ends_no_call(
-    scene_factory: CrashDeploymentFactory,
-    own_postgres: PostgresServer,
-    name: str,
-    combination: tuple[str, ...],
+    scene_factory: MakeScene, own_postgres: PostgresServer, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = scene_factory(
         combination, urls={"postgres": own_postgres.new_database()}, visibility=30, concurrency=2
@@ -64,7 +61,7 @@ def test_a_database_that_is_silent_for_longer_than_the_limit_ends_no_call(
         assert len(scene.events("begin", name=each)) == 1
 
 
-def make_slow(scene: CrashDeployment, when: str, seconds: float) -> None:
+def make_slow(scene: Scene, when: str, seconds: float) -> None:
     """Let the database take *seconds* for writes of a record for which *when* holds."""
     engine = create_engine(scene.database_url, poolclass=NullPool)
     body = f"BEGIN IF {when} THEN PERFORM pg_sleep({seconds}); END IF; RETURN NEW; END"
@@ -83,7 +80,7 @@ def make_slow(scene: CrashDeployment, when: str, seconds: float) -> None:
 @pytest.mark.both_lease_stores
 @BOTH_LEASES
 def test_a_body_that_begins_late_and_meets_its_limit_is_counted(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
 ) -> None:
     """Celery counts the limit from the delivery, so the body has had less than it."""
     scene = scene_factory(combination, ttl=30, visibility=60)
@@ -96,7 +93,7 @@ def test_a_body_that_begins_late_and_meets_its_limit_is_counted(
     assert scene.tasks.limited.delay(name).get(timeout=30)["name"] == name
 
 
-def row_of(scene: CrashDeployment, task: str, name: str) -> dict[str, Any]:
+def row_of(scene: Scene, task: str, name: str) -> dict[str, Any]:
     return scene.row(task, f"{task}:{name}")
 
 
@@ -104,7 +101,7 @@ def row_of(scene: CrashDeployment, task: str, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("pool", ["prefork", "gevent"])
 @pytest.mark.parametrize("combination", [DATABASE_LEASES], ids=spelled)
 def test_a_limit_that_only_the_worker_knows_is_counted_as_one_of_the_task(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...], pool: str
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...], pool: str
 ) -> None:
     scene = scene_factory(combination, ttl=30, visibility=60, start=False)
     scene.another(pool=pool, concurrency=2, options=("--time-limit", "1"))
@@ -120,7 +117,7 @@ def test_a_limit_that_only_the_worker_knows_is_counted_as_one_of_the_task(
 @pytest.mark.both_lease_stores
 @BOTH_LEASES
 def test_a_queued_call_that_its_limit_ends_before_its_lease_makes_room_for_the_next(
-    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = scene_factory(combination, ttl=30, visibility=60)
     with pytest.raises(TimeLimitExceeded):
@@ -135,10 +132,7 @@ def test_a_queued_call_that_its_limit_ends_before_its_lease_makes_room_for_the_n
 
 @pytest.mark.nightly  # two servers of its own
 def test_a_broker_that_is_silent_too_keeps_the_call(
-    scene_factory: CrashDeploymentFactory,
-    own_postgres: PostgresServer,
-    own_rabbit: RabbitServer,
-    name: str,
+    scene_factory: MakeScene, own_postgres: PostgresServer, own_rabbit: RabbitServer, name: str
 ) -> None:
     urls = {"postgres": own_postgres.new_database(), "rabbit": own_rabbit.url}
     scene = scene_factory(REDIS_LEASES, urls=urls, visibility=60)

@@ -11,13 +11,9 @@ import pytest
 import redis
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import CrashDeploymentFactory
-from tests.crash.crash_deployments import CrashDeployment
-from tests.integration.deployments import (
-    REDIS_DATABASE_SQLITE,
-    REDIS_REDIS_POSTGRES,
-    spelled,
-)
+from tests.crash.conftest import MakeScene
+from tests.crash.crash_deployments import Scene
+from tests.integration.deployments import REDIS_DATABASE_SQLITE, REDIS_REDIS_POSTGRES, spelled
 from tests.support.commands import run_command
 
 TTL = 5.0
@@ -31,7 +27,7 @@ def registered(client: redis.Redis) -> int:
     return sum(client.hlen(key) for key in client.scan_iter("celery_leases:unacked:workers:*"))
 
 
-def begins(scene: CrashDeployment, name: str) -> list[int]:
+def begins(scene: Scene, name: str) -> list[int]:
     """Which of the calls have begun, in order of their numbers."""
     return sorted(
         int(event["name"].rpartition("-")[2])
@@ -43,7 +39,7 @@ def begins(scene: CrashDeployment, name: str) -> list[int]:
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent", "eventlet"])
 @pytest.mark.parametrize("combination", [REDIS_REDIS_POSTGRES, REDIS_DATABASE_SQLITE], ids=spelled)
 def test_the_messages_of_a_killed_worker_run_soon(
-    scene_factory: CrashDeploymentFactory, name: str, pool: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, pool: str, combination: tuple[str, ...]
 ) -> None:
     """What has begun begins again, what was fetched begins once; a plain message stays."""
     scene = scene_factory(
@@ -77,7 +73,7 @@ def test_the_messages_of_a_killed_worker_run_soon(
 
 
 def test_a_frozen_worker_that_comes_back_loses_and_doubles_nothing(
-    scene_factory: CrashDeploymentFactory, name: str
+    scene_factory: MakeScene, name: str
 ) -> None:
     """Its late acknowledgements do not remove the messages that run elsewhere."""
     scene = scene_factory(REDIS_REDIS_POSTGRES, ttl=2.0, visibility=AN_HOUR, env={"PREFETCH": "8"})
@@ -108,7 +104,7 @@ def test_a_frozen_worker_that_comes_back_loses_and_doubles_nothing(
 
 @pytest.mark.parametrize("how", ["warm", "cold"])
 def test_a_worker_that_shuts_down_leaves_no_registration(
-    scene_factory: CrashDeploymentFactory, name: str, how: str
+    scene_factory: MakeScene, name: str, how: str
 ) -> None:
     """Its lease is removed too."""
     scene = scene_factory(REDIS_REDIS_POSTGRES, ttl=TTL, visibility=AN_HOUR)

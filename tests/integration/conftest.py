@@ -8,23 +8,24 @@ from uuid import uuid4
 import pytest
 import redis
 
-from tests.integration.deployments import BOTH_WAYS, Deployment, stages
+from tests.integration.deployments import BOTH_WAYS, Stage, stages
+from tests.integration.payments import provider  # noqa: F401
 from tests.integration.query_logs import Bench, RedisMonitor
 from tests.support.servers import PostgresServer, RedisServer
 
-DeploymentFactory = Callable[..., Deployment]
+MakeStage = Callable[..., Stage]
 BenchFactory = Callable[..., Bench]
 
 
 @pytest.fixture(scope="module")
 def stage_factory(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[DeploymentFactory]:
+) -> Iterator[MakeStage]:
     """``stage_factory(combination, **options)`` returns a deployment with a running worker.
 
     It is closed at the end of the module.
     """
-    stages: list[Deployment] = []
+    stages: list[Stage] = []
 
     def make(
         combination: tuple[str, ...],
@@ -32,13 +33,13 @@ def stage_factory(
         start: bool = True,
         urls: Mapping[str, str] | None = None,
         **options: Any,
-    ) -> Deployment:
+    ) -> Stage:
         urls = {"redis": request.getfixturevalue("leases_redis").url, **(urls or {})}
         if "rabbit" in combination:
             urls["rabbit"] = request.getfixturevalue("leases_rabbit").url
         for server in {"postgres", "mariadb"} & {*combination} - {*urls}:
             urls[server] = request.getfixturevalue(f"leases_{server}").new_database()
-        stage = Deployment(combination, urls, tmp_path_factory.mktemp("stage"), **options)
+        stage = Stage(combination, urls, tmp_path_factory.mktemp("stage"), **options)
         stages.append(stage)
         if start:
             stage.worker.start()
@@ -54,7 +55,7 @@ module_stage = stages(*BOTH_WAYS)
 
 
 @pytest.fixture
-def stage(module_stage: Deployment, request: pytest.FixtureRequest) -> Iterator[Deployment]:
+def stage(module_stage: Stage, request: pytest.FixtureRequest) -> Iterator[Stage]:
     """The module's deployment; after a failed test the worker's log is shown."""
     module_stage.app.set_current()
     start = len(module_stage.worker.full_log())
@@ -87,7 +88,7 @@ def lease_server() -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def bench_factory(
-    stage_factory: DeploymentFactory, postgres: PostgresServer, lease_server: RedisServer
+    stage_factory: MakeStage, postgres: PostgresServer, lease_server: RedisServer
 ) -> BenchFactory:
     """``bench_factory(combination, **options)`` returns a deployment for measurements.
 

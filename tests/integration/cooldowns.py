@@ -9,7 +9,7 @@ import pytest
 
 from celery_leases import CoolingDown, LeaseStatus
 from celery_leases.testing.waits import wait_until
-from tests.integration.deployments import PATIENCE, Deployment, got
+from tests.integration.deployments import PATIENCE, Stage, got
 
 COOLING = "tests.apps.cooling"
 OK = ["ok"]
@@ -36,15 +36,15 @@ def refusal(result: Any) -> CoolingDown:
     return told.value
 
 
-def paid(stage: Deployment, name: str) -> list[dict[str, Any]]:
+def paid(stage: Stage, name: str) -> list[dict[str, Any]]:
     return stage.events("paid", name=name)
 
 
-def status(stage: Deployment, task: str, name: str) -> LeaseStatus:
+def status(stage: Stage, task: str, name: str) -> LeaseStatus:
     return stage.client.status(f"{task}:{name}", task=f"{COOLING}.{task}")
 
 
-def cooled(stage: Deployment, task: str, name: str, cooldowns: int = 1) -> dict[str, Any]:
+def cooled(stage: Stage, task: str, name: str, cooldowns: int = 1) -> dict[str, Any]:
     """The row once its key has had *cooldowns* cooldowns in a row."""
 
     def seen() -> bool:
@@ -55,7 +55,7 @@ def cooled(stage: Deployment, task: str, name: str, cooldowns: int = 1) -> dict[
     return stage.row(task, f"{task}:{name}")
 
 
-def wait_until_over(stage: Deployment, task: str, name: str) -> None:
+def wait_until_over(stage: Stage, task: str, name: str) -> None:
     """Return when the cooldown is over by the database's clock."""
     wait_until(
         lambda: not status(stage, task, name).retry_after,
@@ -80,7 +80,7 @@ def settled(log: str, key: str) -> list[tuple[float, str, str, str, float]]:
 
 
 def assert_sound(
-    stage: Deployment, task: str, name: str, *, logs: Sequence[str] = (), crashes: int = 0
+    stage: Stage, task: str, name: str, *, logs: Sequence[str] = (), crashes: int = 0
 ) -> None:
     """No run began while its key was cooling, and each ended in one outcome or one crash."""
     runs = paid(stage, name)

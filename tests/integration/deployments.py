@@ -84,12 +84,12 @@ def got(result: Any, **options: Any) -> Any:
 
 def stages(*combinations: tuple[str, ...], drained: bool = True, **options: Any) -> Any:
     """A fixture ``module_stage`` with a worker on each of the combinations; *options* are those of
-    :class:`Deployment`. Unless *drained* is false, nothing may be left in the queue at the end.
+    :class:`Stage`. Unless *drained* is false, nothing may be left in the queue at the end.
     """
 
     @pytest.fixture(scope="module", params=combinations, ids=spelled)
-    def module_stage(request: pytest.FixtureRequest, stage_factory: Any) -> Iterator[Deployment]:
-        made: Deployment = stage_factory(request.param, **options)
+    def module_stage(request: pytest.FixtureRequest, stage_factory: Any) -> Iterator[Stage]:
+        made: Stage = stage_factory(request.param, **options)
         yield made
         if drained:
             made.close_when_drained(request.session)
@@ -118,7 +118,7 @@ def imported_anew(name: str, env: Mapping[str, str]) -> Any:
         _state._on_app_finalizers.intersection_update(shared)
 
 
-class Deployment:
+class Stage:
     """Broker, stores, one worker, and the tasks for a caller. Close it, or use it as a context
     manager.
 

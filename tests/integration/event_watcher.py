@@ -6,13 +6,13 @@ from typing import Any
 from celery.events import EventReceiver
 
 from celery_leases.testing.waits import wait_until
-from tests.integration.deployments import PATIENCE, Deployment
+from tests.integration.deployments import PATIENCE, Stage
 
 
 class Watcher:
     """Celery's event receiver and event state, as in Flower."""
 
-    def __init__(self, stage: Deployment) -> None:
+    def __init__(self, stage: Stage) -> None:
         self.state = stage.app.events.State()
         self.seen: list[dict[str, Any]] = []
         self._app = stage.app

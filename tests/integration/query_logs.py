@@ -10,7 +10,7 @@ from uuid import uuid4
 import redis
 
 from celery_leases.testing.waits import wait_until
-from tests.integration.deployments import Deployment
+from tests.integration.deployments import Stage
 from tests.support.servers import PostgresServer
 
 
@@ -105,7 +105,7 @@ class Writes:
 class Bench:
     """A deployment with one warmed-up child, and the logs of its servers."""
 
-    def __init__(self, stage: Deployment, postgres: PostgresServer, tape: RedisMonitor) -> None:
+    def __init__(self, stage: Stage, postgres: PostgresServer, tape: RedisMonitor) -> None:
         self.stage = stage
         self.redis = tape
         self.sql = StatementLog(postgres, self.ask)

@@ -254,9 +254,7 @@ def test_the_sql_of_new_tables_can_be_printed_and_run(server_url: str, tmp_path:
     engine.dispose()
 
 
-def test_a_schema_of_its_own_is_made_and_left_alone(
-    leases_postgres_url: str,
-) -> None:
+def test_a_schema_of_its_own_is_made_and_left_alone(leases_postgres_url: str) -> None:
     engine = create_engine(leases_postgres_url)
     mine = MetaData()
     Table("mine", mine, Column("id", Integer, primary_key=True))
@@ -273,9 +271,7 @@ def test_a_schema_of_its_own_is_made_and_left_alone(
     engine.dispose()
 
 
-def test_flask_migrate_drops_nothing_and_upgrades(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flask_migrate_drops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flask = pytest.importorskip(
         "flask", reason="Flask is not installed: it is in the dependency group test"
     )

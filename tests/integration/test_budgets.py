@@ -9,11 +9,11 @@ from uuid import uuid4
 import pytest
 import redis
 
-from tests.integration.conftest import BenchFactory, DeploymentFactory
+from tests.integration.conftest import BenchFactory, MakeStage
 from tests.integration.deployments import (
     RABBIT_DATABASE_POSTGRES,
     REDIS_REDIS_POSTGRES,
-    Deployment,
+    Stage,
     got,
     spelled,
 )
@@ -33,7 +33,7 @@ MEASURED = 20
 """Calls of one measurement: some of them begin a page, which costs more."""
 
 
-def _warm_up(stage: Deployment) -> None:
+def _warm_up(stage: Stage) -> None:
     """Connections are made, scripts and statements known."""
     for _ in range(8):
         got(stage.tasks.work.delay("warm"))
@@ -58,9 +58,7 @@ def test_a_first_run_is_two_redis_trips_and_two_statements(bench: Bench, name: s
     assert not {"BEGIN", "COMMIT", "ROLLBACK", "SET", "SHOW"} & set(statements)
 
 
-def test_a_duplicate_is_answered_by_one_statement_that_writes_nothing(
-    bench: Bench, name: str
-) -> None:
+def test_a_duplicate_is_one_statement_that_writes_nothing(bench: Bench, name: str) -> None:
     stage = bench.stage
     value = got(stage.tasks.work.delay(name))
     before = bench.version(f"work:{name}")
@@ -120,7 +118,7 @@ def _each(writes: Writes) -> Writes:
 
 
 def test_an_empty_redis_costs_nothing_more(
-    stage_factory: DeploymentFactory, postgres: PostgresServer, lease_server: RedisServer, name: str
+    stage_factory: MakeStage, postgres: PostgresServer, lease_server: RedisServer, name: str
 ) -> None:
     stage = stage_factory(
         REDIS_REDIS_POSTGRES,

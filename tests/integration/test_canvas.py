@@ -8,13 +8,13 @@ import pytest
 from celery import chain, chord
 from celery.exceptions import ChordError
 
-from tests.integration.deployments import Deployment, got
+from tests.integration.deployments import Stage, got
 
 # The callbacks of one call may be sent twice when its process dies between Celery's dispatch and
 # our mark: tests/crash has that window. Here no process dies, so each is sent exactly once.
 
 
-def test_a_chain_delivered_three_times_goes_on_once(stage: Deployment, name: str) -> None:
+def test_a_chain_delivered_three_times_goes_on_once(stage: Stage, name: str) -> None:
     side, gate = stage.side_queue(), stage.gate()
     first = stage.tasks.work.s(name, gate=str(gate), answer=name).set(queue=side)
     outcome = chain(first, stage.tasks.leased_link.s(), stage.tasks.plain.s())()
@@ -30,7 +30,7 @@ def test_a_chain_delivered_three_times_goes_on_once(stage: Deployment, name: str
     assert len(stage.events("plain", id=outcome.id)) == 1
 
 
-def test_copies_that_come_while_callbacks_are_sent_send_none(stage: Deployment, name: str) -> None:
+def test_copies_that_come_while_callbacks_are_sent_send_none(stage: Stage, name: str) -> None:
     side, number = stage.side_queue(), 8
     results = []
     for n in range(number):
@@ -50,7 +50,7 @@ def test_copies_that_come_while_callbacks_are_sent_send_none(stage: Deployment, 
 
 @pytest.mark.parametrize("callback", ["leased_link", "plain"])
 def test_links_of_a_call_that_is_delivered_again_when_it_is_done_are_not_sent_again(
-    stage: Deployment, name: str, callback: str
+    stage: Stage, name: str, callback: str
 ) -> None:
     now, later = stage.side_queue(), stage.side_queue()
     call, linked = str(uuid4()), str(uuid4())
@@ -68,7 +68,7 @@ def test_links_of_a_call_that_is_delivered_again_when_it_is_done_are_not_sent_ag
     assert len(stage.events(callback, id=linked)) == 1
 
 
-def test_another_call_gets_the_result_and_its_own_callbacks(stage: Deployment, name: str) -> None:
+def test_another_call_gets_the_result_and_its_own_callbacks(stage: Stage, name: str) -> None:
     assert got(stage.tasks.work.delay(name))
     duplicate = stage.tasks.work.apply_async((name,), link=stage.tasks.gather.s())
     value = got(duplicate)
@@ -77,7 +77,7 @@ def test_another_call_gets_the_result_and_its_own_callbacks(stage: Deployment, n
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_a_chord_member_delivered_three_times_counts_once(stage: Deployment, name: str) -> None:
+def test_a_chord_member_delivered_three_times_counts_once(stage: Stage, name: str) -> None:
     side, gate = stage.side_queue(), stage.gate()
     header = [stage.tasks.work.s(f"{name}-{n}", gate=str(gate)).set(queue=side) for n in range(2)]
     outcome = chord(header, stage.tasks.gather.s())
@@ -93,7 +93,7 @@ def test_a_chord_member_delivered_three_times_counts_once(stage: Deployment, nam
     assert len(stage.events("begin", name=f"{name}-0")) == 1
 
 
-def test_a_frozen_chord_applied_again_runs_nothing(stage: Deployment, name: str) -> None:
+def test_a_frozen_chord_applied_again_runs_nothing(stage: Stage, name: str) -> None:
     frozen = chord(
         [stage.tasks.keyless.s(f"{name}-0"), stage.tasks.keyless.s(f"{name}-1")],
         stage.tasks.gather.s(),
@@ -114,7 +114,7 @@ def test_a_frozen_chord_applied_again_runs_nothing(stage: Deployment, name: str)
     assert len(stage.events("gather", id=result.id)) == 1
 
 
-def test_a_leased_body_of_a_chord_runs_once(stage: Deployment, name: str) -> None:
+def test_a_leased_body_of_a_chord_runs_once(stage: Stage, name: str) -> None:
     header = [stage.tasks.keyless.s(name), stage.tasks.keyless.s(name)]
     result = chord(header, stage.tasks.leased_link.si(name))()
     assert got(result) == name
@@ -123,9 +123,7 @@ def test_a_leased_body_of_a_chord_runs_once(stage: Deployment, name: str) -> Non
 
 
 @pytest.mark.parametrize("task", ["ignores", "work"])
-def test_what_would_be_dropped_still_completes_a_chord(
-    stage: Deployment, name: str, task: str
-) -> None:
+def test_what_would_be_dropped_still_completes_a_chord(stage: Stage, name: str, task: str) -> None:
     """A member without a result would leave it hanging."""
     gate = stage.gate()
     leased = getattr(stage.tasks, task)
@@ -141,7 +139,7 @@ def test_what_would_be_dropped_still_completes_a_chord(
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_the_leased_errback_of_failed_calls_runs_once(stage: Deployment, name: str) -> None:
+def test_the_leased_errback_of_failed_calls_runs_once(stage: Stage, name: str) -> None:
     fails, work = stage.tasks.fails, stage.tasks.work
     errback = stage.tasks.refunds.s(name=name)
     calls = [

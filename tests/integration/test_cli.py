@@ -67,9 +67,7 @@ def operator(tmp_path: Path) -> Operator:
     return someone
 
 
-def test_a_running_key_is_shown_and_forgotten_only_by_force(
-    operator: Operator,
-) -> None:
+def test_a_running_key_is_shown_and_forgotten_only_by_force(operator: Operator) -> None:
     operator.runs(WORK, "invoice:1")
     shown = json.loads(operator.sees("show", "invoice:1", "--json"))
     assert (shown["state"], shown["task"], shown["attempt"]) == ("running", WORK, 1)
@@ -92,9 +90,7 @@ def test_a_running_key_is_shown_and_forgotten_only_by_force(
     [("retry",), ("forget",), ("resolve", "--done"), ("resolve", "--retry"), ("release",)],
     ids=" ".join,
 )
-def test_a_record_is_kept_for_an_operators_retention(
-    operator: Operator, words: tuple[str, ...]
-) -> None:
+def test_an_operator_gives_the_retention(operator: Operator, words: tuple[str, ...]) -> None:
     if words[0] == "release":
         operator.runs(WORK, "invoice:1")
     else:
@@ -140,9 +136,7 @@ def test_a_key_of_two_tasks_asks_which(operator: Operator) -> None:
     [("list",), ("show", "invoice:5"), ("retry", "invoice:5"), ("forget", "invoice:5")],
     ids=" ".join,
 )
-def test_an_unknown_task_is_an_error_and_no_empty_list(
-    operator: Operator, words: tuple[str, ...]
-) -> None:
+def test_an_unknown_task_is_no_empty_list(operator: Operator, words: tuple[str, ...]) -> None:
     operator.finished(WORK, "invoice:5")
     asked = operator.types(*words, "--task", "tests.apps.leased.wrok")
     assert (asked.returncode, asked.stdout) == (2, "")

@@ -10,8 +10,8 @@ import redis
 from sqlalchemy import create_engine, text
 
 from celery_leases.testing.waits import POLL
-from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import REDIS_REDIS_POSTGRES, Deployment, got
+from tests.integration.conftest import MakeStage
+from tests.integration.deployments import REDIS_REDIS_POSTGRES, Stage, got
 
 CALLS = 300
 CHILDREN = 4
@@ -31,7 +31,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def stage(kind: str, stage_factory: DeploymentFactory) -> Iterator[Deployment]:
+def stage(kind: str, stage_factory: MakeStage) -> Iterator[Stage]:
     pool, concurrency, combination = POOLS[kind]
     if pool == "gevent":
         pytest.importorskip(pool)
@@ -47,7 +47,7 @@ def stage(kind: str, stage_factory: DeploymentFactory) -> Iterator[Deployment]:
 class Watcher:
     """Counts the connections of a stage's worker to its stores."""
 
-    def __init__(self, stage: Deployment) -> None:
+    def __init__(self, stage: Stage) -> None:
         self._database = stage._engine.url.database
         # Its own connection is to another database, which is not counted.
         self._engine = create_engine(stage._engine.url.set(database="postgres"))
@@ -77,7 +77,7 @@ class Watcher:
 
 
 @pytest.mark.every_argument
-def test_many_bodies_have_few_connections(stage: Deployment, kind: str, name: str) -> None:
+def test_many_bodies_have_few_connections(stage: Stage, kind: str, name: str) -> None:
     """Three hundred calls, a hundred at once."""
     watcher = Watcher(stage)
     results = [stage.tasks.work.delay(f"{name}-{number}", 0.05) for number in range(CALLS)]

@@ -12,13 +12,7 @@ from kombu.exceptions import EncodeError
 
 from celery_leases.errors import AlreadyDone, LeaseHeld, ResultMissing
 from celery_leases.worker.processes import close_all
-from tests.integration.deployments import (
-    BOTH_WAYS,
-    Deployment,
-    got,
-    imported_anew,
-    stages,
-)
+from tests.integration.deployments import BOTH_WAYS, Stage, got, imported_anew, stages
 
 SHAPES = "tests.apps.shapes"
 
@@ -27,17 +21,12 @@ module_stage = stages(*BOTH_WAYS, module=SHAPES)
 """A worker that knows the tasks of ``tests.apps.shapes`` too."""
 
 
-def shaped(stage: Deployment, task: str, *args: object, **kwargs: object) -> object:
+def shaped(stage: Stage, task: str, *args: object, **kwargs: object) -> object:
     """The result of a task of ``tests.apps.shapes``, which only the worker has imported."""
     return got(stage.app.send_task(f"{SHAPES}.{task}", args=args, kwargs=kwargs))
 
 
-# -- retries and Celery's own control flow ---------------------------------------------------------
-
-
-def test_another_call_does_not_jump_the_queue_during_a_countdown(
-    stage: Deployment, name: str
-) -> None:
+def test_another_call_does_not_jump_the_queue_during_a_countdown(stage: Stage, name: str) -> None:
     first = stage.tasks.retries.delay(name, 1, countdown=2)
     stage.wait_for_state("retries", f"retries:{name}", "pending")
     other = stage.tasks.retries.delay(name, 1, countdown=2)
@@ -48,7 +37,7 @@ def test_another_call_does_not_jump_the_queue_during_a_countdown(
     assert begun[1]["t"] - begun[0]["t"] >= 1.9
 
 
-def test_what_the_body_ignores_is_done_without_a_result(stage: Deployment, name: str) -> None:
+def test_what_the_body_ignores_is_done_without_a_result(stage: Stage, name: str) -> None:
     call = stage.tasks.passes.delay(name, "ignore")
     row = stage.wait_for_state("passes", f"passes:{name}", "done")
     assert (row["reason"], row["result"], row["ended"]) == ("ignored", None, "ignored")
@@ -58,7 +47,7 @@ def test_what_the_body_ignores_is_done_without_a_result(stage: Deployment, name:
     assert not stage.is_held("passes", f"passes:{name}")
 
 
-def test_what_the_body_rejects_runs_when_it_is_moved_back(stage: Deployment, name: str) -> None:
+def test_what_the_body_rejects_runs_when_it_is_moved_back(stage: Stage, name: str) -> None:
     """Such as a dead letter."""
     call = stage.tasks.passes.delay(name, "reject")
     with pytest.raises(Reject):
@@ -71,7 +60,7 @@ def test_what_the_body_rejects_runs_when_it_is_moved_back(stage: Deployment, nam
 
 
 @pytest.mark.parametrize("how", ["retry and return", "publish itself"])
-def test_a_call_that_goes_on_elsewhere_is_not_done(stage: Deployment, name: str, how: str) -> None:
+def test_a_call_that_goes_on_elsewhere_is_not_done(stage: Stage, name: str, how: str) -> None:
     steps = (stage.tasks.passes.si(name, how) | stage.tasks.plain.s())()
     assert got(steps) == {"name": name}
     begun = stage.events("begin", name=name)
@@ -79,14 +68,14 @@ def test_a_call_that_goes_on_elsewhere_is_not_done(stage: Deployment, name: str,
     assert len({event["id"] for event in begun}) == 1
 
 
-def test_what_the_body_rejects_for_another_time_runs_again(stage: Deployment, name: str) -> None:
+def test_what_the_body_rejects_for_another_time_runs_again(stage: Stage, name: str) -> None:
     assert got(stage.tasks.passes.delay(name, "requeue")) == {"name": name}
     assert [event["attempt"] for event in stage.events("begin", name=name)] == [1, 2]
     row = stage.row("passes", f"passes:{name}")
     assert (row["state"], row["crashes"]) == ("done", 0)
 
 
-def test_another_call_gets_the_result_of_a_replacement(stage: Deployment, name: str) -> None:
+def test_another_call_gets_the_result_of_a_replacement(stage: Stage, name: str) -> None:
     gate = stage.gate()
     first = stage.tasks.passes.delay(name, str(gate))
     stage.wait_for_state("passes", f"passes:{name}", "done")
@@ -99,7 +88,7 @@ def test_another_call_gets_the_result_of_a_replacement(stage: Deployment, name: 
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_another_call_gets_the_error_of_a_replacement(stage: Deployment, name: str) -> None:
+def test_another_call_gets_the_error_of_a_replacement(stage: Stage, name: str) -> None:
     gate = stage.gate()
     gate.write_text(f"broken {name}")
     calls = [stage.tasks.passes.delay(name, str(gate)) for _ in range(2)]
@@ -109,10 +98,7 @@ def test_another_call_gets_the_error_of_a_replacement(stage: Deployment, name: s
     assert len(stage.events("begin", name=name)) == 1
 
 
-# -- direct calls ----------------------------------------------------------------------------------
-
-
-def test_a_task_that_calls_itself_does_not_wait_for_its_lease(stage: Deployment, name: str) -> None:
+def test_a_task_that_calls_itself_does_not_wait_for_its_lease(stage: Stage, name: str) -> None:
     assert got(stage.tasks.recursive.delay(name, 2)) == [2, 1, 0]
     held = [(event["what"], event["depth"], event["held"]) for event in stage.events(name=name)]
     assert held == [
@@ -127,7 +113,7 @@ def test_a_task_that_calls_itself_does_not_wait_for_its_lease(stage: Deployment,
     assert (row["state"], row["attempt"]) == ("done", 1)
 
 
-def test_another_task_called_directly_in_a_body_runs_alone(stage: Deployment, name: str) -> None:
+def test_another_task_called_directly_in_a_body_runs_alone(stage: Stage, name: str) -> None:
     assert got(stage.tasks.calls.delay(name)) == {"direct": 9, "map": [1, 4]}
     (begin,) = stage.events("begin", name=name)
     (end,) = stage.events("end", name=name)
@@ -137,7 +123,7 @@ def test_another_task_called_directly_in_a_body_runs_alone(stage: Deployment, na
     assert stage.find_row("square", "square:3") is None
 
 
-def test_map_and_chunks_run_the_bodies_without_leases(stage: Deployment) -> None:
+def test_map_and_chunks_run_the_bodies_without_leases(stage: Stage) -> None:
     square = stage.tasks.square
     assert got(square.map([7, 7, 8]).apply_async()) == [49, 49, 64]
     assert got(square.chunks([(9,), (9,)], 1).apply_async()) == [[81], [81]]
@@ -147,10 +133,7 @@ def test_map_and_chunks_run_the_bodies_without_leases(stage: Deployment) -> None
     assert stage.events("square", number=10)[0]["held"]
 
 
-# -- shapes ----------------------------------------------------------------------------------------
-
-
-def test_options_of_a_base_class_hold_for_its_tasks(stage: Deployment, name: str) -> None:
+def test_options_of_a_base_class_hold_for_its_tasks(stage: Stage, name: str) -> None:
     assert shaped(stage, "inherits", name) == name
     (event,) = stage.events("begin", name=name)
     assert (event["held"], event["key"]) == (True, f"billing:{name}")
@@ -159,22 +142,20 @@ def test_options_of_a_base_class_hold_for_its_tasks(stage: Deployment, name: str
 
 
 @pytest.mark.parametrize("task", ["ClassBased", "shared", "mixed", "made"])
-def test_each_shape_of_task_runs_once_under_its_lease(
-    stage: Deployment, name: str, task: str
-) -> None:
+def test_each_shape_of_task_runs_once_under_its_lease(stage: Stage, name: str, task: str) -> None:
     assert shaped(stage, task, name) == shaped(stage, task, name)
     assert len(stage.events("begin", name=name)) == 1
     assert stage.events("begin", name=name)[0].get("held", True)
 
 
-def test_the_hooks_of_another_base_class_are_called(stage: Deployment, name: str) -> None:
+def test_the_hooks_of_another_base_class_are_called(stage: Stage, name: str) -> None:
     assert shaped(stage, "mixed", name) == name
     assert shaped(stage, "mixed", name) == name
     seen = stage.wait_for("on_success", 2, name=name)
     assert [event["retval"] for event in seen] == [name, name]
 
 
-def test_a_pydantic_task_gets_and_gives_models(stage: Deployment, name: str) -> None:
+def test_a_pydantic_task_gets_and_gives_models(stage: Stage, name: str) -> None:
     invoice = {"name": name, "month": 4}
     assert (
         shaped(stage, "model", invoice)
@@ -185,17 +166,14 @@ def test_a_pydantic_task_gets_and_gives_models(stage: Deployment, name: str) -> 
     assert (event["held"], event["kind"]) == (True, "Invoice")
 
 
-def test_two_apps_in_one_process_keep_their_stores_apart(stage: Deployment, name: str) -> None:
+def test_two_apps_in_one_process_keep_their_stores_apart(stage: Stage, name: str) -> None:
     assert shaped(stage, "hosts", name) == [True, f"hosts:{name}"]
     (inner,) = stage.events("foreign", name=name)
     assert (inner["held"], inner["key"]) == (True, f"other:{name}")
 
 
-# -- eager -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def eager(stage: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def eager(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The tasks under an app of their own, whose bodies run in this process."""
     monkeypatch.setenv("JOURNAL", str(stage.journal))
     tasks = imported_anew("tests.apps.leased", stage.env)
@@ -205,7 +183,7 @@ def eager(stage: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     stage.app.set_current()
 
 
-def test_task_always_eager_replays_and_retries(stage: Deployment, name: str, eager: Any) -> None:
+def test_task_always_eager_replays_and_retries(stage: Stage, name: str, eager: Any) -> None:
     eager.app.conf.update(task_always_eager=True)
     assert eager.work.delay(name).get() == eager.work.delay(name).get()
     assert eager.retries.delay(name, 2).get() == {"name": name, "retries": 2}
@@ -217,7 +195,7 @@ def test_task_always_eager_replays_and_retries(stage: Deployment, name: str, eag
         eager.refuses.delay(name).get()
 
 
-def test_an_eager_call_of_a_held_key_is_refused(stage: Deployment, name: str, eager: Any) -> None:
+def test_an_eager_call_of_a_held_key_is_refused(stage: Stage, name: str, eager: Any) -> None:
     eager.app.conf.update(
         leases_eager_stores=True, task_always_eager=True, task_eager_propagates=True
     )
@@ -229,9 +207,7 @@ def test_an_eager_call_of_a_held_key_is_refused(stage: Deployment, name: str, ea
     assert eager.work.delay(name, gate=str(gate)).get() == value
 
 
-def test_code_around_the_body_that_ends_its_process_is_guarded(
-    stage: Deployment, name: str
-) -> None:
+def test_code_around_the_body_that_ends_its_process_is_guarded(stage: Stage, name: str) -> None:
     """No count would end that."""
     tasks, children = stage.tasks, stage.worker.children()
     for task in (tasks.keyed, tasks.unprepared):

@@ -24,24 +24,14 @@ from tests.integration.cooldowns import (
     refusal,
     status,
 )
-from tests.integration.deployments import (
-    BOTH_WAYS,
-    PATIENCE,
-    Deployment,
-    got,
-    imported_anew,
-    stages,
-)
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Stage, got, imported_anew, stages
 from tests.integration.event_watcher import Watcher
 from tests.integration.rate_limited_server import Answered
 
 module_stage = stages(*BOTH_WAYS, home=COOLING)
 
 
-# -- Celery's own retries and control flow ---------------------------------------------------------
-
-
-def test_only_the_users_own_retries_are_counted_by_celery(stage: Deployment, name: str) -> None:
+def test_only_the_users_own_retries_are_counted_by_celery(stage: Stage, name: str) -> None:
     result = stage.tasks.resumes.delay(name, [["retry", 0.2], limited(1.2), ["retry", 0.2], OK])
     assert got(result) == {"name": name, "paid": 4}
     runs = paid(stage, name)
@@ -57,7 +47,7 @@ def test_only_the_users_own_retries_are_counted_by_celery(stage: Deployment, nam
     assert_sound(stage, "resumes", name)
 
 
-def test_the_rules_meet_the_original_error_after_autoretry(stage: Deployment, name: str) -> None:
+def test_the_rules_meet_the_original_error_after_autoretry(stage: Stage, name: str) -> None:
     first = stage.tasks.auto.delay(name, [limited(60)])
     row = cooled(stage, "auto", name)
     assert [run["retries"] for run in paid(stage, name)] == [0, 1, 2]
@@ -72,7 +62,7 @@ def test_the_rules_meet_the_original_error_after_autoretry(stage: Deployment, na
     ("how", "state", "ended"), [("ignore", "done", "ignored"), ("reject", "pending", "rejected")]
 )
 def test_ignore_and_reject_mean_after_a_cooldown_what_they_mean_without(
-    stage: Deployment, name: str, how: str, state: str, ended: str
+    stage: Stage, name: str, how: str, state: str, ended: str
 ) -> None:
     stage.tasks.resumes.delay(name, [limited(1.2), [how]])
     wait_until(lambda: len(paid(stage, name)) == 2, PATIENCE, "the second body")
@@ -81,35 +71,26 @@ def test_ignore_and_reject_mean_after_a_cooldown_what_they_mean_without(
     assert len(paid(stage, name)) == 2
 
 
-# -- ambiguous failures ----------------------------------------------------------------------------
-
-
-def test_a_soft_limit_in_the_body_cools_the_key_as_ambiguous(stage: Deployment, name: str) -> None:
+def test_a_soft_limit_in_the_body_cools_the_key_as_ambiguous(stage: Stage, name: str) -> None:
     script = [["sleep", 30], OK]
     with pytest.raises(SoftTimeLimitExceeded):
         got(stage.tasks.limited.delay(name, script))
     assert not _ends_as_ambiguous(stage, "limited", name, "SoftTimeLimitExceeded").resumes
-    assert got(stage.tasks.limited.delay(name, script)) == {
-        "name": name,
-        "paid": 2,
-    }
+    assert got(stage.tasks.limited.delay(name, script)) == {"name": name, "paid": 2}
     _was_ambiguous(stage, name)
 
 
-def test_a_body_without_memory_cools_as_ambiguous(stage: Deployment, name: str) -> None:
+def test_a_body_without_memory_cools_as_ambiguous(stage: Stage, name: str) -> None:
     """A ``MemoryError`` in the main process would end it."""
     script = [["raise", "MemoryError"], OK]
     stage.tasks.resumes.delay(name, script)
     let_go = _ends_as_ambiguous(stage, "resumes", name, "MemoryError")
     assert let_go.resumes, "its copy comes when the 15 s are over, and is answered with the result"
-    assert got(stage.tasks.resumes.delay(name, script)) == {
-        "name": name,
-        "paid": 2,
-    }
+    assert got(stage.tasks.resumes.delay(name, script)) == {"name": name, "paid": 2}
     _was_ambiguous(stage, name)
 
 
-def _ends_as_ambiguous(stage: Deployment, task: str, name: str, error: str) -> LeaseStatus:
+def _ends_as_ambiguous(stage: Stage, task: str, name: str, error: str) -> LeaseStatus:
     assert lasted(cooled(stage, task, name)) == pytest.approx(15.0, abs=0.01)
     shown = status(stage, task, name)
     assert shown.error is not None
@@ -122,12 +103,12 @@ def _ends_as_ambiguous(stage: Deployment, task: str, name: str, error: str) -> L
     return stage.client.retry(f"{task}:{name}", task=f"{COOLING}.{task}")
 
 
-def _was_ambiguous(stage: Deployment, name: str) -> None:
+def _was_ambiguous(stage: Stage, name: str) -> None:
     error = paid(stage, name)[1]["previous"]["error"]
     assert (error["rule"], error["ambiguous"]) == ("time-or-memory-limit", True)
 
 
-def test_a_read_timeout_is_retried_where_that_is_harmless(stage: Deployment, name: str) -> None:
+def test_a_read_timeout_is_retried_where_that_is_harmless(stage: Stage, name: str) -> None:
     script = [["read timeout"], OK]
     result = stage.tasks.repeatable.delay(name, script)
     assert got(result) == {"name": name, "paid": 2}
@@ -142,13 +123,8 @@ def test_a_read_timeout_is_retried_where_that_is_harmless(stage: Deployment, nam
     assert (shown.rule, shown.error.ambiguous) == ("outcome-unknown", True)
 
 
-# -- canvas ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("task", ["resumes", "ignores"])
-def test_a_step_of_a_chain_waits_for_anothers_cooldown(
-    stage: Deployment, name: str, task: str
-) -> None:
+def test_a_step_of_a_chain_waits_for_anothers_cooldown(stage: Stage, name: str, task: str) -> None:
     leased, script = getattr(stage.tasks, task), [limited(1.8), OK]
     first = leased.delay(name, script)
     cooled(stage, task, name)
@@ -159,7 +135,7 @@ def test_a_step_of_a_chain_waits_for_anothers_cooldown(
     assert_sound(stage, task, name)
 
 
-def test_a_chord_waits_for_a_member_that_cools_down(stage: Deployment, name: str) -> None:
+def test_a_chord_waits_for_a_member_that_cools_down(stage: Stage, name: str) -> None:
     cools = stage.tasks.resumes.s(name, [limited(1.5), OK])
     outcome = chord(
         [cools, cools.clone(), stage.tasks.resumes.s(f"{name}-other", [OK])], stage.tasks.gather.s()
@@ -171,7 +147,7 @@ def test_a_chord_waits_for_a_member_that_cools_down(stage: Deployment, name: str
     assert_sound(stage, "resumes", name)
 
 
-def test_a_chain_fails_where_a_cooldown_is_to_fail_it(stage: Deployment, name: str) -> None:
+def test_a_chain_fails_where_a_cooldown_is_to_fail_it(stage: Stage, name: str) -> None:
     script = [limited(2.5), OK]
     first = stage.tasks.refuses.delay(name, script)
     cooled(stage, "refuses", name)
@@ -181,7 +157,7 @@ def test_a_chain_fails_where_a_cooldown_is_to_fail_it(stage: Deployment, name: s
     assert got(first) == {"name": name, "paid": 2}
 
 
-def test_a_plain_call_is_dropped_where_it_is_to_ignore(stage: Deployment, name: str) -> None:
+def test_a_plain_call_is_dropped_where_it_is_to_ignore(stage: Stage, name: str) -> None:
     script = [limited(1.8), OK]
     first = stage.tasks.ignores.delay(name, script)
     cooled(stage, "ignores", name)
@@ -191,7 +167,7 @@ def test_a_plain_call_is_dropped_where_it_is_to_ignore(stage: Deployment, name: 
     assert other.state == "PENDING"
 
 
-def test_without_events_none_are_published(stage: Deployment, name: str) -> None:
+def test_without_events_none_are_published(stage: Stage, name: str) -> None:
     watcher = Watcher(stage)
     try:
         call = stage.tasks.resumes.delay(name, [limited(1.2), OK])
@@ -204,11 +180,8 @@ def test_without_events_none_are_published(stage: Deployment, name: str) -> None
         watcher.close()
 
 
-# -- eager and direct calls ------------------------------------------------------------------------
-
-
 @pytest.fixture
-def eager(stage: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def eager(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The tasks under an app of their own, whose bodies run in this process."""
     monkeypatch.setenv("JOURNAL", str(stage.journal))
     tasks = imported_anew(COOLING, stage.env)
@@ -220,7 +193,7 @@ def eager(stage: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("step", [limited(60), BROKEN], ids=["limited", "broken"])
 def test_an_eager_call_gets_its_original_error_and_the_next_one_is_refused(
-    stage: Deployment, name: str, eager: Any, step: list[Any]
+    stage: Stage, name: str, eager: Any, step: list[Any]
 ) -> None:
     with pytest.raises((Answered, KeyError)):
         eager.slow.apply(args=(name, [step, OK])).get()
@@ -235,16 +208,14 @@ def test_an_eager_call_gets_its_original_error_and_the_next_one_is_refused(
     "step", [["cooldown", 60, "draft not ready"], ["later", 60], ["snooze", 60]]
 )
 def test_an_eager_call_that_asks_to_wait_returns_the_time_to_its_caller(
-    stage: Deployment, name: str, eager: Any, step: list[Any]
+    stage: Stage, name: str, eager: Any, step: list[Any]
 ) -> None:
     with pytest.raises(CoolingDown, match="Retry available in 60 seconds") as told:
         eager.resumes.apply(args=(name, [step])).get()
     assert told.value.retry_after == pytest.approx(60, abs=0.5)
 
 
-def test_a_direct_call_raises_what_the_body_raises(
-    stage: Deployment, name: str, eager: Any
-) -> None:
+def test_a_direct_call_raises_what_the_body_raises(stage: Stage, name: str, eager: Any) -> None:
     for step, error in (
         (["cooldown", 60, "draft not ready"], Cooldown),
         (["later", 60], RetryLater),

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 from celery_leases import CoolingDown
-from tests.integration.conftest import DeploymentFactory
+from tests.integration.conftest import MakeStage
 from tests.integration.cooldowns import COOLING, OK, refusal
-from tests.integration.deployments import REDIS_REDIS_POSTGRES, Deployment, got
+from tests.integration.deployments import REDIS_REDIS_POSTGRES, Stage, got
 from tests.integration.terminal import Terminal
 from tests.support.records import assert_has
 
 
 @pytest.fixture(scope="module")
-def module_stage(stage_factory: DeploymentFactory) -> Deployment:
+def module_stage(stage_factory: MakeStage) -> Stage:
     """One worker; the stores' own behaviour is shown elsewhere."""
     return stage_factory(REDIS_REDIS_POSTGRES, home=COOLING, worker={"concurrency": 1})
 
 
 @pytest.fixture(scope="module")
-def operator(module_stage: Deployment) -> Terminal:
+def operator(module_stage: Stage) -> Terminal:
     return Terminal(COOLING, module_stage.env)
 
 
@@ -74,9 +74,7 @@ def test_what_cannot_be_meant_is_refused_with_a_word_of_help(
     assert "Traceback" not in done.stderr
 
 
-def test_a_cooling_key_is_listed_and_retried(
-    stage: Deployment, operator: Terminal, name: str
-) -> None:
+def test_a_cooling_key_is_listed_and_retried(stage: Stage, operator: Terminal, name: str) -> None:
     script = [["cooldown", 300, "draft not ready"], OK]
     with pytest.raises(CoolingDown, match="Retry available in 5 minutes"):
         got(stage.tasks.slow.delay(name, script))
@@ -103,9 +101,7 @@ def test_a_cooling_key_is_listed_and_retried(
     assert "leases forget" in again.stderr
 
 
-def test_the_gate_is_closed_listed_and_opened(
-    stage: Deployment, operator: Terminal, name: str
-) -> None:
+def test_the_gate_is_closed_listed_and_opened(stage: Stage, operator: Terminal, name: str) -> None:
     group = f"model-{name}"
     assert f"model-{name}" not in operator.sees("group", "list")
     (closed,) = _about(
@@ -126,18 +122,13 @@ def test_the_gate_is_closed_listed_and_opened(
     assert f"cooldown group {group}" in str(told)
 
     operator.sees("group", "open", group)
-    assert got(stage.tasks.gated.delay(name, [OK], group)) == {
-        "name": name,
-        "paid": 1,
-    }
+    assert got(stage.tasks.gated.delay(name, [OK], group)) == {"name": name, "paid": 1}
     again = operator.types("group", "open", group)
     assert again.returncode == 1
     assert "was already open" in again.stderr
 
 
-def test_retry_says_that_the_group_is_closed(
-    stage: Deployment, operator: Terminal, name: str
-) -> None:
+def test_retry_says_that_the_group_is_closed(stage: Stage, operator: Terminal, name: str) -> None:
     group = f"model-{name}"
     with pytest.raises(CoolingDown):
         got(stage.tasks.gated.delay(name, [["cooldown", 300, "quota", "group"]], group))

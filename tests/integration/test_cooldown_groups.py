@@ -9,7 +9,7 @@ import pytest
 
 from celery_leases.client import GroupStatus
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import DeploymentFactory
+from tests.integration.conftest import MakeStage
 from tests.integration.cooldowns import (
     BROKEN,
     BUSY,
@@ -20,15 +20,13 @@ from tests.integration.cooldowns import (
     refusal,
     status,
 )
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, got, spelled
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Stage, got, spelled
 from tests.integration.rate_limited_server import Limiter
 from tests.support.records import assert_has
 
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
+def module_stage(request: pytest.FixtureRequest, stage_factory: MakeStage) -> Iterator[Stage]:
     """Two workers with four children each; at the end nothing may be left in the queue."""
     # A wait that goes on is logged for debugging only.
     made = stage_factory(request.param, home=COOLING, worker={"log_level": "DEBUG"})
@@ -47,12 +45,12 @@ def group(name: str) -> str:
     return f"model-{name}"
 
 
-def gate_of(stage: Deployment, group: str) -> GroupStatus | None:
+def gate_of(stage: Stage, group: str) -> GroupStatus | None:
     """Where the gate stands; ``None``: open."""
     return next((gate for gate in stage.client.groups() if gate.group == group), None)
 
 
-def log_of_both(stage: Deployment, about: str = "") -> list[str]:
+def log_of_both(stage: Stage, about: str = "") -> list[str]:
     """The lines of both workers' logs in which *about* occurs, oldest first."""
     logs = "\n".join(
         log.read_text(errors="replace") for log in stage.directory.glob("worker-*.log")
@@ -60,7 +58,7 @@ def log_of_both(stage: Deployment, about: str = "") -> list[str]:
     return sorted(line for line in logs.splitlines() if about in line)
 
 
-def wait_for_lines(stage: Deployment, about: str, number: int) -> list[str]:
+def wait_for_lines(stage: Stage, about: str, number: int) -> list[str]:
     """Those lines once there are so many of them."""
     wait_until(
         lambda: len(log_of_both(stage, about)) >= number, PATIENCE, f"{number} lines with {about!r}"
@@ -68,11 +66,8 @@ def wait_for_lines(stage: Deployment, about: str, number: int) -> list[str]:
     return log_of_both(stage, about)
 
 
-# -- what it spares --------------------------------------------------------------------------------
-
-
 @pytest.mark.nightly
-def test_keys_in_a_group_waste_less_than_a_tenth_of_the_calls(stage: Deployment, name: str) -> None:
+def test_keys_in_a_group_waste_less_than_a_tenth_of_the_calls(stage: Stage, name: str) -> None:
     """Alone, they use up the limit of each other."""
     keys = 60 if stage.lease_store == "database" else 200
     with Limiter(25, 1.5, stage.directory / f"{name}-together") as limiter:
@@ -101,9 +96,7 @@ def test_keys_in_a_group_waste_less_than_a_tenth_of_the_calls(stage: Deployment,
     print(f"alone: {alone} after {took:.1f} s")
 
 
-def test_one_closing_is_one_trip_however_many_fail(
-    stage: Deployment, name: str, group: str
-) -> None:
+def test_one_closing_is_one_trip_however_many_fail(stage: Stage, name: str, group: str) -> None:
     gate = stage.gate()
     script = [["when", str(gate), *BUSY], OK]
     results = [
@@ -119,12 +112,7 @@ def test_one_closing_is_one_trip_however_many_fail(
     assert gate_of(stage, group) is None
 
 
-# -- one probe -------------------------------------------------------------------------------------
-
-
-def test_one_of_many_calls_probes_and_lets_the_others_in(
-    stage: Deployment, name: str, group: str
-) -> None:
+def test_one_of_many_probes_and_lets_the_others_in(stage: Stage, name: str, group: str) -> None:
     stage.client.close_group(group, 1.5, "overloaded")
     gate, keys = stage.gate(), [f"{name}-{n}" for n in range(20)]
     results = [stage.tasks.grouped.delay(key, [["when", str(gate), "ok"]], group) for key in keys]
@@ -143,9 +131,7 @@ def test_one_of_many_calls_probes_and_lets_the_others_in(
         assert_has(row, attempt=1, failures=0, quick_retries=0, cooldowns=0)
 
 
-def test_a_failed_probe_closes_its_group_for_longer(
-    stage: Deployment, name: str, group: str
-) -> None:
+def test_a_failed_probe_closes_its_group_for_longer(stage: Stage, name: str, group: str) -> None:
     result = stage.tasks.grouped.delay(name, [BUSY, BUSY, OK], group)
     first, second = wait_for_lines(stage, f"cooldown group {group} is closed", 2)[:2]
     assert "closed for 1.5 s by rule busy: trip 1 in a row" in first
@@ -160,9 +146,7 @@ def test_a_failed_probe_closes_its_group_for_longer(
     assert gate_of(stage, group) is None
 
 
-def test_a_probe_that_fails_otherwise_opens_its_group(
-    stage: Deployment, name: str, group: str
-) -> None:
+def test_a_probe_that_fails_otherwise_opens_its_group(stage: Stage, name: str, group: str) -> None:
     stage.client.close_group(group, 1.0)
     stage.tasks.grouped.delay(name, [BROKEN, OK], group)
     wait_for_lines(stage, f"cooldown group {group} is open again", 1)
@@ -173,9 +157,7 @@ def test_a_probe_that_fails_otherwise_opens_its_group(
 
 
 @pytest.mark.parametrize("word", ["later", "snooze"])
-def test_a_rescheduled_probe_leaves_the_gate_half_open(
-    stage: Deployment, name: str, group: str, word: str
-) -> None:
+def test_a_rescheduled_probe_opens_nothing(stage: Stage, name: str, group: str, word: str) -> None:
     stage.client.close_group(group, 1.0)
     gates = [stage.gate(), stage.gate()]
     script = [["when", str(gates[0]), word, 0.2], ["when", str(gates[1]), "ok"]]
@@ -190,9 +172,7 @@ def test_a_rescheduled_probe_leaves_the_gate_half_open(
     wait_until(lambda: gate_of(stage, group) is None, PATIENCE, "the gate to open")
 
 
-def test_an_ambiguous_probe_leaves_the_gate_half_open(
-    stage: Deployment, name: str, group: str
-) -> None:
+def test_an_ambiguous_probe_leaves_the_gate_half_open(stage: Stage, name: str, group: str) -> None:
     stage.client.close_group(group, 1.0)
     with pytest.raises(TimeoutError):
         got(stage.tasks.visits.delay(name, [["read timeout"]], group))
@@ -203,10 +183,7 @@ def test_an_ambiguous_probe_leaves_the_gate_half_open(
     wait_until(lambda: gate_of(stage, group) is None, PATIENCE, "the gate to open")
 
 
-# -- the operator ----------------------------------------------------------------------------------
-
-
-def test_an_operator_closes_and_opens_a_gate(stage: Deployment, name: str, group: str) -> None:
+def test_an_operator_closes_and_opens_a_gate(stage: Stage, name: str, group: str) -> None:
     gate = stage.gate()
     running = stage.tasks.gated.delay(name, [["when", str(gate), "ok"]], group)
     stage.wait_for("paid", name=name)

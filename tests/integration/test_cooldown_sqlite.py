@@ -3,16 +3,12 @@ leases in Redis.
 """
 
 from celery_leases.testing.waits import wait_until
-from tests.integration.cooldowns import (
-    BUSY,
-    COOLING,
-    paid,
-)
+from tests.integration.cooldowns import BUSY, COOLING, paid
 from tests.integration.deployments import (
     PATIENCE,
     RABBIT_REDIS_SQLITE,
     REDIS_DATABASE_SQLITE,
-    Deployment,
+    Stage,
     got,
     stages,
 )
@@ -26,7 +22,7 @@ module_stage = stages(
 """Eight children."""
 
 
-def test_eight_failures_close_once_and_one_probe_opens(stage: Deployment, name: str) -> None:
+def test_eight_failures_close_once_and_one_probe_opens(stage: Stage, name: str) -> None:
     gates, keys = [stage.gate(), stage.gate()], [f"{name}-{n}" for n in range(20)]
     script = [["when", str(gates[0]), *BUSY], ["when", str(gates[1]), "ok"]]
 

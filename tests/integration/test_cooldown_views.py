@@ -12,7 +12,7 @@ import pytest
 
 from celery_leases.testing.waits import wait_until
 from tests.integration.cooldowns import BROKEN, COOLING, OK, TAKEN, cooled, limited, status
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, got, stages
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Stage, got, stages
 from tests.integration.event_watcher import Watcher
 
 SECRETS = ("sk-abcdef0123456789", "hunter2", "AKIA0123456789ABCDEF")
@@ -30,7 +30,7 @@ module_stage = stages(*BOTH_WAYS, home=COOLING, worker={"options": ("-E",)}, dra
 """A worker that sends task events."""
 
 
-def shown_elsewhere(stage: Deployment, *asked: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+def shown_elsewhere(stage: Stage, *asked: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     """Status and message of keys, as a process sees them that imports no task."""
     argv = [
         sys.executable,
@@ -46,10 +46,7 @@ def shown_elsewhere(stage: Deployment, *asked: dict[str, Any]) -> list[tuple[dic
     return [(values, message) for values, message in found]
 
 
-# -- status ----------------------------------------------------------------------------------------
-
-
-def test_a_web_process_shows_a_closed_group_for_any_key(stage: Deployment, name: str) -> None:
+def test_a_web_process_shows_a_closed_group_for_any_key(stage: Stage, name: str) -> None:
     group = f"model-{name}"
     stage.tasks.gated.delay(name, [["cooldown", 300, "too many tokens", "group"]], group)
     stage.wait_for_state("gated", f"gated:{name}", "cooling")
@@ -66,9 +63,7 @@ def test_a_web_process_shows_a_closed_group_for_any_key(stage: Deployment, name:
 
 
 @pytest.mark.parametrize("task", ["slow", "resumes"])
-def test_secrets_in_an_error_are_neither_kept_nor_shown(
-    stage: Deployment, name: str, task: str
-) -> None:
+def test_secrets_in_an_error_are_neither_kept_nor_shown(stage: Stage, name: str, task: str) -> None:
     result = getattr(stage.tasks, task).delay(name, [["raise", "RuntimeError", TELLING], OK])
     row = cooled(stage, task, name)
     shown = status(stage, task, name)
@@ -85,7 +80,7 @@ def test_secrets_in_an_error_are_neither_kept_nor_shown(
         assert secret not in ours
 
 
-def told(stage: Deployment, call: str) -> list[str]:
+def told(stage: Stage, call: str) -> list[str]:
     """The log records of ``celery_leases`` about a call, with their tracebacks."""
     lines, ours = [], False
     for line in stage.worker.full_log().splitlines():
@@ -96,19 +91,14 @@ def told(stage: Deployment, call: str) -> list[str]:
     return lines
 
 
-# -- task events -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def watcher(stage: Deployment) -> Iterator[Watcher]:
+def watcher(stage: Stage) -> Iterator[Watcher]:
     made = Watcher(stage)
     yield made
     made.close()
 
 
-def test_celerys_events_show_cooldowns_and_snoozes(
-    stage: Deployment, name: str, watcher: Watcher
-) -> None:
+def test_events_show_cooldowns_and_snoozes(stage: Stage, name: str, watcher: Watcher) -> None:
     gate = stage.gate()
     script = [["snooze", 0.2], TAKEN, limited(2), ["when", str(gate), "ok"]]
     call = stage.tasks.quick.delay(name, script).id
@@ -136,7 +126,7 @@ def kinds(watcher: Watcher, call: str) -> list[str]:
 
 
 def test_the_event_of_a_call_that_waits_for_another_calls_cooldown_names_it(
-    stage: Deployment, name: str, watcher: Watcher
+    stage: Stage, name: str, watcher: Watcher
 ) -> None:
     script = [limited(1.8), OK]
     stage.tasks.waits.delay(name, script)

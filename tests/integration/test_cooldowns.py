@@ -25,17 +25,14 @@ from tests.integration.cooldowns import (
     status,
     wait_until_over,
 )
-from tests.integration.deployments import BOTH_WAYS, Deployment, got, stages
+from tests.integration.deployments import BOTH_WAYS, Stage, got, stages
 from tests.integration.rate_limited_server import Answered
 from tests.support.records import assert_has
 
 module_stage = stages(*BOTH_WAYS, home=COOLING)
 
 
-# -- presses ---------------------------------------------------------------------------------------
-
-
-def test_twenty_calls_in_a_minute_are_one_paid_call(stage: Deployment, name: str) -> None:
+def test_twenty_calls_in_a_minute_are_one_paid_call(stage: Stage, name: str) -> None:
     presses = [stage.tasks.stops.delay(name, [limited(60)]) for _ in range(20)]
     errors = [got(press, propagate=False) for press in presses]
     now = time.time()
@@ -53,7 +50,7 @@ def test_twenty_calls_in_a_minute_are_one_paid_call(stage: Deployment, name: str
     assert_sound(stage, "stops", name)
 
 
-def test_the_call_that_failed_resumes_after_the_delay(stage: Deployment, name: str) -> None:
+def test_the_call_that_failed_resumes_after_the_delay(stage: Stage, name: str) -> None:
     first = stage.tasks.resumes.delay(name, [limited(4), OK])
     row = cooled(stage, "resumes", name)
     wait_until(
@@ -69,14 +66,11 @@ def test_the_call_that_failed_resumes_after_the_delay(stage: Deployment, name: s
     assert [run["id"] for run in runs] == [first.id] * 2
     assert 4.0 <= lasted(row) <= 4.4
     assert runs[1]["wall"] >= row["retry_at"] / 1e6
-    assert got(stage.tasks.resumes.delay(name, [limited(4), OK])) == {
-        "name": name,
-        "paid": 2,
-    }
+    assert got(stage.tasks.resumes.delay(name, [limited(4), OK])) == {"name": name, "paid": 2}
     assert_sound(stage, "resumes", name)
 
 
-def test_the_status_of_a_waiting_call_shows_its_revocation(stage: Deployment, name: str) -> None:
+def test_the_status_of_a_waiting_call_shows_its_revocation(stage: Stage, name: str) -> None:
     first = stage.tasks.resumes.delay(name, [limited(5), OK])
     before = cooled(stage, "resumes", name)
     host = f"{stage.worker.name}@{os.uname().nodename}"
@@ -89,13 +83,10 @@ def test_the_status_of_a_waiting_call_shows_its_revocation(stage: Deployment, na
     assert row["retry_at"] == before["retry_at"]
     wait_until_over(stage, "resumes", name)
     assert status(stage, "resumes", name).message() == "Revoked: runs when called again"
-    assert got(stage.tasks.resumes.delay(name, [limited(5), OK])) == {
-        "name": name,
-        "paid": 2,
-    }
+    assert got(stage.tasks.resumes.delay(name, [limited(5), OK])) == {"name": name, "paid": 2}
 
 
-def test_a_fresh_message_of_a_stopped_call_waits_and_runs(stage: Deployment, name: str) -> None:
+def test_a_fresh_message_of_a_stopped_call_waits_and_runs(stage: Stage, name: str) -> None:
     """It is rescheduled in hops, and is no copy."""
     script = [limited(1.5), OK]
     call = stage.tasks.stops.delay(name, script)
@@ -107,7 +98,7 @@ def test_a_fresh_message_of_a_stopped_call_waits_and_runs(stage: Deployment, nam
     assert_sound(stage, "stops", name)
 
 
-def test_a_copy_of_a_call_with_its_error_does_not_run(stage: Deployment, name: str) -> None:
+def test_a_copy_of_a_call_with_its_error_does_not_run(stage: Stage, name: str) -> None:
     script, during, after = [limited(1.5), OK], stage.side_queue(), stage.side_queue()
     call = stage.tasks.stops.delay(name, script)
     with pytest.raises(Answered):
@@ -124,7 +115,7 @@ def test_a_copy_of_a_call_with_its_error_does_not_run(stage: Deployment, name: s
     assert_sound(stage, "stops", name)
 
 
-def test_the_second_failure_waits_twice_as_long(stage: Deployment, name: str) -> None:
+def test_the_second_failure_waits_twice_as_long(stage: Stage, name: str) -> None:
     script = [BROKEN, BROKEN, OK]
     waits = []
     for number in (1, 2):
@@ -144,10 +135,7 @@ def test_the_second_failure_waits_twice_as_long(stage: Deployment, name: str) ->
     assert_sound(stage, "stops", name)
 
 
-# -- failures for good -----------------------------------------------------------------------------
-
-
-def test_later_callers_get_a_permanent_failure_at_once(stage: Deployment, name: str) -> None:
+def test_later_callers_get_a_permanent_failure_at_once(stage: Stage, name: str) -> None:
     script = [["raise", "ValueError", f"no document {name}"], OK]
     with pytest.raises(ValueError, match=f"no document {name}"):
         got(stage.tasks.firm.delay(name, script))
@@ -163,7 +151,7 @@ def test_later_callers_get_a_permanent_failure_at_once(stage: Deployment, name: 
     assert got(stage.tasks.firm.delay(name, script)) == {"name": name, "paid": 2}
 
 
-def test_the_last_failure_that_is_allowed_ends_the_key(stage: Deployment, name: str) -> None:
+def test_the_last_failure_that_is_allowed_ends_the_key(stage: Stage, name: str) -> None:
     first = stage.tasks.breaks.delay(name, [BROKEN])
     with pytest.raises(KeyError):
         got(first)
@@ -177,10 +165,7 @@ def test_the_last_failure_that_is_allowed_ends_the_key(stage: Deployment, name: 
     assert_sound(stage, "breaks", name)
 
 
-# -- quick retries, snoozes ------------------------------------------------------------------------
-
-
-def test_quick_retries_count_and_end_in_a_cooldown(stage: Deployment, name: str) -> None:
+def test_quick_retries_count_and_end_in_a_cooldown(stage: Stage, name: str) -> None:
     gate = stage.gate()
     first = stage.tasks.quick.delay(name, [TAKEN, TAKEN, ["when", str(gate), *TAKEN], OK])
     stage.wait_for("paid", 3, name=name)
@@ -198,7 +183,7 @@ def test_quick_retries_count_and_end_in_a_cooldown(stage: Deployment, name: str)
     assert_sound(stage, "quick", name)
 
 
-def test_twenty_snoozes_spend_no_attempt(stage: Deployment, name: str) -> None:
+def test_twenty_snoozes_spend_no_attempt(stage: Stage, name: str) -> None:
     result = stage.tasks.quick.delay(name, [*[["snooze", 0.05]] * 20, OK])
     assert got(result) == {"name": name, "paid": 21}
     assert [run["attempt"] for run in paid(stage, name)] == [1] * 21
@@ -207,7 +192,7 @@ def test_twenty_snoozes_spend_no_attempt(stage: Deployment, name: str) -> None:
     assert_sound(stage, "quick", name)
 
 
-def test_retries_snoozes_and_a_shutdown_are_no_crash_loop(stage: Deployment, name: str) -> None:
+def test_retries_snoozes_and_a_shutdown_are_no_crash_loop(stage: Stage, name: str) -> None:
     gate = stage.gate()
     steps: list[list[Any]] = [
         ["later", 0.2],

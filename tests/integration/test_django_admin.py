@@ -47,7 +47,7 @@ def site(tmp_path: Path) -> Iterator[GuardedProcess]:
     process.end()
 
 
-def test_an_operator_retries_a_failed_key(
+def test_a_person_retries_a_failed_key(
     site: GuardedProcess, browser: Browser, tmp_path: Path
 ) -> None:
     address = site.wait_for_log(r"server at (http://127\.0\.0\.1:\d+/)", 60)[1]

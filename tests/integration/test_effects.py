@@ -7,13 +7,11 @@ import pytest
 from sqlalchemy import text
 
 from celery_leases import CoolingDown, LeaseClient, LeaseStatus, PermanentFailure, Uncertain
-from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import BOTH_WAYS, Deployment, environment, got, spelled
-from tests.integration.payments import Provider, provider
+from tests.integration.conftest import MakeStage
+from tests.integration.deployments import BOTH_WAYS, Stage, environment, got, spelled
+from tests.integration.payments import Provider
 from tests.integration.rate_limited_server import Answered
 from tests.support.records import assert_has
-
-__all__ = ["provider"]
 
 INVOICING = "tests.apps.invoicing"
 LIMITED = {"status": 429, "headers": {"retry-after": "1"}}
@@ -22,20 +20,20 @@ SILENT = {"never": True}
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
 def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory, provider: Provider
-) -> Iterator[Deployment]:
+    request: pytest.FixtureRequest, stage_factory: MakeStage, provider: Provider
+) -> Iterator[Stage]:
     """A worker that charges; at its end nothing may be left in the queue."""
     made = stage_factory(request.param, home=INVOICING, env={"PROVIDER": provider.url})
     yield made
     made.close_when_drained(request.session)
 
 
-def charge_events(stage: Deployment, name: str) -> list[tuple[str, bool]]:
+def charge_events(stage: Stage, name: str) -> list[tuple[str, bool]]:
     """Reference and ``saved`` of each effect that a body was given."""
     return [(event["reference"], event["saved"]) for event in stage.events("charge", name=name)]
 
 
-def status(stage: Deployment, name: str, task: str = "pay") -> LeaseStatus:
+def status(stage: Stage, name: str, task: str = "pay") -> LeaseStatus:
     return stage.client.status(f"{task}:{name}", task=f"{INVOICING}.{task}")
 
 
@@ -45,12 +43,7 @@ def raised(result: Any, kind: type[BaseException]) -> BaseException:
     return caught.value
 
 
-# -- once ------------------------------------------------------------------------------------------
-
-
-def test_over_failures_and_copies_the_call_is_made_once(
-    stage: Deployment, provider: Provider, name: str
-) -> None:
+def test_over_failures_the_call_is_made_once(stage: Stage, provider: Provider, name: str) -> None:
     side = stage.side_queue()
     after = [["fail", "no"], ["retry", 0.1], ["later", 0.1], ["snooze", 0.1]]
     result = stage.tasks.pay.apply_async((name, after), queue=side)
@@ -65,9 +58,7 @@ def test_over_failures_and_copies_the_call_is_made_once(
     assert (len(stage.events("begin", name=name)), found.attempt) == (5, 4)
 
 
-def test_several_effects_are_made_once_each(
-    stage: Deployment, provider: Provider, name: str
-) -> None:
+def test_several_effects_are_made_once_each(stage: Stage, provider: Provider, name: str) -> None:
     provider.script(name, {}, LIMITED)
     result = got(stage.tasks.pay.delay(name, names=["charge", "mail"]))
     assert provider.charges(name) == result["charges"]
@@ -82,7 +73,7 @@ def test_several_effects_are_made_once_each(
 
 
 def test_a_call_whose_effect_cannot_be_read_waits_until_it_is_repaired(
-    stage: Deployment, provider: Provider, name: str
+    stage: Stage, provider: Provider, name: str
 ) -> None:
     result = stage.tasks.pay.delay(name, [["later", 5]])
     row = stage.wait_for_state("pay", f"pay:{name}", "pending")
@@ -104,18 +95,13 @@ def test_a_call_whose_effect_cannot_be_read_waits_until_it_is_repaired(
     assert charge_events(stage, name) == [(charge, False), (charge, True)]
 
 
-def _write_effect_state(stage: Deployment, stored_key: str, state: str) -> None:
+def _write_effect_state(stage: Stage, stored_key: str, state: str) -> None:
     with stage._engine.connect() as connection:
         statement = text("UPDATE celery_leases_effects SET state = :state WHERE stored_key = :key")
         connection.execute(statement, {"state": state, "key": stored_key})
 
 
-# -- refused: it has not happened ------------------------------------------------------------------
-
-
-def test_a_limited_call_is_made_again_after_the_cooldown(
-    stage: Deployment, provider: Provider, name: str
-) -> None:
+def test_a_limited_call_is_made_again_later(stage: Stage, provider: Provider, name: str) -> None:
     provider.script(name, LIMITED)
     result = stage.tasks.pay.delay(name)
     stage.wait_for_state("pay", f"pay:{name}", "cooling")
@@ -129,7 +115,7 @@ def test_a_limited_call_is_made_again_after_the_cooldown(
 
 
 def test_a_declined_charge_fails_and_is_repeated_after_an_operators_retry(
-    stage: Deployment, provider: Provider, name: str
+    stage: Stage, provider: Provider, name: str
 ) -> None:
     provider.script(name, {"status": 402})
     error = raised(stage.tasks.stops.delay(name), Answered)
@@ -142,16 +128,13 @@ def test_a_declined_charge_fails_and_is_repeated_after_an_operators_retry(
     assert len(set(provider.keys(name))) == 1
 
 
-def test_a_refused_connection_is_retried(stage: Deployment, provider: Provider, name: str) -> None:
+def test_a_refused_connection_is_retried(stage: Stage, provider: Provider, name: str) -> None:
     (charge,) = got(stage.tasks.pay.delay(name, away=[0, 1]))["charges"]
     assert provider.charges(name) == [charge]
     assert len(stage.events("begin", name=name)) == 3
 
 
-# -- in doubt --------------------------------------------------------------------------------------
-
-
-def test_after_a_timeout_it_is_looked_up(stage: Deployment, provider: Provider, name: str) -> None:
+def test_after_a_timeout_it_is_looked_up(stage: Stage, provider: Provider, name: str) -> None:
     provider.script(name, SILENT)
     (charge,) = got(stage.tasks.pay.delay(name, way="verify", timeout=0.3))["charges"]
     assert provider.charges(name) == [charge]
@@ -160,9 +143,7 @@ def test_after_a_timeout_it_is_looked_up(stage: Deployment, provider: Provider, 
     assert status(stage, name).reference == charge
 
 
-def test_a_provider_that_dedupes_is_asked_again(
-    stage: Deployment, provider: Provider, name: str
-) -> None:
+def test_a_deduping_provider_is_asked_again(stage: Stage, provider: Provider, name: str) -> None:
     provider.script(name, SILENT, {"status": 500, "charged": True}, dedupe=True)
     (charge,) = got(stage.tasks.pay.delay(name, way="dedupe", timeout=0.3))["charges"]
     assert provider.charges(name) == [charge]
@@ -171,8 +152,8 @@ def test_a_provider_that_dedupes_is_asked_again(
 
 
 @pytest.mark.parametrize("way", ["stop", "unsure"])
-def test_an_uncertain_effect_waits_for_a_person(
-    stage: Deployment, provider: Provider, name: str, way: str
+def test_in_doubt_it_waits_for_a_person(
+    stage: Stage, provider: Provider, name: str, way: str
 ) -> None:
     provider.script(name, SILENT)
     error = raised(stage.tasks.pay.delay(name, way=way, timeout=0.3), Uncertain)
@@ -188,9 +169,7 @@ def test_an_uncertain_effect_waits_for_a_person(
     assert len(stage.events("begin", name=name)) == 2
 
 
-def test_an_operator_resolves_what_happened(
-    stage: Deployment, provider: Provider, name: str
-) -> None:
+def test_an_operator_resolves_what_happened(stage: Stage, provider: Provider, name: str) -> None:
     provider.script(name, SILENT)
     raised(stage.tasks.pay.delay(name, timeout=0.3), Uncertain)
     (charge,) = provider.charges(name)
@@ -203,7 +182,7 @@ def test_an_operator_resolves_what_happened(
     assert len(stage.events("begin", name=name)) == 2
 
 
-def test_an_operator_lets_it_run_again(stage: Deployment, provider: Provider, name: str) -> None:
+def test_an_operator_lets_it_run_again(stage: Stage, provider: Provider, name: str) -> None:
     provider.script(name, {"status": 500})
     raised(stage.tasks.pay.delay(name, timeout=0.3), Uncertain)
     again = stage.client.resolve(f"pay:{name}", "retry", task=f"{INVOICING}.pay")
@@ -213,7 +192,7 @@ def test_an_operator_lets_it_run_again(stage: Deployment, provider: Provider, na
     assert len(set(provider.keys(name))) == 1
 
 
-def test_a_retry_does_not_make_it_certain(stage: Deployment, provider: Provider, name: str) -> None:
+def test_a_retry_does_not_make_it_certain(stage: Stage, provider: Provider, name: str) -> None:
     provider.script(name, SILENT)
     raised(stage.tasks.pay.delay(name, timeout=0.3), Uncertain)
     stage.client.retry(f"pay:{name}", task=f"{INVOICING}.pay")
@@ -221,8 +200,8 @@ def test_a_retry_does_not_make_it_certain(stage: Deployment, provider: Provider,
     assert len(provider.charges(name)) == 1
 
 
-def test_it_is_not_looked_up_before_the_request_is_over(
-    stage: Deployment, provider: Provider, name: str
+def test_it_is_looked_up_once_the_request_is_over(
+    stage: Stage, provider: Provider, name: str
 ) -> None:
     provider.script(name, SILENT)
     (charge,) = got(stage.tasks.pay.delay(name, way="later", timeout=0.3))["charges"]
@@ -236,14 +215,11 @@ def test_it_is_not_looked_up_before_the_request_is_over(
     assert stage.wait_for_log(f"key pay:{name}:", "is unknown, and verify_after has not passed yet")
 
 
-# -- replies that cannot be stored -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("reply", "why"), [("object", "result_not_json"), ("large", "result_too_large")]
 )
 def test_a_reply_that_cannot_be_stored_is_an_error_and_the_request_is_never_repeated(
-    stage: Deployment, provider: Provider, name: str, reply: str, why: str
+    stage: Stage, provider: Provider, name: str, reply: str, why: str
 ) -> None:
     given: dict[str, Any] = {"reply": reply, "reference": "none", "way": "dedupe"}
     error = raised(stage.tasks.stops.delay(name, **given), Uncertain)
@@ -265,15 +241,7 @@ def test_a_reply_that_cannot_be_stored_is_an_error_and_the_request_is_never_repe
     assert len(charges) == len(provider.lines("asked", name)) == 1
 
 
-# -- names -----------------------------------------------------------------------------------------
-
-
-# -- generations -----------------------------------------------------------------------------------
-
-
-def test_a_forgotten_key_is_new_work_under_a_new_key(
-    stage: Deployment, provider: Provider, name: str
-) -> None:
+def test_a_forgotten_key_has_a_new_one(stage: Stage, provider: Provider, name: str) -> None:
     provider.script(name, dedupe=True)
     (first,) = got(stage.tasks.pay.delay(name, [["later", 0.1]]))["charges"]
     stage.client.forget(f"pay:{name}", task=f"{INVOICING}.pay")
@@ -284,18 +252,15 @@ def test_a_forgotten_key_is_new_work_under_a_new_key(
     assert [effect.reference for effect in status(stage, name).effects] == [second]
 
 
-# -- without a worker ------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def eager(stage: Deployment, provider: Provider) -> Iterator[LeaseClient]:
+def eager(stage: Stage, provider: Provider) -> Iterator[LeaseClient]:
     """The stores in memory of the tasks that run here."""
     with environment({"PROVIDER": provider.url, "JOURNAL": str(stage.journal)}):
         yield LeaseClient.from_app(stage.app, eager=True)
 
 
 def test_an_eager_call_uses_what_one_before_it_has_done(
-    stage: Deployment, provider: Provider, eager: LeaseClient, name: str
+    stage: Stage, provider: Provider, eager: LeaseClient, name: str
 ) -> None:
     apply, key = stage.tasks.stops.apply, f"t:{INVOICING}.stops|stops:{name}"
     raised(apply((name, [["fail", "no"]])), ValueError)

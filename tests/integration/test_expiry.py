@@ -8,13 +8,13 @@ from uuid import uuid4
 import pytest
 from celery.exceptions import TaskRevokedError
 
-from tests.integration.deployments import BOTH_WAYS, Deployment, got, stages
+from tests.integration.deployments import BOTH_WAYS, Stage, got, stages
 
 module_stage = stages(*BOTH_WAYS, worker={"log_level": "DEBUG"})
 """Its worker logs each hop of a wait."""
 
 
-def test_a_copy_with_expires_revokes_no_call_that_began(stage: Deployment, name: str) -> None:
+def test_a_copy_with_expires_revokes_no_call_that_began(stage: Stage, name: str) -> None:
     gate, call = stage.gate(), str(uuid4())
     running = stage.send("keyless", name, 0.0, str(gate), task_id=call)
     stage.wait_for("begin", name=name)
@@ -31,7 +31,7 @@ def test_a_copy_with_expires_revokes_no_call_that_began(stage: Deployment, name:
     assert running.state == "SUCCESS"
 
 
-def test_m7_a_message_that_expired_in_the_queue_is_revoked(stage: Deployment, name: str) -> None:
+def test_m7_a_message_that_expired_in_the_queue_is_revoked(stage: Stage, name: str) -> None:
     expired = stage.tasks.work.apply_async(
         (name,), expires=datetime.now(UTC) - timedelta(seconds=5)
     )
@@ -43,7 +43,7 @@ def test_m7_a_message_that_expired_in_the_queue_is_revoked(stage: Deployment, na
     assert got(stage.tasks.work.delay(name))["name"] == name
 
 
-def test_a_redelivered_message_that_expired_is_revoked(stage: Deployment, name: str) -> None:
+def test_a_redelivered_message_that_expired_is_revoked(stage: Stage, name: str) -> None:
     expired = stage.redeliver_expired("work", name)
     with pytest.raises(TaskRevokedError):
         got(expired)
@@ -53,7 +53,7 @@ def test_a_redelivered_message_that_expired_is_revoked(stage: Deployment, name: 
     assert stage.events(name=name) == []
 
 
-def test_an_expired_copy_does_not_revoke_the_call_that_runs(stage: Deployment, name: str) -> None:
+def test_an_expired_copy_does_not_revoke_the_call_that_runs(stage: Stage, name: str) -> None:
     gate, call = stage.gate(), str(uuid4())
     running = stage.send("work", name, 0.0, str(gate), task_id=call)
     stage.wait_for("begin", name=name)

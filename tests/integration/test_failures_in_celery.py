@@ -25,7 +25,7 @@ from tests.integration.cooldowns import (
     status,
     wait_until_over,
 )
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, got, stages
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Stage, got, stages
 from tests.integration.event_watcher import Watcher
 from tests.integration.rate_limited_server import Answered
 
@@ -39,25 +39,25 @@ module_stage = stages(
 
 
 @pytest.fixture
-def watcher(stage: Deployment) -> Iterator[Watcher]:
+def watcher(stage: Stage) -> Iterator[Watcher]:
     made = Watcher(stage)
     yield made
     made.close()
 
 
-def signalled(stage: Deployment, call: Any, number: int = 1) -> list[tuple[str, str]]:
+def signalled(stage: Stage, call: Any, number: int = 1) -> list[tuple[str, str]]:
     """The signals of Celery's about one call, with their error, once there are so many."""
     return [
         (event["name"], event["error"]) for event in stage.wait_for("signal", number, id=call.id)
     ]
 
 
-def reported(stage: Deployment, call: Any) -> list[list[str]]:
+def reported(stage: Stage, call: Any) -> list[list[str]]:
     """The errors that Sentry received for one call."""
     return [event["types"] for event in stage.events("sentry", id=call.id)]
 
 
-def shown(stage: Deployment, call: Any, state: str) -> dict[str, Any]:
+def shown(stage: Stage, call: Any, state: str) -> dict[str, Any]:
     """What the result backend has of a call once it is in *state*."""
     wait_until(
         lambda: call.backend.get_task_meta(call.id)["status"] == state,
@@ -68,12 +68,7 @@ def shown(stage: Deployment, call: Any, state: str) -> dict[str, Any]:
     return found
 
 
-# -- unknown errors and unknown outcomes -----------------------------------------------------------
-
-
-def test_a_bug_fails_now_and_its_key_cools_down(
-    stage: Deployment, name: str, watcher: Watcher
-) -> None:
+def test_a_bug_fails_now_and_its_key_cools_down(stage: Stage, name: str, watcher: Watcher) -> None:
     """As in Celery: signal, errback, log line."""
     call = stage.tasks.usual.apply_async((name, [BROKEN, OK]), link_error=stage.tasks.failed.s())
     with pytest.raises(KeyError):
@@ -91,14 +86,11 @@ def test_a_bug_fails_now_and_its_key_cools_down(
     assert (row["resumes"], row["failures"]) == (0, 1)
     refusal(stage.tasks.usual.delay(name, [BROKEN, OK]))
     wait_until_over(stage, "usual", name)
-    assert got(stage.tasks.usual.delay(name, [BROKEN, OK])) == {
-        "name": name,
-        "paid": 2,
-    }
+    assert got(stage.tasks.usual.delay(name, [BROKEN, OK])) == {"name": name, "paid": 2}
     assert_sound(stage, "usual", name)
 
 
-def test_an_unknown_outcome_fails_and_later_callers_know(stage: Deployment, name: str) -> None:
+def test_an_unknown_outcome_fails_and_later_callers_know(stage: Stage, name: str) -> None:
     doubt = "the call may have been executed"
     call = stage.tasks.usual.delay(name, [["read timeout"], OK])
     with pytest.raises(TimeoutError):
@@ -111,7 +103,7 @@ def test_an_unknown_outcome_fails_and_later_callers_know(stage: Deployment, name
     assert len(paid(stage, name)) == 1
 
 
-def test_a_chain_and_a_chord_end_with_a_bug_as_in_celery(stage: Deployment, name: str) -> None:
+def test_a_chain_and_a_chord_end_with_a_bug_as_in_celery(stage: Stage, name: str) -> None:
     steps = chain(stage.tasks.usual.si(name, [BROKEN]), stage.tasks.plain.s()).apply_async(
         link_error=stage.tasks.failed.s()
     )
@@ -126,7 +118,7 @@ def test_a_chain_and_a_chord_end_with_a_bug_as_in_celery(stage: Deployment, name
     assert not stage.events("plain", id=steps.id)
 
 
-def test_wrong_arguments_fail_for_good(stage: Deployment, name: str) -> None:
+def test_wrong_arguments_fail_for_good(stage: Stage, name: str) -> None:
     wrong = stage.send("unkeyed", name, "too", "many")
     with pytest.raises(TypeError):
         got(wrong)
@@ -138,19 +130,14 @@ def test_wrong_arguments_fail_for_good(stage: Deployment, name: str) -> None:
     assert (stage.find_row("unkeyed", own.id) or {})["state"] == "cooling"
 
 
-def test_a_permanent_failure_shows_the_class_of_its_error(stage: Deployment, name: str) -> None:
+def test_a_permanent_failure_shows_the_class_of_its_error(stage: Stage, name: str) -> None:
     with pytest.raises(ValueError, match="no document"):
         got(stage.tasks.firm.delay(name, [["raise", "ValueError", "no document"]]))
     with pytest.raises(PermanentFailure, match=r"^ValueError: no document$"):
         got(stage.tasks.firm.delay(name, [OK]))
 
 
-# -- calls that are rescheduled --------------------------------------------------------------------
-
-
-def test_a_failed_call_that_is_rescheduled_is_a_retry(
-    stage: Deployment, name: str, watcher: Watcher
-) -> None:
+def test_a_rescheduled_failure_is_a_retry(stage: Stage, name: str, watcher: Watcher) -> None:
     gate = stage.gate()
     call = stage.tasks.usual.delay(name, [limited(2), ["when", str(gate), "ok"]])
     meta = shown(stage, call, "RETRY")
@@ -178,7 +165,7 @@ def test_a_failed_call_that_is_rescheduled_is_a_retry(
 @pytest.mark.parametrize(
     "step", [TAKEN, ["later", 0.4, "not yet"]], ids=["quick retry", "asked for"]
 )
-def test_so_is_a_quick_retry(stage: Deployment, name: str, step: list[Any]) -> None:
+def test_so_is_a_quick_retry(stage: Stage, name: str, step: list[Any]) -> None:
     call = stage.tasks.quick.delay(name, [step, step, OK])
     assert got(call) == {"name": name, "paid": 3}
     assert [what for what, _ in signalled(stage, call, 3)] == [
@@ -188,7 +175,7 @@ def test_so_is_a_quick_retry(stage: Deployment, name: str, step: list[Any]) -> N
     ]
 
 
-def test_a_further_reschedule_of_a_wait_is_no_retry(stage: Deployment, name: str) -> None:
+def test_a_further_reschedule_of_a_wait_is_no_retry(stage: Stage, name: str) -> None:
     call = stage.tasks.tracked.delay(name, [["cooldown", 3, "not yet"], OK])
     shown(stage, call, "RETRY")
     stage.tasks.tracked.apply_async((name, [OK]), task_id=call.id)
@@ -203,7 +190,7 @@ def test_a_further_reschedule_of_a_wait_is_no_retry(stage: Deployment, name: str
     assert [what for what, _ in signalled(stage, call, 2)] == ["task_retry", "task_success"]
 
 
-def test_an_unknown_error_that_is_retried_is_logged_at_error(stage: Deployment, name: str) -> None:
+def test_an_unknown_error_that_is_retried_is_logged_at_error(stage: Stage, name: str) -> None:
     """A bug must not be invisible."""
     call = stage.tasks.resumes.delay(name, [BROKEN, OK])
     assert got(call) == {"name": name, "paid": 2}
@@ -219,10 +206,7 @@ def test_an_unknown_error_that_is_retried_is_logged_at_error(stage: Deployment, 
     assert reported(stage, known) == []
 
 
-# -- the gate of a group ---------------------------------------------------------------------------
-
-
-def test_a_new_call_waits_at_a_closed_gate_and_shows_it(stage: Deployment, name: str) -> None:
+def test_a_new_call_waits_at_a_closed_gate_and_shows_it(stage: Stage, name: str) -> None:
     group = f"group-{name}"
     script = [limited(3), OK]
     first = stage.tasks.shared.delay(name, script, group)

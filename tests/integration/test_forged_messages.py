@@ -7,14 +7,8 @@ from uuid import uuid4
 import pytest
 
 from celery_leases.worker.headers import HEADER, OURS, Header
-from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import (
-    APP,
-    RABBIT_REDIS_SQLITE,
-    REDIS_REDIS_POSTGRES,
-    Deployment,
-    got,
-)
+from tests.integration.conftest import MakeStage
+from tests.integration.deployments import APP, RABBIT_REDIS_SQLITE, REDIS_REDIS_POSTGRES, Stage, got
 
 MINE = {"answer": "mine"}
 INSIDE = ("running", "state", "stored_key", "replaced", "token", "watched")
@@ -25,9 +19,7 @@ INSIDE = ("running", "state", "stored_key", "replaced", "token", "watched")
     params=[("prefork", REDIS_REDIS_POSTGRES), ("threads", RABBIT_REDIS_SQLITE)],
     ids=["prefork", "threads"],
 )
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
+def module_stage(request: pytest.FixtureRequest, stage_factory: MakeStage) -> Iterator[Stage]:
     """A worker whose bodies run in children, and one whose bodies run in its main process."""
     pool, combination = request.param
     made = stage_factory(combination, worker={"pool": pool})
@@ -38,9 +30,7 @@ def module_stage(
 @pytest.mark.parametrize(
     "value", [True, "f" * 32, {"running": True}, ["t:tests.apps.leased.work|x", "call"]], ids=str
 )
-def test_internal_names_are_not_taken_from_a_message(
-    stage: Deployment, name: str, value: Any
-) -> None:
+def test_internal_names_are_not_taken_from_a_message(stage: Stage, name: str, value: Any) -> None:
     forged = {f"{OURS}_{inside}": value for inside in INSIDE} | {
         "is_eager": True,
         "called_directly": True,
@@ -63,7 +53,7 @@ def test_internal_names_are_not_taken_from_a_message(
     ],
     ids=str,
 )
-def test_the_third_part_of_a_body_sets_nothing(stage: Deployment, name: str, embedded: Any) -> None:
+def test_the_third_part_of_a_body_sets_nothing(stage: Stage, name: str, embedded: Any) -> None:
     calls = [str(uuid4()) for _ in range(2)]
     with stage.app.connection_for_write() as connection:
         for call in calls:
@@ -79,7 +69,7 @@ def test_the_third_part_of_a_body_sets_nothing(stage: Deployment, name: str, emb
     assert len(stage.log(f"the message body has {sorted(embedded)[:1]}"[:-1])) >= len(calls)
 
 
-def test_a_header_with_another_key_gives_nothing_of_it(stage: Deployment, name: str) -> None:
+def test_a_header_with_another_key_gives_nothing_of_it(stage: Stage, name: str) -> None:
     other, call = f"{name}-other", str(uuid4())
     answer = got(stage.tasks.work.delay(other, answer="secret"))
     before = stage.row("work", f"work:{other}")
@@ -97,7 +87,7 @@ def test_a_header_with_another_key_gives_nothing_of_it(stage: Deployment, name: 
     ["x", {"v": 1}, {"v": 1, "key": None}, {"v": 1, "key": {"a": 1}}, {"v": 1, "tries": "many"}],
     ids=str,
 )
-def test_a_header_of_the_wrong_type_is_ignored(stage: Deployment, name: str, header: Any) -> None:
+def test_a_header_of_the_wrong_type_is_ignored(stage: Stage, name: str, header: Any) -> None:
     call = str(uuid4())
     if isinstance(header, dict) and len(header) > 1:
         header = {"task": f"{APP}.work", "id": call} | header
@@ -116,7 +106,7 @@ def test_a_header_of_the_wrong_type_is_ignored(stage: Deployment, name: str, hea
 
 
 @pytest.mark.parametrize("retries", ["1", 1.5, -1, [1], True], ids=str)
-def test_retries_that_are_no_count_are_ignored(stage: Deployment, name: str, retries: Any) -> None:
+def test_retries_that_are_no_count_are_ignored(stage: Stage, name: str, retries: Any) -> None:
     result = stage.send("work", name, kwargs=MINE, headers={"retries": retries})
     assert got(result) == "mine"
     assert (

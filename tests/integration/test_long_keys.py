@@ -5,7 +5,7 @@ must stay short.
 from tests.integration.deployments import (
     RABBIT_DATABASE_POSTGRES,
     RABBIT_REDIS_MARIADB,
-    Deployment,
+    Stage,
     got,
     stages,
 )
@@ -17,7 +17,7 @@ module_stage = stages(RABBIT_DATABASE_POSTGRES, RABBIT_REDIS_MARIADB, drained=Fa
 """A worker that consumes from RabbitMQ."""
 
 
-def test_a_call_with_a_long_key_is_retried_and_rescheduled(stage: Deployment, name: str) -> None:
+def test_a_call_with_a_long_key_is_retried_and_rescheduled(stage: Stage, name: str) -> None:
     gate = stage.gate()
     first = stage.send("exports", name, IDS, str(gate))
     stage.wait_for("begin", 2, name=name)

@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from celery_leases.errors import RescheduleFailed
-from tests.integration.deployments import BOTH_WAYS, Deployment, got, stages
+from tests.integration.deployments import BOTH_WAYS, Stage, got, stages
 
 MESSAGES = "tests.apps.messages"
 OPTIONS = [
@@ -41,7 +41,7 @@ module_stage = stages(*BOTH_WAYS, home=MESSAGES, worker={"concurrency": 1}, drai
 """A worker with one slot."""
 
 
-def test_a_rescheduled_message_is_like_the_one_that_was_sent(stage: Deployment, name: str) -> None:
+def test_a_rescheduled_message_is_like_the_one_that_was_sent(stage: Stage, name: str) -> None:
     """Only its ETA is new."""
     signature = stage.tasks.reschedules_once.s(name, payload={1, 2}).set(
         serializer="pickle",
@@ -73,7 +73,7 @@ def test_a_rescheduled_message_is_like_the_one_that_was_sent(stage: Deployment, 
     stage.wait_for("begin", name=f"{name}-link")
 
 
-def test_stamps_may_have_the_names_of_options(stage: Deployment, name: str) -> None:
+def test_stamps_may_have_the_names_of_options(stage: Stage, name: str) -> None:
     headers = {"stamped_headers": OPTIONS, "stamps": {stamp: ["monday"] for stamp in OPTIONS}}
     call = stage.send("reschedules_once", name, headers=headers)
     assert got(call) == "NoneType"
@@ -85,7 +85,7 @@ def test_stamps_may_have_the_names_of_options(stage: Deployment, name: str) -> N
     )
 
 
-def test_a_call_that_cannot_be_written_again_fails(stage: Deployment, name: str) -> None:
+def test_a_call_that_cannot_be_written_again_fails(stage: Stage, name: str) -> None:
     call = stage.tasks.reschedules_once.apply_async((name,), {"delay": 600}, serializer="read-only")
     with pytest.raises(RescheduleFailed, match="a worker does not write this"):
         got(call)
@@ -97,7 +97,7 @@ def test_a_call_that_cannot_be_written_again_fails(stage: Deployment, name: str)
     assert not stage.log("returned to the broker")
 
 
-def test_a_call_whose_headers_make_no_message_fails_at_once(stage: Deployment, name: str) -> None:
+def test_a_call_whose_headers_make_no_message_fails_at_once(stage: Stage, name: str) -> None:
     call = stage.send("reschedules_once", name, headers={"as_execution_options": 5})
     with pytest.raises(RescheduleFailed, match="'int' object is not callable"):
         got(call)
@@ -105,7 +105,7 @@ def test_a_call_whose_headers_make_no_message_fails_at_once(stage: Deployment, n
 
 
 @pytest.mark.only(broker="redis")
-def test_a_copy_without_exchange_returns_to_its_queue(stage: Deployment, name: str) -> None:
+def test_a_copy_without_exchange_returns_to_its_queue(stage: Stage, name: str) -> None:
     """As a client in another language may publish it."""
     side, other = stage.side_queue(), stage.side_queue()
     stage.consume(other)
@@ -120,7 +120,7 @@ def test_a_copy_without_exchange_returns_to_its_queue(stage: Deployment, name: s
 
 
 @pytest.mark.only(broker="redis")
-def test_a_task_id_of_ones_own_may_have_any_length_and_form(stage: Deployment, name: str) -> None:
+def test_a_task_id_of_ones_own_may_have_any_length_and_form(stage: Stage, name: str) -> None:
     for number in (7, 8):
         task_id = f"{name}~{number}" if number == 7 else f"{name}~8{'x' * 300}~8"
         named = (f"{name}-{number}",), {"delay": 0.1}

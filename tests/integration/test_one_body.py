@@ -7,13 +7,13 @@ from uuid import uuid4
 import pytest
 
 from celery_leases.errors import KeyReused
-from tests.integration.deployments import PAIRWISE, Deployment, got, stages
+from tests.integration.deployments import PAIRWISE, Stage, got, stages
 from tests.support.records import assert_has
 
 module_stage = stages(*PAIRWISE)
 
 
-def test_twenty_calls_of_one_key_run_one_body(stage: Deployment, name: str) -> None:
+def test_twenty_calls_of_one_key_run_one_body(stage: Stage, name: str) -> None:
     gate = stage.gate()
     results = [stage.tasks.work.delay(name, gate=str(gate)) for _ in range(20)]
     (begun,) = stage.wait_for("begin", name=name)
@@ -26,7 +26,7 @@ def test_twenty_calls_of_one_key_run_one_body(stage: Deployment, name: str) -> N
     assert_has(row, state="done", attempt=1, call_id=begun["id"], crashes=0)
 
 
-def test_x4_other_arguments_are_refused_and_change_nothing(stage: Deployment, name: str) -> None:
+def test_x4_other_arguments_are_refused_and_change_nothing(stage: Stage, name: str) -> None:
     gate, running = stage.hold("work", name, answer="first")
     before = stage.row("work", f"work:{name}")
     if stage.lease_store == "database":
@@ -53,16 +53,14 @@ def test_x4_other_arguments_are_refused_and_change_nothing(stage: Deployment, na
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_without_a_key_equal_calls_both_run(stage: Deployment, name: str) -> None:
+def test_without_a_key_equal_calls_both_run(stage: Stage, name: str) -> None:
     first, second = stage.tasks.keyless.delay(name), stage.tasks.keyless.delay(name)
     assert [got(call)["name"] for call in (first, second)] == [name, name]
     assert {event["id"] for event in stage.events("begin", name=name)} == {first.id, second.id}
 
 
 @pytest.mark.parametrize("task", ["keyless", "rerun"])
-def test_ten_deliveries_run_once_and_leave_one_copy(
-    stage: Deployment, name: str, task: str
-) -> None:
+def test_ten_deliveries_run_once_and_leave_one_copy(stage: Stage, name: str, task: str) -> None:
     gate, call = stage.gate(), str(uuid4())
     first = stage.send(task, name, 0.0, str(gate), task_id=call)
     stage.wait_for("begin", name=name)
@@ -82,7 +80,7 @@ def test_ten_deliveries_run_once_and_leave_one_copy(
     assert got(first)["name"] == name
 
 
-def test_rerun_runs_once_for_each_call_in_turn(stage: Deployment, name: str) -> None:
+def test_rerun_runs_once_for_each_call_in_turn(stage: Stage, name: str) -> None:
     results = [stage.tasks.rerun.delay(name, 0.05) for _ in range(5)]
     fences = [got(result)["fence"] for result in results]
     assert len(set(fences)) == 5

@@ -1,9 +1,9 @@
 """``lease_runs``, ``lease_on_busy`` and ``lease_on_done`` from real workers."""
 
-from tests.integration.deployments import Deployment, got
+from tests.integration.deployments import Stage, got
 
 
-def test_ignore_drops_other_calls_of_a_held_or_done_key(stage: Deployment, name: str) -> None:
+def test_ignore_drops_other_calls_of_a_held_or_done_key(stage: Stage, name: str) -> None:
     gate, first = stage.hold("ignores", name)
     early = stage.tasks.ignores.delay(name, gate=str(gate))
     stage.wait_for_log(early.id, "dropped: another call holds the key")

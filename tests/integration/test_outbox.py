@@ -23,8 +23,8 @@ from celery_leases.keys import stored_key
 from celery_leases.outbox import calls as outbox
 from celery_leases.testing.waits import wait_until
 from celery_leases.worker import processes
-from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import PATIENCE, Deployment, got
+from tests.integration.conftest import MakeStage
+from tests.integration.deployments import PATIENCE, Stage, got
 from tests.integration.outbox_helpers import (
     ORDERING,
     PG_DATABASE,
@@ -53,9 +53,7 @@ __all__ = ["driver", "engine", "module_stage", "operator"]
 # -- enqueue ---------------------------------------------------------------------------------------
 
 
-def test_an_enqueued_call_is_published_after_the_commit(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
+def test_a_call_is_published_after_the_commit(stage: Stage, engine: Engine, name: str) -> None:
     with Session(engine) as session:
         handle = stage.tasks.order.delay_in(session, name)
         assert stage.find_row("order", f"order:{name}") is None
@@ -67,7 +65,7 @@ def test_an_enqueued_call_is_published_after_the_commit(
     assert begins(stage, name) == [handle.id]
 
 
-def test_an_enqueued_call_has_its_options(stage: Deployment, engine: Engine, name: str) -> None:
+def test_an_enqueued_call_has_its_options(stage: Stage, engine: Engine, name: str) -> None:
     tasks = stage.tasks
     with Session(engine) as session:
         called = time.monotonic()
@@ -88,9 +86,7 @@ def test_an_enqueued_call_has_its_options(stage: Deployment, engine: Engine, nam
     stage.wait_for("begin", name=f"{name}-linked")
 
 
-def test_options_a_record_cannot_store_are_refused(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
+def test_options_a_record_cannot_store_are_refused(stage: Stage, engine: Engine, name: str) -> None:
     order = stage.tasks.order
     with Session(engine) as session, session.begin():
         with pytest.raises(
@@ -104,7 +100,7 @@ def test_options_a_record_cannot_store_are_refused(
     assert stage.find_row("order", f"order:{name}") is None
 
 
-def test_after_a_rollback_there_was_nothing(stage: Deployment, engine: Engine, name: str) -> None:
+def test_after_a_rollback_there_was_nothing(stage: Stage, engine: Engine, name: str) -> None:
     with Session(engine) as session:
         stage.tasks.order.delay_in(session, name)
         session.rollback()
@@ -126,7 +122,7 @@ def test_after_a_rollback_there_was_nothing(stage: Deployment, engine: Engine, n
     assert begins(stage, name) == [handle.id]
 
 
-def test_a_savepoint_decides_for_its_calls(stage: Deployment, engine: Engine, name: str) -> None:
+def test_a_savepoint_decides_for_its_calls(stage: Stage, engine: Engine, name: str) -> None:
     with Session(engine) as session:
         with session.begin_nested() as savepoint:
             stage.tasks.order.delay_in(session, f"{name}-not")
@@ -140,9 +136,7 @@ def test_a_savepoint_decides_for_its_calls(stage: Deployment, engine: Engine, na
     assert not begins(stage, f"{name}-not")
 
 
-def test_several_calls_of_a_transaction_are_published(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
+def test_calls_of_a_transaction_are_published(stage: Stage, engine: Engine, name: str) -> None:
     with Session(engine) as session, session.begin():
         handles = [stage.tasks.order.delay_in(session, f"{name}-{number}") for number in range(3)]
         handles.append(stage.tasks.single.delay_in(session, name))
@@ -154,7 +148,7 @@ def test_several_calls_of_a_transaction_are_published(
     ]
 
 
-def test_the_same_key_twice_by_a_driver_is_one_call(stage: Deployment, name: str) -> None:
+def test_the_same_key_twice_by_a_driver_is_one_call(stage: Stage, name: str) -> None:
     with closing(driver(stage)) as connection:
         handles = [stage.tasks.order.delay_in(connection, name) for _ in range(2)]
         connection.rollback()
@@ -162,8 +156,8 @@ def test_the_same_key_twice_by_a_driver_is_one_call(stage: Deployment, name: str
 
 
 @pytest.mark.parametrize("kind", ["connection", "session on a connection", "driver"])
-def test_a_connection_leaves_publishing_to_the_relay(
-    stage: Deployment, engine: Engine, name: str, kind: str
+def test_a_connection_leaves_it_to_relays(
+    stage: Stage, engine: Engine, name: str, kind: str
 ) -> None:
     if kind == "connection":
         with engine.begin() as connection:
@@ -200,7 +194,7 @@ with Session(create_engine(os.environ["LEASES_DATABASE_URL"])) as session, sessi
 
 
 def test_what_a_killed_process_had_committed_is_relayed_by_the_command(
-    stage: Deployment, operator: Terminal, name: str
+    stage: Stage, operator: Terminal, name: str
 ) -> None:
     dead = subprocess.run(
         [sys.executable, "-c", DYING],
@@ -220,7 +214,7 @@ def test_what_a_killed_process_had_committed_is_relayed_by_the_command(
     assert begins(stage, name) == [call_id]
 
 
-def test_two_relays_publish_each_call_once(stage: Deployment, engine: Engine, name: str) -> None:
+def test_two_relays_publish_each_call_once(stage: Stage, engine: Engine, name: str) -> None:
     with engine.begin() as connection:
         handles = [
             stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(5)
@@ -233,7 +227,7 @@ def test_two_relays_publish_each_call_once(stage: Deployment, engine: Engine, na
         assert begins(stage, f"{name}-{number}") == [handle.id]
 
 
-def test_a_relay_and_a_publish_are_one_run(stage: Deployment, engine: Engine, name: str) -> None:
+def test_a_relay_and_a_publish_are_one_run(stage: Stage, engine: Engine, name: str) -> None:
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     let_be_due(stage, name)
@@ -245,7 +239,7 @@ def test_a_relay_and_a_publish_are_one_run(stage: Deployment, engine: Engine, na
 
 
 def test_a_commit_succeeds_during_an_outage_of_the_broker(
-    stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies = processes.process_of(stage.app).publisher
     copies.close()
@@ -271,7 +265,7 @@ def test_a_commit_succeeds_during_an_outage_of_the_broker(
 # -- enqueue of a key that has a record ------------------------------------------------------------
 
 
-def test_a_key_with_a_record_is_not_enqueued(stage: Deployment, engine: Engine, name: str) -> None:
+def test_a_key_with_a_record_is_not_enqueued(stage: Stage, engine: Engine, name: str) -> None:
     gate = stage.gate()
     with engine.begin() as connection:
         first = stage.tasks.order.delay_in(connection, name, str(gate))
@@ -293,7 +287,7 @@ def test_a_key_with_a_record_is_not_enqueued(stage: Deployment, engine: Engine, 
     assert begins(stage, name) == [first.id]
 
 
-def test_a_key_failed_for_good_is_refused(stage: Deployment, engine: Engine, name: str) -> None:
+def test_a_key_failed_for_good_is_refused(stage: Stage, engine: Engine, name: str) -> None:
     with pytest.raises(PermanentFailure):
         got(stage.tasks.order.delay(name, None, "fail"))
     with Session(engine) as session, session.begin():
@@ -303,7 +297,7 @@ def test_a_key_failed_for_good_is_refused(stage: Deployment, engine: Engine, nam
     assert got(handle) == by(f"{name}-other", handle.id)
 
 
-def test_other_content_of_a_key_is_refused(stage: Deployment, engine: Engine, name: str) -> None:
+def test_other_content_of_a_key_is_refused(stage: Stage, engine: Engine, name: str) -> None:
     with Session(engine) as session, session.begin():
         first = stage.tasks.order.delay_in(session, name)
         with pytest.raises(KeyReused) as told:
@@ -312,9 +306,7 @@ def test_other_content_of_a_key_is_refused(stage: Deployment, engine: Engine, na
     assert got(first) == by(name, first.id)
 
 
-def test_a_key_left_to_its_callers_is_enqueued_again(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
+def test_a_key_left_to_callers_is_enqueued(stage: Stage, engine: Engine, name: str) -> None:
     with pytest.raises(Exception, match="Retry available"):
         got(stage.tasks.order.delay(name, None, "cool"))
     assert (record(stage, name)["state"], record(stage, name)["resumes"]) == ("cooling", 0)
@@ -329,7 +321,7 @@ def test_a_key_left_to_its_callers_is_enqueued_again(
     assert begins(stage, name)[1:] == [handle.id]
 
 
-def test_a_released_key_is_enqueued_again(stage: Deployment, engine: Engine, name: str) -> None:
+def test_a_released_key_is_enqueued_again(stage: Stage, engine: Engine, name: str) -> None:
     stage.client.resolve(doubtful(stage, name), "retry", task=f"{ORDERING}.order")
     with Session(engine) as session, session.begin():
         handle = stage.tasks.order.delay_in(session, name, None, "doubt")
@@ -345,7 +337,7 @@ def let_expire(patch: pytest.MonkeyPatch, task: Any) -> None:
 
 
 def test_a_key_whose_enqueued_call_has_expired_is_enqueued_again(
-    stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = stage.tasks.order
     with monkeypatch.context() as patch, Session(engine) as session, session.begin():
@@ -366,7 +358,7 @@ def test_a_key_whose_enqueued_call_has_expired_is_enqueued_again(
 
 
 def test_a_relay_drops_what_has_expired_and_an_enqueue_replaces_it(
-    stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order, names = stage.tasks.order, (f"{name}-dropped", f"{name}-replaced")
     with monkeypatch.context() as patch, engine.begin() as connection:
@@ -385,7 +377,7 @@ def test_a_relay_drops_what_has_expired_and_an_enqueue_replaces_it(
 
 
 def test_a_key_whose_enqueued_call_was_revoked_is_free_once_it_is_forgotten(
-    stage: Deployment, engine: Engine, operator: Terminal, name: str
+    stage: Stage, engine: Engine, operator: Terminal, name: str
 ) -> None:
     """A revocation does not change the record."""
     with engine.begin() as connection:
@@ -408,9 +400,7 @@ def test_a_key_whose_enqueued_call_was_revoked_is_free_once_it_is_forgotten(
     assert begins(stage, name) == [handle.id]
 
 
-def test_another_call_may_come_before_the_enqueued_one(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
+def test_another_call_may_come_before_it(stage: Stage, engine: Engine, name: str) -> None:
     with engine.begin() as connection:
         enqueued = stage.tasks.order.delay_in(connection, name)
     early = stage.tasks.order.delay(name)
@@ -421,9 +411,7 @@ def test_another_call_may_come_before_the_enqueued_one(
     assert begins(stage, name) == [early.id]
 
 
-def test_a_lost_first_delivery_runs_at_the_next(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
+def test_a_lost_first_delivery_runs_at_the_next(stage: Stage, engine: Engine, name: str) -> None:
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     side = stage.side_queue()
@@ -436,7 +424,7 @@ def test_a_lost_first_delivery_runs_at_the_next(
     assert begins(stage, name) == [handle.id]
 
 
-def test_a_client_of_the_app_relays(stage: Deployment, engine: Engine, name: str) -> None:
+def test_a_client_of_the_app_relays(stage: Stage, engine: Engine, name: str) -> None:
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     let_be_due(stage, name)
@@ -451,9 +439,7 @@ def test_a_client_of_the_app_relays(stage: Deployment, engine: Engine, name: str
     assert got(handle) == by(name, handle.id)
 
 
-def test_what_cannot_be_enqueued_writes_nothing(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
+def test_what_cannot_be_enqueued_writes_nothing(stage: Stage, engine: Engine, name: str) -> None:
     with Session(engine) as session, session.begin():
         with pytest.raises(TypeError):
             stage.tasks.order.delay_in(session, name, unknown=1)
@@ -463,17 +449,12 @@ def test_what_cannot_be_enqueued_writes_nothing(
             stage.tasks.again.delay_in(session, name)
         with pytest.raises(WrongDatabase, match="not a SQLAlchemy Session"):
             stage.tasks.order.delay_in(object(), name)
-    with (
-        stage._engine.connect() as connection,
-        pytest.raises(WrongDatabase, match="autocommit"),
-    ):
+    with stage._engine.connect() as connection, pytest.raises(WrongDatabase, match="autocommit"):
         stage.tasks.order.delay_in(connection, name)
     assert stage.find_row("order", f"order:{name}") is None
 
 
-def test_arguments_that_would_change_are_not_enqueued(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
+def test_arguments_must_not_change(stage: Stage, engine: Engine, name: str) -> None:
     typed = stage.tasks.typed
     with Session(engine) as session, session.begin():
         for content in ((2, 3), {1: [2]}, [{"a": (1,)}]):
@@ -496,9 +477,7 @@ def test_arguments_that_would_change_are_not_enqueued(
 
 
 @pytest.mark.only(database="postgres")  # there are no row locks on SQLite
-def test_a_locked_record_does_not_stop_the_relay(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
+def test_a_locked_record_does_not_stop_the_relay(stage: Stage, engine: Engine, name: str) -> None:
     with engine.begin() as connection:
         handles = [
             stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(3)
@@ -515,7 +494,7 @@ def test_a_locked_record_does_not_stop_the_relay(
         assert got(handle) == by(f"{name}-{number}", handle.id)
 
 
-def test_beat_relays_by_itself(stage_factory: DeploymentFactory, name: str) -> None:
+def test_beat_relays_by_itself(stage_factory: MakeStage, name: str) -> None:
     stage = stage_factory(
         PG_DATABASE, home=ORDERING, start=False, env={"CHORES_EVERY": "0.5", "TTL": f"{TTL:g}"}
     )

@@ -15,13 +15,13 @@ from celery.schedules import schedule
 from kombu.exceptions import OperationalError
 
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld
-from tests.integration.conftest import DeploymentFactory
+from tests.integration.conftest import MakeStage
 from tests.integration.cooldowns import COOLING, OK, status
 from tests.integration.deployments import (
     RABBIT_DATABASE_POSTGRES,
     REDIS_DATABASE_SQLITE,
     REDIS_REDIS_POSTGRES,
-    Deployment,
+    Stage,
     got,
     imported_anew,
 )
@@ -30,7 +30,7 @@ from tests.support.servers.local import free_port
 
 
 @pytest.mark.parametrize("task", ["retries", "auto"])
-def test_m1_a_body_that_fails_twice_is_retried(stage: Deployment, name: str, task: str) -> None:
+def test_m1_a_body_that_fails_twice_is_retried(stage: Stage, name: str, task: str) -> None:
     result = stage.send(task, name, 2)
     assert got(result) == {"name": name, "retries": 2}
     begun = stage.events("begin", name=name)
@@ -43,7 +43,7 @@ def test_m1_a_body_that_fails_twice_is_retried(stage: Deployment, name: str, tas
     assert not stage.is_held(task, key)
 
 
-def test_m2_a_second_copy_of_a_running_call_is_rescheduled(stage: Deployment, name: str) -> None:
+def test_m2_a_second_copy_of_a_running_call_is_rescheduled(stage: Stage, name: str) -> None:
     gate, call = stage.gate(), str(uuid4())
     first = stage.send("work", name, 0.0, str(gate), task_id=call)
     stage.wait_for("begin", name=name)
@@ -56,7 +56,7 @@ def test_m2_a_second_copy_of_a_running_call_is_rescheduled(stage: Deployment, na
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_m3_a_call_by_name_or_beat_is_protected(stage: Deployment, name: str) -> None:
+def test_m3_a_call_by_name_or_beat_is_protected(stage: Stage, name: str) -> None:
     gate = stage.gate()
     options = {"name": name, "gate": str(gate)}
     entry = beat.ScheduleEntry(
@@ -79,7 +79,7 @@ def test_m3_a_call_by_name_or_beat_is_protected(stage: Deployment, name: str) ->
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_m5_a_call_that_could_not_be_published_holds_nothing(stage: Deployment, name: str) -> None:
+def test_m5_a_call_that_could_not_be_published_holds_nothing(stage: Stage, name: str) -> None:
     nowhere = f"{'amqp' if stage.broker == 'rabbit' else 'redis'}://127.0.0.1:{free_port()}//"
     tasks = imported_anew("tests.apps.leased", stage.env | {"CELERY_BROKER_URL": nowhere})
     tasks.app.conf.update(
@@ -95,7 +95,7 @@ def test_m5_a_call_that_could_not_be_published_holds_nothing(stage: Deployment, 
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_m10_a_held_step_of_a_chain_waits_and_goes_on(stage: Deployment, name: str) -> None:
+def test_m10_a_held_step_of_a_chain_waits_and_goes_on(stage: Stage, name: str) -> None:
     gate, holder = stage.hold("work", name)
     held = stage.tasks.work.si(name, gate=str(gate))
     result = chain(stage.tasks.plain.s("before"), held, stage.tasks.gather.s())()
@@ -109,7 +109,7 @@ def test_m10_a_held_step_of_a_chain_waits_and_goes_on(stage: Deployment, name: s
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_m11_a_duplicate_in_a_chord_gets_the_result(stage: Deployment, name: str) -> None:
+def test_m11_a_duplicate_in_a_chord_gets_the_result(stage: Stage, name: str) -> None:
     gate = stage.gate()
     members = [stage.tasks.work.s(name, gate=str(gate)) for _ in range(2)]
     result = chord(members, stage.tasks.gather.s())()
@@ -122,7 +122,7 @@ def test_m11_a_duplicate_in_a_chord_gets_the_result(stage: Deployment, name: str
     assert len(stage.events("gather", id=result.id)) == 1
 
 
-def test_m12_an_argument_json_turns_into_a_list_is_one_key(stage: Deployment, name: str) -> None:
+def test_m12_an_argument_json_turns_into_a_list_is_one_key(stage: Stage, name: str) -> None:
     first = got(stage.tasks.work.delay((1, name), answer=(1, 2)))
     assert got(stage.tasks.work.delay([1, name], answer=[1, 2])) == first == [1, 2]
     assert len(stage.events("begin", name=[1, name])) == 1
@@ -132,9 +132,7 @@ def test_m12_an_argument_json_turns_into_a_list_is_one_key(stage: Deployment, na
 
 
 @pytest.mark.parametrize("kind", ["redis", "database"])
-def test_m13_a_call_survives_a_lease_store_outage(
-    stage_factory: DeploymentFactory, name: str, kind: str
-) -> None:
+def test_m13_a_call_survives_an_outage(stage_factory: MakeStage, name: str, kind: str) -> None:
     if kind == "redis":
         server: RedisServer | PostgresServer = RedisServer().start()
         stage = stage_factory(REDIS_REDIS_POSTGRES, env={"LEASES_URL": server.url})
@@ -158,7 +156,7 @@ def test_m13_a_call_survives_a_lease_store_outage(
         server.stop()
 
 
-def test_m14_errors_of_duplicates_arrive_with_their_details(stage: Deployment, name: str) -> None:
+def test_m14_errors_of_duplicates_arrive_with_their_details(stage: Stage, name: str) -> None:
     gate, holder = stage.hold("refuses", name)
     with pytest.raises(LeaseHeld, match=f"refuses:{name} is held by call {holder.id}") as held:
         got(stage.tasks.refuses.delay(name, gate=str(gate)))
@@ -183,7 +181,7 @@ def test_m14_errors_of_duplicates_arrive_with_their_details(stage: Deployment, n
     assert not stage.log("WorkerLostError")
 
 
-def test_c1_a_replayed_member_of_a_chord_is_never_ignored(stage: Deployment, name: str) -> None:
+def test_c1_a_replayed_member_of_a_chord_is_never_ignored(stage: Stage, name: str) -> None:
     for task in ("work", "ignores"):
         leased = getattr(stage.tasks, task)
         value = got(leased.delay(name))
@@ -194,7 +192,7 @@ def test_c1_a_replayed_member_of_a_chord_is_never_ignored(stage: Deployment, nam
     assert len(stage.events("begin", name=name)) == 2
 
 
-def test_c2_a_copy_of_a_running_member_never_fails_it(stage: Deployment, name: str) -> None:
+def test_c2_a_copy_of_a_running_member_never_fails_it(stage: Stage, name: str) -> None:
     side, gate = stage.side_queue(), stage.gate()
     member = stage.tasks.ignores.s(name, gate=str(gate)).set(queue=side)
     result = chord([member, stage.tasks.plain.s(1)], stage.tasks.gather.s())()
@@ -209,9 +207,7 @@ def test_c2_a_copy_of_a_running_member_never_fails_it(stage: Deployment, name: s
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_x4_a_connection_error_is_not_kept_for_ever(
-    stage_factory: DeploymentFactory, name: str
-) -> None:
+def test_x4_a_connection_error_is_not_kept_for_ever(stage_factory: MakeStage, name: str) -> None:
     stage = stage_factory(REDIS_DATABASE_SQLITE, home=COOLING)
     script = [["raise", "ConnectionError", "gone"], OK]
     with pytest.raises(ConnectionError, match="gone"):

@@ -80,9 +80,7 @@ def play(tmp_path: Path) -> Iterator[GuardedProcess]:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_the_page_keeps_its_promises(
-    play: GuardedProcess, browser: Browser, tmp_path: Path
-) -> None:
+def test_the_page_keeps_promises(play: GuardedProcess, browser: Browser, tmp_path: Path) -> None:
     """At the end the connection is lost, and the page shows that."""
     page = opened(play, browser)
     pays_once(page)
@@ -94,9 +92,7 @@ def test_the_page_keeps_its_promises(
 
 
 @pytest.mark.timeout(300)
-def test_a_double_click_is_paid_once(
-    play: GuardedProcess, browser: Browser, tmp_path: Path
-) -> None:
+def test_a_double_click_pays_once(play: GuardedProcess, browser: Browser, tmp_path: Path) -> None:
     page = opened(play, browser)
     pays_once(page)
     assert_ends(page, play, tmp_path)

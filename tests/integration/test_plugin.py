@@ -48,9 +48,7 @@ def test_a_missing_server_is_a_skip_and_one_line(project: pytest.Pytester) -> No
     )
 
 
-def test_a_missing_server_fails_in_ci(
-    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_ci_it_is_a_failure(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
     outcome = project.runpytest_subprocess("-p", "no:cacheprovider")
     outcome.assert_outcomes(passed=1, skipped=1, errors=2)

@@ -11,8 +11,8 @@ import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import PATIENCE, POOL_STORES, Deployment, got
+from tests.integration.conftest import MakeStage
+from tests.integration.deployments import PATIENCE, POOL_STORES, Stage, got
 from tests.integration.process_resources import resource_counts
 
 TTL = 2
@@ -24,9 +24,7 @@ GREEN = ("gevent", "eventlet")
 
 
 @pytest.fixture(scope="module", params=POOL_STORES)
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
+def module_stage(request: pytest.FixtureRequest, stage_factory: MakeStage) -> Iterator[Stage]:
     """A worker of each pool that outlives what its bodies do."""
     if request.param in GREEN:
         pytest.importorskip(request.param)
@@ -40,7 +38,7 @@ def module_stage(
 
 
 @pytest.fixture
-def process(stage: Deployment, name: str) -> Iterator[int]:
+def process(stage: Stage, name: str) -> Iterator[int]:
     """The process of the bodies, which has no more of anything after the test than before."""
     for number in range(2):
         each = f"{name}-{number}"
@@ -66,7 +64,7 @@ def process(stage: Deployment, name: str) -> Iterator[int]:
 
 
 def test_a_body_that_holds_the_gil_beyond_the_ttl_is_interrupted_and_runs_again(
-    stage: Deployment, name: str, process: int
+    stage: Stage, name: str, process: int
 ) -> None:
     once = stage.gate()
     result = stage.tasks.hogs.delay(name, str(once), 1.2 * TTL, stage.worker.pool == "threads")
@@ -81,7 +79,7 @@ def test_a_body_that_holds_the_gil_beyond_the_ttl_is_interrupted_and_runs_again(
     print(f"held for {held['seconds']:.2f} s, told {lost['t'] - held['t']:.3f} s later")
 
 
-def test_a_body_that_hangs_for_too_long_fails(stage: Deployment, name: str, process: int) -> None:
+def test_a_body_that_hangs_for_too_long_fails(stage: Stage, name: str, process: int) -> None:
     """Given back, it would only hang again."""
     if stage.worker.pool == "threads":
         pytest.skip("it is told by check() there, which a body that hangs does not call")
@@ -93,9 +91,7 @@ def test_a_body_that_hangs_for_too_long_fails(stage: Deployment, name: str, proc
     assert len(stage.events("begin", name=name)) == len(stage.events("lost", name=name)) == 1
 
 
-def test_a_body_that_blocks_the_hub_does_not_lose_its_lease(
-    stage: Deployment, name: str, process: int
-) -> None:
+def test_a_body_that_blocks_the_hub_has_its_lease(stage: Stage, name: str, process: int) -> None:
     if stage.worker.pool not in GREEN:
         pytest.skip(
             "a call that blocks a thread is any sleep there; see tests/integration/test_pools.py"
@@ -115,7 +111,7 @@ def test_a_body_that_blocks_the_hub_does_not_lose_its_lease(
 
 @pytest.mark.parametrize(("how", "code"), [("returns", 0), ("raises", 1), ("exits", 3)])
 def test_a_process_that_the_body_has_forked_takes_no_step_of_the_protocol(
-    stage: Deployment, name: str, process: int, how: str, code: int
+    stage: Stage, name: str, process: int, how: str, code: int
 ) -> None:
     result = stage.tasks.forks.delay(name, how)
     answer = got(result)

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import DeploymentFactory
+from tests.integration.conftest import MakeStage
 from tests.integration.deployments import (
     RABBIT_DATABASE_POSTGRES,
     RABBIT_REDIS_SQLITE,
     REDIS_DATABASE_SQLITE,
     REDIS_REDIS_POSTGRES,
-    Deployment,
+    Stage,
     got,
 )
 
@@ -25,9 +25,7 @@ POOLS: list[tuple[str, int, tuple[str, ...]]] = [
 
 
 @pytest.fixture(scope="module", params=POOLS, ids=lambda pool: "-".join((pool[0], *pool[2])))
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
+def module_stage(request: pytest.FixtureRequest, stage_factory: MakeStage) -> Iterator[Stage]:
     """A worker of each pool that logs its renewals."""
     pool, concurrency, combination = request.param
     if pool in ("gevent", "eventlet"):
@@ -38,7 +36,7 @@ def module_stage(
     made.close_when_drained(request.session)
 
 
-def test_twenty_calls_of_one_key_run_one_body_in_every_pool(stage: Deployment, name: str) -> None:
+def test_twenty_calls_of_one_key_run_one_body_in_every_pool(stage: Stage, name: str) -> None:
     gate = stage.gate()
     results = [stage.tasks.work.delay(name, gate=str(gate)) for _ in range(20)]
     stage.wait_for("begin", name=name)
@@ -50,7 +48,7 @@ def test_twenty_calls_of_one_key_run_one_body_in_every_pool(stage: Deployment, n
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_renewals_hold_the_lease_of_a_body_of_twice_the_ttl(stage: Deployment, name: str) -> None:
+def test_renewals_hold_the_lease_of_a_body_of_twice_the_ttl(stage: Stage, name: str) -> None:
     gate = stage.gate()
     running = stage.tasks.work.delay(name, gate=str(gate))
     stage.wait_for_log(f"key work:{name}:", "lease renewed", 7)
@@ -61,7 +59,7 @@ def test_renewals_hold_the_lease_of_a_body_of_twice_the_ttl(stage: Deployment, n
     assert (row["state"], row["attempt"], row["crashes"]) == ("done", 1, 0)
 
 
-def test_several_bodies_in_one_process_keep_their_own_leases(stage: Deployment, name: str) -> None:
+def test_several_bodies_in_one_process_keep_their_own_leases(stage: Stage, name: str) -> None:
     number = min(3, stage.worker.concurrency)
     gate = stage.gate()
     results = [stage.tasks.keyless.delay(f"{name}-{n}", gate=str(gate)) for n in range(number)]
@@ -76,7 +74,7 @@ def test_several_bodies_in_one_process_keep_their_own_leases(stage: Deployment, 
         assert (ended["key"], ended["fence"]) == (results[n].id, fences[n])
 
 
-def test_check_raises_when_an_operator_released_the_lease(stage: Deployment, name: str) -> None:
+def test_check_raises_when_an_operator_released_the_lease(stage: Stage, name: str) -> None:
     running = stage.tasks.checks.delay(name, gate="once")
     (begun,) = stage.wait_for("begin", name=name)
     stage.client.release(f"checks:{name}", task=stage.tasks.checks.name)
@@ -88,7 +86,7 @@ def test_check_raises_when_an_operator_released_the_lease(stage: Deployment, nam
     assert (row["state"], row["crashes"]) == ("done", 0)
 
 
-def test_a_body_that_raises_what_ends_a_worker_fails(stage: Deployment, name: str) -> None:
+def test_a_body_that_raises_what_ends_a_worker_fails(stage: Stage, name: str) -> None:
     """Taken for a stop, the call would run for ever."""
     hows = [*stage.tasks.STOPS] + (["kill"] if stage.worker.pool in ("gevent", "eventlet") else [])
     results = {how: stage.tasks.stops.delay(name, how) for how in hows}
@@ -102,7 +100,7 @@ def test_a_body_that_raises_what_ends_a_worker_fails(stage: Deployment, name: st
 
 
 @pytest.mark.parametrize("how", ["retry and return", "publish itself"])
-def test_a_call_that_goes_on_elsewhere_runs_again(stage: Deployment, name: str, how: str) -> None:
+def test_a_call_that_goes_on_elsewhere_runs_again(stage: Stage, name: str, how: str) -> None:
     assert got(stage.tasks.passes.delay(name, how)) == {"name": name}
     begun = stage.events("begin", name=name)
     assert [event["attempt"] for event in begun] == [1, 2]

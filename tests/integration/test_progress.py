@@ -13,8 +13,8 @@ import pytest
 from celery_leases.lease import SAVE_EVERY
 from celery_leases.testing.waits import wait_until
 from tests.apps.failpoints import armed
-from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, got, spelled
+from tests.integration.conftest import MakeStage
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Stage, got, spelled
 
 PROGRESSING = "tests.apps.progress_tasks"
 MANY = 10_000
@@ -25,9 +25,9 @@ LATE_DEATHS = sorted(random.Random(2026).sample(range(MANY // 4, MANY), 2))
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
 def module_stage(
     request: pytest.FixtureRequest,
-    stage_factory: DeploymentFactory,
+    stage_factory: MakeStage,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Deployment]:
+) -> Iterator[Stage]:
     """A worker that loops; at its end nothing may be left in the queue."""
     failpoints = tmp_path_factory.mktemp("failpoints")
     made = stage_factory(request.param, home=PROGRESSING, env={"FAILPOINTS": str(failpoints)})
@@ -55,14 +55,14 @@ def module_stage(
         made.close()
 
 
-def arm(stage: Deployment, step: str, name: str) -> None:
+def arm(stage: Stage, step: str, name: str) -> None:
     armed(Path(stage.env["FAILPOINTS"]), step, name).touch()
 
 
 class Worked:
     """The items that were worked on, by the runs of the body."""
 
-    def __init__(self, stage: Deployment, name: str) -> None:
+    def __init__(self, stage: Stage, name: str) -> None:
         lines = (stage.directory / f"items.{name}").read_text().splitlines()
         self.lines = [(int(pid), int(item), float(t)) for pid, item, t in map(str.split, lines)]
 
@@ -80,18 +80,15 @@ class Worked:
         assert all(two <= one + 1 for one, two in pairwise(self.items))
 
 
-# -- loops -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("every", [None, 7])
-def test_a_failure_loses_nothing(stage: Deployment, name: str, every: int | None) -> None:
+def test_a_failure_loses_nothing(stage: Stage, name: str, every: int | None) -> None:
     result = stage.tasks.loops.delay(name, 100, every=every, fails_at=[10, 33, 80])
     got(result)
     assert Worked(stage, name).items == list(range(100))
     assert len(stage.events("begin", name=name)) == 4
 
 
-def test_a_lost_lease_stops_the_loop_between_two_items(stage: Deployment, name: str) -> None:
+def test_a_lost_lease_stops_the_loop_between_two_items(stage: Stage, name: str) -> None:
     gate = stage.gate()
     result = stage.tasks.loops.delay(name, 20, every=1, waits_at=5, gate=str(gate))
     (waits,) = stage.wait_for("waits", name=name)
@@ -109,9 +106,7 @@ def test_a_lost_lease_stops_the_loop_between_two_items(stage: Deployment, name: 
 
 
 @pytest.mark.parametrize("how", [signal.SIGQUIT, signal.SIGTERM], ids=["cold", "soft"])
-def test_a_shutdown_loses_nothing(
-    stage_factory: DeploymentFactory, name: str, how: signal.Signals
-) -> None:
+def test_a_shutdown_loses_nothing(stage_factory: MakeStage, name: str, how: signal.Signals) -> None:
     stage = stage_factory(
         BOTH_WAYS[0], home=PROGRESSING, env={"SOFT_SHUTDOWN": "0.5", "VISIBILITY": "4"}
     )
@@ -138,13 +133,7 @@ def test_a_shutdown_loses_nothing(
     assert worked.turns() in ([], [(stopped - 1, stopped - 1)])
 
 
-# -- without a worker ------------------------------------------------------------------------------
-
-
-# -- what went on beside them ----------------------------------------------------------------------
-
-
-def test_a_task_that_gets_on_each_time_is_never_given_up(stage: Deployment) -> None:
+def test_a_task_that_gets_on_each_time_is_never_given_up(stage: Stage) -> None:
     stage.wait_for_state("pages", "pages:gets-on", "done", 3 * PATIENCE)
     begun = stage.events("begin", name="gets-on")
     assert [(event["page"], event["crashes"]) for event in begun] == [
@@ -159,9 +148,7 @@ def test_a_task_that_gets_on_each_time_is_never_given_up(stage: Deployment) -> N
 
 
 @pytest.mark.nightly
-def test_of_ten_thousand_items_none_is_skipped(
-    stage: Deployment,
-) -> None:
+def test_of_ten_thousand_items_none_is_skipped(stage: Stage) -> None:
     stage.wait_for_state("loops", "loops:every-1", "done", 3 * PATIENCE)
     assert len(stage.events("failpoint", name="every-1")) == len(DEATHS)
     assert Worked(stage, "every-1").items == list(range(MANY))
@@ -169,7 +156,7 @@ def test_of_ten_thousand_items_none_is_skipped(
     assert [begun["crashes"] for begun in stage.events("begin", name="every-1")] == [0, 1, 1, 1]
 
 
-def test_by_default_at_most_a_seconds_items_repeat(stage: Deployment) -> None:
+def test_by_default_at_most_a_seconds_items_repeat(stage: Stage) -> None:
     """What is worked on again was worked on just before the death."""
     stage.wait_for_state("loops", "loops:by-default", "done", 3 * PATIENCE)
     worked = Worked(stage, "by-default")

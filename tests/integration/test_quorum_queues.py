@@ -11,16 +11,14 @@ from kombu import Exchange, Queue
 
 from celery_leases.errors import RescheduleFailed
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import PATIENCE, RABBIT_DATABASE_POSTGRES, Deployment, got
+from tests.integration.conftest import MakeStage
+from tests.integration.deployments import PATIENCE, RABBIT_DATABASE_POSTGRES, Stage, got
 
 SLOTS = 2
 
 
 @pytest.fixture(scope="module", params=["topic", "direct"])
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
+def module_stage(request: pytest.FixtureRequest, stage_factory: MakeStage) -> Iterator[Stage]:
     """A worker with two slots and a prefetch count of two on a quorum queue."""
     env = {"QUORUM": request.param, "PREFETCH": "1"}
     made = stage_factory(RABBIT_DATABASE_POSTGRES, env=env, worker={"concurrency": SLOTS})
@@ -28,20 +26,20 @@ def module_stage(
     made.close_when_drained(request.session)
 
 
-def kind_of(stage: Deployment, queue: str) -> Any:
+def kind_of(stage: Stage, queue: str) -> Any:
     """A quorum queue as the worker declares it."""
     exchange = Exchange(queue, stage.env["QUORUM"])
     return Queue(queue, exchange, queue, queue_arguments={"x-queue-type": "quorum"})
 
 
-def test_a_call_returns_after_several_waits(stage: Deployment, name: str) -> None:
+def test_a_call_returns_after_several_waits(stage: Stage, name: str) -> None:
     calls = [stage.tasks.snoozes.delay(f"{name}-{number}", 0.2, 1.0, 3.0) for number in range(3)]
     assert [got(call)["name"] for call in calls] == [f"{name}-{number}" for number in range(3)]
     assert all(len(stage.events("begin", name=f"{name}-{number}")) == 4 for number in range(3))
     assert not stage.log("could not be rescheduled")
 
 
-def test_calls_that_wait_leave_the_worker_free(stage: Deployment, name: str) -> None:
+def test_calls_that_wait_leave_the_worker_free(stage: Stage, name: str) -> None:
     waiting = [
         stage.tasks.snoozes.delay(f"{name}-{number}", 6.0) for number in range(2 * 2 * SLOTS)
     ]
@@ -53,7 +51,7 @@ def test_calls_that_wait_leave_the_worker_free(stage: Deployment, name: str) -> 
         got(call)
 
 
-def test_a_wait_ends_in_the_queue_it_began_in(stage: Deployment, name: str) -> None:
+def test_a_wait_ends_in_the_queue_it_began_in(stage: Stage, name: str) -> None:
     high = stage.side_queue()
     worker = stage.new_worker(
         queue=high, concurrency=1, env=stage.env | {"SIDE_QUEUE": high}
@@ -79,9 +77,7 @@ def test_a_wait_ends_in_the_queue_it_began_in(stage: Deployment, name: str) -> N
 
 
 @pytest.fixture(scope="module")
-def refusing(
-    stage_factory: DeploymentFactory, tmp_path_factory: pytest.TempPathFactory
-) -> Deployment:
+def refusing(stage_factory: MakeStage, tmp_path_factory: pytest.TempPathFactory) -> Stage:
     """Its broker takes no rescheduled message; its queue allows two deliveries after the first."""
     refused = tmp_path_factory.mktemp("refused") / "refused"
     env = {"DELIVERY_LIMIT": "2", "REFUSED": str(refused)}
@@ -91,7 +87,7 @@ def refusing(
     )
 
 
-def test_a_call_fails_before_its_queue_would_discard_it(refusing: Deployment, name: str) -> None:
+def test_a_call_fails_before_its_queue_would_discard_it(refusing: Stage, name: str) -> None:
     Path(refusing.env["REFUSED"]).touch()
     call = refusing.tasks.reschedules_once.delay(name)
     with pytest.raises(RescheduleFailed, match="the broker takes nothing"):
@@ -101,7 +97,7 @@ def test_a_call_fails_before_its_queue_would_discard_it(refusing: Deployment, na
     assert (status.state, status.resumes) == ("pending", False)
 
 
-def test_a_call_whose_reschedule_succeeds_at_last_runs(refusing: Deployment, name: str) -> None:
+def test_a_call_whose_reschedule_succeeds_at_last_runs(refusing: Stage, name: str) -> None:
     Path(refusing.env["REFUSED"]).touch()
     call = refusing.tasks.reschedules_once.delay(name)
     refusing.wait_for_log(call.id, "could not be rescheduled")
@@ -111,7 +107,7 @@ def test_a_call_whose_reschedule_succeeds_at_last_runs(refusing: Deployment, nam
 
 @pytest.mark.parametrize("ends", [False, True], ids=["that goes on", "that ends meanwhile"])
 def test_the_copy_of_a_running_call_spends_no_more_deliveries_than_there_are(
-    refusing: Deployment, name: str, ends: bool
+    refusing: Stage, name: str, ends: bool
 ) -> None:
     """It is held, and ends once no more may be given back."""
     gate = refusing.gate()

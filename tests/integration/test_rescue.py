@@ -15,8 +15,8 @@ from celery_leases.outbox import calls as outbox
 from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.testing.waits import wait_until
 from celery_leases.worker import processes
-from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import PATIENCE, Deployment, got
+from tests.integration.conftest import MakeStage
+from tests.integration.deployments import PATIENCE, Stage, got
 from tests.integration.outbox_helpers import (
     ORDERING,
     PG_REDIS,
@@ -40,11 +40,8 @@ from tests.integration.terminal import Terminal
 __all__ = ["driver", "engine", "module_stage", "operator"]
 
 
-# -- rescue ----------------------------------------------------------------------------------------
-
-
 def test_what_was_published_and_never_delivered_is_rescued(
-    stage: Deployment, engine: Engine, operator: Terminal, name: str
+    stage: Stage, engine: Engine, operator: Terminal, name: str
 ) -> None:
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
@@ -63,7 +60,7 @@ def test_what_was_published_and_never_delivered_is_rescued(
     assert begins(stage, name) == [handle.id]
 
 
-def test_two_rescues_publish_a_message_once(stage: Deployment, engine: Engine, name: str) -> None:
+def test_two_rescues_publish_a_message_once(stage: Stage, engine: Engine, name: str) -> None:
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     let_be_old(stage, name, "order")
@@ -73,9 +70,7 @@ def test_two_rescues_publish_a_message_once(stage: Deployment, engine: Engine, n
     assert begins(stage, name) == [handle.id]
 
 
-def test_a_key_in_a_backlog_gets_a_copy_in_each_interval(
-    stage_factory: DeploymentFactory, name: str
-) -> None:
+def test_a_key_in_a_backlog_gets_a_copy_each_time(stage_factory: MakeStage, name: str) -> None:
     stage = stage_factory(PG_REDIS, home=ORDERING, start=False, env={"TTL": f"{TTL:g}"})
     made = create_engine(stage.database_url, poolclass=NullPool)
     with Session(made) as session, session.begin():
@@ -91,7 +86,7 @@ def test_a_key_in_a_backlog_gets_a_copy_in_each_interval(
 
 
 def test_what_a_rescue_could_not_publish_is_not_counted_and_the_next_one_does(
-    stage: Deployment, engine: Engine, operator: Terminal, name: str
+    stage: Stage, engine: Engine, operator: Terminal, name: str
 ) -> None:
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
@@ -109,9 +104,7 @@ def test_what_a_rescue_could_not_publish_is_not_counted_and_the_next_one_does(
     assert begins(stage, name) == [handle.id]
 
 
-def test_what_a_killed_rescue_marked_is_published(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
+def test_what_a_killed_rescue_marked_is_published(stage: Stage, engine: Engine, name: str) -> None:
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     change(stage, name, "publish_at = NULL")
@@ -127,9 +120,7 @@ def test_what_a_killed_rescue_marked_is_published(
     assert got(handle) == by(name, handle.id)
 
 
-def test_an_enqueued_record_knows_its_retention(
-    stage: Deployment, engine: Engine, name: str
-) -> None:
+def test_an_enqueued_record_knows_its_retention(stage: Stage, engine: Engine, name: str) -> None:
     with engine.begin() as connection:
         stage.tasks.order.delay_in(connection, name)
     assert record(stage, name)["retention"] == stage.tasks.order.lease_options.retention
@@ -137,7 +128,7 @@ def test_an_enqueued_record_knows_its_retention(
 
 
 def test_a_call_enqueued_after_the_key_was_reset_stays_until_it_is_published(
-    stage: Deployment, engine: Engine, name: str
+    stage: Stage, engine: Engine, name: str
 ) -> None:
     with engine.begin() as connection:
         stage.tasks.order.delay_in(connection, name)
@@ -152,7 +143,7 @@ def test_a_call_enqueued_after_the_key_was_reset_stays_until_it_is_published(
     assert got(handle) == by(name, handle.id)
 
 
-def test_nothing_is_rescued_while_its_lease_lives(stage: Deployment, name: str) -> None:
+def test_nothing_is_rescued_while_its_lease_lives(stage: Stage, name: str) -> None:
     gate = stage.gate()
     result = stage.tasks.kept.delay(name, str(gate))
     stage.wait_for("begin", name=name)
@@ -166,7 +157,7 @@ def test_nothing_is_rescued_while_its_lease_lives(stage: Deployment, name: str) 
 
 
 def test_a_lost_message_of_a_key_whose_last_call_had_failed_is_rescued(
-    stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Exception, match="Retry available"):
         got(stage.tasks.order.delay(name, None, "cool"))
@@ -186,7 +177,7 @@ def test_a_lost_message_of_a_key_whose_last_call_had_failed_is_rescued(
 
 @pytest.mark.every_argument
 @pytest.mark.parametrize("how", ["revoked", "hard time limit"])
-def test_a_call_that_celery_has_ended_is_left(stage: Deployment, name: str, how: str) -> None:
+def test_a_call_that_celery_has_ended_is_left(stage: Stage, name: str, how: str) -> None:
     limit = {} if how == "revoked" else {"time_limit": 1}
     result = stage.tasks.kept.apply_async((name, str(stage.gate())), **limit)
     stage.wait_for("begin", name=name)
@@ -202,7 +193,7 @@ def test_a_call_that_celery_has_ended_is_left(stage: Deployment, name: str, how:
 
 
 def test_live_ones_do_not_hide_a_stranded_one(
-    stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox, "READ_AT_ONCE", 1)
     gate = stage.gate()
@@ -221,7 +212,7 @@ def test_live_ones_do_not_hide_a_stranded_one(
 
 
 @pytest.mark.only(database="postgres")  # there are no row locks on SQLite
-def test_a_rescue_skips_a_locked_record(stage: Deployment, engine: Engine, name: str) -> None:
+def test_a_rescue_skips_a_locked_record(stage: Stage, engine: Engine, name: str) -> None:
     with engine.begin() as connection:
         handles = [
             stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(2)
@@ -239,17 +230,17 @@ def test_a_rescue_skips_a_locked_record(stage: Deployment, engine: Engine, name:
 
 
 @pytest.fixture
-def lossy_stage(stage_factory: DeploymentFactory) -> Deployment:
+def lossy_stage(stage_factory: MakeStage) -> Stage:
     """A worker whose broker forgets everything when :func:`lose` is called."""
     return stage_factory(PG_REDIS, home=ORDERING, env={"TTL": f"{TTL:g}", "VISIBILITY": "3600"})
 
 
-def lose(stage: Deployment) -> None:
+def lose(stage: Stage) -> None:
     with redis.Redis.from_url(stage.broker_url) as broker:
         broker.delete("unacked", "unacked_index", stage.queue)
 
 
-def test_what_a_broker_lost_runs_again_with_its_canvas(lossy_stage: Deployment, name: str) -> None:
+def test_what_a_broker_lost_runs_again_with_its_canvas(lossy_stage: Stage, name: str) -> None:
     stage, tasks = lossy_stage, lossy_stage.tasks
     gate = stage.gate()
     linked = chain(tasks.kept.s(f"{name}-chain", str(gate)), tasks.plain.s()).apply_async()
@@ -279,10 +270,7 @@ def test_what_a_broker_lost_runs_again_with_its_canvas(lossy_stage: Deployment, 
     stage.worker.start()
     chained = linked.parent.id
     assert got(linked) == by(f"{name}-chain", chained)
-    assert [answer.split(" by ")[0] for answer in got(whole)] == [
-        f"{name}-one",
-        f"{name}-two",
-    ]
+    assert [answer.split(" by ")[0] for answer in got(whole)] == [f"{name}-one", f"{name}-two"]
     assert got(cooled) == by(f"{name}-cool", cooled.id)
     assert len(begins(stage, f"{name}-chain")) == 2
     assert len(begins(stage, f"{name}-unkept")) == 1
@@ -297,10 +285,7 @@ def test_a_limit_below_one_is_refused(operator: Terminal) -> None:
             assert (done.returncode, "--limit" in done.stderr) == (2, True), command
 
 
-# -- resolve ---------------------------------------------------------------------------------------
-
-
-def test_an_operator_may_resolve_as_done(stage: Deployment, operator: Terminal, name: str) -> None:
+def test_an_operator_may_resolve_as_done(stage: Stage, operator: Terminal, name: str) -> None:
     task = f"{ORDERING}.order"
     key = doubtful(stage, name)
     assert stage.client.resolve(key, "done", result={"charge": "ch_1"}, task=task).state == "done"
@@ -322,9 +307,7 @@ def test_an_operator_may_resolve_as_done(stage: Deployment, operator: Terminal, 
     )
 
 
-def test_an_operator_may_let_a_key_run_again(
-    stage: Deployment, operator: Terminal, name: str
-) -> None:
+def test_an_operator_may_let_a_key_run_again(stage: Stage, operator: Terminal, name: str) -> None:
     key = doubtful(stage, name)
     done = operator.types("resolve", key, "--retry")
     assert (done.returncode, "no message was published" in done.stderr) == (0, True)
@@ -333,7 +316,7 @@ def test_an_operator_may_let_a_key_run_again(
     assert got(later) == by(name, later.id)
 
 
-def test_a_live_lease_is_not_resolved_unless_forced(stage: Deployment, name: str) -> None:
+def test_a_live_lease_is_not_resolved_unless_forced(stage: Stage, name: str) -> None:
     gate = stage.gate()
     task, key = f"{ORDERING}.order", f"order:{name}"
     running = stage.tasks.order.delay(name, str(gate))
@@ -353,7 +336,7 @@ def test_a_live_lease_is_not_resolved_unless_forced(stage: Deployment, name: str
         stage.client.resolve(key, "retry", task=task)
 
 
-def test_bad_words_to_resolve_are_refused(stage: Deployment, operator: Terminal, name: str) -> None:
+def test_bad_words_to_resolve_are_refused(stage: Stage, operator: Terminal, name: str) -> None:
     task, key = f"{ORDERING}.order", doubtful(stage, name)
     with pytest.raises(UnknownKey):
         stage.client.resolve("order:nobody", "done", task=task)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from celery import chain, chord
 
-from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import POOL_STORES, Deployment, got
+from tests.integration.conftest import MakeStage
+from tests.integration.deployments import POOL_STORES, Stage, got
 
 POOLS = {pool: POOL_STORES[pool] for pool in ("prefork", "threads", "solo", "gevent")}
 
@@ -17,9 +17,9 @@ POOLS = {pool: POOL_STORES[pool] for pool in ("prefork", "threads", "solo", "gev
 )
 def module_stage(
     request: pytest.FixtureRequest,
-    stage_factory: DeploymentFactory,
+    stage_factory: MakeStage,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Deployment]:
+) -> Iterator[Stage]:
     """A worker of each pool with a result backend that a test can take away."""
     pool, combination = request.param
     if pool == "gevent":
@@ -31,7 +31,7 @@ def module_stage(
     made.close_when_drained(request.session)
 
 
-def test_results_are_stored_once_the_backend_is_back(stage: Deployment, name: str) -> None:
+def test_results_are_stored_once_the_backend_is_back(stage: Stage, name: str) -> None:
     """A delivery is not acknowledged before Celery has its outcome."""
     tasks, away = stage.tasks, Path(stage.env["RESULTS_AWAY"])
     away.touch()

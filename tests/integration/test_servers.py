@@ -18,11 +18,7 @@ from tests.support.guard import descendants, parents
 from tests.support.plugin import missing_server
 from tests.support.preloaded import EXEC_VARIABLE, preloaded
 from tests.support.process import GuardedProcess, NotReady
-from tests.support.servers import (
-    RedisServer,
-    ServerMissing,
-    find_running_rabbit,
-)
+from tests.support.servers import RedisServer, ServerMissing, find_running_rabbit
 
 
 def test_a_missing_program_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

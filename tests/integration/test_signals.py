@@ -9,12 +9,12 @@ import pytest
 
 from celery_leases.errors import KeyReused
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import DeploymentFactory
+from tests.integration.conftest import MakeStage
 from tests.integration.deployments import (
     BOTH_WAYS,
     PATIENCE,
     REDIS_REDIS_POSTGRES,
-    Deployment,
+    Stage,
     got,
     stages,
 )
@@ -31,14 +31,14 @@ module_stage = stages(*BOTH_WAYS, module=MODULE)
 """A worker with receivers for every signal."""
 
 
-def signals_of(stage: Deployment, call: str) -> list[str]:
+def signals_of(stage: Stage, call: str) -> list[str]:
     """The names of the signals about one call, in their order."""
     return [
         event["signal"] for event in stage.events("signal") if event["event"]["call_id"] == call
     ]
 
 
-def one(stage: Deployment, signal: str, call: str) -> dict[str, Any]:
+def one(stage: Stage, signal: str, call: str) -> dict[str, Any]:
     """The one event of that signal about a call."""
 
     def found() -> list[dict[str, Any]]:
@@ -53,12 +53,12 @@ def one(stage: Deployment, signal: str, call: str) -> dict[str, Any]:
     return found()[0]
 
 
-def lines_of(stage: Deployment, call: str) -> list[str]:
+def lines_of(stage: Stage, call: str) -> list[str]:
     """The log lines about one call at INFO and above, by their event."""
     return [event["event"] for event in stage.events("line", id=call) if event["level"] != "DEBUG"]
 
 
-def test_a_run_sends_lease_acquired_and_attempt_settled(stage: Deployment, name: str) -> None:
+def test_a_run_sends_lease_acquired_and_attempt_settled(stage: Stage, name: str) -> None:
     call = stage.tasks.work.delay(name)
     fence = got(call)["fence"]
     acquired, settled = (
@@ -87,14 +87,14 @@ def test_a_run_sends_lease_acquired_and_attempt_settled(stage: Deployment, name:
     assert lines_of(stage, call.id) == ["attempt_settled"]
 
 
-def test_a_receiver_for_one_task_gets_its_events_only(stage: Deployment, name: str) -> None:
+def test_a_receiver_for_one_task_gets_its_events_only(stage: Stage, name: str) -> None:
     for task in (stage.tasks.rerun, stage.tasks.work):
         got(task.delay(name))
     stage.wait_for("settled", name=f"work:{name}")
     assert {event["task"] for event in stage.events("settled")} == {stage.tasks.work.name}
 
 
-def test_the_event_of_a_failure_has_its_class_and_message(stage: Deployment, name: str) -> None:
+def test_the_event_of_a_failure_has_its_class_and_message(stage: Stage, name: str) -> None:
     call = stage.tasks.fails.delay(name)
     with pytest.raises(ValueError, match="no luck"):
         got(call)
@@ -107,7 +107,7 @@ def test_the_event_of_a_failure_has_its_class_and_message(stage: Deployment, nam
     assert lines_of(stage, call.id) == ["attempt_settled"]
 
 
-def test_a_duplicate_sends_its_three_events(stage: Deployment, name: str) -> None:
+def test_a_duplicate_sends_its_three_events(stage: Stage, name: str) -> None:
     gate, first = stage.hold("work", name)
     other = stage.tasks.work.delay(name, gate=str(gate))
     stage.wait_for_log(other.id, "rescheduled in")
@@ -124,7 +124,7 @@ def test_a_duplicate_sends_its_three_events(stage: Deployment, name: str) -> Non
     assert one(stage, "result_replayed", other.id)["event"]["first_call_id"] == first.id
 
 
-def test_a_superfluous_copy_sends_call_dropped(stage: Deployment, name: str) -> None:
+def test_a_superfluous_copy_sends_call_dropped(stage: Stage, name: str) -> None:
     gate, call = stage.gate(), str(uuid4())
     first = stage.send("work", name, 0.0, str(gate), task_id=call)
     stage.wait_for("begin", name=name)
@@ -144,7 +144,7 @@ def test_a_superfluous_copy_sends_call_dropped(stage: Deployment, name: str) -> 
     ]
 
 
-def test_the_event_of_a_refusal_has_its_error(stage: Deployment, name: str) -> None:
+def test_the_event_of_a_refusal_has_its_error(stage: Stage, name: str) -> None:
     assert got(stage.tasks.work.delay(name, answer=1)) == 1
     call = stage.tasks.work.delay(name, answer=2)
     with pytest.raises(KeyReused):
@@ -153,7 +153,7 @@ def test_the_event_of_a_refusal_has_its_error(stage: Deployment, name: str) -> N
     assert signals_of(stage, call.id) == lines_of(stage, call.id) == ["call_refused"]
 
 
-def test_renewals_and_a_loss_send_events(stage: Deployment, name: str) -> None:
+def test_renewals_and_a_loss_send_events(stage: Stage, name: str) -> None:
     call = stage.tasks.checks.delay(name, gate="once")
     stage.wait_for("begin", name=name)
     wait_until(lambda: "lease_renewed" in signals_of(stage, call.id), PATIENCE, "a renewal")
@@ -172,7 +172,7 @@ def test_renewals_and_a_loss_send_events(stage: Deployment, name: str) -> None:
     assert told[-1] == "attempt_settled"
 
 
-def test_the_worker_of_a_dead_process_sends_crash_seen(stage: Deployment, name: str) -> None:
+def test_the_worker_of_a_dead_process_sends_crash_seen(stage: Stage, name: str) -> None:
     call = stage.tasks.dies.delay(name, 1)
     assert got(call)["name"] == name
     crash = one(stage, "crash_seen", call.id)
@@ -181,7 +181,7 @@ def test_the_worker_of_a_dead_process_sends_crash_seen(stage: Deployment, name: 
     assert crash["frozen"]
 
 
-def test_a_failed_renewal_sends_an_event(stage_factory: DeploymentFactory, name: str) -> None:
+def test_a_failed_renewal_sends_an_event(stage_factory: MakeStage, name: str) -> None:
     with RedisServer() as server:
         stage = stage_factory(
             REDIS_REDIS_POSTGRES, module=MODULE, env={"LEASES_URL": server.url, "TTL": "6"}
@@ -203,7 +203,7 @@ def test_a_failed_renewal_sends_an_event(stage_factory: DeploymentFactory, name:
         stage.close()
 
 
-def test_broken_receivers_and_log_handlers_harm_nothing(stage: Deployment, name: str) -> None:
+def test_broken_receivers_and_log_handlers_harm_nothing(stage: Stage, name: str) -> None:
     children = set(stage.worker.wait_for_children())
     results = [stage.tasks.keyless.delay(f"{name}-{n}") for n in range(20)]
     assert [got(result)["name"] for result in results] == [f"{name}-{n}" for n in range(20)]

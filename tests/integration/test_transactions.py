@@ -10,8 +10,8 @@ from sqlalchemy import text
 
 from celery_leases.keys import stored_key
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import DeploymentFactory
-from tests.integration.deployments import PATIENCE, Deployment, got, spelled
+from tests.integration.conftest import MakeStage
+from tests.integration.deployments import PATIENCE, Stage, got, spelled
 from tests.support.records import assert_has
 
 BOOKING = "tests.apps.transaction_scripts"
@@ -30,7 +30,7 @@ COMPLETE = ["complete", "paid"]
 BOOKED = [OPEN, WRITE, COMPLETE, COMMIT]
 
 
-def make_books(stage: Deployment) -> Deployment:
+def make_books(stage: Stage) -> Stage:
     with stage._engine.connect() as connection:
         connection.execute(
             text("CREATE TABLE invoices (name varchar(64) NOT NULL, fence bigint NOT NULL)")
@@ -43,9 +43,7 @@ def make_books(stage: Deployment) -> Deployment:
     params=(PG_REDIS, PG_DATABASE, MARIA_REDIS, MARIA_DATABASE, LITE_DATABASE),
     ids=spelled,
 )
-def module_stage(
-    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
-) -> Iterator[Deployment]:
+def module_stage(request: pytest.FixtureRequest, stage_factory: MakeStage) -> Iterator[Stage]:
     """A worker of :mod:`tests.apps.transaction_scripts`; its queue must be empty at the end."""
     made = make_books(stage_factory(request.param, home=BOOKING, env={"TTL": f"{TTL:g}"}))
     yield made
@@ -62,16 +60,16 @@ TELLS_TRANSACTIONS = pytest.mark.only(database=("postgres", "sqlite"))
 """A connection to MariaDB has no transaction ids."""
 
 
-def run(stage: Deployment, name: str, *scripts: list[Any], way: str = "session") -> AsyncResult:
+def run(stage: Stage, name: str, *scripts: list[Any], way: str = "session") -> AsyncResult:
     result: AsyncResult = stage.tasks.books.delay(name, way, *scripts)
     return result
 
 
-def answer(stage: Deployment, name: str, *scripts: list[Any], way: str = "session") -> Any:
+def answer(stage: Stage, name: str, *scripts: list[Any], way: str = "session") -> Any:
     return got(run(stage, name, *scripts, way=way))
 
 
-def invoices(stage: Deployment, name: str) -> int:
+def invoices(stage: Stage, name: str) -> int:
     with stage._engine.connect() as connection:
         found = connection.execute(
             text("SELECT count(*) FROM invoices WHERE name = :name"), {"name": name}
@@ -79,16 +77,16 @@ def invoices(stage: Deployment, name: str) -> int:
     return int(found or 0)
 
 
-def record(stage: Deployment, name: str) -> dict[str, Any]:
+def record(stage: Stage, name: str) -> dict[str, Any]:
     return stage.row("books", f"books:{name}")
 
 
-def assert_balanced(stage: Deployment, name: str, *, done: bool) -> None:
+def assert_balanced(stage: Stage, name: str, *, done: bool) -> None:
     """One invoice and a done record, or neither."""
     assert ((record(stage, name)["state"] == "done"), invoices(stage, name)) == (done, int(done))
 
 
-def raised(stage: Deployment, name: str) -> list[str]:
+def raised(stage: Stage, name: str) -> list[str]:
     return [event["error"] for event in stage.events("raised", name=name)]
 
 
@@ -96,7 +94,7 @@ def raised(stage: Deployment, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_done_record_commits_with_the_rows(stage: Deployment, name: str, way: str) -> None:
+def test_the_done_record_commits_with_the_rows(stage: Stage, name: str, way: str) -> None:
     result = {"charge": "ch_1", "pages": [1, 2]}
     script = [OPEN, WRITE, ["complete", result], COMMIT]
     assert answer(stage, name, script, way=way) == result
@@ -109,7 +107,7 @@ def test_the_done_record_commits_with_the_rows(stage: Deployment, name: str, way
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_rollback_takes_the_done_record_along(stage: Deployment, name: str, way: str) -> None:
+def test_a_rollback_takes_the_done_record_along(stage: Stage, name: str, way: str) -> None:
     result = run(stage, name, [OPEN, WRITE, COMPLETE, ROLLBACK], BOOKED, way=way)
     with pytest.raises(Exception, match="its transaction was not committed") as told:
         got(result)
@@ -121,7 +119,7 @@ def test_a_rollback_takes_the_done_record_along(stage: Deployment, name: str, wa
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_transaction_left_open_is_rolled_back(stage: Deployment, name: str, way: str) -> None:
+def test_a_transaction_left_open_is_rolled_back(stage: Stage, name: str, way: str) -> None:
     with pytest.raises(Exception, match="its transaction was not committed"):
         answer(stage, name, [OPEN, WRITE, COMPLETE], way=way)
     assert_balanced(stage, name, done=False)
@@ -131,7 +129,7 @@ def test_a_transaction_left_open_is_rolled_back(stage: Deployment, name: str, wa
 @pytest.mark.parametrize(
     "way", ["session autocommit", "connection autocommit", "driver autocommit"]
 )
-def test_what_commits_each_statement_is_refused(stage: Deployment, name: str, way: str) -> None:
+def test_what_commits_each_statement_is_refused(stage: Stage, name: str, way: str) -> None:
     script = [["open", way], ["try", *COMPLETE], ["try", *GUARD], *BOOKED]
     assert answer(stage, name, script) == "paid"
     assert raised(stage, name) == ["WrongDatabase"] * 2
@@ -140,14 +138,14 @@ def test_what_commits_each_statement_is_refused(stage: Deployment, name: str, wa
 
 
 @pytest.mark.parametrize("way", ["session", "connection", "driver"])
-def test_another_database_is_refused(stage: Deployment, name: str, way: str) -> None:
+def test_another_database_is_refused(stage: Stage, name: str, way: str) -> None:
     script = [["open", f"{way} elsewhere"], ["try", *COMPLETE], ROLLBACK, *BOOKED]
     assert answer(stage, name, script) == "paid"
     assert raised(stage, name) == ["WrongDatabase"]
     assert_balanced(stage, name, done=True)
 
 
-def test_a_result_that_is_no_json_is_refused(stage: Deployment, name: str) -> None:
+def test_a_result_that_is_no_json_is_refused(stage: Stage, name: str) -> None:
     assert answer(stage, name, [OPEN, WRITE, ["try", "complete badly"], COMPLETE, COMMIT]) == "paid"
     (told,) = stage.events("raised", name=name)
     assert told["error"] == "EffectMisused"
@@ -155,7 +153,7 @@ def test_a_result_that_is_no_json_is_refused(stage: Deployment, name: str) -> No
     assert_balanced(stage, name, done=True)
 
 
-def test_a_result_above_the_limit_is_returned_but_not_stored(stage: Deployment, name: str) -> None:
+def test_a_result_above_the_limit_is_returned_but_not_stored(stage: Stage, name: str) -> None:
     large = "x" * 300_000
     assert answer(stage, name, [OPEN, WRITE, ["complete", large], COMMIT]) == large
     assert_balanced(stage, name, done=True)
@@ -166,9 +164,7 @@ def test_a_result_above_the_limit_is_returned_but_not_stored(stage: Deployment, 
 
 
 @pytest.mark.parametrize("kind", ["value", "snooze", "retry", "ignore", "reject"])
-def test_a_call_that_raises_after_the_commit_succeeds(
-    stage: Deployment, name: str, kind: str
-) -> None:
+def test_a_call_that_raises_after_the_commit_succeeds(stage: Stage, name: str, kind: str) -> None:
     result = run(stage, name, [*BOOKED, ["raise", kind]])
     assert got(result) == "paid"
     stage.wait_until_drained()
@@ -180,12 +176,12 @@ def test_a_call_that_raises_after_the_commit_succeeds(
     assert not stage.is_held("books", f"books:{name}")
 
 
-def test_what_is_returned_after_the_commit_is_ignored(stage: Deployment, name: str) -> None:
+def test_what_is_returned_after_the_commit_is_ignored(stage: Stage, name: str) -> None:
     assert answer(stage, name, [*BOOKED, ["say", "something else"]]) == "paid"
     assert_balanced(stage, name, done=True)
 
 
-def test_a_second_completion_is_refused(stage: Deployment, name: str) -> None:
+def test_a_second_completion_is_refused(stage: Stage, name: str) -> None:
     script = [
         OPEN,
         WRITE,
@@ -201,7 +197,7 @@ def test_a_second_completion_is_refused(stage: Deployment, name: str) -> None:
     assert_balanced(stage, name, done=True)
 
 
-def test_a_body_that_continues_after_the_commit_may(stage: Deployment, name: str) -> None:
+def test_a_body_that_continues_after_the_commit_may(stage: Stage, name: str) -> None:
     result = run(
         stage, name, [*BOOKED, ["note", "committed"], ["sleep", 2 * TTL], ["note", "went on"]]
     )
@@ -217,7 +213,7 @@ def test_a_body_that_continues_after_the_commit_may(stage: Deployment, name: str
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_after_a_rollback_it_may_be_completed_again(stage: Deployment, name: str, way: str) -> None:
+def test_after_a_rollback_it_may_be_completed_again(stage: Stage, name: str, way: str) -> None:
     script = [
         OPEN,
         WRITE,
@@ -232,7 +228,7 @@ def test_after_a_rollback_it_may_be_completed_again(stage: Deployment, name: str
     assert_balanced(stage, name, done=True)
 
 
-def test_an_error_before_the_commit_is_a_failure(stage: Deployment, name: str) -> None:
+def test_an_error_before_the_commit_is_a_failure(stage: Stage, name: str) -> None:
     with pytest.raises(ValueError, match=f"no luck with {name}"):
         answer(stage, name, [OPEN, WRITE, COMPLETE, ["raise", "value"]])
     assert_balanced(stage, name, done=False)
@@ -242,7 +238,7 @@ def test_an_error_before_the_commit_is_a_failure(stage: Deployment, name: str) -
 
 
 @pytest.mark.parametrize("way", ["session", "connection", "driver"])
-def test_a_savepoint_takes_the_completion_along(stage: Deployment, name: str, way: str) -> None:
+def test_a_savepoint_takes_the_completion_along(stage: Stage, name: str, way: str) -> None:
     within = [
         ["sql", "SAVEPOINT inner_one"],
         WRITE,
@@ -253,7 +249,7 @@ def test_a_savepoint_takes_the_completion_along(stage: Deployment, name: str, wa
     assert_balanced(stage, name, done=True)
 
 
-def test_a_savepoint_leaves_the_call_unfinished(stage: Deployment, name: str) -> None:
+def test_a_savepoint_leaves_the_call_unfinished(stage: Stage, name: str) -> None:
     within = [
         ["sql", "SAVEPOINT inner_one"],
         WRITE,
@@ -266,7 +262,7 @@ def test_a_savepoint_leaves_the_call_unfinished(stage: Deployment, name: str) ->
 
 
 @pytest.mark.parametrize("word", ["effect", "save", "each", "extend"])
-def test_after_the_commit_nothing_else_is_written(stage: Deployment, name: str, word: str) -> None:
+def test_after_the_commit_nothing_else_is_written(stage: Stage, name: str, word: str) -> None:
     assert answer(stage, name, [*BOOKED, ["try", word], ["note", "went on"]]) == "paid"
     (told,) = stage.events("raised", name=name)
     assert told["error"] == "AlreadyCompleted"
@@ -279,7 +275,7 @@ def test_after_the_commit_nothing_else_is_written(stage: Deployment, name: str, 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_guarded_rows_commit_while_fenced(stage: Deployment, name: str, way: str) -> None:
+def test_guarded_rows_commit_while_fenced(stage: Stage, name: str, way: str) -> None:
     script = [OPEN, GUARD, WRITE, COMMIT, OPEN, GUARD, COMPLETE, GUARD, COMMIT]
     assert answer(stage, name, script, way=way) == "paid"
     assert_balanced(stage, name, done=True)
@@ -292,7 +288,7 @@ def test_guarded_rows_commit_while_fenced(stage: Deployment, name: str, way: str
         for way in WAYS
     ],
 )
-def test_a_guarded_transaction_left_open_fails(stage: Deployment, name: str, way: str) -> None:
+def test_a_guarded_transaction_left_open_fails(stage: Stage, name: str, way: str) -> None:
     result = run(stage, name, [OPEN, GUARD, WRITE, ["say", "paid"]], BOOKED, way=way)
     with pytest.raises(
         Exception, match=r"after guard\(\), but its transaction was not committed"
@@ -305,7 +301,7 @@ def test_a_guarded_transaction_left_open_fails(stage: Deployment, name: str, way
 
 @TELLS_TRANSACTIONS
 @pytest.mark.parametrize("way", ["driver", "django", "raw"])
-def test_a_next_transaction_is_not_the_guarded_one(stage: Deployment, name: str, way: str) -> None:
+def test_a_next_transaction_is_not_the_guarded_one(stage: Stage, name: str, way: str) -> None:
     begin = [["sql", "BEGIN"]] if stage.record_store == "sqlite" else []
     script = [OPEN, GUARD, WRITE, COMMIT, *begin, ["read"], ["effect"], ["keep"], ["say", "paid"]]
     assert answer(stage, name, script, way=way) == "paid"
@@ -315,9 +311,7 @@ def test_a_next_transaction_is_not_the_guarded_one(stage: Deployment, name: str,
 
 @pytest.mark.parametrize("step", [GUARD, COMPLETE], ids=["guard", "complete"])
 @pytest.mark.parametrize("way", ["session", "driver"])
-def test_with_a_stale_fence_no_rows_commit(
-    stage: Deployment, name: str, step: list[Any], way: str
-) -> None:
+def test_a_stale_fence_commits_nothing(stage: Stage, name: str, step: list[Any], way: str) -> None:
     gate = stage.gate()
     first = [
         ["note", "ready"],
@@ -344,7 +338,7 @@ def test_with_a_stale_fence_no_rows_commit(
 
 
 @pytest.mark.parametrize("step", [GUARD, COMPLETE], ids=["guard", "complete"])
-def test_nothing_else_is_written_meanwhile(stage: Deployment, name: str, step: list[Any]) -> None:
+def test_nothing_else_is_written_meanwhile(stage: Stage, name: str, step: list[Any]) -> None:
     words = ["effect", "save", "each", "extend"]
     trials = [["try", word] for word in words]
     again = [["effect"], ["save"], ["extend"]]
@@ -357,7 +351,7 @@ def test_nothing_else_is_written_meanwhile(stage: Deployment, name: str, step: l
     assert_balanced(stage, name, done=True)
 
 
-def test_a_completion_beside_an_open_guard_is_refused(stage: Deployment, name: str) -> None:
+def test_a_completion_beside_an_open_guard_is_refused(stage: Stage, name: str) -> None:
     script = [OPEN, WRITE, GUARD, ["try", "complete with", "connection"], COMPLETE, COMMIT]
     assert answer(stage, name, script) == "paid"
     (told,) = stage.events("raised", name=name)
@@ -366,7 +360,7 @@ def test_a_completion_beside_an_open_guard_is_refused(stage: Deployment, name: s
 
 
 @ON_POSTGRES
-def test_in_repeatable_read_a_guard_comes_first(stage: Deployment, name: str) -> None:
+def test_in_repeatable_read_a_guard_comes_first(stage: Stage, name: str) -> None:
     early = [
         ["open", "session repeatable"],
         ["read"],
@@ -394,7 +388,7 @@ def test_in_repeatable_read_a_guard_comes_first(stage: Deployment, name: str) ->
 
 
 @ON_POSTGRES
-def test_in_repeatable_read_an_error_is_the_drivers(stage: Deployment, name: str) -> None:
+def test_in_repeatable_read_an_error_is_the_drivers(stage: Stage, name: str) -> None:
     level = ["sql", "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"]
     early = [OPEN, level, ["read"], ["sleep", TTL], WRITE, ["try", *COMPLETE], ROLLBACK]
     assert answer(stage, name, [*early, *BOOKED], way="driver") == "paid"
@@ -407,9 +401,7 @@ def test_in_repeatable_read_an_error_is_the_drivers(stage: Deployment, name: str
 
 
 @pytest.mark.parametrize("ending", [COMMIT, ROLLBACK], ids=["commit", "rollback"])
-def test_an_enqueued_call_shares_the_completions_fate(
-    stage: Deployment, name: str, ending: list[Any]
-) -> None:
+def test_an_enqueued_call_shares_its_fate(stage: Stage, name: str, ending: list[Any]) -> None:
     following = f"{name}-next"
     script = [OPEN, WRITE, ["enqueue", "books", following, "session", BOOKED], COMPLETE, ending]
     result = run(stage, name, script)
@@ -429,12 +421,12 @@ def test_an_enqueued_call_shares_the_completions_fate(
 # -- long transactions -----------------------------------------------------------------------------
 
 
-def waits(stage: Deployment, call: str) -> bool:
+def waits(stage: Stage, call: str) -> bool:
     """Whether a call was rescheduled, or waits in its worker."""
     return any("rescheduled in" in line or "waits here" in line for line in stage.log(call))
 
 
-def contend(stage: Deployment, name: str) -> list[AsyncResult]:
+def contend(stage: Stage, name: str) -> list[AsyncResult]:
     """Three more calls of a name whose row is locked for long."""
     calls = []
     for _ in range(3):
@@ -444,7 +436,7 @@ def contend(stage: Deployment, name: str) -> list[AsyncResult]:
 
 
 @ON_SERVER
-def test_a_long_transaction_holds_the_key_and_succeeds(stage: Deployment, name: str) -> None:
+def test_a_long_transaction_holds_the_key_and_succeeds(stage: Stage, name: str) -> None:
     script = [
         OPEN,
         WRITE,
@@ -467,7 +459,7 @@ def test_a_long_transaction_holds_the_key_and_succeeds(stage: Deployment, name: 
 
 
 @ON_SERVER
-def test_contenders_of_a_locked_row_give_up_soon(stage: Deployment, name: str) -> None:
+def test_contenders_of_a_locked_row_give_up_soon(stage: Stage, name: str) -> None:
     gate = stage.gate()
     result = run(
         stage, name, [OPEN, WRITE, COMPLETE, ["note", "locked"], ["wait", str(gate)], COMMIT]
@@ -487,7 +479,7 @@ def test_contenders_of_a_locked_row_give_up_soon(stage: Deployment, name: str) -
 
 @pytest.mark.nightly
 @ON_SERVER
-def test_a_long_rollback_leaves_no_second_invoice(stage: Deployment, name: str) -> None:
+def test_a_long_rollback_leaves_no_second_invoice(stage: Stage, name: str) -> None:
     first = [
         OPEN,
         WRITE,
@@ -508,7 +500,7 @@ def test_a_long_rollback_leaves_no_second_invoice(stage: Deployment, name: str) 
 
 
 @pytest.mark.parametrize("way", ["session", "connection"])
-def test_a_guard_that_outlasts_the_lease_goes_on(stage: Deployment, name: str, way: str) -> None:
+def test_a_guard_that_outlasts_the_lease_goes_on(stage: Stage, name: str, way: str) -> None:
     script = [
         OPEN,
         WRITE,
@@ -526,7 +518,7 @@ def test_a_guard_that_outlasts_the_lease_goes_on(stage: Deployment, name: str, w
 
 
 @ROW_IS_LEASE
-def test_a_guard_whose_session_ended_renews_the_lease(stage: Deployment, name: str) -> None:
+def test_a_guard_whose_session_ended_renews_the_lease(stage: Stage, name: str) -> None:
     gone = [
         OPEN,
         WRITE,
@@ -551,7 +543,7 @@ def test_a_guard_whose_session_ended_renews_the_lease(stage: Deployment, name: s
 
 @ROW_IS_LEASE
 def test_a_guard_that_is_taken_over_while_its_process_is_frozen_raises_at_once(
-    stage: Deployment, name: str, request: pytest.FixtureRequest
+    stage: Stage, name: str, request: pytest.FixtureRequest
 ) -> None:
     """The server has ended the idle transaction, and another attempt has done the work."""
     mariadb = stage.record_store == "mariadb"
@@ -587,7 +579,7 @@ def test_a_guard_that_is_taken_over_while_its_process_is_frozen_raises_at_once(
 
 
 @pytest.mark.only(database="sqlite")
-def test_a_plain_begin_on_sqlite_names_begin_immediate(stage: Deployment, name: str) -> None:
+def test_a_plain_begin_on_sqlite_names_begin_immediate(stage: Stage, name: str) -> None:
     gate = stage.gate()
     plain = [["read"], ["note", "read"], ["wait", str(gate)], ["try", *COMPLETE], ROLLBACK]
     ways = ("session plain", "driver plain")
@@ -608,15 +600,13 @@ def test_a_plain_begin_on_sqlite_names_begin_immediate(stage: Deployment, name: 
 # -- without a worker ------------------------------------------------------------------------------
 
 
-def test_called_directly_both_do_nothing(stage: Deployment, name: str, monkeypatch: Any) -> None:
+def test_called_directly_both_do_nothing(stage: Stage, name: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("JOURNAL", str(stage.journal))
     assert stage.tasks.books(name, "session", [OPEN, GUARD, WRITE, COMPLETE, COMMIT]) == "paid"
     assert (stage.find_row("books", f"books:{name}"), invoices(stage, name)) == (None, 1)
 
 
-def test_an_eager_call_completes_at_its_return(
-    stage: Deployment, name: str, monkeypatch: Any
-) -> None:
+def test_an_eager_call_completes_at_its_return(stage: Stage, name: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("JOURNAL", str(stage.journal))
     for _ in range(2):
         assert (

@@ -7,7 +7,7 @@ import pytest
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.records import SqlRecordStore
 from tests.contract.test_migrations import migrated
-from tests.integration.conftest import DeploymentFactory
+from tests.integration.conftest import MakeStage
 from tests.integration.deployments import (
     RABBIT_DATABASE_POSTGRES,
     REDIS_REDIS_POSTGRES,
@@ -27,7 +27,7 @@ part.
     "combination", [REDIS_REDIS_POSTGRES, RABBIT_DATABASE_POSTGRES], ids=spelled
 )
 def test_no_call_is_lost_and_none_runs_twice_while_the_tables_are_migrated(
-    stage_factory: DeploymentFactory, combination: tuple[str, ...], name: str
+    stage_factory: MakeStage, combination: tuple[str, ...], name: str
 ) -> None:
     stage = stage_factory(combination)
     stop, sent = threading.Event(), []

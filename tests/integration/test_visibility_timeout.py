@@ -9,7 +9,7 @@ import pytest
 from tests.integration.deployments import (
     REDIS_DATABASE_SQLITE,
     REDIS_REDIS_POSTGRES,
-    Deployment,
+    Stage,
     got,
     stages,
 )
@@ -28,9 +28,7 @@ module_stage = stages(
 
 
 @pytest.mark.parametrize("task", ["work", "rerun", "keyless"])
-def test_c3_a_call_beyond_the_visibility_timeout_runs_once(
-    stage: Deployment, name: str, task: str
-) -> None:
+def test_c3_a_call_beyond_the_visibility_runs_once(stage: Stage, name: str, task: str) -> None:
     gate = stage.gate()
     running = stage.send(task, name, 0.0, str(gate))
     # Three rounds of the copies: the body is held until they have been restored, rescheduled, and
@@ -45,7 +43,7 @@ def test_c3_a_call_beyond_the_visibility_timeout_runs_once(
     assert (row["state"], row["attempt"], row["crashes"]) == ("done", 1, 0)
 
 
-def test_a_far_countdown_waits_in_hops_and_only_once(stage: Deployment, name: str) -> None:
+def test_a_far_countdown_waits_in_hops_and_only_once(stage: Stage, name: str) -> None:
     """The broker would deliver the waiting message again and again."""
     # The first call of a process takes about as long as the visibility timeout.
     for first in [stage.send("work", f"{name}-{n}", 0.5) for n in range(4)]:

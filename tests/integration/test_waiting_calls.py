@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import DeploymentFactory
+from tests.integration.conftest import MakeStage
 from tests.integration.deployments import (
     PAIRWISE,
     PATIENCE,
     POOL_STORES,
     REDIS_REDIS_POSTGRES,
-    Deployment,
+    Stage,
     got,
     spelled,
     stages,
@@ -29,7 +29,7 @@ ONE_BY_ONE = 12
 module_stage = stages(*PAIRWISE)
 
 
-def alone(stage: Deployment, name: str) -> list[str]:
+def alone(stage: Stage, name: str) -> list[str]:
     """The calls whose bodies have run, in their order, none while another one ran."""
     told = [
         (event["what"], event["id"])
@@ -43,9 +43,7 @@ def alone(stage: Deployment, name: str) -> list[str]:
 
 @pytest.mark.parametrize("pool", POOL_STORES)
 @pytest.mark.every_argument
-def test_calls_of_a_mutex_follow_at_once(
-    stage_factory: DeploymentFactory, pool: str, name: str
-) -> None:
+def test_calls_of_a_mutex_follow_at_once(stage_factory: MakeStage, pool: str, name: str) -> None:
     with stage_factory(POOL_STORES[pool], worker={"pool": pool, "concurrency": 2}) as stage:
         gate = stage.gate()
         results = [stage.tasks.rerun.delay(name, gate=str(gate)) for _ in range(ONE_BY_ONE)]
@@ -59,7 +57,7 @@ def test_calls_of_a_mutex_follow_at_once(
         stage.wait_until_drained()
 
 
-def test_a_call_that_comes_later_takes_no_process(stage: Deployment, name: str) -> None:
+def test_a_call_that_comes_later_takes_no_process(stage: Stage, name: str) -> None:
     gate, first = stage.hold("rerun", name)
     second = stage.tasks.rerun.delay(name)
     stage.wait_for_log(second.id, "another call holds the key")
@@ -79,7 +77,7 @@ def test_a_call_that_comes_later_takes_no_process(stage: Deployment, name: str) 
     assert not [line for call in later for line in stage.log(call.id) if "rescheduled" in line]
 
 
-def test_a_revoked_waiter_lets_the_next_pass(stage: Deployment, name: str) -> None:
+def test_a_revoked_waiter_lets_the_next_pass(stage: Stage, name: str) -> None:
     gate, first = stage.hold("rerun", name)
     calls = [stage.tasks.rerun.delay(name)]
     stage.wait_for_log(calls[0].id, "another call holds the key")
@@ -97,7 +95,7 @@ def test_a_revoked_waiter_lets_the_next_pass(stage: Deployment, name: str) -> No
     assert calls[1].state == "REVOKED"
 
 
-def test_inspect_shows_those_that_wait_and_no_others(stage: Deployment, name: str) -> None:
+def test_inspect_shows_those_that_wait_and_no_others(stage: Stage, name: str) -> None:
     gate, running = stage.hold("rerun", name)
     waiting = stage.tasks.rerun.delay(name, gate=str(gate))
     stage.wait_for_log(waiting.id, "another call holds the key")
@@ -112,10 +110,7 @@ def test_inspect_shows_those_that_wait_and_no_others(stage: Deployment, name: st
     wait_until(lambda: not scheduled(), PATIENCE, "nothing to be shown")
 
 
-# -- several workers -------------------------------------------------------------------------------
-
-
-def test_a_key_that_another_worker_frees_is_noticed(stage: Deployment, name: str) -> None:
+def test_a_key_that_another_worker_frees_is_noticed(stage: Stage, name: str) -> None:
     side, gate = stage.side_queue(), stage.gate()
     with stage.new_worker(concurrency=1) as other:
         other.start()
@@ -137,7 +132,7 @@ def test_a_key_that_another_worker_frees_is_noticed(stage: Deployment, name: str
     "combination", [REDIS_REDIS_POSTGRES, ("rabbit", "database", "postgres")], ids=spelled
 )
 def test_the_calls_that_wait_in_a_killed_worker_run_in_another_one(
-    stage_factory: DeploymentFactory, combination: tuple[str, ...], name: str
+    stage_factory: MakeStage, combination: tuple[str, ...], name: str
 ) -> None:
     with stage_factory(combination, env={"VISIBILITY": "4"}) as stage:
         gate = stage.gate()
