@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Self, TypedDict
+from logging import DEBUG, INFO, WARNING
+from typing import ClassVar, Final, Self, TypedDict
 
 from celery_leases.record import Ended, Failure, Outcome, Record, State
 
@@ -21,6 +22,9 @@ class Subject(TypedDict):
 class Event:
     """Something that happened to a key; ``call_id`` is Celery's task id."""
 
+    #: Of its log line. ``more`` in the line is computed from several fields.
+    level: ClassVar[int]
+    line: ClassVar[str]
     task: str
     key: str
     call_id: str
@@ -30,14 +34,16 @@ class Event:
 class LeaseAcquired(Event):
     """An attempt begins."""
 
+    level, line = DEBUG, "attempt {attempt} begins with fence {fence}"
     fence: int
     attempt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseHeldElsewhere(Event):
+class LeaseHeld(Event):
     """The key is held by another attempt: of the same call (``same_call``) or of another."""
 
+    level, line = DEBUG, "held by call {holder_call_id} on {holder} for another {remaining:.1f} s"
     holder: str
     holder_call_id: str
     remaining: float
@@ -50,6 +56,7 @@ class CallRescheduled(Event):
     (``confirmed=False``) the delivery was returned to the broker.
     """
 
+    level, line = INFO, "rescheduled in {delay:.1f} s: {reason}"
     delay: float
     reason: str
     confirmed: bool = True
@@ -99,6 +106,7 @@ _SAVED_RUNS: Final = frozenset(
 class CallDropped(Event):
     """The delivery was superfluous and ended without a run; ``why`` says more than ``reason``."""
 
+    level, line = INFO, "dropped: {why}"
     reason: Dropped
     why: str
 
@@ -107,6 +115,7 @@ class CallDropped(Event):
 class ResultReplayed(Event):
     """The delivery got the saved result of ``first_call_id``."""
 
+    level, line = INFO, "answered with the saved result of call {first_call_id}"
     first_call_id: str
 
 
@@ -114,6 +123,7 @@ class ResultReplayed(Event):
 class CallRefused(Event):
     """The delivery got an error instead of a run."""
 
+    level, line = INFO, "refused: {error}"
     error: str
 
 
@@ -125,6 +135,7 @@ class LeaseRenewed(Event):
     seconds after it was due the renewal was sent; ``None`` if it was not due.
     """
 
+    level, line = DEBUG, "lease renewed for {remaining:.1f} s"
     remaining: float
     reasserted: bool = False
     late: float | None = None
@@ -134,16 +145,18 @@ class LeaseRenewed(Event):
 class RenewalFailed(Event):
     """A renewal failed and will be retried; the lease expires in ``remaining`` seconds."""
 
+    level, line = WARNING, "lease not renewed, it expires in {remaining:.1f} s: {error}"
     error: str
     remaining: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseGone(Event):
+class LeaseLost(Event):
     """The lease is lost: another owner took it, it was not renewed in time, the store lost it, or
     it was held too long.
     """
 
+    level, line = WARNING, "lease lost: {reason}"
     reason: str
 
 
@@ -155,6 +168,7 @@ class OutcomeRefused(Event):
     ``was_suspected``: the attempt counted as a suspected crash, and does not count any more.
     """
 
+    level, line = WARNING, "outcome of fence {fence} refused: {more}"
     fence: int
     state: str | None
     was_suspected: bool = False
@@ -169,6 +183,7 @@ class AttemptSettled(Event):
     same generation, and its body has run again.
     """
 
+    level, line = INFO, "attempt {attempt} {ended} after {runtime:.3f} s, the key is {state}{more}"
     state: str
     ended: str
     attempt: int
@@ -209,6 +224,10 @@ class GateClosed(Event):
     now.
     """
 
+    level, line = (
+        WARNING,
+        "cooldown group {group} is closed for {closed_for:.1f} s by rule {rule}: trip {trips} in a row",
+    )
     group: str
     closed_for: float
     trips: int
@@ -220,6 +239,7 @@ class GateClosed(Event):
 class GateOpened(Event):
     """A probe opened the gate of its cooldown group."""
 
+    level, line = INFO, "cooldown group {group} is open again"
     group: str
 
 
@@ -229,6 +249,10 @@ class CrashSeen(Event):
     crash number ``crashes`` in a row.
     """
 
+    level, line = (
+        WARNING,
+        "its process died on {host} without reporting an outcome: crash {crashes} in a row",
+    )
     crashes: int
     host: str | None
 
@@ -239,6 +263,10 @@ class AttemptAbandoned(Event):
     over its key: a suspected crash, the number ``crashes`` in a row.
     """
 
+    level, line = (
+        WARNING,
+        "the lease of the previous attempt on {host} ended, and nothing was heard of it: suspected crash {crashes}",
+    )
     crashes: int
     host: str | None
 
@@ -247,5 +275,9 @@ class AttemptAbandoned(Event):
 class CompletionStands(Event):
     """The body committed its done record by ``complete()``, and then ended with ``error``."""
 
+    level, line = (
+        WARNING,
+        "completed with fence {fence}; this stands although the body ended with {error}",
+    )
     fence: int
     error: str

@@ -38,26 +38,32 @@ from celery_leases.text.redaction import shortened
 from celery_leases.tracing import SDK, annotate_span, recording_span
 
 
-def _signal(name: str) -> Any:
-    return Signal(name=name, providing_args={"event"})
+def _name(kind: type[Event]) -> str:
+    return re.sub("(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
-lease_acquired = _signal("lease_acquired")
-lease_held = _signal("lease_held")
-call_rescheduled = _signal("call_rescheduled")
-call_dropped = _signal("call_dropped")
-call_refused = _signal("call_refused")
-result_replayed = _signal("result_replayed")
-lease_renewed = _signal("lease_renewed")
-renewal_failed = _signal("renewal_failed")
-lease_lost = _signal("lease_lost")
-outcome_refused = _signal("outcome_refused")
-attempt_settled = _signal("attempt_settled")
-crash_seen = _signal("crash_seen")
-attempt_abandoned = _signal("attempt_abandoned")
-gate_closed = _signal("gate_closed")
-gate_opened = _signal("gate_opened")
-completion_stands = _signal("completion_stands")
+SIGNALS: Final[dict[type[Event], Any]] = {
+    kind: Signal(name=_name(kind), providing_args={"event"})
+    for kind in vars(events).values()
+    if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
+}
+"""The signal of each event, which has its name."""
+lease_acquired = SIGNALS[events.LeaseAcquired]
+lease_held = SIGNALS[events.LeaseHeld]
+call_rescheduled = SIGNALS[events.CallRescheduled]
+call_dropped = SIGNALS[events.CallDropped]
+call_refused = SIGNALS[events.CallRefused]
+result_replayed = SIGNALS[events.ResultReplayed]
+lease_renewed = SIGNALS[events.LeaseRenewed]
+renewal_failed = SIGNALS[events.RenewalFailed]
+lease_lost = SIGNALS[events.LeaseLost]
+outcome_refused = SIGNALS[events.OutcomeRefused]
+attempt_settled = SIGNALS[events.AttemptSettled]
+crash_seen = SIGNALS[events.CrashSeen]
+attempt_abandoned = SIGNALS[events.AttemptAbandoned]
+gate_closed = SIGNALS[events.GateClosed]
+completion_stands = SIGNALS[events.CompletionStands]
+gate_opened = SIGNALS[events.GateOpened]
 
 
 LINE_MAX: Final = 5_000
@@ -91,80 +97,14 @@ class _Redaction(logging.Filter):
 logger = logging.getLogger("celery_leases")
 logger.addFilter(_Redaction())
 
-_SIGNALS: Final[dict[type[Event], tuple[Any, int, str]]] = {
-    events.LeaseAcquired: (
-        lease_acquired,
-        logging.DEBUG,
-        "attempt {attempt} begins with fence {fence}",
-    ),
-    events.LeaseHeldElsewhere: (
-        lease_held,
-        logging.DEBUG,
-        "held by call {holder_call_id} on {holder} for another {remaining:.1f} s",
-    ),
-    events.CallRescheduled: (
-        call_rescheduled,
-        logging.INFO,
-        "rescheduled in {delay:.1f} s: {reason}",
-    ),
-    events.CallDropped: (call_dropped, logging.INFO, "dropped: {why}"),
-    events.CallRefused: (call_refused, logging.INFO, "refused: {error}"),
-    events.ResultReplayed: (
-        result_replayed,
-        logging.INFO,
-        "answered with the saved result of call {first_call_id}",
-    ),
-    events.LeaseRenewed: (
-        lease_renewed,
-        logging.DEBUG,
-        "lease renewed for {remaining:.1f} s",
-    ),
-    events.RenewalFailed: (
-        renewal_failed,
-        logging.WARNING,
-        "lease not renewed, it expires in {remaining:.1f} s: {error}",
-    ),
-    events.LeaseGone: (lease_lost, logging.WARNING, "lease lost: {reason}"),
-    events.OutcomeRefused: (
-        outcome_refused,
-        logging.WARNING,
-        "outcome of fence {fence} refused: {more}",
-    ),
-    events.AttemptSettled: (
-        attempt_settled,
-        logging.INFO,
-        "attempt {attempt} {ended} after {runtime:.3f} s, the key is {state}{more}",
-    ),
-    events.CrashSeen: (
-        crash_seen,
-        logging.WARNING,
-        "its process died on {host} without reporting an outcome: crash {crashes} in a row",
-    ),
-    events.AttemptAbandoned: (
-        attempt_abandoned,
-        logging.WARNING,
-        "the lease of the previous attempt on {host} ended, and nothing was heard of it: suspected crash {crashes}",
-    ),
-    events.GateClosed: (
-        gate_closed,
-        logging.WARNING,
-        "cooldown group {group} is closed for {closed_for:.1f} s by rule {rule}: trip {trips} in a row",
-    ),
-    events.CompletionStands: (
-        completion_stands,
-        logging.WARNING,
-        "completed with fence {fence}; this stands although the body ended with {error}",
-    ),
-    events.GateOpened: (gate_opened, logging.INFO, "cooldown group {group} is open again"),
-}
 _FIELDS: Final = {
     kind: (names := tuple(field.name for field in dataclass_fields(kind)), attrgetter(*names))
-    for kind in _SIGNALS
+    for kind in SIGNALS
 }
 _SUBJECT: Final = "{task}[{call_id}] key {key}: "
 _NUMBERS: Final = re.compile(r"\d+")
 _CAUSES_KEPT: Final = 100
-_DURING_A_RUN: Final = (events.LeaseRenewed, events.RenewalFailed, events.LeaseGone)
+_DURING_A_RUN: Final = (events.LeaseRenewed, events.RenewalFailed, events.LeaseLost)
 
 
 class Announcer:
@@ -200,7 +140,7 @@ class Announcer:
             self._hub(partial(greenlets.spawn, partial(self._log_and_send, event)))
         else:
             _log(event)
-            if _SIGNALS[type(event)][0].receivers:
+            if SIGNALS[type(event)].receivers:
                 self._queue(event)
 
     def wants(self, kind: type[Event]) -> bool:
@@ -209,8 +149,7 @@ class Announcer:
         """
         if self._green and kind not in _DURING_A_RUN:
             self._find_hub()
-        signal, level, _ = _SIGNALS[kind]
-        if signal.receivers or logger.isEnabledFor(level):
+        if SIGNALS[kind].receivers or logger.isEnabledFor(kind.level):
             return True
         may_record = SDK in sys.modules and kind not in _DURING_A_RUN
         return may_record and recording_span() is not None
@@ -235,11 +174,11 @@ class Announcer:
 
     def _log_and_send(self, event: Event) -> None:
         _log(event)
-        if _SIGNALS[type(event)][0].receivers:
+        if SIGNALS[type(event)].receivers:
             self._send(event)
 
     def _send(self, event: Event) -> None:
-        signal = _SIGNALS[type(event)][0]
+        signal = SIGNALS[type(event)]
         try:
             signal.send(sender=self._tasks.get(event.task, event.task), event=event)
         except BaseException:  # a receiver may even raise SystemExit, and must not end the task
@@ -277,7 +216,7 @@ _outages = _Outages()
 
 def _log(event: Event) -> None:
     """Log one line, with the event as plain values for structured logs."""
-    signal, level, text = _SIGNALS[type(event)]
+    level, text = event.level, event.line
     if isinstance(event, events.CallRescheduled) and event.still:
         level = logging.DEBUG
     if (
@@ -300,7 +239,9 @@ def _log(event: Event) -> None:
     try:
         fields = _plain(event)
         line = _line(f"{_SUBJECT}{text}", {**fields, "more": _more(event)})
-        logger.log(level, "%s", line, extra={"lease_event": signal.name, "data": fields})
+        logger.log(
+            level, "%s", line, extra={"lease_event": SIGNALS[type(event)].name, "data": fields}
+        )
     except Exception:  # noqa: BLE001 - as in _harmless
         _report_logging_error()
 

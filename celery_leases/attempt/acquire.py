@@ -361,7 +361,7 @@ class Acquirer:
 
     def _report_held(self, call: Call, holder: Holder) -> None:
         self.process.observer.observe(
-            events.LeaseHeldElsewhere(
+            events.LeaseHeld(
                 **call.subject,
                 holder=holder.host,
                 holder_call_id=holder.call_id,

@@ -13,12 +13,12 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from celery_leases import deadlines
+from celery_leases import deadlines, events
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.concurrency import os_threads
 from celery_leases.decide.answers import Renewal, RenewalResult
 from celery_leases.errors import StoreUnavailable
-from celery_leases.events import LeaseGone, LeaseRenewed, RenewalFailed, Subject
+from celery_leases.events import LeaseRenewed, RenewalFailed, Subject
 from celery_leases.keys import bounded
 from celery_leases.record import Record, State
 from celery_leases.stores.interfaces import Clock, LeaseStore, Observer
@@ -370,7 +370,7 @@ class Renewer:
                 return
             held_lease.lost = reason
         self._interrupt_body(held_lease, self._clock.now())
-        self._observer.observe(LeaseGone(**_of(held_lease), reason=reason))
+        self._observer.observe(events.LeaseLost(**_of(held_lease), reason=reason))
         held_lease.kill_if_key_is_free()
         self._deadline_wakeup.notify()
 

@@ -100,7 +100,7 @@ _ONE_EACH: Final[Mapping[type[Event], str]] = {
     events.AttemptAbandoned: "abandonments",
     events.OutcomeRefused: "refused_outcomes",
     events.CallRefused: "refused_calls",
-    events.LeaseGone: "lost_leases",
+    events.LeaseLost: "lost_leases",
     events.RenewalFailed: "failed_renewals",
     events.GateClosed: "group_trips",
 }

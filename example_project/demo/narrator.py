@@ -104,7 +104,7 @@ class Narrator:
                 )
             case "AttemptAbandoned":
                 return f"takes {key} over: nothing was heard of {event['host']}", "yellow"
-            case "LeaseGone":
+            case "LeaseLost":
                 return f"has lost its lease on {key}: {event['reason']}", "red"
             case "OutcomeRefused":
                 return f"was too late with {key}: its outcome is refused", "red"

@@ -125,7 +125,7 @@ def test_the_settings_table_names_every_setting() -> None:
 
 def test_the_signals_table_names_every_signal_with_its_fields_and_level() -> None:
     rows = {row[0].strip("`"): row for row in markdown_rows(section(page("events"), "Signals"))[1:]}
-    known = {signal.name: (event, level) for event, (signal, level, _) in signals._SIGNALS.items()}
+    known = {signal.name: (event, event.level) for event, signal in signals.SIGNALS.items()}
     assert rows.keys() == known.keys()
     for name, (event, level) in known.items():
         own = [

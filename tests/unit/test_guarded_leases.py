@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from celery_leases import events
 from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
 from celery_leases.attempt.renewal import HELD_BY_OTHER, RELEASED
 from celery_leases.deadlines import lock_counts_for, renewal_retry
 from celery_leases.decide.answers import Renewal, RenewalResult
 from celery_leases.errors import LeaseLost, StoreUnavailable
-from celery_leases.events import LeaseGone, LeaseRenewed
+from celery_leases.events import LeaseRenewed
 from celery_leases.lease import Lease
 from celery_leases.record import State
 from tests.unit.decision_inputs import NOW, a_call, a_record
@@ -185,7 +186,7 @@ def test_a_lock_that_is_gone_and_used_by_another_means_lost(bench, kept, row, re
     bench.records.row = row
     see(bench, held_lease, kept, 2 * TTL + 0.5)
     assert (held_lease.lost, held_lease.held) == (reason, False)
-    assert [event.reason for event in bench.seen.of(LeaseGone)] == [reason]
+    assert [event.reason for event in bench.seen.of(events.LeaseLost)] == [reason]
 
 
 def test_a_completion_that_has_committed_needs_no_renewal(bench: Bench) -> None:
@@ -279,7 +280,7 @@ def test_a_check_that_finds_another_owner_raises(bench, kept, row, reason, is_op
     with pytest.raises(LeaseLost, match=reason):
         held_lease.check()
     assert held_lease.lost == reason
-    assert [event.reason for event in bench.seen.of(LeaseGone)] == [reason]
+    assert [event.reason for event in bench.seen.of(events.LeaseLost)] == [reason]
 
 
 def away(_: Renewal) -> RenewalResult:

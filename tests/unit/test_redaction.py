@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases import signals
+from celery_leases import events, signals
 from celery_leases.errors import KeyReused
-from celery_leases.events import CallRefused, Event, LeaseHeldElsewhere
+from celery_leases.events import CallRefused, Event
 from celery_leases.record import Failure
 from celery_leases.signals import LINE_MAX, Announcer, logger
 from celery_leases.text.cleaning import printable
@@ -342,7 +342,7 @@ FORGED = "invoice:1\n[2026-11-22 06:00:00,000: WARNING/MainProcess] forged\x1b[2
 def test_a_key_with_a_line_feed_forges_no_line(kept: RenewalResult) -> None:
     subject = {"task": f"shop.work{FORGED}", "key": FORGED, "call_id": FORGED}
     Announcer().observe(CallRefused(**subject, error=f"token=abc {FORGED}"))
-    held = LeaseHeldElsewhere(
+    held = events.LeaseHeld(
         **subject, holder=FORGED, holder_call_id=FORGED, remaining=1.0, same_call=False
     )
     Announcer().observe(held)
@@ -368,14 +368,14 @@ def an_event(kind: type[Event], text: str) -> Event:
     return kind(**given)
 
 
-@pytest.mark.parametrize("kind", signals._SIGNALS)
+@pytest.mark.parametrize("kind", signals.SIGNALS)
 @pytest.mark.parametrize("text", ["plain", FORGED, "k" * 1000])
 def test_the_line_of_an_event_has_its_fields_and_its_record_all_of_them(kept, kind, text) -> None:
     event = an_event(kind, text)
     signals._log(event)
     (record,) = kept.records
     assert record.__dict__["data"] == asdict(event)
-    assert record.__dict__["lease_event"] == signals._SIGNALS[kind][0].name
+    assert record.__dict__["lease_event"] == signals.SIGNALS[kind].name
     shown = printable(text)
     assert kept.texts[0].startswith(f"{shown}[{shown}] key {shown}: ")
     assert kept.texts[0].isprintable()

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from celery_leases import events
 from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
 from celery_leases.attempt.renewal import HELD_BY_OTHER, RELEASED, SUPERSEDED, Renewer, Stores
 from celery_leases.call import Call
 from celery_leases.decide.answers import Renewal, RenewalResult
 from celery_leases.errors import LeaseLost, StoreUnavailable
-from celery_leases.events import LeaseGone, LeaseRenewed, RenewalFailed
+from celery_leases.events import LeaseRenewed, RenewalFailed
 from celery_leases.record import (
     Record,
     State,
@@ -233,7 +234,7 @@ def test_another_owner_means_lost_at_once(bench: Bench) -> None:
     bench.leases.answer = lambda _: RenewalResult.OTHER
     bench.renew(held_lease)
     assert (held_lease.lost, held_lease.held, nudged) == (HELD_BY_OTHER, False, [1])
-    assert [event.reason for event in bench.seen.of(LeaseGone)] == [HELD_BY_OTHER]
+    assert [event.reason for event in bench.seen.of(events.LeaseLost)] == [HELD_BY_OTHER]
     assert not bench.leases.released
 
 
@@ -249,7 +250,7 @@ def test_a_late_success_does_not_revive_a_lost_lease(bench: Bench) -> None:
     assert held_lease.lost == DEADLINE
     assert not held_lease.held
     assert held_lease.hard_deadline == pytest.approx(1000 + HARD)
-    assert len(bench.seen.of(LeaseGone)) == 1
+    assert len(bench.seen.of(events.LeaseLost)) == 1
 
 
 def test_a_lost_lease_is_not_renewed_any_more(bench: Bench) -> None:
@@ -571,7 +572,7 @@ def test_a_store_that_raises_leads_to_loss_at_the_stop_deadline(running: Bench) 
     until(lambda: held_lease.lost, "the loss")
     assert time.monotonic() >= held_lease.stop_deadline
     assert len(running.seen.of(RenewalFailed)) >= 3
-    assert [event.reason for event in running.seen.of(LeaseGone)] == [DEADLINE]
+    assert [event.reason for event in running.seen.of(events.LeaseLost)] == [DEADLINE]
     sent = len(running.leases.renewed)
     running.renewer.drop(held_lease)
     other = start(running, 0.3)

@@ -135,10 +135,8 @@ def test_events_of_other_threads_set_nothing() -> None:
     for event in (
         events.LeaseRenewed(**WHOM, remaining=1.0),
         events.RenewalFailed(**WHOM, error=SECRET, remaining=1.0),
-        events.LeaseGone(**WHOM, reason=SECRET),
-        events.LeaseHeldElsewhere(
-            **WHOM, holder="h", holder_call_id="c", remaining=1.0, same_call=False
-        ),
+        events.LeaseLost(**WHOM, reason=SECRET),
+        events.LeaseHeld(**WHOM, holder="h", holder_call_id="c", remaining=1.0, same_call=False),
     ):
         assert tracing.attributes_of(event) == {}
 
