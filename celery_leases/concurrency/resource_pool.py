@@ -57,6 +57,7 @@ class ResourcePool(Generic[T]):
         self.name = name
         self.longest = longest
         self._make = make
+        self._discard: Callable[[T], object] | None = None
         self._begin()
         _pools.add(self)
 
@@ -83,6 +84,8 @@ class ResourcePool(Generic[T]):
 
     def release(self, resource: T) -> None:
         """Return *resource* to the pool."""
+        if self._discard is not None:
+            self._discard(resource)
         if self._waiting and self._hand_over(resource):
             return
         self._idle.append(resource)
@@ -94,13 +97,12 @@ class ResourcePool(Generic[T]):
         with self._lock:
             return list(self._made)
 
-    def drain(self) -> list[T]:
-        """Remove all idle resources from the pool and return them."""
-        drained: list[T] = []
+    def discard(self, close: Callable[[T], object]) -> None:
+        """Close all resources by *close*: those in use when they are released."""
+        self._discard = close
         with suppress(IndexError):
             while True:
-                drained.append(self._idle.pop())
-        return drained
+                close(self._idle.pop())
 
     def _idle_or_new(self) -> T | None:
         """An idle resource, or a new one if the pool is not full; called under the lock."""

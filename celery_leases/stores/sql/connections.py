@@ -117,19 +117,12 @@ class BoundedPool(Pool, ResourcePool[_ConnectionRecord]):
         Pool.__init__(self, creator, **given)
         ResourcePool.__init__(self, pool_size, self._new_record, timeout, server)
         self.logger = LOGGER
-        self._is_disposed = False
 
     def invalidate_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
         """Close a dead connection. Connections of the same age are replaced at their next use."""
         if self._invalidate_time < record.starttime:
             self._invalidate_time = time.time()
         record.invalidate(error)
-
-    def release(self, resource: _ConnectionRecord) -> None:
-        """Return a connection to the pool."""
-        if self._is_disposed:
-            resource.close()
-        super().release(resource)
 
     def recreate(self) -> BoundedPool:
         """An empty pool of the same kind."""
@@ -150,9 +143,7 @@ class BoundedPool(Pool, ResourcePool[_ConnectionRecord]):
 
     def dispose(self) -> None:
         """Close all connections. A connection in use is closed when it is returned."""
-        self._is_disposed = True
-        for record in self.drain():
-            record.close()
+        self.discard(_ConnectionRecord.close)
 
     def status(self) -> str:
         """How many connections there are."""

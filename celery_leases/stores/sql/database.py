@@ -25,6 +25,7 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyErro
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.types import TypeEngine
 
+from celery_leases.concurrency import wait_limit
 from celery_leases.errors import StoreUnavailable, ValueRefused
 from celery_leases.stores.python_errors import PYTHON_ERRORS
 from celery_leases.stores.sql.connections import BoundedPool
@@ -284,7 +285,7 @@ class Database:
         record, cursor = pool.acquire(), None
         try:
             connection = record.get_connection()
-            if dialect.limit_wait is not None:
+            if wait_limit.in_use and dialect.limit_wait is not None:
                 dialect.limit_wait(connection, record.info)
             cursors = _cursors_of(record) if dialect.keeps_cursors else {}
             cursor = cursors.pop(compiled, None) or connection.cursor()
@@ -332,7 +333,7 @@ class Database:
         self, statement: Executable, values: Mapping[str, Any], read: Callable[[Any, Name], T]
     ) -> T:
         with self.engine.connect() as connection:
-            if self.dialect.limit_wait is not None:
+            if wait_limit.in_use and self.dialect.limit_wait is not None:
                 self.dialect.limit_wait(connection.connection.dbapi_connection, connection.info)
             try:
                 value = read(connection.execute(statement, values), _by_sqlalchemy)

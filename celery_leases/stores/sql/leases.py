@@ -179,7 +179,7 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
         self, call: Call, records: RecordStore, age: Callable[[], float]
     ) -> Claimed | BlockedByGate:
         """Take lease and record in one; *records* are those of this store."""
-        return self.acquire(call)
+        return self._claimed(call, self.name, age)
 
     def end(self, stored_key: str, token: str) -> None:
         """Do nothing: closing the row has released it."""
