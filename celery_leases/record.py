@@ -310,53 +310,6 @@ class Record:
 
 
 @value_class(frozen=True, slots=True)
-class Won:
-    """The row is claimed: running under the attempt's token."""
-
-    record: Record
-
-
-class Refusal(StrEnum):
-    """Why a key may not be claimed; see :func:`celery_leases.decide.claim.refusal`."""
-
-    #: This call has finished the key.
-    FINISHED = "finished"
-    #: The key has failed for good, or waits for an operator.
-    FAILED = "failed"
-    #: This call has failed, its caller has the failure, and this delivery is a copy.
-    REPORTED = "reported"
-    #: A later retry of this call has the row.
-    SUPERSEDED = "superseded"
-    #: The key belongs to a call with other arguments.
-    REUSED = "reused"
-    #: Another call has finished the key.
-    DONE = "done"
-    #: Another attempt holds the key, and its lease has not expired.
-    HELD = "held"
-    #: ``retry_at`` is in the future.
-    NOT_DUE = "not_due"
-    #: The lease store has lost its leases, and the holder may still write its own again.
-    EMPTIED = "emptied"
-    #: The lease has expired, but the database may not have answered its holder, which may still
-    #: renew it or write its outcome.
-    LAPSED = "lapsed"
-    #: The row was changed by another process between each read and the write after it.
-    CHANGED = "changed"
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The claim was refused because of ``why``, and ``record`` (``None``: no row) was not changed.
-
-    ``age``: seconds since the lease store was emptied, if that was read.
-    """
-
-    record: Record | None
-    why: Refusal
-    age: float | None = None
-
-
-@value_class(frozen=True, slots=True)
 class Outcome:
     """The outcome of an attempt, written only while the row is running under its fence and token.
 

@@ -18,21 +18,13 @@ from celery_leases.decide import after_run as settlement
 from celery_leases.decide import attempt_history, waiting
 from celery_leases.decide import before_run as decisions
 from celery_leases.decide import claim as claim_rules
-from celery_leases.decide.answers import Acquired, BlockedByGate, Claimed, Cooling, Held, Holder
+from celery_leases.decide.answers import Acquired, Holder, Refusal, Refused
 from celery_leases.decide.before_run import after_claim, before_run
 from celery_leases.decide.copies import callbacks_mark
 from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Run, Verdict, Wait
 from celery_leases.errors import KeyUnusable, LeaseStoreMismatch, RecordUnreadable, StoreUnavailable
 from celery_leases.groups.group import Gate
-from celery_leases.record import (
-    Outcome,
-    Record,
-    Refusal,
-    Refused,
-    State,
-    Won,
-)
-from celery_leases.stores.interfaces import Answer
+from celery_leases.record import Outcome, Record, State
 from celery_leases.value_class import value_class
 
 SHORT_PAUSE = 1.0
@@ -91,7 +83,7 @@ class Acquirer:
     def _acquire_once(self, call: Call, waited: float) -> ClaimedAttempt | Verdict:
         sent = self.process.clock.now()
         answer = self._acquire(call)
-        if isinstance(answer, Cooling):
+        if isinstance(answer, Refused) and answer.why is Refusal.COOLING:
             verdict = self.decide(call, self.process.records.read(call.key.stored))
             if not isinstance(verdict, Run):
                 return verdict
@@ -99,17 +91,17 @@ class Acquirer:
             self.process.leases.end_cooldown(call.key.stored)
             sent = self.process.clock.now()
             answer = self._acquire(call)
-        match answer:
-            case Held(holder):
-                return self._key_is_held(call, holder, waited)
-            case BlockedByGate():
-                return self._blocked_by_gate(call, answer)
-            case Acquired():
-                return self._acquired(call, sent, answer, waited)
-            case _:
-                return Reschedule(
-                    SHORT_PAUSE + self.process.rand(), "another cooldown of the key has just begun"
-                )
+        if isinstance(answer, Acquired):
+            return self._acquired(call, sent, answer, waited)
+        if answer.holder is not None:
+            return self._key_is_held(call, answer.holder, waited)
+        if answer.gate is not None:
+            # Finished work is replayed, and no body starts.
+            record = self.process.records.read(call.key.stored)
+            return self.decide(call, record, answer.gate)
+        return Reschedule(
+            SHORT_PAUSE + self.process.rand(), "another cooldown of the key has just begun"
+        )
 
     def _acquired(
         self, call: Call, sent: float, answer: Acquired, waited: float
@@ -140,15 +132,6 @@ class Acquirer:
             self.release(held_lease)
         return result
 
-    def _blocked_by_gate(self, call: Call, blocked: BlockedByGate) -> Verdict:
-        """Decide on a call whose group has a closed gate: finished work is replayed, and no body
-        starts.
-        """
-        record = (
-            blocked.record if blocked.record_read else self.process.records.read(call.key.stored)
-        )
-        return self.decide(call, record, blocked.gate)
-
     def _key_is_held(self, call: Call, holder: Holder, waited: float) -> Verdict:
         """Decide on a call whose key is held.
 
@@ -170,7 +153,7 @@ class Acquirer:
         self._report_held(call, holder)
         return verdict
 
-    def _acquire(self, call: Call) -> Answer:
+    def _acquire(self, call: Call) -> Acquired | Refused:
         try:
             return self.process.leases.begin(call)
         except StoreUnavailable:
@@ -180,23 +163,21 @@ class Acquirer:
     def _claim(
         self, call: Call, held_lease: HeldLease, sent: float, waited: float
     ) -> ClaimedAttempt | Verdict:
-        claim = self._claim_until_known(held_lease, sent, call.begin_by)
-        if isinstance(claim, Won):
-            return self._claimed(call, held_lease, claim.record)
-        if isinstance(claim, BlockedByGate):
-            return self._blocked_by_gate(call, claim)
-        if claim.why is Refusal.EMPTIED and claim.record is not None and claim.age is not None:
-            return waiting.after_store_was_emptied(
-                call, claim.record, claim.age, self.process.rand()
-            )
-        if claim.why is Refusal.LAPSED:
+        answer = self._claim_until_known(held_lease, sent, call.begin_by)
+        record = answer.record
+        if isinstance(answer, Acquired):
+            assert record is not None  # it is claimed
+            return self._claimed(call, held_lease, record)
+        if answer.why is Refusal.GATE:
+            return self.decide(call, record, answer.gate)
+        if answer.why is Refusal.EMPTIED and record is not None:
+            rand = self.process.rand()
+            return waiting.after_store_was_emptied(call, record, answer.emptied, rand)
+        if answer.why is Refusal.LAPSED:
             return waiting.after_lapsed_lease(waited, self.process.rand())
-        if (
-            claim.record is not None
-            and (holder := decisions.holder_of_row(claim.record)) is not None
-        ):
+        if record is not None and (holder := decisions.holder_of_row(record)) is not None:
             self._report_held(call, holder)
-        verdict = self.decide(call, claim.record)
+        verdict = self.decide(call, record)
         if isinstance(verdict, Run):
             return Reschedule(
                 SHORT_PAUSE + self.process.rand(), "the record changed while it was being claimed"
@@ -205,7 +186,7 @@ class Acquirer:
 
     def _claim_until_known(
         self, held_lease: HeldLease, sent: float, begin_by: float
-    ) -> Won | Refused | BlockedByGate:
+    ) -> Acquired | Refused:
         """Claim, and repeat the claim while its outcome is unknown, but not after *begin_by*.
 
         Repeating a claim does no harm. A claim that was executed and is not used leaves a row that
@@ -236,15 +217,14 @@ class Acquirer:
             token = held_lease.call.token
             raise RowMayBeOpen(replace(self.after_store_failure(error, 0), prior=token)) from error
 
-    def _claim_once(self, held_lease: HeldLease, sent: float) -> Won | Refused | BlockedByGate:
-        call = held_lease.call
-        answer = self.process.leases.claim(
-            call, self.process.records, lambda: self._age(call.key.stored, sent)
+    def _claim_once(self, held_lease: HeldLease, sent: float) -> Acquired | Refused:
+        call, process = held_lease.call, self.process
+        answer = process.leases.claim(
+            call, process.records, lambda: self._age(call.key.stored, sent)
         )
-        if not isinstance(answer, Claimed):
-            return answer
-        held_lease.probe = call.group if answer.probe else None
-        return answer.claim
+        if isinstance(answer, Acquired) and answer.probe:
+            held_lease.probe = call.group
+        return answer
 
     def _age(self, stored_key: str, sent: float) -> float:
         """For how long the lease store had not lost its data at *sent*, when this attempt requested

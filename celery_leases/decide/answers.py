@@ -1,12 +1,12 @@
-"""What a lease store answers. Pure."""
+"""What stores answer to the request of a key. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 
 from celery_leases.groups.group import Gate
-from celery_leases.record import Record, Refused, Won
+from celery_leases.record import Record
 from celery_leases.value_class import value_class
 
 
@@ -26,51 +26,65 @@ class Holder:
     database: str = ""
 
 
+class Refusal(StrEnum):
+    """Why a key may not be claimed; see :func:`celery_leases.decide.claim.refusal`."""
+
+    #: This call has finished the key.
+    FINISHED = "finished"
+    #: The key has failed for good, or waits for an operator.
+    FAILED = "failed"
+    #: This call has failed, its caller has the failure, and this delivery is a copy.
+    REPORTED = "reported"
+    #: A later retry of this call has the row.
+    SUPERSEDED = "superseded"
+    #: The key belongs to a call with other arguments.
+    REUSED = "reused"
+    #: Another call has finished the key.
+    DONE = "done"
+    #: Another attempt holds the key, and its lease has not expired.
+    HELD = "held"
+    #: ``retry_at`` is in the future.
+    NOT_DUE = "not_due"
+    #: The lease store has lost its leases, and the holder may still write its own again.
+    EMPTIED = "emptied"
+    #: The lease has expired, but the database may not have answered its holder, which may still
+    #: renew it or write its outcome.
+    LAPSED = "lapsed"
+    #: The row was changed by another process between each read and the write after it.
+    CHANGED = "changed"
+    #: The lease store has a cooldown of the key.
+    COOLING = "cooling"
+    #: The gate of the call's group blocks. Neither lease nor slot was taken.
+    GATE = "gate"
+
+
 @value_class(frozen=True, slots=True)
 class Acquired:
-    """The attempt has the lease; the record must still be claimed.
+    """The attempt has the lease, or the row. ``record``: the claimed row; ``None`` from a lease
+    store outside the records, under which it must still be claimed.
 
     ``probe``: the attempt also has the probe's slot of the group's gate.
     """
 
-    probe: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Another attempt holds the lease."""
-
-    holder: Holder
-
-
-@dataclass(frozen=True, slots=True)
-class Cooling:
-    """An attempt failed, and the key cools down for another ``remaining`` seconds."""
-
-    remaining: float
-
-
-@dataclass(frozen=True, slots=True)
-class BlockedByGate:
-    """The gate of the call's group blocks; neither lease nor slot was taken.
-
-    ``record_read``: the store has also read the record of the key: ``record``, or ``None``.
-    """
-
-    gate: Gate
     record: Record | None = None
-    record_read: bool = False
+    probe: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Claimed:
-    """The answer of a lease store whose claimed row is the lease: lease and claim in one.
+@value_class(frozen=True, slots=True)
+class Refused:
+    """The attempt has neither lease nor row, because of ``why``, and nothing was changed.
 
-    ``probe``: the attempt also has the probe's slot of the group's gate.
+    ``holder``: who has the lease. ``gate``: the gate that blocks. ``remaining``: the seconds of the
+    cooldown. ``record``: the row, if it was read and there is one. ``emptied``: the seconds since
+    the lease store was emptied, if they were read.
     """
 
-    claim: Won | Refused
-    probe: bool = False
+    why: Refusal
+    holder: Holder | None = None
+    gate: Gate | None = None
+    remaining: float = 0.0
+    record: Record | None = None
+    emptied: float = 0.0
 
 
 class RenewalResult(Enum):

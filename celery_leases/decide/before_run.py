@@ -82,7 +82,7 @@ from celery_leases.call import Call
 from celery_leases.decide import attempt_history
 from celery_leases.decide import claim as claim_rules
 from celery_leases.decide.after_run import NO_RESULT, WITHOUT_RESULT, crash_loop, crash_pause
-from celery_leases.decide.answers import Holder
+from celery_leases.decide.answers import Holder, Refusal
 from celery_leases.decide.verdicts import (
     Drop,
     Facts,
@@ -103,7 +103,7 @@ from celery_leases.decide.waiting import (
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
 from celery_leases.events import Dropped
 from celery_leases.keys import differing
-from celery_leases.record import Ended, Failure, Record, Refusal, State
+from celery_leases.record import Ended, Failure, Record, State
 from celery_leases.results import NOT_JSON, TOO_LARGE, decode_stored
 from celery_leases.text.cleaning import printable
 

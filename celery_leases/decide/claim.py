@@ -12,11 +12,12 @@ from typing import Any, Final
 
 from celery_leases.call import Call
 from celery_leases.decide import attempt_history
+from celery_leases.decide.answers import Refusal
 from celery_leases.decide.waiting import is_waiting
 from celery_leases.errors import LeaseStoreMismatch
 from celery_leases.keys import same_arguments
 from celery_leases.options import DATABASE
-from celery_leases.record import EMPTY, Attempt, Emptied, Ended, Record, Refusal, State
+from celery_leases.record import EMPTY, Attempt, Emptied, Ended, Record, State
 from celery_leases.text.cleaning import storable
 
 MICROSECONDS: Final = 1_000_000

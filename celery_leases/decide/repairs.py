@@ -30,7 +30,7 @@ def reset(
     row: Record, *, keep: bool, forgive: bool = False, retention: float | None = None
 ) -> Record:
     """The row after it is taken from its holder; see
-    :class:`~celery_leases.stores.interfaces.RecordStore`.
+    :meth:`celery_leases.stores.sql.records.SqlRecordStore.reset`.
     """
     values = _released(row, retention) | {"state": State.PENDING, "ended": Ended.RELEASED}
     if forgive:

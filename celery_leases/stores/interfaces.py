@@ -1,6 +1,4 @@
-"""The interfaces that the protocol needs from outside: lease stores, record stores, clocks,
-observers.
-"""
+"""The interfaces of what is exchangeable: lease stores, clocks, observers."""
 
 from __future__ import annotations
 
@@ -13,34 +11,15 @@ from typing import Any, Protocol, runtime_checkable
 from celery_leases.call import Call
 from celery_leases.decide.answers import (
     Acquired,
-    BlockedByGate,
-    Claimed,
-    Cooling,
-    Held,
     Holder,
+    Refused,
     Renewal,
     RenewalResult,
 )
-from celery_leases.effect import Begun, Effect, Found, Scope
 from celery_leases.errors import StoreUnavailable
 from celery_leases.events import Event
 from celery_leases.groups.group import Closing, Gate
 from celery_leases.groups.history import PastClosing
-from celery_leases.record import (
-    Ended,
-    Outcome,
-    Record,
-    Refused,
-    Won,
-)
-
-Answer = Acquired | Held | Cooling | BlockedByGate | Claimed
-"""What a lease store answers to a request for a lease."""
-
-
-def never_emptied() -> float:
-    """The age of a lease store that never loses leases."""
-    return math.inf
 
 
 class LeaseStore(ABC):
@@ -56,10 +35,11 @@ class LeaseStore(ABC):
     name: str
 
     @abstractmethod
-    def acquire(self, call: Call) -> Answer:
+    def acquire(self, call: Call) -> Acquired | Refused:
         """Take the lease in one round trip. A lease that the token of the call already holds
         counts as taken.
 
+        Otherwise it is refused: ``HELD`` with the holder, ``COOLING``, or ``GATE`` with the gate.
         If the lease is free, a :class:`GateStore` reads in the same round trip the gate of
         ``call.group``. If the gate is half-open and no attempt probes, the call takes
         the probe's slot for its ttl together with the lease. Raises ``LeaseStoreMismatch`` if the
@@ -139,15 +119,16 @@ class LeaseStore(ABC):
 
     # -- the steps of an attempt, which differ if the claimed row is the lease ---------------------
 
-    def begin(self, call: Call) -> Answer:
+    def begin(self, call: Call) -> Acquired | Refused:
         """Take the lease before the record is read."""
         return self.acquire(call)
 
-    def claim(
-        self, call: Call, records: RecordStore, age: Callable[[], float]
-    ) -> Won | Refused | BlockedByGate | Claimed:
-        """Claim the record under the lease; see :meth:`RecordStore.claim`."""
-        return records.claim(call, self.name, age=age)
+    def claim(self, call: Call, records: Any, age: Callable[[], float]) -> Acquired | Refused:
+        """Claim the record under the lease; see
+        :meth:`celery_leases.stores.sql.records.SqlRecordStore.claim`.
+        """
+        answer: Acquired | Refused = records.claim(call, self.name, age=age)
+        return answer
 
     def end(self, stored_key: str, token: str) -> None:
         """Free the lease of an attempt whose row is closed. The result does not matter, because the
@@ -155,9 +136,9 @@ class LeaseStore(ABC):
         """
         self.release(stored_key, token)
 
-    def records_of(self, records: RecordStore) -> str:
+    def records_of(self, records: Any) -> str:
         """The identity of the records database, for :attr:`Call.database`."""
-        return records.identity()
+        return str(records.identity())
 
 
 @runtime_checkable
@@ -254,143 +235,6 @@ class LeaseStoreSettings:
     connections: int
     longest_wait: float
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-
-
-class RecordStore(Protocol):
-    """One durable row per key. Every call raises ``StoreUnavailable`` if the database fails."""
-
-    def claim(
-        self,
-        call: Call,
-        lease_store: str,
-        *,
-        age: Callable[[], float] = never_emptied,
-    ) -> Won | Refused:
-        """Claim the row, if :mod:`celery_leases.decide.claim` allows it. Idempotent.
-
-        A refused claim writes nothing. *age* returns the seconds since the lease store was emptied;
-        it is called only before the running row of another attempt is taken over, and its errors
-        are raised. Raises :class:`LeaseStoreMismatch` if the key runs under another lease store,
-        :class:`KeyUnusable` if the database refuses a value of the call, and
-        :class:`RecordUnreadable` for a row that cannot be read, which is not changed.
-        """
-        ...
-
-    def read(self, stored_key: str) -> Record | None:
-        """The row, or ``None``."""
-        ...
-
-    def identity(self) -> str:
-        """A short random text that identifies this database under any URL; it never changes."""
-        ...
-
-    def settle(self, record: Record, outcome: Outcome) -> bool:
-        """Write the outcome, if the row is still running under the record's fence and owner;
-        returns whether it was written.
-        """
-        ...
-
-    def note_end(self, stored_key: str, owner: str, ended: Ended) -> Record | None:
-        """Write how an abandoned attempt with the token *owner* has ended, into the row of a later
-        attempt: :func:`celery_leases.decide.attempt_history.with_end`.
-
-        Returns the row afterwards, or ``None`` if it does not have that attempt.
-        """
-        ...
-
-    def search(
-        self, *, states: Sequence[str] = (), task: str | None = None, limit: int = 100
-    ) -> list[Record]:
-        """Rows, the latest start first."""
-        ...
-
-    def reset(
-        self,
-        stored_key: str,
-        *,
-        keep: bool,
-        forgive: bool = False,
-        retention: float | None = None,
-        seen: Record | None = None,
-    ) -> Record | None:
-        """Take the row from its holder: it gets a new fence, is ``pending``, and does not wait.
-
-        With *keep* it keeps its counts and history, and *forgive* sets failures, crashes, quick
-        retries and cooldowns to 0. Without *keep* it becomes an empty row of the next generation.
-        It counts as absent after *retention* seconds; the default is its own retention, or 7 days.
-        With *seen*, the row is only changed if it still has that fence and state. Returns the row
-        afterwards, or ``None`` if no row was changed.
-        """
-        ...
-
-    def purge(self, limit: int) -> int:
-        """Delete at most *limit* rows whose retention is over; returns their number."""
-        ...
-
-    def purge_in_turn(self, limit: int, every: float) -> bool:
-        """Purge a batch, unless another process has purged this database within the last *every*
-        seconds; returns whether there may be more rows to purge.
-        """
-        ...
-
-
-class EffectStore(Protocol):
-    """Effects and progress of running attempts. Every call raises ``StoreUnavailable`` if the
-    database fails.
-    """
-
-    def begin(
-        self,
-        record: Record,
-        name: str,
-        idempotency_key: str,
-        scope: Scope,
-        taken: int | None = None,
-    ) -> Begun | Found | None:
-        """Commit the intent of an effect with the record's fence, in one statement that locks and
-        checks the record.
-
-        An effect that was begun before in its *scope* is ``Found`` and not changed, unless it is
-        still *sent* with the fence *taken*: then this attempt takes over its intent. ``None``: the
-        attempt no longer owns the record.
-        """
-        ...
-
-    def is_running(self, record: Record) -> bool:
-        """Whether the row is still running under the record's fence and owner."""
-        ...
-
-    def finish(self, effect: Effect, result: str | None, reference: str | None) -> bool:
-        """Write the reply, if the intent still has the effect's fence, even if another attempt
-        holds the lease now.
-        """
-        ...
-
-    def withdraw(self, effect: Effect) -> bool:
-        """Delete the intent: the call was not made, or certainly not executed."""
-        ...
-
-    def forget_sent(self, record: Record) -> int:
-        """Delete the intents without a reply of all attempts up to that of *record*: an operator
-        has found that these effects have not happened. Returns how many were deleted.
-
-        Intents of later attempts, and those in the scope of another call, stay.
-        """
-        ...
-
-    def of_key(self, record: Record) -> Sequence[Effect]:
-        """All effects of the record's generation and call, in the order of their intents."""
-        ...
-
-    def save_progress(self, record: Record, progress: str) -> bool:
-        """Save the progress and reset the count of crashes, if the attempt still owns the row;
-        returns whether it does.
-        """
-        ...
-
-    def clear_crashes(self, record: Record) -> None:
-        """Reset the count of crashes, if the attempt still owns the row."""
-        ...
 
 
 class Clock(Protocol):

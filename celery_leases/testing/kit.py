@@ -27,7 +27,7 @@ from celery_leases.call import Call
 from celery_leases.client import LeaseClient
 from celery_leases.concurrency.os_threads import boot_clock
 from celery_leases.decide.after_failure import resumes_after_cooldown
-from celery_leases.decide.answers import Acquired, Claimed
+from celery_leases.decide.answers import Acquired
 from celery_leases.errors import CoolingDown, KeyUnusable, LeaseConfigurationError
 from celery_leases.events import Event, LeaseAcquired, ResultReplayed
 from celery_leases.failures.actions import Classification
@@ -37,7 +37,6 @@ from celery_leases.options import DATABASE
 from celery_leases.record import (
     Record,
     State,
-    Won,
 )
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import Announcer
@@ -384,16 +383,14 @@ class LeaseKit:
             self._restore(process, call, held, before)
 
     def _claim(self, process: Process, call: Call) -> Record:
-        answer: Any = process.leases.acquire(call)
-        if isinstance(answer, Acquired):
-            claim: Any = process.records.claim(call, process.leases.name)
-            if not isinstance(claim, Won):
+        answer = process.leases.acquire(call)
+        if isinstance(answer, Acquired) and answer.record is None:
+            answer = process.records.claim(call, process.leases.name)
+            if not isinstance(answer, Acquired):
                 process.leases.release(call.key.stored, call.token)
-        else:
-            claim = answer.claim if isinstance(answer, Claimed) else answer
-        if not isinstance(claim, Won):
-            raise AssertionError(f"{call.key.key} cannot be held: {claim}")
-        return claim.record
+        if answer.record is None or not isinstance(answer, Acquired):
+            raise AssertionError(f"{call.key.key} cannot be held: {answer}")
+        return answer.record
 
     def _restore(
         self,

@@ -3,6 +3,7 @@ are in use.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,11 +21,10 @@ from celery_leases.concurrency.resource_pool import Permit, ResourcePool, max_wa
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.record import State
 from celery_leases.settings import read_settings
-from celery_leases.stores.interfaces import never_emptied
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.database import Database
-from celery_leases.testing.contracts.calls import acquired, fresh_key, make_call
+from celery_leases.testing.contracts.calls import acquired, claimed, fresh_key, make_call
 from celery_leases.testing.contracts.record_case import outcome, row
 from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import is_mysql
@@ -264,8 +264,7 @@ def begun(process: Process, key: str) -> tuple[HeldLease, Any]:
     call, renewer = make_call(key, ttl=TTL), process.renewer
     held_lease = HeldLease(call, renewer._clock.now(), renewer._clock)
     assert acquired(process.leases.begin(call))
-    claim: Any = process.leases.claim(call, process.records, never_emptied)
-    record = getattr(claim, "claim", claim).record
+    record = claimed(process.leases.claim(call, process.records, lambda: math.inf))
     held_lease.fence = record.fence
     renewer.add(held_lease)
     return held_lease, record

@@ -14,9 +14,15 @@ import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy import text
 
+from celery_leases.decide.answers import Acquired
 from celery_leases.effect import Found, scope_of
 from celery_leases.errors import KeyUnusable, RecordUnreadable, StoreUnavailable
-from celery_leases.record import Ended, Failure, Record, State, Won
+from celery_leases.record import (
+    Ended,
+    Failure,
+    Record,
+    State,
+)
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.effects import SqlEffectStore
@@ -103,7 +109,7 @@ def test_a_claim_of_a_row_that_cannot_be_read_changes_nothing_that_counts(
         found = raw(sql_records, key)
         assert found["state"] == ("bogus" if column == "state" else "pending")
         assert (found["crashes"], found["attempt"]) == (0, 1)
-    assert isinstance(sql_records.claim(make_call(fresh_key()), "database"), Won)
+    assert isinstance(sql_records.claim(make_call(fresh_key()), "database"), Acquired)
 
 
 @pairs(SPARED)
@@ -116,7 +122,7 @@ def test_an_unreadable_value_without_a_decision_is_ignored_with_a_warning(
         read = sql_records.read(key)
     assert read is not None
     assert f"column {column}" in caplog.text
-    assert isinstance(sql_records.claim(make_call(key), "database"), Won)
+    assert isinstance(sql_records.claim(make_call(key), "database"), Acquired)
 
 
 @pairs(LOOKED_AT)

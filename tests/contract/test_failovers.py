@@ -15,7 +15,6 @@ from sqlalchemy import event, text
 
 from celery_leases.decide.answers import Acquired
 from celery_leases.errors import StoreUnavailable
-from celery_leases.record import Won
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.records import SqlRecordStore
@@ -76,7 +75,7 @@ def test_records_follow_the_address_of_a_primary(server_url: str) -> None:
     with pytest.raises(StoreUnavailable) as refused, refusing(records, read_only):
         records.claim(make_call(fresh_key()), "redis:1")
     assert refused.value.executed is False
-    assert isinstance(records.claim(make_call(fresh_key()), "redis:1"), Won)
+    assert isinstance(records.claim(make_call(fresh_key()), "redis:1"), Acquired)
     records.database.close()
 
 

@@ -21,14 +21,20 @@ from sqlalchemy.pool import NullPool
 
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.renewal import HELD_BY_OTHER, Renewer, Stores
-from celery_leases.decide.answers import Claimed, Renewal, RenewalResult
+from celery_leases.decide.answers import (
+    Acquired,
+    Refused,
+    Renewal,
+    RenewalResult,
+)
 from celery_leases.errors import LeaseLost, StoreUnavailable, WrongDatabase
-from celery_leases.record import Record, Refused, Won
+from celery_leases.record import Record
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.transactions import JoinedTransaction
+from celery_leases.testing.contracts.calls import claimed as claimed_row
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.group_case import half_open
 from celery_leases.testing.contracts.record_case import outcome, row, won
@@ -122,12 +128,11 @@ def test_the_slot_of_a_probe_is_renewed_though_its_row_is_locked(
     half_open(leases, GROUP)
     call = make_call(fresh_key(), ttl=TTL, group=GROUP)
     answer = leases.acquire(call)
-    assert isinstance(answer, Claimed)
+    assert isinstance(answer, Acquired)
     assert answer.probe
-    assert isinstance(answer.claim, Won)
     with Session(engine) as session:
         if guarded:
-            JoinedTransaction(session, leases.records).guard(answer.claim.record)
+            JoinedTransaction(session, leases.records).guard(claimed_row(answer))
         leases.renew([Renewal(call.key.stored, call.token, 4 * TTL, GROUP, guarded=guarded)])
         gate = leases.gate(GROUP)
         assert gate is not None
@@ -274,11 +279,9 @@ def test_a_drivers_next_transaction_has_no_lock(leases: DatabaseLeaseStore, driv
 def test_a_lock_of_another_attempt_is_not_ours(leases: DatabaseLeaseStore, engine: Engine) -> None:
     record = claimed(leases, SHORT)
     time.sleep(1.5 * SHORT)
-    successor = leases.acquire(make_call(record.stored_key, ttl=TTL))
-    assert isinstance(successor, Claimed)
-    assert isinstance(successor.claim, Won)
+    successor = claimed_row(leases.acquire(make_call(record.stored_key, ttl=TTL)))
     with Session(engine) as session:
-        JoinedTransaction(session, leases.records).guard(successor.claim.record)
+        JoinedTransaction(session, leases.records).guard(successor)
         assert renew_guarded(leases, record) is RenewalResult.OTHER
 
 
@@ -321,8 +324,7 @@ class Guarded:
 
     def taken(self) -> None:
         answer = self.leases.acquire(make_call(self.record.stored_key))
-        assert isinstance(answer, Claimed)
-        assert isinstance(answer.claim, Won)
+        assert isinstance(answer, Acquired)
 
 
 @pytest.fixture(params=["guard", "complete"])
@@ -460,8 +462,7 @@ def test_a_late_commit_finds_the_lease_alive(sql_records: SqlRecordStore, given:
         own.commit()
     assert 0.5 < remaining(leases, record) <= 1.0
     answer = leases.acquire(make_call(record.stored_key))
-    assert isinstance(answer, Claimed)
-    assert isinstance(answer.claim, Refused)
+    assert isinstance(answer, Refused)
 
 
 def test_a_claim_that_waits_there_is_refused(leases: DatabaseLeaseStore, engine: Engine) -> None:
@@ -473,8 +474,7 @@ def test_a_claim_that_waits_there_is_refused(leases: DatabaseLeaseStore, engine:
         wait_for_locks(leases.records)
         session.commit()
         answer = call.result(PATIENCE)
-    assert isinstance(answer, Claimed)
-    assert isinstance(answer.claim, Refused)
+    assert isinstance(answer, Refused)
     assert row(leases.records, record.stored_key).owner == record.owner
 
 

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
+from celery_leases.decide.answers import Acquired, Refused
 from celery_leases.errors import KeyUnusable
 from celery_leases.keys import CallKey
-from celery_leases.record import Refused, State, Won
+from celery_leases.record import State
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts.calls import fresh_key, make_call
+from celery_leases.testing.contracts.calls import claimed, fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import begin
 from celery_leases.testing.contracts.record_case import outcome, row, won
 from tests.contract.sql_stores import statements_of
@@ -118,13 +119,13 @@ def race(url: str, seed: int, begin: Any, found: Any) -> None:
     for _ in range(1000):
         call = make_call(f"t:race|{rand.randrange(20)}")
         answer = records.claim(call, "database")
-        if isinstance(answer, Won):
-            wins.append((call.key.stored, answer.record.fence, answer.record.attempt))
+        if isinstance(answer, Acquired):
+            record = claimed(answer)
+            wins.append((call.key.stored, record.fence, record.attempt))
             if rand.random() < 0.8:
                 assert DatabaseLeaseStore(records).release(call.key.stored, call.token)
             else:
-                outcome_ = outcome(answer.record, State.PENDING)
-                assert records.settle(answer.record, outcome_)
+                assert records.settle(record, outcome(record, State.PENDING))
         else:
             assert answer.record is not None
             assert answer.record.owner != call.token

@@ -15,12 +15,11 @@ import pytest
 from sqlalchemy import make_url, text
 
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.record import Won
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts.calls import fresh_key, make_call
+from celery_leases.testing.contracts.calls import claimed, fresh_key, make_call
 from celery_leases.testing.contracts.record_case import outcome
 from tests.support.plugin import missing_server
 from tests.support.servers import PgBouncer, PostgresServer, ServerMissing
@@ -66,10 +65,8 @@ def test_every_call_of_several_processes_is_claimed_and_settled(pooled_url: str)
 
     def run(number: int) -> int:
         records = stores[number % CLIENTS]
-        claimed = DatabaseLeaseStore(records).acquire(make_call(fresh_key()))
-        assert isinstance(claimed.claim, Won)  # type: ignore[union-attr]
-        record = claimed.claim.record  # type: ignore[union-attr]
-        return records.settle(record, outcome(record))  # type: ignore[return-value]
+        record = claimed(DatabaseLeaseStore(records).acquire(make_call(fresh_key())))
+        return records.settle(record, outcome(record))
 
     with ThreadPoolExecutor(CLIENTS) as threads:
         settled = list(threads.map(run, range(CLIENTS * CALLS)))
@@ -137,6 +134,5 @@ def test_deallocated_statements_are_executed_again(leases_postgres_url: str) -> 
         driver = connection.connection.driver_connection
         assert isinstance(driver, psycopg.Connection)
         driver.pgconn.exec_(b"DEALLOCATE ALL")  # psycopg does not see it
-    claimed = leases.acquire(make_call(fresh_key()))
-    assert isinstance(claimed.claim, Won)  # type: ignore[union-attr]
+    claimed(leases.acquire(make_call(fresh_key())))
     records.database.close()

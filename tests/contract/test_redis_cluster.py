@@ -11,14 +11,19 @@ import redis
 from redis.crc import key_slot
 
 from celery_leases.call import Call
-from celery_leases.decide.answers import Acquired, BlockedByGate, Held, Renewal, RenewalResult
+from celery_leases.decide.answers import (
+    Acquired,
+    Refusal,
+    Renewal,
+    RenewalResult,
+)
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.cluster import Cluster
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.stores.redis.values import Keys
-from celery_leases.testing.contracts.calls import fresh_key, make_call
+from celery_leases.testing.contracts.calls import fresh_key, held, make_call, why
 from celery_leases.testing.contracts.group_case import closed, found, half_open
 from celery_leases.testing.waits import wait_until
 from tests.support.servers import RedisCluster, RedisServer
@@ -150,7 +155,7 @@ def test_a_request_refused_there_has_no_lease(
     group = group_apart(cluster, store, call)
     closed(store, group, 60.0)
     for _ in range(2):
-        assert isinstance(store.acquire(make_call(call.key.stored, group=group)), BlockedByGate)
+        assert why(store.acquire(make_call(call.key.stored, group=group))) is Refusal.GATE
         assert store.holder(call.key.stored) is None
         store.open_gate(group)
         half_open(store, group)
@@ -202,7 +207,7 @@ def test_a_dead_node_fails_its_leases(
             with pytest.raises(StoreUnavailable):
                 store.renew([renewal(call)])
         else:
-            assert isinstance(store.acquire(make_call(call.key.stored)), Held)
+            assert held(store.acquire(make_call(call.key.stored)))
     with pytest.raises(StoreUnavailable):
         store.held([call.key.stored for call in calls.values()])
 
@@ -346,7 +351,7 @@ def test_a_lease_moves_with_its_slot(cluster: RedisCluster, store: RedisLeaseSto
         for client in (new, old):
             client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[new])
         try:
-            assert isinstance(store.acquire(make_call(call.key.stored)), Held)
+            assert held(store.acquire(make_call(call.key.stored)))
             assert store.acquire(call) == Acquired()
             assert store.held([call.key.stored]) == {call.key.stored}
             assert store.release(call.key.stored, call.token)

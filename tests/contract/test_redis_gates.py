@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import redis
 
-from celery_leases.decide.answers import Acquired, BlockedByGate, Cooling, Held, Renewal
+from celery_leases.decide.answers import Acquired, Refusal, Renewal
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.testing.contracts import GateHistoryContract, GateStoreContract
-from celery_leases.testing.contracts.calls import fresh_key, make_call
+from celery_leases.testing.contracts.calls import fresh_key, held, make_call, why
 from celery_leases.testing.contracts.group_case import POLICY, closed, closing, found, half_open
 from tests.contract.redis_stores import OpenStore
 
@@ -40,7 +40,7 @@ def test_a_client_that_decodes_its_replies_can_be_used(open_store: OpenStore) ->
     half_open(store, GROUP)
     call = make_call(fresh_key(), group=GROUP)
     assert store.acquire(call) == Acquired(probe=True)
-    assert isinstance(store.acquire(make_call(fresh_key(), group=GROUP)), BlockedByGate)
+    assert why(store.acquire(make_call(fresh_key(), group=GROUP))) is Refusal.GATE
     assert [gate.group for gate in store.gates()] == [GROUP]
     assert store.close_gate(GROUP, closing(60.0), call.token).trips == 2
     assert found(store, GROUP).message == "slow"
@@ -54,20 +54,20 @@ def test_a_new_server_is_noticed_at_a_gate_too(store: RedisLeaseStore) -> None:
     assert store.age(call.key.stored) < 0.5
     assert store.release_probe(GROUP, call.token)
     closed(store, GROUP, 60.0)
-    assert isinstance(store.acquire(make_call(fresh_key(), group=GROUP)), BlockedByGate)
+    assert why(store.acquire(make_call(fresh_key(), group=GROUP))) is Refusal.GATE
 
 
 def test_a_held_or_cooling_key_is_reported_at_any_gate(store: RedisLeaseStore) -> None:
-    held, cooling = (make_call(fresh_key(), group=GROUP), make_call(fresh_key(), group=GROUP))
-    for call in (held, cooling):
+    running, cooling = (make_call(fresh_key(), group=GROUP) for _ in range(2))
+    for call in (running, cooling):
         assert store.acquire(call) == Acquired()
     assert store.cool(cooling.key.stored, cooling.token, 60.0)
     half_open(store, GROUP)
     for _ in range(2):
-        assert isinstance(store.acquire(make_call(held.key.stored, group=GROUP)), Held)
-        assert isinstance(store.acquire(make_call(cooling.key.stored, group=GROUP)), Cooling)
+        assert held(store.acquire(make_call(running.key.stored, group=GROUP)))
+        assert why(store.acquire(make_call(cooling.key.stored, group=GROUP))) is Refusal.COOLING
         assert found(store, GROUP).probe is None
-        assert store.acquire(held) == Acquired()
+        assert store.acquire(running) == Acquired()
         closed(store, GROUP, 60.0)
 
 
@@ -193,7 +193,7 @@ def test_a_foreign_value_is_a_gate_too(store: RedisLeaseStore, value: bytes) -> 
     gate = found(store, GROUP)
     assert gate.trips == (7 if value.startswith(b"7") else 1)
     assert (gate.probe, gate.half_open) == ("stranger", True)
-    assert isinstance(store.acquire(make_call(fresh_key(), group=GROUP)), BlockedByGate)
+    assert why(store.acquire(make_call(fresh_key(), group=GROUP))) is Refusal.GATE
     assert closed(store, GROUP, 60.0).trips == gate.trips
     assert [gate.group for gate in store.gates()] == [GROUP]
     assert store.open_gate(GROUP)

@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import redis
 
-from celery_leases.decide.answers import Acquired, Cooling, Held, Renewal, RenewalResult
+from celery_leases.decide.answers import (
+    Acquired,
+    Refusal,
+    Renewal,
+    RenewalResult,
+)
 from celery_leases.errors import LeaseStoreMismatch, StoreUnavailable
 from celery_leases.stores.interfaces import LeaseStore, MarkStore
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.testing.contracts import MarkStoreContract, SeparateLeaseStoreContract
-from celery_leases.testing.contracts.calls import fresh_key, make_call
+from celery_leases.testing.contracts.calls import fresh_key, held, make_call, why
 from celery_leases.testing.contracts.group_case import closed
 from celery_leases.testing.waits import wait_until
 from tests.contract.redis_stores import OpenStore
@@ -49,7 +54,7 @@ def test_a_client_that_decodes_its_replies_can_be_used(open_store: OpenStore, ke
     store = open_store(decode_responses=True)
     call = make_call(key)
     assert store.acquire(call) == Acquired()
-    assert isinstance(store.acquire(make_call(key)), Held)
+    assert held(store.acquire(make_call(key)))
     assert store.renew([Renewal(key, call.token, 60)]) == [RenewalResult.OURS]
     holder = store.holder(key)
     assert holder is not None
@@ -133,9 +138,10 @@ def test_a_value_of_a_later_version_is_held_for_its_ttl(
     store._client.set(lease, value, px=60_000)
     call = make_call(key)
     answer = store.acquire(call)
-    assert isinstance(answer, Held)
-    assert (answer.holder.call_id, answer.holder.host) == (call_id, host)
-    assert 50 < answer.holder.remaining <= 60
+    holder = held(answer)
+    assert holder is not None
+    assert (holder.call_id, holder.host) == (call_id, host)
+    assert 50 < holder.remaining <= 60
     assert store.renew([Renewal(key, call.token, 90)]) == [RenewalResult.OTHER]
     assert not store.release(key, call.token)
     assert store._client.get(lease) == value
@@ -154,7 +160,7 @@ def test_a_lease_of_other_records_differs(store: RedisLeaseStore, key: str, cool
     assert call.host in str(caught.value)
     assert rival.host in str(caught.value)
     for neighbour in (make_call(key, database="aa"), make_call(key)):
-        assert isinstance(store.acquire(neighbour), Cooling if cools else Held)
+        assert why(store.acquire(neighbour)) is (Refusal.COOLING if cools else Refusal.HELD)
 
 
 def test_our_own_lease_without_an_end_gets_one(store: RedisLeaseStore, key: str) -> None:

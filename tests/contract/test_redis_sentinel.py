@@ -9,10 +9,14 @@ import pytest
 import redis
 
 from celery_leases.call import Call
-from celery_leases.decide.answers import Acquired, Held, Renewal, RenewalResult
+from celery_leases.decide.answers import (
+    Acquired,
+    Renewal,
+    RenewalResult,
+)
 from celery_leases.errors import StoreUnavailable
 from celery_leases.stores.redis.leases import RedisLeaseStore
-from celery_leases.testing.contracts.calls import fresh_key, make_call
+from celery_leases.testing.contracts.calls import fresh_key, held, make_call
 from celery_leases.testing.waits import wait_until
 from tests.support.servers import RedisSentinels, RedisServer
 from tests.support.servers.local import free_port
@@ -76,7 +80,7 @@ def test_it_survives_a_failover(
     wait_until(
         lambda: sentinels.primary is not old, 30, "the first Sentinel to know what the store knows"
     )
-    assert isinstance(store.acquire(make_call(call.key.stored)), Held)
+    assert held(store.acquire(make_call(call.key.stored)))
     assert store.acquire(other) == Acquired()
     assert store.age(other.key.stored) == 0.0
     assert store.acquire(short()) == Acquired()
@@ -98,7 +102,7 @@ def test_a_lease_left_behind_is_missing(sentinels: RedisSentinels, store: RedisL
     assert store.age(call.key.stored) < 0.5
     assert store.release(call.key.stored, newcomer.token)
     assert store.reassert(call)
-    assert isinstance(store.acquire(make_call(call.key.stored)), Held)
+    assert held(store.acquire(make_call(call.key.stored)))
 
 
 def test_a_renewal_finds_the_new_primary_while_the_old_one_still_answers(

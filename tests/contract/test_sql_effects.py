@@ -13,13 +13,12 @@ from sqlalchemy.exc import OperationalError
 
 from celery_leases.effect import Begun, Effect, EffectState
 from celery_leases.errors import StoreUnavailable
-from celery_leases.record import Won
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.dialects import sqlite
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts import EffectStoreContract
-from celery_leases.testing.contracts.calls import fresh_key, make_call
+from celery_leases.testing.contracts.calls import claimed, fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import begin, finished, found_of, sent
 from celery_leases.testing.contracts.record_case import won
 from tests.contract.sql_stores import SERVERS, migrated, new_database, wait_for_locks
@@ -113,8 +112,7 @@ def test_a_claim_waits_for_an_uncommitted_intent(server_records: SqlRecordStore)
         other.execute(text("ROLLBACK"))
         begun, successor = answer.result(10), claim.result(10)
     assert isinstance(begun, Begun)
-    assert isinstance(successor, Won)
-    theirs += effects.of_key(successor.record)
+    theirs += effects.of_key(claimed(successor))
     assert [effect.fence for effect in theirs] == [zombie.fence]
 
 

@@ -9,10 +9,20 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from celery_leases.decide.answers import BlockedByGate, Claimed, Renewal, RenewalResult
+from celery_leases.decide.answers import (
+    Acquired,
+    Refusal,
+    Refused,
+    Renewal,
+    RenewalResult,
+)
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.options import DATABASE
-from celery_leases.record import Ended, Record, Refusal, Refused, State, Won
+from celery_leases.record import (
+    Ended,
+    Record,
+    State,
+)
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts import GateHistoryContract, GateStoreContract
@@ -119,8 +129,8 @@ def test_a_refusal_has_the_record(
     )
     shutting(store, GROUP)
     answer = store.acquire(make_call(key, group=GROUP))
-    assert isinstance(answer, BlockedByGate)
-    assert answer.record_read
+    assert isinstance(answer, Refused)
+    assert answer.why is Refusal.GATE
     assert answer.record is not None
     assert answer.record.result == '"a"'
     assert row(store.records, key) == done
@@ -129,15 +139,14 @@ def test_a_refusal_has_the_record(
 @pytest.mark.parametrize("shutting", [shut_by_time, shut_by_probe])
 def test_a_closed_gate_shows_the_holder(store: DatabaseLeaseStore, shutting: Shutting) -> None:
     call = make_call(fresh_key(), group=GROUP)
-    assert isinstance(store.acquire(call), Claimed)
+    assert isinstance(store.acquire(call), Acquired)
     shutting(store, GROUP)
     answer = store.acquire(make_call(call.key.stored, group=GROUP))
-    assert isinstance(answer, BlockedByGate)
+    assert isinstance(answer, Refused)
     assert answer.record is not None
     assert (answer.record.state, answer.record.owner) == (State.RUNNING, call.token)
     again = store.acquire(call)
-    assert isinstance(again, Claimed)
-    assert isinstance(again.claim, Won)
+    assert isinstance(again, Acquired)
 
 
 @pytest.mark.parametrize(
@@ -162,10 +171,9 @@ def test_a_refusal_has_no_slot(
     half_open(store, GROUP)
     with counted(store) as statements:
         answer = store.acquire(make_call(key, group=GROUP))
-    assert isinstance(answer, Claimed)
-    assert isinstance(answer.claim, Refused)
-    assert answer.claim.record is not None
-    assert answer.claim.record.state is state
+    assert isinstance(answer, Refused)
+    assert answer.record is not None
+    assert answer.record.state is state
     assert "UPDATE" not in statements
     assert found(store, GROUP).probe is None
 
@@ -176,8 +184,7 @@ def test_a_record_with_other_arguments_takes_no_slot(store: DatabaseLeaseStore) 
     half_open(store, GROUP)
     with counted(store) as statements:
         answer = store.acquire(make_call(call.key.stored, group=GROUP, fingerprint="v1:b"))
-    assert isinstance(answer, Claimed)
-    assert isinstance(answer.claim, Refused)
+    assert isinstance(answer, Refused)
     assert "UPDATE" not in statements
     assert found(store, GROUP).probe is None
 
@@ -190,9 +197,8 @@ def test_a_failed_claim_has_no_slot(
     half_open(store, GROUP)
     monkeypatch.setattr(store.records, "swap", lambda *_: False)
     answer = store.acquire(make_call(key, group=GROUP))
-    assert isinstance(answer, Claimed)
-    assert isinstance(answer.claim, Refused)
-    assert answer.claim.why is Refusal.CHANGED
+    assert isinstance(answer, Refused)
+    assert answer.why is Refusal.CHANGED
     assert found(store, GROUP).probe is None
 
 
@@ -245,7 +251,7 @@ def test_a_slot_at_a_gate_closed_meanwhile_is_given_back(store: DatabaseLeaseSto
     assert store.take_probe(GROUP, call.token, 15.0)
     closed(store, GROUP, 60.0)
     answer = store.acquire(call)
-    assert isinstance(answer, BlockedByGate)
+    assert isinstance(answer, Refused)
     assert found(store, GROUP).probe is None
     assert not store.take_probe(GROUP, call.token, 15.0)
 
@@ -275,8 +281,7 @@ def test_a_gate_is_forgotten_after_a_quiet_time(store: DatabaseLeaseStore) -> No
         assert not store.open_gate(GROUP)
         assert not store.take_probe(GROUP, "y", 15.0)
         answer = store.acquire(make_call(fresh_key(), group=GROUP))
-        assert isinstance(answer, Claimed)
-        assert isinstance(answer.claim, Won)
+        assert isinstance(answer, Acquired)
         assert forgotten()
     with store.database.engine.connect() as connection:
         assert connection.execute(text("SELECT count(*) FROM celery_leases_gates")).scalar() == 0

@@ -13,20 +13,29 @@ import pytest
 from sqlalchemy import text
 
 from celery_leases.decide import claim as claim_rules
-from celery_leases.decide.answers import Renewal, RenewalResult
+from celery_leases.decide.answers import (
+    Acquired,
+    Refusal,
+    Refused,
+    Renewal,
+    RenewalResult,
+)
 from celery_leases.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
-from celery_leases.record import Ended, Record, Refusal, Refused, State, Won
-from celery_leases.stores.claim_procedure import CLAIM_TRIES
+from celery_leases.record import (
+    Ended,
+    Record,
+    State,
+)
 from celery_leases.stores.sql import records
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
-from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.records import CLAIM_TRIES, SqlRecordStore
 from celery_leases.testing.contracts import (
     LeaseStoreContract,
     MarkStoreContract,
     RecordStoreContract,
 )
-from celery_leases.testing.contracts.calls import acquired, fresh_key, make_call
+from celery_leases.testing.contracts.calls import acquired, claimed, fresh_key, make_call
 from celery_leases.testing.contracts.record_case import closed, outcome, refused, row, timeless, won
 from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import wait_for_locks
@@ -58,13 +67,15 @@ def test_of_many_claims_of_an_absent_row_one_wins(sql_records: SqlRecordStore) -
         key = fresh_key()
         together = threading.Barrier(8)
 
-        def claim(_: int, key: str = key, together: threading.Barrier = together) -> Won | Refused:
+        def claim(
+            _: int, key: str = key, together: threading.Barrier = together
+        ) -> Acquired | Refused:
             together.wait(10)
             return sql_records.claim(make_call(key), "database")
 
         with ThreadPoolExecutor(8) as threads:
             claims = list(threads.map(claim, range(8)))
-        assert sum(isinstance(answer, Won) for answer in claims) == 1
+        assert sum(isinstance(answer, Acquired) for answer in claims) == 1
 
 
 def test_a_claim_that_waited_answers_as_committed(server_records: SqlRecordStore) -> None:
@@ -174,8 +185,7 @@ def test_a_change_between_the_read_and_the_write_of_a_claim_counts(
         assert answer.why is refusals[happens]
         assert now.owner == (rival.token if happens == "claimed" else first.token)
     else:
-        assert isinstance(answer, Won)
-        assert timeless(answer.record) == now
+        assert timeless(claimed(answer)) == now
         assert now.fence > record.fence
         counts = {"released": (2, 0), "repeated": (2, 1)}
         assert (now.attempt, now.crashes) == counts.get(happens, (1, 0))

@@ -11,10 +11,9 @@ from itertools import islice
 from celery_leases.call import Call
 from celery_leases.decide.answers import (
     Acquired,
-    BlockedByGate,
-    Cooling,
-    Held,
     Holder,
+    Refusal,
+    Refused,
     Renewal,
     RenewalResult,
 )
@@ -68,29 +67,29 @@ class ToyLeaseStore(MarkedLeaseStore):
 
     # -- leases ------------------------------------------------------------------------------------
 
-    def acquire(self, call: Call) -> Acquired | Held | Cooling | BlockedByGate:
+    def acquire(self, call: Call) -> Acquired | Refused:
         """Take the lease unless it is held, the key is cooling, or its gate is closed."""
         key, token = call.key.stored, call.token
         with self._memory.lock:
             found = self._found(key)
             gate = self._gate(call.group) if call.group is not None else None
             if found is not None and found.call is None:
-                return Cooling(found.until - self._memory.now())
+                return Refused(Refusal.COOLING, remaining=found.until - self._memory.now())
             if found is not None and found.token != token:
                 holder = self._holder(found)
                 if holder.database != call.database:
                     raise LeaseStoreMismatch(f"{key} is held for another database, {holder.host}")
-                return Held(holder)
+                return Refused(Refusal.HELD, holder)
             if found is None and not admits(gate, token):
                 assert gate is not None
-                return BlockedByGate(gate)
+                return Refused(Refusal.GATE, gate=gate)
             if gate is not None and (gate.probe == token or found is None):
                 probe_for = max(gate.probe_for, call.options.ttl)
                 self._note(replace(gate, probe=token, probe_for=probe_for))
             until = self._memory.now() + call.options.ttl
             until = max(until, found.until) if found is not None else until
             self._memory.leases[key] = Lease(token, call, until)
-            return Acquired(gate is not None and (gate.probe == token or found is None))
+            return Acquired(probe=gate is not None and (gate.probe == token or found is None))
 
     def age(self, stored_key: str) -> float:
         """Seconds since the memory was made."""

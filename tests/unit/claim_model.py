@@ -1,7 +1,7 @@
 """Two calls that claim one key, step by step: all states that the steps of both and of others can
 lead to.
 
-A claim runs in the code of :class:`Claiming`. It is stopped before each step in the store but the
+A claim runs in the code of the record store. It is stopped before each step in the store but the
 first that it has not taken yet, and begun again with the replies of before. So a state is a value:
 the row, and the replies of each claim.
 """
@@ -15,15 +15,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from celery_leases.call import Call
+from celery_leases.decide.answers import Refused
 from celery_leases.decide.claim import claimed, decide
+from celery_leases.groups.group import Gate
 from celery_leases.options import DATABASE
 from celery_leases.record import (
     Ended,
     Record,
-    Refused,
     State,
 )
-from celery_leases.stores.claim_procedure import COMPARED, Claiming, InsertOrReadResult
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.rows import COMPARED
 from celery_leases.testing.contracts.calls import make_call
 from tests.unit.memory_stores import EPOCH, SECOND, FixedAvailability
 
@@ -35,6 +37,10 @@ KEPT = ("created_at", "resumes", "progress", "publish_at", "published_at", "fini
 """The fields of a record that no claim writes."""
 
 
+Look = tuple[int, bool, Record | None, Gate | None]
+"""The reply of ``insert_or_read``."""
+
+
 class Paused(Exception):
     """The claim has taken its step, and is about to take the next one."""
 
@@ -44,7 +50,7 @@ class Caller:
     """One call: the replies that its claim has got so far, and its state."""
 
     call: Call
-    replies: tuple[InsertOrReadResult | bool, ...] = ()
+    replies: tuple[Look | bool, ...] = ()
     won: Record | None = None
     refused: Any = None
     closed: bool = False
@@ -94,7 +100,7 @@ class Broken(AssertionError):
     """A promise does not hold."""
 
 
-class _Claim(Claiming):
+class _Claim(SqlRecordStore):
     """The claim of one caller, up to its next step in the store."""
 
     def __init__(self, world: World, caller: Caller) -> None:
@@ -104,8 +110,8 @@ class _Claim(Claiming):
         self._known = iter(caller.replies)
         self._stepped = False
 
-    def insert_or_read(self, new: Record, group: str | None) -> InsertOrReadResult:
-        met: InsertOrReadResult = self._step(lambda: self._look_now(new))
+    def insert_or_read(self, new: Record, group: str | None) -> Look:
+        met: Look = self._step(lambda: self._look_now(new))
         return met
 
     def swap(self, seen: Record, new: Record) -> bool:
@@ -124,14 +130,14 @@ class _Claim(Claiming):
         self.replies.append(do())
         return self.replies[-1]
 
-    def _look_now(self, new: Record) -> InsertOrReadResult:
+    def _look_now(self, new: Record) -> Look:
         row, now = self.world.seen(), self.world.now
         if row is not None:
-            return InsertOrReadResult(now, row=row)
+            return now, False, row, None
         assert new.lease_until is not None
         moments: dict[str, Any] = dict.fromkeys(("fence", "created_at", "started_at", "now"), now)
         self._save(replace(new, lease_until=now + new.lease_until, **moments))
-        return InsertOrReadResult(now, inserted=True)
+        return now, True, None, None
 
     def _swap_now(self, seen: Record, new: Record) -> bool:
         written = swapped(self.world.row, seen, new)
@@ -214,6 +220,7 @@ def _going_on(world: World, place: int) -> World:
         return _with(claim.world, place, replies=tuple(claim.replies))
     if isinstance(answer, Refused):
         return _with(claim.world, place, replies=(), refused=answer.why)
+    assert answer.record is not None
     after = claim.world.row
     if after is None or not is_ours(after, caller.call):
         # Its row was there once, and went on while the reply was on its way.

@@ -15,9 +15,12 @@ from celery_leases.decide.after_run import after_run
 from celery_leases.effect import Begun, Effect, Found
 from celery_leases.errors import StoreUnavailable
 from celery_leases.lease import Lease
-from celery_leases.record import Outcome, Record, Won
+from celery_leases.record import (
+    Outcome,
+    Record,
+)
 from celery_leases.stores.sql.effects import SqlEffectStore
-from celery_leases.testing.contracts.calls import make_call
+from celery_leases.testing.contracts.calls import claimed, make_call
 from tests.unit.decision_inputs import a_call
 from tests.unit.memory_stores import Journal, ManualClock, MemoryRecords, noted
 
@@ -118,11 +121,10 @@ class EffectBench:
 
     def attempt(self, call_id: str = "call", **options: Any) -> Attempt:
         """Claim the key, also from another holder."""
-        claim = self.records.others.claim(
+        answer = self.records.others.claim(
             make_call(KEY, call_id=call_id, each_runs=options.get("each_runs", False)), "fake"
         )
-        assert isinstance(claim, Won), claim
-        return Attempt(self, claim.record, **options)
+        return Attempt(self, claimed(answer), **options)
 
     def closed(self, record: Record, ending: Any, **more: Any) -> Outcome:
         outcome = replace(after_run(a_call(call_id=record.call_id), record, ending), **more)

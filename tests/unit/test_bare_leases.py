@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import pytest
 
 from celery_leases.call import Call
-from celery_leases.decide.answers import Acquired, Held, Holder, Renewal, RenewalResult
+from celery_leases.decide.answers import (
+    Acquired,
+    Holder,
+    Refusal,
+    Refused,
+    Renewal,
+    RenewalResult,
+)
 from celery_leases.decide.verdicts import Reschedule, Return
 from celery_leases.record import State
 from celery_leases.stores.interfaces import LeaseStore
@@ -24,10 +31,12 @@ class BareLeases(LeaseStore):
     def __init__(self) -> None:
         self.owners: dict[str, Call] = {}
 
-    def acquire(self, call: Call) -> Acquired | Held:
+    def acquire(self, call: Call) -> Acquired | Refused:
         """Take the key unless another token has it."""
         owner = self.owners.setdefault(call.key.stored, call)
-        return Acquired() if owner.token == call.token else Held(self._holder(owner))
+        return (
+            Acquired() if owner.token == call.token else Refused(Refusal.HELD, self._holder(owner))
+        )
 
     def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         """Nothing is ever lost."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from celery_leases.call import Call
+from celery_leases.decide.answers import Refusal
 from celery_leases.decide.before_run import before_run
 from celery_leases.decide.claim import claimed, dated, decide, refusal
 from celery_leases.decide.verdicts import Facts, Run
@@ -19,7 +20,6 @@ from celery_leases.record import (
     Ended,
     Failure,
     Record,
-    Refusal,
     State,
 )
 from tests.unit.decision_inputs import KEY, NOW, OURS, SECOND, THEIRS, WHEN_DONE, a_call, a_record
@@ -48,7 +48,9 @@ class TestOneRule:
         assert [isinstance(verdict, Run) for verdict in verdicts] == [
             why is None for why in refusals
         ]
-        assert set(Refusal) - set(refusals) == {Refusal.EMPTIED, Refusal.LAPSED, Refusal.CHANGED}
+        assert set(Refusal) - set(refusals) == {
+            *(Refusal.EMPTIED, Refusal.LAPSED, Refusal.CHANGED, Refusal.COOLING, Refusal.GATE)
+        }
 
 
 def situations() -> list[tuple[Record | None, Call]]:

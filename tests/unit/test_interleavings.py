@@ -16,7 +16,7 @@ from celery_leases.decide.verdicts import Answer, Raise, Reschedule, Return
 from celery_leases.errors import CoolingDown, KeyReused, PermanentFailure, Snooze
 from celery_leases.events import GateOpened
 from celery_leases.record import State
-from celery_leases.stores.claim_procedure import COMPARED
+from celery_leases.stores.sql.rows import COMPARED
 from tests.unit import claim_model
 from tests.unit.claim_model import Broken, beginnings, search, walk
 from tests.unit.decision_inputs import GROUP, KEY, OURS, THEIRS

@@ -27,9 +27,9 @@ from celery_leases.record import (
     Record,
     State,
 )
-from celery_leases.stores.claim_procedure import COMPARED
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.rows import (
+    COMPARED,
     DETAILS,
     WHEN_CLAIMED,
     WHEN_NEW,

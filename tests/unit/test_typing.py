@@ -37,7 +37,7 @@ other.apply_async((1,))
 """
 
 FROZEN = """
-from celery_leases.record import Record, Won
+from celery_leases.record import Record
 
 
 def change(won: Won, record: Record) -> None:

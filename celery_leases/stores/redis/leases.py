@@ -18,10 +18,9 @@ from celery_leases.concurrency.resource_pool import Permit, ResourcePool
 from celery_leases.deadlines import LONGEST_CONNECTION_TIMEOUT
 from celery_leases.decide.answers import (
     Acquired,
-    BlockedByGate,
-    Cooling,
-    Held,
     Holder,
+    Refusal,
+    Refused,
     Renewal,
     RenewalResult,
 )
@@ -186,7 +185,7 @@ class RedisLeaseStore(RedisGates, MarkedLeaseStore):
 
     # -- leases ------------------------------------------------------------------------------------
 
-    def acquire(self, call: Call) -> Acquired | Held | Cooling | BlockedByGate:
+    def acquire(self, call: Call) -> Acquired | Refused:
         """Take the lease in one round trip; see
         :class:`~celery_leases.stores.interfaces.LeaseStore`.
 
@@ -220,15 +219,16 @@ class RedisLeaseStore(RedisGates, MarkedLeaseStore):
                 self.release(call.key.stored, call.token)
         match as_text(word):
             case "acquired":
-                return Acquired(bool(details[0]))
+                return Acquired(probe=bool(details[0]))
             case "open" | "probe" as passed:
-                return Acquired(passed == "probe")
+                return Acquired(probe=passed == "probe")
             case "held":
-                return Held(self._ours(call, keys[0], holder_of(*details)))
+                return Refused(Refusal.HELD, self._ours(call, keys[0], holder_of(*details)))
             case "cooling":
-                return Cooling(self._ours(call, keys[0], holder_of(*details)).remaining)
+                left = self._ours(call, keys[0], holder_of(*details)).remaining
+                return Refused(Refusal.COOLING, remaining=left)
             case _:
-                return BlockedByGate(gate_of(call.group or "", details))
+                return Refused(Refusal.GATE, gate=gate_of(call.group or "", details))
 
     def _ours(self, call: Call, key: str, holder: Holder) -> Holder:
         """*holder*, after checking that celery_leases wrote its value, and that its worker has its

@@ -23,19 +23,17 @@ from sqlalchemy import (
 from celery_leases.call import Call
 from celery_leases.decide.answers import (
     Acquired,
-    BlockedByGate,
-    Claimed,
     Holder,
+    Refused,
     Renewal,
     RenewalResult,
 )
 from celery_leases.decide.before_run import holder_of_row
 from celery_leases.decide.copies import waiting_call
 from celery_leases.errors import StoreUnavailable
-from celery_leases.groups.group import admits
 from celery_leases.options import DATABASE
-from celery_leases.record import Ended, Refused, State, Won
-from celery_leases.stores.interfaces import LeaseStore, MarkedLeaseStore, RecordStore, never_emptied
+from celery_leases.record import Ended, State
+from celery_leases.stores.interfaces import LeaseStore, MarkedLeaseStore
 from celery_leases.stores.sql.cooldown_groups import SqlGates, later_of
 from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.records import SqlRecordStore
@@ -91,16 +89,6 @@ class RowMarks(SqlGates):
         marks = self._marks
         self.database.count(delete(marks).where(marks.c.stored_key.in_(stored_keys)), {})
 
-    def _claimed(
-        self, call: Call, lease_store: str, age: Callable[[], float]
-    ) -> Claimed | BlockedByGate:
-        """Claim the row. The same statement reads the group's gate."""
-        answer, gate = self.records.claim_at_gate(call, lease_store, self, age=age)
-        if isinstance(answer, Refused) and gate is not None and not admits(gate, call.token):
-            return BlockedByGate(gate, answer.record, record_read=True)
-        probes = gate is not None and gate.probe == call.token
-        return Claimed(answer, probe=probes and isinstance(answer, Won))
-
     def _renew_slots(self, renewals: Sequence[Renewal]) -> None:
         """Renew the probe slots. An error is ignored, because a slot that expires does not
         affect the lease.
@@ -144,10 +132,10 @@ class LeasesWithRowMarks(RowMarks):
         return results
 
     def claim(
-        self, call: Call, records: RecordStore, age: Callable[[], float]
-    ) -> Claimed | BlockedByGate:
+        self, call: Call, records: SqlRecordStore, age: Callable[[], float]
+    ) -> Acquired | Refused:
         """Claim the row, if the gate lets the body start; *records* are those of the marks."""
-        return self._claimed(call, self.leases.name, age)
+        return self.records.claim(call, self.leases.name, age=age, slots=self)
 
 
 class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
@@ -167,24 +155,24 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
         running = (c.state == State.RUNNING) & (c.lease_until > self.database.now)
         self._select_held = select(key).where(key.in_(bindparam("keys", expanding=True)), running)
 
-    def acquire(self, call: Call) -> Claimed | BlockedByGate:
+    def acquire(self, call: Call) -> Acquired | Refused:
         """Claim the row, which is the lease. The same statement reads the group's gate."""
-        return self._claimed(call, self.name, never_emptied)
+        return self.records.claim(call, self.name, slots=self)
 
     def begin(self, call: Call) -> Acquired:
         """Do nothing: the claim takes the lease."""
         return Acquired()
 
     def claim(
-        self, call: Call, records: RecordStore, age: Callable[[], float]
-    ) -> Claimed | BlockedByGate:
+        self, call: Call, records: SqlRecordStore, age: Callable[[], float]
+    ) -> Acquired | Refused:
         """Take lease and record in one; *records* are those of this store."""
-        return self._claimed(call, self.name, age)
+        return self.records.claim(call, self.name, age=age, slots=self)
 
     def end(self, stored_key: str, token: str) -> None:
         """Do nothing: closing the row has released it."""
 
-    def records_of(self, records: RecordStore) -> str:
+    def records_of(self, records: SqlRecordStore) -> str:
         """Nothing: the leases cannot be with other records."""
         return ""
 

@@ -30,7 +30,6 @@ from sqlalchemy import (
 )
 
 from celery_leases.record import Outcome, Record, State
-from celery_leases.stores.claim_procedure import COMPARED
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.rows import DETAILS, WHEN_CLAIMED, WHEN_NEW, WHEN_SETTLED
@@ -86,8 +85,8 @@ class RecordStatements:
         return self._settle if whole else self._settle_without_details, values
 
     def changed(self, found: Mapping[Any, Any], new: Record) -> Update:
-        """The update of the row *found* to *new*, if the ``COMPARED`` columns are unchanged."""
-        as_found = [self.table.c[name].is_not_distinct_from(found[name]) for name in COMPARED]
+        """The update of the row *found* to *new*, if its compared columns are unchanged."""
+        as_found = [self.table.c[name].is_not_distinct_from(found[name]) for name in rows.COMPARED]
         written = rows.column_values(new)
         values = {name: value for name, value in written.items() if value != found[name]}
         same = values or {"stored_key": found["stored_key"]}
@@ -166,7 +165,7 @@ class RecordStatements:
 
     def _swap_statement(self) -> Update:
         columns = self.table.c
-        compared = [(columns[name], self._bound("seen", name)) for name in COMPARED]
+        compared = [(columns[name], self._bound("seen", name)) for name in rows.COMPARED]
         as_seen = [_as_seen(column, seen) for column, seen in compared]
         values = {name: self._bound("new", name) for name in WHEN_CLAIMED}
         return (

@@ -1,14 +1,16 @@
 """Records in a SQL database, through SQLAlchemy Core.
 
 A claim has two steps. PostgreSQL inserts or reads the row in one statement; the other databases
-read, and then insert if there is no row. The second step replaces an unchanged row. A refused claim
-locks no row.
+read, and then insert if there is no row. So a first run costs one step, and so does a refused
+claim, which locks no row. To take over an existing row, the second step replaces it if it is
+unchanged.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,16 +38,21 @@ from sqlalchemy import (
     update,
 )
 
+from celery_leases.call import Call
+from celery_leases.concurrency import os_threads
 from celery_leases.decide import attempt_history, repairs
+from celery_leases.decide import claim as rule
+from celery_leases.decide.answers import Acquired, Refusal, Refused
 from celery_leases.decide.claim import ALWAYS
 from celery_leases.errors import KeyUnusable, StoreUnavailable, ValueRefused
+from celery_leases.groups.group import Gate, admits
 from celery_leases.groups.values import gate_name
+from celery_leases.options import DATABASE
 from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.record_filters import Order, Position, RecordFilter
 from celery_leases.stores.availability import Availability
-from celery_leases.stores.claim_procedure import COMPARED, Claiming, InsertOrReadResult
 from celery_leases.stores.sql import migrations, record_queries, rows
-from celery_leases.stores.sql.cooldown_groups import gate_of
+from celery_leases.stores.sql.cooldown_groups import SqlGates, gate_of
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.record_queries import in_subquery
 from celery_leases.stores.sql.record_statements import RecordStatements, is_running
@@ -54,6 +61,10 @@ from celery_leases.stores.sql.values import MICROSECONDS, Row, microseconds
 
 logger = logging.getLogger("celery_leases")
 
+CLAIM_TRIES: Final = 3
+"""How often a claim is tried while other processes change the row between reading and writing.
+Afterwards the delivery is rescheduled.
+"""
 BATCH = 500
 PURGE_PATIENCE: Final = 5.0
 """Seconds after which a process that began to purge, and did not finish, counts as dead."""
@@ -82,8 +93,10 @@ class _KeyUnusableErrors:
 KEY_UNUSABLE_ERRORS: Final = _KeyUnusableErrors()
 
 
-class SqlRecordStore(Claiming):
-    """A :class:`~celery_leases.stores.interfaces.RecordStore` in one database."""
+class SqlRecordStore:
+    """One durable row for each key, in one database. Every method raises :class:`StoreUnavailable`
+    if the database fails.
+    """
 
     def __init__(self, engine: Engine, tables: Tables | None = None) -> None:
         self.database = Database(engine)
@@ -170,11 +183,95 @@ class SqlRecordStore(Claiming):
             row = self.database.first(found, {})
         return str(row["value"]) if row is not None else ""
 
-    def insert_or_read(self, new: Record, group: str | None) -> InsertOrReadResult:
-        """Insert *new*, or read the row and the gate; see
-        :class:`~celery_leases.stores.claim_procedure.Claiming`.
+    def claim(
+        self,
+        call: Call,
+        lease_store: str,
+        *,
+        age: Callable[[], float] = lambda: math.inf,
+        slots: SqlGates | None = None,
+    ) -> Acquired | Refused:
+        """Claim the row, if :mod:`celery_leases.decide.claim` allows it. Idempotent.
 
-        Raises :class:`KeyUnusable` when the database refuses a value of *new*.
+        A refused claim writes nothing. *age* returns the seconds since the lease store was emptied;
+        it is called only before the running row of another attempt is taken over, and its errors
+        are raised. Raises :class:`LeaseStoreMismatch` if the key runs under another lease store,
+        :class:`KeyUnusable` if the database refuses a value of the call, and
+        :class:`RecordUnreadable` for a row that cannot be read, which is not changed.
+
+        With *slots*, the claim is also refused if the gate of the call's group does not let the
+        body start. At a half-open gate the claim takes the probe slot before it writes the row, and
+        gives the slot back if the claim fails. So at most one body starts at a half-open gate.
+        """
+        try:
+            return self._claim(call, lease_store, age, slots)
+        except KeyUnusable as error:
+            if call.message is None:
+                raise
+            # The message is only for a rescue, and may be what the database refuses.
+            answer = self._claim(replace(call, message=None), lease_store, age, slots)
+            text = "%s: the call could not be stored, so it cannot be rescued: %s"
+            logger.warning(text, call.key.key, error)
+            return answer
+        except StoreUnavailable as error:
+            if error.executed is not False:  # a locked row shows that the database is available
+                self.availability.failed(os_threads.boot_clock())
+            raise
+
+    def _claim(
+        self, call: Call, lease_store: str, age: Callable[[], float], slots: SqlGates | None
+    ) -> Acquired | Refused:
+        emptied, group = 0.0, call.group if slots is not None else None
+        for _ in range(CLAIM_TRIES):
+            sent = os_threads.boot_clock()
+            until = self.availability.takeover_until(sent) if lease_store == DATABASE else ALWAYS
+            new = rule.claimed(None, call, lease_store, 0)
+            now, inserted, row, gate = self.insert_or_read(new, group)
+            self.availability.answered(sent, os_threads.boot_clock(), now)
+            if inserted:
+                return Acquired(rule.dated(new, now))
+            if row is not None and row.is_attempt(State.RUNNING, call.token):
+                return Acquired(row, gate is not None and gate.probe == call.token)
+            why = rule.decide(row, call, lease_store, takeover_until=until)
+            if why is Refusal.EMPTIED:
+                emptied = age()
+                why = rule.decide(row, call, lease_store, emptied=emptied)
+            if row is not None and why is Refusal.LAPSED:
+                self.await_lock(row)
+            if why is not None or not admits(gate, call.token):
+                break
+            if slots is not None and gate is not None and gate.probe is None:
+                if not slots.take_probe(gate.group, call.token, call.options.ttl):
+                    continue
+                gate = replace(gate, probe=call.token, probe_for=call.options.ttl)
+            if (won := self._write(call, lease_store, row, now)) is not None:
+                return Acquired(won, gate is not None and gate.probe == call.token)
+        if not admits(gate, call.token):
+            why = Refusal.GATE
+        if slots is not None and gate is not None and gate.probe == call.token:
+            slots.release_probe(gate.group, call.token)
+        return Refused(why or Refusal.CHANGED, gate=gate, record=row, emptied=emptied)
+
+    def _write(self, call: Call, lease_store: str, row: Record | None, now: int) -> Record | None:
+        """The row that the claim has written; ``None`` if the row has changed since it was read."""
+        if row is not None:
+            new = rule.claimed(row, call, lease_store, now)
+            return new if self.swap(row, new) else None
+        new = rule.claimed(None, call, lease_store, 0)  # the gate prevented the insert
+        at, inserted, *_ = self.insert_or_read(new, None)
+        return rule.dated(new, at) if inserted else None
+
+    def insert_or_read(
+        self, new: Record, group: str | None
+    ) -> tuple[int, bool, Record | None, Gate | None]:
+        """Insert *new* if its key has no row and the gate of *group*, if given, is open; otherwise
+        read the row and the gate.
+
+        Returns the time of the database, whether *new* was inserted, the existing row, and the gate
+        if it is not open. If there is none of the three, another claim has inserted a row that this
+        statement could not see yet. An existing row is neither locked nor written. The times of
+        *new* are relative to the insert. Raises :class:`RecordUnreadable` for a row that cannot be
+        read, and :class:`KeyUnusable` if the database refuses a value of *new*.
         """
         statements = self.statements
         values = rows.insert_parameters(new)
@@ -201,7 +298,7 @@ class SqlRecordStore(Claiming):
                 if row is None and gate is None:
                     moment = self.database.inserted_at(statements.insert, values)
                 inserted, now = moment is not None, moment or now
-        return InsertOrReadResult(
+        return (
             now,
             inserted,
             rows.to_record({**row, "now": now}) if row is not None else None,
@@ -209,21 +306,23 @@ class SqlRecordStore(Claiming):
         )
 
     def swap(self, seen: Record, new: Record) -> bool:
-        """Replace *seen* by *new* if the row is unchanged; see
-        :class:`~celery_leases.stores.claim_procedure.Claiming`.
+        """Replace *seen* by *new* if the :data:`~celery_leases.stores.sql.rows.COMPARED` columns of
+        the row are unchanged; returns whether it was replaced.
 
         Raises :class:`KeyUnusable` when the database refuses a value of *new*.
         """
         before, after = rows.column_values(seen), rows.column_values(new)
         values: dict[str, Any] = {"for_key": seen.stored_key}
-        values |= {f"seen_{name}": before[name] for name in COMPARED}
+        values |= {f"seen_{name}": before[name] for name in rows.COMPARED}
         values |= {f"new_{name}": after[name] for name in rows.WHEN_CLAIMED}
         with KEY_UNUSABLE_ERRORS:
             return self.database.count(self.statements.swap, values) == 1
 
     def await_lock(self, row: Record) -> None:
-        """Lock *row* and release the lock; see
-        :class:`~celery_leases.stores.claim_procedure.Claiming`.
+        """Wait until no transaction locks *row*, for as long as the database waits for locks.
+
+        Raises :class:`StoreUnavailable` with ``executed=False`` if the row stays locked: the
+        holder's transaction is still open, and the delivery is rescheduled.
         """
         self.database.first(self._lock, {"for_key": row.stored_key})
 
@@ -398,8 +497,13 @@ class SqlRecordStore(Claiming):
         retention: float | None = None,
         seen: Record | None = None,
     ) -> Record | None:
-        """Take the row from its holder; see
-        :class:`~celery_leases.stores.interfaces.RecordStore`.
+        """Take the row from its holder: it gets a new fence, is ``pending``, and does not wait.
+
+        With *keep* it keeps its counts and history, and *forgive* sets failures, crashes, quick
+        retries and cooldowns to 0. Without *keep* it becomes an empty row of the next generation.
+        It counts as absent after *retention* seconds; the default is its own retention, or 7 days.
+        With *seen*, the row is only changed if it still has that fence and state. Returns the row
+        afterwards, or ``None`` if no row was changed.
         """
         return self._repair(
             stored_key,
@@ -433,8 +537,10 @@ class SqlRecordStore(Claiming):
         )
 
     def note_end(self, stored_key: str, owner: str, ended: Ended) -> Record | None:
-        """Write how an abandoned attempt has ended; see
-        :class:`~celery_leases.stores.interfaces.RecordStore`.
+        """Write how an abandoned attempt with the token *owner* has ended, into the row of a later
+        attempt: :func:`celery_leases.decide.attempt_history.with_end`.
+
+        Returns the row afterwards, or ``None`` if it does not have that attempt.
         """
         return self._repair(
             stored_key,
@@ -529,7 +635,7 @@ class SqlRecordStore(Claiming):
 
     def purge_in_turn(self, limit: int, every: float) -> bool:
         """Purge a batch unless another process is purging or has finished purging within *every*
-        seconds; see :class:`~celery_leases.stores.interfaces.RecordStore`.
+        seconds; returns whether there may be more rows to purge.
 
         A mark decides which process purges. It expires after a few seconds, because its process may
         die. After a complete purge it lasts *every* seconds.

@@ -78,6 +78,21 @@ WHEN_SETTLED: Final = tuple(_COLUMNS[name] for name in SETTLED if name in _COLUM
 """The columns that an outcome sets to its own values, besides the document. Two outcomes differ in
 one of them, or in the document.
 """
+COMPARED: Final = (
+    "fence",
+    "state",
+    "owner",
+    "lease_until",
+    "ended",
+    "resumes",
+    "crashes",
+    "publish_at",
+)
+"""The columns that a compare-and-set compares: a row is replaced only if they are unchanged.
+
+A claim, an operator, a renewal and an outcome each change one of the first four columns. The others
+change when a call is given up, when an attempt saves its progress, and when a message becomes due.
+"""
 _unless_ended: Final = attrgetter("attempt", "crashes", "resumes")
 _counts: Final = attrgetter(*(name for name in SETTLED if name not in _COLUMNS))
 """The fields of the document that an outcome sets, of an outcome or a record."""

@@ -7,15 +7,11 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from celery_leases.call import Call
-from celery_leases.decide.answers import Acquired, BlockedByGate, Claimed, Cooling, Held, Holder
+from celery_leases.decide.answers import Acquired, Holder, Refusal, Refused
+from celery_leases.decide.before_run import holder_of_row
 from celery_leases.keys import CallKey
 from celery_leases.options import LeaseOptions
-from celery_leases.record import (
-    State,
-    Won,
-)
-
-Answer = Acquired | Held | Cooling | BlockedByGate | Claimed
+from celery_leases.record import Record
 
 
 def fresh_key() -> str:
@@ -51,26 +47,25 @@ def make_call(
     )
 
 
-def acquired(answer: Answer) -> bool:
+def acquired(answer: Acquired | Refused) -> bool:
     """Whether the call got the lease."""
-    return isinstance(answer, Acquired) or (
-        isinstance(answer, Claimed) and isinstance(answer.claim, Won)
-    )
+    return isinstance(answer, Acquired)
 
 
-def held(answer: Answer) -> Holder | None:
+def claimed(answer: Acquired | Refused) -> Record:
+    """The claimed row; the claim must have succeeded."""
+    assert isinstance(answer, Acquired), answer
+    assert answer.record is not None, answer
+    return answer.record
+
+
+def why(answer: Acquired | Refused) -> Refusal | None:
+    """Why the call did not get the lease."""
+    return answer.why if isinstance(answer, Refused) else None
+
+
+def held(answer: Acquired | Refused) -> Holder | None:
     """The holder of the lease if *answer* says that another attempt holds it."""
-    match answer:
-        case Held(holder):
-            return holder
-        case Claimed(claim) if not isinstance(claim, Won) and claim.record is not None:
-            record = claim.record
-            if record.state is State.RUNNING and record.lease_remaining > 0:
-                return Holder(
-                    record.owner,
-                    record.call_id,
-                    record.holder,
-                    record.lease_ttl,
-                    record.lease_remaining,
-                )
-    return None
+    if isinstance(answer, Refused) and answer.why is Refusal.HELD and answer.record is not None:
+        return holder_of_row(answer.record)
+    return answer.holder if isinstance(answer, Refused) else None

@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
+from celery_leases.decide.answers import Acquired, Refusal, Refused
 from celery_leases.decide.waiting import RETRY_GRACE
 from celery_leases.errors import LeaseStoreMismatch, StoreUnavailable
-from celery_leases.record import Ended, Failure, Record, Refusal, Refused, State, Won
-from celery_leases.stores.interfaces import RecordStore
-from celery_leases.testing.contracts.calls import fresh_key, make_call
+from celery_leases.record import (
+    Ended,
+    Failure,
+    Record,
+    State,
+)
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.testing.contracts.calls import claimed, fresh_key, make_call
 from celery_leases.testing.contracts.record_case import (
     STORE,
     PassTime,
@@ -33,7 +39,7 @@ THREADS = 8
 class ClaimContract(RecordCase):
     """A claim takes the row, or leaves it exactly as it is."""
 
-    def test_a_claim_of_an_absent_row_makes_it(self, records: RecordStore, key: str) -> None:
+    def test_a_claim_of_an_absent_row_makes_it(self, records: SqlRecordStore, key: str) -> None:
         """The row is running under the token, with all values of the call."""
         call = make_call(key, ttl=15.0, fingerprint="v1:f", digests={"a": "1"})
         assert records.read(key) is None
@@ -74,14 +80,14 @@ class ClaimContract(RecordCase):
         assert not record.just_crashed
         assert timeless(record) == row(records, key)
 
-    def test_a_repeated_claim_counts_nothing(self, records: RecordStore, key: str) -> None:
+    def test_a_repeated_claim_counts_nothing(self, records: SqlRecordStore, key: str) -> None:
         """The reply to the first try may have been lost."""
         call = make_call(key)
         first = won(records, call)
         assert timeless(won(records, call)) == timeless(first)
 
     def test_a_repeated_claim_after_a_crash_still_shows_the_crash(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """The reply that was lost may have been the one that showed it."""
         won(records, make_call(key))
@@ -91,7 +97,7 @@ class ClaimContract(RecordCase):
         assert timeless(won(records, call)) == timeless(first)
 
     def test_a_running_row_whose_lease_is_gone_is_a_suspected_crash(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """The row is taken over, the crash is counted, and the host of the attempt is stored."""
         dead = won(records, make_call(key))
@@ -108,7 +114,7 @@ class ClaimContract(RecordCase):
         ("ended", "crashes"), [(Ended.LOST, 1), (Ended.CRASHED, 2)], ids=["lives", "died"]
     )
     def test_how_an_abandoned_attempt_ended_can_be_noted_later(
-        self, records: RecordStore, key: str, ended: Ended, crashes: int
+        self, records: SqlRecordStore, key: str, ended: Ended, crashes: int
     ) -> None:
         """Once, and while a later attempt has the row, which keeps it."""
         first, second, third = (won(records, make_call(key)) for _ in range(3))
@@ -127,7 +133,7 @@ class ClaimContract(RecordCase):
         assert (noted.crashes, noted.previous.ended) == (2 * crashes - 2, ended)
 
     def test_a_running_row_is_left_alone_while_its_lease_store_is_younger_than_its_ttl(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """Even if the call's own ttl is shorter: the holder may be about to write its lease
         again.
@@ -139,13 +145,12 @@ class ClaimContract(RecordCase):
         assert answer.why is Refusal.EMPTIED
         assert answer.record is not None
         assert answer.record.owner == running.owner
-        assert answer.age == 14.9
+        assert answer.emptied == 14.9
         second = records.claim(make_call(key), STORE, age=lambda: 15.0)
-        assert isinstance(second, Won)
-        assert second.record.crashes == 1
+        assert claimed(second).crashes == 1
 
     def test_the_age_of_the_lease_store_is_read_only_before_a_takeover(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """It is not needed for a key without a row, for a row of an earlier attempt of the same
         call, and for a row that is not running.
@@ -155,24 +160,25 @@ class ClaimContract(RecordCase):
             raise StoreUnavailable("the lease store does not answer", False)
 
         first = make_call(key, ttl=15.0)
-        assert isinstance(records.claim(first, STORE, age=asked), Won)
-        second = records.claim(again(first, prior=(first.token,)), STORE, age=asked)
-        assert isinstance(second, Won)
-        assert second.record.crashes == 0
+        assert isinstance(records.claim(first, STORE, age=asked), Acquired)
+        second = claimed(records.claim(again(first, prior=(first.token,)), STORE, age=asked))
+        assert second.crashes == 0
         with pytest.raises(StoreUnavailable, match="the lease store does not answer"):
             records.claim(make_call(key), STORE, age=asked)
-        closed(records, second.record, State.PENDING, ended=Ended.LOST)
+        closed(records, second, State.PENDING, ended=Ended.LOST)
         third = make_call(key)
-        assert isinstance(records.claim(third, STORE, age=asked), Won)
-        assert isinstance(records.claim(third, STORE, age=asked), Won)
+        assert isinstance(records.claim(third, STORE, age=asked), Acquired)
+        assert isinstance(records.claim(third, STORE, age=asked), Acquired)
 
-    def test_the_identity_of_a_database_never_changes(self, records: RecordStore) -> None:
+    def test_the_identity_of_a_database_never_changes(self, records: SqlRecordStore) -> None:
         """It is a word, because it is stored in the values of leases."""
         name = records.identity()
         assert name.isalnum()
         assert records.identity() == name
 
-    def test_an_attempt_that_was_closed_is_no_crash(self, records: RecordStore, key: str) -> None:
+    def test_an_attempt_that_was_closed_is_no_crash(
+        self, records: SqlRecordStore, key: str
+    ) -> None:
         """The next attempt sees how it ended, its error and its host."""
         failure = Failure("shop.errors.Declined", "no", "rule")
         first = won(records, make_call(key))
@@ -185,7 +191,7 @@ class ClaimContract(RecordCase):
         assert seen == (Ended.LOST, failure, first.holder)
         assert record.failure is None
 
-    def test_a_crash_is_shown_once(self, records: RecordStore, key: str) -> None:
+    def test_a_crash_is_shown_once(self, records: SqlRecordStore, key: str) -> None:
         """The claim after an attempt that was settled does not show the crash before it."""
         won(records, make_call(key))
         closed(records, won(records, make_call(key)), State.PENDING, ended=Ended.LOST)
@@ -193,7 +199,7 @@ class ClaimContract(RecordCase):
         assert not record.just_crashed
         assert record.crashes == 1
 
-    def test_our_own_earlier_attempt_is_no_crash(self, records: RecordStore, key: str) -> None:
+    def test_our_own_earlier_attempt_is_no_crash(self, records: SqlRecordStore, key: str) -> None:
         """A call names the attempts that may have left its row running in ``prior``."""
         first = make_call(key)
         won(records, first)
@@ -203,7 +209,7 @@ class ClaimContract(RecordCase):
         other = won(records, make_call(key, prior=(first.token,)))
         assert other.crashes == 1
 
-    def test_the_fence_grows_with_every_claim(self, records: RecordStore, key: str) -> None:
+    def test_the_fence_grows_with_every_claim(self, records: SqlRecordStore, key: str) -> None:
         """After crashes, failures and repeats alike."""
         fences = []
         for number in range(6):
@@ -214,7 +220,7 @@ class ClaimContract(RecordCase):
         assert fences == sorted(set(fences))
 
     def test_of_claims_at_the_same_time_one_can_settle(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """Each successful claim has its own fence, and only the last one can write an outcome."""
         together = Barrier(THREADS)
@@ -222,7 +228,7 @@ class ClaimContract(RecordCase):
         def claim(_: int) -> Record | None:
             together.wait(10)
             answer = records.claim(make_call(key), STORE)
-            return answer.record if isinstance(answer, Won) else None
+            return answer.record if isinstance(answer, Acquired) else None
 
         with ThreadPoolExecutor(THREADS) as threads:
             winners = [
@@ -233,7 +239,7 @@ class ClaimContract(RecordCase):
 
     # -- refusals ----------------------------------------------------------------------------------
 
-    def test_finished_work_is_replayed(self, records: RecordStore, key: str) -> None:
+    def test_finished_work_is_replayed(self, records: SqlRecordStore, key: str) -> None:
         """A claim of a done row, by the same call or another, gets the row with its result."""
         call = make_call(key)
         closed(records, won(records, call), result='{"a": 1}')
@@ -246,7 +252,9 @@ class ClaimContract(RecordCase):
             )
 
     @pytest.mark.parametrize("state", [State.FAILED, State.UNCERTAIN])
-    def test_failed_work_stays_failed(self, records: RecordStore, key: str, state: State) -> None:
+    def test_failed_work_stays_failed(
+        self, records: SqlRecordStore, key: str, state: State
+    ) -> None:
         """Until an operator resets it."""
         failure = Failure("builtins.ValueError", "bad", None)
         call = make_call(key)
@@ -257,7 +265,7 @@ class ClaimContract(RecordCase):
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     def test_a_waiting_row_is_refused_until_its_time(
-        self, records: RecordStore, key: str, state: State, pass_time: PassTime
+        self, records: SqlRecordStore, key: str, state: State, pass_time: PassTime
     ) -> None:
         """Also to the waiting call itself, if it comes much too early."""
         call = make_call(key)
@@ -272,7 +280,7 @@ class ClaimContract(RecordCase):
         refused(records, again(other))
 
     def test_the_call_that_waits_is_granted_its_travel_time(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """Other calls are not, because they would overtake the message with that countdown."""
         call = make_call(key)
@@ -282,7 +290,7 @@ class ClaimContract(RecordCase):
 
     @pytest.mark.parametrize("state", [State.RUNNING, State.PENDING, State.DONE])
     def test_another_fingerprint_is_refused(
-        self, records: RecordStore, key: str, state: State
+        self, records: SqlRecordStore, key: str, state: State
     ) -> None:
         """The key belongs to other arguments. Nothing is counted, and the row shows their
         digests.
@@ -295,7 +303,7 @@ class ClaimContract(RecordCase):
         assert (found.fingerprint, found.digests, found.state) == ("v1:a", {"x": "1"}, state)
 
     def test_the_fingerprint_of_the_same_call_is_not_compared(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """A deployment may have changed how it is computed. The row keeps the first one."""
         call = make_call(key, fingerprint="v1:a")
@@ -304,7 +312,7 @@ class ClaimContract(RecordCase):
 
     @pytest.mark.parametrize("given", [{"fingerprint": "v1:a"}, {"fingerprint": None}])
     def test_an_equal_fingerprint_is_accepted(
-        self, records: RecordStore, key: str, given: Any
+        self, records: SqlRecordStore, key: str, given: Any
     ) -> None:
         """So is a request without a fingerprint."""
         closed(
@@ -318,7 +326,7 @@ class ClaimContract(RecordCase):
     # -- lease stores ------------------------------------------------------------------------------
 
     def test_two_lease_stores_over_one_database_are_noticed(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """The attempt under the other lease store may be alive. So this is an error that names both
         stores, and not a crash.
@@ -333,7 +341,7 @@ class ClaimContract(RecordCase):
         assert row(records, key) == before
 
     def test_a_row_that_does_not_run_may_change_its_lease_store(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """So an application can change its lease store."""
         closed(records, won(records, make_call(key)), State.PENDING, ended=Ended.LOST)
@@ -343,7 +351,7 @@ class ClaimContract(RecordCase):
 
     # -- each runs ---------------------------------------------------------------------------------
 
-    def test_rerun_gives_every_call_a_generation(self, records: RecordStore, key: str) -> None:
+    def test_rerun_gives_every_call_a_generation(self, records: SqlRecordStore, key: str) -> None:
         """The counts start at 0, and the finished calls are remembered."""
         finished: dict[str, str | None] = {}
         for generation in range(3):
@@ -360,7 +368,7 @@ class ClaimContract(RecordCase):
         assert fresh.finished_results == finished
 
     def test_rerun_never_repeats_a_call_that_has_finished(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """A late copy of its message is refused in every state of the key."""
         call = make_call(key, each_runs=True)
@@ -372,7 +380,7 @@ class ClaimContract(RecordCase):
         refused(records, again(call, each_runs=True))
         assert row(records, key).finished_results == {call.call_id: '"a"'}
 
-    def test_rerun_waits_like_any_other(self, records: RecordStore, key: str) -> None:
+    def test_rerun_waits_like_any_other(self, records: SqlRecordStore, key: str) -> None:
         """Until its retry time other calls are refused, and the failed call keeps its
         generation.
         """
@@ -380,7 +388,7 @@ class ClaimContract(RecordCase):
         refused(records, make_call(key, each_runs=True))
 
     def test_rerun_starts_anew_after_a_crash_of_another_call(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """The next call takes over the dead call's row for itself, with a higher fence."""
         dead = won(records, make_call(key, each_runs=True))

@@ -8,7 +8,8 @@ import pytest
 
 from celery_leases.effect import Begun, Effect, Found, scope_of
 from celery_leases.record import Record
-from celery_leases.stores.interfaces import EffectStore, RecordStore
+from celery_leases.stores.sql.effects import SqlEffectStore
+from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.record_case import RecordCase
 
 CHARGE = "charge"
@@ -20,13 +21,13 @@ class EffectCase(RecordCase):
     """The fixtures of the suites of effects."""
 
     @pytest.fixture
-    def effects(self, records: RecordStore) -> EffectStore:
+    def effects(self, records: SqlRecordStore) -> SqlEffectStore:
         """The store under test, on the database of *records*; override this."""
         raise NotImplementedError("override the fixture `effects` with an effect store")
 
 
 def begin(
-    effects: EffectStore,
+    effects: SqlEffectStore,
     record: Record,
     name: str = CHARGE,
     taken: int | None = None,
@@ -40,7 +41,7 @@ def begin(
 
 
 def sent(
-    effects: EffectStore,
+    effects: SqlEffectStore,
     record: Record,
     name: str = CHARGE,
     taken: int | None = None,
@@ -53,20 +54,20 @@ def sent(
 
 
 def finished(
-    effects: EffectStore, effect: Effect, result: str = '"ok"', reference: str | None = None
+    effects: SqlEffectStore, effect: Effect, result: str = '"ok"', reference: str | None = None
 ) -> bool:
     """Whether the reply was accepted."""
     return effects.finish(effect, result, reference)
 
 
-def found_of(effects: EffectStore, record: Record) -> list[Effect]:
+def found_of(effects: SqlEffectStore, record: Record) -> list[Effect]:
     """The effects of the record's generation and of its call, without the time at which they were
     read.
     """
     return [replace(effect, now=0) for effect in effects.of_key(record)]
 
 
-def purge(records: RecordStore, batch: int = 100) -> None:
+def purge(records: SqlRecordStore, batch: int = 100) -> None:
     """Purge until nothing is left to purge."""
     while records.purge(batch):
         pass

@@ -12,7 +12,8 @@ import pytest
 
 from celery_leases.effect import Begun, Effect, EffectState, Found
 from celery_leases.record import Record, State
-from celery_leases.stores.interfaces import EffectStore, RecordStore
+from celery_leases.stores.sql.effects import SqlEffectStore
+from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import (
     CHARGE,
@@ -32,7 +33,7 @@ class IntentContract(EffectCase):
     # -- the intent --------------------------------------------------------------------------------
 
     def test_an_intent_is_noted_under_the_fence_of_its_attempt(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """Its state is *sent*, its time is now, and it has no reply."""
         record = won(records, make_call(key))
@@ -49,7 +50,7 @@ class IntentContract(EffectCase):
         assert found_of(effects, record) == [replace(begun, now=0)]
 
     def test_begun_again_by_its_own_attempt_it_is_begun(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """The reply to the commit may have been lost. The time of the intent does not change."""
         record = won(records, make_call(key))
@@ -59,7 +60,7 @@ class IntentContract(EffectCase):
 
     @pytest.mark.parametrize("wrong", ["fence", "owner"])
     def test_a_stale_attempt_begins_nothing(
-        self, records: RecordStore, effects: EffectStore, key: str, wrong: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str, wrong: str
     ) -> None:
         """Nothing is written."""
         record = won(records, make_call(key))
@@ -72,7 +73,7 @@ class IntentContract(EffectCase):
         assert found_of(effects, record) == []
 
     def test_an_attempt_that_was_overtaken_begins_nothing(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """It can neither begin nor take over an effect, whether or not its successor has begun."""
         zombie = won(records, make_call(key))
@@ -88,7 +89,7 @@ class IntentContract(EffectCase):
         "state", [State.DONE, State.PENDING, State.FAILED, State.UNCERTAIN, State.COOLING]
     )
     def test_an_attempt_that_was_closed_begins_nothing(
-        self, records: RecordStore, effects: EffectStore, key: str, state: State
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str, state: State
     ) -> None:
         """Its body may still be running."""
         record = won(records, make_call(key))
@@ -97,7 +98,7 @@ class IntentContract(EffectCase):
         assert found_of(effects, record) == []
 
     def test_an_attempt_without_a_row_begins_nothing(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """The row may have been purged."""
         record = replace(won(records, make_call(key)), stored_key=fresh_key())
@@ -105,7 +106,7 @@ class IntentContract(EffectCase):
         assert found_of(effects, record) == []
 
     def test_keys_and_names_have_effects_of_their_own(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """They are listed in the order of their intents."""
         record, other = (
@@ -121,7 +122,7 @@ class IntentContract(EffectCase):
         assert {effect.state for effect in effects.of_key(record)} == {EffectState.SENT}
 
     def test_the_longest_names_are_different_effects(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """Names of 255 characters that differ in the last one."""
         record = won(records, make_call(key))
@@ -133,7 +134,7 @@ class IntentContract(EffectCase):
 
     @pytest.mark.parametrize("done", [False, True])
     def test_a_later_attempt_finds_it_as_it_is(
-        self, records: RecordStore, effects: EffectStore, key: str, done: bool
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str, done: bool
     ) -> None:
         """Whether or not the earlier attempt got a reply."""
         call = make_call(key)
@@ -152,7 +153,7 @@ class IntentContract(EffectCase):
             )
 
     def test_its_age_is_counted_by_the_stores_clock(
-        self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str, pass_time: PassTime
     ) -> None:
         """The age is the time from the intent until it is found."""
         sent(effects, won(records, make_call(key)))
@@ -162,7 +163,7 @@ class IntentContract(EffectCase):
         assert self.short <= later.effect.age() < self.short + 10.0
 
     def test_a_later_attempt_takes_an_intent_in_doubt_over(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """The intent gets the new fence and keeps its idempotency key. Taking it over twice changes
         nothing.
@@ -177,7 +178,7 @@ class IntentContract(EffectCase):
 
     @pytest.mark.parametrize("case", ["done", "another fence"])
     def test_only_the_intent_that_was_seen_is_taken_over(
-        self, records: RecordStore, effects: EffectStore, key: str, case: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str, case: str
     ) -> None:
         """Since then it may have got a reply, or may have been taken over."""
         first = sent(effects, won(records, make_call(key)))
@@ -191,7 +192,7 @@ class IntentContract(EffectCase):
     # -- races -------------------------------------------------------------------------------------
 
     def test_of_two_attempts_at_once_one_begins(
-        self, records: RecordStore, effects: EffectStore
+        self, records: SqlRecordStore, effects: SqlEffectStore
     ) -> None:
         """Either the first begins before the second claims, which then finds the effect; or the
         first is refused.
@@ -230,7 +231,7 @@ class IntentContract(EffectCase):
         assert seen  # which attempt comes first depends on the machine
 
     def test_of_a_late_reply_and_a_takeover_at_once_one_counts(
-        self, records: RecordStore, effects: EffectStore
+        self, records: SqlRecordStore, effects: SqlEffectStore
     ) -> None:
         """Never both: a call whose reply was accepted is not made again."""
         for _ in range(40):

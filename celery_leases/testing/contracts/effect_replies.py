@@ -14,7 +14,8 @@ from celery_leases.record import (
     Ended,
     State,
 )
-from celery_leases.stores.interfaces import EffectStore, RecordStore
+from celery_leases.stores.sql.effects import SqlEffectStore
+from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import (
     MARGIN,
@@ -32,7 +33,9 @@ class ReplyContract(EffectCase):
 
     # -- the reply ---------------------------------------------------------------------------------
 
-    def test_a_reply_is_stored(self, records: RecordStore, effects: EffectStore, key: str) -> None:
+    def test_a_reply_is_stored(
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
+    ) -> None:
         """With its reference and its time."""
         record = won(records, make_call(key))
         begun = sent(effects, record)
@@ -49,7 +52,7 @@ class ReplyContract(EffectCase):
         assert done.sent_at <= done.done_at < done.sent_at + MARGIN
 
     def test_a_reply_may_be_nothing(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """The effect is done nevertheless."""
         record = won(records, make_call(key))
@@ -58,7 +61,7 @@ class ReplyContract(EffectCase):
         assert (done.state, done.result, done.reference) == (EffectState.DONE, None, None)
 
     def test_the_same_reply_again_is_accepted_and_another_one_is_not(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """The reply to the commit may have been lost. The stored reply does not change."""
         record = won(records, make_call(key))
@@ -73,7 +76,7 @@ class ReplyContract(EffectCase):
 
     @pytest.mark.parametrize("since", ["nothing", "claimed", "found", "given back", "done"])
     def test_a_late_reply_is_stored_unless_its_intent_was_taken_over(
-        self, records: RecordStore, effects: EffectStore, key: str, since: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str, since: str
     ) -> None:
         """Even if the attempt has lost its lease. The next attempt uses the reply."""
         zombie = won(records, make_call(key))
@@ -93,7 +96,7 @@ class ReplyContract(EffectCase):
             assert (later.effect.state, later.effect.result) == (EffectState.DONE, '"late"')
 
     def test_an_intent_that_was_taken_over_refuses_the_old_reply(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """Neither the old reply nor a withdrawal by the old attempt changes anything, before and
         after the new reply.
@@ -112,7 +115,7 @@ class ReplyContract(EffectCase):
     # -- withdrawn ---------------------------------------------------------------------------------
 
     def test_a_withdrawn_intent_is_deleted(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """The next attempt begins a new intent. A reply to the withdrawn one is refused."""
         begun = sent(effects, won(records, make_call(key)))
@@ -125,7 +128,7 @@ class ReplyContract(EffectCase):
         assert sent(effects, record).fence == record.fence
 
     def test_what_is_done_cannot_be_withdrawn(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """Its call was made."""
         record = won(records, make_call(key))
@@ -138,7 +141,7 @@ class ReplyContract(EffectCase):
 
     @pytest.mark.parametrize("how", ["crash", "failure", "operator's retry"])
     def test_effects_outlast_attempts(
-        self, records: RecordStore, effects: EffectStore, key: str, how: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str, how: str
     ) -> None:
         """They belong to the generation, not to one attempt."""
         call = make_call(key)
@@ -159,8 +162,8 @@ class ReplyContract(EffectCase):
     )
     def test_a_new_generation_has_effects_of_its_own(
         self,
-        records: RecordStore,
-        effects: EffectStore,
+        records: SqlRecordStore,
+        effects: SqlEffectStore,
         key: str,
         pass_time: PassTime,
         how: str,
@@ -197,7 +200,7 @@ class ReplyContract(EffectCase):
     # -- forgotten by an operator ------------------------------------------------------------------
 
     def test_an_operator_forgets_the_intents_without_a_reply(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """Effects with a reply stay."""
         record = won(records, make_call(key))
@@ -209,7 +212,7 @@ class ReplyContract(EffectCase):
         assert finished(effects, other)
 
     def test_an_operator_forgets_no_intent_of_a_later_attempt(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """The later attempt may have begun the intent, or have taken it over, after the operator
         has read the record.

@@ -7,7 +7,8 @@ import pytest
 from celery_leases.call import Call
 from celery_leases.effect import EffectState, Found
 from celery_leases.record import Record
-from celery_leases.stores.interfaces import EffectStore, RecordStore
+from celery_leases.stores.sql.effects import SqlEffectStore
+from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import (
     CHARGE,
@@ -28,7 +29,7 @@ class ScopeContract(EffectCase):
     """
 
     def test_a_call_finds_its_effect_after_another_has_had_the_record(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """The call crashed inside the effect, and another call took over the key and finished. The
         effect still has no reply.
@@ -53,7 +54,7 @@ class ScopeContract(EffectCase):
         assert [effect.result for effect in effects.of_key(record)] == ['"of the first"']
 
     def test_both_kinds_of_effects_are_of_the_record(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """A deployment may have changed the scope."""
         record = won(records, make_call(key))
@@ -67,7 +68,7 @@ class ScopeContract(EffectCase):
         assert effects.of_key(record) == []
 
     def test_an_operator_forgets_no_effect_of_another_call(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """The operator has checked the effects that the record shows, which are those of its
         call.
@@ -83,7 +84,7 @@ class ScopeContract(EffectCase):
         )
 
     def test_a_forgotten_record_leaves_the_effects_of_calls(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """They are no longer shown, but the same call finds them if it runs again."""
         call = make_call(key, each_runs=True)
@@ -98,7 +99,7 @@ class ScopeContract(EffectCase):
     # -- purging -----------------------------------------------------------------------------------
 
     def test_effects_of_calls_are_purged_when_they_expire(
-        self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str, pass_time: PassTime
     ) -> None:
         """Even if other calls of the key run meanwhile. Unexpired effects, and those of the
         record's current call, stay.
@@ -118,7 +119,12 @@ class ScopeContract(EffectCase):
 
     @pytest.mark.parametrize("keep", [0.1, HOUR])
     def test_effects_of_calls_need_no_record(
-        self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime, keep: float
+        self,
+        records: SqlRecordStore,
+        effects: SqlEffectStore,
+        key: str,
+        pass_time: PassTime,
+        keep: float,
     ) -> None:
         """They are purged with the record if they have expired; otherwise they stay for the
         call.
@@ -134,7 +140,7 @@ class ScopeContract(EffectCase):
         assert len(effects.of_key(won(records, again(call, each_runs=True)))) == (keep == HOUR)
 
     def test_an_effect_taken_over_expires_later(
-        self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str, pass_time: PassTime
     ) -> None:
         """Its retention counts from the takeover."""
         call = make_call(key, each_runs=True)
@@ -147,7 +153,7 @@ class ScopeContract(EffectCase):
         assert len(effects.of_key(won(records, again(call, each_runs=True)))) == 1
 
     def test_many_effects_are_purged_in_batches(
-        self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str, pass_time: PassTime
     ) -> None:
         """The result of a full batch shows that there may be more."""
         record = won(records, make_call(key, each_runs=True))
@@ -160,7 +166,9 @@ class ScopeContract(EffectCase):
         assert effects.of_key(record) == []
         assert finished(effects, lasting)
 
-    def ran(self, records: RecordStore, effects: EffectStore, call: Call, keep: float) -> Record:
+    def ran(
+        self, records: SqlRecordStore, effects: SqlEffectStore, call: Call, keep: float
+    ) -> Record:
         """The row after a run with one effect, whose retention is *keep*."""
         record = won(records, call)
         assert finished(effects, sent(effects, record, keep=keep))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from celery_leases.record import Ended, Failure, Record, State
-from celery_leases.stores.interfaces import RecordStore
+from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import make_call
 from celery_leases.testing.contracts.record_case import (
     PassTime,
@@ -49,7 +49,7 @@ class FailureContract(RecordCase):
         ],
     )
     def test_a_failure_is_remembered_as_it_was_given(
-        self, records: RecordStore, key: str, failure: Failure
+        self, records: SqlRecordStore, key: str, failure: Failure
     ) -> None:
         """All its fields, also once it is the failure of the previous attempt."""
         closed(
@@ -68,7 +68,7 @@ class FailureContract(RecordCase):
         assert row(records, key).failure is None
 
     def test_counts_are_written_and_outlive_the_next_claim(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """Failures, quick retries, cooldowns, and the time of the last failure."""
         record = won(records, make_call(key))
@@ -83,7 +83,7 @@ class FailureContract(RecordCase):
         assert record.failed_at == found.failed_at
 
     def test_only_a_failure_moves_the_moment_of_the_last_one(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """Another end of an attempt does not change it. A call that never failed has none."""
         assert (
@@ -113,7 +113,7 @@ class FailureContract(RecordCase):
         assert failed.failed_at is not None
         assert moved.failed_at > failed.failed_at
 
-    def test_counts_end_with_their_generation(self, records: RecordStore, key: str) -> None:
+    def test_counts_end_with_their_generation(self, records: SqlRecordStore, key: str) -> None:
         """If each call runs, the next one begins at 0, also if its own first attempt dies.
         Crashes are counted on.
         """
@@ -132,7 +132,7 @@ class FailureContract(RecordCase):
         assert counts(won(records, again(other, each_runs=True))) == (1, 0, 0, True)
 
     def test_counts_end_with_the_retention(
-        self, records: RecordStore, key: str, pass_time: PassTime
+        self, records: SqlRecordStore, key: str, pass_time: PassTime
     ) -> None:
         """A row whose retention is over counts as absent, including its failures."""
         more: dict[str, Any] = {"retention": self.short, "resumes": True, **COUNTED}
@@ -150,7 +150,7 @@ class FailureContract(RecordCase):
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     def test_a_copy_of_a_call_that_raised_is_refused(
-        self, records: RecordStore, key: str, state: State
+        self, records: SqlRecordStore, key: str, state: State
     ) -> None:
         """Its caller has got the error. A new message with its id, and any other call, may run."""
         call = make_call(key)
@@ -167,7 +167,7 @@ class FailureContract(RecordCase):
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     def test_a_fresh_message_that_waits_for_a_failure_runs_once(
-        self, records: RecordStore, key: str, state: State
+        self, records: SqlRecordStore, key: str, state: State
     ) -> None:
         """A copy of it that comes after that run is refused, because the failure it waited for is
         no longer the last one.
@@ -187,7 +187,7 @@ class FailureContract(RecordCase):
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     def test_a_copy_of_a_call_that_resumes_runs_at_its_time(
-        self, records: RecordStore, key: str, state: State, pass_time: PassTime
+        self, records: SqlRecordStore, key: str, state: State, pass_time: PassTime
     ) -> None:
         """Not before. Afterwards other calls may run too."""
         call = make_call(key)
@@ -209,7 +209,7 @@ class FailureContract(RecordCase):
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     @pytest.mark.parametrize("resumes", [True, False])
     def test_a_call_that_comes_back_keeps_its_arguments(
-        self, records: RecordStore, key: str, state: State, resumes: bool
+        self, records: SqlRecordStore, key: str, state: State, resumes: bool
     ) -> None:
         """A call with other arguments may take the key of a call that has raised its error, but not
         that of a call that resumes.
@@ -245,7 +245,7 @@ class FailureContract(RecordCase):
         ],
     )
     def test_another_outcome_of_the_same_attempt_is_not_taken_for_ours(
-        self, records: RecordStore, key: str, more: dict[str, Any]
+        self, records: SqlRecordStore, key: str, more: dict[str, Any]
     ) -> None:
         """The same outcome is, because the reply to the first try may have been lost."""
         record = won(records, make_call(key))

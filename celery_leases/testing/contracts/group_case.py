@@ -8,12 +8,11 @@ from uuid import uuid4
 import pytest
 
 from celery_leases.call import Call
-from celery_leases.decide.answers import Acquired, BlockedByGate, Claimed
+from celery_leases.decide.answers import Acquired, Refusal, Refused
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.groups.group import Closing, Gate
 from celery_leases.stores.interfaces import GateStore, LeaseStore, MarkedLeaseStore
 from celery_leases.testing.contracts.calls import (
-    Answer,
     acquired,
     fresh_key,
     make_call,
@@ -86,8 +85,9 @@ def found(store: GateStore, group: str) -> Gate:
 def shut(store: LeaseStore, call: Call) -> Gate:
     """The gate that refuses *call*, which it must."""
     answer = store.acquire(call)
-    assert isinstance(answer, BlockedByGate), answer
-    assert answer.record is None
+    assert isinstance(answer, Refused), answer
+    assert (answer.why, answer.record) == (Refusal.GATE, None)
+    assert answer.gate is not None
     return answer.gate
 
 
@@ -106,6 +106,6 @@ def probe(store: LeaseStore, call: Call) -> Call:
     return call
 
 
-def probing(answer: Answer) -> bool:
+def probing(answer: Acquired | Refused) -> bool:
     """Whether the call got the lease and the probe slot."""
-    return acquired(answer) and isinstance(answer, Acquired | Claimed) and answer.probe
+    return isinstance(answer, Acquired) and answer.probe

@@ -12,9 +12,14 @@ from uuid import uuid4
 
 import pytest
 
-from celery_leases.decide.answers import BlockedByGate, Renewal, RenewalResult
+from celery_leases.decide.answers import (
+    Acquired,
+    Refused,
+    Renewal,
+    RenewalResult,
+)
 from celery_leases.stores.interfaces import MarkedLeaseStore
-from celery_leases.testing.contracts.calls import Answer, acquired, held
+from celery_leases.testing.contracts.calls import acquired, held
 from celery_leases.testing.contracts.group_case import (
     PATIENCE,
     GateCase,
@@ -46,7 +51,7 @@ class GateProbeContract(GateCase):
         calls = [self.call(group) for _ in range(REQUESTS)]
         together = Barrier(REQUESTS)
 
-        def acquire(number: int) -> Answer:
+        def acquire(number: int) -> Acquired | Refused:
             together.wait(PATIENCE)
             return store.acquire(calls[number])
 
@@ -59,7 +64,8 @@ class GateProbeContract(GateCase):
         assert [acquired(answer) for answer in answers].count(True) == 1
         for answer in answers:
             if not acquired(answer):
-                assert isinstance(answer, BlockedByGate)
+                assert isinstance(answer, Refused)
+                assert answer.gate is not None
                 assert answer.gate.half_open
         gate = shut(store, self.call(group))
         assert gate.probe == probes[0] == found(store, group).probe

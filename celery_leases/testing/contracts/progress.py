@@ -10,7 +10,8 @@ import pytest
 
 from celery_leases.effect import Begun
 from celery_leases.record import Ended, State
-from celery_leases.stores.interfaces import EffectStore, RecordStore
+from celery_leases.stores.sql.effects import SqlEffectStore
+from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.effect_case import (
     EffectCase,
@@ -28,7 +29,7 @@ class ProgressContract(EffectCase):
     # -- progress ----------------------------------------------------------------------------------
 
     def test_progress_is_saved_for_the_next_attempt(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """The last saved progress counts, and nothing else in the row changes."""
         record = won(records, make_call(key))
@@ -41,7 +42,7 @@ class ProgressContract(EffectCase):
 
     @pytest.mark.parametrize("how", ["overtaken", "done", "wrong owner", "forgotten"])
     def test_progress_of_a_stale_attempt_is_refused(
-        self, records: RecordStore, effects: EffectStore, key: str, how: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str, how: str
     ) -> None:
         """It changes nothing."""
         record = won(records, make_call(key))
@@ -63,7 +64,7 @@ class ProgressContract(EffectCase):
 
     @pytest.mark.parametrize("how", ["progress", "effect"])
     def test_progress_ends_the_crashes_in_a_row(
-        self, records: RecordStore, effects: EffectStore, key: str, how: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str, how: str
     ) -> None:
         """The next crash counts as the first."""
         won(records, make_call(key))
@@ -77,7 +78,7 @@ class ProgressContract(EffectCase):
         assert won(records, make_call(key)).crashes == 1
 
     def test_an_outcome_saves_progress_along_or_leaves_it(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """Progress that was not saved before is saved with the outcome."""
         record = won(records, make_call(key))
@@ -91,7 +92,7 @@ class ProgressContract(EffectCase):
         assert won(records, make_call(key)).progress == '{"n": 2}'
 
     def test_the_row_shows_whether_the_attempt_still_runs(
-        self, records: RecordStore, effects: EffectStore, key: str
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str
     ) -> None:
         """By state, fence and owner."""
         record = won(records, make_call(key))
@@ -105,7 +106,7 @@ class ProgressContract(EffectCase):
     # -- purging -----------------------------------------------------------------------------------
 
     def test_effects_are_purged_with_their_record(
-        self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str, pass_time: PassTime
     ) -> None:
         """The next record of the key begins without effects. The effects of other keys stay."""
         lasting = won(records, make_call(fresh_key()))
@@ -124,7 +125,7 @@ class ProgressContract(EffectCase):
         assert len(effects.of_key(lasting)) == 1
 
     def test_purges_at_the_same_time_leave_no_effect(
-        self, records: RecordStore, effects: EffectStore, pass_time: PassTime
+        self, records: SqlRecordStore, effects: SqlEffectStore, pass_time: PassTime
     ) -> None:
         """An effect that stayed would belong to the next record of the key, because that has the
         same generation.

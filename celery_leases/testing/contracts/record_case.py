@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 
 from celery_leases.call import Call
+from celery_leases.decide.answers import Refused
 from celery_leases.record import (
     Ended,
     Outcome,
     Record,
-    Refused,
     State,
-    Won,
 )
-from celery_leases.stores.interfaces import RecordStore
-from celery_leases.testing.contracts.calls import fresh_key, make_call
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.testing.contracts.calls import claimed, fresh_key, make_call
 
 STORE = "redis:one"
 """The lease store in the claims. It is separate from the records, so each lease counts as lost."""
@@ -33,7 +32,7 @@ class RecordCase:
     short = 0.4
 
     @pytest.fixture
-    def records(self) -> RecordStore:
+    def records(self) -> SqlRecordStore:
         """The store under test; override this."""
         raise NotImplementedError("override the fixture `records` with a record store")
 
@@ -48,14 +47,12 @@ class RecordCase:
         return fresh_key()
 
 
-def won(records: RecordStore, call: Call, lease_store: str = STORE) -> Record:
+def won(records: SqlRecordStore, call: Call, lease_store: str = STORE) -> Record:
     """The row after a claim, which must succeed."""
-    claim = records.claim(call, lease_store)
-    assert isinstance(claim, Won), claim
-    return claim.record
+    return claimed(records.claim(call, lease_store))
 
 
-def refused(records: RecordStore, call: Call, lease_store: str = STORE) -> Record:
+def refused(records: SqlRecordStore, call: Call, lease_store: str = STORE) -> Record:
     """The row that refuses the claim. The claim must not change the row."""
     before = row(records, call.key.stored)
     claim = records.claim(call, lease_store)
@@ -66,7 +63,7 @@ def refused(records: RecordStore, call: Call, lease_store: str = STORE) -> Recor
     return claim.record
 
 
-def row(records: RecordStore, key: str) -> Record:
+def row(records: SqlRecordStore, key: str) -> Record:
     """The row, without the time at which it was read."""
     record = records.read(key)
     assert record is not None
@@ -91,14 +88,16 @@ def outcome(
     return Outcome(state, ended, **(given | more))
 
 
-def closed(records: RecordStore, record: Record, state: State = State.DONE, **more: Any) -> Record:
+def closed(
+    records: SqlRecordStore, record: Record, state: State = State.DONE, **more: Any
+) -> Record:
     """The row after the outcome was written, which must succeed."""
     assert records.settle(record, outcome(record, state, **more))
     return row(records, record.stored_key)
 
 
 def waiting(
-    records: RecordStore,
+    records: SqlRecordStore,
     call: Call,
     retry_after: float,
     state: State = State.PENDING,

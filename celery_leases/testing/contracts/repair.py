@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 
 from celery_leases.record import Ended, Failure, State
-from celery_leases.stores.interfaces import RecordStore
+from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import RecordCase, again, closed, outcome, row, won
 
@@ -16,7 +16,7 @@ from celery_leases.testing.contracts.record_case import RecordCase, again, close
 class RepairContract(RecordCase):
     """Operators read many rows, and reset a row even if an attempt owns it."""
 
-    def test_rows_are_found_by_state_and_task_latest_first(self, records: RecordStore) -> None:
+    def test_rows_are_found_by_state_and_task_latest_first(self, records: SqlRecordStore) -> None:
         """At most *limit* rows."""
         task = f"task-{uuid4().hex}"
         rows = [won(records, make_call(fresh_key(), task=task)) for _ in range(4)]
@@ -42,7 +42,7 @@ class RepairContract(RecordCase):
 
     @pytest.mark.parametrize("keep", [True, False])
     def test_a_reset_takes_the_row_from_its_owner(
-        self, records: RecordStore, key: str, keep: bool
+        self, records: SqlRecordStore, key: str, keep: bool
     ) -> None:
         """The row has a new fence, so the owner can no longer write its outcome. Its attempt does
         not count as a crash.
@@ -62,7 +62,7 @@ class RepairContract(RecordCase):
 
     @pytest.mark.parametrize("state", [State.PENDING, State.FAILED, State.UNCERTAIN, State.COOLING])
     def test_a_reset_frees_a_row_that_waits_or_has_failed(
-        self, records: RecordStore, key: str, state: State
+        self, records: SqlRecordStore, key: str, state: State
     ) -> None:
         """It may be claimed at once, with its history."""
         failure = Failure("builtins.ValueError", "bad", "rule")
@@ -80,7 +80,7 @@ class RepairContract(RecordCase):
 
     @pytest.mark.parametrize("forgive", [True, False])
     def test_a_forgiven_row_has_no_counts_but_its_history(
-        self, records: RecordStore, key: str, forgive: bool
+        self, records: SqlRecordStore, key: str, forgive: bool
     ) -> None:
         """Failures, cooldowns and crashes are 0. The error stays, and the row still belongs to the
         call, whose message may be on its way.
@@ -117,7 +117,7 @@ class RepairContract(RecordCase):
         assert record.previous.error == failure
 
     def test_a_forgotten_row_is_empty_and_of_the_next_generation(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """The next call may have other arguments and gets no saved result, and the same call may
         run again.
@@ -146,7 +146,7 @@ class RepairContract(RecordCase):
 
     @pytest.mark.parametrize("keep", [True, False])
     def test_a_reset_of_a_row_that_has_moved_on_takes_nothing(
-        self, records: RecordStore, key: str, keep: bool
+        self, records: SqlRecordStore, key: str, keep: bool
     ) -> None:
         """It was claimed or settled since it was read. An unchanged row is reset."""
         seen = won(records, make_call(key))
@@ -163,7 +163,7 @@ class RepairContract(RecordCase):
         ("own", "given", "days"), [(30.0, None, 30), (30.0, 2.0, 2), (None, None, 7)]
     )
     def test_a_row_that_was_reset_counts_for_the_retention_of_its_task(
-        self, records: RecordStore, key: str, own: float | None, given: float | None, days: int
+        self, records: SqlRecordStore, key: str, own: float | None, given: float | None, days: int
     ) -> None:
         """The claim has stored the retention. An argument replaces it; without both it is 7
         days.
@@ -176,7 +176,7 @@ class RepairContract(RecordCase):
         assert (after.expires_at - after.now) / 1e6 == pytest.approx(days * day, abs=30)
         assert after.retention == (own or 7) * day
 
-    def test_a_reset_of_an_absent_row_makes_none(self, records: RecordStore, key: str) -> None:
+    def test_a_reset_of_an_absent_row_makes_none(self, records: SqlRecordStore, key: str) -> None:
         """There is nothing to reset."""
         assert records.reset(key, keep=True) is None
         assert records.reset(key, keep=False) is None

@@ -9,7 +9,12 @@ from uuid import uuid4
 
 import pytest
 
-from celery_leases.decide.answers import Acquired, Cooling, Renewal, RenewalResult
+from celery_leases.decide.answers import (
+    Acquired,
+    Refused,
+    Renewal,
+    RenewalResult,
+)
 from celery_leases.stores.interfaces import LeaseStore
 from celery_leases.testing.contracts.calls import acquired, held, make_call
 from celery_leases.testing.contracts.leases import PATIENCE, LeaseStoreContract
@@ -95,7 +100,7 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
         assert store.cool(key, call.token, 4 * self.ttl)
         for rival in (call, make_call(key, ttl=self.ttl)):
             answer = store.acquire(rival)
-            assert isinstance(answer, Cooling)
+            assert isinstance(answer, Refused)
             assert 3 * self.ttl < answer.remaining <= 4 * self.ttl
         assert store.holder(key) is None
         assert store.held([key]) == set()
@@ -114,7 +119,7 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
         assert not store.release(key, call.token)
         assert store.cool(key, call.token, 9 * self.ttl)
         answer = store.acquire(call)
-        assert isinstance(answer, Cooling)
+        assert isinstance(answer, Refused)
         assert answer.remaining <= 4 * self.ttl
 
     @pytest.mark.parametrize("seconds", [2.0, 0.1])

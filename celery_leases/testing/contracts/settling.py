@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from celery_leases.record import Ended, Failure, State
-from celery_leases.stores.interfaces import RecordStore
+from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import (
     PassTime,
@@ -27,7 +27,7 @@ MARGIN = 30e6
 class SettleContract(RecordCase):
     """Every outcome is a compare-and-set on state, fence and owner."""
 
-    def test_success_is_written_with_its_result(self, records: RecordStore, key: str) -> None:
+    def test_success_is_written_with_its_result(self, records: SqlRecordStore, key: str) -> None:
         """The row is done, finished now, and expires after the retention."""
         record = won(records, make_call(key))
         done = closed(records, record, result='{"b": [1, "ü"]}', retention=3600.0, reason="why")
@@ -40,7 +40,7 @@ class SettleContract(RecordCase):
         assert done.retry_at is None
 
     def test_failure_is_written_with_its_error_and_retry_time(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """And with the counts of the outcome, whatever they were before."""
         failure = Failure("shop.errors.Declined", "declined: ü", "rule-7")
@@ -68,7 +68,7 @@ class SettleContract(RecordCase):
         assert abs(found.retry_at - found.finished_at - 120e6) < 1e6
 
     def test_a_waiting_row_does_not_expire_before_its_time(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """Even with a shorter retention."""
         found = waiting(records, make_call(key), 120.0)
@@ -76,7 +76,9 @@ class SettleContract(RecordCase):
         assert found.expires_at is None or found.expires_at >= found.retry_at
 
     @pytest.mark.parametrize("wrong", ["fence", "owner"])
-    def test_only_fence_and_owner_settle(self, records: RecordStore, key: str, wrong: str) -> None:
+    def test_only_fence_and_owner_settle(
+        self, records: SqlRecordStore, key: str, wrong: str
+    ) -> None:
         """A stale attempt changes nothing."""
         record = won(records, make_call(key))
         before = row(records, key)
@@ -89,7 +91,7 @@ class SettleContract(RecordCase):
         assert row(records, key) == before
 
     def test_an_attempt_that_was_overtaken_cannot_settle(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """Neither while its successor runs, nor after the successor has finished."""
         zombie = won(records, make_call(key))
@@ -99,7 +101,7 @@ class SettleContract(RecordCase):
         assert not records.settle(zombie, outcome(zombie, result='"zombie"'))
         assert row(records, key).result == '"right"'
 
-    def test_a_repeated_settlement_is_harmless(self, records: RecordStore, key: str) -> None:
+    def test_a_repeated_settlement_is_harmless(self, records: SqlRecordStore, key: str) -> None:
         """The reply to the commit may have been lost: writing the same outcome again succeeds, and
         changes nothing.
         """
@@ -109,7 +111,7 @@ class SettleContract(RecordCase):
         assert row(records, key) == done
 
     def test_an_attempt_closed_by_another_is_not_settled(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """Another process has settled the row as crashed: a success that was not written must not
         count as written.
@@ -119,7 +121,7 @@ class SettleContract(RecordCase):
         assert not records.settle(record, outcome(record, result='"late"'))
         assert row(records, key) == given_back
 
-    def test_an_unknown_row_cannot_be_settled(self, records: RecordStore, key: str) -> None:
+    def test_an_unknown_row_cannot_be_settled(self, records: SqlRecordStore, key: str) -> None:
         """The row may have been purged."""
         record = replace(won(records, make_call(key)), stored_key=fresh_key())
         assert not records.settle(record, outcome(record))
@@ -129,7 +131,7 @@ class SettleContract(RecordCase):
 
     @pytest.mark.parametrize("state", [State.DONE, State.FAILED, State.PENDING])
     def test_a_row_counts_as_absent_after_its_retention(
-        self, records: RecordStore, key: str, state: State, pass_time: PassTime
+        self, records: SqlRecordStore, key: str, state: State, pass_time: PassTime
     ) -> None:
         """The next claim is a first attempt. Of the old row only the fence matters, which grows."""
         old = closed(
@@ -155,14 +157,14 @@ class SettleContract(RecordCase):
         assert record.fence > old.fence
 
     def test_a_done_row_is_refused_until_its_retention_is_over(
-        self, records: RecordStore, key: str
+        self, records: SqlRecordStore, key: str
     ) -> None:
         """The retention here is 60 seconds."""
         closed(records, won(records, make_call(key)), retention=60.0)
         refused(records, make_call(key))
 
     def test_old_rows_are_purged_in_batches(
-        self, records: RecordStore, pass_time: PassTime
+        self, records: SqlRecordStore, pass_time: PassTime
     ) -> None:
         """Running rows and rows whose retention is not over stay."""
         old = [fresh_key() for _ in range(5)]
