@@ -21,6 +21,7 @@ from celery_leases.errors import (
     KeyUnusable,
     LeaseConfigurationError,
     LeaseIsLive,
+    LeaseMisuse,
     RecordUnreadable,
     StoreUnavailable,
     UnknownKey,
@@ -223,62 +224,45 @@ class OperatorClient(LeaseClient):
         published = self.publish(stored) if publish and what == "retry" and keeps_message else None
         return Change(after, True, None, published, next_step(what, after, published))
 
-    def purge(
-        self,
-        wanted: RecordFilter = EVERY_RECORD,
-        *,
-        older: Duration | datetime | None = None,
-        batch: int = PURGE_BATCH,
-    ) -> Iterator[int]:
-        """Delete records in batches; yields how many records each batch has deleted.
-
-        Without *older*: all records whose retention is over. With *older*: the wanted records that
-        have not changed for that long, or since that datetime, even if their retention is not over.
-        A later copy of a deleted call runs its body again. Records that run, or whose message must
-        still be published, are never deleted; ``uncertain`` records only if *wanted* names that
-        state.
-        """
-        wanted, after = self.purgeable(wanted, older), ""
-        if older is None:
-            while (deleted := self._records.purge(batch)) > 0:
-                yield deleted
-            return
-        while True:
-            deleted, last = self._records.delete_unmoved(wanted, batch, after)
-            if deleted:
-                yield deleted
-            if last is None:
-                return
-            after = last
-
     def purgeable(
-        self, wanted: RecordFilter = EVERY_RECORD, older: Duration | datetime | None = None
+        self, wanted: RecordFilter = EVERY_RECORD, older: Duration | None = None
     ) -> RecordFilter:
-        """A filter for the records that :meth:`purge` deletes.
+        """The records that :meth:`purge` may delete.
 
-        To delete later what is counted now, pass both the same datetime as *older*, see
-        :meth:`so_long_ago`. Raises :class:`~celery_leases.errors.LeaseConfigurationError` for a
-        filter that purge does not support.
+        Without *older*: all whose retention is over. With *older*: the wanted records that have not
+        changed for that long before now, even if their retention is not over; ``uncertain`` ones
+        only if *wanted* names that state. Records that run, or whose message must still be
+        published, are none of them. Raises :class:`~celery_leases.errors.LeaseConfigurationError`
+        for a filter that purge does not support.
         """
         self._ready()
+        now = self._records.now()
         if older is None:
-            return RecordFilter(expired_at=self._records.now())
+            return RecordFilter(expired_at=now)
         if not wanted.decided_by_columns:
             raise LeaseConfigurationError(
                 f"purge: {', '.join(wanted.states) or wanted.reason} cannot be purged; take states that have ended"
             )
-        before = older if isinstance(older, datetime) else self.so_long_ago(older)
-        return replace(
-            wanted,
-            states=wanted.states or PURGED,
-            unmoved_since=round(before.timestamp() * 1e6),
-            published=True,
-        )
+        before = round(now - seconds(older, "older") * 1e6)
+        states = wanted.states or PURGED
+        return replace(wanted, states=states, unmoved_since=before, published=True)
 
-    def so_long_ago(self, span: Duration) -> datetime:
-        """The time *span* before now, by the database's clock."""
+    def purge(self, doomed: RecordFilter, *, batch: int = PURGE_BATCH) -> Iterator[int]:
+        """Delete the records of a filter that :meth:`purgeable` made, in batches; yields how many
+        records each batch has deleted. A later copy of a deleted call runs its body again.
+        """
         self._ready()
-        return datetime.fromtimestamp(self._records.now() / 1e6 - seconds(span, "older"), UTC)
+        if doomed.expired_at is not None:
+            while (deleted := self._records.purge(batch)) > 0:
+                yield deleted
+            return
+        if not doomed.published:
+            raise LeaseMisuse("purge(): give it a filter that purgeable() has made")
+        after: str | None = ""
+        while after is not None:
+            deleted, after = self._records.delete_unmoved(doomed, batch, after)
+            if deleted:
+                yield deleted
 
     # -- counting and measuring --------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from celery import Celery
 from sqlalchemy import insert, text
 
 from celery_leases import LeasedTask
-from celery_leases.errors import LeaseConfigurationError, StoreUnavailable, UnknownKey
+from celery_leases.errors import LeaseConfigurationError, LeaseMisuse, StoreUnavailable, UnknownKey
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.groups.group import Closing
 from celery_leases.ops.client import OperatorClient
@@ -346,20 +346,22 @@ def test_old_records_are_purged_and_nothing_else(client: OperatorClient, put: Pu
         client._records,
         "UPDATE celery_leases_records SET publish_at = 5 WHERE stored_key = 't:t|enqueued'",
     )
-    since = client.so_long_ago("30d")
+    doomed = client.purgeable(older="30d")
     put("younger", ago=30 * 86_400 - 1)
-    assert client.how_many(client.purgeable(older=since)) == 5, "another one is to be published"
+    assert client.how_many(doomed) == 5, "another one is to be published"
     wait_until(lambda: client.how_many(client.purgeable(older="30d")) == 6, 60, "its time")
-    assert list(client.purge(older=since, batch=2)) == [2, 2, 1]
-    assert list(client.purge(older="30d", batch=2)) == [1]
+    assert list(client.purge(doomed, batch=2)) == [2, 2, 1]
+    assert list(client.purge(client.purgeable(older="30d"), batch=2)) == [1]
     assert set(keys(client.page().statuses)) == {"new", "running", "doubt", "enqueued"}
-    assert list(client.purge(client.where(states=["uncertain"]), older="30d")) == [1]
+    assert list(client.purge(client.purgeable(client.where(states=["uncertain"]), "30d"))) == [1]
     for wrong in ({"states": ["running"]}, {"reason": "error"}):
         with pytest.raises(LeaseConfigurationError, match="cannot be purged"):
-            list(client.purge(client.where(**wrong), older="30d"))  # type: ignore[arg-type]
-    assert list(client.purge()) == [], "their retention is not over"
+            client.purgeable(client.where(**wrong), "30d")
+    with pytest.raises(LeaseMisuse, match="purgeable"):
+        list(client.purge(client.where(states=["done"])))
+    assert list(client.purge(client.purgeable())) == [], "their retention is not over"
     sql(client._records, "UPDATE celery_leases_records SET expires_at = 5 WHERE state = 'done'")
-    assert list(client.purge()) == [1]
+    assert list(client.purge(client.purgeable())) == [1]
 
 
 def test_effects_go_with_a_purged_record(client: OperatorClient, put: Put) -> None:
@@ -377,7 +379,7 @@ def test_effects_go_with_a_purged_record(client: OperatorClient, put: Put) -> No
     with client._records.database.engine.connect() as connection:
         for key in ("old", "new"):
             connection.execute(insert(effects).values(stored_key=f"t:t|{key}", **given))
-    list(client.purge(older="30d"))
+    list(client.purge(client.purgeable(older="30d")))
     with client._records.database.engine.connect() as connection:
         left = (
             connection.execute(text("SELECT stored_key FROM celery_leases_effects")).scalars().all()
@@ -435,7 +437,7 @@ def test_a_page_reads_what_it_shows(client: OperatorClient, sql_records: SqlReco
     assert read == [20]
     assert sum(1 for _ in client.matching()) == 3000
     assert max(read) == 500
-    assert [*client.purge(older="1d", batch=1000)] == [1000, 1000, 1000]
+    assert [*client.purge(client.purgeable(older="1d"), batch=1000)] == [1000, 1000, 1000]
 
 
 def test_the_docs_example_retries_rate_limits(client: OperatorClient, put: Put) -> None:

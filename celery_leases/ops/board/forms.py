@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC
 from typing import Any, Final, Literal, get_args
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
@@ -133,14 +133,6 @@ def page_token_of(given: Fields) -> str | None:
     if place is None or abs(place.value) >= 2**63 or "\x00" in place.stored_key:
         raise bad_request("There is no such page: start with the first one.")
     return token
-
-
-def time_of(given: Fields, name: str) -> datetime:
-    """The time in a field that has microseconds since the epoch."""
-    found = given.number(name, TIME_MAX)
-    if found is None:
-        raise bad_request("The form cannot be read.")
-    return datetime.fromtimestamp(found / 1e6, UTC)
 
 
 # -- the filter in the form that confirms an action -----------------------------------------------

@@ -358,9 +358,8 @@ def purge(ctx: click.Context, older: str | None, dry_run: bool, yes: bool, **opt
     if older is None and any(conditions.values()):
         raise click.UsageError("--state, --task and --key need --older")
     client = operator_of(ctx)
-    wanted = client.where(**conditions)
-    unchanged_since = client.so_long_ago(older) if older is not None else None
-    count = client.how_many(client.purgeable(wanted, unchanged_since))
+    doomed = client.purgeable(client.where(**conditions), older)
+    count = client.how_many(doomed)
     if dry_run:
         click.echo(f"{counted(count, 'record')} would be deleted")
         return
@@ -369,7 +368,7 @@ def purge(ctx: click.Context, older: str | None, dry_run: bool, yes: bool, **opt
     deleted = 0
     try:
         with _progress(count, "purge") as advance:
-            for batch in client.purge(wanted, older=unchanged_since):
+            for batch in client.purge(doomed):
                 deleted += batch
                 advance(batch)
     finally:

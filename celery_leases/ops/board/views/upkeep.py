@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime
+from dataclasses import replace
 from typing import Any, Final
 
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.ops import formatting
 from celery_leases.ops.board.application import HtmlPage, Redirect, ViewRequest, check_confirmed
 from celery_leases.ops.board.bulk_jobs import Step
-from celery_leases.ops.board.forms import Fields, bad_request, time_of
+from celery_leases.ops.board.forms import TIME_MAX, Fields, bad_request
 from celery_leases.ops.client import OperatorClient
 from celery_leases.record import State
 from celery_leases.record_filters import RecordFilter
@@ -36,13 +36,11 @@ def upkeep(_: ViewRequest) -> HtmlPage:
 def confirm(request: ViewRequest) -> HtmlPage:
     """Ask for confirmation and show the number of records; nothing is changed."""
     wanted = _wanted(request.form)
-    client, count, since = request.client, None, None
-    if wanted["what"] == "purge":
-        since = client.so_long_ago(wanted["older"])
+    count, since = None, None
     if wanted["what"] in ("purge", "purge_expired"):
-        count = client.how_many(client.purgeable(_filter(client, wanted), since))
-    moment = round(since.timestamp() * 1e6) if since is not None else None
-    counted = {"count": count, "at_most": MAX_MESSAGES, "since": moment}
+        doomed = _purgeable(request.client, wanted)
+        count, since = request.client.how_many(doomed), doomed.unmoved_since
+    counted = {"count": count, "at_most": MAX_MESSAGES, "since": since}
     return HtmlPage("confirm_upkeep.html", wanted | counted)
 
 
@@ -52,7 +50,9 @@ def act(request: ViewRequest) -> HtmlPage | Redirect:
     wanted, client = _wanted(request.form), request.client
     words = [wanted["label"], wanted["older"], *wanted["states"], wanted["task"]]
     name = " ".join(formatting.printed(word) for word in words if word)
-    since = time_of(request.form, "since") if wanted["what"] == "purge" else None
+    since = request.form.number("since", TIME_MAX)
+    if since is None and wanted["what"] == "purge":
+        raise bad_request("The form cannot be read.")
     steps = (
         _purged(client, wanted, since)
         if wanted["what"].startswith("purge")
@@ -81,15 +81,14 @@ def _wanted(form: Fields) -> dict[str, Any]:
     }
 
 
-def _filter(client: OperatorClient, wanted: dict[str, Any]) -> RecordFilter:
-    return client.where(states=wanted["states"], task=wanted["task"] or None)
+def _purgeable(client: OperatorClient, wanted: dict[str, Any]) -> RecordFilter:
+    conditions = client.where(states=wanted["states"], task=wanted["task"])
+    return client.purgeable(conditions, wanted["older"])
 
 
-def _purged(
-    client: OperatorClient, wanted: dict[str, Any], since: datetime | None
-) -> Iterator[Step]:
+def _purged(client: OperatorClient, wanted: dict[str, Any], since: int | None) -> Iterator[Step]:
     """Delete what was counted: nothing that has changed since, or has become old enough since."""
-    for deleted in client.purge(_filter(client, wanted), older=since):
+    for deleted in client.purge(replace(_purgeable(client, wanted), unmoved_since=since)):
         yield Step(f"{deleted} records deleted", changed=deleted, count=deleted)
 
 
