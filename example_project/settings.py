@@ -12,13 +12,9 @@ broker_connection_retry_on_startup = True
 # A worker that reserves only what it can run loses little when it dies.
 worker_prefetch_multiplier = 1
 
-if broker_url.startswith(("redis", "sentinel")):
+if "VISIBILITY_TIMEOUT" in os.environ:  # for plain Celery; leased tasks do not need it
     broker_transport_options = {
-        # A dead worker's messages come back after this many seconds; copies that come too early are
-        # harmless here.
-        "visibility_timeout": float(os.environ.get("VISIBILITY_TIMEOUT", "90")),
-        # kombu 5.7+: look for them every 5 s. Its default, and the only choice of older versions,
-        # is every 100 s.
+        "visibility_timeout": float(os.environ["VISIBILITY_TIMEOUT"]),
         "unacked_restore_interval": float(os.environ.get("RESTORE_INTERVAL", "5")),
         "unacked_restore_throttle": 1,
     }

@@ -28,7 +28,12 @@ from celery_leases.settings import is_local
 from celery_leases.stores.sql.schema import NEWEST
 from celery_leases.stores.urls import display_url
 from celery_leases.worker.app_settings import leased_tasks, settings_of
-from celery_leases.worker.checks.settings import options_without_lease, redelivery_warning
+from celery_leases.worker.checks.settings import (
+    PLAIN_TASK_ADVICE,
+    TimeLimits,
+    options_without_lease,
+    short_timeout_of_plain_tasks,
+)
 
 TAG: Final = "celery_leases"
 RELAY_TASKS: Final = frozenset({"celery_leases.relay", "celery_leases.rescue"})
@@ -79,10 +84,9 @@ def check_settings(**_: Any) -> list[CheckMessage]:
                 id="celery_leases.W001",
             )
         )
-    if (slow := redelivery_warning(app)) is not None:
-        text, value = slow
-        line = f"Write CELERY_BROKER_TRANSPORT_OPTIONS = {value}"
-        found.append(Warning(f"The setting {text}.", hint=line, id="celery_leases.W002"))
+    if (twice := short_timeout_of_plain_tasks(app, TimeLimits())) is not None:
+        text, hint = (f"{part[0].upper()}{part[1:]}." for part in (twice, PLAIN_TASK_ADVICE))
+        found.append(Warning(text, hint=hint, id="celery_leases.W002"))
     broker = app.conf.broker_write_url or ""
     broker = broker if isinstance(broker, str) else broker[0]
     if settings.database_url.startswith("sqlite") and broker and not is_local(broker):

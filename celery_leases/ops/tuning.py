@@ -15,9 +15,9 @@ from typing import Any, Self
 from celery import Celery
 
 from celery_leases.deadlines import RATE_MARGIN, RENEWALS_PER_TTL
-from celery_leases.options import ADVISED_TTL, DATABASE, LONGEST_COUNTDOWN
-from celery_leases.worker.app_settings import settings_of
-from celery_leases.worker.checks.settings import redis_options, sweep
+from celery_leases.options import ADVISED_TTL, DATABASE, DEFAULT_TTL, LONGEST_COUNTDOWN
+from celery_leases.worker.app_settings import leased_tasks, settings_of
+from celery_leases.worker.checks.settings import redis_options
 
 CALL_PART = 10
 """A renewal may take a tenth of the ttl: ``deadlines.call_timeout``."""
@@ -112,8 +112,8 @@ class ProcessPause:
 class Delivery:
     """When the broker delivers the messages of a dead worker again.
 
-    ``redelivery`` counts from the first delivery of the message: visibility timeout plus restore
-    interval on Redis, 0 for a broker that notices the lost connection.
+    ``redelivery`` counts from the death of the worker: on Redis the ttl of the worker's own lease
+    and a third of it, 0 for a broker that notices the lost connection.
     """
 
     redelivery: float
@@ -130,7 +130,10 @@ class Delivery:
         from kombu.transport.redis import Channel
 
         timeout = float(options.get("visibility_timeout", Channel.visibility_timeout))
-        return cls(timeout + sweep(options), database_leases, timeout)
+        ttl = min(
+            (task.lease_options.ttl for task in leased_tasks(app).values()), default=DEFAULT_TTL
+        )
+        return cls(ttl + ttl / RENEWALS_PER_TTL, database_leases, timeout)
 
     def delay(self, ttl: float) -> float:
         """The longest countdown of a call that finds the lease of the dead worker."""

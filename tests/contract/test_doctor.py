@@ -90,6 +90,10 @@ def makes(server: RedisServer, tmp_path: Path) -> Iterator[Makes]:
     processes.close_all()
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 def found(app: Celery) -> dict[str, Finding]:
     examination = doctor.examine(app)
     for finding in examination.findings:
@@ -98,7 +102,6 @@ def found(app: Celery) -> dict[str, Finding]:
 
 
 BROKEN: dict[str, dict[str, Any]] = {
-    "no-visibility-timeout": {"broker_transport_options": {}},
     "short-visibility-timeout": {"task": {"time_limit": 2 * TIMEOUT}},
     "prefetch-beyond-visibility-timeout": {"task": {"time_limit": TIMEOUT / 2}},
     "few-broker-connections": {"worker_pool": "gevent", "worker_concurrency": 100},
@@ -330,6 +333,19 @@ def test_a_worker_logs_a_line_for_each(makes: Makes, caplog: pytest.LogCaptureFi
     assert all("\n" not in line and "; " in line for line in said)
 
 
+def test_a_timeout_below_the_run_of_a_plain_task_is_named(makes: Makes) -> None:
+    """Of a task that acknowledges late, and whose time limit is not below the timeout."""
+    app = makes()
+    app.task(name="examined.early", shared=False)(nothing)
+    app.task(name="examined.short", acks_late=True, time_limit=TIMEOUT, shared=False)(nothing)
+    assert "plain-tasks-run-twice" not in found(app)
+    app.task(name="examined.late", acks_late=True, shared=False)(nothing)
+    (finding,) = (one for one in found(app).values() if one.code == "plain-tasks-run-twice")
+    assert finding.problem.endswith("it runs twice: examined.late")
+    app.conf.broker_transport_options = {}
+    assert "plain-tasks-run-twice" not in found(app)
+
+
 def test_greenlet_workers_know_their_pool(makes: Makes, caplog: pytest.LogCaptureFixture) -> None:
     limits = {"soft_time_limit": None, "time_limit": None}
     for pool, concurrency, said in (
@@ -353,10 +369,10 @@ def test_the_command_prints_its_findings_and_exits_with_their_severity(makes: Ma
     ]
     assert len(well.stdout.splitlines()) == 4
     assert types(makes(result_backend=None)).exit_code == 0
-    ill = types(makes(broker_transport_options={}))
+    ill = types(makes(worker_prefetch_multiplier=0))
     assert ill.exit_code == 1
-    assert "warning: no-visibility-timeout" in ill.stdout
-    assert "what happens   broker_transport_options has no visibility_timeout" in ill.stdout
-    assert "what to write  write app.conf.broker_transport_options" in ill.stdout
-    report = json.loads(types(makes(broker_transport_options={}), "--json").stdout)
-    assert [finding["code"] for finding in report["findings"]] == ["no-visibility-timeout"]
+    assert "warning: unlimited-prefetch" in ill.stdout
+    assert "what happens   worker_prefetch_multiplier=0: the first worker" in ill.stdout
+    assert "what to write  write app.conf.worker_prefetch_multiplier = 1" in ill.stdout
+    report = json.loads(types(makes(worker_prefetch_multiplier=0), "--json").stdout)
+    assert [finding["code"] for finding in report["findings"]] == ["unlimited-prefetch"]

@@ -366,37 +366,3 @@ def test_options_on_a_task_without_a_lease_are_a_warning(
     assert said.startswith(
         "task bare.send has lease_key, lease_ttl, but runs without a lease; write base=LeasedTask"
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, "are redelivered after 3600 s, found by a sweep every 100 s"),
-        (
-            {"unacked_restore_interval": 5, "unacked_restore_throttle": 1},
-            "after 3600 s, found by a sweep every 5 s",
-        ),
-        ({"visibility_timeout": 90}, None),
-    ],
-)
-def test_a_redis_broker_without_a_visibility_timeout_is_a_warning(
-    app: Celery,
-    server: RedisServer,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    options: dict[str, Any],
-    expected: str | None,
-) -> None:
-    database = f"sqlite:///{tmp_path / 'records.db'}"
-    started(
-        app, broker_url=server.url, broker_transport_options=options, leases_database_url=database
-    )
-    said = [
-        record.getMessage()
-        for record in caplog.records
-        if "visibility_timeout" in record.getMessage()
-    ]
-    assert bool(said) is (expected is not None)
-    assert expected is None or (
-        expected in said[0] and '"visibility_timeout": 90, "unacked_restore_interval": 5' in said[0]
-    )

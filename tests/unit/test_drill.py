@@ -21,8 +21,7 @@ from celery_leases.ops.tuning import Delivery
 
 Types = Callable[..., Result]
 RABBIT = Delivery(0.0)
-AN_HOUR = Delivery(3700.0, visibility_timeout=3600.0)
-SLOW_SWEEP = Delivery(112.0, visibility_timeout=12.0)
+REDIS = Delivery(20.0, visibility_timeout=3600.0)
 GOOD = Delivery(13.0, visibility_timeout=12.0)
 
 
@@ -67,11 +66,10 @@ def types(app: Celery) -> Types:
     [
         (60.0, RABBIT, "another call", "the ttl: "),
         (60.0, RABBIT, "its own call", "the ttl: "),
-        (10.0, AN_HOUR, "its own call", "the broker: "),
-        (10.0, SLOW_SWEEP, "its own call", "the sweep: "),
+        (15.0, REDIS, "its own call", "the ttl: "),
         (60.0, GOOD, "its own call", "the ttl: "),
         (10.0, GOOD, "its own call", "not the settings: "),
-        (10.0, AN_HOUR, "another call", "not the settings: "),
+        (10.0, REDIS, "another call", "not the settings: "),
     ],
 )
 def test_a_miss_names_what_causes_it(ttl, delivery, who, begin) -> None:
@@ -110,7 +108,7 @@ def test_a_dry_run_shows_what_would_be_done(types: Types, app: Celery) -> None:
     lines = [json.loads(line) for line in types("--dry-run", "--json").stdout.splitlines()]
     assert [line["step"] for line in lines] == ["child", "double", "pause", "worker"]
     assert {line["ttl"] for line in lines} == {60.0}
-    assert lines[-1]["bounds"] == {"another call": 105.0, "its own call": 140.0}
+    assert lines[-1]["bounds"] == {"another call": 105.0, "its own call": 105.0}
     assert lines[0]["bounds"] == {"its own call": None}
     (line,) = types(
         "--dry-run", "--json", "--step", "pause", "--task", "drilled.short"

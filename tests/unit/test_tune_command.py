@@ -160,20 +160,6 @@ def test_an_slo_that_is_missed_is_exit_code_1_with_the_line_to_write(types: Type
     assert "No lease_ttl meets a takeover within 5.0s" in types("--takeover-slo", "5s").stdout
 
 
-def test_a_redis_broker_that_redelivers_late_is_named(types, app, monkeypatch) -> None:
-    monkeypatch.setitem(app.conf, "broker_url", "redis://localhost:1")
-    found = types("--task", "tuned.work", "--takeover-slo", "40s")
-    assert found.exit_code == 1
-    assert "lower visibility_timeout" in found.stdout
-    soon = {
-        "visibility_timeout": 20,
-        "unacked_restore_interval": 5,
-        "unacked_restore_throttle": 1,
-    }
-    monkeypatch.setitem(app.conf, "broker_transport_options", soon)
-    assert types("--task", "tuned.work", "--takeover-slo", "60s").exit_code == 0
-
-
 def test_few_runs_are_said_to_be_few(types: Types) -> None:
     found = types("--task", "tuned.idle").stdout
     assert "Fewer than 100 finished runs, so p99 is a guess: tuned.idle." in found

@@ -100,7 +100,7 @@ def tune(
         advice_of(name, times.get(name, ()), known, delivery, on_top, _span(jitter))
         for name in names
     ]
-    missed = _missed(tasks, advice, delivery, slo) if slo is not None else []
+    missed = _missed(tasks, advice, slo) if slo is not None else []
     if as_json:
         for each in tasks:
             echo_json(each)
@@ -167,9 +167,7 @@ def _lateness(advice: Mapping[str, Any]) -> str:
             return f"The standstill is assumed: with {METRICS_DIRECTORY} workers count how late renewals are."
 
 
-def _missed(
-    tasks: list[dict[str, Any]], advice: Mapping[str, Any], delivery: Delivery, slo: float
-) -> list[str]:
+def _missed(tasks: list[dict[str, Any]], advice: Mapping[str, Any], slo: float) -> list[str]:
     """Why the SLO is not met: one line for each reason."""
     found = []
     longest = advice["longest_ttl_for_slo"]
@@ -184,13 +182,6 @@ def _missed(
             f"{in_short(task['key_free_within'])}, later than {in_short(slo)}; write at most "
             f"lease_ttl={int(longest)}."
             for task in slow
-        )
-    if delivery.redelivery > slo:
-        found.append(
-            f"The broker delivers the message of a dead worker again after up to "
-            f"{in_short(delivery.redelivery)}, so its own call resumes later than "
-            f"{in_short(slo)}: lower visibility_timeout and unacked_restore_interval in "
-            "broker_transport_options. Other calls of the key do not wait for that."
         )
     return found
 

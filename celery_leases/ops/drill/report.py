@@ -48,23 +48,11 @@ class Bounds:
 
     def why_missed(self, step: StepName, who: Taker) -> str:
         """Which setting makes the takeover of *step* miss the SLO, and what to write instead."""
-        timeout, sweep = self.delivery.visibility_timeout or 0.0, self._sweep()
         bound = self.of(step, who)
         if bound is None:
             return (
                 "the worker noticed the death of its pool process late, or its stores answered "
                 "late; see the events"
-            )
-        if who == "its own call" and timeout >= self.slo:
-            return (
-                f"the broker: Redis delivers the message of a dead worker again after the "
-                f"visibility_timeout of {timeout:g} s; lower it in broker_transport_options"
-            )
-        if who == "its own call" and timeout + sweep > self.slo:
-            return (
-                f"the sweep: after the visibility_timeout of {timeout:g} s a worker looks for such "
-                f"messages every {sweep:g} s; lower unacked_restore_interval and "
-                "unacked_restore_throttle in broker_transport_options"
             )
         if bound > self.slo:
             longest = self.delivery.longest_ttl(self.slo)
@@ -81,9 +69,6 @@ class Bounds:
             f"not the settings: they allow {bound:.0f} s; this machine or a server was slow, see "
             "the events"
         )
-
-    def _sweep(self) -> float:
-        return self.delivery.redelivery - (self.delivery.visibility_timeout or 0.0)
 
 
 @dataclass(frozen=True, slots=True)

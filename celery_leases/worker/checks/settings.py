@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -17,8 +18,9 @@ TIME_TO_END: Final = 1.0
 """Seconds that a body needs after its soft time limit: to clean up, and for its outcome to be
 written.
 """
-_ADVISED_BROKER: Final = (
-    '{"visibility_timeout": 90, "unacked_restore_interval": 5, "unacked_restore_throttle": 1}'
+PLAIN_TASK_ADVICE: Final = (
+    "leave visibility_timeout out, because leased tasks need no short one; or give these tasks "
+    "base=LeasedTask, or a shorter time_limit"
 )
 
 
@@ -133,21 +135,25 @@ def findings_without_lease(app: Celery) -> Iterator[Finding]:
         )
 
 
-def redelivery_warning(app: Celery) -> tuple[str, str] | None:
-    """A warning about a Redis broker without a visibility timeout, and the value to write.
-
-    Redis redelivers the messages of a dead worker after that time, an hour by default.
+def short_timeout_of_plain_tasks(app: Celery, limits: TimeLimits) -> str | None:
+    """A warning about tasks without a lease that a Redis broker may deliver again while they run;
+    ``None`` unless the app has set a ``visibility_timeout``.
     """
-    options = redis_options(app)
-    if options is None or "visibility_timeout" in options:
+    timeout = float((redis_options(app) or {}).get("visibility_timeout") or 0)
+    plain = [
+        name
+        for name, task in sorted(app.tasks.items())
+        if task.acks_late
+        and not hasattr(task, "lease_options")
+        and not name.startswith(("celery.", "celery_leases."))
+        and (limits.hard_of(task) or math.inf) > timeout
+    ]
+    if not timeout or not plain:
         return None
-    from kombu.transport.redis import Channel
-
-    text = (
-        "broker_transport_options has no visibility_timeout: messages of a killed worker are "
-        f"redelivered after {Channel.visibility_timeout:g} s, found by a sweep every {sweep(options):g} s"
+    return (
+        f"the visibility_timeout of the broker is {timeout:g} s, and tasks without a lease that acknowledge late "
+        f"may run longer: Redis delivers such a call again while it runs, and it runs twice: {', '.join(plain)}"
     )
-    return text, _ADVISED_BROKER
 
 
 def soft_limit_is_tight(task: Any, limits: TimeLimits) -> bool:
@@ -229,11 +235,8 @@ def _celery_findings(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]
 def _redelivery_findings(
     app: Celery, tasks: Mapping[str, Any], settings: Settings, limits: TimeLimits
 ) -> Iterator[Finding]:
-    if (slow := redelivery_warning(app)) is not None:
-        text, value = slow
-        yield _warning(
-            "no-visibility-timeout", text, f"write app.conf.broker_transport_options = {value}"
-        )
+    if (twice := short_timeout_of_plain_tasks(app, limits)) is not None:
+        yield _warning("plain-tasks-run-twice", twice, PLAIN_TASK_ADVICE)
     if (over := consumer_timeout_warning(app, _hard_limits(tasks, limits), settings)) is not None:
         yield _warning("consumer-timeout", *over)
     prefetch = app.conf.worker_prefetch_multiplier
@@ -296,16 +299,6 @@ def redis_options(app: Celery) -> Mapping[str, Any] | None:
     connection = app.connection_for_read()
     options: Mapping[str, Any] = connection.transport_options
     return options if connection.transport_cls in REDIS_SCHEMES else None
-
-
-def sweep(options: Mapping[str, Any]) -> float:
-    """Seconds between two sweeps, in which a worker on Redis redelivers messages."""
-    from kombu.transport.redis import Channel
-
-    sweep = 1.0
-    for name in ("unacked_restore_interval", "unacked_restore_throttle"):
-        sweep *= options.get(name, getattr(Channel, name, 10))
-    return sweep
 
 
 def _warning(code: str, problem: str, advice: str) -> Finding:
