@@ -6,6 +6,7 @@ from uuid import uuid4
 import pytest
 
 from tests.crash.crash_deployments import Scene
+from tests.integration.deployments import BOTH_WAYS
 from tests.integration.payments import provider  # noqa: F401
 from tests.support.plugin import missing_server
 from tests.support.servers import (
@@ -17,7 +18,6 @@ from tests.support.servers import (
 )
 
 MakeScene = Callable[..., Scene]
-ServerFactory = Callable[[LocalServer], LocalServer]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,17 +28,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def scene_factory(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[MakeScene]:
-    """``scene_factory(combination, urls=..., start=True, **options)`` returns a deployment.
+def combination() -> tuple[str, ...]:
+    """Where the scenes of a test are that is not parametrized by it, and names no other."""
+    return BOTH_WAYS[0]
 
-    *urls* are those of the test's own servers.
+
+@pytest.fixture
+def scene_factory(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    combination: tuple[str, ...],
+) -> Iterator[MakeScene]:
+    """``scene_factory(urls=..., start=True, **options)`` returns a deployment on the combination
+    of the test, or on another one; *urls* are those of the test's own servers.
     """
     scenes: list[Scene] = []
 
     def make(
-        combination: tuple[str, ...],
+        combination: tuple[str, ...] = combination,
         *,
         urls: dict[str, str] | None = None,
         start: bool = True,

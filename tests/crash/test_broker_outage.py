@@ -25,9 +25,7 @@ def test_a_reschedule_that_is_not_confirmed_loses_no_message(
     scene.another(
         env={"PREFETCH": "2", "FAILPOINT_GATE": str(go), **scene.failpoint("slow rescheduled")}
     )
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for("begin", name=name)
+    gate, result = scene.hold("work", name)
     duplicate = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_until_failed("slow rescheduled")
     own_rabbit.pause() if how == "frozen" else own_rabbit.kill()

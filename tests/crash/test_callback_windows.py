@@ -57,10 +57,10 @@ def answered_again(scene: Scene) -> None:
 
 @EVERY
 def test_a_chain_goes_on_with_the_first_result(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...], window: str
+    scene_factory: MakeScene, name: str, window: str
 ) -> None:
     """The plain link runs once where the callbacks were not out yet, else at most twice."""
-    scene = scene_factory(combination, module=FAILING, start=False)
+    scene = scene_factory(module=FAILING, start=False)
     tasks = scene.tasks
     signature = tasks.work.s(name, answer=name)
     signature.link(tasks.plain.s())
@@ -79,9 +79,9 @@ def test_a_chain_goes_on_with_the_first_result(
 
 @PAIRED
 def test_a_group_completes_with_the_first_results(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...], window: str
+    scene_factory: MakeScene, name: str, window: str
 ) -> None:
-    scene = scene_factory(combination, module=FAILING, start=False)
+    scene = scene_factory(module=FAILING, start=False)
     names = [f"{name}{number}" for number in range(3)]
     result = group(scene.tasks.work.s(each) for each in names).apply_async()
     fail(scene, window)
@@ -94,10 +94,8 @@ def test_a_group_completes_with_the_first_results(
 
 
 @CROSSED
-def test_a_chord_counts_its_member_once(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...], window: str
-) -> None:
-    scene = scene_factory(combination, module=FAILING, start=False)
+def test_a_chord_counts_its_member_once(scene_factory: MakeScene, name: str, window: str) -> None:
+    scene = scene_factory(module=FAILING, start=False)
     names = [f"{name}{number}" for number in range(3)]
     result = chord(
         [scene.tasks.work.s(each, answer=each) for each in names], scene.tasks.gather.s()

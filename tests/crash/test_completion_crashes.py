@@ -60,11 +60,9 @@ def run(scene: Scene, name: str, script: list[Any], way: str = "session") -> Any
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=spelled)
 def test_a_process_that_is_killed_around_the_completion_books_once(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str
 ) -> None:
-    scene = make_books(
-        scene_factory(combination, home=BOOKING, concurrency=len(DEATHS), ttl=10, visibility=30)
-    )
+    scene = make_books(scene_factory(home=BOOKING, concurrency=len(DEATHS), ttl=10, visibility=30))
     names = {where: f"{name}-{number}" for number, where in enumerate(DEATHS)}
     results = {where: run(scene, names[where], script) for where, (script, _) in DEATHS.items()}
     for where, (_, runs) in DEATHS.items():
@@ -125,9 +123,9 @@ def test_a_commit_whose_reply_is_lost_has_succeeded(
 
 @ON_SERVERS
 def test_a_backend_that_ends_inside_the_transaction_takes_the_completion_along(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str
 ) -> None:
-    scene = make_books(scene_factory(combination, home=BOOKING, visibility=30))
+    scene = make_books(scene_factory(home=BOOKING, visibility=30))
     for way in ("session", "connection", "driver", "django"):
         script = [OPEN, WRITE, COMPLETE, ["end backend"], COMMIT]
         assert_booked_by_the_second_run(scene, f"{name}-{way}", script, way)

@@ -27,7 +27,7 @@ from tests.integration.cooldowns import (
     refusal,
     status,
 )
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, got, spelled
+from tests.integration.deployments import BOTH_WAYS, got, spelled, until
 from tests.support.servers import PostgresServer, RedisServer
 
 BOTH = pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
@@ -159,10 +159,10 @@ def answers(scene: Scene, name: str) -> bool:
 
 @BOTH
 def test_a_cooldown_is_written_when_the_database_is_back(
-    scene_factory: MakeScene, own_postgres: PostgresServer, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, own_postgres: PostgresServer, name: str
 ) -> None:
     scene = scene_factory(
-        combination, urls={"postgres": own_postgres.new_database()}, visibility=20, home=COOLING
+        urls={"postgres": own_postgres.new_database()}, visibility=20, home=COOLING
     )
     gate = scene.gate()
     result = scene.tasks.resumes.delay(name, [["when", str(gate), *BROKEN], OK])
@@ -173,8 +173,8 @@ def test_a_cooldown_is_written_when_the_database_is_back(
     wait_until(lambda: time.monotonic() - away > 1.0, 10, "an outage of a second")
     with ThreadPoolExecutor(1) as servant:
         starting = servant.submit(own_postgres.start)
-        wait_until(
-            lambda: answers(scene, name), PATIENCE, "the database"
+        until(
+            lambda: answers(scene, name), "the database"
         )  # it may serve long before start() knows
         row = cooled(scene, "resumes", name)
         starting.result()
@@ -212,9 +212,9 @@ def test_a_cooldown_that_could_not_be_written_in_time_is_neither_crash_nor_failu
 @pytest.mark.both_lease_stores
 @BOTH
 def test_a_redelivered_copy_of_a_cooling_call_neither_runs_early_nor_is_lost(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str
 ) -> None:
-    scene = scene_factory(combination, visibility=2, home=COOLING, concurrency=2)
+    scene = scene_factory(visibility=2, home=COOLING, concurrency=2)
     other = scene.another(queue=scene.side_queue())  # ready before the cooldown begins
     script, side = [limited(5), OK], scene.side_queue()
     call = scene.tasks.resumes.delay(name, script)
@@ -237,9 +237,9 @@ def test_a_redelivered_copy_of_a_cooling_call_neither_runs_early_nor_is_lost(
 
 @BOTH
 def test_a_gate_whose_probe_is_killed_is_opened_by_the_next_one(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str
 ) -> None:
-    scene = scene_factory(combination, visibility=3, home=COOLING, concurrency=4, start=False)
+    scene = scene_factory(visibility=3, home=COOLING, concurrency=4, start=False)
     scene.worker.launch()
     other = scene.new_worker()
     scene.workers.append(other)
@@ -278,5 +278,5 @@ def _runs(scene: Scene, keys: list[str], number: int) -> list[dict[str, float]]:
     def found() -> list[dict[str, float]]:
         return [run for run in scene.events("paid") if run["name"] in keys]
 
-    wait_until(lambda: len(found()) >= number, PATIENCE, f"{number} runs")
+    until(lambda: len(found()) >= number, f"{number} runs")
     return found()

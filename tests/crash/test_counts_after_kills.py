@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from celery_leases.ops.metrics import read_counts
-from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import MakeScene
 from tests.crash.crash_deployments import Scene, kill
-from tests.integration.deployments import PATIENCE, POOL_STORES, REDIS_REDIS_POSTGRES, got
+from tests.integration.deployments import POOL_STORES, REDIS_REDIS_POSTGRES, got, until
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def test_each_pool_counts_its_calls_and_renewals(
     gate = scene.gate()
     results = [scene.tasks.work.delay(f"{name}-{number}") for number in range(20)]
     results.append(scene.tasks.work.delay(f"{name}-long", gate=str(gate)))
-    wait_until(lambda: bool(counted(env, "renewal_lateness_seconds_count")), PATIENCE, "a renewal")
+    until(lambda: bool(counted(env, "renewal_lateness_seconds_count")), "a renewal")
     gate.touch()
     for result in results:
         got(result)
@@ -72,9 +71,7 @@ def test_counts_agree_after_kills(scene_factory: MakeScene, name: str, env: dict
         got(result)
     task, ended = scene.tasks.work.name, {"returned": 61, "crashed": 1}
     # The result of a call is sent before its end is counted.
-    wait_until(
-        lambda: counted(env, "attempts_total", "outcome") == ended, PATIENCE, "the last count"
-    )
+    until(lambda: counted(env, "attempts_total", "outcome") == ended, "the last count")
     scene.kill_worker()
     assert counted(env, "attempts_total", "outcome") == recorded(scene) == ended
     assert counted(env, "crashes_total") == {task: 1}

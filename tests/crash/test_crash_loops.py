@@ -60,9 +60,9 @@ def test_c4_a_crash_loop_ends_in_failed(scene_factory: MakeScene, name: str) -> 
     ("how", "combination"), [("sys", BOTH_WAYS[0]), ("os", BOTH_WAYS[1])], ids=["sys", "os"]
 )
 def test_a_body_that_ends_its_process_counts_as_a_crash_and_ends(
-    scene_factory: MakeScene, name: str, how: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, how: str
 ) -> None:
-    scene = scene_factory(combination, ttl=1, visibility=30)
+    scene = scene_factory(ttl=1, visibility=30)
     result = scene.tasks.exits.delay(name, how)
     with pytest.raises(PermanentFailure):
         result.get(timeout=40)

@@ -36,7 +36,6 @@ def test_a_statement_whose_reply_is_lost_is_decided_by_reading_back(
     scene_factory: MakeScene,
     leases_postgres: PostgresServer,
     name: str,
-    combination: tuple[str, ...],
     statement: bytes,
     carried_out: bool,
 ) -> None:
@@ -44,7 +43,7 @@ def test_a_statement_whose_reply_is_lost_is_decided_by_reading_back(
     with CuttingProxy(leases_postgres.port) as proxy:
         through = url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")
         env = {"LEASES_DATABASE_URL": through}
-        scene = scene_factory(combination, urls={"postgres": url}, ttl=3, visibility=30, env=env)
+        scene = scene_factory(urls={"postgres": url}, ttl=3, visibility=30, env=env)
         proxy.cut(statement, before=not carried_out)
         value = scene.tasks.work.delay(name, 0.1).get(timeout=40)
         assert proxy.was_cut.is_set()
@@ -60,17 +59,14 @@ def test_a_statement_whose_reply_is_lost_is_decided_by_reading_back(
 
 @BOTH_LEASES
 def test_a_claim_whose_reply_is_lost_for_longer_than_the_lease_is_no_crash(
-    scene_factory: MakeScene,
-    leases_postgres: PostgresServer,
-    name: str,
-    combination: tuple[str, ...],
+    scene_factory: MakeScene, leases_postgres: PostgresServer, name: str
 ) -> None:
     """The row belongs to an attempt that never ran."""
     url = leases_postgres.new_database()
     with CuttingProxy(leases_postgres.port) as proxy:
         through = url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")
         env = {"LEASES_DATABASE_URL": through}
-        scene = scene_factory(combination, urls={"postgres": url}, ttl=2, visibility=60, env=env)
+        scene = scene_factory(urls={"postgres": url}, ttl=2, visibility=60, env=env)
         proxy.refusing = True
         proxy.cut(CLAIM)
         result = scene.tasks.work.delay(name)
@@ -88,15 +84,11 @@ def test_a_claim_whose_reply_is_lost_for_longer_than_the_lease_is_no_crash(
 @pytest.mark.both_lease_stores
 @BOTH_LEASES
 def test_an_outcome_is_written_after_an_outage_at_the_settle(
-    scene_factory: MakeScene, own_postgres: PostgresServer, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, own_postgres: PostgresServer, name: str
 ) -> None:
     """The outage is longer than the ttl."""
-    scene = scene_factory(
-        combination, urls={"postgres": own_postgres.new_database()}, ttl=2, visibility=60
-    )
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate), answer="kept")
-    scene.wait_for("begin", name=name)
+    scene = scene_factory(urls={"postgres": own_postgres.new_database()}, ttl=2, visibility=60)
+    gate, result = scene.hold("work", name, answer="kept")
     own_postgres.kill()
     gate.touch()
     (ended,) = scene.wait_for("end", name=name)
@@ -120,9 +112,7 @@ def test_a_duplicate_that_finds_the_database_back_first_waits_for_the_holder(
         scene = scene_factory(
             DATABASE_LEASES, urls={"postgres": url}, ttl=2, visibility=60, env=env
         )
-        gate = scene.gate()
-        result = scene.tasks.work.delay(name, gate=str(gate))
-        scene.wait_for("begin", name=name)
+        gate, result = scene.hold("work", name)
         scene.another(env={"LEASES_DATABASE_URL": url})
         proxy.refusing = True
         proxy.cut(SETTLE, before=True)
@@ -147,9 +137,8 @@ def test_a_database_frozen_beyond_the_ttl_at_the_settle_gets_one_end(
     scene = scene_factory(
         REDIS_LEASES, urls={"postgres": own_postgres.new_database()}, ttl=2, concurrency=2
     )
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    (begun,) = scene.wait_for("begin", name=name)
+    gate, result = scene.hold("work", name)
+    (begun,) = scene.events("begin", name=name)
     own_postgres.pause()
     gate.touch()
     (ended,) = scene.wait_for("end", name=name)
@@ -171,9 +160,9 @@ def test_a_database_frozen_beyond_the_ttl_at_the_settle_gets_one_end(
     "combination", [("redis", "database", "sqlite"), ("rabbit", "redis", "sqlite")], ids=spelled
 )
 def test_a_sqlite_file_locked_by_another_writer_is_waited_for(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str
 ) -> None:
-    scene = scene_factory(combination, ttl=5, visibility=60)
+    scene = scene_factory(ttl=5, visibility=60)
     file = scene.database_url.removeprefix("sqlite:///")
     gate = scene.gate()
     with _sqlite_locked(file, 3.0):
@@ -224,9 +213,7 @@ def test_a_worker_without_a_descriptor_left_fails_no_call(
         module="tests.apps.without_descriptors",
         env=env,
     )
-    gate = scene.gate()
-    begun = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for("begin", name=name)
+    gate, begun = scene.hold("work", name)
     starved.touch()
     with create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT").connect() as other:
         ended = (

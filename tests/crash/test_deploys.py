@@ -14,13 +14,9 @@ from tests.support.records import assert_has
 
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 @pytest.mark.nightly
-def test_three_deploys_in_a_row_count_no_crash(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
-) -> None:
-    scene = scene_factory(combination, visibility=3)
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for("begin", name=name)
+def test_three_deploys_in_a_row_count_no_crash(scene_factory: MakeScene, name: str) -> None:
+    scene = scene_factory(visibility=3)
+    gate, result = scene.hold("work", name)
 
     warm = scene.worker
     warm.kill(signal.SIGTERM)
@@ -53,14 +49,12 @@ def test_three_deploys_in_a_row_count_no_crash(
 
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 def test_a_cold_shutdown_of_a_solo_worker_loses_nothing(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str
 ) -> None:
     """Celery ends the body by an error of its own there."""
-    scene = scene_factory(combination, visibility=3, start=False)
+    scene = scene_factory(visibility=3, start=False)
     solo = scene.another(pool="solo")
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for("begin", name=name)
+    gate, result = scene.hold("work", name)
     solo.kill(signal.SIGQUIT)
     solo.wait(20)
     gate.touch()
@@ -71,9 +65,9 @@ def test_a_cold_shutdown_of_a_solo_worker_loses_nothing(
 
 @pytest.mark.parametrize("combination", BOTH_WAYS[:1], ids=spelled)
 def test_a_body_that_tidies_up_in_a_cold_shutdown_counts_no_crash(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str
 ) -> None:
-    scene = scene_factory(combination, visibility=3)
+    scene = scene_factory(visibility=3)
     gate = scene.gate()
     result = scene.tasks.tidies.delay(name, str(gate))
     scene.wait_for("begin", name=name)

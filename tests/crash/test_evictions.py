@@ -33,9 +33,7 @@ def test_a_body_that_lives_is_no_crash_although_its_lease_was_evicted(
     urls = {"LEASES_URL": own_redis.url}
     scene = scene_factory(REDIS_REDIS_POSTGRES, ttl=3, visibility=60, start=False, env=urls)
     scene.another(pool=pool, concurrency=2)
-    gate = scene.gate()
-    first = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for("begin", name=name)
+    gate, first = scene.hold("work", name)
     second = scene.tasks.work.delay(name, gate=str(gate))
     with redis.Redis.from_url(own_redis.url) as admin:
         admin.config_set("maxmemory-policy", "volatile-ttl")

@@ -16,12 +16,11 @@ billiard's five.
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", PAIRWISE, ids=spelled)
 def test_m4_the_work_of_a_killed_pool_child_runs_again_at_once_however_long_its_lease(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str
 ) -> None:
-    scene = scene_factory(combination, ttl=15, visibility=60)
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    (first,) = scene.wait_for("begin", name=name)
+    scene = scene_factory(ttl=15, visibility=60)
+    gate, result = scene.hold("work", name)
+    (first,) = scene.events("begin", name=name)
     before = scene.row("work", f"work:{name}")
     killed = kill(first["pid"])
     second = scene.wait_for("begin", 2, name=name)[1]
@@ -44,12 +43,11 @@ def test_m4_the_work_of_a_killed_pool_child_runs_again_at_once_however_long_its_
     ids=spelled,
 )
 def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to_another(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str
 ) -> None:
-    scene = scene_factory(combination)
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    (first,) = scene.wait_for("begin", name=name)
+    scene = scene_factory()
+    gate, result = scene.hold("work", name)
+    (first,) = scene.events("begin", name=name)
     before = scene.row("work", f"work:{name}")
     killed = kill(scene.worker.pid)
     free = scene.wait_until_free("work", f"work:{name}")
@@ -68,12 +66,11 @@ def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 def test_another_call_takes_over_from_a_killed_worker_within_the_ttl_and_one_reschedule(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str
 ) -> None:
-    scene = scene_factory(combination, visibility=20)
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    (first,) = scene.wait_for("begin", name=name)
+    scene = scene_factory(visibility=20)
+    gate, result = scene.hold("work", name)
+    (first,) = scene.events("begin", name=name)
     scene.another()
     duplicate = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for_log(duplicate.id, "another call holds the key")

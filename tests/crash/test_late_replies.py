@@ -136,9 +136,9 @@ def test_an_interrupted_zombie_loses_its_reply_and_the_other_side_is_asked(
 
 @pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
 def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
-    scene_factory: MakeScene, provider: Provider, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, provider: Provider, name: str
 ) -> None:
-    scene = scene_factory(combination, env={"PROVIDER": provider.url}, concurrency=2, **OPTIONS)
+    scene = scene_factory(env={"PROVIDER": provider.url}, concurrency=2, **OPTIONS)
     early, late = scene.gate(), scene.gate()
     provider.script(name, {"hold": str(early)}, {"hold": str(late)}, dedupe=True)
     first = scene.tasks.flagged.delay(name, "dedupe")
@@ -166,17 +166,13 @@ INTENT, REPLY = b"INSERT INTO celery_leases_effects", b"UPDATE celery_leases_eff
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
 def test_a_statement_whose_reply_is_lost_leaves_nothing_in_doubt(
-    scene_factory: MakeScene,
-    leases_postgres: PostgresServer,
-    provider: Provider,
-    name: str,
-    combination: tuple[str, ...],
+    scene_factory: MakeScene, leases_postgres: PostgresServer, provider: Provider, name: str
 ) -> None:
     url = leases_postgres.new_database()
     with CuttingProxy(leases_postgres.port) as proxy:
         through = url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")
         env = {"PROVIDER": provider.url, "LEASES_DATABASE_URL": through}
-        scene = scene_factory(combination, urls={"postgres": url}, env=env, **OPTIONS | {"ttl": 6})
+        scene = scene_factory(urls={"postgres": url}, env=env, **OPTIONS | {"ttl": 6})
         for number, (statement, before, away) in enumerate(
             (statement, before, away)
             for statement in (INTENT, REPLY)
@@ -204,14 +200,10 @@ def test_a_statement_whose_reply_is_lost_leaves_nothing_in_doubt(
 
 @pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
 def test_a_reply_that_arrives_during_an_outage_is_recorded_afterwards(
-    scene_factory: MakeScene,
-    own_postgres: PostgresServer,
-    provider: Provider,
-    name: str,
-    combination: tuple[str, ...],
+    scene_factory: MakeScene, own_postgres: PostgresServer, provider: Provider, name: str
 ) -> None:
     urls = {"postgres": own_postgres.new_database()}
-    scene = scene_factory(combination, urls=urls, env={"PROVIDER": provider.url}, **OPTIONS)
+    scene = scene_factory(urls=urls, env={"PROVIDER": provider.url}, **OPTIONS)
     result, _, gate = charged(scene, provider, name, "flagged", "stop")
     own_postgres.kill()
     gate.touch()

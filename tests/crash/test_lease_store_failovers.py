@@ -54,9 +54,7 @@ def test_one_body_goes_on_over_a_failover(
     )  # so that the store is no new one
     if replica == "left behind":
         leave_behind(sentinels)
-    stop = scene.gate()
-    result = scene.tasks.checks.delay(name, stop=str(stop))
-    scene.wait_for("begin", name=name)
+    stop, result = scene.hold("checks", name, by="stop")
     mine = scene.wait_for_state("checks", f"checks:{name}", "running")["owner"]
     (old,) = sentinels.servers[:1]
     old.kill()
@@ -86,9 +84,7 @@ def test_a_failover_longer_than_the_lease_ends_in_one_done_record(
     scene = scene_factory(
         BROKER_APART, ttl=2, visibility=30, concurrency=2, env={"LEASES_URL": sentinels.url}
     )
-    stop = scene.gate()
-    result = scene.tasks.checks.delay(name, stop=str(stop))
-    scene.wait_for("begin", name=name)
+    stop, result = scene.hold("checks", name, by="stop")
     for sentinel in sentinels.sentinels:
         sentinel.pause()
     (old,) = sentinels.servers[:1]

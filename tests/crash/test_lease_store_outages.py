@@ -25,9 +25,7 @@ def scene(scene_factory: MakeScene, own_redis: RedisServer) -> Scene:
 def test_an_outage_of_the_lease_store_interrupts_a_body_and_its_work_is_done_later(
     scene: Scene, own_redis: RedisServer, name: str, how: str
 ) -> None:
-    stop = scene.gate()
-    result = scene.tasks.checks.delay(name, stop=str(stop))
-    scene.wait_for("begin", name=name)
+    stop, result = scene.hold("checks", name, by="stop")
     away = time.monotonic()
     own_redis.pause() if how == "frozen" else own_redis.kill()
     (lost,) = scene.wait_for("lost", name=name)
@@ -52,35 +50,12 @@ def test_an_outage_of_the_lease_store_interrupts_a_body_and_its_work_is_done_lat
     )
 
 
-def test_an_outage_shorter_than_the_lease_is_not_noticed_by_the_body(
-    scene: Scene, own_redis: RedisServer, name: str
-) -> None:
-    stop = scene.gate()
-    result = scene.tasks.checks.delay(name, stop=str(stop))
-    scene.wait_for("begin", name=name)
-    mine = scene.holder("checks", f"checks:{name}")
-    own_redis.kill()
-    own_redis.start()
-    duplicate = scene.tasks.checks.delay(name, stop=str(stop))
-    again = _wait_for_holder(scene, name)
-    assert mine is not None
-    assert again == mine.token
-    stop.touch()
-    assert duplicate.get(timeout=20) == result.get(timeout=20)
-    assert len(scene.events("begin", name=name)) == 1
-    scene.done_once("checks", name)
-
-
 @pytest.mark.parametrize("combination", [ELSEWHERE, ("redis", "redis", "postgres")], ids=spelled)
 def test_a_body_keeps_its_lease_when_the_store_is_flushed(
-    scene_factory: MakeScene, own_redis: RedisServer, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, own_redis: RedisServer, name: str
 ) -> None:
-    scene = scene_factory(
-        combination, ttl=3, visibility=30, concurrency=2, env={"LEASES_URL": own_redis.url}
-    )
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for("begin", name=name)
+    scene = scene_factory(ttl=3, visibility=30, concurrency=2, env={"LEASES_URL": own_redis.url})
+    gate, result = scene.hold("work", name)
     mine = scene.holder("work", f"work:{name}")
     with redis.Redis.from_url(own_redis.url) as client:
         client.flushall()
@@ -105,9 +80,7 @@ def test_a_newcomer_with_a_shorter_ttl_takes_nothing_over_after_a_flush(
 ) -> None:
     """The store is older than the newcomer's ttl, and the holder lives."""
     scene = scene_factory(ELSEWHERE, ttl=15, visibility=60, env={"LEASES_URL": own_redis.url})
-    stop = scene.gate()
-    result = scene.tasks.checks.delay(name, stop=str(stop))
-    scene.wait_for("begin", name=name)
+    stop, result = scene.hold("checks", name, by="stop")
     scene.another(env={"TTL": "1"})
     mine = scene.holder("checks", f"checks:{name}")
     lease = f"celery_leases:{{{stored_key('tests.apps.leased.checks', f'checks:{name}')}}}:lease"
@@ -140,9 +113,7 @@ def test_broker_and_leases_on_one_redis_that_dies_with_its_data_on_disk(
     scene = scene_factory(
         ("redis", "redis", "postgres"), urls={"redis": durable_redis.url}, ttl=2, visibility=3
     )
-    stop = scene.gate()
-    result = scene.tasks.checks.delay(name, stop=str(stop))
-    scene.wait_for("begin", name=name)
+    stop, result = scene.hold("checks", name, by="stop")
     durable_redis.kill()
     scene.wait_for("lost", name=name)
     scene.wait_for_state("checks", f"checks:{name}", "pending")

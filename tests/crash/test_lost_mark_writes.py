@@ -37,9 +37,7 @@ def scene_of(factory: MakeScene, proxy: CuttingProxy, **options: object) -> Scen
 
 def held_and_waited_for(scene: Scene, name: str) -> tuple[Path, AsyncResult, AsyncResult]:
     """A key that one call holds, and that another has been rescheduled for."""
-    gate = scene.gate()
-    holder = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for("begin", name=name)
+    gate, holder = scene.hold("work", name)
     waiter = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for_log(waiter.id, "rescheduled in")
     return gate, holder, waiter
@@ -74,9 +72,7 @@ def test_a_message_with_an_unreadable_header_is_not_dropped_for_a_mark(
     scene_factory: MakeScene, proxy: CuttingProxy, name: str
 ) -> None:
     scene = scene_of(scene_factory, proxy, ttl=15)
-    gate = scene.gate()
-    holder = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for("begin", name=name)
+    gate, holder = scene.hold("work", name)
     marks, stored = (
         processes.process_of(scene.app).leases,
         stored_key(scene.tasks.work.name, f"work:{name}"),

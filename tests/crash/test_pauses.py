@@ -69,9 +69,8 @@ def test_a_zombie_that_sleeps_is_interrupted(scene: Scene, name: str) -> None:
 
 
 def test_a_zombie_that_swallows_exceptions_is_interrupted(scene: Scene, name: str) -> None:
-    stop = scene.gate()
-    zombie = scene.tasks.swallows.delay(name, stop=str(stop))
-    (first,) = scene.wait_for("begin", name=name)
+    stop, zombie = scene.hold("swallows", name, by="stop")
+    (first,) = scene.events("begin", name=name)
     scene.worker.pause(pid=first["pid"])
     scene.another()
     result = scene.tasks.swallows.delay(name, stop=str(stop))
@@ -90,9 +89,8 @@ def test_a_redelivered_copy_takes_over_from_a_paused_child_and_finishes(
     scene_factory: MakeScene, name: str
 ) -> None:
     scene = scene_factory(BOTH_WAYS[0], visibility=2)
-    stop = scene.gate()
-    result = scene.tasks.checks.delay(name, stop=str(stop))
-    (first,) = scene.wait_for("begin", name=name)
+    stop, result = scene.hold("checks", name, by="stop")
+    (first,) = scene.events("begin", name=name)
     scene.worker.pause(pid=first["pid"])
     scene.another()
     second = scene.wait_for("begin", 2, name=name)[1]

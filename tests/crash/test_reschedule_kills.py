@@ -14,9 +14,8 @@ STEPS = ("before publish", "after publish", "after mark")
 
 def test_c6_a_copy_that_met_the_holder_is_not_the_last(scene_factory: MakeScene, name: str) -> None:
     scene = scene_factory(REDIS, visibility=2)
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    (first,) = scene.wait_for("begin", name=name)
+    gate, result = scene.hold("work", name)
+    (first,) = scene.events("begin", name=name)
     scene.another()
     scene.wait_for_log(result.id, "rescheduled in")
     wait_until(
@@ -40,9 +39,7 @@ def test_a_worker_killed_during_a_reschedule_loses_no_message(
 ) -> None:
     """The dead worker's lease outlasts the visibility timeout."""
     scene = scene_factory(REDIS, ttl=2 if first_survives else 5, visibility=2, module=FAILING)
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for("begin", name=name)
+    gate, result = scene.hold("work", name)
     second = scene.another(env=scene.failpoint(step))
     scene.wait_until_failed(step)
     second.wait(20)
@@ -61,9 +58,7 @@ def test_a_worker_killed_during_a_reschedule_on_rabbitmq_loses_no_message(
     scene_factory: MakeScene, name: str, step: str
 ) -> None:
     scene = scene_factory(("rabbit", "database", "postgres"), module=FAILING)
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for("begin", name=name)
+    gate, result = scene.hold("work", name)
     second = scene.another(env=scene.failpoint(step))
     duplicate = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_until_failed(step)

@@ -35,9 +35,8 @@ def scene(pool: str, scene_factory: MakeScene) -> Scene:
 def test_a_warm_shutdown_waits_for_the_body_and_renews_its_lease_meanwhile(
     scene: Scene, name: str, pool: str
 ) -> None:
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    (begun,) = scene.wait_for("begin", name=name)
+    gate, result = scene.hold("work", name)
+    (begun,) = scene.events("begin", name=name)
     mine = scene.holder("work", f"work:{name}")
     scene.worker.kill(signal.SIGTERM)
     told = time.monotonic()
@@ -59,9 +58,7 @@ def test_a_warm_shutdown_waits_for_the_body_and_renews_its_lease_meanwhile(
 def test_a_cold_shutdown_loses_nothing(scene: Scene, name: str, pool: str) -> None:
     if pool in ("solo", "gevent") and celery.VERSION < (5, 7):
         pytest.skip(BEFORE_5_7)
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for("begin", name=name)
+    gate, result = scene.hold("work", name)
     scene.worker.kill(signal.SIGQUIT)
     if pool == "threads":
         scene.worker.wait_for_log("does not implement kill_job", 20)  # Celery's own words
@@ -80,9 +77,9 @@ def test_a_cold_shutdown_loses_nothing(scene: Scene, name: str, pool: str) -> No
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 def test_a_further_signal_after_a_cold_shutdown_of_threads_gives_the_attempts_back(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str
 ) -> None:
-    scene = scene_factory(combination, visibility=5, start=False)
+    scene = scene_factory(visibility=5, start=False)
     worker = scene.another(pool="threads", concurrency=2)
     gate = scene.gate()
     names = [f"{name}-{number}" for number in range(2)]
@@ -110,9 +107,7 @@ def test_a_further_signal_after_a_cold_shutdown_of_threads_gives_the_attempts_ba
     "pool", ["gevent"]
 )  # the only other pool whose bodies a revoke reaches is eventlet's
 def test_a_revoked_greenlet_stays_revoked(scene: Scene, name: str, pool: str) -> None:
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for("begin", name=name)
+    _, result = scene.hold("work", name)
     result.revoke(terminate=True)
     row = scene.wait_for_state("work", f"work:{name}", "pending")
     assert (row["ended"], row["attempt"], row["crashes"]) == ("interrupted", 0, 0)

@@ -35,9 +35,8 @@ def report(what: str, combination: tuple[str, ...], spans: list[float]) -> None:
 
 def takeover(scene: Scene, name: str, *, whole_worker: bool) -> float:
     """Seconds from the kill to the begin of the next attempt."""
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    (first,) = scene.wait_for("begin", name=name)
+    gate, result = scene.hold("work", name)
+    (first,) = scene.events("begin", name=name)
     if whole_worker:
         scene.another()
     killed = kill(scene.workers[-2].pid if whole_worker else first["pid"])

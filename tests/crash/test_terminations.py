@@ -64,9 +64,7 @@ def test_m8_a_frozen_child_killed_by_its_limit_frees_the_key(scene: Scene, name:
 
 @pytest.mark.parametrize("sig", ["SIGTERM", "SIGKILL"])
 def test_m6_a_revoked_call_leaves_the_key_free(scene: Scene, name: str, sig: str) -> None:
-    gate = scene.gate()
-    result = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for("begin", name=name)
+    gate, result = scene.hold("work", name)
     asked = time.monotonic()
     result.revoke(terminate=True, signal=sig)
     following = scene.tasks.work.delay(name, gate=str(gate))
@@ -86,9 +84,9 @@ def test_m6_a_revoked_call_leaves_the_key_free(scene: Scene, name: str, sig: str
 
 @pytest.mark.parametrize("combination", BOTH_WAYS[:1], ids=spelled)
 def test_a_request_class_of_the_users_own_does_not_keep_the_key_of_a_revoked_call(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str
 ) -> None:
-    scene = scene_factory(combination, ttl=TTL, visibility=60)
+    scene = scene_factory(ttl=TTL, visibility=60)
     gate = scene.gate()
     result = scene.tasks.audited.delay(name, str(gate))
     scene.wait_for("begin", name=name)

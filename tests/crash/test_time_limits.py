@@ -44,10 +44,10 @@ def test_calls_of_a_killed_worker_run_although_their_limit_is_as_short_as_the_wa
 @pytest.mark.both_lease_stores
 @BOTH_LEASES
 def test_a_database_that_is_silent_for_longer_than_the_limit_ends_no_call(
-    scene_factory: MakeScene, own_postgres: PostgresServer, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, own_postgres: PostgresServer, name: str
 ) -> None:
     scene = scene_factory(
-        combination, urls={"postgres": own_postgres.new_database()}, visibility=30, concurrency=2
+        urls={"postgres": own_postgres.new_database()}, visibility=30, concurrency=2
     )
     scene.tasks.work.delay(f"{name}-first").get(timeout=30)  # the connections are open
     own_postgres.pause()
@@ -80,10 +80,10 @@ def make_slow(scene: Scene, when: str, seconds: float) -> None:
 @pytest.mark.both_lease_stores
 @BOTH_LEASES
 def test_a_body_that_begins_late_and_meets_its_limit_is_counted(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str
 ) -> None:
     """Celery counts the limit from the delivery, so the body has had less than it."""
-    scene = scene_factory(combination, ttl=30, visibility=60)
+    scene = scene_factory(ttl=30, visibility=60)
     make_slow(scene, "TG_OP = 'INSERT' OR NEW.ended IN ('interrupted', 'terminated')", 1.0)
     with pytest.raises(TimeLimitExceeded):
         scene.tasks.limited.apply_async((name,), time_limit=3).get(timeout=30)
@@ -101,9 +101,9 @@ def row_of(scene: Scene, task: str, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("pool", ["prefork", "gevent"])
 @pytest.mark.parametrize("combination", [DATABASE_LEASES], ids=spelled)
 def test_a_limit_that_only_the_worker_knows_is_counted_as_one_of_the_task(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...], pool: str
+    scene_factory: MakeScene, name: str, pool: str
 ) -> None:
-    scene = scene_factory(combination, ttl=30, visibility=60, start=False)
+    scene = scene_factory(ttl=30, visibility=60, start=False)
     scene.another(pool=pool, concurrency=2, options=("--time-limit", "1"))
     for crashes in (1, 2):
         with pytest.raises(TimeLimitExceeded):
@@ -117,9 +117,9 @@ def test_a_limit_that_only_the_worker_knows_is_counted_as_one_of_the_task(
 @pytest.mark.both_lease_stores
 @BOTH_LEASES
 def test_a_queued_call_that_its_limit_ends_before_its_lease_makes_room_for_the_next(
-    scene_factory: MakeScene, name: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str
 ) -> None:
-    scene = scene_factory(combination, ttl=30, visibility=60)
+    scene = scene_factory(ttl=30, visibility=60)
     with pytest.raises(TimeLimitExceeded):
         scene.tasks.prepared.apply_async((name, 30), time_limit=1).get(timeout=30)
     wait_until(

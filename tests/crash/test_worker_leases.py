@@ -39,12 +39,10 @@ def begins(scene: Scene, name: str) -> list[int]:
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent", "eventlet"])
 @pytest.mark.parametrize("combination", [REDIS_REDIS_POSTGRES, REDIS_DATABASE_SQLITE], ids=spelled)
 def test_the_messages_of_a_killed_worker_run_soon(
-    scene_factory: MakeScene, name: str, pool: str, combination: tuple[str, ...]
+    scene_factory: MakeScene, name: str, pool: str
 ) -> None:
     """What has begun begins again, what was fetched begins once; a plain message stays."""
-    scene = scene_factory(
-        combination, ttl=TTL, visibility=AN_HOUR, start=False, env={"PREFETCH": "8"}
-    )
+    scene = scene_factory(ttl=TTL, visibility=AN_HOUR, start=False, env={"PREFETCH": "8"})
     scene.worker = scene.workers[0] = scene.new_worker(pool=pool, concurrency=1)
     scene.worker.start()
     held = scene.directory / "gate"

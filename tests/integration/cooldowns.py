@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from celery_leases import CoolingDown, LeaseStatus
-from celery_leases.testing.waits import wait_until
-from tests.integration.deployments import PATIENCE, Stage, got
+from tests.integration.deployments import Stage, got, until
 
 COOLING = "tests.apps.cooling"
 OK = ["ok"]
@@ -51,17 +50,13 @@ def cooled(stage: Stage, task: str, name: str, cooldowns: int = 1) -> dict[str, 
         row = stage.find_row(task, f"{task}:{name}") or {}
         return (row.get("state"), row.get("cooldowns")) == ("cooling", cooldowns)
 
-    wait_until(seen, PATIENCE, f"cooldown {cooldowns} of {task}:{name}")
+    until(seen, f"cooldown {cooldowns} of {task}:{name}")
     return stage.row(task, f"{task}:{name}")
 
 
 def wait_until_over(stage: Stage, task: str, name: str) -> None:
     """Return when the cooldown is over by the database's clock."""
-    wait_until(
-        lambda: not status(stage, task, name).retry_after,
-        PATIENCE,
-        f"the end of the cooldown of {name}",
-    )
+    until(lambda: not status(stage, task, name).retry_after, f"the end of the cooldown of {name}")
 
 
 def lasted(row: dict[str, Any]) -> float:

@@ -4,7 +4,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from itertools import count
@@ -75,6 +75,11 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Wait for *what*."""
+    wait_until(lambda: bool(condition()), PATIENCE, what)
 
 
 def got(result: Any, **options: Any) -> Any:
@@ -288,10 +293,10 @@ class Stage:
         """A path for a file that does not exist; a body with this gate continues once it does."""
         return self.directory / f"gate-{uuid4().hex[:8]}"
 
-    def hold(self, task: str, name: str, **options: Any) -> tuple[Path, Any]:
+    def hold(self, task: str, name: str, *, by: str = "gate", **options: Any) -> tuple[Path, Any]:
         """Call a task whose body has begun and waits; returns its gate and its result."""
         gate = self.gate()
-        result = getattr(self.tasks, task).delay(name, gate=str(gate), **options)
+        result = getattr(self.tasks, task).delay(name, **{by: str(gate)}, **options)
         self.wait_for("begin", name=name)
         return gate, result
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from celery.events import EventReceiver
 
-from celery_leases.testing.waits import wait_until
-from tests.integration.deployments import PATIENCE, Stage
+from tests.integration.deployments import Stage, until
 
 
 class Watcher:
@@ -51,5 +50,5 @@ class Watcher:
         def found() -> list[dict[str, Any]]:
             return [event for event in self.of(call) if event["type"] == kind]
 
-        wait_until(lambda: bool(found()), PATIENCE, f"{kind} of {call}")
+        until(lambda: bool(found()), f"{kind} of {call}")
         return found()[0]

@@ -119,18 +119,6 @@ def test_forget_frees_a_failed_key_and_release_refers_to_it(operator: Operator) 
     assert json.loads(operator.sees("forget", "invoice:3", "--json"))["state"] == "absent"
 
 
-def test_a_key_of_two_tasks_asks_which(operator: Operator) -> None:
-    operator.finished(WORK, "invoice:5")
-    operator.finished(RERUN, "invoice:5")
-    asked = operator.types("show", "invoice:5")
-    assert asked.returncode == 1
-    assert WORK in asked.stderr
-    assert RERUN in asked.stderr
-    assert json.loads(operator.sees("show", "invoice:5", "--task", RERUN, "--json"))["result"] == {
-        "sent": 1
-    }
-
-
 @pytest.mark.parametrize(
     "words",
     [("list",), ("show", "invoice:5"), ("retry", "invoice:5"), ("forget", "invoice:5")],

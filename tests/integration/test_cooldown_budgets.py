@@ -6,15 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import BenchFactory
 from tests.integration.cooldowns import BROKEN, BUSY, COOLING, OK, refusal
 from tests.integration.deployments import (
-    PATIENCE,
     RABBIT_DATABASE_POSTGRES,
     REDIS_REDIS_POSTGRES,
     got,
     spelled,
+    until,
 )
 from tests.integration.query_logs import Bench
 
@@ -43,7 +42,7 @@ def _fails(bench: Bench, task: str, *arguments: object) -> None:
     call = getattr(bench.stage.tasks, task).delay(*arguments)
     assert isinstance(got(call, propagate=False), Exception)
     # What happens after the caller has its answer belongs to the call too.
-    wait_until(lambda: bool(bench.stage.log(f"{call.id}] raised")), PATIENCE, "the end of the call")
+    until(lambda: bool(bench.stage.log(f"{call.id}] raised")), "the end of the call")
 
 
 def test_an_open_gate_costs_no_more_than_no_group(bench: Bench, name: str) -> None:

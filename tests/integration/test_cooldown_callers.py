@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import chain, chord
+from celery import chain
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_leases import Cooldown, CoolingDown, LeaseStatus, PermanentFailure, RetryLater, Snooze
-from celery_leases.testing.waits import wait_until
 from celery_leases.worker.processes import close_all
 from tests.integration.cooldowns import (
     BROKEN,
@@ -24,7 +23,14 @@ from tests.integration.cooldowns import (
     refusal,
     status,
 )
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Stage, got, imported_anew, stages
+from tests.integration.deployments import (
+    BOTH_WAYS,
+    Stage,
+    got,
+    imported_anew,
+    stages,
+    until,
+)
 from tests.integration.event_watcher import Watcher
 from tests.integration.rate_limited_server import Answered
 
@@ -65,7 +71,7 @@ def test_ignore_and_reject_mean_after_a_cooldown_what_they_mean_without(
     stage: Stage, name: str, how: str, state: str, ended: str
 ) -> None:
     stage.tasks.resumes.delay(name, [limited(1.2), [how]])
-    wait_until(lambda: len(paid(stage, name)) == 2, PATIENCE, "the second body")
+    until(lambda: len(paid(stage, name)) == 2, "the second body")
     row = stage.wait_for_state("resumes", f"resumes:{name}", state)
     assert (row["ended"], row["result"], row["retry_at"]) == (ended, None, None)
     assert len(paid(stage, name)) == 2
@@ -133,18 +139,6 @@ def test_a_step_of_a_chain_waits_for_anothers_cooldown(stage: Stage, name: str, 
     assert got(outcome) == got(first) == {"name": name, "paid": 2}
     assert len(stage.events("plain", id=outcome.id)) == 1
     assert_sound(stage, task, name)
-
-
-def test_a_chord_waits_for_a_member_that_cools_down(stage: Stage, name: str) -> None:
-    cools = stage.tasks.resumes.s(name, [limited(1.5), OK])
-    outcome = chord(
-        [cools, cools.clone(), stage.tasks.resumes.s(f"{name}-other", [OK])], stage.tasks.gather.s()
-    )()
-    value = {"name": name, "paid": 2}
-    assert got(outcome) == [value, value, {"name": f"{name}-other", "paid": 1}]
-    stage.wait_until_drained()
-    assert len(stage.events("gather", id=outcome.id)) == 1
-    assert_sound(stage, "resumes", name)
 
 
 def test_a_chain_fails_where_a_cooldown_is_to_fail_it(stage: Stage, name: str) -> None:

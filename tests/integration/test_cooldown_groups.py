@@ -20,7 +20,7 @@ from tests.integration.cooldowns import (
     refusal,
     status,
 )
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Stage, got, spelled
+from tests.integration.deployments import BOTH_WAYS, Stage, got, spelled, until
 from tests.integration.rate_limited_server import Limiter
 from tests.support.records import assert_has
 
@@ -60,9 +60,7 @@ def log_of_both(stage: Stage, about: str = "") -> list[str]:
 
 def wait_for_lines(stage: Stage, about: str, number: int) -> list[str]:
     """Those lines once there are so many of them."""
-    wait_until(
-        lambda: len(log_of_both(stage, about)) >= number, PATIENCE, f"{number} lines with {about!r}"
-    )
+    until(lambda: len(log_of_both(stage, about)) >= number, f"{number} lines with {about!r}")
     return log_of_both(stage, about)
 
 
@@ -102,9 +100,7 @@ def test_one_closing_is_one_trip_however_many_fail(stage: Stage, name: str, grou
     results = [
         stage.tasks.grouped.delay(f"{name}-{n}", script, group) for n in range(4)
     ]  # one worker may get them all
-    wait_until(
-        lambda: sum(len(paid(stage, f"{name}-{n}")) for n in range(4)) == 4, PATIENCE, "four bodies"
-    )
+    until(lambda: sum(len(paid(stage, f"{name}-{n}")) for n in range(4)) == 4, "four bodies")
     gate.touch()
     lines = wait_for_lines(stage, f"cooldown group {group} is closed", 4)
     assert all("trip 1 in a row" in line for line in lines), lines
@@ -116,7 +112,7 @@ def test_one_of_many_probes_and_lets_the_others_in(stage: Stage, name: str, grou
     stage.client.close_group(group, 1.5, "overloaded")
     gate, keys = stage.gate(), [f"{name}-{n}" for n in range(20)]
     results = [stage.tasks.grouped.delay(key, [["when", str(gate), "ok"]], group) for key in keys]
-    wait_until(lambda: any(paid(stage, key) for key in keys), PATIENCE, "the probe")
+    until(lambda: any(paid(stage, key) for key in keys), "the probe")
     shown = gate_of(stage, group)
     assert shown is not None
     assert (shown.state, shown.reason) == ("probing", "asked")
@@ -169,7 +165,7 @@ def test_a_rescheduled_probe_opens_nothing(stage: Stage, name: str, group: str, 
         assert (shown.state, shown.trips) == ("probing", 1)
         gate.touch()
     assert got(result) == {"name": name, "paid": 2}
-    wait_until(lambda: gate_of(stage, group) is None, PATIENCE, "the gate to open")
+    until(lambda: gate_of(stage, group) is None, "the gate to open")
 
 
 def test_an_ambiguous_probe_leaves_the_gate_half_open(stage: Stage, name: str, group: str) -> None:
@@ -180,7 +176,7 @@ def test_an_ambiguous_probe_leaves_the_gate_half_open(stage: Stage, name: str, g
     assert shown is not None
     assert (shown.state, shown.trips) == ("half_open", 1)
     assert got(stage.tasks.visits.delay(f"{name}-next", [OK], group))["paid"] == 1
-    wait_until(lambda: gate_of(stage, group) is None, PATIENCE, "the gate to open")
+    until(lambda: gate_of(stage, group) is None, "the gate to open")
 
 
 def test_an_operator_closes_and_opens_a_gate(stage: Stage, name: str, group: str) -> None:

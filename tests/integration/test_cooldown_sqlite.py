@@ -2,15 +2,14 @@
 leases in Redis.
 """
 
-from celery_leases.testing.waits import wait_until
 from tests.integration.cooldowns import BUSY, COOLING, paid
 from tests.integration.deployments import (
-    PATIENCE,
     RABBIT_REDIS_SQLITE,
     REDIS_DATABASE_SQLITE,
     Stage,
     got,
     stages,
+    until,
 )
 
 module_stage = stages(
@@ -30,11 +29,11 @@ def test_eight_failures_close_once_and_one_probe_opens(stage: Stage, name: str) 
         return sum(len(paid(stage, key)) for key in keys)
 
     results = [stage.tasks.grouped.delay(key, script, name) for key in keys[:8]]
-    wait_until(lambda: runs() == 8, PATIENCE, "eight bodies")
+    until(lambda: runs() == 8, "eight bodies")
     gates[0].touch()
     stage.wait_for_log(f"cooldown group {name} is closed", "trip 1 in a row", 8)
     results += [stage.tasks.grouped.delay(key, script[1:], name) for key in keys[8:]]
-    wait_until(lambda: runs() == 9, PATIENCE, "the probe")
+    until(lambda: runs() == 9, "the probe")
     (gate,) = [gate for gate in stage.client.groups() if gate.group == name]
     assert (gate.state, gate.trips) == ("probing", 1)
     so_far = len(stage.log(f"cooldown group {name} is cooling down"))

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from celery_leases.testing.waits import wait_until
 from tests.integration.cooldowns import BROKEN, COOLING, OK, TAKEN, cooled, limited, status
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Stage, got, stages
+from tests.integration.deployments import BOTH_WAYS, Stage, got, stages, until
 from tests.integration.event_watcher import Watcher
 
 SECRETS = ("sk-abcdef0123456789", "hunter2", "AKIA0123456789ABCDEF")
@@ -106,7 +105,7 @@ def test_events_show_cooldowns_and_snoozes(stage: Stage, name: str, watcher: Wat
     assert (event["key"], event["reason"]) == (f"quick:{name}", "rate_limited")
     assert 2.0 <= event["retry_after"] <= 2.2
     stage.wait_for("paid", 4, name=name)
-    wait_until(lambda: kinds(watcher, call).count("task-retried") == 2, PATIENCE, "both retries")
+    until(lambda: kinds(watcher, call).count("task-retried") == 2, "both retries")
     assert watcher.state.tasks[call].state in ("RETRY", "STARTED")
     assert watcher.state.tasks[call].retry_after == event["retry_after"]
     ours = [kind for kind in kinds(watcher, call) if kind != "task-retried"]

@@ -11,7 +11,6 @@ import pytest
 from celery import chain, chord
 
 from celery_leases import CoolingDown, PermanentFailure
-from celery_leases.testing.waits import wait_until
 from tests.integration.cooldowns import (
     BROKEN,
     COOLING,
@@ -25,7 +24,7 @@ from tests.integration.cooldowns import (
     status,
     wait_until_over,
 )
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Stage, got, stages
+from tests.integration.deployments import BOTH_WAYS, Stage, got, stages, until
 from tests.integration.event_watcher import Watcher
 from tests.integration.rate_limited_server import Answered
 
@@ -59,10 +58,8 @@ def reported(stage: Stage, call: Any) -> list[list[str]]:
 
 def shown(stage: Stage, call: Any, state: str) -> dict[str, Any]:
     """What the result backend has of a call once it is in *state*."""
-    wait_until(
-        lambda: call.backend.get_task_meta(call.id)["status"] == state,
-        PATIENCE,
-        f"{call.id} to be {state}",
+    until(
+        lambda: call.backend.get_task_meta(call.id)["status"] == state, f"{call.id} to be {state}"
     )
     found: dict[str, Any] = call.backend.get_task_meta(call.id)
     return found

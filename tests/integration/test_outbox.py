@@ -21,10 +21,9 @@ from celery_leases import LeaseClient, PermanentFailure
 from celery_leases.errors import KeyReused, LeaseConfigurationError, WrongDatabase
 from celery_leases.keys import stored_key
 from celery_leases.outbox import calls as outbox
-from celery_leases.testing.waits import wait_until
 from celery_leases.worker import processes
 from tests.integration.conftest import MakeStage
-from tests.integration.deployments import PATIENCE, Stage, got
+from tests.integration.deployments import Stage, got, until
 from tests.integration.outbox_helpers import (
     ORDERING,
     PG_DATABASE,
@@ -310,9 +309,8 @@ def test_a_key_left_to_callers_is_enqueued(stage: Stage, engine: Engine, name: s
     with pytest.raises(Exception, match="Retry available"):
         got(stage.tasks.order.delay(name, None, "cool"))
     assert (record(stage, name)["state"], record(stage, name)["resumes"]) == ("cooling", 0)
-    wait_until(
+    until(
         lambda: not stage.client.status(f"order:{name}", task=f"{ORDERING}.order").retry_after,
-        PATIENCE,
         "the cooldown",
     )
     with Session(engine) as session, session.begin():

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import MakeStage
-from tests.integration.deployments import PATIENCE, POOL_STORES, Stage, got
+from tests.integration.deployments import POOL_STORES, Stage, got, until
 from tests.integration.process_resources import resource_counts
 
 TTL = 2
@@ -54,11 +53,7 @@ def process(stage: Stage, name: str) -> Iterator[int]:
     before = counted() | counted()
     yield warm["pid"]
     try:
-        wait_until(
-            lambda: not counted() - before,
-            PATIENCE,
-            f"{stage.worker} to have no more than {before}",
-        )
+        until(lambda: not counted() - before, f"{stage.worker} to have no more than {before}")
     except TimeoutError as error:
         raise TimeoutError(f"{error}; there are too many of {counted() - before}") from error
 

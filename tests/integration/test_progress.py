@@ -14,7 +14,7 @@ from celery_leases.lease import SAVE_EVERY
 from celery_leases.testing.waits import wait_until
 from tests.apps.failpoints import armed
 from tests.integration.conftest import MakeStage
-from tests.integration.deployments import BOTH_WAYS, PATIENCE, Stage, got, spelled
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Stage, got, spelled, until
 
 PROGRESSING = "tests.apps.progress_tasks"
 MANY = 10_000
@@ -111,8 +111,8 @@ def test_a_shutdown_loses_nothing(stage_factory: MakeStage, name: str, how: sign
         BOTH_WAYS[0], home=PROGRESSING, env={"SOFT_SHUTDOWN": "0.5", "VISIBILITY": "4"}
     )
     result = stage.tasks.loops.delay(name, 60, pace=0.05)
-    wait_until((stage.directory / f"items.{name}").exists, PATIENCE, "the loop to begin")
-    wait_until(lambda: len(Worked(stage, name).lines) > 10, PATIENCE, "some items")
+    until((stage.directory / f"items.{name}").exists, "the loop to begin")
+    until(lambda: len(Worked(stage, name).lines) > 10, "some items")
     if (
         how == signal.SIGTERM
     ):  # a warm shutdown waits for the body, a second signal ends its patience

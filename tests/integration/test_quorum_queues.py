@@ -10,9 +10,8 @@ import pytest
 from kombu import Exchange, Queue
 
 from celery_leases.errors import RescheduleFailed
-from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import MakeStage
-from tests.integration.deployments import PATIENCE, RABBIT_DATABASE_POSTGRES, Stage, got
+from tests.integration.deployments import RABBIT_DATABASE_POSTGRES, Stage, got, until
 
 SLOTS = 2
 
@@ -73,7 +72,7 @@ def test_a_wait_ends_in_the_queue_it_began_in(stage: Stage, name: str) -> None:
         worker.teardown()
         with stage.app.connection_for_write() as connection:
             connection.default_channel.queue_delete(high)
-    wait_until(lambda: not stage.left_over(), PATIENCE, "the default queue to be empty")
+    until(lambda: not stage.left_over(), "the default queue to be empty")
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +123,7 @@ def test_the_copy_of_a_running_call_spends_no_more_deliveries_than_there_are(
         gate.touch()
     assert len(refusing.wait_for_log(call.id, "returned to the broker")) == 2
     Path(refusing.env["REFUSED"]).unlink()
-    wait_until(
-        lambda: refusing.app.AsyncResult(call.id).state == "SUCCESS",
-        PATIENCE,
-        "the call that ran to be over",
+    until(
+        lambda: refusing.app.AsyncResult(call.id).state == "SUCCESS", "the call that ran to be over"
     )
     assert len(refusing.events("begin", name=name)) == 1

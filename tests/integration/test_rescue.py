@@ -13,10 +13,9 @@ from celery_leases.errors import AlreadyDone, LeaseIsLive, UnknownKey
 from celery_leases.keys import stored_key
 from celery_leases.outbox import calls as outbox
 from celery_leases.stores.sql.outbox import Outbox
-from celery_leases.testing.waits import wait_until
 from celery_leases.worker import processes
 from tests.integration.conftest import MakeStage
-from tests.integration.deployments import PATIENCE, Stage, got
+from tests.integration.deployments import Stage, got, until
 from tests.integration.outbox_helpers import (
     ORDERING,
     PG_REDIS,
@@ -185,9 +184,7 @@ def test_a_call_that_celery_has_ended_is_left(stage: Stage, name: str, how: str)
         result.revoke(terminate=True)
     with pytest.raises((TaskRevokedError, TimeLimitExceeded)):
         got(result)
-    wait_until(
-        lambda: record(stage, name, "kept")["reason"] == how, PATIENCE, "the end of the attempt"
-    )
+    until(lambda: record(stage, name, "kept")["reason"] == how, "the end of the attempt")
     let_be_old(stage, name)
     assert rescued(stage, name, dry_run=True) == rescued(stage, name) == 0
 
@@ -260,9 +257,7 @@ def test_what_a_broker_lost_runs_again_with_its_canvas(lossy_stage: Stage, name:
     for which in ("chain", "one", "two", "cool"):
         let_be_old(stage, f"{name}-{which}")
     let_be_old(stage, f"{name}-unkept", "unkept")
-    wait_until(
-        lambda: not stage.is_held("kept", f"kept:{name}-chain"), PATIENCE, "the leases to end"
-    )
+    until(lambda: not stage.is_held("kept", f"kept:{name}-chain"), "the leases to end")
     assert rescued(stage, name, dry_run=True) == 4
     assert not stage.left_over()
     assert rescued(stage, name) == 4

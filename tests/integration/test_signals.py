@@ -8,15 +8,14 @@ from uuid import uuid4
 import pytest
 
 from celery_leases.errors import KeyReused
-from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import MakeStage
 from tests.integration.deployments import (
     BOTH_WAYS,
-    PATIENCE,
     REDIS_REDIS_POSTGRES,
     Stage,
     got,
     stages,
+    until,
 )
 from tests.support.records import assert_has
 from tests.support.servers import RedisServer
@@ -48,7 +47,7 @@ def one(stage: Stage, signal: str, call: str) -> dict[str, Any]:
             if event["event"]["call_id"] == call
         ]
 
-    wait_until(lambda: len(found()) >= 1, PATIENCE, f"{signal} of {call}")
+    until(lambda: len(found()) >= 1, f"{signal} of {call}")
     assert len(found()) == 1
     return found()[0]
 
@@ -156,7 +155,7 @@ def test_the_event_of_a_refusal_has_its_error(stage: Stage, name: str) -> None:
 def test_renewals_and_a_loss_send_events(stage: Stage, name: str) -> None:
     call = stage.tasks.checks.delay(name, gate="once")
     stage.wait_for("begin", name=name)
-    wait_until(lambda: "lease_renewed" in signals_of(stage, call.id), PATIENCE, "a renewal")
+    until(lambda: "lease_renewed" in signals_of(stage, call.id), "a renewal")
     stage.client.release(f"checks:{name}", task=stage.tasks.checks.name)
     assert got(call)["name"] == name
     lost = one(stage, "lease_lost", call.id)["event"]
@@ -188,11 +187,9 @@ def test_a_failed_renewal_sends_an_event(stage_factory: MakeStage, name: str) ->
         )
         gate, call = stage.hold("work", name)
         server.pause()
-        wait_until(
-            lambda: "renewal_failed" in signals_of(stage, call.id), PATIENCE, "a failed renewal"
-        )
+        until(lambda: "renewal_failed" in signals_of(stage, call.id), "a failed renewal")
         server.resume()
-        wait_until(lambda: signals_of(stage, call.id)[-1] == "lease_renewed", PATIENCE, "a renewal")
+        until(lambda: signals_of(stage, call.id)[-1] == "lease_renewed", "a renewal")
         gate.touch()
         assert got(call)["name"] == name
         failed = stage.events("signal", signal="renewal_failed")[0]["event"]

@@ -11,7 +11,7 @@ from sqlalchemy import text
 from celery_leases.keys import stored_key
 from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import MakeStage
-from tests.integration.deployments import PATIENCE, Stage, got, spelled
+from tests.integration.deployments import Stage, got, spelled, until
 from tests.support.records import assert_has
 
 BOOKING = "tests.apps.transaction_scripts"
@@ -431,7 +431,7 @@ def contend(stage: Stage, name: str) -> list[AsyncResult]:
     calls = []
     for _ in range(3):
         calls.append(run(stage, name, BOOKED))
-        wait_until(lambda call=calls[-1].id: waits(stage, call), PATIENCE, "the call to wait")  # type: ignore[misc]
+        until(lambda call=calls[-1].id: waits(stage, call), "the call to wait")  # type: ignore[misc]
     return calls
 
 

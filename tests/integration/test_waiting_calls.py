@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import MakeStage
 from tests.integration.deployments import (
     PAIRWISE,
@@ -21,6 +20,7 @@ from tests.integration.deployments import (
     got,
     spelled,
     stages,
+    until,
 )
 
 ONE_BY_ONE = 12
@@ -103,11 +103,11 @@ def test_inspect_shows_those_that_wait_and_no_others(stage: Stage, name: str) ->
     def scheduled() -> set[str]:
         return {entry["request"]["id"] for entry in stage._in_worker()["scheduled"]}
 
-    wait_until(lambda: waiting.id in scheduled(), PATIENCE, "the call to be shown")
+    until(lambda: waiting.id in scheduled(), "the call to be shown")
     gate.touch()
     for call in (running, waiting):
         got(call)
-    wait_until(lambda: not scheduled(), PATIENCE, "nothing to be shown")
+    until(lambda: not scheduled(), "nothing to be shown")
 
 
 def test_a_key_that_another_worker_frees_is_noticed(stage: Stage, name: str) -> None:
