@@ -128,7 +128,7 @@ def refusal(verdict: Verdict) -> BaseException:
     return verdict.error
 
 
-def reschedule(verdict: Verdict) -> Reschedule:
+def reschedule(verdict: object) -> Reschedule:
     """The verdict, which must be a reschedule."""
     assert isinstance(verdict, Reschedule), verdict
     return verdict

@@ -259,20 +259,11 @@ UNREADABLE_FORMS: tuple[tuple[str, Any], ...] = (
     ("/keys/confirm", {"action": "retry", "seen": "1:gone:t:a|b"}),
     ("/keys/confirm", {"action": "resolve_done", "scope": "filter"}),
     ("/keys/confirm", {"action": "retry", "scope": "filter", "state": "nonsense"}),
-    (
-        "/keys/confirm",
-        [("action", "retry"), *[("seen", f"{n}:done:t:a|{n}") for n in range(501)]],
-    ),
+    ("/keys/confirm", [("action", "retry"), *[("seen", f"{n}:done:t:a|{n}") for n in range(501)]]),
     ("/keys/act", {"action": "retry", "seen": "1:done:t:a|b"}),
     ("/keys/act", {"action": "retry", "scope": "filter", "confirmed": "yes"}),
-    (
-        "/keys/act",
-        {"action": "retry", "scope": "filter", "confirmed": "yes", "unmoved_since": "-1"},
-    ),
-    (
-        "/keys/act",
-        {"action": "retry", "scope": "filter", "confirmed": "yes", "unmoved_since": str(2**62)},
-    ),
+    ("/keys/act", {"action": "retry", "scope": "filter", "confirmed": "yes", "unmoved_since": "-1"}),
+    ("/keys/act", {"action": "retry", "scope": "filter", "confirmed": "yes", "unmoved_since": str(2**62)}),
     ("/groups/confirm", {"action": "open"}),
     ("/groups/confirm", {"action": "close", "group": "g", "span": "for ever"}),
     ("/groups/act", {"action": "close", "group": "g", "span": "5m"}),
@@ -281,7 +272,7 @@ UNREADABLE_FORMS: tuple[tuple[str, Any], ...] = (
     ("/upkeep/act", {"action": "purge", "older": "30d"}),
     ("/upkeep/act", {"action": "purge", "older": "30d", "confirmed": "yes"}),
     ("/upkeep/act", {"action": "purge", "confirmed": "yes", "since": "999999999999999999"}),
-)
+)  # fmt: skip
 
 
 def test_a_query_that_cannot_be_read_is_400(ann: Visitor) -> None:

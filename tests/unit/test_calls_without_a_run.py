@@ -10,7 +10,7 @@ from celery_leases.decide.verdicts import Raise, Reschedule, Return
 from celery_leases.errors import CoolingDown
 from celery_leases.record import State
 from tests.distributions.toy_leases import Lease
-from tests.unit.decision_inputs import KEY, THEIRS
+from tests.unit.decision_inputs import KEY, THEIRS, reschedule
 from tests.unit.memory_worker import KINDS, OF_THE_KEY, Bench
 
 
@@ -44,8 +44,7 @@ class TestAKeyThatCools:
     def test_events_have_the_whole_wait_and_not_one_reschedule(self, bench: Bench) -> None:
         call = bench.call(longest_countdown=10.0)
         bench.run(call, OF_THE_KEY)
-        reply = bench.run(bench.again(call))
-        assert isinstance(reply, Reschedule)
+        reply = reschedule(bench.run(bench.again(call)))
         assert reply.task_event is not None
         assert (reply.delay, reply.task_event.type, reply.task_event.retry_after) == (
             10.0,
@@ -106,8 +105,7 @@ class TestAKeyThatCools:
             "end_cooldown", lambda: bench.memory.leases.update({KEY.stored: lasting})
         )
         bench.journal.away("end_cooldown")
-        reply = bench.run(bench.call(call_id=THEIRS))
-        assert isinstance(reply, Reschedule)
+        reschedule(bench.run(bench.call(call_id=THEIRS)))
         assert len(bench.ran) == 1
 
 
@@ -120,8 +118,7 @@ class TestAShutGate:
         assert isinstance(reply, Raise)
         assert isinstance(reply.error, CoolingDown)
         assert (reply.error.retry_after, reply.error.reason) == (60.0, "rate_limited")
-        waits = bench.run(bench.call())
-        assert isinstance(waits, Reschedule)
+        waits = reschedule(bench.run(bench.call()))
         assert (waits.delay, waits.started) == (60.1, False)
         assert (bench.ran, len(bench.records.rows), bench.held) == ([], 0, False)
 

@@ -92,28 +92,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "uncertain": {"state": State.UNCERTAIN},
 }
 COOLED: dict[str, dict[str, Any]] = {
-    "cooling, coming back": {
-        "state": State.COOLING,
-        "retry_at": NOW + 60 * SECOND,
-        "resumes": True,
-        **FAILED,
-    },
+    "cooling, coming back": {"state": State.COOLING, "retry_at": NOW + 60 * SECOND, "resumes": True, **FAILED},
     "cooled, coming back": {"state": State.COOLING, "retry_at": NOW, "resumes": True, **FAILED},
     "cooling, told": {"state": State.COOLING, "retry_at": NOW + 60 * SECOND, **FAILED},
     "cooled, told": {"state": State.COOLING, "retry_at": NOW, **FAILED},
-    "quick retry": {
-        "state": State.PENDING,
-        "retry_at": NOW + 2 * SECOND,
-        "resumes": True,
-        **FAILED,
-    },
-    "snoozed": {
-        "state": State.PENDING,
-        "retry_at": NOW + 60 * SECOND,
-        "resumes": True,
-        "ended": Ended.SNOOZED,
-    },
-}
+    "quick retry": {"state": State.PENDING, "retry_at": NOW + 2 * SECOND, "resumes": True, **FAILED},
+    "snoozed": {"state": State.PENDING, "retry_at": NOW + 60 * SECOND, "resumes": True, "ended": Ended.SNOOZED},
+}  # fmt: skip
 LISTS: tuple[dict[str, Any], ...] = (
     {},
     {"finished_calls": (OURS, THEIRS), "finished_results": {OURS: "1", THEIRS: "2"}},

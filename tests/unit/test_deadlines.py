@@ -20,7 +20,7 @@ from celery_leases.deadlines import (
 from celery_leases.decide.verdicts import Reschedule
 from celery_leases.record import State
 from celery_leases.stores.availability import Availability
-from tests.unit.decision_inputs import THEIRS
+from tests.unit.decision_inputs import THEIRS, reschedule
 from tests.unit.memory_worker import KINDS, Bench
 
 TTLS = st.floats(1.0, 86_400.0)
@@ -75,8 +75,7 @@ def limited(bench: Bench, **changes: object) -> Call:
 
 def rescheduled_in_time(bench: Bench, call: Call) -> Reschedule:
     """Run *call*, which is rescheduled at half of its limit."""
-    reply = bench.run(call)
-    assert isinstance(reply, Reschedule)
+    reply = reschedule(bench.run(call))
     assert bench.clock.now() - call.received_at <= LIMIT / 2
     assert bench.ran == []
     return reply
@@ -115,8 +114,7 @@ def test_a_claim_that_took_too_long_is_given_back(in_records: bool) -> None:
     """The body would have less than half of its time."""
     bench = Bench(in_records)
     bench.journal.before("acquire" if in_records else "claim", lambda: bench.clock.sleep(3.0))
-    reply = bench.run(limited(bench, ttl=60.0))
-    assert isinstance(reply, Reschedule)
+    reschedule(bench.run(limited(bench, ttl=60.0)))
     assert (bench.ran, bench.state, bench.row.attempt, bench.held) == ([], State.PENDING, 0, False)
     assert bench.run(bench.again(bench.call())) is not None
     assert len(bench.ran) == 1

@@ -31,6 +31,7 @@ from tests.unit.decision_inputs import (
     decide,
     held_by,
     refusal,
+    reschedule,
     waiting,
 )
 
@@ -192,8 +193,7 @@ class TestABegunCall:
     @pytest.mark.parametrize("state", WAITING)
     def test_a_new_message_that_was_rescheduled_waits_for_the_failure_that_it_has_seen(self, state):
         told: dict[str, Any] = {"ended": Ended.FAILED, "failure": FAILURE, "fence": 17}
-        verdict = decide(a_call(), waiting(state, 60, OURS, **told))
-        assert isinstance(verdict, Reschedule)
+        verdict = reschedule(decide(a_call(), waiting(state, 60, OURS, **told)))
         assert verdict.failure_fence == 17
         for met in (17, 0):
             copy = a_call(repeat=True, failure_fence=met)
@@ -272,17 +272,11 @@ class TestFailedForGood:
     @pytest.mark.parametrize(
         ("failure", "said"),
         [
-            (
-                Failure("celery_leases.errors.PermanentFailure", "unknown invoice"),
-                "unknown invoice",
-            ),
+            (Failure("celery_leases.errors.PermanentFailure", "unknown invoice"), "unknown invoice"),
             (Failure("KeyError", ""), "KeyError"),
-            (
-                Failure("TimeoutError", "no", ambiguous=True),
-                "TimeoutError: no (the call may have been executed)",
-            ),
+            (Failure("TimeoutError", "no", ambiguous=True), "TimeoutError: no (the call may have been executed)"),
         ],
-    )
+    )  # fmt: skip
     def test_the_error_has_its_class_and_says_whether_it_may_have_been_executed(
         self, failure: Failure, said: str
     ) -> None:
@@ -318,8 +312,7 @@ class TestHeldByThisCall:
 
     @given(st.floats(0, 1, exclude_max=True))
     def test_the_copy_comes_when_the_lease_is_over_and_not_all_copies_at_once(self, rand) -> None:
-        verdict = decide(a_call(), holder=held_by(OURS, 9.0), rand=rand)
-        assert isinstance(verdict, Reschedule)
+        verdict = reschedule(decide(a_call(), holder=held_by(OURS, 9.0), rand=rand))
         assert 9.1 <= verdict.delay <= 9.5
 
     def test_the_number_of_its_reschedules_does_not_matter(self) -> None:
@@ -339,8 +332,7 @@ class TestHeldByAnotherCall:
         assert verdict.delay == pytest.approx(delay + 0.1)
 
     def test_a_reschedule_waits_at_least_a_second_even_when_the_lease_is_nearly_over(self) -> None:
-        verdict = decide(a_call(), holder=held_by(THEIRS, 0.01))
-        assert isinstance(verdict, Reschedule)
+        verdict = reschedule(decide(a_call(), holder=held_by(THEIRS, 0.01)))
         assert verdict.delay >= 1.0
 
     def test_ignore_drops(self) -> None:

@@ -39,21 +39,9 @@ RIGHT: list[tuple[dict[str, str], float, str]] = [
         360.0,
         "x-ratelimit-reset-requests",
     ),
-    (
-        {"x_ratelimit_remaining_tokens": "0", "x_ratelimit_reset_tokens": "12ms"},
-        0.012,
-        "x-ratelimit-reset-tokens",
-    ),
-    (
-        {"x_ratelimit_remaining_tokens": "0", "x_ratelimit_reset_tokens": "1m2.5s"},
-        62.5,
-        "x-ratelimit-reset-tokens",
-    ),
-    (
-        {"anthropic_ratelimit_requests_reset": "2026-04-01T12:01:00Z"},
-        60.0,
-        "anthropic-ratelimit-requests-reset",
-    ),
+    ({"x_ratelimit_remaining_tokens": "0", "x_ratelimit_reset_tokens": "12ms"}, 0.012, "x-ratelimit-reset-tokens"),
+    ({"x_ratelimit_remaining_tokens": "0", "x_ratelimit_reset_tokens": "1m2.5s"}, 62.5, "x-ratelimit-reset-tokens"),
+    ({"anthropic_ratelimit_requests_reset": "2026-04-01T12:01:00Z"}, 60.0, "anthropic-ratelimit-requests-reset"),
     (
         {"anthropic_ratelimit_input_tokens_reset": "2026-04-01T14:01:00+02:00"},
         60.0,
@@ -67,7 +55,7 @@ RIGHT: list[tuple[dict[str, str], float, str]] = [
     ({"ratelimit": '"default";t=40'}, 40.0, "ratelimit"),
     ({"ratelimit": '"minute";r=9;t=60, "hour";r=0;t=1800, "second";r=0;t=1'}, 1800.0, "ratelimit"),
     ({"ratelimit": "limit=100, remaining=0, reset=40"}, 40.0, "ratelimit"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("headers", "seconds", "source"), RIGHT, ids=lambda value: str(value)[:60])
@@ -202,15 +190,8 @@ def test_the_state_of_a_limit_does_not_apply_to_other_failures(status: int) -> N
     st.dictionaries(
         st.sampled_from(
             [
-                *(
-                    "retry-after", "retry-after-ms", "x-amz-retry-after", "x-ratelimit-reset",
-                    "ratelimit", "date",
-                ),
-                *(
-                    "x-ratelimit-reset-tokens",
-                    "x-ratelimit-remaining-tokens",
-                    "anthropic-ratelimit-tokens-reset",
-                ),
+                *("retry-after", "retry-after-ms", "x-amz-retry-after", "x-ratelimit-reset", "ratelimit", "date"),
+                *("x-ratelimit-reset-tokens", "x-ratelimit-remaining-tokens", "anthropic-ratelimit-tokens-reset"),
             ]
         ),
         st.text(alphabet="0129TZ:.,;+-= rtm\x1f\u0665", max_size=40) | st.just(IN_A_MINUTE),

@@ -72,22 +72,13 @@ def test_options_of_libpq_are_passed_on() -> None:
     ("given", "wanted"),
     [
         ({"NAME": "shop"}, {"dbname": "shop"}),
-        (
-            {"NAME": "shop", "HOST": "/run/pg", "PORT": "5433"},
-            {"dbname": "shop", "host": "/run/pg", "port": "5433"},
-        ),
-        (
-            {"NAME": "s", "HOST": "a,b", "PORT": "1,2"},
-            {"dbname": "s", "host": "a,b", "port": "1,2"},
-        ),
+        ({"NAME": "shop", "HOST": "/run/pg", "PORT": "5433"}, {"dbname": "shop", "host": "/run/pg", "port": "5433"}),
+        ({"NAME": "s", "HOST": "a,b", "PORT": "1,2"}, {"dbname": "s", "host": "a,b", "port": "1,2"}),
         ({"NAME": "", "OPTIONS": {"service": "shop"}}, {"service": "shop"}),
-        (
-            {"NAME": "s", "OPTIONS": {"assume_role": "the app"}},
-            {"dbname": "s", "options": r"-c role=the\ app"},
-        ),
+        ({"NAME": "s", "OPTIONS": {"assume_role": "the app"}}, {"dbname": "s", "options": r"-c role=the\ app"}),
     ],
     ids=["socket by default", "socket", "several hosts", "service", "role"],
-)
+)  # fmt: skip
 def test_ways_to_a_postgresql_server(given: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert of_postgres(**given) == wanted
 
@@ -102,20 +93,14 @@ def test_ways_to_a_postgresql_server(given: dict[str, Any], wanted: dict[str, An
         ({"ssl_mode": "REQUIRED"}, {"ssl": {"check_hostname": False}}),
         ({"ssl_mode": "DISABLED", "ssl": {"ca": "/ca"}}, {"ssl_disabled": "true"}),
         ({"ssl_mode": "PREFERRED"}, {}),
-        (
-            {"ssl_mode": "VERIFY_IDENTITY", "ssl": {"ca": "/ca"}},
-            {"ssl": {"ca": "/ca", "check_hostname": True}},
-        ),
-        (
-            {"ssl_mode": "verify_ca", "ssl_ca": "/ca"},
-            {"ssl": {"ca": "/ca", "check_hostname": False}},
-        ),
+        ({"ssl_mode": "VERIFY_IDENTITY", "ssl": {"ca": "/ca"}}, {"ssl": {"ca": "/ca", "check_hostname": True}}),
+        ({"ssl_mode": "verify_ca", "ssl_ca": "/ca"}, {"ssl": {"ca": "/ca", "check_hostname": False}}),
         ({"ssl_mode": "VERIFY_CA"}, {"ssl_verify_cert": "true"}),
         ({"ssl_verify_cert": False, "ssl_verify_identity": False}, {}),
         ({"read_default_file": "/etc/my.cnf"}, {"read_default_file": "/etc/my.cnf"}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_options_of_mysql_are_passed_on(options: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert of_mysql(NAME="shop", HOST="db", OPTIONS=options) == {
         "database": "shop",

@@ -69,6 +69,12 @@ def read(name: str, error: BaseException, **facts: Any) -> Any:
     return pytest.param(error, facts, id=name)
 
 
+RETRYABLE: list[tuple[dict[str, Any], bool | None]] = [
+    ({"non_retryable": True}, False), ({"non_retryable": False}, None), ({"retryable": False}, False),
+    ({"retryable": True}, True), ({"should_retry": False}, False), ({"should_retry": True}, True),
+    ({"retryable": 0}, None), ({"retryable": None}, None), ({"retryable": lambda: False}, None),
+    ({"retryable": Mock()}, None),
+]  # fmt: skip
 CASES = [
     read("names are dotted, most specific first",
          fake_class("shop.errors.Declined", fake_class("shop.errors.ShopError", ConnectionError))(),
@@ -164,11 +170,7 @@ CASES = [
     read("recipients without a reply", of("smtplib.SMTPRecipientsRefused", recipients={"a@x": None}), smtp=None),
     # What errors say of themselves.
     *(read(f"retryable {number}", shop(**attributes), retryable=said)
-      for number, (attributes, said) in enumerate((
-          ({"non_retryable": True}, False), ({"non_retryable": False}, None), ({"retryable": False}, False),
-          ({"retryable": True}, True), ({"should_retry": False}, False), ({"should_retry": True}, True),
-          ({"retryable": 0}, None), ({"retryable": None}, None), ({"retryable": lambda: False}, None),
-          ({"retryable": Mock()}, None)))),
+      for number, (attributes, said) in enumerate(RETRYABLE)),
     *(read(f"the default False of {name} is ignored", of(name, should_retry=False, retryable=False), retryable=None)
       for name in ("stripe._error.APIConnectionError", "google.auth.exceptions.TransportError")),
     *(read(f"a delay {number}", shop(retry_after=value), retry_after=seconds)

@@ -64,12 +64,8 @@ def statuses(state: str, told: str) -> LeaseStatus:
 
 RAISED: dict[str, LeasesError] = {
     "KeyReused": errors.KeyReused(SECRET, "order:7", ["amount"]),
-    "CoolingDown of the key": CoolingDown(
-        SECRET, "order:7", EPOCH + 299.2, 299.2, "rate_limited", "r", "key"
-    ),
-    "CoolingDown of its group": CoolingDown(
-        SECRET, "order:7", EPOCH + 299.2, 299.2, "rate_limited", "r", "group"
-    ),
+    "CoolingDown of the key": CoolingDown(SECRET, "order:7", EPOCH + 299.2, 299.2, "rate_limited", "r", "key"),
+    "CoolingDown of its group": CoolingDown(SECRET, "order:7", EPOCH + 299.2, 299.2, "rate_limited", "r", "group"),
     "LeaseHeld": errors.LeaseHeld(SECRET, "order:7", 9.1, SECRET),
     "LeaseIsLive": errors.LeaseIsLive(SECRET, "order:7", 9.1),
     "AlreadyQueued": errors.AlreadyQueued(SECRET, "order:7", SECRET, "pending"),
@@ -87,7 +83,7 @@ RAISED: dict[str, LeasesError] = {
     "RescheduleFailed": errors.RescheduleFailed(SECRET, "order:7", SECRET),
     "RecordUnreadable": RecordUnreadable(SECRET, False, "order:7", SECRET),
     "any other LeasesError": errors.LeaseConfigurationError(SECRET),
-}
+}  # fmt: skip
 WAITS = {"": None, "2 s": "2", "5 s": "5", "what is left": "300", "what the lease has left": "10"}
 
 

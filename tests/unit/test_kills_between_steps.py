@@ -10,9 +10,9 @@ import pytest
 
 from celery_leases.call import Call
 from celery_leases.decide.endings import Raised
-from celery_leases.decide.verdicts import Raise, Reschedule, Return
+from celery_leases.decide.verdicts import Raise, Return
 from celery_leases.errors import PermanentFailure
-from tests.unit.decision_inputs import THEIRS
+from tests.unit.decision_inputs import THEIRS, reschedule
 from tests.unit.memory_worker import FOR_GOOD, OF_THE_GROUP, OF_THE_KEY, Bench, error
 
 
@@ -54,8 +54,7 @@ class TestAKill:
     def test_after_the_gate_was_closed(self, bench: Bench) -> None:
         call = bench.call(on_busy="raise")
         killed(bench, call, "settle", OF_THE_GROUP)
-        reply = bench.run(bench.redelivered(call))
-        assert isinstance(reply, Reschedule)
+        reply = reschedule(bench.run(bench.redelivered(call)))
         assert reply.started
         assert 45.0 <= reply.delay <= 48.0
         bench.clock.sleep(reply.delay)
@@ -65,8 +64,7 @@ class TestAKill:
     def test_after_the_failure_was_settled(self, bench: Bench) -> None:
         call = bench.call(on_busy="raise")
         killed(bench, call, "cool", OF_THE_KEY)
-        reply = bench.run(bench.redelivered(call))
-        assert isinstance(reply, Reschedule)
+        reply = reschedule(bench.run(bench.redelivered(call)))
         assert reply.started
         bench.clock.sleep(60.0)
         assert bench.run(bench.redelivered(call)) == Return(1)
@@ -77,8 +75,7 @@ class TestAKill:
         killed(bench, call, "cool", OF_THE_KEY)
         bench.clock.sleep(60.0)
         bench.close_gate()
-        reply = bench.run(bench.redelivered(call))
-        assert isinstance(reply, Reschedule)
+        reply = reschedule(bench.run(bench.redelivered(call)))
         assert reply.started
 
     @pytest.mark.parametrize("runs", ["once", "each"])

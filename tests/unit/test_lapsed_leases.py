@@ -20,7 +20,7 @@ from celery_leases.errors import PermanentFailure, StoreUnavailable
 from celery_leases.events import AttemptAbandoned, CrashSeen, OutcomeRefused
 from celery_leases.record import Attempt, Ended, PastAttempt, Record, State
 from celery_leases.stores.availability import GRACE, NEVER, SILENCE, Availability
-from tests.unit.decision_inputs import NOW, OURS, SECOND, THEIRS, a_record
+from tests.unit.decision_inputs import NOW, OURS, SECOND, THEIRS, a_record, reschedule
 from tests.unit.memory_worker import DONE, Bench, error
 
 
@@ -49,8 +49,7 @@ class TestAnEmptiedLeaseStore:
         runs_elsewhere(bench, ttl=15.0)
         emptied(bench)
         bench.clock.sleep(age)
-        reply = bench.run(bench.call(ttl=2.0))
-        assert isinstance(reply, Reschedule)
+        reply = reschedule(bench.run(bench.call(ttl=2.0)))
         assert (reply.reason, bench.ran, bench.state) == (
             "the lease store was emptied",
             [],
@@ -87,8 +86,7 @@ class TestAnEmptiedLeaseStore:
         bench.memory.leases.clear()
         bench.journal.away("age")
         began = bench.clock.now()
-        reply = bench.run(bench.call())
-        assert isinstance(reply, Reschedule)
+        reply = reschedule(bench.run(bench.call()))
         assert (reply.unavailable, reply.prior, bench.clock.now() - began) == (True, None, 0.0)
         assert bench.steps() == ["acquire", "claim", "age", "release"]
         assert (bench.ran, bench.row.call_id, bench.held) == ([], THEIRS, False)
@@ -98,8 +96,7 @@ class TestAnEmptiedLeaseStore:
         emptied(bench)
         bench.clock.sleep(5.0)
         bench.journal.before("age", lambda: bench.clock.sleep(12.0))
-        reply = bench.run(bench.call(ttl=600.0))
-        assert isinstance(reply, Reschedule)
+        reply = reschedule(bench.run(bench.call(ttl=600.0)))
         assert reply.delay == pytest.approx(10.0)
         assert (bench.ran, bench.state) == ([], State.RUNNING)
 
@@ -110,8 +107,7 @@ class TestAnEmptiedLeaseStore:
             bench.records.others.claim(bench.call(call_id=THEIRS), "fake")
 
         bench.journal.before("claim", claims)
-        reply = bench.run(bench.call())
-        assert isinstance(reply, Reschedule)
+        reschedule(bench.run(bench.call()))
         assert (bench.ran, bench.row.call_id, bench.held) == ([], THEIRS, False)
         assert not bench.seen.of(AttemptAbandoned)
 
@@ -158,8 +154,7 @@ class TestAfterAnOutageOfTheRecords:
         runs_elsewhere(bench)
         bench.clock.sleep(20.0)
         began = bench.clock.now()
-        reply = bench.run(bench.call(on_busy=on_busy))
-        assert isinstance(reply, Reschedule)
+        reply = reschedule(bench.run(bench.call(on_busy=on_busy)))
         assert "may still write" in reply.reason
         assert LAPSED_LEASE_WAIT <= bench.clock.now() - began < LAPSED_LEASE_WAIT + 1
         assert bench.state is State.RUNNING
@@ -168,8 +163,7 @@ class TestAfterAnOutageOfTheRecords:
         runs_elsewhere(bench)
         bench.clock.sleep(20.0)
         bench.stopping = True
-        reply = bench.run(bench.call())
-        assert isinstance(reply, Reschedule)
+        reply = reschedule(bench.run(bench.call()))
         assert reply.reason == "the worker is stopping"
 
     def test_what_we_left_open_ourselves_is_taken_at_once(self, bench: Bench) -> None:
@@ -297,8 +291,7 @@ class TestTheOldHolder:
         refused = bench.run(bench.call(max_crashes=1))
         assert isinstance(error(refused), PermanentFailure)
         assert bench.state is State.FAILED
-        again = ends(bench, *zombie)
-        assert isinstance(again, Reschedule)
+        reschedule(ends(bench, *zombie))
         assert (bench.state, bench.row.crashes, bench.row.failure) == (State.PENDING, 0, None)
         bench.clock.sleep(HOUR)
         assert bench.run(bench.again(zombie[0])) == Return(1)
@@ -354,8 +347,7 @@ class TestSuspicionsAlone:
         asked = self.lossy(bench, answer)
         for _ in range(2):
             unheard(bench, call_id="first", max_crashes=2)
-        reply = bench.run(bench.call(max_crashes=2))
-        assert isinstance(reply, Reschedule)
+        reply = reschedule(bench.run(bench.call(max_crashes=2)))
         assert (reply.delay, bench.state) == (5.0, State.PENDING)
         assert (
             "its lease ended 2 times in a row and nothing was heard of its process" in reply.reason

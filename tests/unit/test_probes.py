@@ -237,13 +237,9 @@ def cannot_close(crashes: int) -> Callable[[Bench], None]:
 
 
 SITUATIONS: dict[str, Callable[[Bench], None]] = {
-    "refused: cooling, and the lease store forgot": lambda bench: stores_row(
-        bench, waiting(State.COOLING, 60)
-    ),
+    "refused: cooling, and the lease store forgot": lambda bench: stores_row(bench, waiting(State.COOLING, 60)),
     "refused: a countdown": lambda bench: stores_row(bench, waiting(State.PENDING, 60)),
-    "refused: other arguments": lambda bench: stores_row(
-        bench, waiting(State.PENDING, 0, fingerprint="v1:other")
-    ),
+    "refused: other arguments": lambda bench: stores_row(bench, waiting(State.PENDING, 0, fingerprint="v1:other")),
     "refused: failed for good": lambda bench: stores_row(bench, waiting(State.FAILED, 0)),
     "replayed": lambda bench: stores_row(bench, waiting(State.DONE, 0, result="7")),
     "granted too late": late_by("acquire"),
@@ -254,7 +250,7 @@ SITUATIONS: dict[str, Callable[[Bench], None]] = {
     "the claim is not answered": never_answers,
     "stands back, and cannot say so": cannot_close(2),
     "gives up, and cannot say so": cannot_close(3),
-}
+}  # fmt: skip
 
 
 class TestItsSlotComesBack:

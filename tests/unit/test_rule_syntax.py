@@ -114,22 +114,16 @@ def test_all_that_is_given_must_be_met_by_some_error_of_the_chain() -> None:
 
 WRONG: list[dict[str, Any]] = [
     {},
-    *(
-        {"status": value}
-        for value in (42, 1000, 99, 600, "6xx", "0xx", "404", "", [], (), range(0), range(90, 110))
-    ),
+    *({"status": value} for value in (42, 1000, 99, 600, "6xx", "0xx", "404", "", [], (), range(0), range(90, 110))),
     *({"status": value} for value in (True, 4.04, [404, 1000], [404, None], [[404]], object())),
     *({"code": value} for value in ("", " ", "*", [], 5, ["a", ""], ["a", 5], True)),
-    *(
-        {"exc": value}
-        for value in ("", "1x", "a b", "a.", ".a", [], 5, int, ["a", 5], ValueError(), [int])
-    ),
+    *({"exc": value} for value in ("", "1x", "a b", "a.", ".a", [], 5, int, ["a", 5], ValueError(), [int])),
     *({"exc": value} for value in (Exception, BaseException, "Exception", ["Declined", Exception])),
     *({"sqlstate": value} for value in ("", "400011", "4000a", 40001, [], ["40", ""])),
     *({"grpc": value} for value in ("", "not_found", "OK", 5, [], ["NOT_FOUND", "X"])),
     *({"header": value} for value in ("", "two words", "x:", 5, ["retry-after"])),
     *({"message": value} for value in ("", "(", "[a", 5, b"x", ["x"])),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("conditions", WRONG, ids=stable_id)

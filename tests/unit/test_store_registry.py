@@ -131,11 +131,7 @@ def opened(settings): return Store()
     [
         ("own_missing:opened", "", "cannot be loaded (ModuleNotFoundError: "),
         ("own_leases:other", "", "cannot be loaded (AttributeError: "),
-        (
-            "own_leases:opened",
-            "raise ValueError('no server')",
-            "cannot be loaded (ValueError: no s",
-        ),
+        ("own_leases:opened", "raise ValueError('no server')", "cannot be loaded (ValueError: no s"),
         ("own_leases:opened", "opened = 1", "is of type int, which cannot be called"),
         (
             "own_leases:opened",
@@ -158,7 +154,7 @@ def opened(settings): return Store()
             "did not open it (TypeError: Can't instantiate abstract class Store with",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_store_that_cannot_be_used_stops_the_worker(install, plugged, value, source, why) -> None:
     install(value, source=source)
     with pytest.raises(SystemExit) as caught:

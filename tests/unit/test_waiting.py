@@ -59,7 +59,8 @@ class TestWaitingForItsRetryTime:
         verdict = reschedule(decide(a_call(), waiting(State.PENDING, 30), rand=0.0))
         assert verdict.delay == pytest.approx(30.1)
         assert not verdict.started
-        assert cooling_down(Raise(verdict.refusal)).retry_after == 30.0, "for an eager caller"
+        assert isinstance(verdict.refusal, CoolingDown), "for an eager caller"
+        assert verdict.refusal.retry_after == 30.0
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     def test_the_call_that_waits_is_rescheduled_until_then(self, state: State) -> None:
