@@ -10,6 +10,8 @@ from typing import Any
 
 import celery
 
+from celery_leases.decide import before_run as decisions
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text()
@@ -60,6 +62,16 @@ def rest_rows(text: str) -> list[list[str]]:
     return [[cell.replace("``", "`") for cell in row] for row in rows]
 
 
+def with_decisions(text: str) -> str:
+    """docs/decisions.md, whose first two tables are those of the docstring of the decisions;
+    ``python -m tests.unit.doc_pages`` writes them.
+    """
+    parts = (decisions.__doc__ or "").split("\nAfter the run\n")
+    found = [[f"| {left} | {right} |\n" for left, right in rest_rows(part)] for part in parts]
+    tables = iter(["".join([head, "|---|---|\n", *rows]) for head, *rows in found])
+    return re.sub(r"(?:^\|.*\n)+", lambda _: next(tables), text, count=2, flags=re.MULTILINE)
+
+
 def section(text: str, title: str) -> str:
     """What stands below a heading, up to the next one of its level or above."""
     level = re.search(rf"^(#+) {re.escape(title)}$", text, re.MULTILINE)
@@ -93,3 +105,8 @@ def eagerly(source: str, tmp_path: Path, database: str) -> str:
         assert theirs in source
         source = source.replace(theirs, ours)
     return source
+
+
+if __name__ == "__main__":
+    DECISIONS = ROOT / "docs" / "decisions.md"
+    DECISIONS.write_text(with_decisions(page("decisions")))
