@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from celery_leases import progress as saved
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.process import Process
-from celery_leases.body.effect_arguments import EffectReply, checked_arguments
-from celery_leases.body.effects import RECORD_CHANGED, Effects
+from celery_leases.body.effects import RECORD_CHANGED, EffectReply, Effects, checked_arguments
 from celery_leases.body.null_lease import Unleased
 from celery_leases.call import Call
 from celery_leases.decide.after_run import after_run

@@ -1,4 +1,6 @@
-"""External actions of an attempt: commits the intent, makes the call, writes the reply."""
+"""External actions of an attempt: commits the intent, makes the call, writes the reply. The
+arguments are checked before anything is written.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from typing import Any, Final, TypeVar, assert_never
 
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.process import Process, retrying
-from celery_leases.body.effect_arguments import EffectArguments, EffectReply
 from celery_leases.call import Call
 from celery_leases.effect import (
     AskOperator,
     Begun,
     Effect,
     Found,
+    OnUncertain,
     RepeatCall,
     Scope,
     UseSaved,
@@ -36,6 +38,7 @@ from celery_leases.errors import (
     Cooldown,
     EffectMisused,
     LeaseLost,
+    LeaseMisuse,
     PermanentFailure,
     RetryLater,
     Snooze,
@@ -45,10 +48,95 @@ from celery_leases.errors import (
 from celery_leases.failures.classifier import Rules
 from celery_leases.record import Record
 from celery_leases.results import NOT_JSON, decode, encode
+from celery_leases.text.durations import seconds
 
 T = TypeVar("T")
 RECORD_CHANGED: Final = "the record was changed by another attempt or an operator"
 DEFAULT_RULES: Final = Rules.default()
+
+
+@dataclass(frozen=True, slots=True)
+class EffectReply:
+    """The result of an effect.
+
+    ``value`` is the reply after a round trip through JSON; ``None`` if the reply is not JSON, or
+    too large, and has a reference. ``reference`` is the other system's name for the action.
+    ``saved``: an earlier attempt made the call, and this one did not.
+    """
+
+    value: Any
+    reference: str | None
+    idempotency_key: str
+    saved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EffectArguments:
+    """The arguments of one effect."""
+
+    call: Callable[[str], Any]
+    reference: Callable[[Any], Any] | None
+    verify: Callable[[str], Any] | None
+    verify_after: float
+    uncertain: OnUncertain
+
+
+def checked_arguments(
+    call: Callable[[str], Any],
+    reference: Callable[[Any], Any] | None,
+    verify: Callable[[str], Any] | None,
+    verify_after: float,
+    uncertain: object,
+) -> EffectArguments:
+    """The checked arguments of one effect.
+
+    Raises :class:`LeaseMisuse`, and :class:`LeaseConfigurationError` for a wrong *verify_after*.
+    """
+    for name, given in (("call", call), ("reference", reference), ("verify", verify)):
+        optional = name != "call" and given is None
+        if not (optional or callable(given)):
+            raise LeaseMisuse(f"effect({name}={given!r}): give a callable")
+        if given is not None:
+            _check_callable(name, given)
+    if uncertain not in ("stop", "rerun"):
+        raise LeaseMisuse(f"effect(uncertain={uncertain!r}): write 'stop' or 'rerun'")
+    after = seconds(verify_after, "effect: verify_after", zero=True)
+    return EffectArguments(
+        call, reference, verify, after, "rerun" if uncertain == "rerun" else "stop"
+    )
+
+
+def _check_callable(name: str, given: Callable[[Any], Any]) -> None:
+    """Refuse a callable that cannot be called with one argument."""
+    if (
+        inspect.iscoroutinefunction(given)
+        or inspect.isasyncgenfunction(given)
+        or inspect.isgeneratorfunction(given)
+    ):
+        raise LeaseMisuse(
+            f"effect({name}={given!r}): give an ordinary function, which may call asyncio.run()"
+        )
+    try:
+        signature = inspect.signature(given)
+    except (TypeError, ValueError):
+        return  # some functions written in C have no signature
+    try:
+        signature.bind("")
+    except TypeError as error:
+        what = "the reply" if name == "reference" else "the idempotency key"
+        raise LeaseMisuse(
+            f"effect({name}={given!r}): it is called with {what} as its only argument: {error}"
+        ) from None
+
+
+def call_without_lease(key: str, arguments: EffectArguments) -> EffectReply:
+    """Perform an effect in a body without a lease: only make the call."""
+    reply = arguments.call(key)
+    return EffectReply(
+        reply,
+        reference_of(arguments.reference, reply) if arguments.reference is not None else None,
+        key,
+    )
 
 
 @dataclass(frozen=True)

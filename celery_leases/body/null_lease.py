@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from celery_leases.body.effect_arguments import (
+from celery_leases.body.effects import (
     EffectReply,
     call_without_lease,
     checked_arguments,

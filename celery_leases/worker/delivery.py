@@ -54,7 +54,6 @@ from celery_leases.signals import logger
 from celery_leases.text.cleaning import printable
 from celery_leases.worker import processes, requeue
 from celery_leases.worker.body_exceptions import ExceptionTranslator, as_exception
-from celery_leases.worker.delivery_queue import Routes
 from celery_leases.worker.errbacks import rebuilt
 from celery_leases.worker.headers import (
     ENDED_UNDER,
@@ -75,7 +74,7 @@ from celery_leases.worker.headers import (
     token_of,
 )
 from celery_leases.worker.interrupts import interrupt_guard_here
-from celery_leases.worker.reschedule import KeyIsHeld, NotPublishable
+from celery_leases.worker.publisher import KeyIsHeld, NotPublishable, Routes
 from celery_leases.worker.stored_messages import has_expired
 from celery_leases.worker.waiting_log import (
     AGAIN,

@@ -20,7 +20,7 @@ from celery_leases.signals import Announcer, logger
 from celery_leases.stores.interfaces import Observer
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.interrupts import interrupt_guard_here
-from celery_leases.worker.reschedule import Publisher
+from celery_leases.worker.publisher import Publisher
 
 METRICS_DIRECTORY: Final = "PROMETHEUS_MULTIPROC_DIR"
 """If this environment variable is set, :mod:`celery_leases.ops.metrics` counts events."""

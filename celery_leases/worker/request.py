@@ -27,7 +27,6 @@ from celery_leases.signals import logger
 from celery_leases.worker import child_exit, database_watch, processes, takeover
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.child_exit import EndedDelivery
-from celery_leases.worker.delivery_queue import ORIGIN, origin_of
 from celery_leases.worker.headers import (
     ENDED_UNDER,
     HEADER,
@@ -44,7 +43,7 @@ from celery_leases.worker.headers import (
     retries_of,
 )
 from celery_leases.worker.interrupts import BodyKill, body_kill_of
-from celery_leases.worker.reschedule import KeyIsHeld
+from celery_leases.worker.publisher import ORIGIN, KeyIsHeld, origin_of
 from celery_leases.worker.waiting_calls import KeyWaiters, waiting_calls
 from celery_leases.worker.waiting_log import AGAIN, leave_out_arrival
 

@@ -50,7 +50,7 @@ from celery_leases.worker.headers import (
     key_of,
     read_header,
 )
-from celery_leases.worker.reschedule import KeyIsHeld
+from celery_leases.worker.publisher import KeyIsHeld
 
 TICK: Final = 0.05
 """Seconds between two rounds over all waiting calls."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.worker import reschedule
+from celery_leases.worker import publisher
 from tests.apps.cooling import *  # noqa: F403
 from tests.apps.cooling import app  # noqa: F401
 from tests.apps.leased import note
@@ -50,11 +50,11 @@ def _key(stored_key, *_):
 
 
 SqlRecordStore.settle = _around("settle", SqlRecordStore.settle, lambda record, _: record.key)
-reschedule.Publisher._publish = _around(
-    "publish", reschedule.Publisher._publish, lambda _task, pin, _delay: pin.key
+publisher.Publisher._publish = _around(
+    "publish", publisher.Publisher._publish, lambda _task, pin, _delay: pin.key
 )
-reschedule.Publisher.reschedule = _around(
-    "rescheduled", reschedule.Publisher.reschedule, lambda _task, pin, *_: pin.key
+publisher.Publisher.reschedule = _around(
+    "rescheduled", publisher.Publisher.reschedule, lambda _task, pin, *_: pin.key
 )
 for store in (RedisLeaseStore, DatabaseLeaseStore):
     store.cool = _around("cool", store.cool, _key)

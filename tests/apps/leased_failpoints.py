@@ -13,13 +13,13 @@ import os
 from celery.signals import task_success
 
 from celery_leases.attempt import run
-from celery_leases.worker import reschedule
+from celery_leases.worker import publisher
 from tests.apps.failpoints import STEP, reach, strikes
 from tests.apps.leased import *  # noqa: F403
 from tests.apps.leased import app, note, wait_for  # noqa: F401
 
-_publish = reschedule.Publisher._publish
-_reschedule = reschedule.Publisher.reschedule
+_publish = publisher.Publisher._publish
+_reschedule = publisher.Publisher.reschedule
 _run = run.Execution._run
 
 
@@ -53,6 +53,6 @@ def _run_and_die(self, *args, **kwargs):
     return reply
 
 
-reschedule.Publisher._publish = _publish_and_die
-reschedule.Publisher.reschedule = _reschedule_and_die
+publisher.Publisher._publish = _publish_and_die
+publisher.Publisher.reschedule = _reschedule_and_die
 run.Execution._run = _run_and_die

@@ -14,7 +14,7 @@ from kombu.serialization import register
 
 from celery_leases import LeasedTask, Snooze
 from celery_leases.decide import waiting
-from celery_leases.worker.reschedule import Publisher
+from celery_leases.worker.publisher import Publisher
 from tests.apps.leased import app, note, wait_for
 
 if "DELIVERY_LIMIT" in os.environ:

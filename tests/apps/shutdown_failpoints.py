@@ -16,7 +16,7 @@ from celery.signals import task_prerun
 from celery.worker import state
 
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.worker.reschedule import Publisher
+from celery_leases.worker.publisher import Publisher
 from tests.apps.leased import *  # noqa: F403
 from tests.apps.leased import app, note  # noqa: F401
 

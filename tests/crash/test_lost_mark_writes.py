@@ -11,7 +11,7 @@ from celery_leases.decide.copies import Copy, waiter_mark
 from celery_leases.keys import stored_key
 from celery_leases.stores.redis import lease_scripts
 from celery_leases.worker import processes
-from celery_leases.worker.reschedule import OVER
+from celery_leases.worker.publisher import OVER
 from tests.crash.conftest import MakeScene
 from tests.crash.crash_deployments import Scene
 from tests.crash.cutting_proxy import CuttingProxy

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.body.effect_arguments import EffectReply
+from celery_leases.body.effects import EffectReply
 from celery_leases.decide.after_run import after_run
 from celery_leases.effect import Begun, Effect, Found
 from celery_leases.errors import StoreUnavailable

@@ -21,9 +21,9 @@ import pytest
 from celery_leases.decide.copies import Copy, waiter_mark
 from celery_leases.errors import StoreUnavailable
 from celery_leases.signals import logger
-from celery_leases.worker import reschedule
+from celery_leases.worker import publisher
 from celery_leases.worker.headers import Header
-from celery_leases.worker.reschedule import Publisher
+from celery_leases.worker.publisher import Publisher
 
 TASK: Any = SimpleNamespace(name="billing.send", request=SimpleNamespace(retries=0, id="call"))
 NONCES = "0123456789abcdef"
@@ -109,7 +109,7 @@ class Played(Publisher):
 def played(process: Process) -> Step | bool | Exception:
     """The next step of *process*, or how its reschedule has ended."""
     copies: Any = Played(process.replies)
-    setattr(reschedule, "uuid4", lambda: SimpleNamespace(hex=NONCES[process.nonce] * 32))  # noqa: B010 - not exported
+    setattr(publisher, "uuid4", lambda: SimpleNamespace(hex=NONCES[process.nonce] * 32))  # noqa: B010 - not exported
     try:
         pin = Header("billing.send", "call", copy=Copy.read(process.message.copy) or Copy())
         return bool(
@@ -250,7 +250,7 @@ def _nonces_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore what :func:`played` replaces; what is logged of each fault is not looked at
     here.
     """
-    monkeypatch.setattr("celery_leases.worker.reschedule.uuid4", uuid4)
+    monkeypatch.setattr("celery_leases.worker.publisher.uuid4", uuid4)
     monkeypatch.setattr(logger, "disabled", True)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from celery_leases.body.effect_arguments import EffectReply
+from celery_leases.body.effects import EffectReply
 from celery_leases.body.null_lease import Unleased
 from celery_leases.decide.endings import Lost, Returned
 from celery_leases.effect import (

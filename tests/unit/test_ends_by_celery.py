@@ -31,8 +31,8 @@ from celery_leases.errors import LeaseConfigurationError
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.worker import delivery, processes
 from celery_leases.worker.headers import HEADER, Header
+from celery_leases.worker.publisher import Publisher
 from celery_leases.worker.request import request_class
-from celery_leases.worker.reschedule import Publisher
 from tests.unit.celery_apps import apps
 
 QUEUE = "ends"

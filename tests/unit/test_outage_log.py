@@ -15,7 +15,7 @@ from celery_leases.decide.verdicts import Reschedule
 from celery_leases.errors import CoolingDown
 from celery_leases.events import CallRescheduled
 from celery_leases.worker import waiting_log
-from celery_leases.worker.reschedule import KeyIsHeld
+from celery_leases.worker.publisher import KeyIsHeld
 from celery_leases.worker.waiting_log import AGAIN, LONGEST_CAUSE, RESCHEDULED, STILL, cause_after
 
 
