@@ -41,7 +41,7 @@ from celery_leases.status import (
     status_of_group,
     status_of_open_group,
 )
-from celery_leases.stores.interfaces import ClosingStore, MarkedLeaseStore, WaiterStore
+from celery_leases.stores.interfaces import MarkedLeaseStore, WaiterStore
 from celery_leases.text.durations import Duration, seconds
 
 __all__ = [
@@ -167,7 +167,7 @@ class LeaseClient:
         holder = gate = trouble = None
         try:
             holder = self._leases.holder(stored)
-            record, gate = self._now(stored, record, holder, group, self._leases.gate)
+            record, gate = self._now(stored, record, holder, group, self._leases.groups.get)
         except StoreUnavailable as error:
             trouble = unanswered(error)
         status = status_of(
@@ -243,8 +243,8 @@ class LeaseClient:
         that was closed in the last 30 days.
         """
         self._ready()
-        gates = [*self._leases.gates()]
-        past = self._past_closings(None if opened else [gate.group for gate in gates])
+        gates = [*self._leases.groups.all()]
+        past = self._leases.groups.history(None if opened else [gate.group for gate in gates])
         not_open = {gate.group for gate in gates}
         return [self._group(gate, gate.group, past) for gate in gates] + [
             self._group(None, group, past) for group in sorted(past) if group not in not_open
@@ -256,13 +256,6 @@ class LeaseClient:
         if gate is None:
             return status_of_open_group(group, past.get(group, ()))
         return status_of_group(gate, self._wall_time(), past.get(group, ()))
-
-    def _past_closings(self, groups: Sequence[str] | None) -> Mapping[str, Sequence[PastClosing]]:
-        """The closings that the lease store has stored, if it stores them."""
-        store: object = self._leases
-        if not isinstance(store, ClosingStore) or (groups is not None and not groups):
-            return {}
-        return store.past_closings(groups)
 
     # -- changing ----------------------------------------------------------------------------------
 

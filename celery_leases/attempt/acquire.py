@@ -126,7 +126,7 @@ class Acquirer:
             # slot protects nothing.
             with suppress(StoreUnavailable):
                 if call.group is not None:
-                    self.process.leases.release_probe(call.group, call.token)
+                    self.process.leases.groups.release_probe(call.group, call.token)
             raise
         if not isinstance(result, ClaimedAttempt):
             self.release(held_lease)
@@ -328,7 +328,7 @@ class Acquirer:
     def _release(self, call: Call, probe: str | None) -> None:
         if probe is not None:
             with suppress(StoreUnavailable):  # it expires by itself
-                self.process.leases.release_probe(probe, call.token)
+                self.process.leases.groups.release_probe(probe, call.token)
         with suppress(StoreUnavailable):  # it expires by itself too
             self.process.leases.end(call.key.stored, call.token)
 

@@ -25,7 +25,6 @@ from celery_leases.options import DATABASE, DEFAULT_TTL
 from celery_leases.settings import IN_MEMORY, Settings
 from celery_leases.stores.interfaces import (
     Clock,
-    GateStore,
     LeaseStoreSettings,
     MarkedLeaseStore,
     MarkStore,
@@ -207,7 +206,7 @@ def lease_store(
         from celery_leases.stores.sql.leases import DatabaseLeaseStore
 
         return DatabaseLeaseStore(records)
-    opened: Any = open_lease_store(
+    opened = open_lease_store(
         LeaseStoreSettings(
             settings.leases_url,
             settings.prefix,
@@ -217,7 +216,7 @@ def lease_store(
             settings.transport_options,
         )
     )
-    if isinstance(opened, MarkStore) and isinstance(opened, GateStore):
+    if opened.groups is not None and isinstance(opened, MarkStore):
         return cast("MarkedLeaseStore", opened)
     from celery_leases.stores.sql.leases import LeasesWithRowMarks
 
@@ -234,8 +233,8 @@ def _bounded(
 
     if isinstance(leases, DatabaseLeaseStore):
         return DatabaseLeaseStore(records)
-    bounded = leases.bounded(timeout, longest_wait)
-    if isinstance(leases, LeasesWithRowMarks):
+    bounded, store = leases.bounded(timeout, longest_wait), cast("object", leases)
+    if isinstance(store, LeasesWithRowMarks):
         return cast("MarkedLeaseStore", LeasesWithRowMarks(bounded, records))
     return cast("MarkedLeaseStore", bounded)
 

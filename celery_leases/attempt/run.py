@@ -256,7 +256,7 @@ class Execution:
         if not isinstance(verdict, EnterCooldown) or verdict.closing is None or call.group is None:
             return verdict
         try:
-            gate = self.process.leases.close_gate(call.group, verdict.closing, record.owner)
+            gate = self.process.leases.groups.close(call.group, verdict.closing, record.owner)
         except StoreUnavailable:
             # The key cools down all the same, and the next failure of the group closes the gate.
             return verdict
@@ -303,7 +303,7 @@ class Execution:
             if (
                 held_lease.probe is not None
                 and opens
-                and process.leases.open_gate(held_lease.probe, call.token)
+                and process.leases.groups.open(held_lease.probe, call.token)
             ):
                 process.observer.observe(events.GateOpened(**call.subject, group=held_lease.probe))
                 held_lease.probe = None
@@ -313,7 +313,7 @@ class Execution:
                 and process.leases.cool(call.key.stored, call.token, cooling - RETRY_GRACE)
             ):
                 if held_lease.probe is not None:
-                    process.leases.release_probe(held_lease.probe, call.token)
+                    process.leases.groups.release_probe(held_lease.probe, call.token)
                 return
         acquirer.release(held_lease)
 

@@ -141,7 +141,7 @@ class OperatorClient(LeaseClient):
         """The records with their statuses, for which the lease store is read if needed. The status
         of a live record has only its state if that state is not *wanted*.
         """
-        gate_of, trouble = cache(self._leases.gate), None
+        gate_of, trouble = cache(self._leases.groups.get), None
         live: set[str] = set()
         if ABANDONED in wanted.states and State.RUNNING not in wanted.states:
             running = [record.stored_key for record in records if record.state is State.RUNNING]
@@ -362,7 +362,9 @@ class OperatorClient(LeaseClient):
         :class:`~celery_leases.errors.KeyUnusable` here and below.
         """
         self._check_group(group)
-        return self._group(self._leases.gate(group), group, self._past_closings([group]))
+        return self._group(
+            self._leases.groups.get(group), group, self._leases.groups.history([group])
+        )
 
     def open_group(self, group: str) -> bool:
         """Open the gate of *group*, delete its trips, and end the waits of the keys that failed
@@ -371,7 +373,7 @@ class OperatorClient(LeaseClient):
         Copies that wait at the broker are delivered when their countdowns end.
         """
         self._check_group(group)
-        opened = self._leases.open_gate(group)
+        opened = self._leases.groups.open(group)
         self._records.end_waits(group)
         return opened
 
@@ -384,8 +386,8 @@ class OperatorClient(LeaseClient):
         self._check_group(group)
         policy = CooldownPolicy.of(span, "close_group: span")
         closing = Closing(policy, Reason.ASKED, OPERATOR, redact(why), server_delay=policy.base)
-        gate = self._leases.close_gate(group, closing, OPERATOR)
-        return self._group(gate, group, self._past_closings([group]))
+        gate = self._leases.groups.close(group, closing, OPERATOR)
+        return self._group(gate, group, self._leases.groups.history([group]))
 
     def _check_group(self, group: str) -> None:
         """Refuse a name that ``lease_cooldown_group`` cannot make."""

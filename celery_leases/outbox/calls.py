@@ -579,7 +579,7 @@ def _waits(process: Process, record: Record, shut: dict[str, bool]) -> bool:
     if group is None or record.publish_at is not None or record.state is State.RUNNING:
         return False
     if group not in shut:
-        gate = process.leases.gate(group)
+        gate = process.leases.groups.get(group)
         shut[group] = gate is not None and gate.blocked_for > 0
     return shut[group]
 

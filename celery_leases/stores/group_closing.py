@@ -10,22 +10,20 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from celery_leases.errors import StoreUnavailable
-from celery_leases.groups import history
 from celery_leases.groups.group import Closing, Gate, closed, gate_retention
-from celery_leases.groups.history import PastClosing
+from celery_leases.groups.history import PastClosing, dump, load, with_closing, with_opening
 
 CLOSE_TRIES: Final = 10
 """How often a compare-and-set is retried when other workers close the same gate concurrently."""
 
 
-class GateClosing(ABC):
-    """A :class:`~celery_leases.stores.interfaces.GateStore` and
-    :class:`~celery_leases.stores.interfaces.ClosingStore` that can replace a gate by
+class ClosingGroups(ABC):
+    """A :class:`~celery_leases.stores.interfaces.GroupStore` that can replace a gate by
     compare-and-set.
     """
 
-    def close_gate(self, group: str, closing: Closing, token: str) -> Gate:
-        """Close the gate; see :class:`~celery_leases.stores.interfaces.GateStore`."""
+    def close(self, group: str, closing: Closing, token: str) -> Gate:
+        """Close the gate; see :class:`~celery_leases.stores.interfaces.GroupStore`."""
         for _ in range(CLOSE_TRIES):
             before, past = self._read(group)
             after = closed(group, before, closing, token)
@@ -33,34 +31,34 @@ class GateClosing(ABC):
                 if before.probe == token:
                     self.release_probe(group, token)
                 return after
-            noted = history.dump(history.with_closing(history.load(past), after, time.time()))
-            if self._swap_gate(before, after, gate_retention(after, closing.policy), token, noted):
+            noted = dump(with_closing(load(past), after, time.time()))
+            if self._swap(before, after, gate_retention(after, closing.policy), token, noted):
                 return after
         raise StoreUnavailable(
             f"the gate of {group} changed {CLOSE_TRIES} times while it was being closed", False
         )
 
-    def open_gate(self, group: str, token: str | None = None) -> bool:
+    def open(self, group: str, token: str | None = None) -> bool:
         """Open a gate and reset its trips. With *token*, open only a half-open gate whose probe
         slot *token* holds.
         """
         before, past = self._read(group)
         if before is None or (token is not None and not before.is_probed_by(token)):
             return False
-        noted = history.dump(history.with_opening(history.load(past), time.time()))
-        return self._open_gate(group, token, noted)
+        noted = dump(with_opening(load(past), time.time()))
+        return self._open(group, token, noted)
 
-    def past_closings(
+    def history(
         self, groups: Sequence[str] | None = None, limit: int = 1000
     ) -> Mapping[str, Sequence[PastClosing]]:
         """The last closings of each of *groups*, or of at most *limit* groups that have any; the
         latest closing first.
         """
-        found = self._read_histories(groups, limit)
-        past = {group: history.load(text) for group, text in found.items()}
+        found = self._read_histories(groups, limit) if groups is None or groups else {}
+        past = {group: load(text) for group, text in found.items()}
         return {group: each for group, each in past.items() if each}
 
-    def gate(self, group: str) -> Gate | None:
+    def get(self, group: str) -> Gate | None:
         """The gate of *group*; ``None`` when it is open."""
         return self._read(group)[0]
 
@@ -80,11 +78,11 @@ class GateClosing(ABC):
         """
 
     @abstractmethod
-    def _open_gate(self, group: str, token: str | None, past: str) -> bool:
-        """As :meth:`open_gate`, with *past* as the text of the history."""
+    def _open(self, group: str, token: str | None, past: str) -> bool:
+        """As :meth:`open`, with *past* as the text of the history."""
 
     @abstractmethod
-    def _swap_gate(
+    def _swap(
         self, before: Gate | None, after: Gate, remembered: float, token: str, past: str
     ) -> bool:
         """Write *after*, which expires after at least *remembered* seconds, and *past* as the text

@@ -26,13 +26,15 @@ class LeaseStore(ABC):
     """Decides which attempt may run a key now. Every call raises ``StoreUnavailable`` if the store
     fails. Threads and greenlets share one store.
 
-    Only the abstract methods are needed. A store may also be a :class:`MarkStore` and
-    :class:`GateStore`; otherwise marks and gates are in the records database.
+    Only the abstract methods are needed. A store may also be a :class:`MarkStore` and have
+    ``groups``; otherwise marks and gates are in the records database.
     """
 
     #: Written into each row that is claimed under this store, so that two lease stores with one
     #: records database are detected.
     name: str
+    #: The gates of cooldown groups, if the store has any.
+    groups: GroupStore | None = None
 
     @abstractmethod
     def acquire(self, call: Call) -> Acquired | Refused:
@@ -40,7 +42,7 @@ class LeaseStore(ABC):
         counts as taken.
 
         Otherwise it is refused: ``HELD`` with the holder, ``COOLING``, or ``GATE`` with the gate.
-        If the lease is free, a :class:`GateStore` reads in the same round trip the gate of
+        If the lease is free, a store with ``groups`` reads in the same round trip the gate of
         ``call.group``. If the gate is half-open and no attempt probes, the call takes
         the probe's slot for its ttl together with the lease. Raises ``LeaseStoreMismatch`` if the
         holder has its records in another database than the call.
@@ -169,19 +171,18 @@ class WaiterStore(Protocol):
         ...
 
 
-@runtime_checkable
-class GateStore(Protocol):
+class GroupStore(Protocol):
     """The gates of cooldown groups. Every call raises ``StoreUnavailable`` if the store fails."""
 
-    def gate(self, group: str) -> Gate | None:
+    def get(self, group: str) -> Gate | None:
         """The gate of *group*; ``None`` if it is open."""
         ...
 
-    def gates(self, limit: int = 1000) -> Iterator[Gate]:
-        """All gates that are not open."""
+    def all(self, limit: int = 1000) -> Iterator[Gate]:
+        """At most *limit* gates that are not open."""
         ...
 
-    def close_gate(self, group: str, closing: Closing, token: str) -> Gate:
+    def close(self, group: str, closing: Closing, token: str) -> Gate:
         """Close the gate as :func:`celery_leases.groups.group.closed` computes, by
         compare-and-set; returns the gate afterwards.
 
@@ -189,7 +190,7 @@ class GateStore(Protocol):
         """
         ...
 
-    def open_gate(self, group: str, token: str | None = None) -> bool:
+    def open(self, group: str, token: str | None = None) -> bool:
         """Open a gate and delete its trips; returns whether that was done. With *token*: only if
         the gate is half-open and *token* holds the probe's slot.
         """
@@ -199,24 +200,21 @@ class GateStore(Protocol):
         """Release the probe's slot if *token* holds it; the gate stays half-open."""
         ...
 
-
-class MarkedLeaseStore(LeaseStore, MarkStore, GateStore):
-    """A lease store that also stores marks and gates, as attempts and operators use it."""
-
-
-@runtime_checkable
-class ClosingStore(Protocol):
-    """A gate store that also stores when gates were closed. Workers do not read that."""
-
-    def past_closings(
+    def history(
         self, groups: Sequence[str] | None = None, limit: int = 1000
     ) -> Mapping[str, Sequence[PastClosing]]:
         """The last closings by group, the latest first: of *groups*, or of at most *limit* groups.
 
-        Groups without closings are left out. If no groups are given, a long name may be shortened.
-        Raises ``StoreUnavailable``.
+        Only operators read them, and a store may have none. Groups without closings are left out.
+        If no groups are given, a long name may be shortened.
         """
         ...
+
+
+class MarkedLeaseStore(LeaseStore, MarkStore):
+    """A lease store that also stores marks and gates, as attempts and operators use it."""
+
+    groups: GroupStore
 
 
 @dataclass(frozen=True, slots=True)

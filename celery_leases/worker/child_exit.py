@@ -265,7 +265,7 @@ def _close_in_stores(ended: EndedDelivery, call: Call) -> None:
     if ended.pid:
         process.leases.end(call.key.stored, ended.token)
         if call.group is not None:
-            process.leases.release_probe(call.group, ended.token)
+            process.leases.groups.release_probe(call.group, ended.token)
     if unsettled is not None:
         raise unsettled
 

@@ -11,7 +11,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from celery_leases.stores.redis.cooldown_groups import RedisGroups
 from celery_leases.stores.redis.leases import RedisLeaseStore
+from celery_leases.stores.sql.cooldown_groups import SqlGroups
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.worker import publisher
@@ -58,4 +60,5 @@ publisher.Publisher.reschedule = _around(
 )
 for store in (RedisLeaseStore, DatabaseLeaseStore):
     store.cool = _around("cool", store.cool, _key)
-    store.close_gate = _around("close", store.close_gate, lambda group, *_: group)
+for groups in (RedisGroups, SqlGroups):
+    groups.close = _around("close", groups.close, lambda group, *_: group)

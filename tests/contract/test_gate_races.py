@@ -50,16 +50,16 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MarkedLeas
 
 
 def opened(store: MarkedLeaseStore) -> None:
-    assert store.open_gate(GROUP)
+    assert store.groups.open(GROUP)
 
 
 def closed_for(server_delay: float, by: str = "late") -> Step:
-    return lambda store: store.close_gate(GROUP, closing(server_delay), by)
+    return lambda store: store.groups.close(GROUP, closing(server_delay), by)
 
 
 def probed_by(token: str) -> Step:
     def step(store: MarkedLeaseStore) -> None:
-        if store.gate(GROUP) is None:
+        if store.groups.get(GROUP) is None:
             half_open(store, GROUP)
         probe(store, make_call(fresh_key(), token, group=GROUP))
 
@@ -75,7 +75,7 @@ def all_of(*steps: Step) -> Step:
 
 
 def given_back(store: MarkedLeaseStore) -> None:
-    assert store.release_probe(GROUP, OURS)
+    assert store.groups.release_probe(GROUP, OURS)
 
 
 def over(store: MarkedLeaseStore) -> None:
@@ -125,7 +125,7 @@ def test_a_gate_is_closed_as_if_one_came_after_the_other(
         return decision
 
     monkeypatch.setattr(cooldown_group_closing, "closed", decided)
-    answer = store.close_gate(GROUP, closing(100.0), OURS)
+    answer = store.groups.close(GROUP, closing(100.0), OURS)
     assert not happens
     for gate in (answer, found(store, GROUP)):
         assert (gate.trips, gate.probe) == (trips, slot)
@@ -138,13 +138,13 @@ def test_a_changing_gate_is_given_up(
 
     def decided(group: str, gate: Gate | None, cause: Closing, token: str) -> Gate:
         decision = cooldown_groups.closed(group, gate, cause, token)
-        if token == OURS and not store.open_gate(GROUP):
+        if token == OURS and not store.groups.open(GROUP):
             closed(store, GROUP, 50.0)
         return decision
 
     monkeypatch.setattr(cooldown_group_closing, "closed", decided)
     with pytest.raises(StoreUnavailable) as caught:
-        store.close_gate(GROUP, closing(100.0), OURS)
+        store.groups.close(GROUP, closing(100.0), OURS)
     assert caught.value.executed is False
-    gate = store.gate(GROUP)
+    gate = store.groups.get(GROUP)
     assert gate is None or gate.closed_for <= 50

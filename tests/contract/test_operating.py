@@ -201,7 +201,7 @@ def test_statistics_count_by_state_and_by_rule(client: OperatorClient, put: Put)
     put("r2", State.RUNNING, task="u")
     columns = "stored_key = 't:u|r2'"
     sql(client._records, f"UPDATE celery_leases_records SET lease_until = 1 WHERE {columns}")  # noqa: S608
-    client._leases.close_gate(
+    client._leases.groups.close(
         "openai:x", Closing(CooldownPolicy(60.0), "rate_limited", "rate-limited", "m"), "token"
     )
     stats = client.stats()

@@ -157,7 +157,7 @@ def test_a_request_refused_there_has_no_lease(
     for _ in range(2):
         assert why(store.acquire(make_call(call.key.stored, group=group))) is Refusal.GATE
         assert store.holder(call.key.stored) is None
-        store.open_gate(group)
+        store.groups.open(group)
         half_open(store, group)
         assert store.acquire(make_call(fresh_key(), group=group)) == Acquired(probe=True)
     assert store.acquire(call) == Acquired()
@@ -174,7 +174,7 @@ def test_a_silent_gate_refuses_every_request(cluster: RedisCluster, store: Redis
         store.acquire(make_call(call.key.stored, call.token, group=group))
     assert store.release(call.key.stored, call.token)
     gate.resume()
-    store.release_probe(group, call.token)
+    store.groups.release_probe(group, call.token)
     assert found(store, group).probe is None
     lease = cluster.node_of(store._keys.lease(call.key.stored))
     lease.pause()

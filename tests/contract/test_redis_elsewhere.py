@@ -7,8 +7,8 @@ import pytest
 from celery_leases.stores.interfaces import LeaseStore, MarkStore
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts import (
-    GateHistoryContract,
-    GateStoreContract,
+    GroupHistoryContract,
+    GroupStoreContract,
     MarkStoreContract,
     SeparateLeaseStoreContract,
 )
@@ -26,7 +26,7 @@ class TestMarks(MarkStoreContract):
         return store_elsewhere
 
 
-class TestGates(GateStoreContract, GateHistoryContract):
+class TestGates(GroupStoreContract, GroupHistoryContract):
     """The published suite for gates. In a cluster the gate is read separately from the lease."""
 
     @pytest.fixture

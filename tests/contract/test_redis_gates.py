@@ -11,7 +11,7 @@ from celery_leases.decide.answers import Acquired, Refusal, Renewal
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.redis.limited_connection import limited
-from celery_leases.testing.contracts import GateHistoryContract, GateStoreContract
+from celery_leases.testing.contracts import GroupHistoryContract, GroupStoreContract
 from celery_leases.testing.contracts.calls import fresh_key, held, make_call, why
 from celery_leases.testing.contracts.group_case import POLICY, closed, closing, found, half_open
 from tests.contract.redis_stores import OpenStore
@@ -27,7 +27,7 @@ def store(open_store: OpenStore) -> RedisLeaseStore:
     return open_store()
 
 
-class TestGates(GateStoreContract, GateHistoryContract):
+class TestGates(GroupStoreContract, GroupHistoryContract):
     """The published suite for gates, which the script that takes a lease reads."""
 
     @pytest.fixture
@@ -41,8 +41,8 @@ def test_a_client_that_decodes_its_replies_can_be_used(open_store: OpenStore) ->
     call = make_call(fresh_key(), group=GROUP)
     assert store.acquire(call) == Acquired(probe=True)
     assert why(store.acquire(make_call(fresh_key(), group=GROUP))) is Refusal.GATE
-    assert [gate.group for gate in store.gates()] == [GROUP]
-    assert store.close_gate(GROUP, closing(60.0), call.token).trips == 2
+    assert [gate.group for gate in store.groups.all()] == [GROUP]
+    assert store.groups.close(GROUP, closing(60.0), call.token).trips == 2
     assert found(store, GROUP).message == "slow"
 
 
@@ -52,7 +52,7 @@ def test_a_new_server_is_noticed_at_a_gate_too(store: RedisLeaseStore) -> None:
     call = make_call(fresh_key(), group=GROUP)
     assert store.acquire(call) == Acquired(probe=True)
     assert store.age(call.key.stored) < 0.5
-    assert store.release_probe(GROUP, call.token)
+    assert store.groups.release_probe(GROUP, call.token)
     closed(store, GROUP, 60.0)
     assert why(store.acquire(make_call(fresh_key(), group=GROUP))) is Refusal.GATE
 
@@ -79,12 +79,12 @@ def test_each_step_is_one_trip_or_two(
     half_open(store, GROUP)
     call, plain = (make_call(fresh_key(), group=GROUP), make_call(fresh_key()))
     store.acquire(call)
-    store.release_probe(GROUP, "x")
+    store.groups.release_probe(GROUP, "x")
     store.cool("x", "x", 1.0)
     store.end_cooldown("x")
     store.renew([Renewal(call.key.stored, call.token, 15.0, GROUP)])
     closed(store, "opened", 60.0)
-    store.open_gate("opened")
+    store.groups.open("opened")
     sent: list[bytes] = []
     connections: Any = limited(redis.Connection)
     send: Any = connections.send_unlimited
@@ -101,12 +101,12 @@ def test_each_step_is_one_trip_or_two(
         (1, lambda: store.acquire(call)),
         (1, lambda: store.acquire(make_call(fresh_key(), group=GROUP))),
         (1, lambda: store.renew([Renewal(call.key.stored, call.token, 15.0, GROUP)] * 20)),
-        (1, lambda: store.gate(GROUP)),
-        (2, lambda: store.close_gate(GROUP, closing(60.0), call.token)),
-        (1, lambda: store.close_gate(GROUP, closing(30.0), "another")),
-        (1, lambda: store.open_gate(GROUP, call.token)),
-        (2, lambda: store.open_gate(GROUP)),
-        (1, lambda: store.release_probe(GROUP, call.token)),
+        (1, lambda: store.groups.get(GROUP)),
+        (2, lambda: store.groups.close(GROUP, closing(60.0), call.token)),
+        (1, lambda: store.groups.close(GROUP, closing(30.0), "another")),
+        (1, lambda: store.groups.open(GROUP, call.token)),
+        (2, lambda: store.groups.open(GROUP)),
+        (1, lambda: store.groups.release_probe(GROUP, call.token)),
         (1, lambda: store.cool(call.key.stored, call.token, 60.0)),
         (1, lambda: store.end_cooldown(call.key.stored)),
     ):
@@ -125,12 +125,12 @@ def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
     assert store.acquire(call) == Acquired(probe=True)
     for step in (
         lambda: found(store, GROUP).probe == call.token,
-        lambda: [gate.group for gate in store.gates()] == [GROUP],
-        lambda: store.release_probe(GROUP, call.token),
+        lambda: [gate.group for gate in store.groups.all()] == [GROUP],
+        lambda: store.groups.release_probe(GROUP, call.token),
         lambda: closed(store, GROUP, 60.0).trips == 1,
         lambda: store.cool(call.key.stored, call.token, 60.0),
         lambda: store.end_cooldown(call.key.stored),
-        lambda: not store.open_gate(GROUP, call.token),
+        lambda: not store.groups.open(GROUP, call.token),
     ):
         store._client.script_flush()
         assert step()
@@ -148,7 +148,7 @@ def test_trips_are_forgotten_after_a_quiet_time(store: RedisLeaseStore) -> None:
     assert found(store, GROUP).half_open
     store._client.pexpire(TRIPS, 1)
     call = make_call(fresh_key(), group=GROUP)
-    while store.gate(GROUP) is not None:
+    while store.groups.get(GROUP) is not None:
         pass
     assert store.acquire(call) == Acquired()
     assert closed(store, GROUP, 60.0).trips == 1
@@ -161,11 +161,11 @@ def test_a_history_that_another_program_wrote_is_replaced(store: RedisLeaseStore
     ):
         store._client.delete(PAST)
         write()
-        assert store.past_closings([GROUP]) == store.past_closings() == {}
+        assert store.groups.history([GROUP]) == store.groups.history() == {}
         assert closed(store, GROUP, 60.0).trips == 1
-        assert len(store.past_closings()[GROUP]) == 1
-        assert store.open_gate(GROUP)
-        assert store.gate(GROUP) is None
+        assert len(store.groups.history()[GROUP]) == 1
+        assert store.groups.open(GROUP)
+        assert store.groups.get(GROUP) is None
 
 
 def test_the_keys_of_a_gate_share_a_hash_tag_and_end(store: RedisLeaseStore) -> None:
@@ -195,15 +195,15 @@ def test_a_foreign_value_is_a_gate_too(store: RedisLeaseStore, value: bytes) -> 
     assert (gate.probe, gate.half_open) == ("stranger", True)
     assert why(store.acquire(make_call(fresh_key(), group=GROUP))) is Refusal.GATE
     assert closed(store, GROUP, 60.0).trips == gate.trips
-    assert [gate.group for gate in store.gates()] == [GROUP]
-    assert store.open_gate(GROUP)
+    assert [gate.group for gate in store.groups.all()] == [GROUP]
+    assert store.groups.open(GROUP)
     assert store._client.keys("*gate*") == [PAST.encode()]
 
 
 def test_a_foreign_type_is_no_gate(store: RedisLeaseStore) -> None:
     for name in (TRIPS, PROBE):
         store._client.hset(name, "a", "b")
-    assert store.gate(GROUP) is None
+    assert store.groups.get(GROUP) is None
     assert store.acquire(make_call(fresh_key(), group=GROUP)) == Acquired()
     half_open(store, GROUP)
     assert store.acquire(make_call(fresh_key(), group=GROUP)) == Acquired(probe=True)

@@ -57,14 +57,14 @@ def steps(store: RedisLeaseStore, key: str = "") -> dict[str, Callable[[], Any]]
         "cool": lambda: store.cool(call.key.stored, call.token, 15.0),
         "end_cooldown": lambda: store.end_cooldown(call.key.stored),
         "release": lambda: store.release(call.key.stored, call.token),
-        "close_gate": lambda: store.close_gate("g", closing(15.0), call.token),
-        "gate": lambda: store.gate("g"),
-        "gates": lambda: list(store.gates()),
-        "past_closings": lambda: store.past_closings(["g"]),
-        "all past_closings": store.past_closings,
-        "release_probe": lambda: store.release_probe("g", call.token),
-        "open_gate as probe": lambda: store.open_gate("g", call.token),
-        "open_gate": lambda: store.open_gate("g"),
+        "close_gate": lambda: store.groups.close("g", closing(15.0), call.token),
+        "gate": lambda: store.groups.get("g"),
+        "gates": lambda: list(store.groups.all()),
+        "past_closings": lambda: store.groups.history(["g"]),
+        "all past_closings": store.groups.history,
+        "release_probe": lambda: store.groups.release_probe("g", call.token),
+        "open_gate as probe": lambda: store.groups.open("g", call.token),
+        "open_gate": lambda: store.groups.open("g"),
     }
 
 

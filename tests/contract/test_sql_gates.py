@@ -25,7 +25,7 @@ from celery_leases.record import (
 )
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts import GateHistoryContract, GateStoreContract
+from celery_leases.testing.contracts import GroupHistoryContract, GroupStoreContract
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.group_case import closed, closing, found, half_open, probing
 from celery_leases.testing.contracts.record_case import closed as settled
@@ -42,7 +42,7 @@ def store(sql_records: SqlRecordStore) -> DatabaseLeaseStore:
     return DatabaseLeaseStore(sql_records)
 
 
-class TestGates(GateStoreContract, GateHistoryContract):
+class TestGates(GroupStoreContract, GroupHistoryContract):
     """The published suite for gates, which the claim reads."""
 
     @pytest.fixture
@@ -90,23 +90,23 @@ def test_an_open_gate_costs_no_statement(store: DatabaseLeaseStore) -> None:
             assert store.renew(renewals) == [RenewalResult.OURS]
         assert statements == sent
     with counted(store) as statements:
-        store.close_gate(GROUP, closing(60.0), probe.token)
-        store.close_gate(GROUP, closing(30.0), "another")
-        store.close_gate("fresh", closing(30.0), "another")
+        store.groups.close(GROUP, closing(60.0), probe.token)
+        store.groups.close(GROUP, closing(30.0), "another")
+        store.groups.close("fresh", closing(30.0), "another")
     assert statements == ["SELECT", "UPDATE", "SELECT", "SELECT", "INSERT"]
 
 
 def test_closings_are_remembered_for_a_month_after_the_last(store: DatabaseLeaseStore) -> None:
     closed(store, GROUP, 60.0)
-    store.open_gate(GROUP)
+    store.groups.open(GROUP)
     store.records.purge(100)
-    assert [*store.past_closings()] == [GROUP]
+    assert [*store.groups.history()] == [GROUP]
     later = text("UPDATE celery_leases_gates SET expires_at = expires_at - 86400000000 * :days")
     for days, left in ((29, [GROUP]), (1, [])):
         with store.database.engine.connect() as connection:
             connection.execute(later, {"days": days})
         store.records.purge(100)
-        assert [*store.past_closings()] == left
+        assert [*store.groups.history()] == left
 
 
 def shut_by_time(store: DatabaseLeaseStore, group: str) -> None:
@@ -229,7 +229,7 @@ def test_an_expired_row_is_probed(store: DatabaseLeaseStore) -> None:
 def test_a_probe_that_never_claimed_is_the_probe_again(store: DatabaseLeaseStore) -> None:
     half_open(store, GROUP)
     call = make_call(fresh_key(), group=GROUP)
-    assert store.take_probe(GROUP, call.token, 15.0)
+    assert store.groups.take_probe(GROUP, call.token, 15.0)
     with counted(store) as statements:
         assert probing(store.acquire(call))
     assert "UPDATE" not in statements
@@ -239,7 +239,7 @@ def test_a_probe_that_never_claimed_is_the_probe_again(store: DatabaseLeaseStore
 def test_an_expired_slot_admits_no_request(store: DatabaseLeaseStore) -> None:
     half_open(store, GROUP)
     call = make_call(fresh_key(), group=GROUP)
-    assert store.take_probe(GROUP, call.token, 0.01)
+    assert store.groups.take_probe(GROUP, call.token, 0.01)
     wait_until(lambda: found(store, GROUP).probe is None, 10, "the slot to end")
     assert probing(store.acquire(call))
     assert found(store, GROUP).probe == call.token
@@ -248,12 +248,12 @@ def test_an_expired_slot_admits_no_request(store: DatabaseLeaseStore) -> None:
 def test_a_slot_at_a_gate_closed_meanwhile_is_given_back(store: DatabaseLeaseStore) -> None:
     half_open(store, GROUP)
     call = make_call(fresh_key(), group=GROUP)
-    assert store.take_probe(GROUP, call.token, 15.0)
+    assert store.groups.take_probe(GROUP, call.token, 15.0)
     closed(store, GROUP, 60.0)
     answer = store.acquire(call)
     assert isinstance(answer, Refused)
     assert found(store, GROUP).probe is None
-    assert not store.take_probe(GROUP, call.token, 15.0)
+    assert not store.groups.take_probe(GROUP, call.token, 15.0)
 
 
 def test_leases_are_renewed_even_if_their_slots_cannot_be(store: DatabaseLeaseStore) -> None:
@@ -276,10 +276,10 @@ def test_a_gate_is_forgotten_after_a_quiet_time(store: DatabaseLeaseStore) -> No
                     "UPDATE celery_leases_gates SET trips = 5, opens_at = 1, expires_at = 1, probe = 'x'"
                 )
             )
-        assert store.gate(GROUP) is None
-        assert list(store.gates()) == []
-        assert not store.open_gate(GROUP)
-        assert not store.take_probe(GROUP, "y", 15.0)
+        assert store.groups.get(GROUP) is None
+        assert list(store.groups.all()) == []
+        assert not store.groups.open(GROUP)
+        assert not store.groups.take_probe(GROUP, "y", 15.0)
         answer = store.acquire(make_call(fresh_key(), group=GROUP))
         assert isinstance(answer, Acquired)
         assert forgotten()
@@ -302,4 +302,4 @@ def test_a_gate_is_purged_no_sooner(store: DatabaseLeaseStore) -> None:
     half_open(store, GROUP)
     closed(store, "closed", 60.0)
     store.records.purge(10)
-    assert len(list(store.gates())) == 2
+    assert len(list(store.groups.all())) == 2

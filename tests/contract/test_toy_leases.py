@@ -10,7 +10,7 @@ import pytest
 from celery_leases.stores.interfaces import LeaseStoreSettings, MarkedLeaseStore, MarkStore
 from celery_leases.stores.registry import open_lease_store
 from celery_leases.testing.contracts import (
-    GateStoreContract,
+    GroupStoreContract,
     MarkStoreContract,
     SeparateLeaseStoreContract,
 )
@@ -19,7 +19,7 @@ from tests.contract.sql_stores import migrated, operator_of
 DISTRIBUTIONS = Path(__file__).parents[1] / "distributions"
 
 
-class TestToyLeases(SeparateLeaseStoreContract, GateStoreContract, MarkStoreContract):
+class TestToyLeases(SeparateLeaseStoreContract, GroupStoreContract, MarkStoreContract):
     """The store is found by the scheme of its URL."""
 
     short = 1.0

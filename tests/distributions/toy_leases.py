@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -19,6 +19,7 @@ from celery_leases.decide.answers import (
 )
 from celery_leases.errors import LeaseStoreMismatch
 from celery_leases.groups.group import Closing, Gate, admits, closed, gate_retention
+from celery_leases.groups.history import PastClosing
 from celery_leases.stores.interfaces import LeaseStoreSettings, MarkedLeaseStore
 
 
@@ -55,10 +56,13 @@ def open_store(settings: LeaseStoreSettings) -> ToyLeaseStore:
 
 
 class ToyLeaseStore(MarkedLeaseStore):
-    """Leases, marks and gates."""
+    """Leases and marks."""
+
+    groups: ToyGroups
 
     def __init__(self, memory: Memory, name: str) -> None:
         self.name = name
+        self.groups = ToyGroups(memory)
         self._memory = memory
 
     def check(self) -> str | None:
@@ -72,7 +76,7 @@ class ToyLeaseStore(MarkedLeaseStore):
         key, token = call.key.stored, call.token
         with self._memory.lock:
             found = self._found(key)
-            gate = self._gate(call.group) if call.group is not None else None
+            gate = self.groups.found(call.group) if call.group is not None else None
             if found is not None and found.call is None:
                 return Refused(Refusal.COOLING, remaining=found.until - self._memory.now())
             if found is not None and found.token != token:
@@ -85,7 +89,7 @@ class ToyLeaseStore(MarkedLeaseStore):
                 return Refused(Refusal.GATE, gate=gate)
             if gate is not None and (gate.probe == token or found is None):
                 probe_for = max(gate.probe_for, call.options.ttl)
-                self._note(replace(gate, probe=token, probe_for=probe_for))
+                self.groups.note(replace(gate, probe=token, probe_for=probe_for))
             until = self._memory.now() + call.options.ttl
             until = max(until, found.until) if found is not None else until
             self._memory.leases[key] = Lease(token, call, until)
@@ -107,9 +111,9 @@ class ToyLeaseStore(MarkedLeaseStore):
         if found.call is None or found.token != renewal.token:
             return RenewalResult.OTHER
         found.until = max(found.until, self._memory.now() + renewal.ttl)
-        gate = self._gate(renewal.probe) if renewal.probe is not None else None
+        gate = self.groups.found(renewal.probe) if renewal.probe is not None else None
         if gate is not None and gate.probe == renewal.token:
-            self._note(replace(gate, probe_for=max(gate.probe_for, renewal.ttl)))
+            self.groups.note(replace(gate, probe_for=max(gate.probe_for, renewal.ttl)))
         return RenewalResult.OURS
 
     def reassert(self, call: Call) -> bool:
@@ -183,29 +187,52 @@ class ToyLeaseStore(MarkedLeaseStore):
             self._memory.marks[stored_key, name] = value, self._memory.now() + ttl
             return True
 
-    # -- gates -------------------------------------------------------------------------------------
+    def _holder(self, lease: Lease) -> Holder:
+        call = lease.call
+        assert call is not None
+        return Holder(
+            lease.token,
+            call.call_id,
+            call.host,
+            call.options.ttl,
+            lease.until - self._memory.now(),
+            call.database,
+        )
 
-    def gate(self, group: str) -> Gate | None:
+
+class ToyGroups:
+    """The gates of cooldown groups."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def history(
+        self, groups: Sequence[str] | None = None, limit: int = 1000
+    ) -> Mapping[str, Sequence[PastClosing]]:
+        """None is stored."""
+        return {}
+
+    def get(self, group: str) -> Gate | None:
         """The gate of *group*."""
         with self._memory.lock:
-            return self._gate(group)
+            return self.found(group)
 
-    def gates(self, limit: int = 1000) -> Iterator[Gate]:
+    def all(self, limit: int = 1000) -> Iterator[Gate]:
         """All gates that are not open."""
         with self._memory.lock:
-            found = [self._gate(group) for group in list(self._memory.gates)]
+            found = [self.found(group) for group in list(self._memory.gates)]
         return islice((gate for gate in found if gate is not None), limit)
 
-    def close_gate(self, group: str, closing: Closing, token: str) -> Gate:
+    def close(self, group: str, closing: Closing, token: str) -> Gate:
         """Close the gate as the protocol requires."""
         with self._memory.lock:
-            gate = closed(group, self._gate(group), closing, token)
-            return self._note(gate, gate_retention(gate, closing.policy))
+            gate = closed(group, self.found(group), closing, token)
+            return self.note(gate, gate_retention(gate, closing.policy))
 
-    def open_gate(self, group: str, token: str | None = None) -> bool:
+    def open(self, group: str, token: str | None = None) -> bool:
         """Open the gate; with *token* only that of its probe."""
         with self._memory.lock:
-            gate = self._gate(group)
+            gate = self.found(group)
             if gate is None or (token is not None and not (gate.half_open and gate.probe == token)):
                 return False
             del self._memory.gates[group]
@@ -214,13 +241,14 @@ class ToyLeaseStore(MarkedLeaseStore):
     def release_probe(self, group: str, token: str) -> bool:
         """Free the probe's slot if *token* has it."""
         with self._memory.lock:
-            gate = self._gate(group)
+            gate = self.found(group)
             if gate is None or gate.probe != token:
                 return False
-            self._note(replace(gate, probe=None, probe_for=0.0))
+            self.note(replace(gate, probe=None, probe_for=0.0))
             return True
 
-    def _gate(self, group: str) -> Gate | None:
+    def found(self, group: str) -> Gate | None:
+        """The gate of *group* now."""
         gate, seen, forgotten = self._memory.gates.get(group, (None, 0.0, 0.0))
         now = self._memory.now()
         if gate is None or forgotten <= now:
@@ -233,7 +261,8 @@ class ToyLeaseStore(MarkedLeaseStore):
             probe_for=probe_for,
         )
 
-    def _note(self, gate: Gate, remembered: float | None = None) -> Gate:
+    def note(self, gate: Gate, remembered: float | None = None) -> Gate:
+        """Store *gate*."""
         now = self._memory.now()
         known = self._memory.gates.get(gate.group)
         forgotten = known[2] if known is not None else 0.0
@@ -241,15 +270,3 @@ class ToyLeaseStore(MarkedLeaseStore):
             forgotten = max(forgotten, now + remembered)
         self._memory.gates[gate.group] = gate, now, max(forgotten, now + gate.probe_for)
         return gate
-
-    def _holder(self, lease: Lease) -> Holder:
-        call = lease.call
-        assert call is not None
-        return Holder(
-            lease.token,
-            call.call_id,
-            call.host,
-            call.options.ttl,
-            lease.until - self._memory.now(),
-            call.database,
-        )

@@ -182,5 +182,5 @@ class MemoryRecords(SqlRecordStore):
 
     def leases(self) -> DatabaseLeaseStore:
         found = copy(_leases_in_memory())
-        found.records = self
+        found.records, found.groups = self, copy(found.groups)
         return found

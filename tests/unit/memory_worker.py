@@ -92,15 +92,17 @@ class Bench:
         self.execution = Execution(process)
 
     def _stores(self) -> DatabaseLeaseStore | ToyLeaseStore:
-        names = ["age", "release", "cool", "end_cooldown", "close_gate", "open_gate"]
+        names = ["age", "release", "cool", "end_cooldown"]
+        steps = {"close": "close_gate", "open": "open_gate", "release_probe": "release_probe"}
         store: DatabaseLeaseStore | ToyLeaseStore
         if self.in_records:
             store = self.records.leases()
-            names.append("take_probe")
+            steps["take_probe"] = "take_probe"
         else:
             store = ToyLeaseStore(self.memory, "toy")
             names.append("acquire")
-        noted(store, self.journal, **{name: name for name in (*names, "release_probe")})
+        noted(store, self.journal, **{name: name for name in names})
+        noted(store.groups, self.journal, **steps)
         return store
 
     def call(self, **changes: Any) -> Call:
@@ -140,7 +142,7 @@ class Bench:
 
     def close_gate(self, closing: Closing = RATE_LIMITED) -> None:
         """A failure elsewhere has closed the gate."""
-        self.stores.close_gate(GROUP, closing, "elsewhere")
+        self.stores.groups.close(GROUP, closing, "elsewhere")
         self.journal.clear()
 
     def half_open(self, closing: Closing = RATE_LIMITED) -> None:
@@ -153,7 +155,7 @@ class Bench:
     @property
     def gate(self) -> Gate | None:
         """The gate of the group, as it is now."""
-        return self.stores.gate(GROUP)
+        return self.stores.groups.get(GROUP)
 
     @property
     def row(self) -> Record:

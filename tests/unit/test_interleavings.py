@@ -181,7 +181,7 @@ class TestAnOperator:
         bench.run(call, OF_THE_GROUP)
         bench.records.retry(KEY.stored)
         assert isinstance(bench.run(bench.again(call)), Reschedule)
-        bench.stores.open_gate(GROUP)
+        bench.stores.groups.open(GROUP)
         assert bench.run(bench.again(call)) == Return(1)
 
 
@@ -256,7 +256,7 @@ class TestOneGateForManyKeys:
             bench.run(probe, during=late_failure)
 
         def late_failure(_: Any) -> None:
-            bench.stores.close_gate(GROUP, RATE_LIMITED, slow.token)
+            bench.stores.groups.close(GROUP, RATE_LIMITED, slow.token)
 
         bench.run(slow, during=meanwhile)
         assert bench.gate is not None

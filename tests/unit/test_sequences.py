@@ -190,7 +190,7 @@ def test_a_group_that_never_recovers_is_probed_once_for_each_closing(in_records:
         bodies = len(bench.ran)
         for call in calls:
             bench.run(bench.again(call), ALL["group"])
-        gate = bench.stores.gate(GROUP)
+        gate = bench.stores.groups.get(GROUP)
         assert gate is not None
         assert gate.trips == round_
         assert len(bench.ran) == bodies + 1

@@ -9,7 +9,7 @@ from redis.exceptions import ResponseError
 
 from celery_leases.groups.group import Gate
 from celery_leases.groups.history import RETENTION
-from celery_leases.stores.group_closing import GateClosing
+from celery_leases.stores.group_closing import ClosingGroups
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.commands import RedisCommands
 from celery_leases.stores.redis.values import (
@@ -22,8 +22,8 @@ from celery_leases.stores.redis.values import (
 )
 
 
-class RedisGates(GateClosing):
-    """A :class:`~celery_leases.stores.interfaces.GateStore` in Redis.
+class RedisGroups(ClosingGroups):
+    """A :class:`~celery_leases.stores.interfaces.GroupStore` in Redis.
 
     If the server loses its data, all gates are open. The next failure of a group closes its gate
     again.
@@ -33,7 +33,7 @@ class RedisGates(GateClosing):
         self._commands = commands
         self._keys = keys
 
-    def gates(self, limit: int = 1000) -> Iterator[Gate]:
+    def all(self, limit: int = 1000) -> Iterator[Gate]:
         """At most *limit* gates that are not open; scans the database with ``SCAN``."""
         return islice(self._not_open(), limit)
 
@@ -50,13 +50,13 @@ class RedisGates(GateClosing):
         seen, past = self._commands.run(cooldown_group_scripts.READ_WITH_HISTORY, *keys)
         return gate_of(group, seen) if seen else None, as_text(past) if past else None
 
-    def _open_gate(self, group: str, token: str | None, past: str) -> bool:
+    def _open(self, group: str, token: str | None, past: str) -> bool:
         keys = *self._keys.gate(group), self._keys.past(group)
         who = "" if token is None else token_prefix(token)
         given = who, past, milliseconds(RETENTION)
         return bool(self._commands.run(cooldown_group_scripts.OPEN, *keys, *given))
 
-    def _swap_gate(
+    def _swap(
         self, before: Gate | None, after: Gate, remembered: float, token: str, past: str
     ) -> bool:
         as_seen: tuple[int, int, int] = (0, 0, 0)

@@ -32,7 +32,7 @@ from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.clients import ClusterAddress, redis_address
 from celery_leases.stores.redis.cluster import Cluster
 from celery_leases.stores.redis.commands import ClusterCommands, DirectCommands, RedisCommands
-from celery_leases.stores.redis.cooldown_groups import RedisGates
+from celery_leases.stores.redis.cooldown_groups import RedisGroups
 from celery_leases.stores.redis.direct_client import DirectClient
 from celery_leases.stores.redis.errors import REDIS_ERRORS, advice_for
 from celery_leases.stores.redis.values import (
@@ -52,9 +52,8 @@ name leaves the default out.
 """
 
 
-class RedisLeaseStore(RedisGates, MarkedLeaseStore):
-    """A :class:`~celery_leases.stores.interfaces.LeaseStore`, ``MarkStore`` and ``GateStore`` in
-    Redis.
+class RedisLeaseStore(MarkedLeaseStore):
+    """A :class:`~celery_leases.stores.interfaces.LeaseStore` with marks and gates in Redis.
 
     *client* is a redis-py client of one server, or a :class:`Cluster`. It must not retry commands,
     because ``StoreUnavailable.executed`` would be wrong. Every key begins with *prefix*. *name*
@@ -87,7 +86,9 @@ class RedisLeaseStore(RedisGates, MarkedLeaseStore):
             prefix,
             permits or ResourcePool(PERMITS, Permit, LONGEST_CONNECTION_TIMEOUT),
         )
-        super().__init__(commands, Keys(prefix, clustered=clustered))
+        self._commands = commands
+        self._keys = Keys(prefix, clustered=clustered)
+        self.groups = RedisGroups(self._commands, self._keys)
         self.name = name
         self.prefix = prefix
         self._client = client

@@ -15,15 +15,15 @@ from celery_leases.decide.answers import Renewal
 from celery_leases.groups.group import Gate
 from celery_leases.groups.history import RETENTION
 from celery_leases.groups.values import gate_from, gate_name, reason_json
-from celery_leases.stores.group_closing import GateClosing
+from celery_leases.stores.group_closing import ClosingGroups
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.stores.sql.values import MICROSECONDS, Row, microseconds
 
 
-class SqlGates(GateClosing):
-    """A :class:`~celery_leases.stores.interfaces.GateStore` in the tables of one database."""
+class SqlGroups(ClosingGroups):
+    """A :class:`~celery_leases.stores.interfaces.GroupStore` in the tables of one database."""
 
     def __init__(self, database: Database, tables: Tables) -> None:
         self.database = database
@@ -31,7 +31,7 @@ class SqlGates(GateClosing):
         self._remembered = tables.gates.c.opens_at > database.now
         self._closed = tables.gates.c.closed_until > database.now
 
-    def gates(self, limit: int = 1000) -> Iterator[Gate]:
+    def all(self, limit: int = 1000) -> Iterator[Gate]:
         """At most *limit* gates that are not open."""
         for row in self.database.all(self._reading().where(self._remembered).limit(limit), {}):
             yield gate_of(row["name"], row, int(row["now"]))
@@ -43,7 +43,7 @@ class SqlGates(GateClosing):
         now = int(row["now"])
         return gate_of(group, row, now) if row["opens_at"] > now else None, row["history"]
 
-    def _open_gate(self, group: str, token: str | None, past: str) -> bool:
+    def _open(self, group: str, token: str | None, past: str) -> bool:
         opened = update(self._gates).where(self._named(group), self._remembered)
         if token is not None:
             opened = opened.where(not_(self._closed), self._probes(token))
@@ -85,7 +85,7 @@ class SqlGates(GateClosing):
             found = self.database.all(query.order_by(gates.expires_at.desc()).limit(limit), {})
             return {row["name"]: row["history"] for row in found}
         names = {gate_name(group): group for group in groups}
-        found = self.database.all(query.where(gates.name.in_(names)), {}) if names else ()
+        found = self.database.all(query.where(gates.name.in_(names)), {})
         return {names[row["name"]]: row["history"] for row in found}
 
     def _reading(self) -> Any:
@@ -97,7 +97,7 @@ class SqlGates(GateClosing):
     def _probes(self, token: str) -> ColumnElement[bool]:
         return and_(self._gates.c.probe == token, self._gates.c.probe_until > self.database.now)
 
-    def _swap_gate(
+    def _swap(
         self, before: Gate | None, after: Gate, remembered: float, token: str, past: str
     ) -> bool:
         now = self.database.now

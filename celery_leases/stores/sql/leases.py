@@ -34,20 +34,19 @@ from celery_leases.errors import StoreUnavailable
 from celery_leases.options import DATABASE
 from celery_leases.record import Ended, State
 from celery_leases.stores.interfaces import LeaseStore, MarkedLeaseStore
-from celery_leases.stores.sql.cooldown_groups import SqlGates, later_of
+from celery_leases.stores.sql.cooldown_groups import SqlGroups, later_of
 from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.values import microseconds
 
 
-class RowMarks(SqlGates):
-    """A :class:`~celery_leases.stores.interfaces.MarkStore` and ``GateStore`` in the tables of
-    *records*.
-    """
+class RowMarks:
+    """Marks, and the gates of cooldown groups, in the tables of *records*."""
 
     def __init__(self, records: SqlRecordStore) -> None:
-        super().__init__(records.database, records.tables)
         self.records = records
+        self.database = records.database
+        self.groups = SqlGroups(records.database, records.tables)
         self._marks = records.tables.marks
         self._swap_mark_writes = self._swap_statement()
 
@@ -99,7 +98,7 @@ class RowMarks(SqlGates):
                 slots[renewal.ttl].append(renewal)
         for ttl, probes in slots.items():
             with suppress(StoreUnavailable):
-                self.renew_probes(probes, ttl)
+                self.groups.renew_probes(probes, ttl)
 
     def _swap_statement(self) -> Writes:
         marks, now = self._marks, self.database.now
@@ -135,7 +134,7 @@ class LeasesWithRowMarks(RowMarks):
         self, call: Call, records: SqlRecordStore, age: Callable[[], float]
     ) -> Acquired | Refused:
         """Claim the row, if the gate lets the body start; *records* are those of the marks."""
-        return self.records.claim(call, self.leases.name, age=age, slots=self)
+        return self.records.claim(call, self.leases.name, age=age, slots=self.groups)
 
 
 class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
@@ -144,6 +143,7 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
     """
 
     name = DATABASE
+    groups: SqlGroups
 
     def __init__(self, records: SqlRecordStore) -> None:
         super().__init__(records)
@@ -157,7 +157,7 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
 
     def acquire(self, call: Call) -> Acquired | Refused:
         """Claim the row, which is the lease. The same statement reads the group's gate."""
-        return self.records.claim(call, self.name, slots=self)
+        return self.records.claim(call, self.name, slots=self.groups)
 
     def begin(self, call: Call) -> Acquired:
         """Do nothing: the claim takes the lease."""
@@ -167,7 +167,7 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
         self, call: Call, records: SqlRecordStore, age: Callable[[], float]
     ) -> Acquired | Refused:
         """Take lease and record in one; *records* are those of this store."""
-        return self.records.claim(call, self.name, age=age, slots=self)
+        return self.records.claim(call, self.name, age=age, slots=self.groups)
 
     def end(self, stored_key: str, token: str) -> None:
         """Do nothing: closing the row has released it."""

@@ -52,7 +52,7 @@ from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.record_filters import Order, Position, RecordFilter
 from celery_leases.stores.availability import Availability
 from celery_leases.stores.sql import migrations, record_queries, rows
-from celery_leases.stores.sql.cooldown_groups import SqlGates, gate_of
+from celery_leases.stores.sql.cooldown_groups import SqlGroups, gate_of
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.record_queries import in_subquery
 from celery_leases.stores.sql.record_statements import RecordStatements, is_running
@@ -189,7 +189,7 @@ class SqlRecordStore:
         lease_store: str,
         *,
         age: Callable[[], float] = lambda: math.inf,
-        slots: SqlGates | None = None,
+        slots: SqlGroups | None = None,
     ) -> Acquired | Refused:
         """Claim the row, if :mod:`celery_leases.decide.claim` allows it. Idempotent.
 
@@ -219,7 +219,7 @@ class SqlRecordStore:
             raise
 
     def _claim(
-        self, call: Call, lease_store: str, age: Callable[[], float], slots: SqlGates | None
+        self, call: Call, lease_store: str, age: Callable[[], float], slots: SqlGroups | None
     ) -> Acquired | Refused:
         emptied, group = 0.0, call.group if slots is not None else None
         for _ in range(CLAIM_TRIES):

@@ -10,8 +10,8 @@ To test a store of your own, subclass a suite in a test module, and override its
         def store(self):
             return MyLeaseStore(...)
 
-``GateStoreContract`` and ``GateHistoryContract``, which is for stores that remember when gates were
-closed, also use the fixture ``store``. ``MarkStoreContract`` uses ``marks``,
+``GroupStoreContract`` and ``GroupHistoryContract``, which is for stores that remember when gates
+were closed, also use the fixture ``store``. ``MarkStoreContract`` uses ``marks``,
 ``RecordStoreContract`` uses ``records``, and ``EffectStoreContract`` uses ``records`` and
 ``effects``.
 
@@ -27,8 +27,8 @@ import pytest
 pytest.register_assert_rewrite(*(f"{__name__}.{module.name}" for module in iter_modules(__path__)))
 
 from celery_leases.testing.contracts.effects import EffectStoreContract  # noqa: E402
-from celery_leases.testing.contracts.group_history import GateHistoryContract  # noqa: E402
-from celery_leases.testing.contracts.groups import GateStoreContract  # noqa: E402
+from celery_leases.testing.contracts.group_history import GroupHistoryContract  # noqa: E402
+from celery_leases.testing.contracts.groups import GroupStoreContract  # noqa: E402
 from celery_leases.testing.contracts.leases import LeaseStoreContract  # noqa: E402
 from celery_leases.testing.contracts.marks import MarkStoreContract  # noqa: E402
 from celery_leases.testing.contracts.records import RecordStoreContract  # noqa: E402
@@ -36,8 +36,8 @@ from celery_leases.testing.contracts.separate_leases import SeparateLeaseStoreCo
 
 __all__ = [
     "EffectStoreContract",
-    "GateHistoryContract",
-    "GateStoreContract",
+    "GroupHistoryContract",
+    "GroupStoreContract",
     "LeaseStoreContract",
     "MarkStoreContract",
     "RecordStoreContract",

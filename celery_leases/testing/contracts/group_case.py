@@ -11,7 +11,7 @@ from celery_leases.call import Call
 from celery_leases.decide.answers import Acquired, Refusal, Refused
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.groups.group import Closing, Gate
-from celery_leases.stores.interfaces import GateStore, LeaseStore, MarkedLeaseStore
+from celery_leases.stores.interfaces import LeaseStore, MarkedLeaseStore
 from celery_leases.testing.contracts.calls import (
     acquired,
     fresh_key,
@@ -59,25 +59,27 @@ def closing(
     )
 
 
-def closed(store: GateStore, group: str, server_delay: float | None = None, **more: Any) -> Gate:
+def closed(
+    store: MarkedLeaseStore, group: str, server_delay: float | None = None, **more: Any
+) -> Gate:
     """The gate after a failure of an attempt that is not the probe."""
-    return store.close_gate(group, closing(server_delay, **more), uuid4().hex)
+    return store.groups.close(group, closing(server_delay, **more), uuid4().hex)
 
 
-def half_open(store: GateStore, group: str) -> None:
+def half_open(store: MarkedLeaseStore, group: str) -> None:
     """Make the gate half-open after one trip."""
     closed(store, group, 0.02)
     until_half_open(store, group)
 
 
-def until_half_open(store: GateStore, group: str) -> None:
+def until_half_open(store: MarkedLeaseStore, group: str) -> None:
     """Wait until the gate is half-open."""
     wait_until(lambda: found(store, group).half_open, PATIENCE, "the gate to be half-open")
 
 
-def found(store: GateStore, group: str) -> Gate:
+def found(store: MarkedLeaseStore, group: str) -> Gate:
     """The gate, which must not be open."""
-    gate = store.gate(group)
+    gate = store.groups.get(group)
     assert gate is not None
     return gate
 

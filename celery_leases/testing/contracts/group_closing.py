@@ -54,7 +54,7 @@ class GateClosingContract(GateCase):
 
     def test_an_open_gate_refuses_no_request(self, store: MarkedLeaseStore, group: str) -> None:
         """There is no gate and no probe."""
-        assert store.gate(group) is None
+        assert store.groups.get(group) is None
         for _ in range(3):
             admitted(store, self.call(group))
 
@@ -87,7 +87,7 @@ class GateClosingContract(GateCase):
         for shutting in names[::2]:
             closed(store, shutting, 60.0, message=shutting)
         for number, name in enumerate(names):
-            gate = store.gate(name)
+            gate = store.groups.get(name)
             if number % 2:
                 assert gate is None
                 admitted(store, self.call(name))
@@ -108,13 +108,13 @@ class GateClosingContract(GateCase):
             admitted(store, call)
         half_open(store, group)
         probe(store, self.call(group))
-        assert store.open_gate(group)
+        assert store.groups.open(group)
         for call in calls:
             holder = store.holder(call.key.stored)
             assert holder is not None
             assert holder.token == call.token
         assert all(
-            found.group != call.key.stored for found in store.gates(100_000) for call in calls
+            found.group != call.key.stored for found in store.groups.all(100_000) for call in calls
         )
 
     # -- how long, and how often -------------------------------------------------------------------
@@ -161,7 +161,7 @@ class GateClosingContract(GateCase):
         policy = CooldownPolicy(self.short / 2, 2, 60, 0)
         token = uuid4().hex
         for trips in (1, 2, 3):
-            gate = store.close_gate(group, closing(policy=policy), token)
+            gate = store.groups.close(group, closing(policy=policy), token)
             assert (gate.trips, gate.closed_for) == (trips, policy.longest(trips))
             assert found(store, group).closed_for <= gate.closed_for
             until_half_open(store, group)
@@ -191,20 +191,20 @@ class GateClosingContract(GateCase):
         self, store: MarkedLeaseStore, group: str, probed: bool
     ) -> None:
         """Its trips and its probe are forgotten. Opening an open gate changes nothing."""
-        assert not store.open_gate(group)
+        assert not store.groups.open(group)
         if probed:
             half_open(store, group)
             token = probe(store, self.call(group)).token
-            store.close_gate(group, closing(0.02), token)
+            store.groups.close(group, closing(0.02), token)
             until_half_open(store, group)
             probe(store, self.call(group))
             assert found(store, group).trips == 2
         else:
             closed(store, group, 60.0)
-        assert store.open_gate(group)
-        assert store.gate(group) is None
+        assert store.groups.open(group)
+        assert store.groups.get(group) is None
         admitted(store, self.call(group))
-        assert not store.open_gate(group)
+        assert not store.groups.open(group)
         gate = closed(store, group, 60.0)
         assert (gate.trips, gate.probe) == (1, None)
         assert found(store, group).trips == 1
@@ -218,15 +218,15 @@ class GateClosingContract(GateCase):
             closed(store, name, 60.0 if number % 2 else 0.02, reason=name)
         long = group + "x" * 300
         closed(store, long, 60.0, reason=long)
-        assert store.open_gate(names.pop())
-        listed = [gate for gate in store.gates(100_000) if gate.reason.startswith(group)]
+        assert store.groups.open(names.pop())
+        listed = [gate for gate in store.groups.all(100_000) if gate.reason.startswith(group)]
         assert sorted(gate.reason for gate in listed) == sorted([*names, long])
         for gate in listed:
             assert gate.group == gate.reason or (
                 gate.reason == long and len(gate.group) < len(long)
             )
-            assert store.open_gate(gate.group)
-        assert store.gate(long) is None
+            assert store.groups.open(gate.group)
+        assert store.groups.get(long) is None
         for name in names[:3]:
             closed(store, name, 60.0)
-        assert len(list(store.gates(2))) == 2
+        assert len(list(store.groups.all(2))) == 2

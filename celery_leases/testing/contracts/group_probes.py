@@ -82,7 +82,7 @@ class GateProbeContract(GateCase):
         assert acquired(answer)
         assert probing(answer)
         assert found(store, group).probe_for > self.ttl
-        assert store.release_probe(group, call.token)
+        assert store.groups.release_probe(group, call.token)
         answer = store.acquire(call)
         assert acquired(answer)
         assert not probing(answer)
@@ -138,7 +138,7 @@ class GateProbeContract(GateCase):
         ]
         assert found(store, group).probe == call.token
         assert found(store, group).probe_for <= self.ttl
-        assert store.gate(f"{group}-open") is None
+        assert store.groups.get(f"{group}-open") is None
 
     def test_a_slot_given_back_is_free_for_the_next_request(
         self, store: MarkedLeaseStore, group: str
@@ -152,11 +152,11 @@ class GateProbeContract(GateCase):
             call.token[1:],
             call.token + "0",
         ):
-            assert not store.release_probe(group, token)
-        assert not store.release_probe(f"{group}-other", call.token)
+            assert not store.groups.release_probe(group, token)
+        assert not store.groups.release_probe(f"{group}-other", call.token)
         shut(store, self.call(group))
-        assert store.release_probe(group, call.token)
-        assert not store.release_probe(group, call.token)
+        assert store.groups.release_probe(group, call.token)
+        assert not store.groups.release_probe(group, call.token)
         gate = found(store, group)
         assert (gate.trips, gate.half_open, gate.probe) == (1, True, None)
         probe(store, self.call(group))
@@ -177,9 +177,9 @@ class GateProbeContract(GateCase):
         """The success of a body that began before the gate closed does not open it."""
         early = admitted(store, self.call(group))
         closed(store, group, 0.02)
-        assert not store.open_gate(group, early.token)
+        assert not store.groups.open(group, early.token)
         until_half_open(store, group)
-        assert not store.open_gate(group, early.token)
+        assert not store.groups.open(group, early.token)
         call = probe(store, self.call(group))
         for token in (
             early.token,
@@ -189,12 +189,12 @@ class GateProbeContract(GateCase):
             "",
         ):
             if token:
-                assert not store.open_gate(group, token)
-        assert store.open_gate(group, call.token)
-        assert store.gate(group) is None
+                assert not store.groups.open(group, token)
+        assert store.groups.open(group, call.token)
+        assert store.groups.get(group) is None
         for _ in range(3):
             admitted(store, self.call(group))
-        assert not store.open_gate(group, call.token)
+        assert not store.groups.open(group, call.token)
 
     def test_a_probe_that_has_lost_its_slot_does_not_open(
         self, store: MarkedLeaseStore, group: str
@@ -204,11 +204,11 @@ class GateProbeContract(GateCase):
         lost = probe(store, self.call(group, ttl=self.short))
         call = self.call(group)
         wait_until(lambda: probing(store.acquire(call)), self.short + PATIENCE, "the slot to end")
-        assert not store.open_gate(group, lost.token)
-        assert not store.release_probe(group, lost.token)
-        assert store.close_gate(group, closing(0.0), lost.token).trips == 1
+        assert not store.groups.open(group, lost.token)
+        assert not store.groups.release_probe(group, lost.token)
+        assert store.groups.close(group, closing(0.0), lost.token).trips == 1
         assert found(store, group).probe == call.token
-        assert store.open_gate(group, call.token)
+        assert store.groups.open(group, call.token)
 
     def test_the_probes_failure_is_the_next_trip(self, store: MarkedLeaseStore, group: str) -> None:
         """The same step frees the slot, so that the next request can probe once the gate is
@@ -216,7 +216,7 @@ class GateProbeContract(GateCase):
         """
         half_open(store, group)
         call = probe(store, self.call(group))
-        gate = store.close_gate(group, closing(self.short), call.token)
+        gate = store.groups.close(group, closing(self.short), call.token)
         assert (gate.trips, gate.probe, gate.closed_for) == (2, None, self.short)
         seen = shut(store, self.call(group))
         assert (seen.trips, seen.probe) == (2, None)
@@ -235,8 +235,8 @@ class GateProbeContract(GateCase):
         half_open(store, group)
         call = probe(store, self.call(group))
         closed(store, group, 60.0)
-        assert not store.open_gate(group, call.token)
-        gate = store.close_gate(group, closing(server_delay), call.token)
+        assert not store.groups.open(group, call.token)
+        gate = store.groups.close(group, closing(server_delay), call.token)
         assert (gate.trips, gate.probe) == (1, None)
         seen = found(store, group)
         assert (seen.trips, seen.probe) == (1, None)
@@ -263,11 +263,11 @@ class GateProbeContract(GateCase):
                 inside.clear()
                 if rand.random() < 0.3:
                     failures += 1
-                    store.close_gate(group, closing(0.005), call.token)
+                    store.groups.close(group, closing(0.005), call.token)
                 else:
-                    assert store.release_probe(group, call.token)
-                assert not store.open_gate(group, rand.choice(former))
-                assert not store.release_probe(group, rand.choice(former))
+                    assert store.groups.release_probe(group, call.token)
+                assert not store.groups.open(group, rand.choice(former))
+                assert not store.groups.release_probe(group, rand.choice(former))
                 former.append(call.token)
             return failures
 

@@ -6,7 +6,7 @@ from celery_leases.testing.contracts.group_closing import GateClosingContract
 from celery_leases.testing.contracts.group_probes import GateProbeContract
 
 
-class GateStoreContract(GateClosingContract, GateProbeContract):
-    """For every lease store with gates: a ``LeaseStore`` that is also a ``GateStore``, and whose
+class GroupStoreContract(GateClosingContract, GateProbeContract):
+    """For every lease store with gates: a ``LeaseStore`` that is also a ``GroupStore``, and whose
     ``acquire()`` reads the gate.
     """
