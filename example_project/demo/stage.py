@@ -22,11 +22,9 @@ from tests.support.workers import LocalWorker
 
 ROOT = Path(__file__).parents[2]
 TTL = 3.0
-VISIBILITY_TIMEOUT = 6.0
-SWEEP = 1.0
-LONGEST_DELAY = VISIBILITY_TIMEOUT / 2
+LONGEST_DELAY = TTL + 1.0
 KEY_BOUND = TTL + LONGEST_DELAY
-WORK_BOUND = max(TTL, VISIBILITY_TIMEOUT + SWEEP) + LONGEST_DELAY
+WORK_BOUND = TTL + TTL / 3 + LONGEST_DELAY
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ class Stage:
     modules: Sequence[str] = ("example_project.demo.receivers",)
     """Modules that workers import beside the application."""
 
-    visibility_timeout = VISIBILITY_TIMEOUT
     concurrency = 3
     worker_names: Sequence[str] = ("worker-a", "worker-b")
 
@@ -89,8 +86,6 @@ class Stage:
             "LEASES_URL": self.database(2),
             "LEASES_DATABASE_URL": f"sqlite:///{self.home / 'records.db'}",
             "LEASES_TTL": str(TTL),
-            "VISIBILITY_TIMEOUT": str(self.visibility_timeout),
-            "RESTORE_INTERVAL": str(SWEEP),
             journal.FILE: str(self.home / "journal.jsonl"),
             journal.WITHOUT_LEASES: "" if self._leases else "1",
         }

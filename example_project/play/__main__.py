@@ -25,9 +25,6 @@ class PlayStage(Stage):
     """A stage with the provider on it."""
 
     modules = ("example_project.play.tasks", "example_project.play.worker_commands")
-    visibility_timeout = (
-        12.0  # longer than any body (9 s), because plain Celery would run a longer one twice
-    )
     concurrency = 4
 
     def __init__(self) -> None:
@@ -36,7 +33,12 @@ class PlayStage(Stage):
 
     def furnish(self) -> dict[str, str]:
         """Start the provider."""
-        return {"PROVIDER_URL": f"http://127.0.0.1:{self._serve('provider', '127.0.0.1', '0')}"}
+        return {
+            # For plain Celery; longer than any body (9 s), or plain Celery would run it twice.
+            "VISIBILITY_TIMEOUT": "12",
+            "RESTORE_INTERVAL": "1",
+            "PROVIDER_URL": f"http://127.0.0.1:{self._serve('provider', '127.0.0.1', '0')}",
+        }
 
     def open_page(self, port: int) -> int:
         """Start the page's server, and return its port."""
