@@ -68,7 +68,8 @@ class Acquirer:
             if not isinstance(verdict, Run | Wait):
                 return verdict
         if database := self.process.leases.records_of(self.process.records):
-            call = replace(call, database=database)
+            # Known only once the records have answered. A copy would take some 25 function calls.
+            object.__setattr__(call, "database", database)
         began = self.process.clock.now()
         while True:
             result = self._acquire_once(call, self.process.clock.now() - began)
