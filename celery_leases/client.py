@@ -342,7 +342,7 @@ class LeaseClient:
         """Publish the stored message of the record of *key*, so that the call runs now; ``None`` if
         the record has no message.
 
-        Records of enqueued calls, and of tasks with ``lease_store_arguments``, have a stored
+        Records of enqueued calls, and of tasks with ``lease_outbox="store"``, have a stored
         message. ``False``: the broker did not confirm it, and the next relay tries again. A copy of
         the call that waits at the broker is harmless. Raises the errors of :meth:`relay`.
         """

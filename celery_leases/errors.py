@@ -101,7 +101,7 @@ class AlreadyDone(LeasesError):
 
 class AlreadyQueued(LeasesError):
     """A call of this key is queued, runs, cools down or has ended, and the task has
-    ``lease_on_queued="raise"``.
+    ``lease_outbox="once"`` and ``lease_on_busy="raise"``.
 
     Nothing was published. ``call_id`` is the call of the key's record, ``state`` the state of that
     record.

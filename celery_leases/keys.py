@@ -188,21 +188,19 @@ def call_group(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> str | None:
-    """The cooldown group of one call of *task*; ``None`` without ``lease_cooldown_group``.
+    """The cooldown group of one call of *task*; ``None`` without ``lease_group``.
 
     Raises :class:`KeyUnusable` as :func:`call_key` does.
     """
-    if options.cooldown_group is None:
+    if options.group is None:
         return None
     try:
-        group = _filled(
-            task, "cooldown_group", options.cooldown_group, _given(task, signature, args, kwargs)
-        )
+        group = _filled(task, "group", options.group, _given(task, signature, args, kwargs))
     except RecursionError:
         raise _too_deep(task) from None
     if is_short_form(group):
         raise KeyUnusable(
-            f"task {task}: lease_cooldown_group gave {group!r}, which is the short form of another group"
+            f"task {task}: lease_group gave {group!r}, which is the short form of another group"
         )
     return group
 

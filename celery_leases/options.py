@@ -34,7 +34,7 @@ Runs = Literal["once", "each"]
 _Busy = Literal["wait", "raise", "ignore"]
 OnBusy = _Busy | None
 OnDone = Literal["replay", "raise", "ignore"]
-OnQueued = Literal["return", "raise"]
+Outbox = Literal["store", "once", False]
 Resume = Literal["transient", "always", "never"]
 TenantMaker = Callable[[Mapping[str, Any]], Any] | None
 KeyMaker = str | Callable[..., str] | None
@@ -45,12 +45,11 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "runs": get_args(Runs),
     "on_busy": get_args(_Busy),
     "on_done": get_args(OnDone),
-    "on_queued": get_args(OnQueued),
 }
 APP_ONLY: Final = frozenset({"result_max", "settle_timeout"})
 """Settings of the whole app that a task cannot set."""
 _SECONDS: Final = ("ttl", "max_hold", "retention", "settle_timeout")
-_FLAGS: Final = ("renew", "allow_loss", "store_arguments", "queue_once")
+_FLAGS: Final = ("renew", "allow_loss")
 _PREFIX: Final = re.compile("^leases?_?")
 
 
@@ -133,15 +132,15 @@ class LeaseOptions:
     #: If another call has finished the key.
     on_done: OnDone = "replay"
     failures: Failures = field(default_factory=Failures)
-    cooldown_group: KeyMaker = None
+    #: The cooldown group of the key.
+    group: KeyMaker = None
     retention: float = 7 * DAY
     result_max: int = 256 * 1024
     settle_timeout: float = 60.0
-    store_arguments: bool = False
-    #: Publishing a call also writes its record; a call of a key that is queued, runs, cools down or
-    #: has ended is not published. Read :attr:`queues_once`.
-    queue_once: bool = False
-    on_queued: OnQueued = "return"
+    #: ``"store"``: records store the messages of their calls; ``"once"``: publishing a call writes
+    #: its record, and a call of a key that is queued, runs, cools down or has ended is not
+    #: published. Read :attr:`queues_once`.
+    outbox: Outbox = False
     allow_loss: bool = False
 
     @cached_property
@@ -151,10 +150,10 @@ class LeaseOptions:
 
     @cached_property
     def queues_once(self) -> bool:
-        """Whether publishing a call writes its record, as ``queue_once`` says; never without
-        ``lease_key``.
+        """Whether publishing a call writes its record, as ``lease_outbox="once"`` says; never
+        without ``lease_key``.
         """
-        return self.queue_once and self.key is not None
+        return self.outbox == "once" and self.key is not None
 
     @cached_property
     def each_runs(self) -> bool:
@@ -310,6 +309,12 @@ def _rules(option: str, value: Any) -> Rules:
     raise _wrong(option, value, "Rules.default().on(...), or Rules() for your own rules alone")
 
 
+def _outbox(option: str, value: Any) -> Outbox:
+    if value is not False and value not in ("store", "once"):
+        raise _wrong(option, value, "False, 'store' or 'once'")
+    return cast(Outbox, value)
+
+
 def _failures(option: str, value: Any) -> Failures:
     if isinstance(value, Failures):
         return value
@@ -325,8 +330,9 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "namespace": _namespace,
     "fingerprint": _fingerprint,
     "tenant": _tenant,
-    "cooldown_group": _maker,
+    "group": _maker,
     "failures": _failures,
+    "outbox": _outbox,
     "result_max": _result_max,
 }
 
@@ -336,7 +342,6 @@ _WITHOUT_KEY: Final = {
     "fingerprint": "only copies of one call share a key",
     "on_busy": "only copies of one call share a key",
     "on_done": "another call cannot have finished the work",
-    "queue_once": "each call has a key of its own",
 }
 
 
@@ -356,8 +361,8 @@ def _check_together(
     for name in ("fingerprint", "on_done"):
         if options.each_runs and differs(name):
             refuse(name, 'does nothing under lease_runs="each"; leave one of them out')
-    if "on_queued" in given and not options.queue_once:
-        refuse("on_queued", "does nothing without lease_queue_once=True; add that, or leave it out")
+    if "outbox" in given and options.outbox == "once" and options.key is None:
+        refuse("outbox", "needs a lease_key: without one, each call has a key of its own; add it")
     if options.max_hold < options.ttl and "max_hold" in given:
         refuse(
             "max_hold",
@@ -375,7 +380,7 @@ def _check_together(
 def _check_templates(
     task: str, options: LeaseOptions, given: AbstractSet[str], parameters: Sequence[str] | None
 ) -> None:
-    for name in ("key", "cooldown_group"):
+    for name in ("key", "group"):
         if isinstance(template := getattr(options, name), str):
             option = (
                 _named(task, name) if name in given else f"{_default_named(name)} (for task {task})"

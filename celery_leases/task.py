@@ -171,9 +171,10 @@ class LeasedMixin:
         """Publish a call as Celery does. A ``lease_*`` option is refused: it is an option of the
         task, and has no effect in a message.
 
-        With ``lease_queue_once`` the call is only published if no other call of the key is queued,
-        runs, cools down or has ended. Otherwise this returns the ``AsyncResult`` of the key's call,
-        or raises :class:`~celery_leases.errors.AlreadyQueued`. With this option it also raises
+        With ``lease_outbox="once"`` the call is only published if no other call of the key is
+        queued, runs, cools down or has ended. Otherwise this returns the ``AsyncResult`` of the
+        key's call, or raises :class:`~celery_leases.errors.AlreadyQueued` if the task has
+        ``lease_on_busy="raise"``. With this option it also raises
         :class:`~celery_leases.errors.KeyUnusable`, :class:`~celery_leases.errors.KeyReused`,
         :class:`~celery_leases.errors.LeaseConfigurationError` and
         :class:`~celery_leases.errors.StoreUnavailable`.

@@ -47,7 +47,7 @@ def send_invoice(self: Any, customer_id: int, month: str) -> dict[str, Any]:
 @app.task(
     base=LeasedTask,
     lease_key="document:{document_id}",
-    lease_cooldown_group="model:{model}",  # a rate limit concerns all documents of the model
+    lease_group="model:{model}",  # a rate limit concerns all documents of the model
     lease_failures=Failures(
         resume="never"
     ),  # a person waits, and presses the button again after the cooldown
@@ -60,7 +60,7 @@ def write_summary(document_id: int, model: str) -> dict[str, Any]:
 @app.task(
     base=LeasedTask,
     lease_key="document:{document_id}",
-    lease_cooldown_group="model:{model}",
+    lease_group="model:{model}",
     lease_failures=Failures(
         cooldown=CooldownPolicy(COOLDOWN_SECONDS, jitter=0), resume="always"
     ),  # nobody waits: every failed call runs again by itself

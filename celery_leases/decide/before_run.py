@@ -65,7 +65,7 @@ raised ``Reject``, ``Ignore`` after it had set
 its state to ``FAILURE``, or its own ``Retry``    ``pending``: the call has failed, the next one runs; the exception
 ================================================  ==================================================
 
-A failure of the group first closes the gate of ``lease_cooldown_group``. A probe that succeeds
+A failure of the group first closes the gate of ``lease_group``. A probe that succeeds
 opens the gate, and so does a probe that fails for a reason that is clearly not the group's. A quick
 retry, an ambiguous failure or no failure leaves the gate half-open.
 

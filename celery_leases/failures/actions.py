@@ -50,7 +50,7 @@ class Ruling:
     policy: CooldownPolicy | None = None
     #: How many quick retries; ``None``: the task's ``Failures.retries``.
     max: int | None = None
-    #: What cools down. For a task without ``lease_cooldown_group``, *group* means the key.
+    #: What cools down. For a task without ``lease_group``, *group* means the key.
     scope: Scope = "key"
     #: The call may have been executed.
     ambiguous: bool = False

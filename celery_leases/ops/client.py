@@ -390,7 +390,7 @@ class OperatorClient(LeaseClient):
         return self._group(gate, group, self._leases.groups.history([group]))
 
     def _check_group(self, group: str) -> None:
-        """Refuse a name that ``lease_cooldown_group`` cannot make."""
+        """Refuse a name that ``lease_group`` cannot make."""
         if not group.strip():
             raise KeyUnusable(
                 f"group={group!r} is blank; write the name of a cooldown group, such as 'openai:gpt-5'"

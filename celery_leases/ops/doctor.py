@@ -117,7 +117,7 @@ def _notes(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
     storing = sorted(
         name
         for name, task in tasks.items()
-        if task.lease_options.store_arguments or task.lease_options.queues_once
+        if task.lease_options.outbox == "store" or task.lease_options.queues_once
     )
     entries = dict(app.conf.beat_schedule or {}).values()
     if storing and not any(entry.get("task") == "celery_leases.rescue" for entry in entries):

@@ -319,7 +319,7 @@ def publish_once(
     named: Mapping[str, Any],
 ) -> AsyncResult:
     """Publish a call of *task* by *publish*, Celery's own ``apply_async``, if no other call of its
-    key is queued or runs; see ``lease_queue_once``.
+    key is queued or runs; see ``lease_outbox="once"``.
 
     Retries, calls that other calls wait for, stored messages, and calls that their own body
     publishes again are published in any case.
@@ -339,7 +339,7 @@ def publish_once(
     if is_short_form(call_id):
         # A caller of another call of the key gets the result of this one by its whole id.
         raise LeaseConfigurationError(
-            f"task {task.name}: lease_queue_once takes a task_id of at most 255 characters"
+            f"task {task.name}: lease_outbox='once' takes a task_id of at most 255 characters"
         )
     process = processes.process_of(app)
     process.check_once()
@@ -349,7 +349,7 @@ def publish_once(
     if headers:
         keeps["headers"] = headers
     outbox = _outbox(process)
-    message = _message(task, args, kwargs, task_id, keeps, "lease_queue_once")
+    message = _message(task, args, kwargs, task_id, keeps, "lease_outbox='once'")
     other = _write_queued(outbox, process.records, _NewCall(task, key, call_id, message))
     if other is not None:
         return _result_of_other(task, publish, other, args, kwargs)
@@ -377,7 +377,7 @@ def _result_of_other(
     key belongs to, or :class:`AlreadyQueued`.
     """
     call_id = _queued_call(other)
-    if task.lease_options.on_queued == "raise":
+    if task.lease_options.on_busy == "raise":
         where = f"{printable(other.key)} is {other.state.value}, and belongs to call {call_id}"
         message = f"{where}; nothing was published"
         raise AlreadyQueued(message, other.key, call_id, other.state.value)
@@ -498,7 +498,7 @@ def rescue(app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ON
     These are calls whose record did not change for *older* seconds, and that run without a live
     lease, are pending, or should have run again after their cooldown; and the messages that are
     due, as for :func:`relay`. Only enqueued calls, and those of tasks with
-    ``lease_store_arguments``, have a stored message. An extra copy does no harm, but after each
+    ``lease_outbox="store"``, have a stored message. An extra copy does no harm, but after each
     publish of a message it is not published again for *older* seconds.
 
     Raises :class:`~celery_leases.errors.StoreUnavailable`. A message that the broker does not

@@ -247,11 +247,11 @@ class Delivery:
     def _call(self) -> Call:
         request, header, limits = self.request, self.header, self.time_limits
         group = message = None
-        if self.options.cooldown_group is not None:
+        if self.options.group is not None:
             group = group_of(
                 self.task, self.received_header, self.args, self.kwargs, request.retries
             )
-        if self.options.store_arguments and not request.is_eager:
+        if self.options.outbox == "store" and not request.is_eager:
             message = self.process.publisher.message_of(self.task, self.received_header)
         return Call(
             task=self.task.name,

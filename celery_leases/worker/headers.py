@@ -442,7 +442,7 @@ def _ended_by(task: Any, error: BaseException) -> KeyUnusable:
     *error*, which would end the worker's process with each delivery.
     """
     return KeyUnusable(
-        f"task {task.name}: lease_key, lease_fingerprint or lease_cooldown_group raised "
+        f"task {task.name}: lease_key, lease_fingerprint or lease_group raised "
         f"{type(error).__name__}: {text_of(error)}"
     )
 

@@ -40,8 +40,8 @@ RULES = (
     base=LeasedTask,
     bind=True,
     lease_key=KEY,
-    lease_queue_once=True,  # a second press gets the first call, and a lost message can be published again
-    lease_cooldown_group=GROUP,  # a rate limit concerns all documents
+    lease_outbox="once",  # a second press gets the first call, and a lost message can be published again
+    lease_group=GROUP,  # a rate limit concerns all documents
     lease_failures=Failures(RULES, resume="always"),  # a call that failed runs again by itself
 )
 def summarise(self: Any, document: int) -> dict[str, Any]:

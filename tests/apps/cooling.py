@@ -117,7 +117,7 @@ _CONFLICT = Rules.default().on(
 )
 _BUSY = Rules.default().on(status=429, to=cooldown("1.5s", scope="group", jitter=0), name="busy")
 _ALWAYS = Failures(_BUSY, cooldown=_exactly(1.5), resume="always")
-_GROUPED = {"lease_cooldown_group": "{group}"}
+_GROUPED = {"lease_group": "{group}"}
 
 resumes = _task("resumes", lease_failures=Failures(cooldown=_exactly(3), resume="always"))
 usual = _task("usual", lease_failures=Failures(cooldown=_exactly(3)))
@@ -150,8 +150,8 @@ grouped = _task("grouped", lease_on_busy="wait", lease_failures=_ALWAYS, **_GROU
 visits = _task(
     "visits", lease_on_busy="wait", lease_failures=replace(_ALWAYS, resume="never"), **_GROUPED
 )
-shared = _task("shared", lease_cooldown_group="{group}")
-shut_out = _task("shut_out", lease_cooldown_group="{group}", lease_on_busy="raise")
+shared = _task("shared", lease_group="{group}")
+shut_out = _task("shut_out", lease_group="{group}", lease_on_busy="raise")
 tracked = _task("tracked", track_started=True)
 gated = _task(
     "gated", lease_failures=replace(_ALWAYS, resume="never"), lease_on_busy="raise", **_GROUPED
@@ -180,7 +180,7 @@ def asks(self, number, url):
     bind=True,
     lease_key="asks:{number}",
     lease_on_busy="wait",
-    lease_cooldown_group="{url}",
+    lease_group="{url}",
 )
 def asks_together(self, number, url):
     """Call the rate limited server; all keys are in one cooldown group."""

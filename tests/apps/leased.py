@@ -289,7 +289,7 @@ def prepares(task_id, args, kwargs):
     base=LeasedTask,
     bind=True,
     lease_key="prepared:{name}",
-    lease_queue_once=True,
+    lease_outbox="once",
     lease_fingerprint=None,
     before_start=staticmethod(prepares),
 )

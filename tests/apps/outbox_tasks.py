@@ -73,7 +73,7 @@ def again(self, name):
     base=LeasedTask,
     bind=True,
     lease_key="kept:{name}",
-    lease_store_arguments=True,
+    lease_outbox="store",
     lease_failures=Failures(cooldown=_ONCE),
 )
 def kept(self, name, gate=None, how=None):
@@ -94,7 +94,7 @@ def unkept(self, name, gate=None, how=None):
     bind=True,
     serializer="typed",
     lease_key="typed:{name}",
-    lease_store_arguments=True,
+    lease_outbox="store",
 )
 def typed(self, name, content=None):
     """Gets arguments of types that JSON does not have."""

@@ -114,7 +114,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     "short-ttl": {"task": {"lease_ttl": 2}},
     "always-eager": {"task_always_eager": True},
     "no-result-backend": {"result_backend": None},
-    "no-rescue": {"task": {"lease_store_arguments": True}, "beat_schedule": {}},
+    "no-rescue": {"task": {"lease_outbox": "store"}, "beat_schedule": {}},
     "short-result-expiry": {"result_expires": 60},
     "lease-store-away": {"leases_url": f"redis://{NOWHERE}/0"},
     "records-away": {"leases_database_url": f"postgresql+psycopg://me:hunter2@{NOWHERE}/x"},
@@ -289,7 +289,7 @@ def test_a_set_up_without_a_worker_is_named(makes: Makes, monkeypatch: pytest.Mo
 def test_calls_that_nobody_publishes_are_named(
     makes: Makes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = makes(task={"lease_queue_once": True})
+    app = makes(task={"lease_outbox": "once"})
     task = app.tasks["examined.send"]
     task.delay(1)
     with app.connection_for_read() as connection:

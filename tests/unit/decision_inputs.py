@@ -50,7 +50,9 @@ def a_call(**changes: Any) -> Call:
     if parts:
         options = replace(options, failures=replace(options.failures, **parts))
     chosen = {
-        name: changes.pop(name) for name in list(changes) if name in OPTION_NAMES and name != "key"
+        name: changes.pop(name)
+        for name in list(changes)
+        if name in OPTION_NAMES and name not in ("key", "group")
     }
     options = replace(options, **chosen)
     key = replace(KEY, fingerprint=None, digests=None) if options.each_runs else KEY

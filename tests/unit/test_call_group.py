@@ -18,9 +18,7 @@ def ask(prompt: str, model: str = "large", *, tags: Any = ()) -> None:
 
 def group_of(group: KeyMaker, *args: Any, **kwargs: Any) -> str | None:
     """The group of a call of that body."""
-    return call_group(
-        "shop.ask", LeaseOptions(cooldown_group=group), inspect.signature(ask), args, kwargs
-    )
+    return call_group("shop.ask", LeaseOptions(group=group), inspect.signature(ask), args, kwargs)
 
 
 def test_without_the_option_a_call_has_no_group() -> None:
@@ -62,4 +60,4 @@ def test_a_group_no_store_could_hold_is_refused_by_the_name_of_its_option(group,
     """As a key would be."""
     with pytest.raises(KeyUnusable, match=why) as caught:
         group_of(group, *args)
-    assert "lease_cooldown_group" in str(caught.value) or not args
+    assert "lease_group" in str(caught.value) or not args

@@ -27,7 +27,7 @@ def body() -> None:
 
 
 @ENDS
-@pytest.mark.parametrize("option", ["key", "fingerprint", "cooldown_group"])
+@pytest.mark.parametrize("option", ["key", "fingerprint", "group"])
 def test_a_function_of_the_arguments_that_ends_its_process_makes_no_key(error, option) -> None:
     def raises(name: str) -> str:
         raise error("no")

@@ -96,7 +96,7 @@ def call(app: Celery, *numbers: int) -> None:
 
 
 def store_message(app: Celery, number: int) -> None:
-    """As a worker does of a task with ``lease_store_arguments``."""
+    """As a worker does of a task with ``lease_outbox="store"``."""
     client = LeaseClient.from_app(app)
     call_id = client.status(f"k:{number}", task=NAME).call_id
     table = client._records.tables.records

@@ -80,7 +80,7 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
         "fingerprint": "all arguments but defaults",
         "max_hold": "`time_limit`, else 24 h",
         "on_busy": '`"raise"` for a cooling key, else `"wait"`',
-        "cooldown_group": "none",
+        "group": "none",
         "tenant": "none",
         "failures": "`Failures()`",
     }
@@ -90,7 +90,7 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
                 name, spelled(name, getattr(LeaseOptions(), name))
             )
     assert LeaseOptions().max_hold == 24 * 3600
-    assert LeaseOptions().on_busy is LeaseOptions().cooldown_group is None
+    assert LeaseOptions().on_busy is LeaseOptions().group is None
 
 
 def test_the_table_of_failures_names_every_part_with_its_default() -> None:

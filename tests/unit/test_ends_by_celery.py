@@ -78,7 +78,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "keyed": {"lease_key": "k:{name}"},
     "call": {},
     "mutex": {"lease_key": "m:{name}", "lease_runs": "each"},
-    "queued once": {"lease_key": "q:{name}", "lease_queue_once": True},
+    "queued once": {"lease_key": "q:{name}", "lease_outbox": "once"},
 }
 
 

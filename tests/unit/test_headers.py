@@ -145,7 +145,7 @@ def a_task(**options: Any) -> Any:
 
     def send(customer: int, text: str = "") -> None: ...
 
-    given = {"key": "invoice:{customer}", "cooldown_group": "mail:{customer}"} | options
+    given = {"key": "invoice:{customer}", "group": "mail:{customer}"} | options
     return SimpleNamespace(
         name="billing.send",
         lease_options=LeaseOptions(**given),

@@ -221,7 +221,7 @@ class TestStoredKey:
     def test_a_group_that_is_the_short_form_of_another_is_refused(self) -> None:
         def ask(model: str) -> None: ...
 
-        options, signature = LeaseOptions(cooldown_group="{model}"), inspect.signature(ask)
+        options, signature = LeaseOptions(group="{model}"), inspect.signature(ask)
         assert call_group("ask", options, signature, ("m" * 300,), {}) == "m" * 300
         with pytest.raises(KeyUnusable, match="the short form of another group"):
             call_group("ask", options, signature, (gate_name("m" * 300),), {})
@@ -262,7 +262,7 @@ class TestBinding:
         value: Any = 1
         for _ in range(depth):
             value = wrap(value)
-        options: dict[str, Any] = {"key": "{x}", "cooldown_group": "{x}"}
+        options: dict[str, Any] = {"key": "{x}", "group": "{x}"}
         for make in (
             lambda: key_of("x", value, _options=options),
             lambda: key_of("x", value, _options={"key": "constant"}),

@@ -77,8 +77,8 @@ class TestDefaultsOfTheApp:
         "defaults",
         [
             {"on_busy": "ignore"},
-            {"cooldown_group": "billing"},
-            {"cooldown_group": str},
+            {"group": "billing"},
+            {"group": str},
             {"failures": Failures(Rules(), cooldown="10m", retries=0, resume="never")},
         ],
         ids=lambda defaults: next(iter(defaults)),
@@ -89,13 +89,11 @@ class TestDefaultsOfTheApp:
         assert getattr(gathered_options(defaults=defaults, **given), name) == value
 
     def test_the_error_for_a_default_group_with_unknown_parameters_names_the_setting(self) -> None:
-        message = refused(defaults={"cooldown_group": "openai:{model}"})
+        message = refused(defaults={"group": "openai:{model}"})
         assert message.startswith(
-            "app.conf: leases_cooldown_group (for task billing.send)='openai:{model}' is not usable"
+            "app.conf: leases_group (for task billing.send)='openai:{model}' is not usable"
         )
-        assert gathered_options(
-            defaults={"cooldown_group": "openai:{model}"}, cooldown_group="{month}"
-        ).cooldown_group
+        assert gathered_options(defaults={"group": "openai:{model}"}, group="{month}").group
 
     def test_a_default_counts_if_the_task_has_no_option(self) -> None:
         options = gathered_options(defaults={"ttl": 60, "on_busy": "raise"}, key="{month}", ttl=20)

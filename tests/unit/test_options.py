@@ -41,12 +41,11 @@ def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:
             idempotent=False,
             resume="transient",
         ),
-        cooldown_group=None,
+        group=None,
         retention=7 * 86_400.0,
         result_max=262_144,
         settle_timeout=60.0,
-        queue_once=False,
-        on_queued="return",
+        outbox=False,
         allow_loss=False,
     )
     assert Failures().classifier == Rules.default()
@@ -65,16 +64,17 @@ WRONG = [
     ("ttl", 0.5),
     ("ttl", timedelta(milliseconds=500)),
     ("ttl", "500ms"),
-    *[(name, value) for name in ("renew", "allow_loss", "queue_once") for value in
+    *[(name, value) for name in ("renew", "allow_loss") for value in
       (None, 0, 1, "yes", [])],
     *[("result_max", value) for value in (0, -1, 1.5, True, None, "3", 3.0)],
-    *[(name, value) for name in ("on_lost", "runs", "on_busy", "on_done", "on_queued") for value in
+    *[(name, value) for name in ("on_lost", "runs", "on_busy", "on_done") for value in
       (None, "", "nonsense", True, 1, ["reschedule"], "PUT_BACK")],
     ("on_busy", "reschedule"),
     ("on_done", "rerun"),
-    *[("cooldown_group", value) for value in ("", 7, b"g", ["a"], True, "{", "a}", "{}", "{0}", "{month!x}")],
+    *[("group", value) for value in ("", 7, b"g", ["a"], True, "{", "a}", "{}", "{0}", "{month!x}")],
     *[("failures", value) for value in (None, 3, {}, {"retries": 3}, Failures, Rules())],
     ("on_lost", "murder"),
+    *[("outbox", value) for value in (None, 0, True, "twice", [])],
     *[("key", value) for value in ("", 7, b"k", ["a"], True, "{", "a}", "{}", "{0}", "{0.name}", "{month!x}")],
     *[("fingerprint", value) for value in (True, 7, "month", {"month": 1}, ["month", 1], b"month")],
 ]  # fmt: skip
@@ -101,6 +101,7 @@ class TestWrongValues:
     @pytest.mark.parametrize(
         ("name", "value", "hint"),
         [
+            ("outbox", True, "False, 'store' or 'once'"),
             ("runs", "twice", "'once' or 'each'"),
             ("on_busy", "skip", "'wait' or 'raise' or 'ignore'"),
             ("on_done", "skip", "'replay' or 'raise' or 'ignore'"),
@@ -113,12 +114,12 @@ class TestWrongValues:
             ("retention", "-30", "seconds above 0 (below ten years) as a number, as text such as"),
             ("renew", "no", "True or False"),
             (
-                "cooldown_group",
+                "group",
                 7,
                 'a template such as "openai:{model}", or a callable of the arguments',
             ),
             (
-                "cooldown_group",
+                "group",
                 "{model}",
                 "names of the task's parameters (customer_id, month), not 'model'",
             ),
@@ -171,8 +172,8 @@ class TestRightValues:
 
     @pytest.mark.parametrize("group", ["openai", "openai:{month}", "{customer_id[0]}", str, None])
     def test_templates_and_callables_are_groups_with_and_without_a_key(self, group: Any) -> None:
-        assert gathered_options(cooldown_group=group).cooldown_group == group
-        assert gathered_options(cooldown_group=group, key="{month}").cooldown_group == group
+        assert gathered_options(group=group).group == group
+        assert gathered_options(group=group, key="{month}").group == group
 
     @pytest.mark.parametrize("chosen", [False, str])
     def test_a_fingerprint_is_switched_off_or_made_by_a_callable(self, chosen: Any) -> None:
@@ -235,7 +236,7 @@ class TestUnknownNames:
             ("retension", "retention"),
             ("keys", "key"),
             ("crash", "failures=Failures(crashes=…)"),
-            ("cooldown_groups", "cooldown_group"),
+            ("groups", "group"),
             ("rule", "failures=Failures(rules=…)"),
             ("failure", "failures"),
             ("idempotency", "failures=Failures(idempotent=…)"),

@@ -87,7 +87,7 @@ def test_singleton_a_duplicate_gets_the_result_of_the_first(shop, kit) -> None:
 
 def test_singleton_raises_on_a_duplicate_by_a_setting() -> None:
     source = blocks(page(SINGLETON), "python")[0]
-    source = source.replace("\n\n\n@app", '\napp.conf.leases_on_queued = "raise"\n\n\n@app', 1)
+    source = source.replace("\n\n\n@app", '\napp.conf.leases_on_busy = "raise"\n\n\n@app', 1)
     with executed(source, "raising") as names, testing.leases(names["app"], eager=False):
         first = names["report"].delay("north")
         with pytest.raises(AlreadyQueued) as told:
@@ -108,7 +108,7 @@ def test_the_lock_is_free_once_the_task_has_ended(shop: dict[str, Any], kit: Lea
 @pytest.mark.parametrize("name", [ONCE, SINGLETON])
 def test_without_rerun_a_done_key_stays_done_and_its_arguments_are_compared(name: str) -> None:
     source = blocks(page(name), "python")[0]
-    source = source.replace('lease_runs="each"', "").replace('lease_on_queued="raise"', "")
+    source = source.replace('lease_runs="each"', "").replace('lease_on_busy="raise"', "")
     lines = [line for line in source.splitlines() if not line.lstrip().startswith(",")]
     source = "\n".join(lines)
     with executed(source, "done") as names, testing.leases(names["app"], eager=False) as kit:

@@ -1,4 +1,4 @@
-"""``lease_queue_once``: the record is written when a call is published, and a second one is not."""
+"""``lease_outbox="once"``: publishing a call writes its record, and a second one is not published."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Shop:
             return {"number": number, "to": to}
 
         named: dict[str, Any] = {"base": LeasedTask, "bind": True, "shared": False}
-        once: dict[str, Any] = named | {"lease_queue_once": True}
+        once: dict[str, Any] = named | {"lease_outbox": "once"}
         app.task(work, name="work", lease_key="work:{number}", **once)
-        app.task(work, name="strict", lease_key="s:{number}", lease_on_queued="raise", **once)
+        app.task(work, name="strict", lease_key="s:{number}", lease_on_busy="raise", **once)
         app.task(work, name="again", lease_key="a:{number}", lease_runs="each", **once)
         app.task(work, name="plain", lease_key="p:{number}", **named)
         app.finalize()
@@ -133,7 +133,7 @@ def test_other_tasks_publish_as_ever_and_ask_nothing(shop, monkeypatch) -> None:
 
 
 def test_the_setting_counts_for_tasks_with_a_key(tmp_path: Path) -> None:
-    shop = Shop(tmp_path, leases_queue_once=True)
+    shop = Shop(tmp_path, leases_outbox="once")
     assert shop.plain.delay(7).id == shop.plain.delay(7).id
 
     def nothing() -> None:
@@ -142,11 +142,7 @@ def test_the_setting_counts_for_tasks_with_a_key(tmp_path: Path) -> None:
     keyless = shop.app.task(nothing, base=LeasedTask, name="keyless", shared=False)
     assert keyless.delay().id != keyless.delay().id
     with pytest.raises(LeaseConfigurationError, match="needs a lease_key"):
-        gather("t", {"queue_once": True}, {}, [])
-    with pytest.raises(LeaseConfigurationError, match="does nothing without lease_queue_once"):
-        gather("t", {"key": "k", "on_queued": "raise"}, {}, [])
-    with pytest.raises(LeaseConfigurationError, match="'return' or 'raise'"):
-        gather("t", {"key": "k", "queue_once": True, "on_queued": "ignore"}, {}, [])
+        gather("t", {"outbox": "once"}, {}, [])
     processes.close_all()
 
 
@@ -340,7 +336,7 @@ def test_a_plain_call_in_a_body_is_queued_once(shop: Shop, worker: None) -> None
 
 
 def test_arguments_that_a_record_cannot_store_are_refused(shop: Shop) -> None:
-    with pytest.raises(LeaseConfigurationError, match="lease_queue_once does not take these"):
+    with pytest.raises(LeaseConfigurationError, match="lease_outbox='once' does not take these"):
         shop.again.apply_async((7, (1, 2)), serializer="pickle")
     assert shop.again.lease_status(7).state == "absent"
     assert shop.published == []

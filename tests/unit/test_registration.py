@@ -50,9 +50,9 @@ def refusal(base: Any = LeasedTask, **options: Any) -> str:
 
 def test_options_for_failures_are_gathered_from_task_and_app() -> None:
     of_app = Failures(Rules.default().on(status=404, to=permanent()), cooldown="10m")
-    defaults: dict[str, Any] = {"leases_failures": of_app, "leases_cooldown_group": "billing"}
+    defaults: dict[str, Any] = {"leases_failures": of_app, "leases_group": "billing"}
     options = registered(an_app(**defaults)).lease_options
-    assert (options.failures, options.cooldown_group) == (of_app, "billing")
+    assert (options.failures, options.group) == (of_app, "billing")
     own = replace(of_app, resume="never")
     assert registered(an_app(**defaults), lease_failures=own).lease_options.failures is own
 
@@ -64,7 +64,7 @@ def test_options_for_failures_are_gathered_from_task_and_app() -> None:
         ({"lease_result_max": 10}, "write app.conf.leases_result_max=10"),
         ({"lease_settle_timeout": 5}, "write app.conf.leases_settle_timeout=5"),
         ({"lease_on_busy": "reschedule"}, "'wait' or 'raise' or 'ignore'"),
-        ({"lease_cooldown_group": "openai:{model}"}, ", not 'model'"),
+        ({"lease_group": "openai:{model}"}, ", not 'model'"),
         ({"lease_failures": Rules()}, "write Failures("),
         ({"lease_failure": 3}, "did you mean lease_failures?"),
         ({"lease_crashes": 3}, "did you mean lease_failures=Failures(crashes=…)?"),

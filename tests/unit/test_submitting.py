@@ -133,7 +133,7 @@ def test_a_request_that_comes_second_gets_the_answer_of_an_outstanding_call(
 def test_what_is_queued_once_is_published_once(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
-    @app.task(base=LeasedTask, name="shop.once", lease_key="once:{key}", lease_queue_once=True)
+    @app.task(base=LeasedTask, name="shop.once", lease_key="once:{key}", lease_outbox="once")
     def once(key):
         RAN.append(key)
 

@@ -68,7 +68,7 @@ def tenants(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Celery]:
     def bill(name: str) -> None:
         """Never called."""
 
-    @app.task(base=base, name="once", lease_key="once:{name}", lease_queue_once=True, shared=False)
+    @app.task(base=base, name="once", lease_key="once:{name}", lease_outbox="once", shared=False)
     def once(name: str) -> None:
         """Never called."""
 

@@ -84,12 +84,8 @@ def explained(classification: Classification, options: LeaseOptions) -> dict[str
     ``failures`` has the outcome of the first, second and third failure in a row.
     """
     ruling = classification.ruling
-    group = (
-        options.cooldown_group
-        if isinstance(options.cooldown_group, str)
-        else "its lease_cooldown_group"
-    )
-    in_group = ruling.scope == "group" and options.cooldown_group is not None
+    group = options.group if isinstance(options.group, str) else "its lease_group"
+    in_group = ruling.scope == "group" and options.group is not None
     return {
         "rule": classification.rule,
         "why": classification.why,
