@@ -25,7 +25,7 @@ from celery_leases.errors import (
 )
 from celery_leases.groups.group import Gate
 from celery_leases.groups.history import PastClosing
-from celery_leases.keys import stored_key
+from celery_leases.keys import is_shared, stored_key
 from celery_leases.record import Record, State
 from celery_leases.results import NO_LIMIT, encode
 from celery_leases.settings import read_settings
@@ -74,12 +74,11 @@ class LeaseClient:
     process that has the Celery app uses :meth:`from_app`. Close the client, or use it as a context
     manager.
 
-    A *key* is that of the task, or a stored key (``t:namespace|key``). *namespace* is the
-    ``lease_namespace`` of its *task*, by default the name of the task; neither is needed for a
-    stored key, or if only one task of the app has a record of the key. Records of other tasks are
-    searched if none has. Each method raises :class:`~celery_leases.errors.StoreUnavailable` if the
-    records database does not answer, and :class:`~celery_leases.errors.UnknownKey` for a key of
-    several tasks.
+    A *key* is that of the *task*, a shared key (``/name/key``), or a stored key (``t:task|key``).
+    The task is not needed for these two, or if only one task of the app has a record of the key.
+    Records of other tasks are searched if none has. Each method raises
+    :class:`~celery_leases.errors.StoreUnavailable` if the records database does not answer, and
+    :class:`~celery_leases.errors.UnknownKey` for a key of several tasks.
     """
 
     _components: Process | None = None
@@ -150,7 +149,6 @@ class LeaseClient:
         key: str,
         *,
         task: str | None = None,
-        namespace: str | None = None,
         group: str | None = None,
         waiting: bool = False,
     ) -> LeaseStatus:
@@ -160,7 +158,7 @@ class LeaseClient:
         not need it. *waiting*: also read which calls of the key wait; for that, Redis is scanned.
         If only the lease store does not answer, ``reason`` says so.
         """
-        stored = self._stored(key, namespace or task)
+        stored = self._stored(key, task)
         record = self._records.read(stored, lenient=True)
         record = record if record is None or not record.expired else None
         effects = self._effects.of_key(record) if record is not None else ()
@@ -219,15 +217,13 @@ class LeaseClient:
             found.discard(status.call_id or "")
         return replace(status, waiting=tuple(sorted(found)))
 
-    def arguments(
-        self, key: str, *, task: str | None = None, namespace: str | None = None
-    ) -> Mapping[str, Any] | None:
+    def arguments(self, key: str, *, task: str | None = None) -> Mapping[str, Any] | None:
         """The ``args`` and ``kwargs`` in the stored message of the record of *key*, as JSON values;
         ``None`` if the record has no message. Secrets among the arguments are not redacted.
 
         Raises :class:`~celery_leases.errors.RecordUnreadable` for a message that cannot be read.
         """
-        record = self._records.read(self._stored(key, namespace or task), lenient=True)
+        record = self._records.read(self._stored(key, task), lenient=True)
         if record is None or record.message is None:
             return None
         try:
@@ -264,7 +260,6 @@ class LeaseClient:
         key: str,
         *,
         task: str | None = None,
-        namespace: str | None = None,
         force: bool = False,
         retention: Duration | None = None,
     ) -> LeaseStatus:
@@ -280,14 +275,13 @@ class LeaseClient:
         has changed meanwhile, unless *force*; :class:`~celery_leases.errors.AlreadyDone` and
         :class:`~celery_leases.errors.UnknownKey`.
         """
-        return self._write("retry", key, namespace or task, force, retention)
+        return self._write("retry", key, task, force, retention)
 
     def release(
         self,
         key: str,
         *,
         task: str | None = None,
-        namespace: str | None = None,
         retention: Duration | None = None,
     ) -> LeaseStatus:
         """Take the key from the attempt that holds it, whose outcome is refused from now on.
@@ -295,14 +289,13 @@ class LeaseClient:
         Counts and history stay; *retention* is that of :meth:`retry`. Raises
         :class:`~celery_leases.errors.UnknownKey`.
         """
-        return self._write("release", key, namespace or task, True, retention)
+        return self._write("release", key, task, True, retention)
 
     def forget(
         self,
         key: str,
         *,
         task: str | None = None,
-        namespace: str | None = None,
         force: bool = False,
         retention: Duration | None = None,
     ) -> LeaseStatus:
@@ -311,7 +304,7 @@ class LeaseClient:
         With ``lease_runs="each"``, effects that the call has done stay done. *retention*,
         *force* and the errors are those of :meth:`retry`.
         """
-        return self._write("forget", key, namespace or task, force, retention)
+        return self._write("forget", key, task, force, retention)
 
     def resolve(
         self,
@@ -320,7 +313,6 @@ class LeaseClient:
         *,
         result: Any = None,
         task: str | None = None,
-        namespace: str | None = None,
         force: bool = False,
         retention: Duration | None = None,
     ) -> LeaseStatus:
@@ -334,11 +326,9 @@ class LeaseClient:
         if outcome not in ("done", "retry"):
             raise LeaseMisuse(f"resolve({outcome!r}): write 'done' or 'retry'")
         what: Write = "resolve_done" if outcome == "done" else "resolve_retry"
-        return self._write(what, key, namespace or task, force, retention, as_text(result))
+        return self._write(what, key, task, force, retention, as_text(result))
 
-    def publish(
-        self, key: str, *, task: str | None = None, namespace: str | None = None
-    ) -> bool | None:
+    def publish(self, key: str, *, task: str | None = None) -> bool | None:
         """Publish the stored message of the record of *key*, so that the call runs now; ``None`` if
         the record has no message.
 
@@ -348,7 +338,7 @@ class LeaseClient:
         """
         from celery_leases.outbox import calls as outbox
 
-        return outbox.publish_stored(self._app("publish"), self._stored(key, namespace or task))
+        return outbox.publish_stored(self._app("publish"), self._stored(key, task))
 
     def relay(self, limit: int = 100) -> RelayResult:
         """Publish at most *limit* enqueued messages that are due, because their own process died
@@ -384,12 +374,12 @@ class LeaseClient:
         self,
         what: Write,
         key: str,
-        namespace: str | None,
+        task: str | None,
         force: bool,
         retention: Duration | None,
         result: str | None = None,
     ) -> LeaseStatus:
-        stored, span = self._stored(key, namespace), _span(retention)
+        stored, span = self._stored(key, task), _span(retention)
         self._change(what, key, stored, force=force, retention=span, result=result)
         return self.status(stored)
 
@@ -483,10 +473,10 @@ class LeaseClient:
             self._records.check()
             self._checked = True
 
-    def _stored(self, key: str, namespace: str | None) -> str:
+    def _stored(self, key: str, task: str | None) -> str:
         self._ready()
-        if namespace is not None:
-            return stored_key(namespace, key)
+        if task is not None or is_shared(key):
+            return stored_key(task or "", key)
         if key.startswith("t:") and "|" in key:
             return key
         # The keys of the app's tasks are found by their stored keys; a search reads all records.
@@ -503,9 +493,8 @@ class LeaseClient:
             return set()
         from celery_leases.worker.app_settings import leased_tasks
 
-        tasks = leased_tasks(self._components.app).items()
-        namespaces = {task.lease_options.namespace or name for name, task in tasks}
-        return {stored_key(each, key) for each in namespaces}
+        tasks = leased_tasks(self._components.app)
+        return {stored_key(name, key) for name in tasks}
 
 
 def is_unchanged(record: Record | None, seen: LeaseStatus) -> bool:

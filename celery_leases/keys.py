@@ -42,6 +42,7 @@ _quoted: Final = json.encoder.encode_basestring
 _surrogate: Final = re.compile("[\ud800-\udfff]").search
 _unfit: Final = re.compile("[\x00\ud800-\udfff]").search
 _HASHED: Final = re.compile(r".*#[0-9a-f]{64}", re.DOTALL)
+_SHARED: Final = re.compile(r"/([^/]+)/(.+)", re.DOTALL)
 KEY_MAX = 1_000_000
 OF_ERRBACK: Final = "celery_leases_errback"
 """The name in the mappings that an errback gets for ``request``, ``exc`` and ``traceback``. By
@@ -107,18 +108,29 @@ def canonical(value: Any) -> str:
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
-def stored_key(namespace: str, key: str) -> str:
-    """The stored key: ``t:<namespace>|<key>``, in at most 255 characters (see :func:`bounded`).
+def stored_key(task: str, key: str) -> str:
+    """The stored key: ``t:<task>|<key>``, or ``t:<name>|<key>`` for the shared key
+    ``/<name>/<key>``, in at most 255 characters (see :func:`bounded`).
 
-    The namespace of a task is its ``lease_namespace``, by default its name. Two keys never have one
-    stored key: ``%`` and ``|`` in a namespace are escaped.
+    Two keys of a task, or two shared keys, never have one stored key: ``%`` and ``|`` in the name
+    are escaped.
     """
-    return bounded(_prefix(namespace) + key)
+    if key.startswith("/") and (shared := _SHARED.fullmatch(key)) is not None:
+        return bounded(_prefix(shared[1]) + shared[2])
+    return bounded(_prefix(task) + key)
 
 
-def is_shortened(stored: str, namespace: str) -> bool:
-    """Whether *stored* has the form of a stored key in *namespace* with a hashed tail."""
-    return stored.startswith(_prefix(namespace)) and is_short_form(stored)
+def is_shared(key: str) -> bool:
+    """Whether *key* belongs to all tasks that make it: it has the form ``/<name>/<key>``."""
+    return key.startswith("/") and _SHARED.fullmatch(key) is not None
+
+
+def may_be_stored(stored: str, task: str, options: LeaseOptions) -> bool:
+    """Whether *stored* has the form of the stored key of a call of *task*."""
+    if callable(options.key):
+        return stored.startswith("t:")
+    shared = _SHARED.match(options.key or "")
+    return stored.startswith(_prefix(task if shared is None else shared[1]))
 
 
 def is_short_form(text: str) -> bool:
@@ -149,8 +161,8 @@ def unfit(text: str) -> str | None:
 
 
 @lru_cache
-def _prefix(namespace: str) -> str:
-    return f"t:{namespace.replace('%', '%25').replace('|', '%7C')}|"
+def _prefix(name: str) -> str:
+    return f"t:{name.replace('%', '%25').replace('|', '%7C')}|"
 
 
 def call_key(
@@ -168,17 +180,22 @@ def call_key(
     Raises :class:`KeyUnusable` if the arguments do not fit the signature, or make no usable key.
     """
     if options.key is None:
-        return CallKey(call_id, stored_key(task, call_id))
+        return CallKey(call_id, bounded(_prefix(task) + call_id))
     try:
         given = _given(task, signature, args, kwargs)
         key = _filled(task, "key", options.key, given)
+        if isinstance(options.key, str) and is_shared(key) != options.key.startswith("/"):
+            raise KeyUnusable(
+                f"task {task}: lease_key={options.key!r} gave {bounded(key)!r}; only a template that begins with "
+                '"/name/" makes a key like that, which other tasks may share; write "file:{path}" instead of "{path}"'
+            )
         if options.tenant is not None:
             key = _of_tenant(task, options.tenant, headers or {}, key)
         digests = None if options.each_runs else _digests(task, options, given)
     except RecursionError:
         raise _too_deep(task) from None
     fingerprint = fingerprint_of(digests) if digests is not None else None
-    return CallKey(key, stored_key(options.namespace or task, key), fingerprint, digests)
+    return CallKey(key, stored_key(task, key), fingerprint, digests)
 
 
 def call_group(
@@ -450,7 +467,9 @@ def _of_tenant(
         raise KeyUnusable(f"{name} raised {type(error).__name__}: {error}") from error
     if not isinstance(tenant, str) or not tenant.strip():
         raise KeyUnusable(f"{name} returned {tenant!r}; return the name of a tenant")
-    text = f"{tenant.replace('%', '%25').replace(':', '%3A')}:{key}"
+    named = tenant.replace("%", "%25").replace(":", "%3A").replace("/", "%2F")
+    shared = _SHARED.fullmatch(key)
+    text = f"{named}:{key}" if shared is None else f"/{shared[1]}/{named}:{shared[2]}"
     if reason := unfit(text):
         raise KeyUnusable(f"{name} gave {bounded(text)!r}: {reason}")
     if len(text) > KEY_MAX:

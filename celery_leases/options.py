@@ -27,7 +27,8 @@ DEFAULT_TTL: Final = 15.0
 DAY: Final = 86_400.0
 MINIMUM_TTL: Final = 1.0
 ADVISED_TTL: Final = 10.0
-LONGEST_NAMESPACE: Final = 150
+LONGEST_NAME: Final = 150
+"""Characters of the name in a shared key, at most."""
 
 OnLost = Literal["interrupt", "flag", "kill"]
 Runs = Literal["once", "each"]
@@ -113,8 +114,6 @@ class LeaseOptions:
     """
 
     key: KeyMaker = None
-    #: The namespace of the key in the stores; ``None``: the name of the task.
-    namespace: str | None = None
     fingerprint: FingerprintMaker = None
     #: The tenant of a call, as a function of the headers of its message; it begins the key.
     tenant: TenantMaker = None
@@ -215,7 +214,7 @@ def _named(task: str, name: str) -> str:
 
 
 def _default_named(name: str) -> str:
-    if name in ("key", "namespace") or name not in OPTION_NAMES:
+    if name == "key" or name not in OPTION_NAMES:
         raise LeaseConfigurationError(
             f"app.conf: leases_{name} is no default of the task options; leave it out"
         )
@@ -273,17 +272,6 @@ def _fingerprint(option: str, value: Any) -> FingerprintMaker:
     raise _wrong(option, value, "a list of argument names, a callable of the arguments, or False")
 
 
-def _namespace(option: str, value: Any) -> str | None:
-    usable = isinstance(value, str) and value.strip() and value.isprintable() and "|" not in value
-    if value is not None and not (usable and len(value) <= LONGEST_NAMESPACE):
-        raise _wrong(
-            option,
-            value,
-            f'a name of at most {LONGEST_NAMESPACE} characters without "|", such as "billing.send"',
-        )
-    return cast("str | None", value)
-
-
 def _maker(option: str, value: Any) -> KeyMaker:
     if value is None or (isinstance(value, str) and value) or callable(value):
         return cast(KeyMaker, value)
@@ -327,7 +315,6 @@ def _result_max(option: str, value: Any) -> int:
 
 _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "key": _maker,
-    "namespace": _namespace,
     "fingerprint": _fingerprint,
     "tenant": _tenant,
     "group": _maker,
@@ -338,7 +325,6 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
 
 
 _WITHOUT_KEY: Final = {
-    "namespace": "only copies of one call share a key",
     "fingerprint": "only copies of one call share a key",
     "on_busy": "only copies of one call share a key",
     "on_done": "another call cannot have finished the work",
@@ -405,6 +391,16 @@ def _check_constant(option: str, template: str, parameters: Sequence[str]) -> No
 
 
 def _check_template(option: str, template: str, parameters: Sequence[str] | None) -> None:
+    if template.startswith("/") and option.endswith("key"):
+        begin, _, rest = template[1:].partition("/")
+        usable = begin.strip() and begin.isprintable() and not set("{}|") & set(begin)
+        if not (usable and rest and len(begin) <= LONGEST_NAME):
+            raise _wrong(
+                option,
+                template,
+                '"/name/key" for a key that tasks share, such as "/billing/{customer_id}"; the name has at most '
+                f'{LONGEST_NAME} characters, without braces and "|"',
+            )
     try:
         fields_found = [part for part in string.Formatter().parse(template) if part[1] is not None]
     except ValueError as error:

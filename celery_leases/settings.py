@@ -35,7 +35,7 @@ _SETTINGS = (
     "eager_stores",
     "consumer_timeout",
 )
-_NOT_APP_WIDE = ("key", "fingerprint", "namespace")
+_NOT_APP_WIDE = ("key", "fingerprint")
 _VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
 
 

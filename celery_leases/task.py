@@ -328,9 +328,7 @@ class LeasedMixin:
         group = call_group(name, self.lease_options, self.lease_signature, args, kwargs)
         app: Celery = self.app  # type: ignore[attr-defined]
         client = LeaseClient.from_app(app)
-        return client.status(
-            key.key, task=name, namespace=self.lease_options.namespace, group=group
-        )
+        return client.status(key.key, task=name, group=group)
 
 
 @cache

@@ -41,6 +41,3 @@ DURATION: Final = _Duration()
 NAME: Final = _Name()
 """A key, or the name of a cooldown group."""
 of_task = option("--task", help="The name of the task; needed if several tasks have this key.")
-in_namespace = option(
-    "--namespace", help="The lease_namespace of the key; needed if the app does not know its task."
-)

@@ -86,21 +86,6 @@ def unknown_task(task: str, known: Iterable[str]) -> click.BadParameter:
     )
 
 
-def task_and_namespace(
-    ctx: click.Context, task: str | None, namespace: str | None
-) -> dict[str, Any]:
-    """The arguments ``task`` and ``namespace`` for methods of :class:`LeaseClient`.
-
-    Without *namespace* it is the one of the app's *task*; an unknown task is refused as in
-    :func:`check_task`.
-    """
-    if namespace is None:
-        check_task(ctx, task)
-        known = leased_tasks(app_of(ctx))
-        namespace = known[task].lease_options.namespace if task in known else None
-    return {"task": task, "namespace": namespace}
-
-
 def app_of(ctx: click.Context) -> Any:
     """The app of ``celery -A``, with all its tasks imported.
 

@@ -9,8 +9,8 @@ import click
 
 from celery_leases.cli.output import as_json as printing_json
 from celery_leases.cli.output import echo_line, echo_status
-from celery_leases.cli.parameters import NAME, in_namespace, of_task
-from celery_leases.cli.root import app_of, client_of, command, task_and_namespace
+from celery_leases.cli.parameters import NAME, of_task
+from celery_leases.cli.root import app_of, check_task, client_of, command
 from celery_leases.client import LeaseClient
 from celery_leases.errors import StoreUnavailable
 from celery_leases.worker.answering import NO_WORKER, worker_answers
@@ -23,13 +23,11 @@ ENDED: Final = ("done", "failed", "uncertain", "unreadable")
 @command()
 @click.argument("key", type=NAME)
 @of_task
-@in_namespace
 @printing_json
 def show(
     ctx: click.Context,
     key: str,
     task: str | None,
-    namespace: str | None,
     *,
     as_json: bool,
     **_: Any,
@@ -38,8 +36,9 @@ def show(
 
     Exits with 1 if the key has no record.
     """
+    check_task(ctx, task)
     client = client_of(ctx)
-    status = client.status(key, **task_and_namespace(ctx, task, namespace), waiting=True)
+    status = client.status(key, task=task, waiting=True)
     echo_status(status, as_json=as_json)
     if not as_json and status.state not in ENDED and worker_answers(app_of(ctx)) is False:
         echo_line(f"  workers          {NO_WORKER}")

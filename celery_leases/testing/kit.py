@@ -352,7 +352,7 @@ class LeaseKit:
         options = what.lease_options
         group = call_group(what.name, options, what.lease_signature, args, kwargs)
         client = LeaseClient.from_app(self.app)
-        return client.status(key.key, task=what.name, namespace=options.namespace, group=group)
+        return client.status(key.key, task=what.name, group=group)
 
     @contextmanager
     def hold(self, what: Any, *args: Any, task: str | None = None, **kwargs: Any) -> Iterator[None]:
@@ -463,7 +463,7 @@ class LeaseKit:
             raise KeyUnusable(
                 f"{what}: say whose key it is: task= one of the leased tasks ({known})"
             )
-        return task, CallKey(what, stored_key(tasks[task].lease_options.namespace or task, what))
+        return task, CallKey(what, stored_key(task, what))
 
     # -- calls that die ----------------------------------------------------------------------------
 

@@ -89,20 +89,16 @@ class AsyncLeaseClient:
         key: str,
         *,
         task: str | None = None,
-        namespace: str | None = None,
         group: str | None = None,
     ) -> LeaseStatus:
         """The status of *key*; see :meth:`celery_leases.LeaseClient.status`."""
-        return await self.run(
-            lambda: self._client().status(key, task=task, namespace=namespace, group=group)
-        )
+        return await self.run(lambda: self._client().status(key, task=task, group=group))
 
     async def wait_for(
         self,
         key: str,
         *states: str,
         task: str | None = None,
-        namespace: str | None = None,
         timeout: Duration | None = None,  # noqa: ASYNC109 - any form of a duration, and named in the error
     ) -> LeaseStatus:
         """Wait until *key* is in one of *states*; the default is :data:`ENDED`.
@@ -121,7 +117,7 @@ class AsyncLeaseClient:
         last: LeaseStatus | None = None
         try:
             async with asyncio.timeout(limit):
-                async for last in self.changes(key, task=task, namespace=namespace, until=wanted):
+                async for last in self.changes(key, task=task, until=wanted):
                     if last.state in wanted:
                         return last
         except TimeoutError:
@@ -138,7 +134,6 @@ class AsyncLeaseClient:
         key: str,
         *,
         task: str | None = None,
-        namespace: str | None = None,
         until: Sequence[str] = ENDED,
         slowest: float = LONGEST_POLL,
     ) -> AsyncGenerator[LeaseStatus]:
@@ -150,7 +145,7 @@ class AsyncLeaseClient:
         """
         seen, pause = None, SHORTEST_POLL
         while True:
-            status = await self.status(key, task=task, namespace=namespace)
+            status = await self.status(key, task=task)
             if (version := version_of(status)) != seen:
                 seen, pause = version, SHORTEST_POLL
                 yield status

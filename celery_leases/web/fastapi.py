@@ -20,6 +20,7 @@ from fastapi.responses import Response, StreamingResponse
 from fastapi.routing import APIRoute
 
 from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnavailable, UnknownKey
+from celery_leases.keys import is_shared
 from celery_leases.status import LeaseStatus
 from celery_leases.text.durations import Duration, seconds
 from celery_leases.web.async_client import ENDED, AsyncLeaseClient, version_of
@@ -105,7 +106,6 @@ def leases_router(
     client: Callable[[], AsyncLeaseClient] | AsyncLeaseClient,
     *,
     task: str | None = None,
-    namespace: str | None = None,
     prefix: str = "/leases",
     poll_after: float = POLL_AFTER,
     heartbeat: Duration = HEARTBEAT,
@@ -119,8 +119,8 @@ def leases_router(
     parameters. It is called first. If it returns a false value, the response is 403, whether or
     not the key exists; it may also raise ``HTTPException``. *client* is a client or a dependency
     that returns one. *task* is the only task whose keys are shown, and the one that *authorise*
-    gets; a request for another task is answered with 404. Without *task*, ``?task=`` names it.
-    *namespace* is the task's ``lease_namespace``, if it has one.
+    gets; a request for another task is answered with 404. Without *task*, ``?task=`` names it. The
+    shared keys ``/<name>/<key>`` are those of the task *name*.
 
     A request that accepts ``text/event-stream``, as ``EventSource`` does, gets a stream: an event
     with the status, an event for each change, and a comment every *heartbeat*. The stream ends
@@ -159,10 +159,12 @@ def leases_router(
         if not allowed:
             return response(forbidden())
         of_task = task or asked_task or None
-        if of_task is None and key.startswith("t:") and "|" in key:
-            # A stored key: it would find a key other than the one that authorise has checked.
+        if (of_task is None and key.startswith("t:") and "|" in key) or (
+            of_task and is_shared(key)
+        ):
+            # It would find the key of another task than authorise has checked.
             return response(answer(UnknownKey(key=key)))
-        identity = {"task": of_task, "namespace": namespace}
+        identity = {"task": of_task}
         try:
             found: LeaseStatus = await leases.status(key, **identity)
         except LeasesError as error:

@@ -15,6 +15,7 @@ from flask import Blueprint, Flask, Response, current_app, has_request_context, 
 
 from celery_leases.client import LeaseClient
 from celery_leases.errors import LeaseConfigurationError, LeasesError, UnknownKey
+from celery_leases.keys import is_shared, may_be_stored, stored_key
 from celery_leases.stores.urls import escaped_url
 from celery_leases.task import LeasedMixin
 from celery_leases.web.http import POLL_AFTER, HttpAnswer, answer, forbidden
@@ -189,8 +190,11 @@ def _status(key: str, task: str | None) -> LeaseStatus:
         raise UnknownKey(f"{key} is a stored key; give the key itself and its task", key)
     known = celery.tasks.get(task) if task is not None else None
     options = getattr(known, "lease_options", None)
-    namespace = options.namespace if options is not None else None
-    return LeaseClient.from_app(celery).status(key, task=task, namespace=namespace)
+    if is_shared(key) and not (
+        options is None or may_be_stored(stored_key("", key), task or "", options)
+    ):
+        raise UnknownKey(f"{key} is no key of {task}", key)
+    return LeaseClient.from_app(celery).status(key, task=task)
 
 
 def _location(key: str, task: str) -> str | None:

@@ -20,7 +20,8 @@ from celery_leases.keys import (
     bounded,
     call_group,
     call_key,
-    is_shortened,
+    is_short_form,
+    may_be_stored,
     stored_key,
     unfit,
 )
@@ -418,7 +419,7 @@ def carried_stored_key(task: Any, header: Header) -> str:
     """The stored form of the key in *header*; empty if the header has no key."""
     if not header.key:
         return header.stored
-    return stored_key(task.lease_options.namespace or task.name, header.key)
+    return stored_key(task.name, header.key)
 
 
 def group_of(task: Any, header: Header | None, args: Any, kwargs: Any, retries: int) -> str | None:
@@ -462,9 +463,10 @@ def _carried_key(task: str, options: LeaseOptions, header: Header) -> CallKey | 
     if options.key is None or (options.compares and header.fingerprint is None):
         return None
     fingerprint = header.fingerprint if options.compares else None
-    namespace = options.namespace or task
     if header.key.strip():
-        return CallKey(header.key, stored_key(namespace, header.key), fingerprint)
-    if is_shortened(header.stored, namespace):
-        return CallKey(header.stored.partition("|")[2], header.stored, fingerprint)
-    return None
+        key = CallKey(header.key, stored_key(task, header.key), fingerprint)
+    elif is_short_form(header.stored):
+        key = CallKey(header.stored.partition("|")[2], header.stored, fingerprint)
+    else:
+        return None
+    return key if may_be_stored(key.stored, task, options) else None

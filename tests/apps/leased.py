@@ -115,9 +115,9 @@ def work(self, name, seconds=0.0, gate=None, answer=None, other=None):
     return answer if answer is not None else {"name": name, "fence": self.lease.fence}
 
 
-@app.task(base=LeasedTask, lease_key="shared:{name}", lease_namespace="ours")
+@app.task(base=LeasedTask, lease_key="/ours/shared:{name}")
 def shared(name):
-    """Has a lease_namespace of its own."""
+    """Has keys that other tasks may share."""
     return {"name": name}
 
 

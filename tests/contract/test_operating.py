@@ -77,11 +77,11 @@ def sql(records: SqlRecordStore, statement: str) -> None:
 def test_a_key_of_a_task_of_the_app_is_found_without_reading_all_records(
     sql_records: SqlRecordStore, put: Put, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its stored key, also in a namespace; a key of two tasks is refused."""
+    """By its stored key, also a shared one; a key of two tasks is refused."""
     app = Celery("operated", broker="memory://", set_as_current=False)
     app.conf.update(leases_url="database", leases_database_url=database_url)
-    for name, more in {"t": {}, "other": {}, "shared": {"lease_namespace": "all"}}.items():
-        app.task(name=name, base=LeasedTask, lease_key="{key}", **more)(_key_of)
+    for name, lease_key in {"t": "{key}", "other": "{key}", "shared": "/all/{key}"}.items():
+        app.task(name=name, base=LeasedTask, lease_key=lease_key)(_key_of)
     put("of t")
     put("of all", task="all")
     put("removed", task="no longer there")
@@ -96,7 +96,7 @@ def test_a_key_of_a_task_of_the_app_is_found_without_reading_all_records(
     )
     with OperatorClient.from_app(app, eager=False) as client:
         assert client.status("of t").task == "t"
-        assert client.status("of all").state == "done"
+        assert client.status("/all/of all").state == "done"
         assert client.status("of t and another").task == "t"
         assert searched == []
         assert client.status("removed").task == "no longer there"

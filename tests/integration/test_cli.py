@@ -156,14 +156,11 @@ def test_a_group_without_a_name_is_refused(operator: Operator, verb: str) -> Non
     assert operator.sees("group", "list") == "all gates are open\n"
 
 
-def test_a_key_is_found_by_its_namespace_or_by_a_task_that_has_it(operator: Operator) -> None:
+def test_a_shared_key_needs_no_task(operator: Operator) -> None:
     operator.finished("ours", "shared:1")
     operator.finished(WORK, "shared:1")
-    assert "ours" in operator.sees("show", "shared:1", "--namespace", "ours")
-    assert (
-        "forgotten"
-        in operator.types("forget", "shared:1", "--task", "tests.apps.leased.shared").stderr
-    )
+    assert "ours" in operator.sees("show", "/ours/shared:1")
+    assert "forgotten" in operator.types("forget", "/ours/shared:1").stderr
     states = {record.stored_key: record.state for record in operator.records.named("shared:1")}
     assert states == {"t:ours|shared:1": State.PENDING, f"t:{WORK}|shared:1": State.DONE}
 

@@ -76,7 +76,6 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
     assert rows.keys() == {f"lease_{name}" for name in OPTION_NAMES if name not in APP_ONLY}
     worded = {
         "key": "none",
-        "namespace": "the task's name",
         "fingerprint": "all arguments but defaults",
         "max_hold": "`time_limit`, else 24 h",
         "on_busy": '`"raise"` for a cooling key, else `"wait"`',
@@ -326,7 +325,7 @@ def test_a_renamed_task_answers_with_what_was_done_under_the_old_name(tmp_path: 
             assert tasks[name].lease_status(7).state == "done"
             assert after["app"].tasks[name].apply((name,)).get() == {"invoice": name, "run": 1}
         client = LeaseClient("database", after["app"].conf.leases_database_url)
-        assert client.status("invoice:7", namespace="billing.send").state == "done"
+        assert client.status("/billing.send/invoice:7").state == "done"
         assert client.status("invoice:7", task="billing.send_invoice").state == "absent"
 
 
@@ -353,8 +352,8 @@ def test_five_calls_are_one_run_and_the_key_is_free_afterwards(tmp_path, monkeyp
 
 
 def _renamed(source: str, tmp_path: Path, *, old: bool = False) -> str:
-    """The example on stores that stay; *old*: as the task was before it had a namespace and another
-    name.
+    """The example on stores that stay; *old*: as the task was before it had a shared key and
+    another name.
     """
     url = f"sqlite:///{tmp_path / 'records.db'}"
     conf = f'app.conf.update(leases_url="database", leases_database_url="{url}", leases_eager_stores=True)'
@@ -364,10 +363,10 @@ def _renamed(source: str, tmp_path: Path, *, old: bool = False) -> str:
         'runs.append(customer_id); return {"invoice": customer_id, "run": runs.count(customer_id)}',
     )
     if old:
-        source = source.replace('    "lease_namespace": "billing.send",\n', "")
+        source = source.replace("/billing.send/invoice", "invoice")
     assert conf in source
     assert "runs.append" in source
-    assert ("lease_namespace" in source) is not old
+    assert ("/billing.send/" in source) is not old
     return source
 
 

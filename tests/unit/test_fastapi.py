@@ -169,23 +169,10 @@ def test_a_stored_key_is_not_a_way_around_the_authoriser(shop: Any) -> None:
     assert ask(shop.app, "GET", "/leases/order:1", ME).json()["state"] == "done"
 
 
-def test_a_task_with_a_namespace_is_found_by_it() -> None:
-    asked_for: list[dict[str, Any]] = []
-
-    class Client(Scripted):
-        def status(self, key: str, **given: Any) -> Any:
-            asked_for.append(given)
-            return super().status(key)
-
-    app = FastAPI()
-    app.state.asked = []
-    reads = AsyncLeaseClient(Client(a_status("done")))  # type: ignore[arg-type]
-    app.include_router(leases_router(may, reads, task="shop.order", namespace="orders"))
-    for accept in ("application/json", "text/event-stream"):
-        sent = ask(app, "GET", f"/leases/{KEY}", ME | {"Accept": accept})
-        assert sent.status_code == 200
-    wanted = {"task": "shop.order", "namespace": "orders"}
-    assert {(one["task"], one["namespace"]) for one in asked_for} == {(*wanted.values(),)}
+def test_a_shared_key_is_not_a_way_around_the_task_of_the_router(shop: Any) -> None:
+    shop.order.delay("1")
+    assert ask(shop.app, "GET", "/leases/order:1", ME).json()["state"] == "done"
+    assert ask(shop.app, "GET", "/leases//shop.order/order:1", ME).status_code == 404
 
 
 def test_nothing_is_changed_by_the_view(shop: Any) -> None:

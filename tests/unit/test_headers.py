@@ -174,11 +174,10 @@ class TestTheKeyInAHeader:
         assert key_of(task, header, "call", (), {}, 1).key == "invoice:7"
         assert group_of(task, FULL, (), {}, 1) == "mail"
 
-    @pytest.mark.parametrize("namespace", [None, "exports"])
-    def test_stays_where_it_is_too_long_to_be_carried(self, namespace: str | None) -> None:
+    @pytest.mark.parametrize("begin", ["", "/exports/"])
+    def test_stays_where_it_is_too_long_to_be_carried(self, begin: str) -> None:
         task = a_task(
-            key=lambda customer, *_: "export:" + ",".join(map(str, range(customer))),
-            namespace=namespace,
+            key=lambda customer, *_: f"{begin}export:" + ",".join(map(str, range(customer))),
         )
         header = begun(task, 20_000)
         whole = key_of(task, None, "call", (20_000,), {}, 0)
@@ -189,6 +188,19 @@ class TestTheKeyInAHeader:
         assert (found.stored, found.fingerprint) == (whole.stored, whole.fingerprint)
         assert found.key.startswith("export:0,1,2")
         assert len(found.key) < STORED_KEY_MAX
+
+    @pytest.mark.parametrize(
+        ("template", "carried", "found"),
+        [
+            ("i:{customer}", "/other/i:7", "i:8"),
+            ("/own/{customer}", "/other/7", "/own/8"),
+            ("/own/{customer}", "/own/7", "/own/7"),
+        ],
+    )
+    def test_of_another_task_does_not_count(self, template, carried, found) -> None:
+        task = a_task(key=template, fingerprint=False)
+        forged = Header("billing.send", "call", key=carried, started=True)
+        assert key_of(task, forged, "call", (8, "x"), {}, 5).key == found
 
     def test_of_a_call_that_has_not_begun_does_not_count(self) -> None:
         task = a_task()

@@ -93,7 +93,7 @@ class TestPublishedForm:
             wire.loads(json.dumps(vector["args"])),
             wire.loads(json.dumps(vector["kwargs"])),
         )
-        options = LeaseOptions(key=vector["lease_key"], namespace=vector.get("lease_namespace"))
+        options = LeaseOptions(key=vector["lease_key"])
         made = call_key(
             "shop.work", options, signature(vector["parameters"]), "call-1", args, kwargs
         )
@@ -102,8 +102,9 @@ class TestPublishedForm:
         )  # fmt: skip
 
     @pytest.mark.parametrize("vector", _published(), ids=lambda vector: vector["lease_key"])
-    def test_the_stored_key_is_namespace_and_key_or_its_hashed_tail(self, vector) -> None:
-        scoped = f"t:{vector.get('lease_namespace', 'shop.work')}|{vector['key']}"
+    def test_the_stored_key_is_name_and_key_or_its_hashed_tail(self, vector) -> None:
+        whole = vector["key"] if vector["key"].startswith("/") else f"/shop.work/{vector['key']}"
+        scoped = "t:{}|{}".format(*whole[1:].split("/", 1))
         if len(scoped) > STORED_KEY_MAX:
             scoped = f"{scoped[:190]}#{hashlib.sha256(scoped.encode()).hexdigest()}"
         assert vector["stored_key"] == scoped
@@ -175,13 +176,30 @@ class TestCanonical:
 
 
 class TestStoredKey:
-    def test_two_tasks_share_a_key_in_one_namespace_only(self) -> None:
-        options = LeaseOptions(key="k"), LeaseOptions(key="k", namespace="ours")
-        keys = [
-            [call_key(task, each, signature(""), "1", (), {}).stored for task in "ab"]
-            for each in options
-        ]
-        assert keys == [["t:a|k", "t:b|k"], ["t:ours|k", "t:ours|k"]]
+    def test_two_tasks_share_only_a_key_that_begins_with_a_name(self) -> None:
+        """The name may be that of a task, which was renamed."""
+        for template, same in (("{x}", False), ("/ours/{x}", True)):
+            options, made = LeaseOptions(key=template), signature("x")
+            keys = [call_key(task, options, made, "c", ("k",), {}) for task in ("a", "b")]
+            assert (keys[0].stored == keys[1].stored) is same
+        assert keys[0].key == "/ours/k"
+        assert keys[0].stored == "t:ours|k" == stored_key("ours", "k")
+
+    @pytest.mark.parametrize("value", ["/ours/k", "/data/2026/x.csv"])
+    def test_an_argument_cannot_make_a_key_of_another_task(self, value: str) -> None:
+        made = signature("x")
+        with pytest.raises(KeyUnusable, match=r"write .file:"):
+            call_key("t", LeaseOptions(key="{x}"), made, "c", (value,), {})
+        assert call_key("t", LeaseOptions(key="f:{x}"), made, "c", (value,), {}).key == f"f:{value}"
+        assert call_key("t", LeaseOptions(), made, value, (1,), {}).stored == f"t:t|{value}"
+
+    def test_a_shared_key_is_not_empty_behind_its_name(self) -> None:
+        with pytest.raises(KeyUnusable, match="gave '/ours/'"):
+            call_key("t", LeaseOptions(key="/ours/{x}"), signature("x"), "c", ("",), {})
+
+    def test_a_callable_may_make_a_shared_key(self) -> None:
+        options = LeaseOptions(key=lambda x: f"/ours/{x}")
+        assert call_key("t", options, signature("x"), "c", ("k",), {}).stored == "t:ours|k"
 
     def test_255_characters_are_stored_and_256_get_a_hashed_tail(self) -> None:
         whole = stored_key("work", "x" * (STORED_KEY_MAX - len("t:work|")))

@@ -12,7 +12,6 @@ from celery_leases.options import Failures, LeaseOptions
 from tests.unit.task_options import gathered_options, refused
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
-    ({"namespace": "ours"}, "namespace", "add lease_key"),
     ({"fingerprint": ["month"]}, "fingerprint", "add lease_key"),
     ({"fingerprint": False}, "fingerprint", "add lease_key"),
     ({"on_busy": "ignore"}, "on_busy", "add lease_key"),
@@ -44,10 +43,7 @@ class TestContradictions:
         assert gathered_options(runs="each").each_runs
 
     def test_saying_the_default_aloud_is_no_contradiction(self) -> None:
-        assert (
-            gathered_options(namespace=None, runs="once", on_done="replay", fingerprint=None)
-            == LeaseOptions()
-        )
+        assert gathered_options(runs="once", on_done="replay", fingerprint=None) == LeaseOptions()
 
 
 class TestDefaultsOfTheApp:

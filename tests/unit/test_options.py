@@ -23,7 +23,6 @@ from tests.unit.task_options import gathered_options, refused
 def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:
     assert gathered_options() == LeaseOptions(
         key=None,
-        namespace=None,
         fingerprint=None,
         ttl=15.0,
         renew=True,
@@ -106,10 +105,21 @@ class TestWrongValues:
             ("on_busy", "skip", "'wait' or 'raise' or 'ignore'"),
             ("on_done", "skip", "'replay' or 'raise' or 'ignore'"),
             ("on_lost", "skip", "'interrupt' or 'flag' or 'kill'"),
-            ("namespace", "a|b", 'a name of at most 150 characters without "|"'),
-            ("namespace", " ", 'a name of at most 150 characters without "|"'),
-            ("namespace", "a\n", 'a name of at most 150 characters without "|"'),
-            ("namespace", "x" * 151, 'a name of at most 150 characters without "|"'),
+            *[
+                ("key", key, '"/name/key" for a key that tasks share')
+                for key in (
+                    "/",
+                    "/a",
+                    "/a/",
+                    "//x",
+                    "/a|b/x",
+                    "/ /x",
+                    "/a\n/x",
+                    "/{month}",
+                    "/{month}/x",
+                    f"/{'x' * 151}/x",
+                )
+            ],
             ("ttl", 0.2, "at least 1 (seconds); 10 or more is advised"),
             ("retention", "-30", "seconds above 0 (below ten years) as a number, as text such as"),
             ("renew", "no", "True or False"),

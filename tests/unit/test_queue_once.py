@@ -1,4 +1,4 @@
-"""``lease_outbox="once"``: publishing a call writes its record, and a second one is not published."""
+"""``lease_outbox="once"``: publishing a call writes its record, and a second one is not sent."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ import click
 
 from celery_leases.cli.output import as_json as printing_json
 from celery_leases.cli.output import echo_json, echo_line, echo_status
-from celery_leases.cli.parameters import DURATION, NAME, in_namespace, of_task, option
-from celery_leases.cli.root import command, task_and_namespace
+from celery_leases.cli.parameters import DURATION, NAME, of_task, option
+from celery_leases.cli.root import check_task, command
 from celery_leases.client import Write
 from celery_leases.ops.actions import ACTIONS, counted, entered_result, next_step, why_unchanged
 from celery_leases.ops.client import OperatorClient
@@ -61,7 +61,6 @@ def _command(what: Write, text: str, *more: Callable[..., Any]) -> Any:
         _dry_run,
         _for_retention,
         filtering,
-        in_namespace,
         click.argument("keys", nargs=-1, type=NAME, metavar="[KEY]..."),
     ):
         function = decorate(function)
@@ -99,7 +98,6 @@ def _change(
     what: Write,
     *,
     keys: tuple[str, ...],
-    namespace: str | None,
     everything: bool,
     dry_run: bool,
     yes: bool,
@@ -113,7 +111,8 @@ def _change(
     if keys:
         if everything or narrowing not in ([], ["task"]):
             raise click.UsageError("give keys, or options that select them, not both")
-        where = task_and_namespace(ctx, options["task"], namespace)
+        check_task(ctx, options["task"])
+        where = {"task": options["task"]}
         if len(keys) == 1 and not dry_run:
             _change_one(
                 ctx, what, keys[0], where, retention=retention, as_json=as_json, force=force
@@ -280,7 +279,6 @@ def _progress(count: int, label: str) -> Iterator[Callable[[int], None]]:
 @command()
 @click.argument("key", type=NAME)
 @of_task
-@in_namespace
 @option("--done", is_flag=True, help="The work is done: the task does not run again.")
 @option(
     "--retry",
@@ -300,7 +298,6 @@ def resolve(
     ctx: click.Context,
     key: str,
     task: str | None,
-    namespace: str | None,
     done: bool,
     again: bool,
     result: str | None,
@@ -319,9 +316,9 @@ def resolve(
     if problem is not None:
         raise click.BadParameter(problem, param_hint="--result")
     outcome: Literal["done", "retry"] = "done" if done else "retry"
-    where = task_and_namespace(ctx, task, namespace)
+    check_task(ctx, task)
     status = operator_of(ctx).resolve(
-        key, outcome, **where, result=value, force=how["force"], retention=how["retention"]
+        key, outcome, task=task, result=value, force=how["force"], retention=how["retention"]
     )
     echo_status(status, as_json=as_json)
     if again:
