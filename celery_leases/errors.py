@@ -133,7 +133,7 @@ class RescheduleFailed(LeasesError):
 
 
 class ResultMissing(LeasesError):
-    """The work is done, but its result was not stored: it is larger than ``leases_result_max``, or
+    """The work is done, but its result was not stored: it is larger than 1 MiB, or
     not JSON.
     """
 

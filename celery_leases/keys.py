@@ -175,7 +175,7 @@ def call_key(
     headers: Mapping[str, Any] | None = None,
 ) -> CallKey:
     """The key of one call of *task*; without ``lease_key`` it is the id of the call. *headers* are
-    those of its message, for ``lease_tenant``.
+    those of its message, for ``leases_tenant``.
 
     Raises :class:`KeyUnusable` if the arguments do not fit the signature, or make no usable key.
     """
@@ -460,7 +460,7 @@ def _of_tenant(
     key: str,
 ) -> str:
     """*key* with its tenant before it. No two tenants have a key in common."""
-    name = f"task {task}: lease_tenant"
+    name = f"task {task}: leases_tenant"
     try:
         tenant = maker(headers)
     except Exception as error:

@@ -269,7 +269,7 @@ class Lease:
     def _save_loop(self) -> None:
         self._refuse_guarded("each()")
         self._save(self._progress)
-        # With lease_renew=False, or after lease_max_hold, only saved progress extends the lease.
+        # With lease_renew=False, or after the time_limit, only saved progress extends the lease.
         if not self._held_lease.renewable(self._held_lease.now()):
             self._process.renewer.extend(self._held_lease, self._held_lease.call.options.ttl)
 
@@ -325,7 +325,7 @@ class Lease:
                     f"{self.key}: complete() was called before in this attempt", self.key
                 )
             self.check()
-            ending = Returned(result, *encode(result, self._call.options.result_max))
+            ending = Returned(result, *encode(result))
             outcome = after_run(self._call, self._record, ending)
             self._lock(transaction, lambda: transaction.complete(self._record, outcome))
             self._held_lease.body_state.completing = True

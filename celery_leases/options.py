@@ -47,10 +47,9 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "on_busy": get_args(_Busy),
     "on_done": get_args(OnDone),
 }
-APP_ONLY: Final = frozenset({"result_max", "settle_timeout"})
+APP_ONLY: Final = frozenset({"tenant"})
 """Settings of the whole app that a task cannot set."""
-_SECONDS: Final = ("ttl", "max_hold", "retention", "settle_timeout")
-_FLAGS: Final = ("renew", "allow_loss")
+_SECONDS: Final = ("ttl", "retention")
 _PREFIX: Final = re.compile("^leases?_?")
 
 
@@ -119,7 +118,6 @@ class LeaseOptions:
     tenant: TenantMaker = None
     ttl: float = DEFAULT_TTL
     renew: bool = True
-    max_hold: float = DAY
     on_lost: OnLost = "interrupt"
     #: ``"once"``: the work of a key is done once, and other calls get its result; ``"each"``: each
     #: call runs, one after the other. Read :attr:`each_runs`.
@@ -134,13 +132,13 @@ class LeaseOptions:
     #: The cooldown group of the key.
     group: KeyMaker = None
     retention: float = 7 * DAY
-    result_max: int = 256 * 1024
-    settle_timeout: float = 60.0
     #: ``"store"``: records store the messages of their calls; ``"once"``: publishing a call writes
     #: its record, and a call of a key that is queued, runs, cools down or has ended is not
     #: published. Read :attr:`queues_once`.
     outbox: Outbox = False
-    allow_loss: bool = False
+    #: Seconds after which renewal stops, so that a body that hangs does not hold its key for ever:
+    #: the task's ``time_limit``. Not an option of its own.
+    max_hold: float = DAY
 
     @cached_property
     def compares(self) -> bool:
@@ -160,7 +158,7 @@ class LeaseOptions:
         return self.runs == "each"
 
 
-OPTION_NAMES: Final = tuple(field.name for field in fields(LeaseOptions))
+OPTION_NAMES: Final = tuple(part.name for part in fields(LeaseOptions) if part.name != "max_hold")
 
 
 def gather(
@@ -230,8 +228,6 @@ def _checked(option: str, name: str, value: Any) -> Any:
         return _choice(option, value, _CHOICES[name])
     if name in _SECONDS:
         return _seconds(option, name, value)
-    if name in _FLAGS:
-        return _flag(option, value)
     return _CHECKS[name](option, value)
 
 
@@ -309,18 +305,14 @@ def _failures(option: str, value: Any) -> Failures:
     raise _wrong(option, value, 'Failures(retries=5, resume="transient") or with other parts of it')
 
 
-def _result_max(option: str, value: Any) -> int:
-    return _count(option, value, 1)
-
-
 _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "key": _maker,
     "fingerprint": _fingerprint,
     "tenant": _tenant,
     "group": _maker,
     "failures": _failures,
+    "renew": _flag,
     "outbox": _outbox,
-    "result_max": _result_max,
 }
 
 
@@ -349,11 +341,6 @@ def _check_together(
             refuse(name, 'does nothing under lease_runs="each"; leave one of them out')
     if "outbox" in given and options.outbox == "once" and options.key is None:
         refuse("outbox", "needs a lease_key: without one, each call has a key of its own; add it")
-    if options.max_hold < options.ttl and "max_hold" in given:
-        refuse(
-            "max_hold",
-            f"is below lease_ttl={options.ttl:g}; raise lease_max_hold or shorten lease_ttl",
-        )
     _check_templates(task, options, given, parameters)
     if isinstance(options.fingerprint, tuple) and parameters is not None and "fingerprint" in given:
         for name in sorted(set(options.fingerprint) - set(parameters)):

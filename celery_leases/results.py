@@ -23,12 +23,15 @@ _VALUES: Final = {text: value for value, text in _CONSTANTS.items()} | {None: No
 MESSAGE_MAX = 2000
 """Characters of the message of a stored exception, at most."""
 NO_LIMIT: Final = 2**62
+RESULT_MAX: Final = 2**20
+"""Bytes of the largest result, or reply of an effect, that is stored."""
 """More bytes than any value has."""
 
 
-def encode(value: Any, limit: int) -> tuple[str | None, str | None]:
+def encode(value: Any, limit: int | None = None) -> tuple[str | None, str | None]:
     """The JSON text of *value* and ``None``; or ``None`` and why it is not stored. *limit* is the
-    number of bytes allowed. Only a method of *value* can make it raise.
+    number of bytes allowed, by default :data:`RESULT_MAX`. Only a method of *value* can make it
+    raise.
     """
     kind = type(value)
     if value is None or kind is bool:
@@ -54,7 +57,7 @@ def encode(value: Any, limit: int) -> tuple[str | None, str | None]:
         RecursionError,
     ):
         return None, NOT_JSON
-    return (text, None) if size <= limit else (None, TOO_LARGE)
+    return (text, None) if size <= (RESULT_MAX if limit is None else limit) else (None, TOO_LARGE)
 
 
 def decode(text: str | None) -> Any:

@@ -33,7 +33,6 @@ _SETTINGS = (
     "pool_size",
     "prefix",
     "eager_stores",
-    "consumer_timeout",
 )
 _NOT_APP_WIDE = ("key", "fingerprint")
 _VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
@@ -104,9 +103,11 @@ def read_settings(
     options = dict(transport_options or {})
     is_redis = scheme_of(broker) in REDIS_SCHEMES
     leases_url = given.get("url") or (broker if is_redis else DATABASE)
-    timeout = given.get("consumer_timeout")
+    timeout = options.pop("consumer_timeout", None)
     consumer_timeout = (
-        CONSUMER_TIMEOUT if timeout is None else seconds(timeout, "leases_consumer_timeout")
+        CONSUMER_TIMEOUT
+        if timeout is None
+        else seconds(timeout, "broker_transport_options: consumer_timeout")
     )
     return Settings(
         leases_url=leases_url,

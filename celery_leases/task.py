@@ -57,6 +57,10 @@ class _SetWhenBound:
 
 _HOOKS = ("before_start", "on_success", "on_retry", "on_failure", "after_return")
 _UNSTORED = "celery_leases_unstored"
+_LOSSES = {
+    "acks_late": "acknowledges a message before its work is done, so a kill loses it",
+    "reject_on_worker_lost": "drops the message of a killed process",
+}
 _LAZY = (
     (inspect.iscoroutinefunction, "a coroutine"),
     (inspect.isgeneratorfunction, "a generator"),
@@ -500,19 +504,12 @@ def _options(cls: Any, app: Celery) -> LeaseOptions:
         defaults,
         None if open_ended else [parameter.name for parameter in parameters],
     )
-    if not cls.reject_on_worker_lost and not options.allow_loss:
-        raise LeaseConfigurationError(
-            f"task {cls.name}: reject_on_worker_lost=False drops the message of a killed process; "
-            "leave it out, or write lease_allow_loss=True beside it"
-        )
-    if not cls.acks_late and not options.allow_loss:
-        raise LeaseConfigurationError(
-            f"task {cls.name}: acks_late=False acknowledges a message before its work is done, so a kill loses "
-            "it; leave acks_late out, or write lease_allow_loss=True beside it"
-        )
+    for name, why in _LOSSES.items():
+        if not getattr(cls, name):
+            raise LeaseConfigurationError(f"task {cls.name}: {name}=False {why}; leave it out")
     if options.on_lost == "kill":
         _check_timer(cls)
-    if cls.time_limit and "max_hold" not in given and "max_hold" not in defaults:
+    if cls.time_limit:
         options = replace(options, max_hold=max(options.ttl, float(cls.time_limit)))
     return options
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # SQLAlchemy is imported when the first store is opened
     from celery_leases.stores.sql.transactions import JoinedTransaction
 
 DEADLINE: Final = "not renewed in time"
-HELD_TOO_LONG: Final = "held for lease_max_hold"
+HELD_TOO_LONG: Final = "held for its time_limit, or 24 h without one"
 NOT_EXTENDED: Final = (
     "not extended in time, and lease_renew=False: call self.lease.extend(seconds) before it ends, "
     "make lease_ttl longer, or write lease_renew=True"
@@ -180,7 +180,7 @@ class HeldLease:
         With database leases, a transaction of the body's own that has locked the row blocks every
         claim, and every renewal too. Then that lock is the lease: it counts for
         :func:`~celery_leases.deadlines.lock_counts_for` after it was last seen, and at
-        most until ``lease_max_hold``.
+        most until the task's ``time_limit``.
         """
         if self._seen_locked <= self._renewed:  # not seen locked since the last renewal
             return self._stop

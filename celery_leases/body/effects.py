@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar, assert_never
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.process import Process, retrying
 from celery_leases.call import Call
+from celery_leases.decide import after_run
 from celery_leases.effect import (
     AskOperator,
     Begun,
@@ -167,7 +168,7 @@ class Effects:
     def _retrying(
         self, step: Callable[[], T], repeatable: Callable[[Any, int], bool] | None = None
     ) -> T:
-        until = self.process.clock.now() + self.call.options.settle_timeout
+        until = self.process.clock.now() + after_run.SETTLE_TIMEOUT
         return retrying(step, lambda: until, self.process.clock, repeatable=repeatable)
 
     def _begin(self, name: str, key: str, take_over: int | None = None) -> Begun | Found:
@@ -252,7 +253,7 @@ class Effects:
         if found is None:
             raise reply_not_stored(self.record.key, effect, "verify did not find it")
         self.held_lease.check()
-        text, missing = encode(found, self.call.options.result_max)
+        text, missing = encode(found)
         reference = (
             reference_of(arguments.reference, found) if arguments.reference is not None else None
         )
@@ -344,7 +345,7 @@ class Effects:
         """Write the reply, even if the lease is lost: the call has been executed."""
         with self.interrupts_deferred():
             try:
-                text, missing = encode(reply, self.call.options.result_max)
+                text, missing = encode(reply)
             except BaseException:  # noqa: BLE001 - a method of the reply raised; the call was made
                 text, missing = None, NOT_JSON
             reference: str | None = None

@@ -64,6 +64,8 @@ class ExitCause(Enum):
     ERROR = "an error outside of its body"
 
 
+SETTLE_TIMEOUT = 60.0
+"""Seconds for which a process tries to write an outcome, while it renews the lease."""
 CALL_ENDING_CAUSES: Final = (ExitCause.TIME_LIMIT.value, ExitCause.REVOKED.value)
 """After these, Celery gives the call a final state too."""
 
@@ -345,8 +347,8 @@ def settle_pause(tries: int) -> float:
 
 
 def settle_until(call: Call, now: float) -> float:
-    """Until when to try to write an outcome: for ``leases_settle_timeout``, but not beyond the hard
+    """Until when to try to write an outcome: for :data:`SETTLE_TIMEOUT`, but not beyond the hard
     time limit.
     """
-    until = now + call.options.settle_timeout
+    until = now + SETTLE_TIMEOUT
     return min(until, call.received_at + call.time_limit - 1.0) if call.time_limit else until

@@ -70,7 +70,7 @@ opens the gate, and so does a probe that fails for a reason that is clearly not 
 retry, an ambiguous failure or no failure leaves the gate half-open.
 
 When a store fails before the body has run, the delivery is rescheduled. An outcome that cannot be
-written is tried again for ``leases_settle_timeout``; then the lease is left to expire, and the
+written is tried again for a minute; then the lease is left to expire, and the
 delivery is rescheduled.
 """
 

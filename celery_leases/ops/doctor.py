@@ -128,15 +128,6 @@ def _notes(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
             "message that is lost, or that no worker could read, is not published again, and its key stays queued",
             RESCUE_ADVICE,
         )
-    for name, task in sorted(tasks.items()):
-        if not task.acks_late or not task.reject_on_worker_lost:
-            yield Finding(
-                "may-lose-calls",
-                Severity.NOTE,
-                f"{name} drops the message of a call whose process is killed, because "
-                "lease_allow_loss=True allows it",
-                "leave acks_late, reject_on_worker_lost and lease_allow_loss out",
-            )
 
 
 def _unserved_calls(app: Celery, process: Process) -> Iterator[Finding]:

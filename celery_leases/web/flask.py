@@ -188,12 +188,17 @@ def _status(key: str, task: str | None) -> LeaseStatus:
     if task is None and key.startswith("t:") and "|" in key:
         # A stored key: it would find a key other than the one that authorise has checked.
         raise UnknownKey(f"{key} is a stored key; give the key itself and its task", key)
-    known = celery.tasks.get(task) if task is not None else None
-    options = getattr(known, "lease_options", None)
-    if is_shared(key) and not (
-        options is None or may_be_stored(stored_key("", key), task or "", options)
-    ):
-        raise UnknownKey(f"{key} is no key of {task}", key)
+    if task is not None:
+        options: Any = getattr(celery.tasks.get(task), "lease_options", None)
+        template = getattr(options, "key", None)
+        shares = isinstance(template, str) and template.startswith("/")
+        if shares:
+            key = f"/{key.removeprefix('/')}"  # Flask merges the slashes of a URL
+        # Likewise: only a task with shared keys has them, and only under their own name.
+        if is_shared(key) != shares or (
+            shares and not may_be_stored(stored_key(task, key), task, options)
+        ):
+            raise UnknownKey(f"{key} is no key of {task}", key)
     return LeaseClient.from_app(celery).status(key, task=task)
 
 

@@ -41,11 +41,11 @@ def settings_of(app: Celery, *, lenient: bool = False) -> Settings:
             raise
     if lenient and not given.get("leases_database_url"):
         given["leases_database_url"] = "-"
-    if timeout := consumer_timeout_of(conf.get("task_queues")):
-        given.setdefault("leases_consumer_timeout", timeout)
     brokers = [broker] if isinstance(broker, str) else list(broker)
     broker_url = ";".join(brokers) if brokers[0].startswith("sentinel://") else brokers[0]
     options = dict(conf.get("broker_transport_options") or {})
+    if timeout := consumer_timeout_of(conf.get("task_queues")):
+        options.setdefault("consumer_timeout", timeout)
     if tls := conf.get("broker_use_ssl"):
         options.setdefault("ssl", tls)
     return read_settings(given, broker_url, options)

@@ -19,6 +19,7 @@ from celery_leases import events
 from celery_leases.attempt.process import Process, retrying
 from celery_leases.call import Call
 from celery_leases.concurrency import greenlets, os_threads
+from celery_leases.decide import after_run
 from celery_leases.decide.after_run import ExitCause, child_exited, closed_for_celery
 from celery_leases.errors import StoreUnavailable
 from celery_leases.record import Ended, Failure, Outcome, Record, State
@@ -273,7 +274,7 @@ def _close_in_stores(ended: EndedDelivery, call: Call) -> None:
 def _settle(process: Process, call: Call, ended: EndedDelivery) -> None:
     """Close the attempt if its row still runs, or the call if it still waits."""
     records = process.records
-    retry = partial(_with_retries, process, call, ended)
+    retry = partial(_with_retries, process, ended)
     record = retry(lambda: records.read(call.key.stored))
     if record is None:
         return
@@ -337,11 +338,11 @@ def _close_waiting(
         observe(events.CallRefused(**call.subject, error=error))
 
 
-def _with_retries(process: Process, call: Call, ended: EndedDelivery, step: Callable[[], T]) -> T:
+def _with_retries(process: Process, ended: EndedDelivery, step: Callable[[], T]) -> T:
     """Call *step*, which uses the database, and repeat it if it fails: a few times, or if no
     delivery of the call will come that closes its row, as long as an outcome is written.
     """
-    until = process.clock.now() + call.options.settle_timeout
+    until = process.clock.now() + after_run.SETTLE_TIMEOUT
     return retrying(
         step,
         lambda: until,

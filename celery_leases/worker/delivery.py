@@ -371,7 +371,7 @@ class Delivery:
         if self.state.goes_on is not None:
             return self._goes_on(call, held_lease, self.state.goes_on, None)
         try:
-            result, missing = encode(value, self.options.result_max)
+            result, missing = encode(value)
         except BaseException as error:  # noqa: BLE001 - a method of the value raised; the work is done
             # Celery must not read that value. It cannot serialize this one, and says so.
             return Returned(as_exception(error, "the result"), None, NOT_JSON)

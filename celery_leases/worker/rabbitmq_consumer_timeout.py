@@ -52,6 +52,6 @@ def consumer_timeout_warning(
         ),
         (
             "raise consumer_timeout in rabbitmq.conf, and write "
-            f"leases_consumer_timeout = {1.5 * max(long.values()):.0f}"
+            f'broker_transport_options = {{"consumer_timeout": {1.5 * max(long.values()):.0f}}}'
         ),
     )

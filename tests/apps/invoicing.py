@@ -20,7 +20,15 @@ from urllib.parse import urlsplit
 from sqlalchemy import create_engine, event, make_url, text
 from sqlalchemy.pool import NullPool
 
-from celery_leases import Failures, LeasedTask, RetryLater, Snooze, Uncertain, current_lease
+from celery_leases import (
+    Failures,
+    LeasedTask,
+    RetryLater,
+    Snooze,
+    Uncertain,
+    current_lease,
+    results,
+)
 from celery_leases.attempt import run
 from celery_leases.rules import CooldownPolicy, Rules
 from celery_leases.stores.sql.effects import SqlEffectStore
@@ -278,7 +286,7 @@ RULES = (
     .on(exc="ConnectionRefusedError", to="200ms")
 )
 RULES = RULES.on(status=500, to="200ms")
-app.conf.leases_result_max = 1000
+vars(results)["RESULT_MAX"] = 1000
 # With "always" the next attempt finds the charge of the previous one.
 FAILURES = Failures(RULES, cooldown=_soon(0.3), resume="always")
 PAYS = {"base": LeasedTask, "bind": True, "lease_failures": FAILURES}

@@ -19,6 +19,7 @@ from celery.worker.request import Request
 from kombu import Exchange, Queue
 
 from celery_leases import Failures, LeasedTask, Snooze, current_lease
+from celery_leases.decide import after_run
 from tests.support.workers import QUEUE_VARIABLE
 
 TTL = float(os.environ.get("TTL", "3"))
@@ -54,14 +55,14 @@ if "SOFT_SHUTDOWN" in os.environ:
     app.conf.worker_soft_shutdown_timeout = float(os.environ["SOFT_SHUTDOWN"])
 if "VISIBILITY" in os.environ:
     # On RabbitMQ, too, a call waits for half of it at a time.
-    app.conf.leases_consumer_timeout = 1.5 * float(os.environ["VISIBILITY"])
     app.conf.broker_transport_options = {
+        "consumer_timeout": 1.5 * float(os.environ["VISIBILITY"]),
         "visibility_timeout": float(os.environ["VISIBILITY"]),
         "unacked_restore_interval": 1,
         "unacked_restore_throttle": 1,
     }
 if "SETTLE_TIMEOUT" in os.environ:
-    app.conf.leases_settle_timeout = float(os.environ["SETTLE_TIMEOUT"])
+    vars(after_run)["SETTLE_TIMEOUT"] = float(os.environ["SETTLE_TIMEOUT"])
 if "BROKER_CONNECTIONS" in os.environ:
     app.conf.broker_transport_options |= {"max_connections": int(os.environ["BROKER_CONNECTIONS"])}
 

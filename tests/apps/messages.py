@@ -21,7 +21,7 @@ if "DELIVERY_LIMIT" in os.environ:
     _name, _limit = app.conf.task_default_queue, int(os.environ["DELIVERY_LIMIT"])
     _arguments = {"x-queue-type": "quorum", "x-delivery-limit": _limit}
     app.conf.task_queues = [Queue(_name, Exchange(_name), _name, queue_arguments=_arguments)]
-    app.conf.leases_consumer_timeout = 3.0
+    app.conf.broker_transport_options = {"consumer_timeout": 3.0}
 
     @worker_init.connect(weak=False)
     def _hold_shortly(sender, **_):

@@ -81,7 +81,7 @@ def test_a_body_that_hangs_for_too_long_fails(stage: Stage, name: str, process: 
     result = stage.tasks.hangs.delay(name)
     row = stage.wait_for_state("hangs", f"hangs:{name}", "failed")
     assert json.loads(row["error"])["rule"] == "time-or-memory-limit"
-    with pytest.raises(SoftTimeLimitExceeded, match="held for lease_max_hold"):
+    with pytest.raises(SoftTimeLimitExceeded, match="held for its time_limit"):
         got(result)
     assert len(stage.events("begin", name=name)) == len(stage.events("lost", name=name)) == 1
 

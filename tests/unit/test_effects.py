@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from celery_leases import results
 from celery_leases.body.effects import EffectReply
 from celery_leases.body.null_lease import Unleased
+from celery_leases.decide import after_run
 from celery_leases.decide.endings import Lost, Returned
 from celery_leases.effect import (
     NAME_MAX,
@@ -52,7 +54,9 @@ READ_TIMEOUT = "requests.exceptions.ReadTimeout"
 
 
 @pytest.fixture
-def desk() -> EffectBench:
+def desk(monkeypatch: pytest.MonkeyPatch) -> EffectBench:
+    monkeypatch.setattr(after_run, "SETTLE_TIMEOUT", 10.0)
+    monkeypatch.setattr(results, "RESULT_MAX", 1000)
     return EffectBench()
 
 
@@ -334,8 +338,8 @@ class TestOneAttempt:
 
 
 class TestStoresAway:
-    def test_without_an_intent_there_is_no_call(self, desk: EffectBench, attempt: Attempt) -> None:
-        attempt = desk.attempt(settle_timeout=3.0)
+    def test_without_an_intent_there_is_no_call(self, desk, attempt, monkeypatch) -> None:
+        monkeypatch.setattr(after_run, "SETTLE_TIMEOUT", 3.0)
         desk.journal.away("begin")
         began = desk.clock.now()
         with pytest.raises(StoreUnavailable):
@@ -343,8 +347,8 @@ class TestStoresAway:
         assert desk.called == []
         assert 1.0 < desk.clock.now() - began <= 3.0
 
-    def test_it_is_not_tried_for_longer_than_the_lease_lasts(self, desk, attempt) -> None:
-        attempt = desk.attempt(settle_timeout=1000.0)
+    def test_it_is_not_tried_for_longer_than_the_lease_lasts(self, desk, attempt, monkeypatch):
+        monkeypatch.setattr(after_run, "SETTLE_TIMEOUT", 1000.0)
         desk.journal.away("begin")
         with pytest.raises(LeaseLost):
             attempt.effect()

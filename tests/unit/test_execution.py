@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from celery_leases.decide import after_run
 from celery_leases.decide.endings import (
     ControlFlow,
     Ending,
@@ -265,10 +266,11 @@ class TestStoresAwayAfterTheRun:
         assert (bench.row.failures, bench.row.cooldowns) == (1, 1)
 
     def test_a_call_whose_outcome_cannot_be_written_is_rescheduled_and_its_lease_expires(
-        self, bench: Bench
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(after_run, "SETTLE_TIMEOUT", 5.0)
         bench.journal.away("settle")
-        call = bench.call(settle_timeout=5.0)
+        call = bench.call()
         reply = bench.run(call, OF_THE_GROUP)
         assert isinstance(reply, Reschedule)
         assert (reply.unavailable, reply.started, reply.prior) == (True, True, call.token)
@@ -284,7 +286,7 @@ class TestALostLease:
             held_lease.lost = "not renewed in time"
             bench.journal.away("settle", times=3)
 
-        bench.run(bench.call(settle_timeout=5.0), Lost("not renewed in time"), during=lose)
+        bench.run(bench.call(), Lost("not renewed in time"), during=lose)
         assert bench.steps("settle") == ["settle"] * 4
         assert (bench.state, bench.row.ended, bench.row.crashes) == (State.PENDING, Ended.LOST, 0)
 

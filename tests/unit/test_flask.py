@@ -175,6 +175,28 @@ def test_a_stored_key_is_not_a_way_around_the_authoriser(shop: Any) -> None:
     assert status_of(shop, "order:1").json["state"] == "done"
 
 
+def test_shared_keys_are_shown_under_their_own_task_alone(shop: Any) -> None:
+    @shop.celery.task(name="shop.shared", base=LeasedTask, lease_key="/all/{x}", shared=False)
+    def work(x: int) -> int:
+        return x
+
+    work.delay(1)
+    shop.order.delay("1")
+
+    def asked(key: str, task: str) -> Any:
+        url = f"/leases/{key}?task={task}"
+        return shop.http.get(url, headers={"Authorization": "me"}, follow_redirects=True)
+
+    assert asked("/all/1", "shop.shared").json["state"] == "done"
+    assert asked("order:1", "shop.order").json["state"] == "done"
+    for key, task in (
+        ("/shop.order/order:1", "shop.shared"),
+        ("/all/1", "shop.order"),
+        ("/all/1", "x"),
+    ):
+        assert asked(key, task).json.get("state") in (None, "absent")
+
+
 def test_nothing_is_changed_by_the_view(shop: Any) -> None:
     for method in ("post", "put", "delete", "patch"):
         assert getattr(shop.http, method)("/leases/order:1").status_code == 405

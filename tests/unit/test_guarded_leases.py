@@ -144,7 +144,7 @@ def test_the_renewer_knows_which_rows_the_body_may_have_locked(bench: Bench) -> 
     assert [renewal.guarded for renewal in bench.leases.renewed] == [True, False]
 
 
-def test_no_lock_counts_beyond_lease_max_hold(bench: Bench) -> None:
+def test_no_lock_counts_beyond_the_time_limit(bench: Bench) -> None:
     held_lease, _ = guarded(bench, max_hold=10.0)
     see(bench, held_lease, RenewalResult.LOCKED, 9.5)
     assert held_lease.stop_deadline == pytest.approx(START + 10)

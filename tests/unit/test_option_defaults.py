@@ -22,8 +22,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
         "fingerprint",
         'lease_runs="each"',
     ),
-    ({"max_hold": 5}, "max_hold", "lease_ttl=15"),
-    ({"max_hold": 29, "ttl": 30}, "max_hold", "lease_ttl=30"),
     (
         {"key": "{month}", "fingerprint": ["month", "year"]},
         "fingerprint",
@@ -59,7 +57,6 @@ class TestDefaultsOfTheApp:
             {"fingerprint": False},
             {"fingerprint": ["a_parameter_of_some_tasks"]},
             {"runs": "each", "fingerprint": ["month"]},
-            {"max_hold": 5},
         ],
         ids=str,
     )

@@ -26,7 +26,6 @@ def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:
         fingerprint=None,
         ttl=15.0,
         renew=True,
-        max_hold=86_400.0,
         on_lost="interrupt",
         runs="once",
         on_busy=None,
@@ -42,10 +41,8 @@ def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:
         ),
         group=None,
         retention=7 * 86_400.0,
-        result_max=262_144,
-        settle_timeout=60.0,
         outbox=False,
-        allow_loss=False,
+        max_hold=86_400.0,
     )
     assert Failures().classifier == Rules.default()
 
@@ -58,14 +55,13 @@ def test_options_are_frozen() -> None:
 
 
 WRONG = [
-    *[(name, value) for name in ("ttl", "max_hold", "retention", "settle_timeout") for value in
+    *[(name, value) for name in ("ttl", "retention") for value in
       (0, -1, "", "fifteen", "15x", "-5s", None, True, float("nan"), float("inf"), 1e12, timedelta(0), [15])],
     ("ttl", 0.5),
     ("ttl", timedelta(milliseconds=500)),
     ("ttl", "500ms"),
-    *[(name, value) for name in ("renew", "allow_loss") for value in
+    *[(name, value) for name in ("renew",) for value in
       (None, 0, 1, "yes", [])],
-    *[("result_max", value) for value in (0, -1, 1.5, True, None, "3", 3.0)],
     *[(name, value) for name in ("on_lost", "runs", "on_busy", "on_done") for value in
       (None, "", "nonsense", True, 1, ["reschedule"], "PUT_BACK")],
     ("on_busy", "reschedule"),
@@ -153,13 +149,12 @@ class TestWrongValues:
 
 
 class TestRightValues:
-    @pytest.mark.parametrize("name", ["ttl", "max_hold", "retention", "settle_timeout"])
+    @pytest.mark.parametrize("name", ["ttl", "retention"])
     @pytest.mark.parametrize(
         "span", [120, 120.0, timedelta(minutes=2), "2m", "120", "1m60s", "120s"]
     )
     def test_spans_are_seconds_text_or_timedeltas(self, name: str, span: Any) -> None:
-        given: dict[str, Any] = {"defaults": {name: span}} if name in APP_ONLY else {name: span}
-        assert getattr(gathered_options(**given), name) == 120
+        assert getattr(gathered_options(**{name: span}), name) == 120
 
     def test_a_ttl_of_one_second_is_allowed(self) -> None:
         assert gathered_options(ttl=1).ttl == 1.0

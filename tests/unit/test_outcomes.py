@@ -37,7 +37,6 @@ from celery_leases.decide.endings import (
 from celery_leases.decide.verdicts import Raise
 from celery_leases.errors import PermanentFailure, Snooze, Uncertain
 from celery_leases.failures.actions import cooldown, permanent, retry
-from celery_leases.options import LeaseOptions
 from celery_leases.record import Attempt, Ended, Outcome, Record, State
 from celery_leases.results import NOT_JSON
 from tests.unit.decision_inputs import (
@@ -259,11 +258,10 @@ class TestStoresAway:
         assert pauses == sorted(pauses)
         assert (pauses[0], pauses[-1], settle_pause(10_000)) == (0.05, 2.0, 2.0)
 
-    def test_an_outcome_is_tried_for_the_settle_timeout(self) -> None:
-        assert settle_until(a_call(options=LeaseOptions(settle_timeout=60.0)), now=100.0) == 160.0
+    def test_an_outcome_is_tried_for_a_minute(self) -> None:
+        assert settle_until(a_call(), now=100.0) == 160.0
 
     def test_a_hard_limit_cuts_it_short(self) -> None:
-        call = a_call(time_limit=30.0, received_at=90.0, options=LeaseOptions(settle_timeout=60.0))
+        call = a_call(time_limit=30.0, received_at=90.0)
         assert settle_until(call, now=100.0) == 119.0
-        call = replace(call, options=LeaseOptions(settle_timeout=5.0))
-        assert settle_until(call, now=100.0) == 105.0
+        assert settle_until(replace(call, time_limit=300.0), now=100.0) == 160.0

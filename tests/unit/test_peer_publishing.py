@@ -57,7 +57,7 @@ def test_once_a_running_task_holds_its_lock(shop: dict[str, Any], kit: LeaseKit)
 
 
 def test_once_graceful_publishes_nothing_and_raises_nothing() -> None:
-    source = blocks(page(ONCE), "python")[0].replace('"raise",', '"return",')
+    source = blocks(page(ONCE), "python")[0].replace('"raise",', '"wait",')
     with executed(source, "graceful") as names, testing.leases(names["app"], eager=False) as kit:
         first = names["report"].delay("north")
         assert names["report"].delay("north").id == first.id

@@ -32,19 +32,15 @@ def an_app(**conf: object) -> Celery:
     ],
 )
 def test_a_hop_leaves_the_body_two_thirds_of_the_consumer_timeout(broker, timeout, countdown):
-    assert (
-        read_settings(DATABASE | {"leases_consumer_timeout": timeout}, broker).longest_countdown
-        == countdown
-    )
+    options = {"consumer_timeout": timeout}
+    assert read_settings(DATABASE, broker, options).longest_countdown == countdown
 
 
 def test_the_shortest_consumer_timeout_of_a_queue_counts() -> None:
     queues = [Queue("a", queue_arguments={"x-consumer-timeout": 60_000}), Queue("b")]
     assert settings_of(an_app(task_queues=queues)).consumer_timeout == 60.0
-    assert (
-        settings_of(an_app(task_queues=queues, leases_consumer_timeout="2m")).consumer_timeout
-        == 120.0
-    )
+    given = {"task_queues": queues, "broker_transport_options": {"consumer_timeout": "2m"}}
+    assert settings_of(an_app(**given)).consumer_timeout == 120.0
     assert settings_of(an_app()).consumer_timeout == 1800.0
 
 
@@ -56,7 +52,7 @@ def test_a_time_limit_that_with_its_wait_exceeds_the_timeout_is_reported() -> No
         if over is not None:
             assert "long (1201 s)" in over[0]
             assert "short (" not in over[0]
-            assert over[1].endswith("leases_consumer_timeout = 1802")
+            assert over[1].endswith('broker_transport_options = {"consumer_timeout": 1802}')
 
 
 def test_a_delivery_is_held_longer_the_more_often_it_was_given_back() -> None:

@@ -61,8 +61,7 @@ def test_options_for_failures_are_gathered_from_task_and_app() -> None:
     ("options", "hint"),
     [
         ({"lease_on_done": "skip"}, "'replay' or 'raise' or 'ignore'"),
-        ({"lease_result_max": 10}, "write app.conf.leases_result_max=10"),
-        ({"lease_settle_timeout": 5}, "write app.conf.leases_settle_timeout=5"),
+        ({"lease_tenant": str}, "write app.conf.leases_tenant="),
         ({"lease_on_busy": "reschedule"}, "'wait' or 'raise' or 'ignore'"),
         ({"lease_group": "openai:{model}"}, ", not 'model'"),
         ({"lease_failures": Rules()}, "write Failures("),
@@ -210,8 +209,8 @@ def test_the_call_of_the_class_behind_runs_around_the_body() -> None:
 @pytest.mark.parametrize(
     ("options", "hint"),
     [
-        ({"reject_on_worker_lost": False}, "lease_allow_loss"),
-        ({"acks_late": False}, "lease_allow_loss"),
+        ({"reject_on_worker_lost": False}, "drops the message of a killed process; leave it out"),
+        ({"acks_late": False}, "a kill loses it; leave it out"),
         ({"lease_options": {"ttl": 30}}, "lease_<option>"),
         ({"lease_status": "x"}, "lease_<option>"),
         ({"lease_signature": 1}, "lease_<option>"),
@@ -296,7 +295,6 @@ def test_settings_in_capitals_are_read_where_the_app_has_no_namespace() -> None:
 def test_late_acknowledgement_is_on_with_any_setting_of_the_app() -> None:
     task = registered(an_app(task_acks_late=False, task_reject_on_worker_lost=False))
     assert (task.acks_late, task.reject_on_worker_lost) == (True, True)
-    assert registered(an_app(leases_allow_loss=True), acks_late=False).acks_late is False
 
 
 def test_the_status_of_an_eager_call_is_asked_from_the_real_stores(tmp_path: Path) -> None:

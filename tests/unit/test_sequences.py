@@ -118,12 +118,12 @@ def is_sound(bench: Bench) -> None:
     st.lists(st.tuples(CALLS, st.sampled_from([*HARMLESS, *FINAL]), WAITS), max_size=25),
     EITHER,
 )
-def test_what_ends_in_our_hands_is_never_a_crash(in_records, steps, runs) -> None:
+def test_what_ends_in_our_hands_is_never_a_crash(in_records, steps, which) -> None:
     bench = Bench(in_records)
     for call_id, what, wait in steps:
         call = bench.call(
             call_id=call_id,
-            runs=runs,
+            runs=which,
             repeat=True,
             started=True,
             max_retries=2,
@@ -143,12 +143,12 @@ def test_what_ends_in_our_hands_is_never_a_crash(in_records, steps, runs) -> Non
     ),
     EITHER,
 )
-def test_crashes_are_those_of_processes_that_died_and_end_the_key(in_records, steps, runs):
+def test_crashes_are_those_of_processes_that_died_and_end_the_key(in_records, steps, which):
     bench, died = Bench(in_records), 0
     for call_id, what, wait, repeat in steps:
         call = bench.call(
             call_id=call_id,
-            runs=runs,
+            runs=which,
             repeat=repeat,
             max_retries=2,
             max_failures=4,

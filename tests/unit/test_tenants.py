@@ -151,9 +151,9 @@ def test_the_worker_and_the_caller_make_the_same_key(tenants: Celery, caller: No
 def test_a_call_without_a_tenant_has_no_key(tenants: Celery, tenant: Any) -> None:
     """It would share the keys of other calls without one."""
     task = tenants.tasks["bill"]
-    with pytest.raises(KeyUnusable, match=f"lease_tenant returned {tenant!r}"):
+    with pytest.raises(KeyUnusable, match=f"leases_tenant returned {tenant!r}"):
         key_of(task, None, "id", ("x",), {}, 0, {"tenant": tenant})
-    with pytest.raises(KeyUnusable, match="lease_tenant raised KeyError"):
+    with pytest.raises(KeyUnusable, match="leases_tenant raised KeyError"):
         call_key("bill", task.lease_options, task.lease_signature, "id", ("x",), {}, {"user": 1})
 
 

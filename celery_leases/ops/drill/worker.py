@@ -134,7 +134,6 @@ def register(app: Celery, ttl: float, body: Body) -> Any:
         lease_on_lost="interrupt",
         lease_renew=True,
         lease_outbox=False,
-        lease_allow_loss=False,
         lease_failures=Failures(crashes=10),
         lease_retention=RETENTION,
     )

@@ -197,15 +197,6 @@ def _time_limit_findings(tasks: Mapping[str, Any], limits: TimeLimits) -> Iterat
             f"FAILURE although the call runs again: {', '.join(tight)}",
             "raise time_limit, or lower soft_time_limit",
         )
-    for name, task in sorted(tasks.items()):
-        most, hard = task.lease_options.max_hold, limits.hard_of(task)
-        if hard and most < hard:
-            yield _warning(
-                "max-hold-below-time-limit",
-                f"lease_max_hold of {name} is {most:g} s, and its time_limit {hard:g} s: the body "
-                "is ended before its time limit, like a body that hangs",
-                f"write lease_max_hold={hard:g} or more, or a shorter time_limit",
-            )
 
 
 def _celery_findings(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
