@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any, Final
 
 import click
@@ -20,8 +23,25 @@ DEFAULT_APP: Final = "default"
 """The name of the app that Celery makes if none was given."""
 
 
+@cache
+def _import_commands() -> None:
+    for package in ("celery_leases.cli", "celery_leases.ops.commands"):
+        for module in iter_modules(import_module(package).__path__):
+            import_module(f"{package}.{module.name}")
+
+
 class _Group(click.Group):
     """Prints an error of celery_leases as one message and exits with 1, without a traceback."""
+
+    def list_commands(self, ctx: click.Context | None) -> list[str]:
+        """The names of all commands."""
+        _import_commands()
+        return sorted(self.commands)
+
+    def get_command(self, ctx: click.Context | None, cmd_name: str) -> click.Command | None:
+        """The command of this name."""
+        _import_commands()
+        return self.commands.get(cmd_name)
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         """List the whole first sentence of a command's help, which click would cut."""

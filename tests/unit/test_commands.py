@@ -429,7 +429,7 @@ def test_groups_are_closed_listed_and_opened(types: Types) -> None:
 def test_the_summaries_of_the_commands_are_whole_sentences(types: Types) -> None:
     shown = types("--help").out
     assert "..." not in shown.partition("Commands:")[2]
-    assert all(command in shown for command in leases.commands)
+    assert all(command in shown for command in leases.list_commands(None))
 
 
 @pytest.mark.parametrize("words", [("list",), ("show", "k:1"), ("doctor",)])
@@ -485,7 +485,6 @@ def on_a_terminal(code: str, columns: int) -> list[str]:
 
 
 LISTING = """
-import celery_leases.cli
 from celery_leases.ops.commands.records import HEAD, OPTIONAL
 from celery_leases.cli.output import echo_table
 row = ("cooling", "invoice:1844:2026-04", "billing.send_invoice", "21s", "0.9s", "when called, in 2m")

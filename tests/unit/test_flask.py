@@ -303,6 +303,7 @@ def test_flask_leases_exits_as_its_command_does(shop, monkeypatch, code) -> None
         asked.append("doctor")
         context.exit(code)
 
+    assert "doctor" in cli.leases.list_commands(None)
     monkeypatch.setitem(cli.leases.commands, "doctor", click.Command("doctor", callback=ends))
     assert shop.app.test_cli_runner().invoke(args=["leases", "doctor"]).exit_code == code
     assert asked == ["doctor"]

@@ -42,6 +42,11 @@ def test_a_task_class_loads_nothing_that_runs_tasks() -> None:
     )
 
 
+def test_a_celery_command_loads_none_of_ours() -> None:
+    loaded = _loaded_by("from celery_leases.cli import leases")
+    assert not {"celery_leases.ops", "celery_leases.cli.show"} & loaded
+
+
 def test_a_client_does_not_need_celery() -> None:
     assert "celery" not in _loaded_by("from celery_leases import LeaseClient")
 
