@@ -1,16 +1,23 @@
 """The gate of a cooldown group: a failure of a shared dependency closes it for all keys of the
 group, and a successful probe opens it. Pure.
 
-A gate is *open* (nothing is stored), *closed* for some time, or *half-open*: that time is over, and
-one attempt may probe the dependency. A gate *blocks* while no attempt may start. All times are
-seconds.
+A gate is *open* (at most its history is stored), *closed* for some time, or *half-open*: that time
+is over, and one attempt may probe the dependency. A gate *blocks* while no attempt may start. All
+times are seconds.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, replace
+from typing import Final
 
 from celery_leases.failures.cooldown_policies import CooldownPolicy
+from celery_leases.keys import bounded, is_short_form
+
+GATE_NAME_MAX: Final = 255
+"""Characters in the stored name of a gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +115,48 @@ def gate_retention(gate: Gate, policy: CooldownPolicy) -> float:
     then the quiet time after which its trips no longer count.
     """
     return gate.closed_for + policy.quiet
+
+
+# -- the stored form ------------------------------------------------------------------------------
+
+
+def gate_name(group: str) -> str:
+    """The name of a group's gate: the group's name, whose tail is hashed if it is long, as in a
+    stored key.
+
+    The name of a gate maps to itself. So a gate is found by its group's name and by its listed
+    name.
+    """
+    if "\0" not in group:
+        return group if is_short_form(group) else bounded(group)
+    # A text column cannot store NUL. The name made here has the full length, which no other name
+    # with this digest has.
+    digest = hashlib.sha256(group.encode()).hexdigest()
+    plain = group.replace("\0", "").ljust(GATE_NAME_MAX, "-")
+    return f"{plain[: GATE_NAME_MAX - 1 - len(digest)]}#{digest}"
+
+
+def reason_json(gate: Gate) -> str:
+    """Why *gate* was closed, as JSON without empty fields."""
+    fields = {"reason": gate.reason, "rule": gate.rule, "message": gate.message}
+    return json.dumps(
+        {name: value for name, value in fields.items() if value}, separators=(",", ":")
+    )
+
+
+def gate_from(
+    group: str, trips: int, closed_for: float, text: str, probe: tuple[str, float] | None
+) -> Gate:
+    """A gate from the JSON *text* of :func:`reason_json`. *probe* is the token in the probe slot,
+    and for how long it still holds the slot.
+    """
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        fields = {}
+    reason, message = (str(fields.get(name) or "") for name in ("reason", "message"))
+    token, probe_for = probe or (None, 0.0)
+    closed = trips, max(0.0, closed_for), reason, fields.get("rule"), message
+    return Gate(group, *closed, token, max(0.0, probe_for))

@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 
 from celery_leases.decide.copies import UNCOPIED, Copy
 from celery_leases.errors import KeyUnusable
-from celery_leases.groups.values import GATE_NAME_MAX, gate_name
+from celery_leases.groups.group import GATE_NAME_MAX, gate_name
 from celery_leases.keys import (
     STORED_KEY_MAX,
     CallKey,

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from kombu.utils import json as wire
 
 from celery_leases.errors import KeyUnusable
-from celery_leases.groups.values import gate_name
+from celery_leases.groups.group import gate_name
 from celery_leases.keys import (
     STORED_KEY_MAX,
     CallKey,

@@ -15,8 +15,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from celery_leases.call import Call
 from celery_leases.decide.answers import Holder
-from celery_leases.groups.group import Gate
-from celery_leases.groups.values import gate_from, gate_name, reason_json
+from celery_leases.groups.group import Gate, gate_from, gate_name, reason_json
 from celery_leases.stores.redis.lease_scripts import COOLING
 
 VERSION: Final = 1

@@ -12,9 +12,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, Update, and_, case, not_, select, update
 
 from celery_leases.decide.answers import Renewal
-from celery_leases.groups.group import Gate
+from celery_leases.groups.group import Gate, gate_from, gate_name, reason_json
 from celery_leases.groups.history import RETENTION
-from celery_leases.groups.values import gate_from, gate_name, reason_json
 from celery_leases.stores.group_closing import ClosingGroups
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.dialects import Writes

@@ -45,8 +45,7 @@ from celery_leases.decide import claim as rule
 from celery_leases.decide.answers import Acquired, Refusal, Refused
 from celery_leases.decide.claim import ALWAYS
 from celery_leases.errors import KeyUnusable, StoreUnavailable, ValueRefused
-from celery_leases.groups.group import Gate, admits
-from celery_leases.groups.values import gate_name
+from celery_leases.groups.group import Gate, admits, gate_name
 from celery_leases.options import DATABASE
 from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.record_filters import Order, Position, RecordFilter
