@@ -62,7 +62,7 @@ class Killed(BaseException):
     """The process is gone."""
 
 
-def runs(bench: Bench, call: Call, what: str) -> None:
+def delivered(bench: Bench, call: Call, what: str) -> None:
     """One delivery to its end, or to its process's."""
     if what == RESET:
         if bench.records.rows and not bench.held:
@@ -129,7 +129,7 @@ def test_what_ends_in_our_hands_is_never_a_crash(in_records, steps, which) -> No
             max_retries=2,
             max_failures=4,
         )
-        runs(bench, call, what)
+        delivered(bench, call, what)
         is_sound(bench)
         assert all(row.crashes == 0 for row in bench.records.rows.values())
         assert all(row.state is not State.RUNNING for row in bench.records.rows.values())
@@ -155,7 +155,7 @@ def test_crashes_are_those_of_processes_that_died_and_end_the_key(in_records, st
             max_crashes=3,
         )
         bodies = len(bench.ran)
-        runs(bench, call, what)
+        delivered(bench, call, what)
         died += (what == KILLED or what in TERMINATED) and len(bench.ran) > bodies
         is_sound(bench)
         for row in bench.records.rows.values():
