@@ -95,7 +95,7 @@ def test_a_call_without_a_limit_may_begin_at_any_time() -> None:
 
 def test_a_wait_for_the_holder_of_an_expired_lease_ends() -> None:
     bench = Bench(in_records=True)
-    bench.execution.acquirer.acquire(bench.call(call_id=THEIRS, ttl=3.0))
+    bench.execution.acquire(bench.call(call_id=THEIRS, ttl=3.0))
     bench.records.availability = Availability(10_000.0)
     bench.clock.sleep(10.0)
     rescheduled_in_time(bench, limited(bench))

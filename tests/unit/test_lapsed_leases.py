@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from celery_leases.attempt.acquire import ClaimedAttempt
+from celery_leases.attempt.run import ClaimedAttempt
 from celery_leases.call import Call
 from celery_leases.decide import attempt_history
 from celery_leases.decide.after_run import after_run
@@ -27,7 +27,7 @@ from tests.unit.memory_worker import DONE, Bench, error
 def runs_elsewhere(bench: Bench, ttl: float = 15.0, **changes: object) -> Call:
     """Another call whose body runs in another process: the row is running, the lease is held."""
     other = bench.call(call_id=THEIRS, ttl=ttl, **changes)
-    entered = bench.execution.acquirer.acquire(other)
+    entered = bench.execution.acquire(other)
     assert not isinstance(entered, Reschedule)
     bench.journal.clear()
     return other
@@ -237,7 +237,7 @@ def bench(request: pytest.FixtureRequest) -> Bench:
 def begun(bench: Bench, **changes: object) -> tuple[Call, ClaimedAttempt]:
     """A call of its own whose body runs in another process."""
     call = bench.call(**changes)
-    claimed_attempt = bench.execution.acquirer.acquire(call)
+    claimed_attempt = bench.execution.acquire(call)
     assert isinstance(claimed_attempt, ClaimedAttempt)
     return call, claimed_attempt
 
