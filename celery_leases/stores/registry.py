@@ -12,7 +12,6 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, cast
 
-from celery_leases.concurrency.resource_pool import Permit, ResourcePool
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.stores.interfaces import (
     LeaseStore,
@@ -62,7 +61,8 @@ def _open_redis(settings: LeaseStoreSettings) -> LeaseStore:
         prefix=settings.prefix,
         timeout=settings.timeout,
         options=settings.options,
-        permits=ResourcePool(settings.connections, Permit, settings.longest_wait),
+        connections=settings.connections,
+        longest_wait=settings.longest_wait,
     )
 
 

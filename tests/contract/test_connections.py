@@ -17,7 +17,7 @@ from sqlalchemy import Engine, Integer, column, event, make_url, text
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.process import Process, open_process
 from celery_leases.attempt.renewal import Renewer
-from celery_leases.concurrency.resource_pool import Permit, ResourcePool, max_wait
+from celery_leases.concurrency.resource_pool import ResourcePool, max_wait
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.record import State
 from celery_leases.settings import read_settings
@@ -199,9 +199,7 @@ def clients(admin: redis.Redis) -> int:
 
 
 def test_many_threads_share_few_connections_to_redis(server: RedisServer) -> None:
-    store = RedisLeaseStore.from_url(
-        server.url, timeout=20.0, permits=ResourcePool(3, Permit, 30.0)
-    )
+    store = RedisLeaseStore.from_url(server.url, timeout=20.0, connections=3, longest_wait=30.0)
     calls = [make_call(fresh_key()) for _ in range(4)]
     for call in calls:
         assert acquired(store.acquire(call))
@@ -220,9 +218,9 @@ def test_many_threads_share_few_connections_to_redis(server: RedisServer) -> Non
 
 
 def test_where_all_turns_at_redis_are_taken_nothing_was_sent(server: RedisServer) -> None:
-    permits = ResourcePool(2, Permit, 0.2)
-    store = RedisLeaseStore.from_url(server.url, timeout=1.0, permits=permits)
-    taken = [permits.acquire(), permits.acquire()]
+    store = RedisLeaseStore.from_url(server.url, timeout=1.0, connections=2, longest_wait=0.2)
+    pool = store._commands._pool
+    taken = [pool.acquire(), pool.acquire()]
     for step in (
         lambda: store.mark("a", "b"),
         lambda: store.release("a", "b"),
@@ -233,15 +231,15 @@ def test_where_all_turns_at_redis_are_taken_nothing_was_sent(server: RedisServer
         ) as caught:
             step()
         assert caught.value.executed is False
-    for permit in taken:
-        permits.release(permit)
+    for connection in taken:
+        pool.release(connection)
     server.pause()
     for _ in range(3):
         with pytest.raises(StoreUnavailable) as caught:
             store.mark("a", "b")
         assert "leases_pool_size" not in str(caught.value)
     server.resume()
-    wait_until(lambda: len(permits._idle) == 2, 10, "both to be free")
+    wait_until(lambda: len(pool._idle) == 2, 10, "both to be free")
     store.close()
 
 
@@ -275,7 +273,7 @@ def test_a_full_pool_loses_no_lease(process: Process) -> None:
     held = [begun(process, fresh_key()) for _ in range(3)]
     lenders = [lender_of(process.records.database.engine)]
     if isinstance(process.leases, RedisLeaseStore):
-        lenders.append(process.leases._commands._permits)
+        lenders.append(process.leases._commands._pool)
     with all_lent(*lenders):
         until = time.monotonic() + 3 * TTL
         while time.monotonic() < until:

@@ -5,17 +5,17 @@ the previous one.
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import redis
 
 from celery_leases.concurrency import os_threads
 from celery_leases.decide.answers import Acquired
+from celery_leases.errors import StoreUnavailable
 from celery_leases.stores.redis.clients import redis_address
-from celery_leases.stores.redis.direct_client import DirectClient, packed
+from celery_leases.stores.redis.connections import DirectClient, limited, packed
 from celery_leases.stores.redis.leases import RedisLeaseStore
-from celery_leases.stores.redis.limited_connection import limited
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.waits import wait_until
 from tests.support.servers import RedisServer
@@ -36,12 +36,17 @@ def leases_redis_url() -> Iterator[str]:
 
 
 @pytest.fixture
-def client(leases_redis_url: str) -> Iterator[DirectClient]:
-    made = redis_address(leases_redis_url).client(2.0)
-    assert isinstance(made, DirectClient)
-    assert made.send(packed(["ECHO", "first"])) == b"first"
+def store(leases_redis_url: str) -> Iterator[RedisLeaseStore]:
+    made = RedisLeaseStore.from_url(leases_redis_url, prefix="unawaited")
+    assert isinstance(made._client, DirectClient)
+    assert send(made, "ECHO", "first") == b"first"
     yield made
-    made.disconnect()
+    made.close()
+
+
+def send(store: RedisLeaseStore, *command: Any) -> Any:
+    """The reply to one command."""
+    return store._commands.execute(*command)
 
 
 def connections(url: str) -> int:
@@ -52,7 +57,7 @@ def connections(url: str) -> int:
 
 @pytest.mark.parametrize("where", ["send_unlimited", "read_response"])
 def test_an_interruption_leaves_no_reply_for_the_next_command(
-    client: DirectClient, monkeypatch: pytest.MonkeyPatch, where: str
+    store: RedisLeaseStore, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     connections: Any = limited(redis.Connection)
     usual: Any = getattr(connections, where)
@@ -65,43 +70,43 @@ def test_an_interruption_leaves_no_reply_for_the_next_command(
 
     monkeypatch.setattr(connections, where, interrupted)
     with pytest.raises(Interruption):
-        client.send(packed(["BLPOP", "nobody-pushes", 0]))
-    assert client.send(packed(["ECHO", "ours"])) == b"ours"
+        send(store, "BLPOP", "nobody-pushes", 0)
+    assert send(store, "ECHO", "ours") == b"ours"
 
 
-def test_a_refusal_leaves_its_connection_open(client: DirectClient, leases_redis_url: str) -> None:
-    before = client.send(packed(["CLIENT", "ID"]))
-    with pytest.raises(redis.ResponseError):
-        client.send(packed(["NO-SUCH-COMMAND"]))
-    assert client.send(packed(["CLIENT", "ID"])) == before
+def test_a_refusal_leaves_its_connection_open(
+    store: RedisLeaseStore, leases_redis_url: str
+) -> None:
+    before = send(store, "CLIENT", "ID")
+    with pytest.raises(StoreUnavailable):
+        send(store, "NO-SUCH-COMMAND")
+    assert send(store, "CLIENT", "ID") == before
     # The server may not have noticed yet that the connections of the test before are closed.
     wait_until(
         lambda: connections(leases_redis_url) == 1, PATIENCE, "the server to have one client"
     )
 
 
-def test_a_connection_dead_idle_is_replaced(client: DirectClient, leases_redis_url: str) -> None:
+def test_a_connection_dead_idle_is_replaced(store: RedisLeaseStore, leases_redis_url: str) -> None:
     for time in range(3):
         with redis.Redis.from_url(leases_redis_url) as admin:
             admin.client_kill_filter(_type="normal")
-        assert client.send(packed(["INCR", "counted"])) == time + 1
+        assert send(store, "INCR", "counted") == time + 1
 
 
-def test_an_unread_reply_stays_with_its_own(client: DirectClient, leases_redis_url: str) -> None:
-    store = RedisLeaseStore(client, "unawaited", "unawaited")
+def test_an_unread_reply_stays_with_its_own(store: RedisLeaseStore, leases_redis_url: str) -> None:
     for _ in range(3):
         request = make_call(fresh_key())
         assert isinstance(store.acquire(request), Acquired)
         store.end(request.key.stored, "another-token")
         assert store.holder(request.key.stored) is not None
         store.end(request.key.stored, request.token)
-        assert client.send(packed(["ECHO", "ours"])) == b"ours"
+        assert send(store, "ECHO", "ours") == b"ours"
         assert store.holder(request.key.stored) is None
 
 
-def test_a_release_without_a_script_is_sent(client: DirectClient, leases_redis_url: str) -> None:
+def test_a_release_without_a_script_is_sent(store: RedisLeaseStore, leases_redis_url: str) -> None:
     """At once, or before the next command."""
-    store = RedisLeaseStore(client, "unawaited", "unawaited")
     requests = [make_call(fresh_key()) for _ in range(2)]
     with redis.Redis.from_url(leases_redis_url) as admin:
         for request in requests:
@@ -111,12 +116,11 @@ def test_a_release_without_a_script_is_sent(client: DirectClient, leases_redis_u
         assert len(admin.keys("unawaited:*:lease")) == 1
         admin.script_flush()
         store.end(requests[1].key.stored, requests[1].token)
-        assert client.send(packed(["ECHO", "ours"])) == b"ours"
+        assert send(store, "ECHO", "ours") == b"ours"
         assert not admin.keys("unawaited:*:lease")
 
 
-def test_a_dead_one_with_a_reply_is_replaced(client: DirectClient, leases_redis_url: str) -> None:
-    store = RedisLeaseStore(client, "unawaited", "unawaited")
+def test_a_dead_one_with_a_reply_is_replaced(store: RedisLeaseStore, leases_redis_url: str) -> None:
     with redis.Redis.from_url(leases_redis_url) as admin:
         for time in range(3):
             request = make_call(fresh_key())
@@ -124,7 +128,7 @@ def test_a_dead_one_with_a_reply_is_replaced(client: DirectClient, leases_redis_
             for _ in range(2):
                 store.end(request.key.stored, request.token)
             admin.client_kill_filter(_type="normal")
-            assert client.send(packed(["INCR", "counted unawaited"])) == time + 1
+            assert send(store, "INCR", "counted unawaited") == time + 1
             assert isinstance(store.acquire(request), Acquired)
             admin.script_flush()
             store.end(request.key.stored, request.token)
@@ -135,8 +139,7 @@ def test_a_connection_closed_elsewhere_leaves_no_reply(monkeypatch: pytest.Monke
     closing, close = threading.Event(), threading.Event()
     usual: Any = redis.connection.AbstractConnection.disconnect
     with RedisServer() as server:
-        client = cast(DirectClient, redis_address(server.url).client(2.0))
-        store = RedisLeaseStore(client, "unawaited", "unawaited")
+        store = RedisLeaseStore.from_url(server.url)
         request = make_call(fresh_key())
         store.end(request.key.stored, request.token)  # is awaited
         server.pause()
@@ -148,14 +151,12 @@ def test_a_connection_closed_elsewhere_leaves_no_reply(monkeypatch: pytest.Monke
                 assert close.wait(PATIENCE)
             usual(self, *args)
 
-        closer = threading.Thread(target=client.disconnect)
+        closer = threading.Thread(target=store.close)
         monkeypatch.setattr(redis.connection.AbstractConnection, "disconnect", slow)
         closer.start()
         assert closing.wait(PATIENCE)
         answers: list[Any] = []
-        asker = threading.Thread(
-            target=lambda: answers.append(client.send(packed(["ECHO", "ours"])))
-        )
+        asker = threading.Thread(target=lambda: answers.append(send(store, "ECHO", "ours")))
         asker.start()
         server.resume()
         asker.join(PATIENCE)
@@ -163,58 +164,55 @@ def test_a_connection_closed_elsewhere_leaves_no_reply(monkeypatch: pytest.Monke
         close.set()
         closer.join()
         assert answers == [b"ours"]
-        client.disconnect()
+        store.close()
 
 
 def test_a_release_that_is_never_answered_fails_no_later_command(
     leases_redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A firewall forgot the connection while the body ran."""
-    client = cast(DirectClient, redis_address(leases_redis_url).client(0.5))
-    store = RedisLeaseStore(client, "unawaited", "unawaited")
+    store = RedisLeaseStore.from_url(leases_redis_url, timeout=0.5)
     request = make_call(fresh_key())
     store.end(request.key.stored, request.token)  # is awaited
     assert isinstance(store.acquire(request), Acquired)
     with monkeypatch.context() as lost:
         lost.setattr(limited(redis.Connection), "send_unlimited", lambda *_: None)
         store.end(request.key.stored, request.token)
-    assert client.send(packed(["ECHO", "ours"])) == b"ours"
-    client.disconnect()
+    assert send(store, "ECHO", "ours") == b"ours"
+    store.close()
 
 
-def test_threads_share_no_replies(client: DirectClient, leases_redis_url: str) -> None:
+def test_threads_share_no_replies(store: RedisLeaseStore, leases_redis_url: str) -> None:
     wrong: list[object] = []
     others = connections(leases_redis_url) - 1
 
-    def send(name: str) -> None:
+    def ask(name: str) -> None:
         wrong.extend(
-            reply
-            for _ in range(300)
-            if (reply := client.send(packed(["ECHO", name]))) != name.encode()
+            reply for _ in range(300) if (reply := send(store, "ECHO", name)) != name.encode()
         )
 
-    threads = [threading.Thread(target=send, args=(f"thread {number}",)) for number in range(8)]
+    threads = [threading.Thread(target=ask, args=(f"thread {number}",)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
     assert not wrong
     assert connections(leases_redis_url) - others <= 8
-    client.disconnect()
-    assert client.send(packed(["ECHO", "again"])) == b"again"
+    store.close()
+    assert send(store, "ECHO", "again") == b"again"
     # The server notices later that a client has closed its connection.
     wait_until(
         lambda: connections(leases_redis_url) <= others + 1, PATIENCE, "the end of eight clients"
     )
 
 
-def test_a_forked_process_opens_connections_of_its_own(client: DirectClient) -> None:
-    before = client.send(packed(["CLIENT", "ID"]))
+def test_a_forked_process_opens_connections_of_its_own(store: RedisLeaseStore) -> None:
+    before = send(store, "CLIENT", "ID")
     child = os.fork()
     if not child:
-        os._exit(0 if client.send(packed(["CLIENT", "ID"])) != before else 1)
+        os._exit(0 if send(store, "CLIENT", "ID") != before else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert client.send(packed(["CLIENT", "ID"])) == before
+    assert send(store, "CLIENT", "ID") == before
 
 
 def test_commands_are_packed_as_redis_py_packs_them() -> None:

@@ -17,8 +17,7 @@ from redis.sentinel import (
 )
 
 from celery_leases.stores.redis.cluster import Cluster
-from celery_leases.stores.redis.direct_client import DirectClient
-from celery_leases.stores.redis.limited_connection import limited
+from celery_leases.stores.redis.connections import DirectClient, limited
 from celery_leases.stores.redis.url import (
     CLUSTER,
     LOOPBACK,
@@ -59,7 +58,7 @@ class RedisAddress:
         return (
             redis.Redis(connection_pool=pool)
             if "credential_provider" in self.parameters
-            else DirectClient(pool)
+            else DirectClient(connection_pool=pool)
         )
 
 

@@ -8,10 +8,15 @@ from typing import Any
 
 from redis.exceptions import NoScriptError
 
-from celery_leases.concurrency.resource_pool import Permit, ResourcePool
+from celery_leases.concurrency.resource_pool import ResourcePool
 from celery_leases.errors import StoreUnavailable
 from celery_leases.stores.redis.cluster import Cluster
-from celery_leases.stores.redis.direct_client import DirectClient, ScriptCall, packed
+from celery_leases.stores.redis.connections import (
+    DirectClient,
+    DirectConnection,
+    ScriptCall,
+    packed,
+)
 from celery_leases.stores.redis.errors import REDIS_ERRORS, is_from_replica, unavailable
 from celery_leases.stores.redis.lease_scripts import Script
 from celery_leases.stores.redis.values import as_text
@@ -21,6 +26,7 @@ _SCAN_COUNT = 500
 
 class RedisCommands:
     """The commands of the store *name*, whose keys begin with *prefix*, on a redis-py *client*.
+    Each uses a permit of *pool*, or a connection if the client lends them.
 
     Every method raises ``StoreUnavailable``.
     """
@@ -28,25 +34,24 @@ class RedisCommands:
     #: Whether the keys of one script must share a hash tag.
     clustered = False
 
-    def __init__(self, client: Any, name: str, prefix: str, permits: ResourcePool[Permit]) -> None:
+    def __init__(self, client: Any, name: str, prefix: str, pool: ResourcePool[Any]) -> None:
         self._client = client
         self._name = name
         self._prefix = prefix
-        self._permits = permits
-        permits.name = name
+        self._pool = pool
 
     def run(self, script: Script, *keys_and_args: Any) -> Any:
         """Run a script. A second round trip is needed if the server does not have the script."""
-        permit = self._permits.acquire()
+        permit = self._pool.acquire()
         try:
             try:
-                return self._call(script, keys_and_args)
+                return self._call(permit, script, keys_and_args)
             except NoScriptError:
-                return self._execute("EVAL", script.text, script.keys, *keys_and_args)
+                return self._execute(permit, "EVAL", script.text, script.keys, *keys_and_args)
         except REDIS_ERRORS as error:
             raise self.unavailable(error) from None
         finally:
-            self._permits.release(permit)
+            self._pool.release(permit)
 
     def run_unawaited(self, script: Script, *keys_and_args: Any) -> None:
         """Run a script whose reply is not needed. It may still run when this returns, and its
@@ -56,13 +61,13 @@ class RedisCommands:
 
     def execute(self, *command: Any) -> Any:
         """Send one command; returns its reply."""
-        permit = self._permits.acquire()
+        permit = self._pool.acquire()
         try:
-            return self._execute(*command)
+            return self._execute(permit, *command)
         except REDIS_ERRORS as error:
             raise self.unavailable(error) from None
         finally:
-            self._permits.release(permit)
+            self._pool.release(permit)
 
     def run_many(self, script: Script, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         """One reply or error per call. A second round trip is needed if the server does not have
@@ -82,13 +87,13 @@ class RedisCommands:
         """One reply or error per command."""
         if not commands:
             return []
-        permit = self._permits.acquire()
+        permit = self._pool.acquire()
         try:
-            return self._execute_many(commands)
+            return self._execute_many(permit, commands)
         except REDIS_ERRORS as error:
             raise self.unavailable(error) from None
         finally:
-            self._permits.release(permit)
+            self._pool.release(permit)
 
     def scan(self, pattern: str) -> Iterator[list[str]]:
         """The names of the keys that match *pattern*, in batches and without duplicates."""
@@ -97,11 +102,11 @@ class RedisCommands:
             for client in self.servers():
                 cursor = -1
                 while cursor:
-                    permit = self._permits.acquire()
+                    permit = self._pool.acquire()
                     try:
-                        cursor, found = self._scan_page(client, max(cursor, 0), pattern)
+                        cursor, found = self._scan_page(permit, client, max(cursor, 0), pattern)
                     finally:
-                        self._permits.release(permit)
+                        self._pool.release(permit)
                     names = [
                         name for name in dict.fromkeys(map(as_text, found)) if name not in seen
                     ]
@@ -149,18 +154,20 @@ class RedisCommands:
             for sentinel in getattr(getattr(pool, "sentinel_manager", None), "sentinels", ()):
                 sentinel.connection_pool.disconnect()
 
-    def _scan_page(self, client: Any, cursor: int, pattern: str) -> tuple[Any, list[Any]]:
+    def _scan_page(
+        self, permit: Any, client: Any, cursor: int, pattern: str
+    ) -> tuple[Any, list[Any]]:
         """The cursor of the next page (0 after the last page), and the names on this page."""
         page: tuple[Any, list[Any]] = client.scan(cursor, match=pattern, count=_SCAN_COUNT)
         return page
 
-    def _call(self, script: Script, keys_and_args: Sequence[Any]) -> Any:
-        return self._execute("EVALSHA", script.sha, script.keys, *keys_and_args)
+    def _call(self, permit: Any, script: Script, keys_and_args: Sequence[Any]) -> Any:
+        return self._execute(permit, "EVALSHA", script.sha, script.keys, *keys_and_args)
 
-    def _execute(self, *command: Any) -> Any:
+    def _execute(self, permit: Any, *command: Any) -> Any:
         return self._client.execute_command(*command)
 
-    def _execute_many(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _execute_many(self, permit: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         with self._client.pipeline(transaction=False) as pipeline:
             for command in commands:
                 pipeline.execute_command(*command)
@@ -184,7 +191,9 @@ class DirectCommands(RedisCommands):
         """Close all connections, also those that other threads use. The next call opens new
         ones.
         """
-        self._client.disconnect()
+        self._client.connection_pool.disconnect()
+        for direct in self._pool.all():
+            direct.connection.disconnect()
 
     def run_unawaited(self, script: Script, *keys_and_args: Any) -> None:
         """Run a script whose reply is not needed; see :meth:`RedisCommands.run_unawaited`."""
@@ -193,26 +202,28 @@ class DirectCommands(RedisCommands):
             return packed(("EVAL", script.text, script.keys, *keys_and_args))
 
         by_sha = packed(keys_and_args, script.called, 3)
-        permit = self._permits.acquire()
+        permit: DirectConnection = self._pool.acquire()
         try:
-            self._client.send_unawaited(ScriptCall(script.sha, by_sha, with_text))
+            permit.send_unawaited(ScriptCall(script.sha, by_sha, with_text))
         except REDIS_ERRORS as error:
             raise self.unavailable(error) from None
         finally:
-            self._permits.release(permit)
+            self._pool.release(permit)
 
-    def _call(self, script: Script, keys_and_args: Sequence[Any]) -> Any:
-        return self._client.send(packed(keys_and_args, script.called, 3))
+    def _call(self, permit: Any, script: Script, keys_and_args: Sequence[Any]) -> Any:
+        return permit.send(packed(keys_and_args, script.called, 3))
 
-    def _execute(self, *command: Any) -> Any:
-        return self._client.send(packed(command))
+    def _execute(self, permit: Any, *command: Any) -> Any:
+        return permit.send(packed(command))
 
-    def _execute_many(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        replies: list[Any] = self._client.send(b"".join(map(packed, commands)), len(commands))
+    def _execute_many(self, permit: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        replies: list[Any] = permit.send(b"".join(map(packed, commands)), len(commands))
         return replies
 
-    def _scan_page(self, client: Any, cursor: int, pattern: str) -> tuple[Any, list[Any]]:
-        after, names = self._execute("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
+    def _scan_page(
+        self, permit: Any, client: Any, cursor: int, pattern: str
+    ) -> tuple[Any, list[Any]]:
+        after, names = self._execute(permit, "SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
         return after, names
 
 
@@ -221,19 +232,17 @@ class ClusterCommands(RedisCommands):
 
     clustered = True
 
-    def __init__(
-        self, cluster: Cluster, name: str, prefix: str, permits: ResourcePool[Permit]
-    ) -> None:
-        super().__init__(None, name, prefix, permits)
+    def __init__(self, cluster: Cluster, name: str, prefix: str, pool: ResourcePool[Any]) -> None:
+        super().__init__(None, name, prefix, pool)
         self._cluster = cluster
 
-    def _execute(self, *command: Any) -> Any:
+    def _execute(self, permit: Any, *command: Any) -> Any:
         (reply,) = self._cluster.send([command])
         if isinstance(reply, Exception):
             raise reply
         return reply
 
-    def _execute_many(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _execute_many(self, permit: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         return self._cluster.send(commands)
 
     def servers(self) -> Sequence[Any]:

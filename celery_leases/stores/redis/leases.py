@@ -32,8 +32,8 @@ from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.clients import ClusterAddress, redis_address
 from celery_leases.stores.redis.cluster import Cluster
 from celery_leases.stores.redis.commands import ClusterCommands, DirectCommands, RedisCommands
+from celery_leases.stores.redis.connections import DirectClient
 from celery_leases.stores.redis.cooldown_groups import RedisGroups
-from celery_leases.stores.redis.direct_client import DirectClient
 from celery_leases.stores.redis.errors import REDIS_ERRORS, advice_for
 from celery_leases.stores.redis.values import (
     Keys,
@@ -45,7 +45,7 @@ from celery_leases.stores.redis.values import (
     value_of,
 )
 
-PERMITS: Final = 10
+CONNECTIONS: Final = 10
 PREFIX: Final = "celery_leases"
 """The default of ``leases_prefix``. Each running record has the name of its lease store, so the
 name leaves the default out.
@@ -58,9 +58,9 @@ class RedisLeaseStore(MarkedLeaseStore):
     *client* is a redis-py client of one server, or a :class:`Cluster`. It must not retry commands,
     because ``StoreUnavailable.executed`` would be wrong. Every key begins with *prefix*. *name*
     identifies the store in rows and messages. *reopen* makes a client with its own connections and
-    another timeout in seconds. Each call uses one of *permits*, which limit the number of
-    connections. Every method raises ``StoreUnavailable`` if Redis does not answer or refuses the
-    command.
+    another timeout in seconds. A server has at most so many *connections*, for one of which a call
+    waits *longest_wait* seconds. Every method raises ``StoreUnavailable`` if Redis does not answer
+    or refuses the command.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class RedisLeaseStore(MarkedLeaseStore):
         name: str,
         *,
         reopen: Callable[[float], Any] | None = None,
-        permits: ResourcePool[Permit] | None = None,
+        connections: int = CONNECTIONS,
+        longest_wait: float = LONGEST_CONNECTION_TIMEOUT,
     ) -> None:
         clustered = isinstance(client, Cluster)
         kind = (
@@ -80,13 +81,9 @@ class RedisLeaseStore(MarkedLeaseStore):
             if isinstance(client, DirectClient)
             else RedisCommands
         )
-        commands = kind(
-            client,
-            name,
-            prefix,
-            permits or ResourcePool(PERMITS, Permit, LONGEST_CONNECTION_TIMEOUT),
-        )
-        self._commands = commands
+        make = client.make_connection if isinstance(client, DirectClient) else Permit
+        pool = ResourcePool[Any](connections, make, longest_wait, name)
+        self._commands = kind(client, name, prefix, pool)
         self._keys = Keys(prefix, clustered=clustered)
         self.groups = RedisGroups(self._commands, self._keys)
         self.name = name
@@ -107,7 +104,8 @@ class RedisLeaseStore(MarkedLeaseStore):
         prefix: str = PREFIX,
         timeout: float = 2.0,
         options: Mapping[str, Any] | None = None,
-        permits: ResourcePool[Permit] | None = None,
+        connections: int = CONNECTIONS,
+        longest_wait: float = LONGEST_CONNECTION_TIMEOUT,
     ) -> Self:
         """The store at *url*, which connects at its first call. Connecting and reading take at most
         *timeout* seconds each, and nothing is retried.
@@ -115,8 +113,8 @@ class RedisLeaseStore(MarkedLeaseStore):
         :func:`~celery_leases.stores.redis.clients.redis_address` says which URLs and which of
         kombu's transport *options* are supported. The name of the store is shortened to the length
         of its column in the records. The option ``global_keyprefix`` is put before
-        *prefix*. Each call uses one of *permits*, so a server has no more connections than there
-        are permits. Raises ``LeaseConfigurationError`` for an unsupported URL or option.
+        *prefix*. A server has at most so many *connections*, for one of which a call waits
+        *longest_wait* seconds. Raises ``LeaseConfigurationError`` for an unsupported URL or option.
         """
         address = redis_address(url, options)
         prefix = f"{(options or {}).get('global_keyprefix') or ''}{prefix}"
@@ -130,7 +128,8 @@ class RedisLeaseStore(MarkedLeaseStore):
             prefix,
             bounded(address.name if prefix == PREFIX else f"{address.name}/{prefix}"),
             reopen=address.client,
-            permits=permits,
+            connections=connections,
+            longest_wait=longest_wait,
         )
 
     def bounded(self, timeout: float, longest_wait: float = LONGEST_CONNECTION_TIMEOUT) -> Self:
@@ -143,9 +142,13 @@ class RedisLeaseStore(MarkedLeaseStore):
         """
         if self._reopen is None:
             return self
-        permits = ResourcePool(1, Permit, longest_wait)
         found = type(self)(
-            self._reopen(timeout), self.prefix, self.name, reopen=self._reopen, permits=permits
+            self._reopen(timeout),
+            self.prefix,
+            self.name,
+            reopen=self._reopen,
+            connections=1,
+            longest_wait=longest_wait,
         )
         found._asks_sentinels = found.behind_sentinel  # noqa: SLF001 - of this class
         return found

@@ -1,10 +1,12 @@
-"""Sends Redis commands on redis-py's connections without redis-py's pool and retries."""
+"""Connections of redis-py that wait no longer than the delivery may that uses them, and those that
+are used without redis-py's pool and retries.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, Final, cast
 
 import redis
 from redis.exceptions import NoScriptError, ResponseError
@@ -14,83 +16,11 @@ from celery_leases.value_class import value_class
 
 
 class DirectClient(redis.Redis):
-    """A redis-py client of one server that can also send commands on connections of its own.
+    """A redis-py client of one server whose connections may be used without its pool."""
 
-    These connections stay open beside the pool. There are as many as commands were ever in flight
-    at once. A forked process opens its own.
-    """
-
-    def __init__(self, pool: redis.ConnectionPool) -> None:
-        super().__init__(connection_pool=pool)
-        self._opened: list[_WatchedConnection] = []
-        self._idle: list[_WatchedConnection] = []
-        self._process = os.getpid()
-
-    def send(self, command: bytes, replies: int | None = None) -> Any:
-        """Send a packed command once and return its reply; raises the errors of redis-py.
-
-        With *replies*, *command* contains that many commands, and the result is a list with a reply
-        or an error for each. An exception before all replies were read closes the connection.
-        """
-        watched = self._taken()
-        connection = watched.connection
-        try:
-            watched.prepare()
-            connection.send_unlimited([command])
-            if replies is not None:
-                return [_reply_or_error(connection) for _ in range(replies)]
-            return connection.read_response()
-        except ResponseError:
-            raise  # a complete reply
-        except BaseException:
-            connection.disconnect()
-            raise
-        finally:
-            self._idle.append(watched)
-
-    def send_unawaited(self, call: ScriptCall) -> None:
-        """Send *call*, and read the reply only before the next command on the same connection.
-
-        The first call of a script on a connection is awaited, so that the server is known to have
-        the script. Raises the errors of redis-py, but not those of a reply that is read later.
-        """
-        watched = self._taken()
-        connection = watched.connection
-        try:
-            watched.prepare()
-            connection.send_unlimited([call.by_sha])
-            if call.sha in watched.scripts:
-                watched.unread = call, connection._sock  # noqa: SLF001 - see prepare()
-                return
-            call.finish(connection)
-            watched.prepare()
-            watched.scripts.add(call.sha)
-        except ResponseError:
-            raise  # a complete reply
-        except BaseException:
-            connection.disconnect()
-            raise
-        finally:
-            self._idle.append(watched)
-
-    def disconnect(self) -> None:
-        """Close all connections, also those that other threads use. The next command opens new
-        ones.
-        """
-        self.connection_pool.disconnect()
-        for watched in self._opened:
-            watched.connection.disconnect()
-
-    def _taken(self) -> _WatchedConnection:
-        """An idle connection, or a new one. The caller alone uses it, and puts it back."""
-        if self._process != os.getpid():
-            self._opened, self._idle, self._process = [], [], os.getpid()
-        try:
-            return self._idle.pop()
-        except IndexError:
-            watched = _WatchedConnection(self.connection_pool.make_connection())
-            self._opened.append(watched)
-            return watched
+    def make_connection(self) -> DirectConnection:
+        """A new connection, which connects when it is used."""
+        return DirectConnection(self.connection_pool.make_connection())
 
 
 @value_class(frozen=True, slots=True)
@@ -112,10 +42,12 @@ class ScriptCall:
             connection.read_response()
 
 
-class _WatchedConnection:
-    """A connection whose socket can be polled without reading from it."""
+class DirectConnection:
+    """A connection that sends commands without redis-py's retries. Its socket can be polled without
+    reading from it.
+    """
 
-    __slots__ = ("_look", "_socket", "connection", "scripts", "unread")
+    __slots__ = ("__weakref__", "_look", "_socket", "connection", "scripts", "unread")
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection
@@ -125,6 +57,47 @@ class _WatchedConnection:
         self.scripts: set[str] = set()
         self._socket: Any = None
         self._look: Any = None
+
+    def send(self, command: bytes, replies: int | None = None) -> Any:
+        """Send a packed command once and return its reply; raises the errors of redis-py.
+
+        With *replies*, *command* contains that many commands, and the result is a list with a reply
+        or an error for each. An exception before all replies were read closes the connection.
+        """
+        connection = self.connection
+        try:
+            self.prepare()
+            connection.send_unlimited([command])
+            if replies is not None:
+                return [_reply_or_error(connection) for _ in range(replies)]
+            return connection.read_response()
+        except ResponseError:
+            raise  # a complete reply
+        except BaseException:
+            connection.disconnect()
+            raise
+
+    def send_unawaited(self, call: ScriptCall) -> None:
+        """Send *call*, and read the reply only before the next command on the same connection.
+
+        The first call of a script on a connection is awaited, so that the server is known to have
+        the script. Raises the errors of redis-py, but not those of a reply that is read later.
+        """
+        connection = self.connection
+        try:
+            self.prepare()
+            connection.send_unlimited([call.by_sha])
+            if call.sha in self.scripts:
+                self.unread = call, connection._sock  # noqa: SLF001 - see prepare()
+                return
+            call.finish(connection)
+            self.prepare()
+            self.scripts.add(call.sha)
+        except ResponseError:
+            raise  # a complete reply
+        except BaseException:
+            connection.disconnect()
+            raise
 
     def prepare(self) -> None:
         """Read the reply that has not been read. Connect again if it does not come, the server has
@@ -172,3 +145,45 @@ def packed(arguments: Sequence[Any], head: bytes = b"", heads: int = 0) -> bytes
         data = argument.encode() if type(argument) is str else b"%d" % argument
         command += b"$%d\r\n%b\r\n" % (len(data), data)
     return command
+
+
+def _limited(connection_class: type[Any]) -> type[Any]:
+    """*connection_class* with timeouts that are shortened to
+    :func:`celery_leases.concurrency.wait_limit.bounded` before each command.
+    """
+
+    class LimitedConnection(connection_class):
+        #: The timeout of the socket.
+        _current: float | None = None
+
+        def limit_wait(self) -> None:
+            """Let the open socket wait as long as this delivery may."""
+            seconds = wait_limit.bounded(self.socket_timeout)
+            if seconds != self._current and self._sock is not None:
+                self._sock.settimeout(seconds)
+                self._current = seconds
+
+        def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+            if wait_limit.in_use:
+                self.limit_wait()
+            self.send_unlimited(command, check_health)
+
+        #: For a caller that has called :meth:`limit_wait`.
+        send_unlimited = connection_class.send_packed_command
+
+        def _connect(self) -> Any:
+            name = "socket_connect_timeout"
+            given = getattr(self, name, self.socket_timeout)
+            setattr(self, name, wait_limit.bounded(cast("float", given)))
+            try:
+                sock = super()._connect()
+            finally:
+                setattr(self, name, given)
+            self._current = wait_limit.bounded(self.socket_timeout)
+            sock.settimeout(self._current)
+            return sock
+
+    return LimitedConnection
+
+
+limited: Final = cast("Callable[[type[Any]], type[Any]]", cache(_limited))
