@@ -13,13 +13,15 @@ import math
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from celery import Celery
 from celery.concurrency.solo import TaskPool as SoloPool
 from kombu.transport.virtual.base import QoS
+from kombu.utils.encoding import bytes_to_str
+from kombu.utils.json import loads
 
 from celery_leases import deadlines
 from celery_leases.concurrency import os_threads
@@ -286,7 +288,7 @@ def _take_over(workers: Any, channel: Any, name: str) -> None:
     ended, tags = taken
     returned = 0
     for tag in tags:
-        if workers.claim(ended, tag):
+        if _has_queue(channel, tag) and workers.claim(ended, tag):
             channel.qos.restore_by_tag(tag)
             returned += 1
     if returned:
@@ -295,6 +297,17 @@ def _take_over(workers: Any, channel: Any, name: str) -> None:
             name.partition("!")[0],
             returned,
         )
+
+
+def _has_queue(channel: Any, tag: str) -> bool:
+    """Whether kombu finds the queue of a message. Otherwise it would drop the message: this worker
+    does not know the exchange, and another one may know it.
+    """
+    stored = channel.client.hget(channel.unacked_key, tag)
+    if stored is None:
+        return True  # nothing is left to return
+    _, exchange, routing_key = loads(bytes_to_str(stored))
+    return bool(channel._lookup(exchange, routing_key))  # noqa: SLF001 - as kombu's restore does
 
 
 current: WorkerLease | None = None
@@ -321,9 +334,7 @@ def start(consumer: Any) -> None:
         }
         lease = WorkerLease(
             f"{worker.hostname}/{os.getpid()}/{secrets.token_hex(4)}",
-            lambda: (consumer.connection or app.connection_for_read()).clone(
-                transport_options=options
-            ),
+            partial(_connection_like, consumer, options),
             _prefix(app, consumer.connection.default_channel),
             ttl,
         )
@@ -340,6 +351,14 @@ def stop() -> None:
     lease, current = current, None
     if lease is not None:
         lease.stop()
+
+
+def _connection_like(consumer: Any, options: Mapping[str, Any]) -> Any:
+    """A connection to the broker of *consumer* that knows the exchanges that it has declared."""
+    used = consumer.connection or consumer.app.connection_for_read()
+    made = used.clone(transport_options=options)
+    made.transport.state = used.transport.state
+    return made
 
 
 def _prefix(app: Celery, channel: Any) -> str:

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 from uuid import uuid4
 
 import pytest
-from kombu import Connection
+from kombu import Connection, Exchange, Queue
 
 from celery_leases.stores.redis.workers import Workers
 from celery_leases.testing.waits import wait_until
@@ -125,6 +125,29 @@ def test_several_workers_return_each_message_once(
             thread.join()
         assert waiting(connection) == list(range(8))
         assert not channel.client.hlen("unacked")
+
+
+def test_a_message_goes_back_through_the_exchange_by_which_it_came(
+    connection: Connection, workers: Workers
+) -> None:
+    """A worker that does not know the exchange leaves the message to one that does: kombu would
+    drop it.
+    """
+    queue = Queue("by_topic", Exchange("topics", "topic"), "a.#")
+    with connection.clone() as first, connection.clone() as stranger:
+        with first.Producer() as producer:
+            producer.publish({"n": 1}, exchange=queue.exchange, routing_key="a.b", declare=[queue])
+        message = queue(first.default_channel).get()
+        workers.renew("a", 0.001, 60, {message.delivery_tag: "task"}, [])
+        wait_until(lambda: workers.renew("b", 60, 60, {}, [])[1] == ["a"], 5, "the lease to end")
+        _take_over(workers, stranger.default_channel, "a")
+        (ended,) = workers.renew("b", 60, 60, {}, [])[1]
+        assert first.default_channel.client.hlen("unacked") == 1
+        _take_over(workers, first.default_channel, ended)
+        assert workers.take(ended) is None
+        again = queue(first.default_channel).get()
+        assert (again.payload, again.delivery_info["routing_key"]) == ({"n": 1}, "a.b")
+        again.ack()
 
 
 def opened(connection: Connection, name: str, ttl: float) -> WorkerLease:
