@@ -335,7 +335,7 @@ def start(consumer: Any) -> None:
         lease = WorkerLease(
             f"{worker.hostname}/{os.getpid()}/{secrets.token_hex(4)}",
             partial(_connection_like, consumer, options),
-            _prefix(app, consumer.connection.default_channel),
+            prefix_of(app, consumer.connection.default_channel),
             ttl,
         )
         lease.start()
@@ -361,7 +361,7 @@ def _connection_like(consumer: Any, options: Mapping[str, Any]) -> Any:
     return made
 
 
-def _prefix(app: Celery, channel: Any) -> str:
+def prefix_of(app: Celery, channel: Any) -> str:
     """How the keys begin: workers that share unacknowledged messages share registrations."""
     return f"{channel.global_keyprefix}{settings_of(app).prefix}:{channel.unacked_key}"
 
@@ -383,7 +383,8 @@ def workers_of(app: Celery) -> Sequence[WorkerState]:
         try:
             channel = connection.default_channel
             return sorted(
-                Workers(channel.pool, _prefix(app, channel)).listed(), key=lambda state: state.name
+                Workers(channel.pool, prefix_of(app, channel)).listed(),
+                key=lambda state: state.name,
             )
         except connection.connection_errors + connection.channel_errors as error:
             raise BrokerUnavailable(f"the broker: {redact(str(error))}") from error

@@ -17,7 +17,7 @@ from tests.apps.leased import app  # noqa: F401
 
 _connect: Any = vars(psycopg.Connection)["connect"].__func__
 _apps: Any = vars(processes)
-_build: Any = _apps["build"]
+_build: Any = _apps["open_for"]
 
 
 def _starve():
@@ -36,4 +36,4 @@ def _starved_build(*args, **given):
 
 
 psycopg.Connection.connect = classmethod(_starved_connect)  # type: ignore[method-assign,assignment]
-_apps["build"] = _starved_build
+_apps["open_for"] = _starved_build

@@ -84,6 +84,8 @@ def makes(server: RedisServer, tmp_path: Path) -> Iterator[Makes]:
             """Do nothing."""
 
         app.finalize()
+        for name in [name for name in app.tasks if not name.startswith(("examined.", "celery"))]:
+            app.tasks.unregister(name)  # shared tasks of other tests
         return app
 
     yield make

@@ -154,7 +154,7 @@ def test_a_result_that_is_no_json_is_refused(stage: Stage, name: str) -> None:
 
 
 def test_a_result_above_the_limit_is_returned_but_not_stored(stage: Stage, name: str) -> None:
-    large = "x" * 300_000
+    large = "x" * 1_100_000
     assert answer(stage, name, [OPEN, WRITE, ["complete", large], COMMIT]) == large
     assert_balanced(stage, name, done=True)
     assert_has(record(stage, name), result=None, reason="result_too_large")

@@ -37,11 +37,12 @@ other.apply_async((1,))
 """
 
 FROZEN = """
+from celery_leases.decide.answers import Acquired
 from celery_leases.record import Record
 
 
-def change(won: Won, record: Record) -> None:
-    won.record = record
+def change(acquired: Acquired, record: Record) -> None:
+    acquired.record = record
 """
 """An assignment to a value that only the type checker guards."""
 

@@ -11,9 +11,10 @@ from celery import Celery
 from celery_leases.attempt.process import Process
 from celery_leases.decide.copies import callbacks_mark, waiter_mark
 from celery_leases.keys import stored_key
-from celery_leases.ops.drill.worker import TASK
+from celery_leases.ops.drill.worker import HOSTNAME, TASK
 from celery_leases.record_filters import RecordFilter
 from celery_leases.stores.interfaces import MarkStore
+from celery_leases.worker.takeover import prefix_of
 
 SCAN_COUNT = 1000
 
@@ -26,7 +27,10 @@ def delete_queues(app: Celery, queues: Sequence[str]) -> None:
     """
     with app.connection_for_write() as connection, connection.channel() as channel:
         if hasattr(channel, "unacked_key"):
+            from celery_leases.stores.redis.workers import Workers
+
             _delete_unacknowledged(channel, queues)
+            Workers(channel.pool, prefix_of(app, channel)).forget_all(HOSTNAME)
         for name in queues:
             queue = app.amqp.queues[name].bind(channel)
             queue.declare()  # kombu knows the bindings only of queues that this process has declared

@@ -26,6 +26,8 @@ from celery_leases.errors import LeaseLost
 from celery_leases.options import Failures
 from celery_leases.task import LeasedTask
 
+HOSTNAME = "celery_leases_drill_"
+"""How the host names of the workers of drills begin."""
 TASK: Final = "celery_leases.ops.drill"
 RETENTION: Final = "1h"
 """The retention of its records: if a drill is killed, workers delete them after this time."""
@@ -225,7 +227,7 @@ def main() -> None:
             "worker",
             *("--pool", "prefork", "--concurrency", str(config.concurrency)),
             *("--queues", ",".join(config.queues)),
-            *("--hostname", f"celery_leases_drill_{config.number}_{os.getpid()}@%h"),
+            *("--hostname", f"{HOSTNAME}{config.number}_{os.getpid()}@%h"),
             *("--loglevel", "INFO"),
             *("--without-gossip", "--without-mingle", "--without-heartbeat"),
         ]

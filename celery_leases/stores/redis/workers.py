@@ -162,6 +162,12 @@ class Workers:
         """Remove a worker and its messages."""
         self._run(FORGET, name, name)
 
+    def forget_all(self, beginning: str) -> None:
+        """Remove all workers whose names begin so."""
+        for name in map(as_text, self._client.zrange(self._workers, 0, -1)):
+            if name.startswith(beginning):
+                self.forget(name)
+
     def listed(self) -> Sequence[WorkerState]:
         """All workers."""
         found = self._client.eval(LIST.text, LIST.keys, self._workers)
