@@ -186,7 +186,8 @@ class WorkerLease:
     def _refused_by(self, error: Exception) -> bool:
         from celery_leases.stores.redis.errors import advice_for
 
-        self._refused = advice_for(error) is not None
+        # After a renewal, messages are registered: another worker may return them meanwhile.
+        self._refused = self._counts_until == -math.inf and advice_for(error) is not None
         if self._refused:
             logger.info(
                 "this worker has no lease of its own, so its messages wait for the visibility timeout "
@@ -219,7 +220,9 @@ class WorkerLease:
                 self._idle = False
                 due = min(due, self._clock() + BATCH_TIME)
             self._sleep(due - self._clock())
+        self._renew(workers, channel)  # acknowledges what has ended while the lease did not count
         workers.forget(self.name)
+        self._counts_until = math.inf  # nobody can return its messages any more
 
     def _sleep(self, seconds: float) -> None:
         until = self._clock() + seconds
@@ -238,6 +241,7 @@ class WorkerLease:
             for delivery in earlier:
                 delivery.gone = True
                 del self._registered[delivery.tag]
+                self._to_remove[delivery.tag] = None  # the reply to an earlier write may be lost
         elif not present and earlier:
             # The broker has lost the registrations before the lease has ended.
             self._to_add |= self._registered

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import pytest
 from kombu import Connection, Exchange, Queue
+from redis.exceptions import AuthenticationError
 
 from celery_leases.stores.redis.workers import Workers
 from celery_leases.testing.waits import wait_until
@@ -208,6 +209,39 @@ def test_without_another_worker_a_late_acknowledgement_counts(
     lease._renew(workers, channel)
     assert not channel.client.hlen("unacked")
     assert waiting(connection) == [1]
+
+
+def test_what_ends_late_is_acknowledged_when_the_worker_stops(
+    connection: Connection, workers: Workers, channel: Any
+) -> None:
+    lease = opened(connection, "a", 1.0)
+    messages = fetched(connection, 2)
+    for message in messages:
+        lease.received(message, "task")
+    lease._renew(workers, channel)
+    wait_until(lambda: (workers.listed()[0].remaining or 0) < 0, 5, "the lease to end")
+    messages[0].ack()
+    assert channel.client.hlen("unacked") == 2
+    lease._stopping = True
+    lease._work(channel)
+    assert channel.client.hlen("unacked") == 1
+    wait_until(lambda: not workers.listed(), 5, "the lease to be removed")
+    messages[1].ack()
+    assert not channel.client.hlen("unacked")
+
+
+def test_a_refusal_after_a_renewal_does_not_let_late_acknowledgements_through(
+    connection: Connection, workers: Workers, channel: Any
+) -> None:
+    """Such as a password that has changed."""
+    lease = opened(connection, "a", 1.0)
+    (message,) = fetched(connection, 1)
+    lease.received(message, "task")
+    lease._renew(workers, channel)
+    assert not lease._refused_by(AuthenticationError("WRONGPASS"))
+    wait_until(lambda: (workers.listed()[0].remaining or 0) < 0, 5, "the lease to end")
+    message.ack()
+    assert channel.client.hlen("unacked") == 1
 
 
 def test_an_emptied_broker_gets_the_registrations_again(
