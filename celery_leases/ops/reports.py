@@ -81,8 +81,8 @@ class Stats:
 class Change:
     """What was done to one key: ``done``, or ``why`` it was not changed.
 
-    ``published``: whether the broker has confirmed its stored message; ``None`` if there is none,
-    or if none was to be published. ``next_step``: how its call runs again.
+    ``published``: whether the broker has confirmed its stored message; ``None`` if the record
+    stores no message, or nothing was to be published. ``next_step``: how its call runs again.
     """
 
     status: LeaseStatus

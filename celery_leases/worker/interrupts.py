@@ -232,8 +232,8 @@ class SignalGuard(InterruptGuard):
 
 
 def _kill_timer(held_lease: HeldLease) -> KillTimer:
-    """The kill timer of a body; raises :class:`LeaseLost` if there is none, so that the body does
-    not begin.
+    """The kill timer of a body. Raises :class:`LeaseLost` if the system gives no timer, so that the
+    body does not begin.
     """
     try:
         return KillTimer(held_lease.kill_deadline)

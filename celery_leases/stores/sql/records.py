@@ -267,10 +267,11 @@ class SqlRecordStore:
         read the row and the gate.
 
         Returns the time of the database, whether *new* was inserted, the existing row, and the gate
-        if it is not open. If there is none of the three, another claim has inserted a row that this
-        statement could not see yet. An existing row is neither locked nor written. The times of
-        *new* are relative to the insert. Raises :class:`RecordUnreadable` for a row that cannot be
-        read, and :class:`KeyUnusable` if the database refuses a value of *new*.
+        if it is not open. If *new* was not inserted, and there is neither row nor gate, another
+        claim has inserted a row that this statement could not see yet. An existing row is neither
+        locked nor written. The times of *new* are relative to the insert. Raises
+        :class:`RecordUnreadable` for a row that cannot be read, and :class:`KeyUnusable` if the
+        database refuses a value of *new*.
         """
         statements = self.statements
         values = rows.insert_parameters(new)

@@ -101,7 +101,7 @@ class Dialect:
     has_server: ClassVar[bool] = True
     #: Whether writes return rows (``RETURNING``), and an insert may have ``ON CONFLICT``.
     writes_return: ClassVar[bool] = True
-    #: Whether one statement can read a row, or insert it if there is none.
+    #: Whether one statement can read a row that exists, or insert a missing one.
     reads_or_inserts: ClassVar[bool] = False
     #: Whether the latest and the expired records are found by one index.
     joint_index: ClassVar[bool] = False
