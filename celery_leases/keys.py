@@ -26,8 +26,9 @@ from uuid import UUID
 
 from kombu.utils import json as wire
 
-from celery_leases.errors import KeyUnusable
+from celery_leases.errors import KeyReused, KeyUnusable
 from celery_leases.options import LeaseOptions
+from celery_leases.text.cleaning import printable
 from celery_leases.value_class import value_class
 
 VERSION = "v1"
@@ -48,6 +49,18 @@ OF_ERRBACK: Final = "celery_leases_errback"
 """The name in the mappings that an errback gets for ``request``, ``exc`` and ``traceback``. By
 default these are not compared, because two failures of the same work never have the same.
 """
+DIGEST_LENGTH: Final = 16
+"""Characters of a digest behind the letter of its kind: 12 bytes in Base64."""
+_KINDS: Final = {
+    "": "a text in the key", "t": "a text", "i": "an integer", "f": "a float", "b": "a boolean",
+    "n": "a null", "l": "a list", "m": "a mapping", "c": "a decimal", "d": "a date", "h": "a time",
+    "s": "a datetime", "u": "a UUID", "y": "a bytes value",
+}  # fmt: skip
+"""What the letter before a digest means. Without one, it is of a text that the key contains."""
+_FIRST: Final = {'"': "t", "t": "b", "f": "b", "n": "n", "[": "l", "{": "m"}
+_ENVELOPES: Final = {
+    "decimal": "c", "date": "d", "time": "h", "datetime": "s", "uuid": "u", "bytes": "y",
+}  # fmt: skip
 FINGERPRINT_LENGTH: Final = 22
 """Characters of a fingerprint behind its version: 16 bytes in Base64, without padding."""
 
@@ -183,7 +196,7 @@ def call_key(
         return CallKey(call_id, bounded(_prefix(task) + call_id))
     try:
         given = _given(task, signature, args, kwargs)
-        key = _filled(task, "key", options.key, given)
+        key, written = _filled(task, "key", options.key, given)
         if isinstance(options.key, str) and is_shared(key) != options.key.startswith("/"):
             raise KeyUnusable(
                 f"task {task}: lease_key={options.key!r} gave {bounded(key)!r}; only a template that begins with "
@@ -191,7 +204,7 @@ def call_key(
             )
         if options.tenant is not None:
             key = _of_tenant(task, options.tenant, headers or {}, key)
-        digests = None if options.each_runs else _digests(task, options, given)
+        digests = None if options.each_runs else _digests(task, options, given, written)
     except RecursionError:
         raise _too_deep(task) from None
     fingerprint = fingerprint_of(digests) if digests is not None else None
@@ -212,7 +225,7 @@ def call_group(
     if options.group is None:
         return None
     try:
-        group = _filled(task, "group", options.group, _given(task, signature, args, kwargs))
+        group, _ = _filled(task, "group", options.group, _given(task, signature, args, kwargs))
     except RecursionError:
         raise _too_deep(task) from None
     if is_short_form(group):
@@ -237,12 +250,35 @@ def same_arguments(one: str | None, other: str | None) -> bool:
     return one is None or other is None or one == other
 
 
-def differing(one: Mapping[str, str] | None, other: Mapping[str, str] | None) -> list[str]:
-    """The names of the arguments whose digests differ."""
-    ours, theirs = one or {}, other or {}
-    return sorted(
+def key_reused(
+    key: str, ours: Mapping[str, str] | None, theirs: Mapping[str, str] | None
+) -> KeyReused:
+    """The error of a call with the digests *ours*, whose *key* belongs to a call with *theirs*.
+
+    The message names the kinds of the values that differ, and no value.
+    """
+    ours, theirs = ours or {}, theirs or {}
+    names = sorted(
         name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
     )
+    listed = ", ".join(
+        f"{printable(name)} ({_contrast(ours.get(name), theirs.get(name))})" for name in names
+    )
+    text = f"{printable(key)} stands for an earlier call with other arguments; they differ in "
+    return KeyReused(f"{text}{listed or 'their fingerprint'}", key, names)
+
+
+def _contrast(ours: str | None, theirs: str | None) -> str:
+    """What kinds of values the digests of one argument in two calls are of."""
+    here, there = (
+        "not given, or its default"
+        if digest is None
+        else _KINDS.get(digest[:-DIGEST_LENGTH], "a value")
+        for digest in (ours, theirs)
+    )
+    if here == there:
+        return f"another {here.partition(' ')[2]}"
+    return f"{here}; in the earlier call {there}"
 
 
 def _joined(digests: Mapping[str, str]) -> str:
@@ -424,14 +460,17 @@ def _by_name(signature: inspect.Signature, bound: inspect.BoundArguments) -> dic
     return arguments
 
 
-def _filled(task: str, option: str, maker: str | Callable[..., str], given: _Given) -> str:
-    """The text that a template or a callable makes of the arguments; raises :class:`KeyUnusable` if
-    it cannot be a key.
+def _filled(
+    task: str, option: str, maker: str | Callable[..., str], given: _Given
+) -> tuple[str, Mapping[str, str]]:
+    """The text that a template or a callable makes of the arguments, and the texts in it of the
+    arguments that a template writes as a whole; raises :class:`KeyUnusable` if it cannot be a key.
     """
     name = f"task {task}: lease_{option}"
+    written: Mapping[str, str] = {}
     if isinstance(maker, str):
         try:
-            text = _formatted(maker, given.by_name)
+            text, written = _formatted(maker, given.by_name)
         except KeyUnusable as error:
             raise KeyUnusable(f"{name}={maker!r}: {error}") from None
         except (LookupError, AttributeError, ValueError, TypeError) as error:
@@ -450,7 +489,7 @@ def _filled(task: str, option: str, maker: str | Callable[..., str], given: _Giv
         )
     if reason := unfit(text):
         raise KeyUnusable(f"{name} gave {bounded(text)!r}: {reason}")
-    return text
+    return text, written
 
 
 def _of_tenant(
@@ -477,23 +516,43 @@ def _of_tenant(
     return text
 
 
-def _digests(task: str, options: LeaseOptions, given: _Given) -> dict[str, str] | None:
+def _digests(
+    task: str, options: LeaseOptions, given: _Given, written: Mapping[str, str]
+) -> dict[str, str] | None:
+    """The digests of the compared arguments: of its text in the key for each that is *written*
+    there, of the content for each other.
+    """
     chosen = options.fingerprint
     if chosen is False:
         return None
     compared: Mapping[Any, Any]
     if chosen is None:
         compared = given.differing_from_defaults()
+        if not compared.keys() >= written.keys():
+            compared = {**compared, **written}
     elif isinstance(chosen, tuple):
         compared = {name: given.by_name.get(name) for name in chosen}
     else:
         made = given.to(chosen, f"task {task}: lease_fingerprint")
-        compared = made if isinstance(made, Mapping) else {"fingerprint": made}
-    return {
-        str(name): _hashed(canonical(value), 12)
-        for name, value in compared.items()
-        if not (chosen is None and type(value) is dict and OF_ERRBACK in value)
-    }
+        compared, written = made if isinstance(made, Mapping) else {"fingerprint": made}, {}
+    digests = {}
+    for name, value in compared.items():
+        if name in written:
+            digests[name] = _hashed(written[name], 12)
+        elif not (chosen is None and type(value) is dict and OF_ERRBACK in value):
+            text = canonical(value)
+            digests[str(name)] = _kind(text) + _hashed(text, 12)
+    return digests
+
+
+def _kind(text: str) -> str:
+    """The letter in :data:`_KINDS` for a value in canonical form; empty for a type of the user."""
+    kind = _FIRST.get(text[0])
+    if kind is None:
+        return "i" if text.lstrip("-").isdigit() else "f"
+    if kind == "m" and text.startswith('{"__type__":"'):
+        return _ENVELOPES.get(text.split('"', 4)[3], "o")
+    return kind
 
 
 def _is_default(parameter: inspect.Parameter, value: Any) -> bool:
@@ -544,32 +603,43 @@ def _listed(value: Any) -> Any:
     return value
 
 
-def _formatted(template: str, arguments: Mapping[str, Any]) -> str:
-    """*template* filled with *arguments*; raises the errors of ``str.format``."""
-    parts = _parts(template)
-    if parts is None:
-        return _CanonicalFormatter().vformat(template, (), arguments)
-    return "".join(
-        [
-            text
-            if name is None
-            else text + (value if type(value := arguments[name]) is str else _shown(value))
-            for text, name in parts
-        ]
-    )
+def _formatted(template: str, arguments: Mapping[str, Any]) -> tuple[str, Mapping[str, str]]:
+    """*template* filled with *arguments*, and the texts of those that it writes as a whole; raises
+    the errors of ``str.format``.
+    """
+    parts, whole = _parts(template)
+    key = ""
+    written: dict[str, str] = {}
+    for literal, name, field in parts:
+        if field:
+            text = _FORMATTER.vformat(field, (), arguments)
+        elif name:
+            value = arguments[name]
+            text = value if type(value) is str else _shown(value)
+        else:
+            text = ""
+        key = f"{key}{literal}{text}"
+        if name in whole:
+            written[name] = f"{written[name]}\0{text}" if name in written else text
+    return key, written
 
 
 @lru_cache
-def _parts(template: str) -> list[tuple[str, str | None]] | None:
-    """The texts of a template, each with the name that follows it; ``None`` if a field is more than
-    a name.
+def _parts(template: str) -> tuple[list[tuple[str, str, str]], frozenset[str]]:
+    """The texts of a template, each with the argument that follows it, and with the field if that
+    is more than a name; and the arguments that no field takes a part of.
     """
-    parts: list[tuple[str, str | None]] = []
-    for text, name, specification, conversion in string.Formatter().parse(template):
-        if name is not None and (specification or conversion or not name.isidentifier()):
-            return None
-        parts.append((text, name))
-    return parts
+    parts, partial = [], set()
+    for text, path, specification, conversion in string.Formatter().parse(template):
+        name = field = ""
+        if path is not None:
+            name = formatter_field_name_split(path)[0]
+            if name != path:
+                partial.add(name)
+            if specification or conversion or not path.isidentifier():
+                field = f"{{{path}{f'!{conversion}' if conversion else ''}:{specification}}}"
+        parts.append((text, name, field))
+    return parts, frozenset(name for _, name, _ in parts if name) - partial
 
 
 def _shown(value: Any) -> str:
@@ -607,3 +677,6 @@ class _CanonicalFormatter(string.Formatter):
 
     def format_field(self, value: Any, format_spec: str) -> str:
         return str(super().format_field(value, format_spec)) if format_spec else _shown(value)
+
+
+_FORMATTER: Final = _CanonicalFormatter()

@@ -100,9 +100,9 @@ from celery_leases.decide.waiting import (
     not_due_yet,
     while_busy,
 )
-from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
+from celery_leases.errors import AlreadyDone, LeaseHeld, PermanentFailure, ResultMissing
 from celery_leases.events import Dropped
-from celery_leases.keys import differing
+from celery_leases.keys import key_reused
 from celery_leases.record import Ended, Failure, Record, State
 from celery_leases.results import NOT_JSON, TOO_LARGE, decode_stored
 from celery_leases.text.cleaning import printable
@@ -195,7 +195,7 @@ def _answer_in_record(call: Call, record: Record, refusal: Refusal, facts: Facts
         case Refusal.SUPERSEDED:
             return Drop(Dropped.RETRIED_SINCE)
         case Refusal.REUSED:
-            return Raise(_key_reused(call, record))
+            return Raise(key_reused(record.key, call.key.digests, record.digests))
         case Refusal.DONE:
             return _finished_by_other_call(call, record, facts)
     raise AssertionError(f"the record has no answer where the refusal is {refusal}")
@@ -307,12 +307,3 @@ def _lease_held(call: Call, holder: Holder) -> LeaseHeld:
     more = f"for another {holder.remaining:.1f} s"
     message = f"{printable(call.key.key)} is held by call {holder.call_id} on {holder.host} {more}"
     return LeaseHeld(message, call.key.key, holder.remaining, holder.host)
-
-
-def _key_reused(call: Call, record: Record) -> KeyReused:
-    names = differing(call.key.digests, record.digests)
-    listed = ", ".join(names) or "their fingerprint"
-    message = (
-        f"{printable(record.key)} stands for a call with other arguments; they differ in {listed}"
-    )
-    return KeyReused(message, record.key, names)

@@ -23,7 +23,6 @@ from celery_leases.decide.after_run import call_has_ended
 from celery_leases.decide.before_run import permanent_failure
 from celery_leases.errors import (
     AlreadyQueued,
-    KeyReused,
     LeaseConfigurationError,
     RecordUnreadable,
     StoreUnavailable,
@@ -31,8 +30,8 @@ from celery_leases.errors import (
 from celery_leases.keys import (
     CallKey,
     call_key,
-    differing,
     is_short_form,
+    key_reused,
     same_arguments,
 )
 from celery_leases.record import Ended, Record, State
@@ -699,10 +698,7 @@ def _check_arguments(record: Record, key: CallKey) -> None:
 
 def _check_same(other: CallKey | Record, key: CallKey) -> None:
     if not same_arguments(other.fingerprint, key.fingerprint):
-        names = differing(other.digests, key.digests)
-        listed = ", ".join(names) or "their fingerprint"
-        message = f"{key.key} stands for a call with other arguments; they differ in {listed}"
-        raise KeyReused(message, key.key, names)
+        raise key_reused(key.key, key.digests, other.digests)
 
 
 def _publish_after_commit(app: Celery, stored_key: str, rows: _RowAccess | None = None) -> None:
