@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from celery_leases.attempt.renewal import Renewer, Stores
 from celery_leases.concurrency import os_threads
@@ -19,8 +19,6 @@ from celery_leases.deadlines import (
     call_timeout,
     connection_timeout,
 )
-from celery_leases.decide.after_run import settle_pause
-from celery_leases.errors import StoreUnavailable
 from celery_leases.options import DATABASE, DEFAULT_TTL
 from celery_leases.settings import IN_MEMORY, Settings
 from celery_leases.stores.interfaces import (
@@ -37,7 +35,6 @@ if TYPE_CHECKING:  # SQLAlchemy and redis-py are imported when the first store i
     from celery_leases.stores.sql.records import SqlRecordStore
     from celery_leases.stores.sql.transactions import JoinedTransaction
 
-T = TypeVar("T")
 STORE_TIMEOUT = 2.0
 """Seconds that a call to a separate lease store may take to connect, and again to get its reply."""
 
@@ -237,33 +234,3 @@ def _bounded(
     if isinstance(store, LeasesWithRowMarks):
         return cast("MarkedLeaseStore", LeasesWithRowMarks(bounded, records))
     return cast("MarkedLeaseStore", bounded)
-
-
-def retrying(
-    step: Callable[[], T],
-    until: Callable[[], float],
-    clock: Clock,
-    *,
-    errors: type[Exception] = StoreUnavailable,
-    repeatable: Callable[[Any, int], bool] | None = None,
-) -> T:
-    """Call *step*, and again after each of *errors*, until the time that *until* returns, by
-    *clock*; return its result.
-
-    The pauses grow up to two seconds. *repeatable* is called after each failure, with the error and
-    the number of earlier failures. The last error is raised if *repeatable* returns false, or if
-    the next pause would end after the time of *until*. *until* is called after each failure,
-    because a renewal may have extended a lease meanwhile.
-    """
-    failures = 0
-    while True:
-        try:
-            return step()
-        except errors as error:
-            pause = settle_pause(failures)
-            if repeatable is not None and not repeatable(error, failures):
-                raise
-            if clock.now() + pause > until():
-                raise
-            failures += 1
-        clock.sleep(pause)

@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar, assert_never
+from functools import partial
+from typing import Any, TypeVar, assert_never
 
 from celery_leases import events
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.process import Process, retrying
+from celery_leases.attempt.process import Process
 from celery_leases.call import Call
 from celery_leases.concurrency import resource_pool
 from celery_leases.decide import after_run as settlement
@@ -70,10 +71,10 @@ from celery_leases.failures.default_rules import ANYTHING_ELSE
 from celery_leases.groups.group import Gate
 from celery_leases.record import Ended, Outcome, Record, State
 from celery_leases.results import MESSAGE_MAX, as_decoded, decode, failure_of
+from celery_leases.stores.interfaces import Clock
 from celery_leases.text.cleaning import printable
 from celery_leases.text.durations import in_words
 from celery_leases.text.redaction import message_of
-from celery_leases.value_class import value_class
 
 logger = logging.getLogger("celery_leases")
 
@@ -97,22 +98,21 @@ class RowMayBeOpen(Exception):
         self.answer = answer
 
 
-@value_class(frozen=True, slots=True)
-class ClaimedAttempt:
-    """An attempt that may run its body: its lease, and its claimed record."""
+class Execution:
+    """One delivery of *call* in *process*: from the look at its record to the release of its lease.
+
+    ``held_lease`` is set once the lease is acquired, and ``record`` once it is claimed.
+    """
 
     held_lease: HeldLease
     record: Record
 
-
-class Execution:
-    """Runs calls in *process*."""
-
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, call: Call) -> None:
         self.process = process
+        self.call = call
 
-    def run(self, call: Call, body: Body, store_failures: int = 0) -> Answer:
-        """Handle *call* to its end.
+    def run(self, body: Body, store_failures: int = 0) -> Answer:
+        """Handle the call to its end.
 
         *store_failures*: how often in a row the call was rescheduled because a store did not
         answer.
@@ -121,7 +121,7 @@ class Execution:
         before = resource_pool.max_wait.set(None)
         try:
             try:
-                result = self.acquire(call)
+                verdict = self.acquire()
             except RowMayBeOpen as unavailable:
                 return unavailable.answer
             except (StoreUnavailable, LeaseStoreMismatch) as error:
@@ -129,105 +129,86 @@ class Execution:
             except LeasesError:
                 raise
             except Exception as error:  # noqa: BLE001 - an error of a store is never the task's failure
-                return self._after_unknown_error(call, error, store_failures)
-            if not isinstance(result, ClaimedAttempt):
-                return self._report_verdict(call, result)
+                return self._after_unknown_error(error, store_failures)
+            if not isinstance(verdict, Run):
+                return self._report_verdict(verdict)
             try:
-                return self._run(call, result, body, store_failures)
+                return self._run(body, store_failures)
             finally:
                 # Also after an unexpected exception: then the lease expires.
-                self.process.renewer.drop(result.held_lease)
+                self.process.renewer.drop(self.held_lease)
         finally:
             resource_pool.max_wait.reset(before)
 
     # -- acquire and claim -------------------------------------------------------------------------
 
-    def acquire(self, call: Call) -> ClaimedAttempt | Verdict:
-        """Acquire the lease and claim the record of *call*, or return how its delivery ends.
+    def acquire(self) -> Verdict:
+        """Acquire the lease and claim the record, so that the body may run (``Run``), or return how
+        the delivery ends.
 
         Raises :class:`RowMayBeOpen`, :class:`StoreUnavailable` and :class:`LeaseStoreMismatch`:
         after each of these the delivery must be rescheduled.
         """
+        call, process = self.call, self.process
         if call.repeat:
-            verdict = self._decide(call, self.process.records.read(call.key.stored))
+            verdict = self._decide(process.records.read(call.key.stored))
             if not isinstance(verdict, Run | Wait):
                 return verdict
-        if database := self.process.leases.records_of(self.process.records):
-            # Known only once the records have answered. A copy would take some 25 function calls.
-            object.__setattr__(call, "database", database)
-        began = self.process.clock.now()
+        began = process.clock.now()
         while True:
-            result = self._acquire_once(call, self.process.clock.now() - began)
-            if not isinstance(result, Wait):
-                return result
-            if self.process.stopping():
+            verdict = self._acquire_once(process.clock.now() - began)
+            if not isinstance(verdict, Wait):
+                return verdict
+            if process.stopping():
                 return Reschedule(waiting.SHORTEST_DELAY, "the worker is stopping")
-            if self.process.clock.now() + result.delay > call.begin_by:
+            if process.clock.now() + verdict.delay > call.begin_by:
                 return self._too_late()
-            self.process.clock.sleep(result.delay)
+            process.clock.sleep(verdict.delay)
 
-    def _acquire_once(self, call: Call, waited: float) -> ClaimedAttempt | Verdict:
-        sent = self.process.clock.now()
-        answer = self._acquire(call)
+    def _acquire_once(self, waited: float) -> Verdict:
+        call, process = self.call, self.process
+        sent = process.clock.now()
+        if process.leases.in_records:
+            return self._acquired(sent, waited)  # the claim takes the lease
+        # Known only once the records have answered. A copy would take some 25 function calls.
+        object.__setattr__(call, "database", process.records.identity())
+        answer = self._acquire()
         if isinstance(answer, Refused) and answer.why is Refusal.COOLING:
-            verdict = self._decide(call, self.process.records.read(call.key.stored))
+            verdict = self._decide(process.records.read(call.key.stored))
             if not isinstance(verdict, Run):
                 return verdict
             # The record decides: by the record, the key no longer cools down.
-            self.process.leases.end_cooldown(call.key.stored)
-            sent = self.process.clock.now()
-            answer = self._acquire(call)
+            process.leases.end_cooldown(call.key.stored)
+            sent = process.clock.now()
+            answer = self._acquire()
         if isinstance(answer, Acquired):
-            return self._acquired(call, sent, answer, waited)
+            return self._acquired(sent, waited, probes=answer.probe)
         if answer.holder is not None:
-            return self._key_is_held(call, answer.holder, waited)
+            return self._key_is_held(answer.holder, waited)
         if answer.gate is not None:
             # Finished work is replayed, and no body starts.
-            record = self.process.records.read(call.key.stored)
-            return self._decide(call, record, answer.gate)
+            return self._decide(process.records.read(call.key.stored), answer.gate)
         return Reschedule(
-            SHORT_PAUSE + self.process.rand(), "another cooldown of the key has just begun"
+            SHORT_PAUSE + process.rand(), "another cooldown of the key has just begun"
         )
 
-    def _acquired(
-        self, call: Call, sent: float, answer: Acquired, waited: float
-    ) -> ClaimedAttempt | Verdict:
-        options = call.options
-        held_lease = HeldLease(
-            call, sent, self.process.clock, renew=options.renew, max_hold=options.max_hold
-        )
-        held_lease.probe = call.group if answer.probe else None
-        resource_pool.max_wait.set(held_lease.connection_wait)
+    def _acquire(self) -> Acquired | Refused:
         try:
-            if not held_lease.held:
-                raise StoreUnavailable(
-                    f"{self.process.leases.name}: the lease was granted too late to be useful", True
-                )
-            result = self._claim(call, held_lease, sent, waited)
-        except (StoreUnavailable, LeaseStoreMismatch, KeyUnusable):
-            self._free_key(held_lease)
+            return self.process.leases.acquire(self.call)
+        except StoreUnavailable:
+            self._free(self.call.group)
             raise
-        except RowMayBeOpen:
-            # The lease is not released, because it protects the row that may be open. The probe's
-            # slot protects nothing.
-            with suppress(StoreUnavailable):
-                if call.group is not None:
-                    self.process.leases.groups.release_probe(call.group, call.token)
-            raise
-        if not isinstance(result, ClaimedAttempt):
-            self._free_key(held_lease)
-        return result
 
-    def _key_is_held(self, call: Call, holder: Holder, waited: float) -> Verdict:
+    def _key_is_held(self, holder: Holder, waited: float) -> Verdict:
         """Decide on a call whose key is held.
 
         Every attempt holds the lease while it reads the record. If the record shows that the
         holder only reads it, the call waits a moment and is not refused.
         """
-        verdict = before_run(call, Facts(holder=holder, rand=self.process.rand()))
+        verdict = before_run(self.call, Facts(holder=holder, rand=self.process.rand()))
         if isinstance(verdict, Drop | Raise):
-            record = self.process.records.read(call.key.stored)
-            answer = self._decide(call, record)
+            record = self.process.records.read(self.call.key.stored)
+            answer = self._decide(record)
             if not isinstance(answer, Run):
                 return answer
             if record is None or not record.is_attempt(State.RUNNING, holder.token):
@@ -236,48 +217,51 @@ class Execution:
                     if waited < READ_PAUSES * READ_PAUSE
                     else Reschedule(SHORT_PAUSE, "another call is reading the record of the key")
                 )
-        self._report_held(call, holder)
+        self._report_held(holder)
         return verdict
 
-    def _acquire(self, call: Call) -> Acquired | Refused:
+    def _acquired(self, sent: float, waited: float, *, probes: bool = False) -> Verdict:
+        """Claim the record under the lease that was requested at *sent*; without a run the lease is
+        released.
+        """
+        call, process, options = self.call, self.process, self.call.options
+        self.held_lease = held_lease = HeldLease(
+            call, sent, process.clock, renew=options.renew, max_hold=options.max_hold
+        )
+        held_lease.probe = call.group if probes else None
+        resource_pool.max_wait.set(held_lease.connection_wait)
         try:
-            return self.process.leases.begin(call)
-        except StoreUnavailable:
-            self._free(call, call.group)
-            raise
-
-    def _claim(
-        self, call: Call, held_lease: HeldLease, sent: float, waited: float
-    ) -> ClaimedAttempt | Verdict:
-        answer = self._claim_until_known(held_lease, sent, call.begin_by)
-        record = answer.record
-        if isinstance(answer, Acquired):
-            assert record is not None  # it is claimed
-            return self._claimed(call, held_lease, record)
-        if answer.why is Refusal.GATE:
-            return self._decide(call, record, answer.gate)
-        if answer.why is Refusal.EMPTIED and record is not None:
-            rand = self.process.rand()
-            return waiting.after_store_was_emptied(call, record, answer.emptied, rand)
-        if answer.why is Refusal.LAPSED:
-            return waiting.after_lapsed_lease(waited, self.process.rand())
-        if record is not None and (holder := decisions.holder_of_row(record)) is not None:
-            self._report_held(call, holder)
-        verdict = self._decide(call, record)
-        if isinstance(verdict, Run):
-            return Reschedule(
-                SHORT_PAUSE + self.process.rand(), "the record changed while it was being claimed"
+            if not held_lease.held:
+                raise StoreUnavailable(
+                    f"{process.leases.name}: the lease was granted too late to be useful", True
+                )
+            answer = self._claim()
+            verdict = (
+                self._claimed(answer)
+                if isinstance(answer, Acquired)
+                else self._claim_refused(answer, waited)
             )
+        except (StoreUnavailable, LeaseStoreMismatch, KeyUnusable):
+            self._free(held_lease.probe)
+            raise
+        except RowMayBeOpen:
+            # The lease is not released, because it protects the row that may be open. The probe's
+            # slot protects nothing.
+            with suppress(StoreUnavailable):
+                if call.group is not None:
+                    process.leases.groups.release_probe(call.group, call.token)
+            raise
+        if not isinstance(verdict, Run):
+            self._free(held_lease.probe)
         return verdict
 
-    def _claim_until_known(
-        self, held_lease: HeldLease, sent: float, begin_by: float
-    ) -> Acquired | Refused:
-        """Claim, and repeat the claim while its outcome is unknown, but not after *begin_by*.
+    def _claim(self) -> Acquired | Refused:
+        """Claim, and repeat the claim while its outcome is unknown, but not after ``begin_by``.
 
         Repeating a claim does no harm. A claim that was executed and is not used leaves a row that
         says ``running``.
         """
+        call, process, held_lease = self.call, self.process, self.held_lease
         may_be_ours = False
 
         def repeatable(error: StoreUnavailable, failures: int) -> bool:
@@ -287,72 +271,93 @@ class Execution:
             may_be_ours = error.executed is not False or (
                 failures > 0 and not isinstance(error, RecordUnreadable)
             )
-            return may_be_ours and not self.process.stopping()
+            return may_be_ours and not process.stopping()
 
+        leases = process.leases
         try:
             return retrying(
-                lambda: self._claim_once(held_lease, sent),
-                lambda: min(self.process.clock.now() + held_lease.remaining(), begin_by),
-                self.process.clock,
+                partial(
+                    process.records.claim, call, leases.name, age=self._age, slots=leases.slots
+                ),
+                lambda: min(process.clock.now() + held_lease.remaining(), call.begin_by),
+                process.clock,
                 repeatable=repeatable,
             )
         except StoreUnavailable as error:
             if not may_be_ours:
                 raise
             # The lease expires by itself. The next attempt knows this token, and closes its row.
-            token = held_lease.call.token
-            raise RowMayBeOpen(replace(self._after_store_failure(error, 0), prior=token)) from error
+            answer = replace(self._after_store_failure(error, 0), prior=call.token)
+            raise RowMayBeOpen(answer) from error
 
-    def _claim_once(self, held_lease: HeldLease, sent: float) -> Acquired | Refused:
-        call, process = held_lease.call, self.process
-        answer = process.leases.claim(
-            call, process.records, lambda: self._age(call.key.stored, sent)
-        )
-        if isinstance(answer, Acquired) and answer.probe:
-            held_lease.probe = call.group
-        return answer
+    def _age(self) -> float:
+        """For how long the lease store had not lost its data when this attempt requested its lease.
 
-    def _age(self, stored_key: str, sent: float) -> float:
-        """For how long the lease store had not lost its data at *sent*, when this attempt requested
-        its lease.
-
-        The time since *sent* does not count: since then this attempt's own lease prevents a holder
+        The time since then does not count: since then this attempt's own lease prevents a holder
         from writing a lost lease again.
         """
+        process = self.process
         try:
-            return self.process.leases.age(stored_key) - (self.process.clock.now() - sent)
+            age = process.leases.age(self.call.key.stored)
         except StoreUnavailable as error:
             raise StoreUnavailable(str(error), False) from error  # nothing was claimed
+        return age - (process.clock.now() - self.held_lease.since)
 
-    def _claimed(
-        self, call: Call, held_lease: HeldLease, record: Record
-    ) -> ClaimedAttempt | Verdict:
-        held_lease.fence = record.fence
+    def _claim_refused(self, answer: Refused, waited: float) -> Verdict:
+        record, rand = answer.record, self.process.rand()
+        if answer.why is Refusal.GATE:
+            return self._decide(record, answer.gate)
+        if answer.why is Refusal.EMPTIED and record is not None:
+            return waiting.after_store_was_emptied(self.call, record, answer.emptied, rand)
+        if answer.why is Refusal.LAPSED:
+            return waiting.after_lapsed_lease(waited, rand)
+        if record is not None and (holder := decisions.holder_of_row(record)) is not None:
+            self._report_held(holder)
+        verdict = self._decide(record)
+        if isinstance(verdict, Run):
+            return Reschedule(SHORT_PAUSE + rand, "the record changed while it was being claimed")
+        return verdict
+
+    def _claimed(self, answer: Acquired) -> Verdict:
+        """Let the claimed attempt run, or close it."""
+        call, process, held_lease, record = self.call, self.process, self.held_lease, answer.record
+        assert record is not None  # it is claimed
+        if answer.probe:
+            held_lease.probe = call.group
+        self.record, held_lease.fence = record, record.fence
+        verdict: Verdict = self._after_crashes() if record.crashes else Run()
+        if isinstance(verdict, Raise):
+            self._close(settlement.stopped_by_crash_loop(call, record))
+            return verdict
+        if isinstance(verdict, Reschedule):
+            self._close(settlement.unrun(call, record, verdict.delay))
+            return verdict
+        if not held_lease.held:
+            self._close(settlement.unrun(call, record, 0.0))
+            return Reschedule(
+                SHORT_PAUSE + process.rand(),
+                "the claim took longer than the lease lasts",
+                started=True,
+            )
+        if call.begin_by < math.inf and process.clock.now() > call.begin_by:
+            self._close(settlement.unrun(call, record, 0.0))
+            return replace(self._too_late(), started=True)
+        return verdict
+
+    def _after_crashes(self) -> Verdict:
+        """Decide whether the claimed attempt runs although its key has crashed, and report the
+        crash that the claim has counted.
+        """
+        call, record = self.call, self.record
         if record.just_crashed:
             host = record.previous.host if record.previous else None
             self.process.observer.observe(
                 events.AttemptAbandoned(**call.subject, crashes=record.crashes, host=host)
             )
-        verdict: Verdict = after_claim(call, record)
-        if isinstance(verdict, Raise) and self._holders_may_live(record):
-            verdict = decisions.although_leases_were_lost(record)
-        if isinstance(verdict, Raise):
-            self._close(call, record, settlement.stopped_by_crash_loop(call, record))
-            return verdict
-        if isinstance(verdict, Reschedule):
-            self._close(call, record, settlement.unrun(call, record, verdict.delay))
-            return verdict
-        if not held_lease.held:
-            self._close(call, record, settlement.unrun(call, record, 0.0))
-            return Reschedule(
-                SHORT_PAUSE + self.process.rand(),
-                "the claim took longer than the lease lasts",
-                started=True,
-            )
-        if call.begin_by < math.inf and self.process.clock.now() > call.begin_by:
-            self._close(call, record, settlement.unrun(call, record, 0.0))
-            return replace(self._too_late(), started=True)
-        return ClaimedAttempt(held_lease, record)
+        verdict = after_claim(call, record)
+        if isinstance(verdict, Raise) and self._holders_may_live():
+            return decisions.although_leases_were_lost(record)
+        return verdict
 
     def _too_late(self) -> Reschedule:
         """Reschedule a call whose body would begin with less than half of its time limit left."""
@@ -361,11 +366,11 @@ class Execution:
             "half of its time limit was over before it could begin",
         )
 
-    def _holders_may_live(self, record: Record) -> bool:
-        """Whether all crashes in a row of *record* are only suspected, and the lease store may have
-        lost leases of living holders in that time.
+    def _holders_may_live(self) -> bool:
+        """Whether all crashes in a row of the record are only suspected, and the lease store may
+        have lost leases of living holders in that time.
         """
-        leases = self.process.leases
+        leases, record = self.process.leases, self.record
         crashes = attempt_history.crashes_in_a_row(record)
         if not attempt_history.only_suspected(record):
             return False
@@ -375,48 +380,48 @@ class Execution:
         except StoreUnavailable:
             return True
 
-    # -- steps, some of which attempt.run uses too -------------------------------------------------
+    # -- steps of both halves ----------------------------------------------------------------------
 
-    def _decide(self, call: Call, record: Record | None, gate: Gate | None = None) -> Verdict:
+    def _decide(self, record: Record | None, gate: Gate | None = None) -> Verdict:
         """Decide on *record*. The mark that the callbacks were sent is read if it matters."""
-        sent = False
+        call, process, sent = self.call, self.process, False
         if call.canvas and (
             call.repeat or (record is not None and claim_rules.finished_by(call.call_id, record))
         ):
-            mark = self.process.leases.mark(call.key.stored, callbacks_mark(call.call_id))
+            mark = process.leases.mark(call.key.stored, callbacks_mark(call.call_id))
             sent = mark is not None
         facts = Facts(
             record,
             callbacks_sent=sent,
-            rand=self.process.rand(),
+            rand=process.rand(),
             gate=gate,
-            wall_time=self.process.wall_time(),
+            wall_time=process.wall_time(),
         )
         return before_run(call, facts)
 
-    def _close(self, call: Call, record: Record, outcome: Outcome) -> None:
+    def _close(self, outcome: Outcome) -> None:
         """Close an attempt whose body never ran.
 
         If the database is unavailable, the next claim of the call closes the row.
         """
         try:
-            if self.process.records.settle(record, outcome):
-                self._report(call, record, outcome, 0.0)
+            if self.process.records.settle(self.record, outcome):
+                self._report(self.record, outcome, 0.0, 0.0)
         except StoreUnavailable as error:
-            raise RowMayBeOpen(
-                replace(self._after_store_failure(error, 0), prior=record.owner)
-            ) from error
+            answer = replace(self._after_store_failure(error, 0), prior=self.record.owner)
+            raise RowMayBeOpen(answer) from error
 
-    def _free_key(self, held_lease: HeldLease) -> None:
-        """Release the lease, and the probe's slot that was acquired with it."""
-        self._free(held_lease.call, held_lease.probe)
-
-    def _free(self, call: Call, probe: str | None) -> None:
+    def _free(self, probe: str | None) -> None:
+        """Release the lease, and the slot of the group *probe*. If the store does not answer, both
+        expire by themselves.
+        """
+        call, leases = self.call, self.process.leases
         if probe is not None:
-            with suppress(StoreUnavailable):  # it expires by itself
-                self.process.leases.groups.release_probe(probe, call.token)
-        with suppress(StoreUnavailable):  # it expires by itself too
-            self.process.leases.end(call.key.stored, call.token)
+            with suppress(StoreUnavailable):
+                leases.groups.release_probe(probe, call.token)
+        if not leases.in_records:  # else closing the row has released it
+            with suppress(StoreUnavailable):
+                leases.end(call.key.stored, call.token)
 
     def _after_store_failure(self, error: Exception | str, failures: int) -> Reschedule:
         """Reschedule the delivery because a store did not answer; *failures*: how often in a row
@@ -425,7 +430,8 @@ class Execution:
         delay = settlement.store_pause(failures, self.process.rand())
         return Reschedule(delay, str(error), event_type="", unavailable=True)
 
-    def _report_held(self, call: Call, holder: Holder) -> None:
+    def _report_held(self, holder: Holder) -> None:
+        call = self.call
         self.process.observer.observe(
             events.LeaseHeld(
                 **call.subject,
@@ -436,94 +442,69 @@ class Execution:
             )
         )
 
-    def _report(
-        self,
-        call: Call,
-        record: Record,
-        outcome: Outcome,
-        runtime: float,
-        held_lease: HeldLease | None = None,
-    ) -> None:
-        """Emit the event that an attempt on *record* was closed; *runtime* is in seconds."""
-        if outcome.failure is None and not self.process.observer.wants(events.AttemptSettled):
-            return  # the log level of a failure may be higher than usual
-        held = self.process.clock.now() - held_lease.since if held_lease is not None else 0.0
-        self.process.observer.observe(
-            events.AttemptSettled.by(call.subject, record, outcome, runtime, held)
-        )
+    def _report(self, record: Record, outcome: Outcome, runtime: float, held: float) -> None:
+        """Emit the event that an attempt on *record* was closed. *runtime* is in seconds, and so is
+        *held*, for how long it had the lease.
+        """
+        observer = self.process.observer
+        # The log level of a failure may be higher than usual.
+        if outcome.failure is not None or observer.wants(events.AttemptSettled):
+            subject = self.call.subject
+            observer.observe(events.AttemptSettled.by(subject, record, outcome, runtime, held))
 
     # -- run and settle ----------------------------------------------------------------------------
 
-    def _run(
-        self,
-        call: Call,
-        claimed_attempt: ClaimedAttempt,
-        body: Body,
-        store_failures: int,
-    ) -> Answer:
-        held_lease, record = claimed_attempt.held_lease, claimed_attempt.record
+    def _run(self, body: Body, store_failures: int) -> Answer:
+        call, process, held_lease, record = self.call, self.process, self.held_lease, self.record
+        observer, clock, state = process.observer, process.clock, held_lease.body_state
         try:
-            self.process.renewer.add(held_lease)
+            process.renewer.add(held_lease)
         except Exception as error:  # noqa: BLE001 - no thread can be started
-            return self._release_unstarted(call, claimed_attempt, error, store_failures)
-        observer = self.process.observer
+            return self._release_unstarted(error, store_failures)
         if observer.wants(events.LeaseAcquired):
             observer.observe(
                 events.LeaseAcquired(**call.subject, fence=record.fence, attempt=record.attempt)
             )
-        began = self.process.clock.now()
+        began = clock.now()
         ending = body(held_lease, record)
-        runtime = self.process.clock.now() - began
-        left_open = held_lease.body_state.roll_back_open()
-        if held_lease.body_state.progressed:
-            record = replace(record, crashes=0)
-        if held_lease.body_state.completing:
-            read = self._retry_until_settled(
-                call,
-                held_lease,
-                ending,
-                lambda: self.process.records.read(record.stored_key),
-            )
+        runtime = clock.now() - began
+        left_open = state.roll_back_open()
+        if state.progressed:
+            self.record = record = replace(record, crashes=0)
+        if state.completing:
+            read = self._until_settled(ending, partial(process.records.read, record.stored_key))
             if read is None:
-                self.process.renewer.drop(held_lease)
-                return self._outcome_not_written(ending, record, store_failures)
+                process.renewer.drop(held_lease)
+                return self._outcome_not_written(ending, store_failures)
             (done,) = read
             if done is not None and done.is_attempt(State.DONE, record.owner, record.fence):
-                return self._completed(call, held_lease, done, ending, runtime)
-            ending = self._not_committed(
-                call, record, ending, "the body returned after complete(), but"
-            )
+                return self._completed(done, ending, runtime)
+            ending = self._not_committed(ending, "the body returned after complete(), but")
         elif left_open:
-            ending = self._not_committed(
-                call, record, ending, "the body returned after guard(), but"
-            )
+            ending = self._not_committed(ending, "the body returned after guard(), but")
         if record.crashed_at is not None:
-            record = self._with_known_ends(record)
-        verdict = self._failed(call, record, ending) if isinstance(ending, Raised) else None
+            self.record = record = self._with_known_ends()
+        verdict = self._failed(ending) if isinstance(ending, Raised) else None
         outcome = settlement.after_run(call, record, ending, verdict)
-        if held_lease.body_state.has_unsaved_progress:
-            outcome = replace(outcome, progress=held_lease.body_state.unsaved_progress)
-        settled = self._retry_until_settled(
-            call,
-            held_lease,
-            ending,
-            lambda: self.process.records.settle(record, outcome),
-        )
-        self.process.renewer.drop(held_lease)
+        if state.has_unsaved_progress:
+            outcome = replace(outcome, progress=state.unsaved_progress)
+        settled = self._until_settled(ending, partial(process.records.settle, record, outcome))
+        process.renewer.drop(held_lease)
         if settled is None:
-            return self._outcome_not_written(ending, record, store_failures)
+            return self._outcome_not_written(ending, store_failures)
         (written,) = settled
-        self._release(call, held_lease, outcome if written else None, verdict)
+        self._release(outcome if written else None, verdict)
         if not written:
-            refused = self._outcome_refused(call, record, ending)
+            refused = self._outcome_refused(ending)
             return _for_celery_in_any_case(ending) or refused
-        self._report(call, record, outcome, runtime, held_lease)
-        return self._answer_of(call, ending, outcome)
+        self._report(record, outcome, runtime, clock.now() - held_lease.since)
+        return self._answer_of(ending, outcome)
 
-    def _with_known_ends(self, record: Record) -> Record:
-        """*record* with what the attempt before, which it has taken over, has written since: that
+    def _with_known_ends(self) -> Record:
+        """The record with what the attempt before, which it has taken over, has written since: that
         it lives, so that its crash does not count.
         """
+        record = self.record
         with suppress(StoreUnavailable):  # a suspicion that stays is taken back by nobody
             now = self.process.records.read(record.stored_key)
             if now is not None and now.is_attempt(State.RUNNING, record.owner, record.fence):
@@ -536,45 +517,41 @@ class Execution:
                 )
         return record
 
-    def _after_unknown_error(self, call: Call, error: Exception, store_failures: int) -> Reschedule:
+    def _after_unknown_error(self, error: Exception, store_failures: int) -> Reschedule:
         """Reschedule a call that got an error which no store is known to raise; its row may say
         ``running`` under its token.
         """
+        call = self.call
         described = _type_and_text(error)
         logger.error("%s[%s] did not begin: %s", call.task, call.call_id, described, exc_info=error)
         answer = self._after_store_failure(described, store_failures)
         return replace(answer, prior=call.token)
 
-    def _release_unstarted(
-        self, call: Call, claimed_attempt: ClaimedAttempt, error: Exception, store_failures: int
-    ) -> Reschedule:
+    def _release_unstarted(self, error: Exception, store_failures: int) -> Reschedule:
         """Close an attempt whose lease cannot be renewed, and release its key."""
         with suppress(StoreUnavailable):  # the next attempt of the call knows the token
-            self.process.records.settle(
-                claimed_attempt.record, settlement.unrun(call, claimed_attempt.record, 0.0)
-            )
-        self._free_key(claimed_attempt.held_lease)
-        return self._after_unknown_error(call, error, store_failures)
+            self.process.records.settle(self.record, settlement.unrun(self.call, self.record, 0.0))
+        self._free(self.held_lease.probe)
+        return self._after_unknown_error(error, store_failures)
 
-    def _outcome_not_written(self, ending: Ending, record: Record, store_failures: int) -> Answer:
-        reason = "the outcome could not be written"
-        answer = self._after_store_failure(reason, store_failures)
-        return _for_celery_in_any_case(ending) or replace(answer, started=True, prior=record.owner)
+    def _outcome_not_written(self, ending: Ending, store_failures: int) -> Answer:
+        answer = self._after_store_failure("the outcome could not be written", store_failures)
+        again = replace(answer, started=True, prior=self.record.owner)
+        return _for_celery_in_any_case(ending) or again
 
-    def _completed(
-        self, call: Call, held_lease: HeldLease, done: Record, ending: Ending, runtime: float
-    ) -> Answer:
+    def _completed(self, done: Record, ending: Ending, runtime: float) -> Answer:
         """The answer after the body has committed the done record itself: the call has succeeded,
         whatever the body did afterwards.
         """
+        call, held_lease = self.call, self.held_lease
         self.process.renewer.drop(held_lease)
         outcome = settlement.after_run(call, done, Returned(None, done.result, done.reason))
-        self._release(call, held_lease, outcome, None)
+        self._release(outcome, None)
         if not isinstance(ending, Returned):
             self.process.observer.observe(
                 events.CompletionStands(**call.subject, fence=done.fence, error=_error_text(ending))
             )
-        self._report(call, done, outcome, runtime, held_lease)
+        self._report(done, outcome, runtime, self.process.clock.now() - held_lease.since)
         if isinstance(ending, Interrupted | Terminated):
             return Raise(ending.error)
         if done.result is None and isinstance(ending, Returned):
@@ -582,24 +559,26 @@ class Execution:
             return Return(ending.value)
         return Return(decode(done.result))
 
-    def _not_committed(self, call: Call, record: Record, ending: Ending, what: str) -> Ending:
+    def _not_committed(self, ending: Ending, what: str) -> Ending:
         """The ending of an attempt whose own transaction was not committed: a return becomes an
         error, any other ending stays as it is.
         """
         if not isinstance(ending, Returned):
             return ending
+        call = self.call
         message = f"{printable(call.key.key)}: {what} its transaction was not committed; commit it before the body ends"
-        error = CompletionNotCommitted(message, record.key)
+        error = CompletionNotCommitted(message, self.record.key)
         return Raised(
             error,
             failure_of(error),
             call.options.failures.classifier.classify(error, self.process.wall_time()),
         )
 
-    def _failed(self, call: Call, record: Record, ending: Raised) -> AfterFailure:
+    def _failed(self, ending: Raised) -> AfterFailure:
         """The decision after a failure. A failure of the group closes its gate first, because the
         gate may set a longer wait.
         """
+        call, record = self.call, self.record
         verdict = after_failure(call, record, ending, self.process.rand())
         if not isinstance(verdict, EnterCooldown) or verdict.closing is None or call.group is None:
             return verdict
@@ -620,25 +599,18 @@ class Execution:
         )
         return replace(verdict, delay=gate.closed_for)
 
-    def _release(
-        self,
-        call: Call,
-        held_lease: HeldLease,
-        outcome: Outcome | None,
-        verdict: AfterFailure | None,
-    ) -> None:
+    def _release(self, outcome: Outcome | None, verdict: AfterFailure | None) -> None:
         """Release the key or replace its lease by a cooldown. If the attempt was the probe of its
         group, open the gate or free the probe's slot.
         """
+        call, process, held_lease = self.call, self.process, self.held_lease
         if held_lease.lost is not None:
             return  # another attempt may hold the key, and the probe's slot
-        process = self.process
-        call = held_lease.call
         cooling = (
             outcome.retry_after if outcome is not None and outcome.state is State.COOLING else None
         )
         if held_lease.probe is None and cooling is None:
-            self._free_key(held_lease)
+            self._free(held_lease.probe)
             return
         # If the store does not answer, lease and slot expire by themselves, and the record has the
         # cooldown.
@@ -663,15 +635,9 @@ class Execution:
                 if held_lease.probe is not None:
                     process.leases.groups.release_probe(held_lease.probe, call.token)
                 return
-        self._free_key(held_lease)
+        self._free(held_lease.probe)
 
-    def _retry_until_settled(
-        self,
-        call: Call,
-        held_lease: HeldLease,
-        ending: Ending,
-        step: Callable[[], T],
-    ) -> tuple[T] | None:
+    def _until_settled(self, ending: Ending, step: Callable[[], T]) -> tuple[T] | None:
         """Call *step*, which uses the database, until it succeeds or the time to settle is over;
         ``None`` if it did not succeed.
 
@@ -679,10 +645,11 @@ class Execution:
         end. It is repeated for a lost lease: while the row says ``running``, the next claim of the
         key takes this process for dead.
         """
-        until = settlement.settle_until(call, self.process.clock.now())
+        call, process = self.call, self.process
+        until = settlement.settle_until(call, process.clock.now())
         retried = (
             isinstance(ending, Returned | Raised | Snoozed | ControlFlow)
-            or held_lease.lost is not None
+            or self.held_lease.lost is not None
         )
 
         def repeatable(error: Exception, failures: int) -> bool:
@@ -694,22 +661,24 @@ class Execution:
                     _type_and_text(error),
                     exc_info=error,
                 )
-            return retried and not self.process.stopping()
+            return retried and not process.stopping()
 
-        clock = self.process.clock
         try:
-            return (retrying(step, lambda: until, clock, errors=Exception, repeatable=repeatable),)
+            done = retrying(
+                step, lambda: until, process.clock, errors=Exception, repeatable=repeatable
+            )
         except Exception:  # noqa: BLE001 - logged; the next claim of the call closes the row
             return None
+        return (done,)
 
-    def _answer_of(self, call: Call, ending: Ending, outcome: Outcome) -> Answer:
+    def _answer_of(self, ending: Ending, outcome: Outcome) -> Answer:
         match ending:
             case Returned(value):
                 return Return(
                     as_decoded(value, outcome.result) if outcome.result is not None else value
                 )
             case Raised() | Snoozed():
-                return self._answer_of_failure(call, ending, outcome)
+                return self._answer_of_failure(ending, outcome)
             case Lost(reason):
                 return self._reschedule_soon(f"the lease was lost: {reason}")
             case Interrupted(error) | Terminated(error) | ControlFlow(error):
@@ -717,7 +686,7 @@ class Execution:
             case _ as never:
                 assert_never(never)
 
-    def _answer_of_failure(self, call: Call, ending: Raised | Snoozed, outcome: Outcome) -> Answer:
+    def _answer_of_failure(self, ending: Raised | Snoozed, outcome: Outcome) -> Answer:
         """Reschedule a call that runs again by itself. Otherwise the caller gets the error, or
         learns when the key may run again.
         """
@@ -756,17 +725,18 @@ class Execution:
             "group" if outcome.failure is not None and outcome.failure.group is not None else "key"
         )
         refusal = CoolingDown(
-            message, call.key.key, self.process.wall_time() + wait, wait, reason, rule, scope
+            message, self.call.key.key, self.process.wall_time() + wait, wait, reason, rule, scope
         )
         refusal.__cause__ = ending.error
         return Raise(refusal, task_event=task_event)
 
-    def _outcome_refused(self, call: Call, record: Record, ending: Ending) -> Answer:
+    def _outcome_refused(self, ending: Ending) -> Answer:
         """The answer of an attempt whose outcome was refused: a later attempt owns the key, or the
         row was deleted, so what the record says now counts.
 
         If the later attempt has counted this one as a suspected crash, this is corrected first.
         """
+        call, record = self.call, self.record
         ended = Ended.TERMINATED if isinstance(ending, Terminated) else Ended.LOST
         try:
             known = self.process.records.note_end(record.stored_key, record.owner, ended)
@@ -782,22 +752,23 @@ class Execution:
             )
         )
         try:
-            verdict = self._decide(replace(call, started=True), now)
+            self.call = replace(call, started=True)
+            verdict = self._decide(now)
         except StoreUnavailable as error:
             return self._after_store_failure(error, 0)
         if isinstance(verdict, Run | Wait):
             why = "a later attempt owns the key" if now is not None else "the record was deleted"
             verdict = self._reschedule_soon(why)
-        answer = self._report_verdict(call, verdict)
+        answer = self._report_verdict(verdict)
         return replace(answer, started=True) if isinstance(answer, Reschedule) else answer
 
     def _reschedule_soon(self, reason: str) -> Reschedule:
         """Reschedule a call that has lost its lease while it ran."""
         return Reschedule(SHORT_PAUSE + self.process.rand(), reason, started=True, event_type="")
 
-    def _report_verdict(self, call: Call, verdict: Verdict) -> Answer:
+    def _report_verdict(self, verdict: Verdict) -> Answer:
         """Emit the event of a verdict without a run; the worker emits those of its messages."""
-        observe = self.process.observer.observe
+        call, observe = self.call, self.process.observer.observe
         match verdict:
             case Return(_, first_call_id):
                 observe(events.ResultReplayed(**call.subject, first_call_id=first_call_id))
@@ -812,6 +783,36 @@ class Execution:
             case _ as never:
                 assert_never(never)
         return verdict
+
+
+def retrying(
+    step: Callable[[], T],
+    until: Callable[[], float],
+    clock: Clock,
+    *,
+    errors: type[Exception] = StoreUnavailable,
+    repeatable: Callable[[Any, int], bool] | None = None,
+) -> T:
+    """Call *step*, and again after each of *errors*, until the time that *until* returns, by
+    *clock*; return its result.
+
+    The pauses grow up to two seconds. *repeatable* is called after each failure, with the error and
+    the number of earlier failures. The last error is raised if *repeatable* returns false, or if
+    the next pause would end after the time of *until*. *until* is called after each failure,
+    because a renewal may have extended a lease meanwhile.
+    """
+    failures = 0
+    while True:
+        try:
+            return step()
+        except errors as error:
+            pause = settlement.settle_pause(failures)
+            if repeatable is not None and not repeatable(error, failures):
+                raise
+            if clock.now() + pause > until():
+                raise
+            failures += 1
+        clock.sleep(pause)
 
 
 def _for_celery_in_any_case(ending: Ending) -> Raise | None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar, assert_never
 
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.process import Process, retrying
+from celery_leases.attempt.process import Process
+from celery_leases.attempt.run import retrying
 from celery_leases.call import Call
 from celery_leases.decide import after_run
 from celery_leases.effect import (

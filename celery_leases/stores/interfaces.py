@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -35,6 +35,10 @@ class LeaseStore(ABC):
     name: str
     #: The gates of cooldown groups, if the store has any.
     groups: GroupStore | None = None
+    #: Whether the claimed row is the lease. Then an attempt does not acquire and end it besides.
+    in_records: bool = False
+    #: The gates, if they are in the records database: then the claim reads them.
+    slots: Any = None
 
     @abstractmethod
     def acquire(self, call: Call) -> Acquired | Refused:
@@ -119,28 +123,11 @@ class LeaseStore(ABC):
     def close(self) -> None:  # noqa: B027 - a store without connections has nothing to close
         """Close the connections; the next call opens new ones."""
 
-    # -- the steps of an attempt, which differ if the claimed row is the lease ---------------------
-
-    def begin(self, call: Call) -> Acquired | Refused:
-        """Take the lease before the record is read."""
-        return self.acquire(call)
-
-    def claim(self, call: Call, records: Any, age: Callable[[], float]) -> Acquired | Refused:
-        """Claim the record under the lease; see
-        :meth:`celery_leases.stores.sql.records.SqlRecordStore.claim`.
-        """
-        answer: Acquired | Refused = records.claim(call, self.name, age=age)
-        return answer
-
     def end(self, stored_key: str, token: str) -> None:
         """Free the lease of an attempt whose row is closed. The result does not matter, because the
         lease expires by itself.
         """
         self.release(stored_key, token)
-
-    def records_of(self, records: Any) -> str:
-        """The identity of the records database, for :attr:`Call.database`."""
-        return str(records.identity())
 
 
 @runtime_checkable

@@ -374,7 +374,7 @@ class LeaseKit:
             replace(self.app.tasks[name].lease_options, ttl=span),
             token=token,
             host="another-host/1",
-            database=process.leases.records_of(process.records),
+            database=process.records.identity(),
         )
         held = self._claim(process, call)
         try:

@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from celery_leases import events
-from celery_leases.attempt.process import Process, retrying
+from celery_leases.attempt.process import Process
+from celery_leases.attempt.run import retrying
 from celery_leases.call import Call
 from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.decide import after_run

@@ -165,8 +165,8 @@ class Delivery:
                     self._refuse_expired(call)
                 if self.header.due is not None:
                     self._wait_until_due(call, self.header.due)
-                answer = Execution(self.process).run(
-                    call, partial(self._body, call), self.header.store_failures
+                answer = Execution(self.process, call).run(
+                    partial(self._body, call), self.header.store_failures
                 )
                 if self.interrupt_guard.limited:
                     logger.info(

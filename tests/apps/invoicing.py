@@ -330,9 +330,9 @@ if "FAILPOINTS" in os.environ:
         reach_for("after noting", current_lease.key.partition(":")[2])
         return noted
 
-    def _release_and_die(self, call, *args, **kwargs):
-        reach_for("before release", call.key.key.partition(":")[2])
-        _release(self, call, *args, **kwargs)
+    def _release_and_die(self, *args, **kwargs):
+        reach_for("before release", self.call.key.key.partition(":")[2])
+        _release(self, *args, **kwargs)
 
     SqlEffectStore.begin = _begin_and_die
     SqlEffectStore.finish = _finish_and_die

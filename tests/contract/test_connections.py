@@ -3,7 +3,6 @@ are in use.
 """
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -261,8 +260,9 @@ def begun(process: Process, key: str) -> tuple[HeldLease, Any]:
     """A lease that is renewed, and its record."""
     call, renewer = make_call(key, ttl=TTL), process.renewer
     held_lease = HeldLease(call, renewer._clock.now(), renewer._clock)
-    assert acquired(process.leases.begin(call))
-    record = claimed(process.leases.claim(call, process.records, lambda: math.inf))
+    leases = process.leases
+    assert leases.in_records or acquired(leases.acquire(call))
+    record = claimed(process.records.claim(call, leases.name, slots=leases.slots))
     held_lease.fence = record.fence
     renewer.add(held_lease)
     return held_lease, record

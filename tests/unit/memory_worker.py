@@ -76,7 +76,7 @@ class Bench:
         nothing: Any = None
         renewer: Any = self.renewer
         stores: Any = self.stores
-        process = Process(
+        self.process = Process(
             settings=nothing,
             leases=stores,
             records=self.records,
@@ -89,7 +89,6 @@ class Bench:
             stopping=lambda: self.stopping,
             wall_time=lambda: TODAY,
         )
-        self.execution = Execution(process)
 
     def _stores(self) -> DatabaseLeaseStore | ToyLeaseStore:
         names = ["age", "release", "cool", "end_cooldown"]
@@ -136,7 +135,7 @@ class Bench:
             during(held_lease)
             return endings[0] if endings else DONE
 
-        return self.execution.run(call, body)
+        return Execution(self.process, call).run(body)
 
     # -- situations --------------------------------------------------------------------------------
 

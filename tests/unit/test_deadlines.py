@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from celery_leases.attempt.run import Execution
 from celery_leases.call import Call
 from celery_leases.deadlines import (
     begin_by,
@@ -95,7 +96,7 @@ def test_a_call_without_a_limit_may_begin_at_any_time() -> None:
 
 def test_a_wait_for_the_holder_of_an_expired_lease_ends() -> None:
     bench = Bench(in_records=True)
-    bench.execution.acquire(bench.call(call_id=THEIRS, ttl=3.0))
+    Execution(bench.process, bench.call(call_id=THEIRS, ttl=3.0)).acquire()
     bench.records.availability = Availability(10_000.0)
     bench.clock.sleep(10.0)
     rescheduled_in_time(bench, limited(bench))

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from celery_leases.attempt.run import ClaimedAttempt
+from celery_leases.attempt.run import Execution
 from celery_leases.call import Call
 from celery_leases.decide import attempt_history
 from celery_leases.decide.after_run import after_run
 from celery_leases.decide.claim import ALWAYS
 from celery_leases.decide.endings import Ending, Interrupted, Terminated
-from celery_leases.decide.verdicts import Answer, Raise, Reschedule, Return
+from celery_leases.decide.verdicts import Answer, Raise, Reschedule, Return, Run
 from celery_leases.decide.waiting import LAPSED_LEASE_WAIT
 from celery_leases.errors import PermanentFailure, StoreUnavailable
 from celery_leases.events import AttemptAbandoned, CrashSeen, OutcomeRefused
@@ -27,8 +27,7 @@ from tests.unit.memory_worker import DONE, Bench, error
 def runs_elsewhere(bench: Bench, ttl: float = 15.0, **changes: object) -> Call:
     """Another call whose body runs in another process: the row is running, the lease is held."""
     other = bench.call(call_id=THEIRS, ttl=ttl, **changes)
-    entered = bench.execution.acquire(other)
-    assert not isinstance(entered, Reschedule)
+    assert Execution(bench.process, other).acquire() == Run()
     bench.journal.clear()
     return other
 
@@ -234,24 +233,24 @@ def bench(request: pytest.FixtureRequest) -> Bench:
     return Bench(in_records=request.param)
 
 
-def begun(bench: Bench, **changes: object) -> tuple[Call, ClaimedAttempt]:
+def begun(bench: Bench, **changes: object) -> tuple[Call, Execution]:
     """A call of its own whose body runs in another process."""
     call = bench.call(**changes)
-    claimed_attempt = bench.execution.acquire(call)
-    assert isinstance(claimed_attempt, ClaimedAttempt)
-    return call, claimed_attempt
+    execution = Execution(bench.process, call)
+    assert execution.acquire() == Run()
+    return call, execution
 
 
-def unheard(bench: Bench, **changes: object) -> tuple[Call, ClaimedAttempt]:
+def unheard(bench: Bench, **changes: object) -> tuple[Call, Execution]:
     """The same, and its lease has ended."""
     found = begun(bench, **changes)
     bench.clock.sleep(HOUR)
     return found
 
 
-def ends(bench: Bench, call: Call, claimed: ClaimedAttempt, ending: Ending = DONE) -> Answer:
+def ends(bench: Bench, call: Call, execution: Execution, ending: Ending = DONE) -> Answer:
     """The body of that process ends."""
-    return bench.execution._run(call, claimed, lambda *_: ending, 0)
+    return execution._run(lambda *_: ending, 0)
 
 
 def histories(bench: Bench) -> list[Ended]:

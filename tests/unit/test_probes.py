@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from celery_leases.attempt.run import ClaimedAttempt
+from celery_leases.attempt.run import Execution
 from celery_leases.call import Call
 from celery_leases.decide.endings import (
     ControlFlow,
@@ -20,7 +20,7 @@ from celery_leases.decide.endings import (
     Snoozed,
     Terminated,
 )
-from celery_leases.decide.verdicts import Raise, Reschedule, Return
+from celery_leases.decide.verdicts import Raise, Reschedule, Return, Run
 from celery_leases.errors import CoolingDown, LeaseStoreMismatch, PermanentFailure, Snooze
 from celery_leases.events import GateOpened
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry
@@ -64,7 +64,7 @@ class TestWhoProbes:
     def test_a_probe_that_was_killed_gives_way_when_its_slot_ends(self, bench: Bench) -> None:
         dead = bench.call(key=OTHER_KEY)
         bench.half_open()
-        assert isinstance(bench.execution.acquire(dead), ClaimedAttempt)
+        assert Execution(bench.process, dead).acquire() == Run()
         assert isinstance(bench.run(bench.call()), Reschedule)
         bench.clock.sleep(15.0)
         assert bench.run(bench.call()) == Return(1)

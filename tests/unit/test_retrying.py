@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from celery_leases.attempt.process import retrying
+from celery_leases.attempt.run import retrying
 from celery_leases.errors import StoreUnavailable
 from tests.unit.memory_stores import ManualClock
 

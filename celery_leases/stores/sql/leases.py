@@ -5,7 +5,7 @@ lease store that has none of its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -46,7 +46,8 @@ class RowMarks:
     def __init__(self, records: SqlRecordStore) -> None:
         self.records = records
         self.database = records.database
-        self.groups = SqlGroups(records.database, records.tables)
+        #: The gates, which the claim reads.
+        self.groups = self.slots = SqlGroups(records.database, records.tables)
         self._marks = records.tables.marks
         self._swap_mark_writes = self._swap_statement()
 
@@ -116,6 +117,8 @@ class LeasesWithRowMarks(RowMarks):
     claim reads the gate, and the lease is held meanwhile.
     """
 
+    in_records = False
+
     def __init__(self, leases: LeaseStore, records: SqlRecordStore) -> None:
         super().__init__(records)
         self.leases = leases
@@ -130,12 +133,6 @@ class LeasesWithRowMarks(RowMarks):
         self._renew_slots(renewals)
         return results
 
-    def claim(
-        self, call: Call, records: SqlRecordStore, age: Callable[[], float]
-    ) -> Acquired | Refused:
-        """Claim the row, if the gate lets the body start; *records* are those of the marks."""
-        return self.records.claim(call, self.leases.name, age=age, slots=self.groups)
-
 
 class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
     """The claimed row of *records* is the lease, so the store cannot lose the lease and keep the
@@ -143,6 +140,7 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
     """
 
     name = DATABASE
+    in_records = True
     groups: SqlGroups
 
     def __init__(self, records: SqlRecordStore) -> None:
@@ -159,22 +157,8 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
         """Claim the row, which is the lease. The same statement reads the group's gate."""
         return self.records.claim(call, self.name, slots=self.groups)
 
-    def begin(self, call: Call) -> Acquired:
-        """Do nothing: the claim takes the lease."""
-        return Acquired()
-
-    def claim(
-        self, call: Call, records: SqlRecordStore, age: Callable[[], float]
-    ) -> Acquired | Refused:
-        """Take lease and record in one; *records* are those of this store."""
-        return self.records.claim(call, self.name, age=age, slots=self.groups)
-
     def end(self, stored_key: str, token: str) -> None:
         """Do nothing: closing the row has released it."""
-
-    def records_of(self, records: SqlRecordStore) -> str:
-        """Nothing: the leases cannot be with other records."""
-        return ""
 
     def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         """Extend ``lease_until``; never shorten it. There is one statement for all leases with the
