@@ -642,6 +642,11 @@ def _parts(template: str) -> tuple[list[tuple[str, str, str]], frozenset[str]]:
     return parts, frozenset(name for _, name, _ in parts if name) - partial
 
 
+def names_in(template: str) -> frozenset[str]:
+    """The names of the arguments that *template* writes, as a whole or in part."""
+    return frozenset(name for _, name, _ in _parts(template)[0] if name)
+
+
 def _shown(value: Any) -> str:
     """*value* in a key: text, numbers, dates and UUIDs by ``str()``, others in canonical form.
 

@@ -28,6 +28,11 @@ from celery_leases.settings import is_local
 from celery_leases.stores.sql.schema import NEWEST
 from celery_leases.stores.urls import display_url
 from celery_leases.worker.app_settings import leased_tasks, settings_of
+from celery_leases.worker.checks.periodic import (
+    entries_in_settings,
+    entries_in_tables,
+    periodic_findings,
+)
 from celery_leases.worker.checks.settings import (
     PLAIN_TASK_ADVICE,
     TimeLimits,
@@ -48,6 +53,7 @@ def register_all() -> None:
     register(check_settings, TAG)
     register(check_tasks, TAG)
     register(check_relay, TAG)
+    register(check_periodic, TAG, Tags.database)
     register(check_tables, Tags.database)
     register(check_scheduled_relay, Tags.database)
 
@@ -152,6 +158,25 @@ def check_scheduled_relay(databases: Sequence[str] | None = None, **_: Any) -> l
     except Exception:  # noqa: BLE001 - its tables may not exist yet
         return []
     return _without_relay(app)
+
+
+def check_periodic(databases: Sequence[str] | None = None, **_: Any) -> list[CheckMessage]:
+    """W008, for beat's schedule in the settings; with *databases* also for that in the tables."""
+    app = _app()
+    if app is None or not _has_tasks(app):
+        return []
+    entries = [*entries_in_settings(app)]
+    if databases:
+        with suppress(Exception):  # its tables may not exist yet
+            entries += entries_in_tables(app)
+    return [
+        Warning(
+            f"{finding.problem[0].upper()}{finding.problem[1:]}.",
+            hint=f"{finding.advice[0].upper()}{finding.advice[1:]}.",
+            id="celery_leases.W008",
+        )
+        for finding in periodic_findings(leased_tasks(app), entries)
+    ]
 
 
 def check_tables(databases: Sequence[str] | None = None, **_: Any) -> list[CheckMessage]:

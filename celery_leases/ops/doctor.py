@@ -23,6 +23,7 @@ from celery_leases.text.durations import in_words
 from celery_leases.worker import processes
 from celery_leases.worker.answering import WORKER_TIMEOUT, worker_answers
 from celery_leases.worker.app_settings import leased_tasks
+from celery_leases.worker.checks.periodic import all_entries, periodic_findings
 from celery_leases.worker.checks.settings import (
     Finding,
     Severity,
@@ -83,6 +84,7 @@ def examine(app: Celery) -> Examination:
     of_settings = setting_findings(app, tasks, process.settings, limits, greenlets)
     findings += [
         *(*checks.findings, *of_settings, *_notes(app, tasks)),
+        *periodic_findings(tasks, all_entries(app)),
         *_unserved_calls(app, process),
     ]
     order = [*Severity]

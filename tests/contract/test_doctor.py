@@ -113,6 +113,10 @@ BROKEN: dict[str, dict[str, Any]] = {
     "tight-soft-limit": {"task": {"soft_time_limit": 20, "time_limit": 20}},
     "short-ttl": {"task": {"lease_ttl": 2}},
     "always-eager": {"task_always_eager": True},
+    "periodic-once": {
+        "task": {"lease_outbox": False},
+        "beat_schedule": {"hourly": {"task": "examined.send", "schedule": 3600.0, "args": (1,)}},
+    },
     "no-result-backend": {"result_backend": None},
     "no-rescue": {"task": {"lease_outbox": "store"}, "beat_schedule": {}},
     "short-result-expiry": {"result_expires": 60},

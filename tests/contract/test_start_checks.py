@@ -366,3 +366,15 @@ def test_options_on_a_task_without_a_lease_are_a_warning(
     assert said.startswith(
         "task bare.send has lease_key, lease_ttl, but runs without a lease; write base=LeasedTask"
     )
+
+
+def test_a_task_that_beat_would_run_once_is_a_warning(
+    app: Celery, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = {"task": "checked.send", "schedule": 60.0, "args": (1,)}
+    url = f"sqlite:///{tmp_path / 'records.db'}"
+    conf = {"leases_url": "database", "leases_database_url": url}
+    started(app, beat_schedule={"hourly": entry}, **conf)
+    [warning] = [line for line in caplog.messages if "beat calls checked.send" in line]
+    assert "schedule: hourly" in warning
+    assert 'write lease_runs="each"' in warning

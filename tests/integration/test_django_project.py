@@ -172,6 +172,32 @@ def test_checks_name_tasks_whose_options_have_no_effect(sqlite_url: str) -> None
     assert found["W007"].startswith("faulty.tasks calls delay_in()")
 
 
+NIGHTLY = {"task": "faulty.tasks.nightly", "schedule": 86_400}
+ENTRY_IN_TABLES = """
+from django_celery_beat.models import IntervalSchedule, PeriodicTask
+for name, one_off in (("each night", False), ("one night", True)):
+    every, _ = IntervalSchedule.objects.get_or_create(every=1, period="days")
+    PeriodicTask.objects.create(name=name, task="faulty.tasks.nightly", interval=every, one_off=one_off)
+"""
+
+
+def test_checks_name_tasks_of_beat_that_would_run_once(sqlite_url: str) -> None:
+    """In the settings, and in the tables of django-celery-beat if they may be read."""
+    pytest.importorskip("django_celery_beat")
+    found = checked(sqlite_url, CELERY_BEAT_SCHEDULE={"settings": NIGHTLY}, MORE_APPS=["faulty"])
+    assert "Beat calls faulty.tasks.nightly with the same key each time" in found["W008"]
+    assert 'HINT: Write lease_runs="each"' in found["W008"]
+    settings: dict[str, Any] = {"MORE_APPS": ["faulty", "django_celery_beat"]}
+    manage = manage_with(sqlite_url, **{SETTINGS: json.dumps(settings)})
+    assert "W008" not in checked(sqlite_url, "--database", "default", **settings)
+    manage("migrate", "--verbosity", "0")
+    manage("shell", "--command", ENTRY_IN_TABLES)
+    assert "W008" not in checked(sqlite_url, **settings)
+    found = checked(sqlite_url, "--database", "default", **settings)
+    assert "schedule: each night)" in found["W008"]
+    assert "schedule: each night)" in manage("leases", "doctor", code=1)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

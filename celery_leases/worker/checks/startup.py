@@ -12,6 +12,7 @@ from celery_leases.signals import logger
 from celery_leases.worker import processes
 from celery_leases.worker.app_settings import leased_tasks
 from celery_leases.worker.checks import relay
+from celery_leases.worker.checks.periodic import all_entries, periodic_findings
 from celery_leases.worker.checks.settings import (
     TimeLimits,
     findings_without_lease,
@@ -45,7 +46,10 @@ def check_before_work(sender: Any) -> None:
         getattr(sender, "soft_time_limit", None), getattr(sender, "time_limit", None)
     )
     greenlets = greenlets_of(sender.pool_cls, getattr(sender, "concurrency", None))
-    for finding in setting_findings(sender.app, tasks, process.settings, limits, greenlets):
+    for finding in (
+        *setting_findings(sender.app, tasks, process.settings, limits, greenlets),
+        *periodic_findings(tasks, all_entries(sender.app)),
+    ):
         logger.warning("%s", finding.text)
     processes.close_all()
 

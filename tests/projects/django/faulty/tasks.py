@@ -12,6 +12,11 @@ def retrying(number: int) -> int:
     return number
 
 
+@shared_task(base=LeasedTask, lease_key="nightly")
+def nightly() -> None:
+    """A task that beat calls, with one key for all calls."""
+
+
 @shared_task(lease_key="order:{number}")
 def bare(number: int) -> int:
     """A task with options of a lease, and without one."""
