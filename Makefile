@@ -6,10 +6,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
-# Most of a test's time is waiting for something to be killed, paused or taken over. A test that brings its process down
-# fails once; --dist loadfile and loadgroup would run it again and again.
+# Most of a test's time is waiting for something to be killed, paused or taken over.
 PROCESSES := 5
-PYTEST_ARGS ?= -n $(PROCESSES) --dist worksteal
+PYTEST_ARGS ?= --processes $(PROCESSES)
 # CI has the client libraries whose errors the rules are tested with; elsewhere these tests are skipped without them.
 TEST_GROUPS := test $(if $(CI),clients)
 # Tests start hundreds of workers, and these start sooner from compiled files.

@@ -75,9 +75,7 @@ def _named(row: tuple[str, ...]) -> str:
 def _test(session: nox.Session, pins: tuple[str, ...], tests: tuple[str, ...]) -> None:
     session.install("--upgrade", "pip>=25.1")
     session.install("--editable", ".", "--group", "test", *pins)
-    session.run(
-        "python", "-m", "pytest", "-n", "4", "--dist", "worksteal", *(session.posargs or tests)
-    )
+    session.run("python", "-m", "pytest", "--processes", "4", *(session.posargs or tests))
 
 
 @nox.session(python="3.11")

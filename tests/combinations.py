@@ -124,50 +124,6 @@ def _sampled(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return [item for item in items if item not in left_out]
 
 
-def dealt(items: Sequence[pytest.Item], processes: int) -> list[pytest.Item]:
-    """The same tests, so that each of the *processes*, which begin with equal shares of the list
-    one after the other, gets its part of the slow ones.
-
-    Tests of one module and combination stay together, as they share a worker. Slow tests mostly
-    wait, and most quick ones do not, so a share has quick ones between its modules of slow ones. It
-    ends with quick ones, so that all processes end at the same time.
-    """
-    together: dict[tuple[Path, object], list[pytest.Item]] = {}
-    quick: list[pytest.Item] = []
-    for item in items:
-        if item.path.parent.name in SAMPLED:
-            place = Place.of(item)
-            together.setdefault((item.path, place and place.parts), []).append(item)
-        else:
-            quick.append(item)
-    slow: list[list[pytest.Item]] = [[] for _ in range(processes)]
-    for same in sorted(together.values(), key=len, reverse=True):
-        min(slow, key=len).extend(same)
-    quick = [item for start in range(processes) for item in quick[start::processes]]
-    order = {item: number for number, item in enumerate(items)}
-    found: list[pytest.Item] = []
-    for number, some in enumerate(slow):
-        share = (len(items) - len(found)) // (processes - number)
-        filled = max(0, share - len(some))
-        found += _mixed(sorted(some, key=order.__getitem__), quick[:filled])
-        del quick[:filled]
-    return [*found, *quick]
-
-
-def _mixed(slow: Sequence[pytest.Item], quick: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """A share of both: three fifths of the quick ones are after the modules of slow ones."""
-    modules = [list(same) for _, same in groupby(slow, key=lambda item: item.path)]
-    if not modules:
-        return list(quick)
-    fifth = len(quick) // 5
-    between = quick[fifth : len(quick) - fifth]
-    found: list[pytest.Item] = []
-    for number, same in enumerate(modules):
-        start, end = (len(between) * each // len(modules) for each in (number, number + 1))
-        found += [*same, *between[start:end]]
-    return [*found, *quick[:fifth], *quick[len(quick) - fifth :]]
-
-
 def _taking_turns(places: Iterable[Place]) -> Iterator[Place]:
     """For each test the place whose combination, and then whose parts, were used least by the tests
     before it.

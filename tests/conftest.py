@@ -1,13 +1,14 @@
-"""Fixtures for all tests come from ``tests/support``; which tests run, from ``combinations``."""
+"""Fixtures for all tests come from ``tests/support``; which tests run, from ``combinations``; in
+how many processes, from ``processes``.
+"""
 
 import gc
-import os
 
 import pytest
 from hypothesis import settings
 
 from celery_leases.concurrency import resource_pool
-from tests.combinations import chosen, dealt
+from tests.combinations import chosen
 from tests.support.servers.local import LocalServer, directory_in_memory
 
 # On a busy machine single examples are slow, which is no fault of
@@ -20,16 +21,12 @@ settings.load_profile("without_deadline")
 LocalServer.homes = directory_in_memory()
 
 pytest_plugins = [
+    "tests.processes",
     "tests.support.plugin",
     "tests.support.node_plugin",
     "tests.support.browser",
     "pytester",
 ]
-
-SLOW_FIRST = ("crash", "integration", "contract", "clients", "unit")
-"""Directories with what takes long first: where the last tests are short, all processes end at the
-same time.
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -50,13 +47,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the combinations to run on, and put slow tests first."""
+    """Choose the combinations to run on."""
     kept = chosen(items, everywhere=config.getoption("--all-combinations"))
     left_out = set(items).difference(kept)
     config.hook.pytest_deselected(items=list(left_out))
-    places = {config.rootpath / "tests" / name: number for number, name in enumerate(SLOW_FIRST)}
-    slow_first = sorted(kept, key=lambda item: places.get(item.path.parent, len(places)))
-    items[:] = dealt(slow_first, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    items[:] = kept
 
 
 def pytest_collectstart() -> None:

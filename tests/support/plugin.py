@@ -27,7 +27,7 @@ from tests.support.workers import LocalWorker, Pool
 Server = TypeVar("Server", bound=LocalServer)
 
 MISSING = "missing server: "
-"""The prefix of such a skip's reason, by which the summary counts them, also with pytest-xdist."""
+"""The prefix of such a skip's reason, by which the summary counts them."""
 
 WorkerFactory = Callable[..., LocalWorker]
 """The type of the fixture ``worker_factory``, for annotations."""

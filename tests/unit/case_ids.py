@@ -1,4 +1,4 @@
-"""Ids of test cases that are equal in all processes, as pytest-xdist requires."""
+"""Ids of test cases that are equal in each run."""
 
 from __future__ import annotations
 

@@ -4,13 +4,13 @@ test-all``.
 
 from collections import Counter
 from importlib import import_module
-from itertools import groupby
 from pkgutil import iter_modules
 
 import pytest
 
 from celery_leases.testing import contracts
-from tests.combinations import PARTS, Place, chosen, dealt
+from tests.combinations import PARTS, Place, chosen
+from tests.processes import grouped
 
 MODULE = """
 import pytest
@@ -161,32 +161,19 @@ def test_tests_with_workers_take_turns_in_their_arguments(pytester: pytest.Pytes
     assert len(chosen(items, everywhere=True)) == 74
 
 
-def test_each_process_gets_its_part_of_the_slow_tests_and_quick_ones_between(items, pytester):
+def test_tests_that_share_a_worker_are_in_one_group(items, pytester):
     crash = pytester.mkdir("crash")
-    slow = []
-    for name in ("test_a.py", "test_b.py", "test_c.py"):
-        (crash / name).write_text(MODULE)
-        slow += list(pytester.genitems([pytester.getpathnode(crash / name)]))
-    shares = dealt([*slow, *items], 3)
-    assert sorted(map(id, shares)) == sorted(map(id, [*slow, *items]))
-    size = len(shares) // 3
-    for number in range(3):
-        share = shares[number * size : (number + 1) * size]
-        here = [item for item in share if item.path.parent == crash]
-        assert abs(len(here) - len(slow) / 3) < 10
-        assert (share[0] in here, share[-1] in here) == (True, False)
-        runs = [path for path, _ in groupby(share, key=lambda item: item.path)]
-        slow_runs = [path for path in runs if path.parent == crash]
-        assert len(slow_runs) == len(set(slow_runs)) > 1
-        assert runs == [path for each in slow_runs for path in (each, items[0].path)]
-    # Tests that share a worker of a module are in one share.
-    shared = [
-        (item.path, place.parts, shares.index(item) // size)
-        for item in slow
-        if (place := Place.of(item)) is not None
-    ]
-    assert len(set(shared)) == len({(path, parts) for path, parts, _ in shared})
-    assert dealt(items, 1) == items
+    (crash / "test_slow.py").write_text(MODULE)
+    slow = list(pytester.genitems([pytester.getpathnode(crash / "test_slow.py")]))
+    everything = [*items[:9], *slow, *items[9:]]
+    with_workers, others = grouped(everything)
+    assert [[everything[number] for number in group] for group in others] == [items]
+    assert {everything[number] for group in with_workers for number in group} == {*slow}
+    for group in with_workers:
+        places = [Place.of(everything[number]) for number in group]
+        assert len({place and place.parts for place in places}) == 1
+    assert len(with_workers) == 7  # six combinations, and the test that has none
+    assert len(with_workers[-1]) == 1
 
 
 @pytest.mark.parametrize("suite", [module.name for module in iter_modules(contracts.__path__)])
