@@ -29,6 +29,7 @@ from celery_leases.stores.interfaces import (
     Observer,
 )
 from celery_leases.stores.registry import open_lease_store
+from celery_leases.text.cleaning import storable
 
 if TYPE_CHECKING:  # SQLAlchemy and redis-py are imported when the first store is opened
     from celery_leases.stores.sql.effects import SqlEffectStore
@@ -37,6 +38,8 @@ if TYPE_CHECKING:  # SQLAlchemy and redis-py are imported when the first store i
 
 STORE_TIMEOUT = 2.0
 """Seconds that a call to a separate lease store may take to connect, and again to get its reply."""
+HOST_MAX = 255
+"""Characters of a stored ``hostname/pid``."""
 
 
 class BootClock:
@@ -160,7 +163,7 @@ def open_process(
         renewer,
         observer,
         clock,
-        f"{socket.gethostname()}/{os.getpid()}",
+        storable(f"{socket.gethostname()}/{os.getpid()}", HOST_MAX),
         stopping=stopping,
         _opened=[Stores(leases, records), for_renewals, for_bodies, Stores(leases, purged)],
     )

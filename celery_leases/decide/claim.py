@@ -18,13 +18,10 @@ from celery_leases.errors import LeaseStoreMismatch
 from celery_leases.keys import same_arguments
 from celery_leases.options import DATABASE
 from celery_leases.record import EMPTY, Attempt, Emptied, Ended, Record, State
-from celery_leases.text.cleaning import storable
 
 MICROSECONDS: Final = 1_000_000
 ALWAYS: Final = 2**62
 """A time after every other time."""
-HOLDER_MAX: Final = 255
-"""Characters of a stored ``hostname/pid``."""
 
 
 def refusal(row: Record | None, call: Call) -> Refusal | None:
@@ -118,7 +115,7 @@ def claimed(row: Record | None, call: Call, lease_store: str, now: int) -> Recor
         fence=now,
         owner=call.token,
         call_id=call.call_id,
-        holder=storable(call.host, HOLDER_MAX),
+        holder=call.host,
         attempt=1,
         retries=call.retries,
         lease_store=lease_store,
@@ -184,7 +181,7 @@ def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int
         "fence": max(row.fence + 1, now),
         "owner": call.token,
         "call_id": call.call_id,
-        "holder": storable(call.host, HOLDER_MAX),
+        "holder": call.host,
         "attempt": 1 if new_generation else row.attempt + 1,
         "generation": row.generation + new_generation,
         "retries": call.retries,

@@ -54,16 +54,18 @@ class Availability:
         self._last = (-math.inf, 0, 0.0)
         self._failed = -math.inf
 
-    def answered(self, sent: float, at: float, now: int) -> None:
+    def answered(self, sent: float, at: float, now: int) -> int:
         """A statement that was sent at *sent* was answered at *at*; the database's clock said
-        *now*.
+        *now*. Returns :meth:`takeover_until` as it was without this answer.
         """
+        until = self.takeover_until(sent)
         last, _, answering = self._last
         if self._broken(sent):
             answering = 0.0
         else:
             answering += min(max(0.0, at - last), SILENCE)
         self._last = at, now, answering
+        return until
 
     def failed(self, at: float) -> None:
         """A statement failed without an answer."""
@@ -73,9 +75,9 @@ class Availability:
         """The time by the database's clock until which a claim sent at *sent* may take over a
         running row.
 
-        This is the time of sending, as this process estimates it. So a claim that a frozen database
-        executes later takes over nothing. The claim adds a third of the row's ttl, which is the
-        least that a live holder has left.
+        This is the time of sending, as this process estimates it, or an earlier one. So a claim
+        that a frozen database executes later takes over nothing. The claim adds a third of the
+        row's ttl, which is the least that a live holder has left.
         """
         last, now, answering = self._last
         if not self.grace:
@@ -86,7 +88,7 @@ class Availability:
             last, now, answering = self._seen_by_main_process()
             if sent - last > SILENCE or answering < self.grace:
                 return NEVER
-        return now + int(max(0.0, sent - last) * 1e6)
+        return now + int((sent - last) * 1e6)  # another thread may have got its answer since
 
     def share(self) -> None:
         """Let the forks of this process use what it has seen. Only one thread of a worker's main

@@ -190,9 +190,9 @@ def test_a_first_success_leaves_the_row_that_a_longer_statement_leaves(
     for short in (True, False):
         record = won(records, make_call(fresh_key(), retention=3600.0))
         success = outcome(record, result='"x"')
-        assert record_rows.only_succeeds(record, success)
+        assert record_rows.success_parameters(record, success)
         if not short:
-            monkeypatch.setattr(record_rows, "only_succeeds", lambda *_: False)
+            monkeypatch.setattr(record_rows, "success_parameters", lambda *_: None)
         assert records.settle(record, success)
         assert row(records, record.stored_key).finished_at is not None
         of_key = {"stored_key": record.stored_key}

@@ -94,8 +94,8 @@ class FixedAvailability:
     def takeover_until(self, sent: float) -> int:
         return ALWAYS if self.answering else NEVER
 
-    def answered(self, sent: float, at: float, now: int) -> None:
-        """Ignore it."""
+    def answered(self, sent: float, at: float, now: int) -> int:
+        return self.takeover_until(sent)
 
     def failed(self, at: float) -> None:
         """Ignore it."""

@@ -37,9 +37,9 @@ from celery_leases.stores.sql.rows import (
     column_values,
     details_of,
     insert_parameters,
-    only_succeeds,
     read_details,
     settle_parameters,
+    success_parameters,
 )
 from celery_leases.stores.sql.schema import Tables
 from tests.unit.decision_inputs import KEY, NOW, OURS, a_record
@@ -184,7 +184,7 @@ def test_the_details_stay_as_they_are_at_a_first_success() -> None:
 def test_the_parameters_of_an_insert_are_the_columns_of_the_new_row() -> None:
     for row in (
         a_record(State.RUNNING, retention=9.0, started_at=0),
-        a_record(State.PENDING, **FULL),
+        a_record(State.RUNNING, **FULL),
     ):
         columns = column_values(row)
         expected = {f"new_{name}": columns[name] for name in WHEN_NEW}
@@ -203,14 +203,14 @@ OTHER_OUTCOMES: dict[str, Any] = {
 def test_a_success_is_written_in_short_only_if_it_changes_nothing_else() -> None:
     row = a_record(State.RUNNING)
     done = Outcome(State.DONE, Ended.RETURNED, row.attempt, 0, row.crashes, 9.0, result="1")
-    assert only_succeeds(row, done)
+    assert success_parameters(row, done)
     written = {"state", "result", "traceback"}
     assert {field.name for field in fields(Outcome)} == written | set(OTHER_OUTCOMES)
     for name, value in OTHER_OUTCOMES.items():
-        assert not only_succeeds(row, replace(done, **{name: value})), name
+        assert not success_parameters(row, replace(done, **{name: value})), name
     other_rows: dict[str, Any] = {"resumes": True, "crashes": 3, "attempt": 2, "failures": 4}
     for name, value in other_rows.items():
-        assert not only_succeeds(replace(row, **{name: value}), done), name
+        assert not success_parameters(replace(row, **{name: value}), done), name
 
 
 def test_a_new_field_of_the_document_is_one_line(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from celery_leases.groups.history import RETENTION
 from celery_leases.stores.group_closing import ClosingGroups
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.dialects import Writes
+from celery_leases.stores.sql.rows import MICROSECONDS, Row, microseconds
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.values import MICROSECONDS, Row, microseconds
 
 
 class SqlGroups(ClosingGroups):

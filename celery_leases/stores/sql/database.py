@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from operator import itemgetter
@@ -20,17 +20,16 @@ from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import sqlalchemy
-from sqlalchemy import Engine, Executable
+from sqlalchemy import ColumnElement, Engine, Executable
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.sql.compiler import SQLCompiler
-from sqlalchemy.types import TypeEngine
 
 from celery_leases.concurrency import wait_limit
 from celery_leases.errors import StoreUnavailable, ValueRefused
 from celery_leases.stores.python_errors import PYTHON_ERRORS
 from celery_leases.stores.sql.connections import BoundedPool
 from celery_leases.stores.sql.dialects import Fault, Writes, dialect_of, touched
-from celery_leases.stores.sql.values import Row
+from celery_leases.stores.sql.rows import Row
 from celery_leases.stores.urls import display_database_url, without_secrets
 
 T = TypeVar("T")
@@ -66,7 +65,7 @@ class CompiledStatement:
     def __init__(
         self,
         compiled: SQLCompiler,
-        types: Mapping[str, TypeEngine[Any]],
+        columns: Iterable[ColumnElement[Any]],
         dialect: sqlalchemy.Dialect,
     ) -> None:
         self.text: Final = str(compiled)
@@ -82,11 +81,11 @@ class CompiledStatement:
                 self._own[name] = bind.effective_value
             if (convert := bind.type.dialect_impl(dialect).bind_processor(dialect)) is not None:
                 self._inward.append((name, convert))
-        self._types = {
-            name: convert
-            for name, kind in types.items()
-            if (convert := kind.dialect_impl(dialect).result_processor(dialect, None)) is not None
-        }
+        self._types: dict[str, Convert] = {}
+        for column in columns:
+            kind = column.type.dialect_impl(dialect)
+            if (convert := kind.result_processor(dialect, None)) is not None:
+                self._types[column.name] = convert
         self._columns: tuple[str, ...] = ()
         self._outward: list[tuple[str, Convert]] = []
 
@@ -98,21 +97,18 @@ class CompiledStatement:
         return self._in_order(given)
 
     def named(self, cursor: Any, row: Sequence[Any]) -> Row:
-        """A *row* of the result on *cursor*."""
+        """A *row* of the result on *cursor*.
+
+        To read the column names of a result is slow, so it is done for the first result, and again
+        if the number of columns changes.
+        """
         if len(row) != len(self._columns):
-            self._describe(cursor)
+            self._columns = columns = tuple(map(itemgetter(0), cursor.description))
+            self._outward = [(name, self._types[name]) for name in columns if name in self._types]
         found = dict(zip(self._columns, row, strict=True))
         for name, convert in self._outward:
             found[name] = convert(found[name])
         return found
-
-    def _describe(self, cursor: Any) -> None:
-        """Read the column names of a result. This is slow, so it is done for the first result, and
-        again if the number of columns changes.
-        """
-        columns = tuple(column[0] for column in cursor.description)
-        self._outward = [(name, self._types[name]) for name in columns if name in self._types]
-        self._columns = columns
 
 
 Name = Callable[[Any, Any], Row]
@@ -188,24 +184,21 @@ class Database:
 
     def touch(self, writes: Writes, values: Mapping[str, Any]) -> bool:
         """Run *writes* in order until one touches a row; returns whether one did so."""
-        return any(self._unless_present(write, values, _touched) for write in writes)
+        return any(self.unless_present(write, values, _touched) for write in writes)
 
-    def first_unless_present(self, statement: Executable, values: Mapping[str, Any]) -> Row | None:
-        """Run a statement that inserts a row, and returns at least one row; ``None`` if the key
-        exists.
+    def unless_present(
+        self,
+        write: Executable,
+        values: Mapping[str, Any],
+        read: Callable[[Any, Name], Any] = _first,
+    ) -> Any:
+        """Run a statement that inserts a row; returns what *read* finds, by default the first row
+        of the result, or ``None`` if the key exists.
         """
         try:
-            return self._run(statement, values, _first)
+            return self._run(write, values, read)
         except _KeyPresentError:
             return None
-
-    def inserted_at(self, statement: Executable, values: Mapping[str, Any]) -> int | None:
-        """Run an insert of :meth:`Dialect.insert_now`; returns its time, or ``None`` if the key
-        exists.
-        """
-        return self._unless_present(
-            statement, values, lambda executed, _: self.dialect.inserted_at(executed)
-        )
 
     def timed(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """*values*, with the time if there is no server that has one."""
@@ -231,14 +224,6 @@ class Database:
         process.
         """
         self.engine.dispose(close=not inherited)
-
-    def _unless_present(
-        self, write: Executable, values: Mapping[str, Any], read: Callable[[Any, Name], T]
-    ) -> T | None:
-        try:
-            return self._run(write, values, read)
-        except _KeyPresentError:
-            return None
 
     def _run(
         self, statement: Executable, values: Mapping[str, Any], read: Callable[[Any, Name], T]
@@ -324,8 +309,7 @@ class Database:
         made, compiled = statement.compile(dialect=self._positional), None
         if not made.post_compile_params and not made.literal_execute_params:
             columns = getattr(statement, "exported_columns", ())
-            types = {column.name: column.type for column in columns}
-            compiled = CompiledStatement(made, types, self._positional)
+            compiled = CompiledStatement(made, columns, self._positional)
         self._compiled[statement] = compiled
         return compiled
 

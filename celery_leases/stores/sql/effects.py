@@ -34,9 +34,8 @@ from celery_leases.results import decode
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.record_statements import is_running
-from celery_leases.stores.sql.rows import attempt_parameters
+from celery_leases.stores.sql.rows import Row, attempt_parameters, microseconds
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.values import Row, microseconds
 
 logger = logging.getLogger("celery_leases")
 

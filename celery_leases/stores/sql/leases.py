@@ -37,7 +37,7 @@ from celery_leases.stores.interfaces import LeaseStore, MarkedLeaseStore
 from celery_leases.stores.sql.cooldown_groups import SqlGroups, later_of
 from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.stores.sql.values import microseconds
+from celery_leases.stores.sql.rows import microseconds
 
 
 class RowMarks:

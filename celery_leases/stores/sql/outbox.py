@@ -16,7 +16,7 @@ from celery_leases.record import CALLER_HAS_FAILURE, Ended, Record, State
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.stores.sql.values import microseconds
+from celery_leases.stores.sql.rows import microseconds
 
 PUBLISH_GRACE: Final = 5.0
 """Seconds after an enqueue in which only the process that enqueued the message publishes it.

@@ -29,7 +29,7 @@ from sqlalchemy import (
     update,
 )
 
-from celery_leases.record import Outcome, Record, State
+from celery_leases.record import Record, State
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.rows import DETAILS, WHEN_CLAIMED, WHEN_NEW, WHEN_SETTLED
@@ -59,7 +59,10 @@ class RecordStatements:
         self.insert_or_read = {gated: make(gated=gated) for gated in (False, True)}
         #: The second step of a claim.
         self.swap = self._swap_statement()
-        self._settle = self._settle_statement((*WHEN_SETTLED, DETAILS))
+        #: Writes an outcome under the attempt's fence.
+        self.settle = self._settle_statement((*WHEN_SETTLED, DETAILS))
+        #: The same for an outcome that leaves all other columns as the claim wrote them.
+        self.settle_success = self._settle_statement(("state", "result"), also_waits=False)
 
     @cached_property
     def insert_or_read_again(self) -> Mapping[bool, Executable]:
@@ -76,14 +79,6 @@ class RecordStatements:
         """
         return self._dialect.insert_now(self.table, self._new_row(self._now), "fence")
 
-    def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
-        """The statement that writes an outcome under the attempt's fence, and its parameters."""
-        if rows.only_succeeds(record, outcome):
-            return self._settle_success, rows.success_parameters(record, outcome)
-        values = rows.settle_parameters(record, outcome)
-        whole = f"new_{DETAILS}" in values
-        return self._settle if whole else self._settle_without_details, values
-
     def changed(self, found: Mapping[Any, Any], new: Record) -> Update:
         """The update of the row *found* to *new*, if its compared columns are unchanged."""
         as_found = [self.table.c[name].is_not_distinct_from(found[name]) for name in rows.COMPARED]
@@ -97,14 +92,9 @@ class RecordStatements:
         )
 
     @cached_property
-    def _settle_without_details(self) -> Update:
-        """The statement that does not change the column ``details``."""
+    def settle_without_details(self) -> Update:
+        """The same, without a change of the column ``details``."""
         return self._settle_statement(WHEN_SETTLED)
-
-    @cached_property
-    def _settle_success(self) -> Update:
-        """The statement for an outcome that leaves all other columns as the claim wrote them."""
-        return self._settle_statement(("state", "result"), also_waits=False)
 
     def _insert_or_read_statement(
         self, *, gated: bool, unless_present: bool = False

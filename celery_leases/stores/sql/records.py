@@ -55,8 +55,8 @@ from celery_leases.stores.sql.cooldown_groups import SqlGroups, gate_of
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.record_queries import in_subquery
 from celery_leases.stores.sql.record_statements import RecordStatements, is_running
+from celery_leases.stores.sql.rows import MICROSECONDS, Row, microseconds
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.values import MICROSECONDS, Row, microseconds
 
 logger = logging.getLogger("celery_leases")
 
@@ -86,7 +86,11 @@ class _KeyUnusableErrors:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, ValueRefused):
-            raise KeyUnusable(f"a value of this call cannot be stored: {error}") from error
+            raise _key_unusable(error) from error
+
+
+def _key_unusable(error: ValueRefused) -> KeyUnusable:
+    return KeyUnusable(f"a value of this call cannot be stored: {error}")
 
 
 KEY_UNUSABLE_ERRORS: Final = _KeyUnusableErrors()
@@ -222,11 +226,13 @@ class SqlRecordStore:
     ) -> Acquired | Refused:
         emptied, group = 0.0, call.group if slots is not None else None
         for _ in range(CLAIM_TRIES):
-            sent = os_threads.boot_clock()
-            until = self.availability.takeover_until(sent) if lease_store == DATABASE else ALWAYS
-            new = rule.claimed(None, call, lease_store, 0)
+            new, sent = rule.claimed(None, call, lease_store, 0), os_threads.boot_clock()
             now, inserted, row, gate = self.insert_or_read(new, group)
-            self.availability.answered(sent, os_threads.boot_clock(), now)
+            until = (
+                self.availability.answered(sent, os_threads.boot_clock(), now)
+                if lease_store == DATABASE
+                else ALWAYS
+            )
             if inserted:
                 return Acquired(rule.dated(new, now))
             if row is not None and row.is_attempt(State.RUNNING, call.token):
@@ -277,11 +283,11 @@ class SqlRecordStore:
         values = rows.insert_parameters(new)
         if group is not None:
             values["gate"] = gate_name(group)
-        with KEY_UNUSABLE_ERRORS:
-            first, gated = self.database.first_unless_present, group is not None
-            found = first(statements.insert_or_read[gated], values)
+        try:
+            gated, unless_present = group is not None, self.database.unless_present
+            found = unless_present(statements.insert_or_read[gated], values)
             if found is None:
-                found = first(statements.insert_or_read_again[gated], values)
+                found = unless_present(statements.insert_or_read_again[gated], values)
             assert found is not None  # the statement always returns one row
             now = int(found["now"])
             row: Mapping[Any, Any] | None
@@ -296,8 +302,11 @@ class SqlRecordStore:
                 gate = self._gate_in(found) if group is not None else None
                 moment = None
                 if row is None and gate is None:
-                    moment = self.database.inserted_at(statements.insert, values)
+                    read = self.database.dialect.inserted_at
+                    moment = unless_present(statements.insert, values, read)
                 inserted, now = moment is not None, moment or now
+        except ValueRefused as error:
+            raise _key_unusable(error) from error
         return (
             now,
             inserted,
@@ -348,11 +357,19 @@ class SqlRecordStore:
             return self._settled(replace(record, finished_results=None), plain)
 
     def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
-        """The statement of :meth:`settle` and its parameters, for a transaction of the user's."""
-        return self.statements.settlement(record, outcome)
+        """The statement of :meth:`settle` and its parameters, also for a transaction of the
+        user's.
+        """
+        short = rows.success_parameters(record, outcome)
+        if short is not None:
+            return self.statements.settle_success, short
+        values = rows.settle_parameters(record, outcome)
+        if f"new_{rows.DETAILS}" in values:
+            return self.statements.settle, values
+        return self.statements.settle_without_details, values
 
     def _settled(self, record: Record, outcome: Outcome) -> bool:
-        if self.database.count(*self.statements.settlement(record, outcome)):
+        if self.database.count(*self.settlement(record, outcome)):
             return True
         row = self._row(record.stored_key)
         if row is None or (row["fence"], row["owner"]) != (record.fence, record.owner):

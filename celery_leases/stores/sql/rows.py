@@ -23,11 +23,14 @@ from celery_leases.errors import RecordUnreadable
 from celery_leases.keys import fingerprint_of, is_fingerprint
 from celery_leases.record import FIELDS, SETTLED, Attempt, Ended, Failure, Outcome, Record, State
 from celery_leases.results import decode, unreadable
-from celery_leases.stores.sql.values import MICROSECONDS, Row, microseconds
 from celery_leases.text.cleaning import storable
 
 logger = logging.getLogger("celery_leases")
 
+Row = Mapping[Any, Any]
+"""A row of a result: values by column name."""
+MICROSECONDS: Final = 1e6
+"""The stored times and spans are integers: microseconds."""
 DETAILS: Final = "details"
 """The column of the document."""
 SAME_AS_FINISHED_AT: Final = True
@@ -98,6 +101,11 @@ _counts: Final = attrgetter(*(name for name in SETTLED if name not in _COLUMNS))
 """The fields of the document that an outcome sets, of an outcome or a record."""
 
 
+def microseconds(seconds: float) -> int:
+    """The stored form of a span of *seconds*."""
+    return round(seconds * MICROSECONDS)
+
+
 def column_values(record: Record) -> dict[str, Any]:
     """All columns of *record*.
 
@@ -105,20 +113,23 @@ def column_values(record: Record) -> dict[str, Any]:
     claim. A success then changes no indexed column, so PostgreSQL need not write the indexes.
     """
     values = dict(zip(_COLUMNS.values(), _columns_of(record), strict=True))
+    if record.state is State.RUNNING and record.retention:
+        values["expires_at"] = record.started_at + microseconds(record.retention)
     return values | {
         "resumes": int(record.resumes),
         "ended": _ended(record.state, record.ended),
         "error": written(record.failure),
-        "expires_at": _expires_at(record),
         DETAILS: details_of(record),
     }
 
 
 def insert_parameters(record: Record) -> dict[str, Any]:
-    """The parameters of the insert of *record*, whose times are relative to the insert.
+    """The parameters of the insert of *record*, which is running, and whose times are relative to
+    the insert.
 
     Builds only the columns of the insert, because each first run needs them.
     """
+    keep = record.retention
     return {
         "new_stored_key": record.stored_key,
         "new_task": record.task,
@@ -131,14 +142,16 @@ def insert_parameters(record: Record) -> dict[str, Any]:
         "new_message": record.message,
         "new_lease_until": record.lease_until,
         "new_lease_store": record.lease_store,
-        "new_expires_at": _expires_at(record),
+        "new_expires_at": record.started_at + round(keep * MICROSECONDS) if keep else None,
         f"new_{DETAILS}": details_of(record),
     }
 
 
-def only_succeeds(record: Record, outcome: Outcome) -> bool:
-    """Whether *outcome* changes nothing but ``state``, ``result`` and the times of the end."""
-    return (
+def success_parameters(record: Record, outcome: Outcome) -> dict[str, Any] | None:
+    """The parameters of the statement that writes an *outcome* which changes nothing but ``state``,
+    ``result`` and the times of the end; ``None`` for any other outcome.
+    """
+    if not (
         outcome.ended is Ended.RETURNED  # which is NULL in a done row, as the claim wrote it
         and outcome.retention is not None
         and not outcome.retry_after
@@ -147,12 +160,9 @@ def only_succeeds(record: Record, outcome: Outcome) -> bool:
         and outcome.failure is None
         and outcome.progress is None
         and _keeps_details(record, outcome)
-    )
-
-
-def success_parameters(record: Record, outcome: Outcome) -> dict[str, Any]:
-    """The parameters of the statement that writes such an outcome."""
-    keep = int((outcome.retention or 0.0) * MICROSECONDS)
+    ):
+        return None
+    keep = int(outcome.retention * MICROSECONDS)
     return {
         "for_key": record.stored_key,
         "for_fence": record.fence,
@@ -218,12 +228,6 @@ def without_texts(outcome: Outcome) -> Outcome:
 def _ended(state: State, ended: Ended | None) -> Ended | None:
     """The stored form of ``ended``: NULL for the usual end of a done row."""
     return None if state is State.DONE and ended is Ended.RETURNED else ended
-
-
-def _expires_at(record: Record) -> int | None:
-    if record.state is State.RUNNING and record.retention:
-        return record.started_at + microseconds(record.retention)
-    return record.expires_at
 
 
 def _keeps_details(record: Record, outcome: Outcome) -> bool:

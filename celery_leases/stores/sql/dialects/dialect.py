@@ -207,7 +207,7 @@ class Dialect:
         return inserted
 
     @staticmethod
-    def inserted_at(executed: Any) -> int | None:
+    def inserted_at(executed: Any, _: object = None) -> int | None:
         """The time of the insert from the result or cursor of :meth:`insert_now`; ``None`` if no
         row was inserted.
         """

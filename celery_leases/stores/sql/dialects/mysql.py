@@ -176,7 +176,7 @@ class MySQL(Dialect):
         return insert(table).values({**values, name: func.last_insert_id(self.now)})
 
     @staticmethod
-    def inserted_at(executed: Any) -> int | None:
+    def inserted_at(executed: Any, _: object = None) -> int | None:
         return int(executed.lastrowid)
 
     def create_table(self, table: Table) -> list[ExecutableDDLElement]:
