@@ -197,7 +197,9 @@ def call_key(
     try:
         given = _given(task, signature, args, kwargs)
         key, written = _filled(task, "key", options.key, given)
-        if isinstance(options.key, str) and is_shared(key) != options.key.startswith("/"):
+        if isinstance(options.key, str) and (_SHARED.fullmatch(key) is not None) != (
+            options.key.startswith("/")
+        ):
             raise KeyUnusable(
                 f"task {task}: lease_key={options.key!r} gave {bounded(key)!r}; only a template that begins with "
                 '"/name/" makes a key like that, which other tasks may share; write "file:{path}" instead of "{path}"'
@@ -237,7 +239,10 @@ def call_group(
 
 def fingerprint_of(digests: Mapping[str, str]) -> str:
     """The fingerprint of arguments with these digests. A record stores only the digests."""
-    return f"{VERSION}:{_hashed(_joined(digests), 16)[:FINGERPRINT_LENGTH]}"
+    text = ",".join([f'{_quoted(name)}:"{digests[name]}"' for name in sorted(digests)])
+    # This equals canonical(digests), except that canonical() joins two adjacent surrogates.
+    text = canonical(digests) if _surrogate(text) else f"{{{text}}}"
+    return f"{VERSION}:{_hashed(text, 16)[:FINGERPRINT_LENGTH]}"
 
 
 def is_fingerprint(text: str | None) -> bool:
@@ -281,12 +286,6 @@ def _contrast(ours: str | None, theirs: str | None) -> str:
     return f"{here}; in the earlier call {there}"
 
 
-def _joined(digests: Mapping[str, str]) -> str:
-    named = ",".join([f'{_quoted(name)}:"{digests[name]}"' for name in sorted(digests)])
-    # This equals canonical(digests), except that canonical() joins two adjacent surrogates.
-    return canonical(digests) if _surrogate(named) else f"{{{named}}}"
-
-
 def _too_deep(task: str) -> KeyUnusable:
     return KeyUnusable(
         f"task {task}: its arguments are nested too deeply for a key or a fingerprint; "
@@ -300,22 +299,16 @@ _DECORATED: Final = (
 )
 
 
+@value_class(frozen=True, slots=True)
 class _Given:
     """The arguments of one call with defaults applied, as a worker receives them."""
 
-    def __init__(
-        self,
-        signature: inspect.Signature,
-        by_name: dict[str, Any],
-        bound: Any = None,
-        advice: str = "",
-    ) -> None:
-        self.signature = signature
-        #: The arguments by the names of the parameters.
-        self.by_name = by_name
-        self._bound = bound
-        #: What to write if a template cannot be filled.
-        self.advice = advice
+    signature: inspect.Signature
+    #: The arguments by the names of the parameters.
+    by_name: dict[str, Any]
+    bound: inspect.BoundArguments | None = None
+    #: What to write if a template cannot be filled.
+    advice: str = ""
 
     def differing_from_defaults(self) -> dict[str, Any]:
         """The arguments that are not equal to the defaults of their parameters."""
@@ -338,7 +331,7 @@ class _Given:
         """The value that *maker*, the option *name*, returns for the arguments; raises
         :class:`KeyUnusable` if it raises.
         """
-        bound = self._bound or self.signature.bind(**self.by_name)
+        bound = self.bound or self.signature.bind(**self.by_name)
         try:
             return maker(*bound.args, **bound.kwargs)
         except Exception as error:
@@ -487,8 +480,8 @@ def _filled(
             f"{name} gave {len(text)} characters; a key has at most {KEY_MAX}: "
             "let a callable return a hash of them"
         )
-    if reason := unfit(text):
-        raise KeyUnusable(f"{name} gave {bounded(text)!r}: {reason}")
+    if _unfit(text):
+        raise KeyUnusable(f"{name} gave {bounded(text)!r}: {unfit(text)}")
     return text, written
 
 

@@ -263,7 +263,7 @@ class Lease:
             if due:
                 self._save_loop()
                 last = number + 1
-        if self._held_lease.body_state.has_unsaved_progress:
+        if self._held_lease.body_state.unsaved_progress is not None:
             self._save_loop()
 
     def _save_loop(self) -> None:
@@ -277,8 +277,8 @@ class Lease:
         self._progress = replace(
             self._progress, positions={**self._progress.positions, name: finished}
         )
-        self._held_lease.body_state.set_unsaved_progress(
-            partial(saved.dump, self._progress, self._record.generation)
+        self._held_lease.body_state.unsaved_progress = partial(
+            saved.dump, self._progress, self._record.generation
         )
 
     def _save(self, now: saved.Progress) -> None:
@@ -290,7 +290,7 @@ class Lease:
                     f"{self.key}: the lease is lost: {RECORD_CHANGED}", self.key, RECORD_CHANGED
                 )
             self._progress, self._saved_at = now, self._held_lease.now()
-            self._held_lease.body_state.set_unsaved_progress(None)
+            self._held_lease.body_state.unsaved_progress = None
             self._held_lease.body_state.progressed = True
 
     # -- the caller's own transaction --------------------------------------------------------------

@@ -36,30 +36,15 @@ class BodyState:
     def __init__(self) -> None:
         #: The attempt has finished an effect or saved its progress.
         self.progressed = False
-        self._unsaved: Callable[[], str] | None = None
+        #: The JSON text of the unsaved progress, as a function because the progress changes often;
+        #: ``None``: all is saved.
+        self.unsaved_progress: Callable[[], str] | None = None
         #: ``complete()`` was called.
         self.completing = False
         self._transaction: JoinedTransaction | None = None
         self._locking = False
-        self._joined: list[JoinedTransaction] = []
-
-    @property
-    def unsaved_progress(self) -> str | None:
-        """The unsaved progress as JSON text."""
-        return self._unsaved() if self._unsaved is not None else None
-
-    @property
-    def has_unsaved_progress(self) -> bool:
-        """Whether there is unsaved progress."""
-        return self._unsaved is not None
-
-    def set_unsaved_progress(self, progress: Callable[[], str] | None) -> None:
-        """Set the unsaved progress; ``None``: all is saved.
-
-        *progress* returns the JSON text. It is called only when the text is needed, because the
-        progress changes often.
-        """
-        self._unsaved = progress
+        #: The transactions that the body uses, so that they end with the body at the latest.
+        self.joined: list[JoinedTransaction] = []
 
     @property
     def guarded(self) -> bool:
@@ -89,8 +74,8 @@ class BodyState:
         return not transaction.is_of(given) and self.holds_row_lock()
 
     def join(self, transaction: JoinedTransaction) -> None:
-        """Note that the body uses *transaction*, so that it ends with the body at the latest."""
-        self._joined = [joined for joined in self._joined if joined.is_open()] + [transaction]
+        """Note that the body uses *transaction*."""
+        self.joined = [joined for joined in self.joined if joined.is_open()] + [transaction]
 
     @contextmanager
     def locking(self, transaction: JoinedTransaction) -> Iterator[None]:
@@ -111,9 +96,7 @@ class BodyState:
         more and they would keep the row locked; return whether there was one.
         """
         self._transaction = None
-        if not self._joined:
-            return False
-        joined, self._joined = self._joined, []
+        joined, self.joined = self.joined, []
         return sum(transaction.roll_back() for transaction in joined) > 0
 
 

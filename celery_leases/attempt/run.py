@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, assert_never
 
@@ -98,18 +98,17 @@ class RowMayBeOpen(Exception):
         self.answer = answer
 
 
+@dataclass(eq=False)
 class Execution:
     """One delivery of *call* in *process*: from the look at its record to the release of its lease.
 
     ``held_lease`` is set once the lease is acquired, and ``record`` once it is claimed.
     """
 
-    held_lease: HeldLease
-    record: Record
-
-    def __init__(self, process: Process, call: Call) -> None:
-        self.process = process
-        self.call = call
+    process: Process
+    call: Call
+    held_lease: HeldLease = field(init=False)
+    record: Record = field(init=False)
 
     def run(self, body: Body, store_failures: int = 0) -> Answer:
         """Handle the call to its end.
@@ -134,9 +133,9 @@ class Execution:
                 return self._report_verdict(verdict)
             try:
                 return self._run(body, store_failures)
-            finally:
-                # Also after an unexpected exception: then the lease expires.
+            except BaseException:  # an unexpected one: the lease expires
                 self.process.renewer.drop(self.held_lease)
+                raise
         finally:
             resource_pool.max_wait.reset(before)
 
@@ -231,7 +230,7 @@ class Execution:
         held_lease.probe = call.group if probes else None
         resource_pool.max_wait.set(held_lease.connection_wait)
         try:
-            if not held_lease.held:
+            if not (process.leases.in_records or held_lease.held):
                 raise StoreUnavailable(
                     f"{process.leases.name}: the lease was granted too late to be useful", True
                 )
@@ -468,7 +467,7 @@ class Execution:
         began = clock.now()
         ending = body(held_lease, record)
         runtime = clock.now() - began
-        left_open = state.roll_back_open()
+        left_open = bool(state.joined) and state.roll_back_open()
         if state.progressed:
             self.record = record = replace(record, crashes=0)
         if state.completing:
@@ -486,8 +485,8 @@ class Execution:
             self.record = record = self._with_known_ends()
         verdict = self._failed(ending) if isinstance(ending, Raised) else None
         outcome = settlement.after_run(call, record, ending, verdict)
-        if state.has_unsaved_progress:
-            outcome = replace(outcome, progress=state.unsaved_progress)
+        if state.unsaved_progress is not None:
+            outcome = replace(outcome, progress=state.unsaved_progress())
         settled = self._until_settled(ending, partial(process.records.settle, record, outcome))
         process.renewer.drop(held_lease)
         if settled is None:
@@ -646,7 +645,7 @@ class Execution:
         key takes this process for dead.
         """
         call, process = self.call, self.process
-        until = settlement.settle_until(call, process.clock.now())
+        began = process.clock.now()
         retried = (
             isinstance(ending, Returned | Raised | Snoozed | ControlFlow)
             or self.held_lease.lost is not None
@@ -665,7 +664,11 @@ class Execution:
 
         try:
             done = retrying(
-                step, lambda: until, process.clock, errors=Exception, repeatable=repeatable
+                step,
+                lambda: settlement.settle_until(call, began),
+                process.clock,
+                errors=Exception,
+                repeatable=repeatable,
             )
         except Exception:  # noqa: BLE001 - logged; the next claim of the call closes the row
             return None

@@ -86,7 +86,8 @@ def after_run(
     """The outcome of the attempt on *record*; *verdict* is what ``after_failure`` has decided, if
     the body raised.
     """
-    crashes = record.crashes if _crashes_of_another_call(call, record) else 0
+    of_another_call = record.crashes > 0 and _crashes_of_another_call(call, record)
+    crashes = record.crashes if of_another_call else 0
     if isinstance(ending, Returned):  # at once, because replace() is slow
         return Outcome(
             State.DONE,
@@ -98,7 +99,7 @@ def after_run(
             retries=record.retries,
             result=ending.result,
             reason=ending.missing,
-            finished=_finished(call, record, ending.result),
+            finished=_finished(call, record, ending.result) if call.options.each_runs else None,
             crashed_call=record.crashed_call,
         )
     return _with_retention(call, _closed(call, record, ending, verdict, crashes))

@@ -135,7 +135,7 @@ class Delivery:
         self.time_limits: tuple[float | None, float | None] | None = (
             request.__dict__[LIMITS] if LIMITS in request.__dict__ else None  # noqa: SIM401 - a call less
         )
-        self.interrupt_guard = interrupt_guard_here(self.pid, self.token)
+        self.owner = owner_of(self.token or new_token(), self.pid)
         self.call_id = call_id_of(request.id, request.replaced_task_nesting)
         headers = request.headers
         if not (type(headers) is dict or headers is None or isinstance(headers, Mapping)):
@@ -147,6 +147,7 @@ class Delivery:
             self.received_header is None and headers is not None and headers.get(HEADER) is not None
         )
         self.header = self.received_header or Header(task.name, self.call_id)
+        self.interrupt_guard = interrupt_guard_here(self.pid, self.token)
         delivered = request.delivery_info
         self.redelivered = bool(delivered and delivered.get("redelivered"))
         #: The body has begun here, so a copy that was published earlier cannot replace this one.
@@ -275,7 +276,7 @@ class Delivery:
             started=header.started or request.retries > 0,
             retries=request.retries,
             prior=header.prior,
-            token=owner_of(self.token or new_token(), self.pid),
+            token=self.owner,
             host=self.process.host,
             longest_countdown=self.process.settings.longest_countdown,
             received_at=self.received_at,
@@ -288,15 +289,8 @@ class Delivery:
         )
 
     def _update_header(self, call: Call, **changes: Any) -> None:
-        self._write_header(replace(self.header.of_key(call.key, call.group), **changes))
-
-    def _write_header(self, header: Header) -> None:
-        """Write the header into the request's headers, which Celery's retries and copies carry.
-
-        The request gets headers of its own, because members of a group share one dictionary.
-        """
-        self.header = header
-        self.request.headers = {**(self.request.headers or {}), HEADER: header.written()}
+        self.header = replace(self.header.of_key(call.key, call.group), **changes)
+        self.header.write(self.request)
 
     def _refuse_expired(self, call: Call) -> None:
         """Revoke a redelivered message that has expired, unless its call has begun.
@@ -334,7 +328,8 @@ class Delivery:
     # -- the body ----------------------------------------------------------------------------------
 
     def _body(self, call: Call, held_lease: HeldLease, record: Record) -> Ending:
-        self._write_header(self.header.begun(call.key, call.group))
+        self.header = self.header.begun(call.key, call.group)
+        self.header.write(self.request)
         self.body_began = True
         on_lost = self.options.on_lost
         if on_lost == "kill" and self.request.is_eager:

@@ -140,6 +140,13 @@ class Header:
             started=True,
         )
 
+    def write(self, request: Any) -> None:
+        """Write the header into the headers of *request*, which Celery's retries and copies carry.
+
+        The request gets headers of its own, because members of a group share one dictionary.
+        """
+        request.headers = {**(request.headers or {}), HEADER: self.written()}
+
     def written(self) -> dict[str, Any]:  # noqa: C901 - a line for each field is quicker than a loop
         """The form in a message: without empty fields."""
         # A delivery writes one before its body, so this is quicker than a loop over the fields.

@@ -241,8 +241,8 @@ class TestEach:
         for number, ending in enumerate(endings):
             with pytest.raises(Killed):
                 work(attempt.lease, range(100), 5 * number + 4, die, done)
-            unsaved = attempt.held_lease.body_state.unsaved_progress
-            assert unsaved not in (None, desk.row.progress)
+            unsaved = attempt.held_lease.body_state.unsaved_progress()
+            assert unsaved != desk.row.progress
             assert load(unsaved, 0).positions == {"items": 5 * number + 4}
             desk.records.settle(attempt.record, _outcome(attempt, ending, unsaved))
             desk.clock.sleep(10_000.0)
@@ -255,8 +255,7 @@ class TestEach:
         with pytest.raises(LeaseLost):
             work(attempt.lease, range(10), 3, attempt.lose, seen, every=every)
         assert seen == [0, 1, 2, 3]
-        unsaved = attempt.held_lease.body_state.unsaved_progress
-        assert unsaved is not None
+        unsaved = attempt.held_lease.body_state.unsaved_progress()
         assert load(unsaved, 0).positions == {"items": 4}
 
     def test_it_stops_at_once_when_it_was_lost_before(self, desk, attempt) -> None:
@@ -274,8 +273,7 @@ class TestEach:
     def test_a_store_that_does_not_answer_ends_the_attempt(self, desk, attempt) -> None:
         with pytest.raises(StoreUnavailable):
             work(attempt.lease, range(10), 3, lambda: desk.journal.away("save"), every=1)
-        unsaved = attempt.held_lease.body_state.unsaved_progress
-        assert unsaved is not None
+        unsaved = attempt.held_lease.body_state.unsaved_progress()
         assert load(unsaved, 0).positions == {"items": 4}
 
     def test_loops_of_other_names_have_their_own_positions(self, desk, attempt) -> None:
@@ -380,7 +378,7 @@ def test_after_any_death_nothing_is_skipped_and_little_is_repeated(every, deaths
         except Killed:
             unsaved = attempt.held_lease.body_state.unsaved_progress
             if not killed and unsaved is not None:
-                desk.records.settle(attempt.record, _outcome(attempt, Lost("gone"), unsaved))
+                desk.records.settle(attempt.record, _outcome(attempt, Lost("gone"), unsaved()))
         run = done[before:]
         assert run == list(range(run[0], run[0] + len(run))) if run else True
         if before and run:

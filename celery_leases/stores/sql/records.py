@@ -346,15 +346,16 @@ class SqlRecordStore:
         lost. If the database refuses a text of the outcome, the outcome is written without texts.
         """
         try:
-            return self._settled(record, outcome)
+            written = self.database.count(*self.settlement(record, outcome))
         except ValueRefused as error:
             logger.error(
                 "%s: its outcome was written without result, reason and message: %s",
                 record.key,
                 error,
             )
-            plain = rows.without_texts(outcome)
-            return self._settled(replace(record, finished_results=None), plain)
+            record, outcome = replace(record, finished_results=None), rows.without_texts(outcome)
+            written = self.database.count(*self.settlement(record, outcome))
+        return written > 0 or self._was_settled(record, outcome)
 
     def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
         """The statement of :meth:`settle` and its parameters, also for a transaction of the
@@ -368,9 +369,7 @@ class SqlRecordStore:
             return self.statements.settle, values
         return self.statements.settle_without_details, values
 
-    def _settled(self, record: Record, outcome: Outcome) -> bool:
-        if self.database.count(*self.settlement(record, outcome)):
-            return True
+    def _was_settled(self, record: Record, outcome: Outcome) -> bool:
         row = self._row(record.stored_key)
         if row is None or (row["fence"], row["owner"]) != (record.fence, record.owner):
             return False
