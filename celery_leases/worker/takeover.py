@@ -11,14 +11,18 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import random
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from celery import Celery
 from celery.concurrency.solo import TaskPool as SoloPool
+from celery.worker import state
 from kombu.transport.virtual.base import QoS
 from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import loads
@@ -32,7 +36,7 @@ from celery_leases.text.redaction import redact
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 
 if TYPE_CHECKING:
-    from celery_leases.stores.redis.workers import WorkerState
+    from celery_leases.stores.redis.workers import Workers, WorkerState
 
 BATCH_TIME: Final = 0.05
 """Seconds in which changes of the registered messages are gathered for one round trip."""
@@ -43,15 +47,22 @@ STOP_TIMEOUT: Final = 2.0
 class _Delivery:
     """A leased message that this worker has got and not acknowledged yet."""
 
-    __slots__ = ("gone", "sent", "tag", "task")
+    __slots__ = ("gone", "message", "sent", "tag", "task")
 
-    def __init__(self, tag: str, task: str) -> None:
-        self.tag = tag
+    def __init__(self, message: Any, task: str) -> None:
+        self.message = message
+        self.tag: str = message.delivery_tag
         self.task = task
         #: The broker may have its registration.
         self.sent = False
-        #: Another worker has returned the message to its queue.
+        #: The message was returned to its queue, so another worker may have it.
         self.gone = False
+
+    def is_returned(self) -> bool:
+        """Whether kombu has returned the message to its queue, as it does when a channel closes and
+        the broker answers.
+        """
+        return self.tag not in self.message.channel.qos._delivered  # noqa: SLF001
 
 
 class WorkerLease:
@@ -67,18 +78,21 @@ class WorkerLease:
         self._prefix = prefix
         self._ttl = ttl
         self._clock = os_threads.boot_clock
-        #: Until when this worker may acknowledge what it has registered.
-        self._counts_until = -math.inf
+        #: Until when this worker may acknowledge what it has registered. Before it has a lease,
+        #: nobody returns its messages.
+        self._counts_until = math.inf
+        #: Since when the lease has been renewed without a gap.
+        self._renewed_since = math.inf
         #: When the worker's event loop was seen running.
         self._loop_seen = math.inf
         self._loop_timer: Any = None
-        #: Messages that have come, and that have ended (true).
-        self._changes: deque[tuple[_Delivery, bool]] = deque()
+        #: What has happened to messages, for the thread that renews.
+        self._changes: deque[Callable[[], None]] = deque()
         self._registered: dict[str, _Delivery] = {}
         self._to_add: dict[str, _Delivery] = {}
         self._to_remove: dict[str, None] = {}
-        #: Messages that ended when they could not be acknowledged, and whether to return them.
-        self._unacknowledged: deque[tuple[_Delivery, bool]] = deque()
+        #: What is still to be done with messages at the broker.
+        self._unfinished: deque[tuple[_Delivery, Callable[[Any, _Delivery], object]]] = deque()
         self._wakeup = os_threads.Wakeup()
         self._idle = False
         self._stopping = False
@@ -107,7 +121,7 @@ class WorkerLease:
         if worker.hub is None or isinstance(worker.pool, SoloPool):
             return
         if self._loop_timer is not None:
-            self._loop_timer.cancel()  # Celery sends worker_ready after each reconnect
+            self._loop_timer.cancel()  # Celery before 5.7 has cancelled it with the connection
         self._loop_runs()
         self._loop_timer = worker.hub.call_repeatedly(
             self._ttl / deadlines.RENEWALS_PER_TTL, self._loop_runs
@@ -120,46 +134,47 @@ class WorkerLease:
         """Register a *message* of a leased *task*, until it is acknowledged or rejected."""
         if self._refused:
             return
-        delivery = _Delivery(message.delivery_tag, task)
-        message.ack = partial(self._end, delivery, message, message.ack)
-        message.reject = partial(self._end, delivery, message, message.reject)
-        self._changed(delivery, ended=False)
+        delivery = _Delivery(message, task)
+        message.ack = partial(self._end, delivery, message.ack)
+        message.reject = partial(self._end, delivery, message.reject)
+        self._changed(partial(self._add, delivery))
+
+    def reconnected(self) -> None:
+        """Return the messages that Celery has dropped with its connection: those that do not run."""
+        running = {request._message.delivery_tag for request in tuple(state.active_requests)}  # noqa: SLF001
+        self._changed(partial(self._return_all_but, running))
 
     def _end(
-        self,
-        delivery: _Delivery,
-        message: Any,
-        end: Callable[..., None],
-        *args: Any,
-        **kwargs: Any,
+        self, delivery: _Delivery, end: Callable[..., None], *args: Any, **kwargs: Any
     ) -> None:
-        """Acknowledge or reject *message* by *end*, unless another worker has it, or may have it.
+        """Acknowledge or reject a message by *end*, unless another worker has it, or may have it.
 
         A message that is delivered again has the same tag, so a late acknowledgement would remove
         it from the broker while it runs elsewhere.
         """
-        requeue = bool(kwargs.get("requeue"))
-        counts = self._refused or self._clock() < self._counts_until
-        if not delivery.sent or (counts and not delivery.gone):
+        message = delivery.message
+        later = _requeue if kwargs.get("requeue") else _acknowledge
+        counts = not delivery.sent or self._clock() < self._counts_until
+        if counts and not delivery.gone:
             try:
                 end(*args, **kwargs)
             except Exception:
-                self._end_later(delivery, requeue)
+                self._later(delivery, later)
                 raise
-            self._changed(delivery, ended=True)
+            self._changed(partial(self._remove, delivery))
         else:
             QoS.ack(message.channel.qos, delivery.tag)  # in this process alone
             message._state = "ACK"  # noqa: SLF001 - as Message.ack does
             if not delivery.gone:
-                self._end_later(delivery, requeue)
+                self._later(delivery, later)
         del message.ack, message.reject
 
-    def _changed(self, delivery: _Delivery, *, ended: bool) -> None:
-        self._changes.append((delivery, ended))
+    def _changed(self, change: Callable[[], None]) -> None:
+        self._changes.append(change)
         self._wake()
 
-    def _end_later(self, delivery: _Delivery, requeue: bool) -> None:
-        self._unacknowledged.append((delivery, requeue))
+    def _later(self, delivery: _Delivery, action: Callable[[Any, _Delivery], object]) -> None:
+        self._unfinished.append((delivery, action))
         self._wake()
 
     def _wake(self) -> None:
@@ -187,7 +202,7 @@ class WorkerLease:
         from celery_leases.stores.redis.errors import advice_for
 
         # After a renewal, messages are registered: another worker may return them meanwhile.
-        self._refused = self._counts_until == -math.inf and advice_for(error) is not None
+        self._refused = self._counts_until == math.inf and advice_for(error) is not None
         if self._refused:
             logger.info(
                 "this worker has no lease of its own, so its messages wait for the visibility timeout "
@@ -206,23 +221,34 @@ class WorkerLease:
         from celery_leases.stores.redis.workers import Workers
 
         workers = Workers(channel.pool, self._prefix)
+        # A failover may have lost some of them.
+        self._to_add.update(self._registered)
+        self._renewed_since = self._clock()
+        returning: Iterator[bool] = iter(())
         while not self._stopping:
             now = self._clock()
             due = deadlines.renewal_due(now, self._ttl)
             if now - self._loop_seen <= self._ttl:
-                for name in self._renew(workers, channel):
-                    if name != self.name:
-                        _take_over(workers, channel, name)
+                ended = self._renew(workers, channel)
                 self._failing = False
+                busy = next(returning, False)
+                if not busy and now - self._renewed_since >= self._ttl / deadlines.RENEWALS_PER_TTL:
+                    others = (_return_messages(workers, channel, name, self._ttl) for name in ended)
+                    returning = chain.from_iterable(others)
+                    busy = next(returning, False)
                 self._idle = True
-                if not self._changes and not self._unacknowledged:
+                if not (busy or self._changes or self._unfinished):
                     self._wakeup.wait(due - self._clock())
                 self._idle = False
                 due = min(due, self._clock() + BATCH_TIME)
+                while busy and self._clock() < due:
+                    busy = next(returning, False)
             self._sleep(due - self._clock())
-        self._renew(workers, channel)  # acknowledges what has ended while the lease did not count
+        # Celery acknowledges nothing from now on. Kombu has returned what it could.
+        self._changes.append(partial(self._return_all_but, frozenset()))
+        self._renew(workers, channel)
         workers.forget(self.name)
-        self._counts_until = math.inf  # nobody can return its messages any more
+        self._counts_until = math.inf
 
     def _sleep(self, seconds: float) -> None:
         until = self._clock() + seconds
@@ -234,6 +260,8 @@ class WorkerLease:
         self._gather()
         sent = self._clock()
         lapsed = sent >= self._counts_until
+        if lapsed:
+            self._renewed_since = sent
         earlier = [delivery for delivery in self._registered.values() if delivery.sent]
         present, ended = self._write(workers)
         if not present and lapsed:
@@ -248,29 +276,40 @@ class WorkerLease:
             self._write(workers)
         hard = deadlines.hard_deadline(sent, self._ttl)
         self._counts_until = deadlines.stop_deadline(hard, self._ttl)
-        while self._unacknowledged:
-            delivery, requeue = self._unacknowledged[0]
-            if not delivery.gone and requeue:
-                channel.qos.restore_by_tag(delivery.tag, leftmost=True)
-            elif not delivery.gone:
-                channel.qos._remove_from_indices(delivery.tag).execute()  # noqa: SLF001 - as its ack()
-            self._unacknowledged.popleft()
-            self._changes.append((delivery, True))
+        while self._unfinished:
+            delivery, action = self._unfinished[0]
+            if not delivery.gone:
+                action(channel.qos, delivery)
+            self._unfinished.popleft()
+            self._remove(delivery)
         return ended
 
     def _gather(self) -> None:
         """Find what to write. A message that has come and ended meanwhile is not written."""
         while self._changes:
-            delivery, ended = self._changes.popleft()
-            tag = delivery.tag
-            if not ended:
-                self._registered[tag] = self._to_add[tag] = delivery
-                self._to_remove.pop(tag, None)
-            elif self._registered.get(tag) is delivery:
-                del self._registered[tag]
-                self._to_add.pop(tag, None)
-                if delivery.sent:
-                    self._to_remove[tag] = None
+            self._changes.popleft()()
+
+    def _add(self, delivery: _Delivery) -> None:
+        self._registered[delivery.tag] = self._to_add[delivery.tag] = delivery
+        self._to_remove.pop(delivery.tag, None)
+
+    def _remove(self, delivery: _Delivery) -> None:
+        if self._registered.get(delivery.tag) is delivery:
+            del self._registered[delivery.tag]
+            self._to_add.pop(delivery.tag, None)
+            if delivery.sent:
+                self._to_remove[delivery.tag] = None
+
+    def _return_all_but(self, running: AbstractSet[str]) -> None:
+        """Return the messages that Celery holds no longer."""
+        for delivery in list(self._registered.values()):
+            if delivery.message.acknowledged:
+                continue  # and perhaps not at the broker yet
+            if delivery.is_returned():
+                delivery.gone = True
+                self._remove(delivery)
+            elif delivery.tag not in running:
+                self._unfinished.append((delivery, _return))
 
     def _write(self, workers: Any) -> tuple[bool, Sequence[str]]:
         for delivery in self._to_add.values():
@@ -284,23 +323,73 @@ class WorkerLease:
         return written
 
 
-def _take_over(workers: Any, channel: Any, name: str) -> None:
-    """Return the messages of a worker whose lease has ended to their queues."""
-    taken = workers.take(name)
+def _acknowledge(qos: Any, delivery: _Delivery) -> None:
+    qos._remove_from_indices(delivery.tag).execute()  # noqa: SLF001 - as its ack()
+
+
+def _requeue(qos: Any, delivery: _Delivery) -> None:
+    qos.restore_by_tag(delivery.tag, leftmost=True)
+
+
+def _return(qos: Any, delivery: _Delivery) -> None:
+    qos.restore_by_tag(delivery.tag)
+    delivery.gone = True
+    QoS.ack(delivery.message.channel.qos, delivery.tag)  # kombu returns it no second time
+
+
+def _return_messages(workers: Workers, channel: Any, name: str, ttl: float) -> Iterator[bool]:
+    """Return the messages of a worker whose lease has ended to their queues, one with each step."""
+    from celery_leases.stores.redis.workers import own_name
+
+    taken = workers.take(name, ttl)
     if taken is None:
         return
     ended, tags = taken
-    returned = 0
-    for tag in tags:
-        if _has_queue(channel, tag) and workers.claim(ended, tag):
-            channel.qos.restore_by_tag(tag)
-            returned += 1
+    left = returned = 0
+    for tag in random.sample(tags, len(tags)):  # after *ttl* another worker helps
+        if not _has_queue(channel, tag):
+            left += 1
+        else:
+            client = _Unregistering(channel.client, workers.messages(ended), tag)
+            channel.qos.restore_by_tag(tag, client)
+            returned += client.returned
+        yield True
+    if not left:
+        workers.forget(ended)
     if returned:
         logger.info(
             "the lease of the worker %s has ended: %d of its messages are in their queues again",
-            name.partition("!")[0],
+            own_name(ended),
             returned,
         )
+
+
+class _Unregistering:
+    """Stands for the Redis client of kombu, which returns the message *tag* to its queue.
+
+    The transaction also removes the message from *messages*, those of an ended worker. It does
+    nothing if the message is not there, because then another worker has returned it.
+    """
+
+    def __init__(self, client: Any, messages: str, tag: str) -> None:
+        self._client = client
+        # The client adds the prefix to all keys.
+        self._messages = messages.removeprefix(getattr(client, "global_keyprefix", ""))
+        self._tag = tag
+        self.returned = False
+
+    def transaction(self, restore: Callable[[Any], None], *_: str) -> None:
+        """Run *restore* in a transaction that watches *messages* alone: all workers change kombu's
+        own keys all the time.
+        """
+
+        def unregistering(pipe: Any) -> None:
+            self.returned = pipe.hget(self._messages, self._tag) is not None
+            if self.returned:
+                restore(pipe)
+                pipe.hdel(self._messages, self._tag)
+
+        self._client.transaction(unregistering, self._messages)
 
 
 def _has_queue(channel: Any, tag: str) -> bool:
@@ -319,9 +408,7 @@ current: WorkerLease | None = None
 
 
 def start(consumer: Any) -> None:
-    """Start the lease of a worker; a receiver of Celery's ``worker_ready``, which is sent after
-    each reconnect to the broker.
-    """
+    """Start the lease of a worker; a receiver of Celery's ``worker_ready``."""
     global current  # noqa: PLW0603 - one for each process
     worker, app = consumer.controller, consumer.app
     if current is None:
@@ -345,7 +432,10 @@ def start(consumer: Any) -> None:
         lease.start()
         current = lease
         atexit.register(stop)  # after a cold shutdown Celery sends no worker_shutdown
+    else:
+        current.reconnected()
     current.watch_loop(worker)
+    consumer.init_callback = start  # Celery calls it once, and again when it has reconnected
 
 
 def stop() -> None:

@@ -5,18 +5,21 @@ worker, and that each message is returned once.
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 from uuid import uuid4
 
 import pytest
+from celery.worker import state
 from kombu import Connection, Exchange, Queue
-from redis.exceptions import AuthenticationError
+from redis.exceptions import AuthenticationError, ResponseError
 
-from celery_leases.stores.redis.workers import Workers
+from celery_leases.stores.redis.workers import Workers, own_name
 from celery_leases.testing.waits import wait_until
-from celery_leases.worker.takeover import WorkerLease, _take_over
+from celery_leases.worker import takeover
+from celery_leases.worker.takeover import WorkerLease, _return_messages, _Unregistering
 from tests.support.servers import RedisServer
 from tests.unit.doc_pages import page
 
@@ -63,6 +66,11 @@ def waiting(connection: Connection) -> list[int]:
     return sorted(found)
 
 
+def take_over(workers: Workers, channel: Any, name: str, ttl: float = 60.0) -> None:
+    """Return the messages of an ended worker as far as that is possible."""
+    assert all(_return_messages(workers, channel, name, ttl))
+
+
 def test_a_worker_is_known_until_it_is_forgotten(workers: Workers) -> None:
     assert workers.renew("a", 10, 60, {"t1": "task", "t2": "task"}, []) == (False, [])
     assert workers.renew("a", 10, 60, {"t3": "task"}, ["t1"]) == (True, [])
@@ -75,25 +83,33 @@ def test_a_worker_is_known_until_it_is_forgotten(workers: Workers) -> None:
 
 
 def test_only_a_lease_that_has_ended_is_taken(workers: Workers) -> None:
+    """And then by one caller at a time."""
     workers.renew("a", 10, 60, {"t1": "task"}, [])
-    assert workers.take("a") is None
+    assert workers.take("a", 60) is None
     workers.renew("a", 0.001, 60, {}, [])
     wait_until(lambda: workers.renew("b", 10, 60, {}, [])[1] == ["a"], 5, "the lease to end")
-    taken = workers.take("a")
-    assert taken is not None
-    ended, tags = taken
-    assert (ended.partition("!")[0], tags) == ("a", ["t1"])
+    ended, tags = workers.take("a", 0.3) or ("", [])
+    assert (own_name(ended), tags) == ("a", ["t1"])
     assert workers.renew("a", 10, 60, {}, [])[0] is False  # so it learns of that
-    assert workers.renew("b", 10, 60, {}, []) == (True, [ended])  # until all are returned
-    assert (workers.claim(ended, "t1"), workers.claim(ended, "t1")) == (True, False)
-    assert workers.take(ended) is None
-    assert workers.renew("b", 10, 60, {}, []) == (True, [])
+    assert workers.take(ended, 60) is None
+    wait_until(lambda: workers.renew("b", 10, 60, {}, []) == (True, [ended]), 5, "the first caller")
+    assert workers.take(ended, 60) == (ended, ["t1"])
+    assert [(one.name, one.remaining) for one in workers.listed()][-1] == ("a", None)
+
+
+def test_a_name_like_that_of_an_ended_worker_is_a_name(workers: Workers) -> None:
+    name = "celery@wow!1/77/ab"
+    workers.renew(name, 0.001, 60, {"t1": "task"}, [])
+    wait_until(lambda: workers.renew("b", 10, 60, {}, [])[1] == [name], 5, "the lease to end")
+    ended, _ = workers.take(name, 60) or ("", [])
+    assert (own_name(name), own_name(ended)) == (name, name)
+    assert workers.renew(name, 10, 60, {}, [])[0] is False
 
 
 def test_a_worker_without_messages_is_removed(workers: Workers) -> None:
     workers.renew("a", 0.001, 60, {}, [])
     wait_until(lambda: workers.renew("b", 10, 60, {}, [])[1] == ["a"], 5, "the lease to end")
-    assert workers.take("a") is None
+    assert workers.take("a", 60) is None
     assert [state.name for state in workers.listed()] == ["b"]
 
 
@@ -116,7 +132,7 @@ def test_several_workers_return_each_message_once(
                 barrier.wait()
                 while names:
                     for name in names:
-                        _take_over(its, other, name)
+                        take_over(its, other, name, 0.001)
                     names = list(its.renew(uuid4().hex, 60, 60, {}, [])[1])
 
         threads = [threading.Thread(target=restore) for _ in range(3)]
@@ -141,11 +157,11 @@ def test_a_message_goes_back_through_the_exchange_by_which_it_came(
         message = queue(first.default_channel).get()
         workers.renew("a", 0.001, 60, {message.delivery_tag: "task"}, [])
         wait_until(lambda: workers.renew("b", 60, 60, {}, [])[1] == ["a"], 5, "the lease to end")
-        _take_over(workers, stranger.default_channel, "a")
+        take_over(workers, stranger.default_channel, "a", 0.001)
         (ended,) = workers.renew("b", 60, 60, {}, [])[1]
         assert first.default_channel.client.hlen("unacked") == 1
-        _take_over(workers, first.default_channel, ended)
-        assert workers.take(ended) is None
+        take_over(workers, first.default_channel, ended)
+        assert [state.name for state in workers.listed()] == ["b"]
         again = queue(first.default_channel).get()
         assert (again.payload, again.delivery_info["routing_key"]) == ({"n": 1}, "a.b")
         again.ack()
@@ -184,7 +200,7 @@ def test_a_late_acknowledgement_leaves_the_message_to_its_new_worker(
     lease.received(message, "task")
     lease._renew(workers, channel)
     wait_until(lambda: workers.renew("b", 10, 60, {}, [])[1] == ["a"], 5, "the lease to end")
-    _take_over(workers, channel, "a")
+    take_over(workers, channel, "a")
     (again,) = [connection.SimpleQueue("work").get(timeout=5)]
     assert again.delivery_tag == message.delivery_tag
     message.ack()
@@ -224,9 +240,157 @@ def test_what_ends_late_is_acknowledged_when_the_worker_stops(
     assert channel.client.hlen("unacked") == 2
     lease._stopping = True
     lease._work(channel)
-    assert channel.client.hlen("unacked") == 1
-    wait_until(lambda: not workers.listed(), 5, "the lease to be removed")
+    assert workers.listed() == []
+    assert not channel.client.hlen("unacked")
+    assert waiting(connection) == [1]  # was not acknowledged, and kombu has not returned it
     messages[1].ack()
+
+
+def test_what_kombu_has_returned_is_not_returned_again_when_the_worker_stops(
+    connection: Connection, workers: Workers, channel: Any
+) -> None:
+    """It may run elsewhere by then."""
+    with connection.clone() as of_worker:
+        (message,) = fetched(of_worker, 1)
+        lease = opened(connection, "a", 5.0)
+        lease.received(message, "task")
+        lease._renew(workers, channel)
+        message.channel.close()
+        again = connection.SimpleQueue("work").get(timeout=5)
+        lease._stopping = True
+        lease._work(channel)
+        assert again.delivery_tag == message.delivery_tag
+        assert channel.client.hlen("unacked") == 1
+        message.ack()
+        assert channel.client.hlen("unacked") == 1
+        again.ack()
+
+
+def test_what_celery_drops_with_its_connection_is_returned(
+    connection: Connection, workers: Workers, channel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And runs that are not over keep their messages."""
+    lease = opened(connection, "a", 5.0)
+    messages = fetched(connection, 3)
+    for message in messages:
+        lease.received(message, "task")
+    lease._renew(workers, channel)
+    running = Mock(_message=messages[1])
+    monkeypatch.setattr(state, "active_requests", {running})
+    messages[2].ack()
+    lease.reconnected()
+    lease._renew(workers, channel)
+    assert waiting(connection) == [0]
+    assert channel.client.hlen("unacked") == 1
+    lease._renew(workers, channel)
+    assert [one.messages for one in workers.listed()] == [1]
+    messages[0].ack()  # a pool of threads runs it all the same
+    messages[1].ack()
+    assert not channel.client.hlen("unacked")
+
+
+def test_it_returns_dropped_messages_after_each_reconnect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And watches the loop again, whose timers Celery may have cleared."""
+    lease = Mock()
+    monkeypatch.setattr(takeover, "current", lease)
+    consumer = Mock()
+    takeover.start(consumer)
+    consumer.init_callback(consumer)
+    assert lease.reconnected.call_count == lease.watch_loop.call_count == 2
+
+
+def test_a_message_is_returned_or_stays_registered(
+    connection: Connection, workers: Workers, channel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the worker that returns it dies in between, another one does it."""
+    (message,) = fetched(connection, 1)
+    workers.renew("a", 0.001, 60, {message.delivery_tag: "task"}, [])
+    wait_until(lambda: workers.renew("b", 60, 60, {}, [])[1] == ["a"], 5, "the lease to end")
+    with monkeypatch.context() as patched:
+        patched.setattr(channel, "_do_restore_message", Mock(side_effect=ConnectionError))
+        with pytest.raises(ConnectionError):
+            take_over(workers, channel, "a", 0.001)
+    (ended,) = workers.renew("b", 60, 60, {}, [])[1]
+    take_over(workers, channel, ended)
+    assert waiting(connection) == [0]
+
+
+def test_messages_are_returned_while_the_broker_is_busy(
+    connection: Connection, workers: Workers, channel: Any
+) -> None:
+    """All workers change the keys of kombu that a transaction of kombu would watch."""
+    messages = fetched(connection, 20)
+    workers.renew("a", 0.001, 60, {message.delivery_tag: "task" for message in messages}, [])
+    wait_until(lambda: workers.renew("b", 60, 60, {}, [])[1] == ["a"], 5, "the lease to end")
+    over = threading.Event()
+
+    def busy() -> None:
+        with connection.clone() as own:
+            client = own.default_channel.client
+            while not over.is_set():
+                client.hset("unacked", "other", "{}")
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        began = time.monotonic()
+        take_over(workers, channel, "a")
+        assert time.monotonic() - began < 5
+    finally:
+        over.set()
+        thread.join()
+    assert waiting(connection) == list(range(20))
+
+
+def test_a_worker_keeps_its_lease_while_it_returns_many_messages(
+    connection: Connection, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = takeover._has_queue
+    monkeypatch.setattr(takeover, "_has_queue", lambda *args: (time.sleep(0.1), look(*args))[1])
+    messages = fetched(connection, 40)
+    workers.renew("dead", 0.001, 60, {message.delivery_tag: "task" for message in messages}, [])
+    lease = opened(connection, "a", 1.0)
+    lease.start()
+    wait_until(lambda: len(workers.listed()) == 2, 5, "the lease")
+
+    def over() -> bool:
+        (remaining,) = [one.remaining for one in workers.listed() if one.name == "a"]
+        assert (remaining or 0) > 0
+        return len(workers.listed()) == 1
+
+    wait_until(over, 20, "all messages to be returned")
+    lease.stop()
+    assert waiting(connection) == list(range(40))
+
+
+def test_a_worker_that_could_not_renew_lets_the_others_renew_first(
+    connection: Connection, workers: Workers, channel: Any
+) -> None:
+    """After an outage of the broker the leases of all workers have ended."""
+    (message,) = fetched(connection, 1)
+    workers.renew("other", 0.001, 60, {message.delivery_tag: "task"}, [])
+    lease = opened(connection, "a", 3.0)
+    lease.start()
+    wait_until(lambda: len(workers.listed()) == 2, 5, "the lease")
+    workers.renew("other", 60, 60, {}, [])
+    wait_until(lambda: lease._clock() - lease._renewed_since > 2, 5, "two renewals")
+    lease.stop()
+    assert [(one.name, one.messages) for one in workers.listed()] == [("other", 1)]
+    message.ack()
+
+
+def test_before_its_first_renewal_a_worker_acknowledges_as_celery_does(
+    connection: Connection, workers: Workers, channel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the broker refuses the lease for an unknown reason."""
+    lease = opened(connection, "a", 5.0)
+    (message,) = fetched(connection, 1)
+    lease.received(message, "task")
+    with monkeypatch.context() as patched:
+        patched.setattr(workers, "renew", Mock(side_effect=ResponseError("CROSSSLOT")))
+        with pytest.raises(ResponseError):
+            lease._renew(workers, channel)
+    message.ack()
     assert not channel.client.hlen("unacked")
 
 
@@ -312,8 +476,9 @@ def test_the_documented_rights_are_enough(leases_redis: RedisServer) -> None:
         workers = Workers(connection.default_channel.pool, PREFIX)
         workers.renew("a", 0.001, 60, {"t1": "task", "t2": "task"}, [])
         wait_until(lambda: workers.renew("b", 10, 60, {}, ["t9"])[1] == ["a"], 5, "the end")
-        taken = workers.take("a")
-        assert taken is not None
-        assert workers.claim(taken[0], "t1")
+        ended, _ = workers.take("a", 60) or ("", [])
+        client = _Unregistering(connection.default_channel.client, workers.messages(ended), "t1")
+        client.transaction(lambda pipe: pipe.multi())
+        assert client.returned
         assert len(workers.listed()) == 2
         workers.forget("b")

@@ -4,7 +4,7 @@ acknowledged.
 A sorted set has the workers by the end of their leases, on the server's clock in milliseconds. A
 hash for each worker has its messages: the delivery tag, and the name of the task. A worker whose
 lease has ended gets another name before its messages are returned, so that it learns of that when
-it comes back.
+it comes back. Under this name, the worker that returns the messages holds a lease of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from celery_leases.stores.redis.values import as_text
 BATCH: Final = 10
 """Ended workers that one call returns, at most."""
 _ENDED: Final = "!"
-"""Separates the name of an ended worker from the time at which that was seen."""
+"""Separates the name of an ended worker from the time at which that was seen, in digits."""
 
 _NOW: Final = """
 local time = redis.call('TIME')
@@ -31,6 +31,7 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 RENEW: Final = Script(
     _NOW
     + f"""
+local ended = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. now, 'LIMIT', 0, {BATCH})
 local present = redis.call('ZADD', KEYS[1], 'XX', 'CH', now + ARGV[2], ARGV[1])
 if present == 0 and not redis.call('ZSCORE', KEYS[1], ARGV[1]) then
     redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
@@ -42,7 +43,6 @@ local added = tonumber(ARGV[4])
 for place = 5, 4 + added, 2 do redis.call('HSET', KEYS[2], ARGV[place], ARGV[place + 1]) end
 for place = 5 + added, #ARGV do redis.call('HDEL', KEYS[2], ARGV[place]) end
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
-local ended = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. now, 'LIMIT', 0, {BATCH})
 return {{present, ended}}
 """,
     keys=2,
@@ -57,23 +57,21 @@ TAKE: Final = Script(
     + f"""
 local score = redis.call('ZSCORE', KEYS[1], ARGV[1])
 if not score or tonumber(score) >= now then return false end
-local name, messages = ARGV[1], KEYS[2]
-if not string.find(name, '{_ENDED}', 1, true) then
+local name, found = ARGV[1], redis.call('EXISTS', KEYS[2]) == 1
+if found and not string.find(name, '{_ENDED}%d+$') then
     name = name .. '{_ENDED}' .. now
-    redis.call('ZREM', KEYS[1], ARGV[1])
-    if redis.call('EXISTS', KEYS[2]) == 0 then return false end
     redis.call('RENAME', KEYS[2], KEYS[2] .. '{_ENDED}' .. now)
-    redis.call('ZADD', KEYS[1], 0, name)
-elseif redis.call('EXISTS', KEYS[2]) == 0 then
-    redis.call('ZREM', KEYS[1], name)
-    return false
 end
+redis.call('ZREM', KEYS[1], ARGV[1])
+if not found then return false end
+redis.call('ZADD', KEYS[1], now + ARGV[2], name)
 return name
 """,
     keys=2,
 )
-"""KEYS: the workers, the messages of an ended worker. ARGV: its name. Returns the name under which
-its messages are now; ``nil`` if it has none, or its lease has not ended.
+"""KEYS: the workers, the messages of an ended worker. ARGV: its name, the ttl of the lease on its
+messages. Returns the name under which these are now; ``nil`` if it has none, or if its lease or
+that on its messages has not ended.
 """
 
 FORGET: Final = Script(
@@ -100,6 +98,12 @@ return found
 """KEYS: the workers. Returns for each its name and the number of its messages, and after how many
 milliseconds its lease ends.
 """
+
+
+def own_name(name: str) -> str:
+    """The name that a worker has given itself; *name* may be that of an ended one."""
+    before, _, time = name.rpartition(_ENDED)
+    return before if time.isdigit() else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +148,15 @@ class Workers:
         present, dead = self._run(RENEW, name, name, *times, len(pairs), *pairs, *ended)
         return bool(present), [as_text(one) for one in dead]
 
-    def take(self, name: str) -> tuple[str, Sequence[str]] | None:
+    def take(self, name: str, ttl: float) -> tuple[str, Sequence[str]] | None:
         """The messages of a worker whose lease has ended, and the name under which they are now;
-        ``None`` if there is nothing to return.
+        ``None`` if there is nothing to return. For *ttl* seconds, no other caller gets them.
         """
-        now = self._run(TAKE, name, name)
+        now = self._run(TAKE, name, name, round(ttl * 1000))
         if now is None:
             return None
         ended = as_text(now)
-        return ended, [as_text(tag) for tag in self._client.hkeys(self._messages(ended))]
-
-    def claim(self, ended: str, tag: str) -> bool:
-        """Whether the caller is the one who returns the message *tag* of the worker *ended*."""
-        return bool(self._client.hdel(self._messages(ended), tag))
+        return ended, [as_text(tag) for tag in self._client.hkeys(self.messages(ended))]
 
     def forget(self, name: str) -> None:
         """Remove a worker and its messages."""
@@ -173,14 +173,16 @@ class Workers:
         found = self._client.eval(LIST.text, LIST.keys, self._workers)
         states = []
         for (name, messages), left in zip(found[::2], found[1::2], strict=True):
-            text, gone, _ = as_text(name).partition(_ENDED)
-            states.append(WorkerState(text, int(messages), None if gone else float(left) / 1000))
+            text = as_text(name)
+            remaining = None if own_name(text) != text else float(left) / 1000
+            states.append(WorkerState(own_name(text), int(messages), remaining))
         return states
 
-    def _messages(self, name: str) -> str:
+    def messages(self, name: str) -> str:
+        """The key of the messages of worker *name*."""
         return f"{self._workers}:{name}"
 
     def _run(self, script: Script, name: str, *args: Any) -> Any:
         return self._client.eval(
-            script.text, script.keys, self._workers, self._messages(name), *args
+            script.text, script.keys, self._workers, self.messages(name), *args
         )
