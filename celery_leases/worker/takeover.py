@@ -140,7 +140,7 @@ class WorkerLease:
         self._changed(partial(self._add, delivery))
 
     def reconnected(self) -> None:
-        """Return the messages that Celery has dropped with its connection: those that do not run."""
+        """Return what Celery has dropped with its connection: the messages that do not run."""
         running = {request._message.delivery_tag for request in tuple(state.active_requests)}  # noqa: SLF001
         self._changed(partial(self._return_all_but, running))
 
