@@ -17,7 +17,7 @@ import string
 from _string import formatter_field_name_split  # type: ignore[import-not-found]
 from binascii import b2a_base64
 from collections.abc import Callable, Mapping, Sequence
-from datetime import date, time
+from datetime import date, datetime, time
 from decimal import Decimal
 from functools import cached_property, lru_cache
 from types import NoneType
@@ -107,13 +107,13 @@ def canonical(value: Any) -> str:
     kind = type(value)
     if kind is str:
         return _quoted(value)
-    if kind is int or (kind is float and math.isfinite(value)):
-        return repr(value)
-    if kind in _UNCHANGED:
+    if kind is bool or value is None:
         return _CONSTANTS[value]
     try:
+        if kind is int or (kind is float and math.isfinite(value)):
+            return repr(value)
         plain = json.loads(wire.dumps(value))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever a type of the user or an envelope of kombu raises
         raise KeyUnusable(
             f"{type(value).__name__} has no JSON form, so a key or fingerprint cannot be made of it ({error}); "
             "give lease_key and lease_fingerprint as callables that return plain values"
@@ -558,11 +558,11 @@ def _equals(value: Any, default: Any) -> bool:
     """Whether both have the same canonical form."""
     if value is default:
         return True
-    if type(value) is type(default) and type(value) in _PLAIN:
-        return repr(value) == repr(default)
     try:
+        if type(value) is type(default) and type(value) in _PLAIN:
+            return repr(value) == repr(default)
         return canonical(default) == canonical(value)
-    except KeyUnusable:
+    except (KeyUnusable, ValueError):  # a number may have too many digits
         return False
 
 
@@ -584,7 +584,7 @@ def _delivered(value: Any) -> Any:
         return value
     try:
         return wire.loads(wire.dumps(value))
-    except (TypeError, ValueError, OverflowError, RecursionError):
+    except Exception:  # noqa: BLE001 - whatever a type of the user or an envelope of kombu raises
         return _listed(value)
 
 
@@ -641,7 +641,8 @@ def names_in(template: str) -> frozenset[str]:
 
 
 def _shown(value: Any) -> str:
-    """*value* in a key: text, numbers, dates and UUIDs by ``str()``, others in canonical form.
+    """*value* in a key: text, numbers and UUIDs as by ``str()``, dates and times as by
+    ``isoformat()``, others in canonical form.
 
     Raises :class:`KeyUnusable` for a value without one: the text of a set, or of an object, differs
     from process to process.
@@ -649,7 +650,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, str):
         return format(value)
     if isinstance(value, _WRITTEN_BY_STR) and not isinstance(value, bool):
-        return str(value)
+        return value.isoformat() if isinstance(value, datetime) else str(value)
     return canonical(value)
 
 

@@ -129,6 +129,13 @@ ALIKE: list[Any] = [
 ]  # fmt: skip
 
 
+class Hostile:
+    """Raises what no serializer expects."""
+
+    def __json__(self) -> None:
+        raise LookupError("hostile")
+
+
 class TestCanonical:
     def test_a_tuple_reads_as_a_list_however_deep(self) -> None:
         assert (
@@ -157,13 +164,29 @@ class TestCanonical:
         assert canonical(value) == canonical(wire.loads(wire.dumps(value)))
 
     @pytest.mark.parametrize(
-        "value", [object(), {1, 2}, 1j, {(1, 2): 3}], ids=lambda value: type(value).__name__
+        "value",
+        [
+            object(),
+            {1, 2},
+            1j,
+            {(1, 2): 3},
+            10**5000,
+            Hostile(),
+        ],
+        ids=lambda value: type(value).__name__,
     )
     def test_what_is_no_json_is_refused_with_its_type_and_a_way_out(self, value: Any) -> None:
         with pytest.raises(
             KeyUnusable, match=rf"{type(value).__name__} has no JSON form.*lease_key.*callable"
         ):
             canonical(value)
+        with pytest.raises(KeyUnusable):
+            key_of("x=1", value, _options={"key": "k"})
+
+    @pytest.mark.parametrize("kind", ["decimal", "uuid", "date", "ours"])
+    def test_an_envelope_that_kombu_cannot_read_is_a_mapping_like_others(self, kind: str) -> None:
+        made = key_of("x", {"__type__": kind, "__value__": [1]}, _options={"key": "k:{x}"})
+        assert made.key == f'k:{{"__type__":"{kind}","__value__":[1]}}'
 
     def test_a_value_that_holds_itself_is_refused(self) -> None:
         ring: list[Any] = []
@@ -488,6 +511,7 @@ class TestWhatTheKeyContains:
             ("{x}", UUID(int=1842), "00000000-0000-0000-0000-000000000732"),
             ("{x}", Decimal("1.10"), "1.10"),
             ("{x}", date(2026, 4, 1), "2026-04-01"),
+            ("{x}", datetime(2026, 4, 1, 8, tzinfo=UTC), "2026-04-01T08:00:00+00:00"),
             ("{x}", 7, "7"),
             ("{x}", [1, {"a": None}], '[1,{"a":null}]'),
             ("{x!s:>9}", 7, "7"),
