@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from enum import Flag, StrEnum, auto
 from typing import Any, Final
 
+from celery_leases.groups.group import Closing
 from celery_leases.value_class import value_class
 
 MAY_HAVE_BEEN_EXECUTED: Final = "the call may have been executed"
@@ -347,6 +348,9 @@ class Outcome:
     traceback: str | None = None
     #: The body did not begin.
     unrun: bool = False
+    #: Close the gate of the failure's group in this way before the outcome is written: the gate may
+    #: set a longer wait.
+    closing: Closing | None = None
 
 
 FIELDS: Final = {each.name: each for each in fields(Record)}

@@ -22,12 +22,7 @@ from celery_leases.decide import after_run as settlement
 from celery_leases.decide import attempt_history, waiting
 from celery_leases.decide import before_run as decisions
 from celery_leases.decide import claim as claim_rules
-from celery_leases.decide.after_failure import (
-    AfterFailure,
-    EnterCooldown,
-    after_failure,
-    leaves_gate_half_open,
-)
+from celery_leases.decide.after_failure import after_failure, leaves_gate_half_open
 from celery_leases.decide.answers import Acquired, Holder, Refusal, Refused
 from celery_leases.decide.before_run import after_claim, before_run
 from celery_leases.decide.copies import callbacks_mark
@@ -483,8 +478,11 @@ class Execution:
             ending = self._not_committed(ending, "the body returned after guard(), but")
         if record.crashed_at is not None:
             self.record = record = self._with_known_ends()
-        verdict = self._failed(ending) if isinstance(ending, Raised) else None
-        outcome = settlement.after_run(call, record, ending, verdict)
+        outcome = (
+            self._failed(ending)
+            if isinstance(ending, Raised)
+            else settlement.after_run(call, record, ending)
+        )
         if state.unsaved_progress is not None:
             outcome = replace(outcome, progress=state.unsaved_progress())
         settled = self._until_settled(ending, partial(process.records.settle, record, outcome))
@@ -492,7 +490,7 @@ class Execution:
         if settled is None:
             return self._outcome_not_written(ending, store_failures)
         (written,) = settled
-        self._release(outcome if written else None, verdict)
+        self._release(outcome if written else None)
         if not written:
             refused = self._outcome_refused(ending)
             return _for_celery_in_any_case(ending) or refused
@@ -545,7 +543,7 @@ class Execution:
         call, held_lease = self.call, self.held_lease
         self.process.renewer.drop(held_lease)
         outcome = settlement.after_run(call, done, Returned(None, done.result, done.reason))
-        self._release(outcome, None)
+        self._release(outcome)
         if not isinstance(ending, Returned):
             self.process.observer.observe(
                 events.CompletionStands(**call.subject, fence=done.fence, error=_error_text(ending))
@@ -573,20 +571,18 @@ class Execution:
             call.options.failures.classifier.classify(error, self.process.wall_time()),
         )
 
-    def _failed(self, ending: Raised) -> AfterFailure:
-        """The decision after a failure. A failure of the group closes its gate first, because the
-        gate may set a longer wait.
-        """
-        call, record = self.call, self.record
-        verdict = after_failure(call, record, ending, self.process.rand())
-        if not isinstance(verdict, EnterCooldown) or verdict.closing is None or call.group is None:
-            return verdict
+    def _failed(self, ending: Raised) -> Outcome:
+        """The outcome after a failure. A failure of the group closes its gate first."""
+        call, process = self.call, self.process
+        outcome = after_failure(call, self.record, ending, process.rand())
+        if outcome.closing is None or call.group is None:
+            return outcome
         try:
-            gate = self.process.leases.groups.close(call.group, verdict.closing, record.owner)
+            gate = process.leases.groups.close(call.group, outcome.closing, self.record.owner)
         except StoreUnavailable:
             # The key cools down all the same, and the next failure of the group closes the gate.
-            return verdict
-        self.process.observer.observe(
+            return outcome
+        process.observer.observe(
             events.GateClosed(
                 **call.subject,
                 group=gate.group,
@@ -596,9 +592,9 @@ class Execution:
                 rule=gate.rule,
             )
         )
-        return replace(verdict, delay=gate.closed_for)
+        return settlement.after_gate_closed(outcome, gate.closed_for)
 
-    def _release(self, outcome: Outcome | None, verdict: AfterFailure | None) -> None:
+    def _release(self, outcome: Outcome | None) -> None:
         """Release the key or replace its lease by a cooldown. If the attempt was the probe of its
         group, open the gate or free the probe's slot.
         """
@@ -614,11 +610,7 @@ class Execution:
         # If the store does not answer, lease and slot expire by themselves, and the record has the
         # cooldown.
         with suppress(StoreUnavailable):
-            opens = (
-                held_lease.probe is not None
-                and outcome is not None
-                and _opens_gate(outcome, verdict)
-            )
+            opens = held_lease.probe is not None and outcome is not None and _opens_gate(outcome)
             if (
                 held_lease.probe is not None
                 and opens
@@ -827,13 +819,13 @@ def _for_celery_in_any_case(ending: Ending) -> Raise | None:
     )
 
 
-def _opens_gate(outcome: Outcome, verdict: AfterFailure | None) -> bool:
+def _opens_gate(outcome: Outcome) -> bool:
     """Whether the end of a probe shows that its group works again: the probe succeeded, or failed
     for a reason of its own key.
     """
-    if verdict is None:
+    if not outcome.failed or outcome.failure is None:
         return outcome.ended is Ended.RETURNED
-    return verdict.failure.group is None and not leaves_gate_half_open(verdict)
+    return outcome.failure.group is None and not leaves_gate_half_open(outcome)
 
 
 def _type_and_text(error: Exception) -> str:

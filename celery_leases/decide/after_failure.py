@@ -1,20 +1,28 @@
-"""What a failure means for its key: a cooldown, a quick retry, or failed for good. Pure functions
-of the classification and of the counts in the record.
+"""The outcome of an attempt whose body raised: a cooldown, a quick retry, or failed for good. Pure
+functions of the classification and of the counts in the record.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, assert_never
 
 from celery_leases.call import Call
+from celery_leases.decide.after_run import (
+    NO_RESULT,
+    crashes_of_another_call,
+    finished,
+    unchanged,
+    with_retention,
+    without_failures,
+)
 from celery_leases.decide.endings import Raised
 from celery_leases.errors import Uncertain
 from celery_leases.failures.actions import Classification, Reason, Ruling, cooldown
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.groups.group import Closing
 from celery_leases.options import LeaseOptions
-from celery_leases.record import Failure, Record
+from celery_leases.record import Ended, Outcome, Record, State
 
 JITTER: Final = 0.1
 LONGEST_JITTER: Final = 5.0
@@ -30,70 +38,28 @@ _RETRIES_USED_UP: Final = cooldown()
 """The action after the last quick retry, if the rule has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Counts in a record: consecutive failures and cooldowns, and quick retries since the last
-    cooldown.
+def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> Outcome:
+    """The outcome of an attempt whose body has raised; *rand* is a random number in [0, 1) for
+    jitter.
+
+    A cooldown is ``cooling``, a quick retry ``pending``, and the end ``failed``, or ``uncertain``
+    if the outcome or the reply of an effect is unknown.
     """
-
-    failures: int = 0
-    quick_retries: int = 0
-    cooldowns: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class EnterCooldown:
-    """The key cools down for ``delay`` seconds. With ``closing``, the gate of its group is closed
-    too, possibly for longer.
-
-    ``resume``: the call runs again by itself; otherwise its caller gets the exception now.
-    """
-
-    delay: float
-    failure: Failure
-    counts: Counts
-    resume: bool
-    closing: Closing | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RetryAfter:
-    """Reschedule the call by ``delay`` seconds."""
-
-    delay: float
-    failure: Failure
-    counts: Counts
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The key has failed for good."""
-
-    failure: Failure
-    counts: Counts
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitOperator:
-    """The outcome or the reply of an effect is unknown: an operator decides what happens next."""
-
-    failure: Failure
-    counts: Counts
-
-
-AfterFailure = EnterCooldown | RetryAfter | Fail | AwaitOperator
-
-
-def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> AfterFailure:
-    """Decide what a failure means for its key; *rand* is a random number in [0, 1) for jitter."""
     classification = raised.classification
-    counts = _current_counts(call, record, classification)
+    closed = replace(
+        unchanged(call, record), ended=Ended.FAILED, failed=True, traceback=raised.traceback
+    )
+    if not crashes_of_another_call(call, record):
+        closed = replace(closed, crashes=0)
+    if _was_quiet(call, record, classification):
+        closed = without_failures(closed)
     if isinstance(raised.error, Uncertain):
-        known = {"rule": Reason.UNCERTAIN.value, "reason": Reason.UNCERTAIN.value}
-        return AwaitOperator(
-            replace(raised.failure, **known, ambiguous=True, operator=True), counts
+        reason = Reason.UNCERTAIN.value
+        failure = replace(raised.failure, rule=reason, reason=reason, ambiguous=True, operator=True)
+        return replace(
+            closed, state=State.UNCERTAIN, retention=None, failure=failure, reason=reason
         )
-    ruling, reason = _effective(call, classification, counts)
+    ruling, reason = _effective(call, classification, closed)
     in_group = ruling.scope == "group" and call.group is not None
     failure = replace(
         raised.failure,
@@ -103,22 +69,25 @@ def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> Af
         ambiguous=ruling.ambiguous,
         operator=ruling.operator,
     )
+    closed = replace(closed, failure=failure, reason=reason)
     match ruling.kind:
         case "permanent":
-            return Fail(failure, replace(counts, failures=counts.failures + 1))
+            return replace(
+                closed,
+                state=State.FAILED,
+                failures=closed.failures + 1,
+                finished=finished(call, record, NO_RESULT),
+            )
         case "retry":
-            delay = _delay(
-                ruling,
-                ruling.policy or call.options.failures.cooldown,
-                classification,
-                counts.quick_retries + 1,
-                rand,
+            number = closed.quick_retries + 1
+            policy = ruling.policy or call.options.failures.cooldown
+            delay = _delay(ruling, policy, classification, number, rand)
+            again = replace(
+                closed, quick_retries=number, retry_after=delay, resumes=call.reschedulable
             )
-            return RetryAfter(
-                delay, failure, replace(counts, quick_retries=counts.quick_retries + 1)
-            )
+            return with_retention(call, again)
         case "cooldown":
-            return _cool_down(call, ruling, classification, failure, counts, rand)
+            return with_retention(call, _cool_down(call, ruling, classification, closed, rand))
         case _ as never:
             assert_never(never)
 
@@ -141,21 +110,21 @@ def resumes_after_cooldown(
     return classification.ruling.kind == "retry" or ruling.scope == "group" or timed or asked
 
 
-def leaves_gate_half_open(verdict: AfterFailure) -> bool:
+def leaves_gate_half_open(outcome: Outcome) -> bool:
     """Whether a probe that failed so leaves its gate half-open: the failure does not show whether
     the group works.
     """
-    unrelated = verdict.failure.reason in (Reason.INFRASTRUCTURE, Reason.RETRIES_USED_UP)
-    return isinstance(verdict, RetryAfter) or verdict.failure.ambiguous or unrelated
+    failure = outcome.failure
+    assert failure is not None
+    unrelated = failure.reason in (Reason.INFRASTRUCTURE, Reason.RETRIES_USED_UP)
+    return outcome.state is State.PENDING or failure.ambiguous or unrelated
 
 
-def _current_counts(call: Call, record: Record, classification: Classification) -> Counts:
-    """The counts in the record; zero if the last failure was long ago."""
-    if record.failed_at is not None and (record.started_at - record.failed_at) / 1e6 > _quiet(
-        call, classification
-    ):
-        return Counts()
-    return Counts(record.failures, record.quick_retries, record.cooldowns)
+def _was_quiet(call: Call, record: Record, classification: Classification) -> bool:
+    """Whether the last failure was so long ago that the counts start again at zero."""
+    if record.failed_at is None:
+        return False
+    return (record.started_at - record.failed_at) / 1e6 > _quiet(call, classification)
 
 
 def _quiet(call: Call, classification: Classification) -> float:
@@ -171,7 +140,9 @@ def _quiet(call: Call, classification: Classification) -> float:
     return max(2 * (classification.delay or 0.0), *(policy.quiet for policy in policies))
 
 
-def _effective(call: Call, classification: Classification, counts: Counts) -> tuple[Ruling, Reason]:
+def _effective(
+    call: Call, classification: Classification, counts: Outcome
+) -> tuple[Ruling, Reason]:
     """The action that applies to this task now, and its reason: an ambiguous failure, a failure
     after the last retry and the last failure that is allowed get another action than their rule's.
     """
@@ -197,16 +168,12 @@ def _effective(call: Call, classification: Classification, counts: Counts) -> tu
 
 
 def _cool_down(
-    call: Call,
-    ruling: Ruling,
-    classification: Classification,
-    failure: Failure,
-    counts: Counts,
-    rand: float,
-) -> EnterCooldown:
-    policy = ruling.policy or call.options.failures.cooldown
-    resume = call.reschedulable and resumes_after_cooldown(call.options, classification, ruling)
-    if failure.group is not None:
+    call: Call, ruling: Ruling, classification: Classification, closed: Outcome, rand: float
+) -> Outcome:
+    policy, failure = ruling.policy or call.options.failures.cooldown, closed.failure
+    resumes = call.reschedulable and resumes_after_cooldown(call.options, classification, ruling)
+    cooling = replace(closed, state=State.COOLING, quick_retries=0, resumes=resumes)
+    if failure is not None and failure.group is not None:
         given = _server_delay(ruling, classification, rand)
         closing = Closing(
             policy,
@@ -216,12 +183,14 @@ def _cool_down(
             given,
             ruling.server_delay == "instead",
         )
-        return EnterCooldown(
-            closing.wait(1), failure, replace(counts, quick_retries=0), resume, closing
-        )
-    delay = _delay(ruling, policy, classification, counts.cooldowns + 1, rand)
-    failures = counts.failures + (ruling.scope == "key")
-    return EnterCooldown(delay, failure, Counts(failures, 0, counts.cooldowns + 1), resume)
+        return replace(cooling, retry_after=closing.wait(1), closing=closing)
+    number = closed.cooldowns + 1
+    return replace(
+        cooling,
+        retry_after=_delay(ruling, policy, classification, number, rand),
+        failures=closed.failures + (ruling.scope == "key"),
+        cooldowns=number,
+    )
 
 
 def _delay(

@@ -1,5 +1,5 @@
 """How an attempt is closed, and how long to wait when a store fails: the second table of
-``decisions``.
+``decisions``, but for failures.
 """
 
 from __future__ import annotations
@@ -11,19 +11,10 @@ from typing import Final, assert_never
 
 from celery_leases.call import Call
 from celery_leases.decide import attempt_history
-from celery_leases.decide.after_failure import (
-    AfterFailure,
-    AwaitOperator,
-    EnterCooldown,
-    Fail,
-    RetryAfter,
-)
 from celery_leases.decide.endings import (
     ControlFlow,
-    Ending,
     Interrupted,
     Lost,
-    Raised,
     Returned,
     Snoozed,
     Terminated,
@@ -81,12 +72,12 @@ def call_has_ended(record: Record) -> bool:
 
 
 def after_run(
-    call: Call, record: Record, ending: Ending, verdict: AfterFailure | None = None
+    call: Call,
+    record: Record,
+    ending: Returned | Snoozed | Lost | Interrupted | Terminated | ControlFlow,
 ) -> Outcome:
-    """The outcome of the attempt on *record*; *verdict* is what ``after_failure`` has decided, if
-    the body raised.
-    """
-    of_another_call = record.crashes > 0 and _crashes_of_another_call(call, record)
+    """The outcome of the attempt on *record*; see ``after_failure`` for a body that raised."""
+    of_another_call = record.crashes > 0 and crashes_of_another_call(call, record)
     crashes = record.crashes if of_another_call else 0
     if isinstance(ending, Returned):  # at once, because replace() is slow
         return Outcome(
@@ -99,26 +90,28 @@ def after_run(
             retries=record.retries,
             result=ending.result,
             reason=ending.missing,
-            finished=_finished(call, record, ending.result) if call.options.each_runs else None,
+            finished=finished(call, record, ending.result) if call.options.each_runs else None,
             crashed_call=record.crashed_call,
         )
-    return _with_retention(call, _closed(call, record, ending, verdict, crashes))
+    return with_retention(call, _closed(call, record, ending, crashes))
+
+
+def after_gate_closed(outcome: Outcome, closed_for: float) -> Outcome:
+    """*outcome*, a cooldown of the group, once its gate is closed for so many seconds."""
+    longer = closed_for - (outcome.retry_after or 0.0)
+    retention = outcome.retention + longer if outcome.retention is not None else None
+    return replace(outcome, retry_after=closed_for, retention=retention)
 
 
 def _closed(
     call: Call,
     record: Record,
-    ending: Raised | Snoozed | Lost | Interrupted | Terminated | ControlFlow,
-    verdict: AfterFailure | None,
+    ending: Snoozed | Lost | Interrupted | Terminated | ControlFlow,
     crashes: int,
 ) -> Outcome:
-    closed = _unchanged(call, record)
+    closed = unchanged(call, record)
     not_counted = replace(closed, attempt=record.attempt - 1)
     match ending:
-        case Raised(traceback=traceback):
-            assert verdict is not None
-            closed = replace(closed, ended=Ended.FAILED, crashes=crashes, traceback=traceback)
-            return _failed(call, record, closed, verdict)
         case Snoozed(_, delay, reason):
             return replace(
                 not_counted,
@@ -144,9 +137,11 @@ def _closed(
                 )
             if ended in CALLER_HAS_FAILURE:  # the next call runs
                 return replace(closed, failure=failure)
-            finished = _finished(call, record, NO_RESULT)
             return replace(
-                _without_failures(closed), state=State.DONE, reason=ended.value, finished=finished
+                without_failures(closed),
+                state=State.DONE,
+                reason=ended.value,
+                finished=finished(call, record, NO_RESULT),
             )
         case _ as never:
             assert_never(never)
@@ -164,13 +159,13 @@ def child_exited(
     """
     if final is None:
         final = cause not in (ExitCause.KILLED, ExitCause.STOPPED)
-    closed = replace(_unchanged(call, record), reason=cause.value, resumes=not final)
+    closed = replace(unchanged(call, record), reason=cause.value, resumes=not final)
     not_counted = replace(closed, attempt=record.attempt - 1)
     match cause:
         case ExitCause.STOPPED:
-            return _with_retention(call, replace(not_counted, ended=Ended.INTERRUPTED))
+            return with_retention(call, replace(not_counted, ended=Ended.INTERRUPTED))
         case ExitCause.REVOKED | ExitCause.ERROR:
-            return _with_retention(call, replace(not_counted, ended=Ended.TERMINATED))
+            return with_retention(call, replace(not_counted, ended=Ended.TERMINATED))
         case ExitCause.TIME_LIMIT:
             crashed = replace(closed, ended=Ended.TERMINATED)
         case ExitCause.KILLED:
@@ -178,7 +173,7 @@ def child_exited(
         case _ as never:
             assert_never(never)
     counted = _with_crash(call, record, crashed)
-    return _with_retention(call, _after_crash(call, record, counted))
+    return with_retention(call, _after_crash(call, record, counted))
 
 
 def closed_for_celery(
@@ -198,7 +193,7 @@ def closed_for_celery(
     if not (final and waits and row.call_id == call.call_id):
         return None
     return replace(
-        _unchanged(call, row),
+        unchanged(call, row),
         state=row.state,
         ended=Ended.TERMINATED if failure is None else Ended.FAILED,
         reason=cause.value,
@@ -211,9 +206,9 @@ def closed_for_celery(
 def stopped_by_crash_loop(call: Call, record: Record) -> Outcome:
     """The outcome of a claimed attempt that does not run, because its key has crashed too often."""
     ended = record.previous.ended if record.previous is not None else Ended.CRASHED
-    closed = replace(_unchanged(call, record), ended=ended, attempt=record.attempt - 1, unrun=True)
+    closed = replace(unchanged(call, record), ended=ended, attempt=record.attempt - 1, unrun=True)
     stopped = _after_crash(call, record, closed, one_known=False)
-    return replace(stopped, finished=_finished(call, record, NO_RESULT))
+    return replace(stopped, finished=finished(call, record, NO_RESULT))
 
 
 def unrun(call: Call, record: Record, delay: float) -> Outcome:
@@ -222,7 +217,7 @@ def unrun(call: Call, record: Record, delay: float) -> Outcome:
     """
     previous = record.previous or Attempt(Ended.WAITING)
     closed = replace(
-        _unchanged(call, record),
+        unchanged(call, record),
         ended=previous.ended,
         failure=previous.error,
         attempt=record.attempt - 1,
@@ -230,17 +225,17 @@ def unrun(call: Call, record: Record, delay: float) -> Outcome:
         retry_after=delay or None,
         resumes=call.reschedulable,
     )
-    return _with_retention(call, closed)
+    return with_retention(call, closed)
 
 
-def _crashes_of_another_call(call: Call, record: Record) -> bool:
+def crashes_of_another_call(call: Call, record: Record) -> bool:
     """With runs="each", crash counts belong to one call: another call's success does not reset
     them.
     """
     return call.options.each_runs and record.crashed_call not in (None, call.call_id)
 
 
-def _unchanged(call: Call, record: Record) -> Outcome:
+def unchanged(call: Call, record: Record) -> Outcome:
     """A ``pending`` outcome with all counts of *record*."""
     return Outcome(
         State.PENDING,
@@ -256,7 +251,7 @@ def _unchanged(call: Call, record: Record) -> Outcome:
     )
 
 
-def _with_retention(call: Call, outcome: Outcome) -> Outcome:
+def with_retention(call: Call, outcome: Outcome) -> Outcome:
     """*outcome* with a retention that ends after its wait, and not before its counts are reset."""
     if outcome.state not in (State.PENDING, State.COOLING):
         return outcome
@@ -264,32 +259,9 @@ def _with_retention(call: Call, outcome: Outcome) -> Outcome:
     return replace(outcome, retention=(outcome.retry_after or 0.0) + retention)
 
 
-def _without_failures(outcome: Outcome) -> Outcome:
+def without_failures(outcome: Outcome) -> Outcome:
+    """*outcome* with the counts of failures at zero."""
     return replace(outcome, failures=0, quick_retries=0, cooldowns=0)
-
-
-def _failed(call: Call, record: Record, closed: Outcome, verdict: AfterFailure) -> Outcome:
-    counts = verdict.counts
-    failed = replace(
-        closed,
-        failures=counts.failures,
-        quick_retries=counts.quick_retries,
-        cooldowns=counts.cooldowns,
-        failed=True,
-        failure=verdict.failure,
-        reason=verdict.failure.reason,
-    )
-    match verdict:
-        case Fail():
-            return replace(failed, state=State.FAILED, finished=_finished(call, record, NO_RESULT))
-        case RetryAfter(delay):
-            return replace(failed, retry_after=delay, resumes=call.reschedulable)
-        case AwaitOperator():
-            return replace(failed, state=State.UNCERTAIN, retention=None)
-        case EnterCooldown(delay, resume=resume):
-            return replace(failed, state=State.COOLING, retry_after=delay, resumes=resume)
-        case _ as never:
-            assert_never(never)
 
 
 def crash_loop(record: Record) -> PermanentFailure:
@@ -302,7 +274,7 @@ def crash_loop(record: Record) -> PermanentFailure:
 
 def _with_crash(call: Call, record: Record, outcome: Outcome) -> Outcome:
     """*outcome* with one crash more."""
-    before = 0 if _crashes_of_another_call(call, record) else record.crashes
+    before = 0 if crashes_of_another_call(call, record) else record.crashes
     return replace(outcome, crashes=before + 1, crashed_call=call.call_id)
 
 
@@ -321,7 +293,10 @@ def _after_crash(
     return replace(outcome, state=State.FAILED, failure=failure, reason=CRASH_LOOP)
 
 
-def _finished(call: Call, record: Record, result: str | None) -> Mapping[str, str | None] | None:
+def finished(call: Call, record: Record, result: str | None) -> Mapping[str, str | None] | None:
+    """The finished calls of the key once *call* is one of them, with *result*; ``None`` unless each
+    call runs.
+    """
     if not call.options.each_runs:
         return None
     results = record.finished_results or {}

@@ -6,21 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 from celery_leases.call import Call
-from celery_leases.decide.after_failure import (
-    AfterFailure,
-    EnterCooldown,
-    RetryAfter,
-    after_failure,
-)
+from celery_leases.decide.after_failure import after_failure
+from celery_leases.decide.after_run import after_run
 from celery_leases.decide.answers import Holder
 from celery_leases.decide.before_run import before_run
-from celery_leases.decide.endings import Raised
+from celery_leases.decide.endings import Ending, Raised
 from celery_leases.decide.verdicts import Facts, Raise, Reschedule, Verdict
 from celery_leases.failures.actions import Classification, Reason, Ruling
 from celery_leases.groups.group import Gate
 from celery_leases.keys import CallKey
 from celery_leases.options import OPTION_NAMES, LeaseOptions, OnBusy, OnDone
-from celery_leases.record import Failure, Record, State
+from celery_leases.record import Failure, Outcome, Record, State
 
 NOW = 1_000_000_000_000
 SECOND = 1_000_000
@@ -136,47 +132,47 @@ def reschedule(verdict: object) -> Reschedule:
     return verdict
 
 
-def after(
-    raised_: Raised, record: Record = FRESH, rand: float = 0.0, **changes: Any
-) -> AfterFailure:
-    """The verdict on a failure of a call of ours."""
+def closed(call: Call, ending: Ending, record: Record = FRESH, rand: float = 0.0) -> Outcome:
+    """The outcome of an attempt that ended so."""
+    if isinstance(ending, Raised):
+        return after_failure(call, record, ending, rand)
+    return after_run(call, record, ending)
+
+
+def after(raised_: Raised, record: Record = FRESH, rand: float = 0.0, **changes: Any) -> Outcome:
+    """The outcome of a failure of a call of ours."""
     return after_failure(a_call(**changes), record, raised_, rand)
 
 
-def cooled(
-    raised_: Raised, record: Record = FRESH, rand: float = 0.0, **changes: Any
-) -> EnterCooldown:
-    """The verdict, which is to be a cooldown."""
-    verdict = after(raised_, record, rand, **changes)
-    assert isinstance(verdict, EnterCooldown), verdict
-    return verdict
+def cooled(raised_: Raised, record: Record = FRESH, rand: float = 0.0, **changes: Any) -> Outcome:
+    """The outcome, which is to be a cooldown."""
+    outcome = after(raised_, record, rand, **changes)
+    assert outcome.state is State.COOLING, outcome
+    return outcome
 
 
-def retried(
-    raised_: Raised, record: Record = FRESH, rand: float = 0.0, **changes: Any
-) -> RetryAfter:
-    """The verdict, which is to be a quick retry."""
-    verdict = after(raised_, record, rand, **changes)
-    assert isinstance(verdict, RetryAfter), verdict
-    return verdict
+def delay_of(outcome: Outcome) -> float:
+    """The seconds until the key may run again."""
+    assert outcome.retry_after is not None, outcome
+    return outcome.retry_after
 
 
-def counting(record: Record, verdict: AfterFailure) -> Record:
-    """The row as the next attempt finds it."""
-    counts = verdict.counts
-    return replace(
-        record,
-        failures=counts.failures,
-        quick_retries=counts.quick_retries,
-        cooldowns=counts.cooldowns,
-        failed_at=NOW,
-    )
+def failure_in(outcome: Outcome) -> Failure:
+    assert outcome.failure is not None, outcome
+    return outcome.failure
 
 
-def in_a_row(raised_: Raised, times: int, rand: float = MOST, **changes: Any) -> list[AfterFailure]:
-    """The verdicts on the same failure, so many times one after the other."""
-    record, verdicts = FRESH, []
+def in_a_row(raised_: Raised, times: int, rand: float = MOST, **changes: Any) -> list[Outcome]:
+    """The outcomes of the same failure, so many times one after the other."""
+    record, outcomes = FRESH, []
     for _ in range(times):
-        verdicts.append(after(raised_, record, rand, **changes))
-        record = counting(record, verdicts[-1])
-    return verdicts
+        outcome = after(raised_, record, rand, **changes)
+        outcomes.append(outcome)
+        record = replace(
+            record,
+            failures=outcome.failures,
+            quick_retries=outcome.quick_retries,
+            cooldowns=outcome.cooldowns,
+            failed_at=NOW,
+        )
+    return outcomes

@@ -11,6 +11,7 @@ from celery import Celery
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.decide import after_run as settlement
 from celery_leases.decide import attempt_history
+from celery_leases.decide.after_failure import after_failure
 from celery_leases.decide.claim import claimed
 from celery_leases.decide.endings import Raised, Returned
 from celery_leases.decide.repairs import reset, resolved, settled
@@ -24,7 +25,7 @@ from celery_leases.record import (
 from celery_leases.status import status_of
 from celery_leases.stores.sql.rows import details_of, read_details, settle_parameters
 from celery_leases.testing.contracts.calls import make_call
-from tests.unit.decision_inputs import FAILURE, NOW, OURS, SECOND, TODAY, a_call, a_record, after
+from tests.unit.decision_inputs import FAILURE, NOW, OURS, SECOND, TODAY, a_call, a_record
 
 BID = make_call("t:billing.send|k", "token", task="billing.send", key="k", call_id=OURS)
 
@@ -41,7 +42,7 @@ def fail(row: Record, at: int, traceback: str | None = None) -> Record:
     classification = Classification("status:500", Ruling("retry"), Reason.UNREACHABLE)
     ending = Raised(ValueError("boom"), FAILURE, classification, traceback)
     call = a_call(call_id=OURS)
-    outcome = settlement.after_run(call, row, ending, after(ending))
+    outcome = after_failure(call, row, ending, 0.0)
     return settled(row, outcome, NOW + at * SECOND)
 
 

@@ -20,7 +20,6 @@ from celery.events.state import Task as WatchedTask
 import celery_leases
 from celery_leases import CoolingDown, LeaseClient, LeaseStatus, cli, signals
 from celery_leases.decide import before_run as decisions
-from celery_leases.decide.after_failure import AfterFailure
 from celery_leases.decide.verdicts import Verdict
 from celery_leases.events import AttemptSettled, CrashSeen
 from celery_leases.failures.actions import Reason
@@ -151,7 +150,7 @@ def test_the_state_diagrams_know_every_state() -> None:
 
 def test_every_verdict_is_explained() -> None:
     rows = [row[0].strip("`") for row in markdown_rows(section(page("decisions"), "The verdicts"))]
-    assert rows == [kind.__name__ for kind in (*get_args(Verdict), *get_args(AfterFailure))]
+    assert rows == [kind.__name__ for kind in get_args(Verdict)]
 
 
 def test_every_reason_is_explained() -> None:

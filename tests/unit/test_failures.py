@@ -14,12 +14,6 @@ from hypothesis import strategies as st
 from celery_leases.decide.after_failure import (
     LONGEST_JITTER,
     SHORTEST_SERVER_DELAY,
-    AfterFailure,
-    AwaitOperator,
-    Counts,
-    EnterCooldown,
-    Fail,
-    RetryAfter,
     leaves_gate_half_open,
 )
 from celery_leases.decide.endings import Raised
@@ -34,6 +28,7 @@ from celery_leases.failures.actions import (
 )
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.options import Resume
+from celery_leases.record import Outcome, State
 from tests.unit.decision_inputs import (
     FAILURE,
     FRESH,
@@ -44,13 +39,19 @@ from tests.unit.decision_inputs import (
     after,
     classified,
     cooled,
+    delay_of,
+    failure_in,
     in_a_row,
     raised,
-    retried,
 )
 
 DAY = 86_400.0
 CHANCES = st.floats(0, 1, exclude_max=True)
+AGAIN, COOLS, FAILED = State.PENDING, State.COOLING, State.FAILED
+
+
+def counts(outcome: Outcome) -> tuple[int, int, int]:
+    return outcome.failures, outcome.quick_retries, outcome.cooldowns
 
 
 class TestEachKind:
@@ -62,20 +63,18 @@ class TestEachKind:
     @pytest.mark.parametrize("kind", ["retry", "cooldown", "permanent"])
     def test_every_combination(self, kind, told, group, idempotent, scope, delay) -> None:
         ruling = Ruling(kind, CooldownPolicy(100.0, jitter=0.0), scope=scope, server_delay=told)
-        verdict = after(raised(ruling, delay), group=group, idempotent=idempotent)
-        assert isinstance(
-            verdict, {"retry": RetryAfter, "cooldown": EnterCooldown, "permanent": Fail}[kind]
-        )
+        outcome = after(raised(ruling, delay), group=group, idempotent=idempotent)
+        assert outcome.state is {"retry": AGAIN, "cooldown": COOLS, "permanent": FAILED}[kind]
         in_group = scope == "group" and group is not None
-        assert verdict.failure.group == (GROUP if in_group else None)
-        if isinstance(verdict, EnterCooldown | RetryAfter):
-            assert verdict.delay == (200.0 if delay and told != "ignore" else 100.0)
-        if isinstance(verdict, EnterCooldown):
-            assert (verdict.closing is not None) is in_group
+        assert failure_in(outcome).group == (GROUP if in_group else None)
+        if kind != "permanent":
+            assert outcome.retry_after == (200.0 if delay and told != "ignore" else 100.0)
+        assert (outcome.closing is not None) is (in_group and kind == "cooldown")
 
     def test_the_failure_is_remembered_with_what_decided(self) -> None:
         ruling = cooldown("60s", ambiguous=True, operator=True)
-        failure = after(raised(ruling, reason=Reason.UNAUTHORIZED, rule="status:401")).failure
+        outcome = after(raised(ruling, reason=Reason.UNAUTHORIZED, rule="status:401"))
+        failure = failure_in(outcome)
         assert (failure.type, failure.message) == ("ValueError", "boom")
         assert (failure.rule, failure.reason) == ("status:401", "unauthorized")
         assert (failure.ambiguous, failure.operator, failure.group) == (True, True, None)
@@ -89,34 +88,34 @@ class TestWhatTheAnswerTold:
     @pytest.mark.parametrize("group", [None, GROUP])
     def test_jitter_never_cuts_it(self, told, group, rand, delay) -> None:
         ruling = replace(cooldown("1s", scope="group"), server_delay=told)
-        wait = cooled(raised(ruling, delay), rand=rand, group=group).delay
+        wait = delay_of(cooled(raised(ruling, delay), rand=rand, group=group))
         assert delay <= wait <= delay + min(LONGEST_JITTER, 0.1 * delay)
 
     @given(CHANCES)
     def test_a_server_delay_may_shorten_the_wait_of_the_policy(self, rand: float) -> None:
         ruling = replace(cooldown("1h"), server_delay="instead")
-        assert 20.0 <= cooled(raised(ruling, 20.0), rand=rand).delay <= 22.0
+        assert 20.0 <= delay_of(cooled(raised(ruling, 20.0), rand=rand)) <= 22.0
 
     @given(CHANCES)
     def test_a_minimal_server_delay_never_shortens_the_wait_of_the_policy(self, rand) -> None:
-        assert cooled(raised(cooldown("1h"), 20.0), rand=rand).delay >= 1800.0
-        assert cooled(raised(cooldown("1s"), 20.0), rand=rand).delay >= 20.0
+        assert delay_of(cooled(raised(cooldown("1h"), 20.0), rand=rand)) >= 1800.0
+        assert delay_of(cooled(raised(cooldown("1s"), 20.0), rand=rand)) >= 20.0
 
     def test_a_wait_that_the_body_asked_for_is_exact(self) -> None:
         ruling = replace(cooldown(), server_delay="instead")
-        assert cooled(raised(ruling, 300.0, Reason.ASKED), rand=MOST).delay == 300.0
+        assert delay_of(cooled(raised(ruling, 300.0, Reason.ASKED), rand=MOST)) == 300.0
 
     @pytest.mark.parametrize("group", [None, GROUP])
     def test_a_wait_of_milliseconds_leaves_the_dependency_alone_for_a_second(self, group) -> None:
         """Server waits do not grow, so nothing else would ever slow this key down."""
         ruling = replace(cooldown("30s", scope="group"), server_delay="instead")
-        assert cooled(raised(ruling, 0.012), group=group).delay == SHORTEST_SERVER_DELAY
+        assert delay_of(cooled(raised(ruling, 0.012), group=group)) == SHORTEST_SERVER_DELAY
 
     def test_a_retry_that_the_body_asked_for_is_exact(self) -> None:
-        assert retried(raised(retry_exactly(0), 0.0, Reason.ASKED)).delay == pytest.approx(
+        assert delay_of(after(raised(retry_exactly(0), 0.0, Reason.ASKED))) == pytest.approx(
             0.0, abs=0.002
         )
-        assert retried(raised(retry_exactly(10), 10.0, Reason.ASKED), rand=0.3).delay == 10.0
+        assert delay_of(after(raised(retry_exactly(10), 10.0, Reason.ASKED), rand=0.3)) == 10.0
 
 
 class TestGrowth:
@@ -125,16 +124,16 @@ class TestGrowth:
     @given(CHANCES)
     def test_jitter_only_shortens_a_wait_of_the_policy(self, rand: float) -> None:
         record = replace(FRESH, cooldowns=1)
-        assert 300.0 <= cooled(raised(cooldown()), record, rand).delay <= 600.0
+        assert 300.0 <= delay_of(cooled(raised(cooldown()), record, rand)) <= 600.0
 
     def test_a_gate_grows_by_its_own_trips(self) -> None:
         record = replace(FRESH, failures=4, cooldowns=4)
-        verdict = cooled(raised(cooldown("30s", scope="group", cap="1h")), record, group=GROUP)
-        assert verdict.closing is not None
-        assert [verdict.closing.wait(trips) for trips in (1, 2, 3, 8)] == [
+        outcome = cooled(raised(cooldown("30s", scope="group", cap="1h")), record, group=GROUP)
+        assert outcome.closing is not None
+        assert [outcome.closing.wait(trips) for trips in (1, 2, 3, 8)] == [
             30.0, 60.0, 120.0, 3600.0,
         ]  # fmt: skip
-        assert verdict.delay == 30.0, (
+        assert outcome.retry_after == 30.0, (
             "what counts for the key while the store of gates does not answer"
         )
 
@@ -142,9 +141,9 @@ class TestGrowth:
         record = replace(FRESH, failures=3, quick_retries=2, cooldowns=3)
         quiet = replace(record, failed_at=NOW - int((DAY + 1) * SECOND))
         lately = replace(record, failed_at=NOW - int((DAY - 1) * SECOND))
-        assert cooled(raised(cooldown()), quiet).counts == Counts(1, 0, 1)
-        assert cooled(raised(cooldown()), lately).counts == Counts(4, 0, 4)
-        assert cooled(raised(cooldown()), record).counts == Counts(4, 0, 4)
+        assert counts(cooled(raised(cooldown()), quiet)) == (1, 0, 1)
+        assert counts(cooled(raised(cooldown()), lately)) == (4, 0, 4)
+        assert counts(cooled(raised(cooldown()), record)) == (4, 0, 4)
 
     @pytest.mark.parametrize(
         "failing",
@@ -159,7 +158,7 @@ class TestGrowth:
     def test_a_wait_of_days_is_no_quiet_time(self, failing: Raised) -> None:
         """Else a key that fails each time it may run would never fail for good."""
         record = replace(FRESH, failures=3, failed_at=NOW - int(2.1 * DAY * SECOND))
-        assert cooled(failing, record).counts.failures == 4
+        assert cooled(failing, record).failures == 4
 
 
 class TestAnEffectInDoubt:
@@ -169,12 +168,12 @@ class TestAnEffectInDoubt:
     def test_it_becomes_uncertain_with_any_rules(self, ruling: Ruling) -> None:
         doubt = Raised(Uncertain("in doubt", "k", "charge", "i"), FAILURE, classified(ruling))
         record = replace(FRESH, failures=9, quick_retries=1, cooldowns=2)
-        verdict = after(doubt, record, group=GROUP)
-        assert isinstance(verdict, AwaitOperator)
-        assert verdict.counts == Counts(9, 1, 2)
-        assert (verdict.failure.reason, verdict.failure.group) == ("uncertain", None)
-        assert (verdict.failure.ambiguous, verdict.failure.operator) == (True, True)
-        assert leaves_gate_half_open(verdict)
+        outcome = after(doubt, record, group=GROUP)
+        failure = failure_in(outcome)
+        assert (outcome.state, counts(outcome)) == (State.UNCERTAIN, (9, 1, 2))
+        assert (failure.reason, failure.group) == ("uncertain", None)
+        assert (failure.ambiguous, failure.operator) == (True, True)
+        assert leaves_gate_half_open(outcome)
 
 
 class TestComingBack:
@@ -185,8 +184,8 @@ class TestComingBack:
     @pytest.mark.parametrize("group", [None, GROUP])
     def test_a_groups_failure_resumes_if_the_option_allows_it(self, reschedulable, resume, group):
         ruling = cooldown("60s", scope="group")
-        verdict = cooled(raised(ruling), reschedulable=reschedulable, resume=resume, group=group)
-        assert verdict.resume is (reschedulable and resume != "never")
+        outcome = cooled(raised(ruling), reschedulable=reschedulable, resume=resume, group=group)
+        assert outcome.resumes is (reschedulable and resume != "never")
 
     @pytest.mark.parametrize(
         ("failing", "transient"),
@@ -214,14 +213,14 @@ class TestComingBack:
     def test_what_is_transient_resumes_by_default(
         self, failing: Raised, resume: Resume, *, transient: bool
     ) -> None:
-        assert cooled(failing, resume=resume).resume is (
+        assert cooled(failing, resume=resume).resumes is (
             resume == "always" or (transient and resume == "transient")
         )
 
     @pytest.mark.parametrize("then", [None, cooldown("60s")])
     def test_an_ambiguous_failure_of_an_idempotent_task_is_transient(self, then) -> None:
-        verdict = cooled(raised(retry("1s", max=0, ambiguous=True, then=then)), idempotent=True)
-        assert (verdict.resume, verdict.failure.ambiguous) == (True, True)
+        outcome = cooled(raised(retry("1s", max=0, ambiguous=True, then=then)), idempotent=True)
+        assert (outcome.resumes, failure_in(outcome).ambiguous) == (True, True)
 
 
 class TestWhatAProbeFound:
@@ -245,90 +244,88 @@ SOON, AMBIGUOUS = raised(retry("1s")), raised(retry("1s", ambiguous=True))
 OF_THE_GROUP = raised(cooldown("60s", scope="group"))
 
 
-def case(name: str, verdict: AfterFailure, kind: type[AfterFailure], **expected: Any) -> Any:
-    """What a verdict and its failure must be."""
-    return pytest.param(verdict, kind, expected, id=name)
+def case(name: str, outcome: Outcome, state: State, **expected: Any) -> Any:
+    """What an outcome and its failure must be."""
+    return pytest.param(outcome, state, expected, id=name)
 
 
 CASES = [
     case("a permanent failure counts",
          after(raised(permanent()), replace(FRESH, failures=2, quick_retries=1, cooldowns=2)),
-         Fail, counts=Counts(3, 1, 2)),
+         FAILED, counts=(3, 1, 2)),
     case("a ruling without a policy takes that of the task",
          after(raised(cooldown()), rand=MOST, cooldown=CooldownPolicy(77.0)),
-         EnterCooldown, delay=pytest.approx(77.0)),
+         COOLS, delay=pytest.approx(77.0)),
     case("a delay is raised to a minimum",
-         after(raised(replace(cooldown("1s"), at_least=15.0))), EnterCooldown, delay=15.0),
-    case("a longer one is not", after(raised(replace(cooldown("1s"), at_least=15.0), 40.0)), EnterCooldown, delay=40.0),
+         after(raised(replace(cooldown("1s"), at_least=15.0))), COOLS, delay=15.0),
+    case("a longer one is not", after(raised(replace(cooldown("1s"), at_least=15.0), 40.0)), COOLS, delay=40.0),
     # Quick retries count apart from Celery's, and apart from failures.
     case("celery's retries are not counted",
-         after(SOON, replace(FRESH, retries=9), retries=9, max_retries=1), RetryAfter, counts=Counts(0, 1, 0)),
+         after(SOON, replace(FRESH, retries=9), retries=9, max_retries=1), AGAIN, counts=(0, 1, 0)),
     case("a ruling may have a lower limit of its own",
-         after(raised(retry("1s", max=2)), replace(FRESH, quick_retries=2), max_retries=9), EnterCooldown),
+         after(raised(retry("1s", max=2)), replace(FRESH, quick_retries=2), max_retries=9), COOLS),
     case("or a higher one",
-         after(raised(retry("1s", max=3)), replace(FRESH, quick_retries=2), max_retries=0), RetryAfter),
-    case("none are made where none are allowed", after(SOON, max_retries=0), EnterCooldown),
+         after(raised(retry("1s", max=3)), replace(FRESH, quick_retries=2), max_retries=0), AGAIN),
+    case("none are made where none are allowed", after(SOON, max_retries=0), COOLS),
     case("a ruling may define what follows them",
          after(raised(retry("1s", max=0, then=cooldown("60s", scope="group")), reason=Reason.UNREACHABLE), group=GROUP),
-         EnterCooldown, reason="unreachable", group=GROUP),
-    case("which may be the end", after(raised(retry("1s", max=0, then=permanent()))), Fail),
+         COOLS, reason="unreachable", group=GROUP),
+    case("which may be the end", after(raised(retry("1s", max=0, then=permanent()))), FAILED),
     case("a failure of the group gives new ones, and counts for nothing else",
-         after(OF_THE_GROUP, replace(FRESH, quick_retries=3), group=GROUP), EnterCooldown, counts=Counts(0, 0, 0)),
+         after(OF_THE_GROUP, replace(FRESH, quick_retries=3), group=GROUP), COOLS, counts=(0, 0, 0)),
     # A call that may have been executed is repeated only if an option says it is harmless.
-    case("an idempotent task is retried", after(AMBIGUOUS, idempotent=True), RetryAfter, ambiguous=True),
+    case("an idempotent task is retried", after(AMBIGUOUS, idempotent=True), AGAIN, ambiguous=True),
     case("any other cools down and says so", after(AMBIGUOUS, rand=MOST),
-         EnterCooldown, delay=pytest.approx(60.0), ambiguous=True, counts=Counts(1, 0, 1)),
+         COOLS, delay=pytest.approx(60.0), ambiguous=True, counts=(1, 0, 1)),
     *(case(f"a rule may define the result, {idempotent=}",
            after(raised(replace(retry("1s", ambiguous=True), if_not_idempotent=permanent())), idempotent=idempotent),
            kind)
-      for idempotent, kind in ((False, Fail), (True, RetryAfter))),
+      for idempotent, kind in ((False, FAILED), (True, AGAIN))),
     case("used up retries stay ambiguous", after(AMBIGUOUS, replace(FRESH, quick_retries=5), idempotent=True),
-         EnterCooldown, ambiguous=True),
-    case("a clear failure is retried without being idempotent", after(SOON, idempotent=False), RetryAfter),
+         COOLS, ambiguous=True),
+    case("a clear failure is retried without being idempotent", after(SOON, idempotent=False), AGAIN),
     # Deterministic failures end.
-    case("used up retries may be the last straw", after(SOON, replace(FRESH, failures=9, quick_retries=5)), Fail),
-    case("a quick retry never is", after(SOON, replace(FRESH, failures=9)), RetryAfter),
+    case("used up retries may be the last straw", after(SOON, replace(FRESH, failures=9, quick_retries=5)), FAILED),
+    case("a quick retry never is", after(SOON, replace(FRESH, failures=9)), AGAIN),
     case("the last straw retains what is known about the failure",
          after(raised(cooldown(ambiguous=True, operator=True)), replace(FRESH, failures=9)),
-         Fail, ambiguous=True, operator=True),
+         FAILED, ambiguous=True, operator=True),
     *(case(f"a failure of the group is none, {group=}",
-           after(OF_THE_GROUP, replace(FRESH, failures=9), group=group), EnterCooldown)
+           after(OF_THE_GROUP, replace(FRESH, failures=9), group=group), COOLS)
       for group in (None, GROUP)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("verdict", "kind", "expected"), CASES)
-def test_a_failure_is_judged(verdict, kind, expected) -> None:
-    assert isinstance(verdict, kind)
-    found = {
-        name: getattr(verdict if name in ("counts", "delay") else verdict.failure, name)
-        for name in expected
-    }
+@pytest.mark.parametrize(("outcome", "state", "expected"), CASES)
+def test_a_failure_is_judged(outcome, state, expected) -> None:
+    assert outcome.state is state
+    known = {"counts": counts(outcome), "delay": outcome.retry_after}
+    found = {name: known.get(name, getattr(outcome.failure, name, None)) for name in expected}
     assert found == expected
 
 
 ENDS = [
-    (SOON, 7, {"max_retries": 5}, [*[RetryAfter] * 5, EnterCooldown, RetryAfter]),
-    (raised(retry("1s", max=3, then=retry("1m", max=10))), 11, {}, [*[RetryAfter] * 10, EnterCooldown]),
-    *((raised(cooldown()), most, {"max_failures": most}, [*[EnterCooldown] * (most - 1), Fail]) for most in (1, 2, 10)),
-    *((OF_THE_GROUP, 30, {"max_failures": 2, "group": group}, [EnterCooldown] * 30) for group in (None, GROUP)),
+    (SOON, 7, {"max_retries": 5}, [*[AGAIN] * 5, COOLS, AGAIN]),
+    (raised(retry("1s", max=3, then=retry("1m", max=10))), 11, {}, [*[AGAIN] * 10, COOLS]),
+    *((raised(cooldown()), most, {"max_failures": most}, [*[COOLS] * (most - 1), FAILED]) for most in (1, 2, 10)),
+    *((OF_THE_GROUP, 30, {"max_failures": 2, "group": group}, [COOLS] * 30) for group in (None, GROUP)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("failing", "times", "options", "kinds"), ENDS)
-def test_a_failure_that_repeats_itself_comes_to_an_end(failing, times, options, kinds) -> None:
-    verdicts = in_a_row(failing, times, **options)
-    assert [type(verdict) for verdict in verdicts] == kinds
-    if kinds[-1] is Fail:
-        last = verdicts[-1]
-        assert (last.counts.failures, last.failure.rule) == (times, "row")
-        assert last.failure.reason == Reason.TOO_MANY_FAILURES
+@pytest.mark.parametrize(("failing", "times", "options", "states"), ENDS)
+def test_a_failure_that_repeats_itself_comes_to_an_end(failing, times, options, states) -> None:
+    outcomes = in_a_row(failing, times, **options)
+    assert [outcome.state for outcome in outcomes] == states
+    if states[-1] is FAILED:
+        last = outcomes[-1]
+        assert (last.failures, failure_in(last).rule) == (times, "row")
+        assert failure_in(last).reason == last.reason == Reason.TOO_MANY_FAILURES
     elif failing is SOON:
-        assert [verdict.counts.failures for verdict in verdicts] == [0, 0, 0, 0, 0, 1, 1]
-        assert [verdict.counts.quick_retries for verdict in verdicts] == [1, 2, 3, 4, 5, 0, 1]
-        assert verdicts[5].failure.reason == Reason.RETRIES_USED_UP
+        assert [outcome.failures for outcome in outcomes] == [0, 0, 0, 0, 0, 1, 1]
+        assert [outcome.quick_retries for outcome in outcomes] == [1, 2, 3, 4, 5, 0, 1]
+        assert outcomes[5].reason == Reason.RETRIES_USED_UP
     elif failing is OF_THE_GROUP:
-        assert {verdict.counts.failures for verdict in verdicts} == {0}
+        assert {outcome.failures for outcome in outcomes} == {0}
 
 
 @pytest.mark.parametrize(
@@ -344,5 +341,5 @@ def test_a_failure_that_repeats_itself_comes_to_an_end(failing, times, options, 
     ids=["cooldown", "retry", "without a group"],
 )
 def test_waits_double_up_to_their_cap(failing, waits) -> None:
-    found = [verdict.delay for verdict in in_a_row(failing, len(waits))]  # type: ignore[union-attr]
+    found = [outcome.retry_after for outcome in in_a_row(failing, len(waits))]
     assert found == pytest.approx(waits)

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from celery_leases.decide import after_run as settlement
-from celery_leases.decide.after_failure import after_failure
 from celery_leases.decide.after_run import (
     CRASH_LOOP,
     ExitCause,
-    after_run,
     child_exited,
     crash_pause,
     settle_pause,
@@ -39,6 +37,7 @@ from celery_leases.errors import PermanentFailure, Snooze, Uncertain
 from celery_leases.failures.actions import cooldown, permanent, retry
 from celery_leases.record import Attempt, Ended, Outcome, Record, State
 from celery_leases.results import NOT_JSON
+from tests.unit import decision_inputs
 from tests.unit.decision_inputs import (
     FAILURE,
     GROUP,
@@ -59,9 +58,7 @@ DAY = 86_400.0
 
 def closed(ending: Ending, record: Record = RUNNING, **changes: Any) -> Outcome:
     """The outcome of an attempt of ours that ended so."""
-    call = a_call(**changes)
-    verdict = after_failure(call, record, ending, 0.0) if isinstance(ending, Raised) else None
-    return after_run(call, record, ending, verdict)
+    return decision_inputs.closed(a_call(**changes), ending, record)
 
 
 ENDINGS: dict[str, Ending] = {

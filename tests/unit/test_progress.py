@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 
 from celery_leases.body.null_lease import Unleased
 from celery_leases.call import Call
-from celery_leases.decide.after_failure import after_failure
-from celery_leases.decide.after_run import after_run
-from celery_leases.decide.endings import Interrupted, Lost, Raised, Snoozed, Terminated
+from celery_leases.decide.endings import Interrupted, Lost, Snoozed, Terminated
 from celery_leases.errors import (
     EffectMisused,
     GuardOpen,
@@ -31,7 +29,7 @@ from celery_leases.lease import SAVE_EVERY, Lease
 from celery_leases.progress import Progress, checked, dump, load
 from celery_leases.record import State
 from celery_leases.status import status_of
-from tests.unit.decision_inputs import a_call, raised
+from tests.unit.decision_inputs import a_call, closed, raised
 from tests.unit.effect_attempts import Attempt, EffectBench
 
 
@@ -347,10 +345,7 @@ class TestEach:
 
 def _outcome(attempt: Attempt, ending: Any, unsaved: str) -> Any:
     call: Call = a_call(call_id=attempt.record.call_id, max_crashes=100)
-    verdict = (
-        after_failure(call, attempt.record, ending, 0.0) if isinstance(ending, Raised) else None
-    )
-    outcome = replace(after_run(call, attempt.record, ending, verdict), progress=unsaved)
+    outcome = replace(closed(call, ending, attempt.record), progress=unsaved)
     assert outcome.state in (State.PENDING, State.COOLING)
     return outcome
 

@@ -149,17 +149,14 @@ class TestRememberedCalls:
 
     def test_a_failure_that_waits_does_not_join_the_list(self) -> None:
         call, ending = a_call(runs="each"), raised(cooldown("60s"))
-        assert (
-            after_run(call, RUNNING, ending, after_failure(call, RUNNING, ending, 0.0)).finished
-            is None
-        )
+        assert after_failure(call, RUNNING, ending, 0.0).finished is None
 
     def test_a_copy_of_a_call_that_failed_for_good_gets_its_failure_from_the_row(self) -> None:
         """Its process may have died before its caller got the failure; if the copy were dropped, a
         chord would wait for ever.
         """
         call, ending = a_call(runs="each", canvas=True, repeat=True), raised(permanent())
-        outcome = after_run(call, RUNNING, ending, after_failure(call, RUNNING, ending, 0.0))
+        outcome = after_failure(call, RUNNING, ending, 0.0)
         assert outcome.finished is not None
         listed: dict[str, Any] = {
             "finished_calls": tuple(outcome.finished),

@@ -204,7 +204,7 @@ def test_a_success_is_written_in_short_only_if_it_changes_nothing_else() -> None
     row = a_record(State.RUNNING)
     done = Outcome(State.DONE, Ended.RETURNED, row.attempt, 0, row.crashes, 9.0, result="1")
     assert success_parameters(row, done)
-    written = {"state", "result", "traceback"}
+    written = {"state", "result", "traceback", "closing"}
     assert {field.name for field in fields(Outcome)} == written | set(OTHER_OUTCOMES)
     for name, value in OTHER_OUTCOMES.items():
         assert not success_parameters(row, replace(done, **{name: value})), name

@@ -14,21 +14,15 @@ from celery_leases.call import Call
 from celery_leases.cli.output import as_json, echo_fields, echo_json, echo_line
 from celery_leases.cli.parameters import option
 from celery_leases.cli.root import app_of, command, unknown_task
-from celery_leases.decide.after_failure import (
-    AfterFailure,
-    AwaitOperator,
-    EnterCooldown,
-    Fail,
-    RetryAfter,
-    after_failure,
-)
+from celery_leases.decide.after_failure import after_failure
 from celery_leases.decide.endings import Raised
+from celery_leases.decide.repairs import settled
 from celery_leases.failures.actions import Classification
 from celery_leases.failures.cooldown_policies import MANY
 from celery_leases.failures.error_facts import ErrorFacts, facts_of
 from celery_leases.keys import CallKey
 from celery_leases.options import LeaseOptions
-from celery_leases.record import Failure, Record, State
+from celery_leases.record import Failure, Outcome, Record, State
 from celery_leases.worker.app_settings import leased_tasks
 
 _A_RECORD = Record("", "", "", State.RUNNING, 0, 0, 0, 0, attempt=1)
@@ -107,10 +101,10 @@ def explained(classification: Classification, options: LeaseOptions) -> dict[str
 def _after_a_cooldown(classification: Classification, options: LeaseOptions) -> str | None:
     """What happens to the call after its last quick retry; ``None``: it fails for good."""
     raised = Raised(Exception(), Failure("", ""), classification)
-    verdict = after_failure(_a_call(options), replace(_A_RECORD, quick_retries=MANY), raised, 0.0)
-    if not isinstance(verdict, EnterCooldown):
+    outcome = after_failure(_a_call(options), replace(_A_RECORD, quick_retries=MANY), raised, 0.0)
+    if outcome.state is not State.COOLING:
         return None
-    return "the call runs again by itself" if verdict.resume else "the call ends with the error"
+    return "the call runs again by itself" if outcome.resumes else "the call ends with the error"
 
 
 def _a_call(options: LeaseOptions, group: str | None = None) -> Call:
@@ -126,32 +120,21 @@ def _consecutive(
         raised = Raised(Exception(), Failure("", ""), classification)
         shortest, longest = (after_failure(call, record, raised, rand) for rand in (0.0, 1.0))
         lines.append(_in_words(shortest, longest, trips))
-        if isinstance(longest, Fail):
+        if longest.state is State.FAILED:
             break
-        counts = longest.counts
-        record = replace(
-            record,
-            failures=counts.failures,
-            quick_retries=counts.quick_retries,
-            cooldowns=counts.cooldowns,
-        )
+        record = settled(record, longest, 0)
     return lines
 
 
-def _in_words(shortest: AfterFailure, longest: AfterFailure, trips: int) -> str:
-    if isinstance(shortest, Fail | AwaitOperator) or isinstance(longest, Fail | AwaitOperator):
-        return f"failed for good ({longest.failure.reason})"
-    waits = [shortest.delay, longest.delay]
-    if (
-        isinstance(shortest, EnterCooldown)
-        and isinstance(longest, EnterCooldown)
-        and shortest.closing
-        and longest.closing
-    ):
+def _in_words(shortest: Outcome, longest: Outcome, trips: int) -> str:
+    if State.FAILED in (shortest.state, longest.state):
+        return f"failed for good ({longest.reason})"
+    waits = [shortest.retry_after or 0.0, longest.retry_after or 0.0]
+    if shortest.closing and longest.closing:
         waits = [shortest.closing.wait(trips), longest.closing.wait(trips)]
     least, most = (f"{wait:.3g}" if wait < 1 else f"{wait:.0f}" for wait in waits)
     span = f"{most} s" if least == most else f"{least} to {most} s"
-    what = "quick retry after" if isinstance(longest, RetryAfter) else "cooldown of"
+    what = "quick retry after" if longest.state is State.PENDING else "cooldown of"
     return f"{what} {span}"
 
 
