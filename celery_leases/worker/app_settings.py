@@ -58,7 +58,10 @@ def _given(conf: Any) -> dict[str, Any]:
     namespace: str = getattr(conf, "prefix", None) or ""
     given: dict[str, Any] = {}
     for written in map(str, conf):
-        name = written.lower().removeprefix(namespace.lower())
+        name = written.lower()
+        if "lease" not in name:  # most names, and this is read for each task
+            continue
+        name = name.removeprefix(namespace.lower())
         if not name.startswith("lease") or (namespace and name == "leases"):
             continue  # CELERY_LEASES is the dict of a Django project
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -58,6 +59,13 @@ _MODULES: Final = (
     *("celery_leases.worker.checks.startup", "celery_leases.attempt.process"),
     *("celery_leases.attempt.run", "celery_leases.builtin_tasks", "celery_leases.cli"),
     *("celery_leases.stores.sql.records", "celery_leases.stores.redis.leases"),
+    *("celery_leases.stores.sql.leases", "celery_leases.stores.sql.effects"),
+    *("celery_leases.stores.sql.outbox", "celery_leases.stores.database_write_check"),
+    *("celery.app.control", "celery.app.events", "celery.app.log", "celery.fixups.django"),
+    *("celery.worker.consumer.delayed_delivery", "billiard.heap", "billiard.sharedctypes"),
+    *("billiard.synchronize", "billiard.popen_fork", "encodings.idna", "sqlite3"),
+    # With these, each child of a prefork pool parses the declaration of one C function.
+    *("pycparser.c_parser", "cffi.cparser"),
 )
 
 
@@ -173,9 +181,13 @@ def _serve(connection: socket.socket, modules: Sequence[str]) -> None:
     A request that is a list of modules forks a process that imports them too, and serves another
     connection.
     """
+    # Celery and redis read the metadata of all distributions again and again.
+    metadata.entry_points = functools.cache(metadata.entry_points)
+    metadata.version = functools.cache(metadata.version)
     for name in modules:
         with contextlib.suppress(ImportError):
             import_module(name)
+    metadata.entry_points(group="celery.result_backends")
     gc.collect()
     gc.freeze()
     while True:
