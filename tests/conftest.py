@@ -23,7 +23,6 @@ LocalServer.homes = directory_in_memory()
 pytest_plugins = [
     "tests.processes",
     "tests.support.plugin",
-    "tests.support.node_plugin",
     "tests.support.browser",
     "pytester",
 ]

@@ -26,7 +26,7 @@ class Bench:
     def __init__(self, url: str, directory: Path, root: Path) -> None:
         env = {"CELERY_BROKER_URL": url, "CELERY_RESULT_BACKEND": url}
         self.worker = LocalWorker(
-            APP, directory=directory, concurrency=2, queue=QUEUE, env=env, cwd=root
+            APP, directory=directory, concurrency=1, queue=QUEUE, env=env, cwd=root
         )
         self.app = imported_anew(APP, env).app
         # Celery reads its own variables from the environment of the moment, and that is not the

@@ -13,7 +13,7 @@ from celery_leases.testing.waits import POLL
 from tests.integration.conftest import MakeStage
 from tests.integration.deployments import REDIS_REDIS_POSTGRES, Stage, got
 
-CALLS = 300
+CALLS = 150
 CHILDREN = 4
 POOLS = {
     "gevent-redis": ("gevent", 100, REDIS_REDIS_POSTGRES),
@@ -78,7 +78,7 @@ class Watcher:
 
 @pytest.mark.every_argument
 def test_many_bodies_have_few_connections(stage: Stage, kind: str, name: str) -> None:
-    """Three hundred calls, a hundred at once."""
+    """A hundred and fifty calls, a hundred at once."""
     watcher = Watcher(stage)
     results = [stage.tasks.work.delay(f"{name}-{number}", 0.05) for number in range(CALLS)]
     seen = [watcher.counted()]

@@ -15,7 +15,7 @@ from kombu import Connection
 from celery_leases.testing.waits import wait_until
 from tests.support.commands import run_command
 from tests.support.guard import descendants, parents
-from tests.support.plugin import missing_server
+from tests.support.plugin import WorkerFactory, missing_server
 from tests.support.preloaded import EXEC_VARIABLE, preloaded
 from tests.support.process import GuardedProcess, NotReady
 from tests.support.servers import RedisServer, ServerMissing, find_running_rabbit
@@ -182,6 +182,11 @@ def test_a_running_rabbit_gives_us_a_virtual_host_of_our_own() -> None:
     if ours.isolated:
         with pytest.raises(Exception, match=r"NOT_ALLOWED|530"), Connection(ours.url) as connection:
             connection.connect()
+
+
+def test_a_worker_that_cannot_start_shows_its_log(worker_factory: WorkerFactory) -> None:
+    with pytest.raises(NotReady, match=r"tests\.apps\.nothere"):
+        worker_factory("tests.apps.nothere")
 
 
 def test_waiting_ends_with_what_was_waited_for() -> None:
