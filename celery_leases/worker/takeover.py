@@ -29,14 +29,13 @@ from kombu.utils.json import loads
 
 from celery_leases import deadlines
 from celery_leases.concurrency import os_threads
-from celery_leases.errors import BrokerUnavailable, LeaseConfigurationError
 from celery_leases.options import DAY
 from celery_leases.signals import logger
 from celery_leases.text.redaction import redact
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 
 if TYPE_CHECKING:
-    from celery_leases.stores.redis.workers import Workers, WorkerState
+    from celery_leases.stores.redis.workers import Workers
 
 BATCH_TIME: Final = 0.05
 """Seconds in which changes of the registered messages are gathered for one round trip."""
@@ -458,27 +457,3 @@ def _connection_like(consumer: Any, options: Mapping[str, Any]) -> Any:
 def prefix_of(app: Celery, channel: Any) -> str:
     """How the keys begin: workers that share unacknowledged messages share registrations."""
     return f"{channel.global_keyprefix}{settings_of(app).prefix}:{channel.unacked_key}"
-
-
-def workers_of(app: Celery) -> Sequence[WorkerState]:
-    """The workers of *app* on its broker, by name.
-
-    Raises :class:`LeaseConfigurationError` for a broker other than Redis, and
-    :class:`BrokerUnavailable`.
-    """
-    from celery_leases.stores.redis.workers import Workers
-
-    with app.connection_for_read() as connection:
-        if connection.transport.driver_type != "redis":
-            raise LeaseConfigurationError(
-                "only workers on a Redis broker have leases: other brokers return the messages of a dead worker "
-                "when its connection ends"
-            )
-        try:
-            channel = connection.default_channel
-            return sorted(
-                Workers(channel.pool, prefix_of(app, channel)).listed(),
-                key=lambda state: state.name,
-            )
-        except connection.connection_errors + connection.channel_errors as error:
-            raise BrokerUnavailable(f"the broker: {redact(str(error))}") from error

@@ -20,7 +20,7 @@ from celery_leases.testing.waits import wait_until
 
 TASK = "shop.order"
 SECRET = "hunter2-hunter2"
-NOT_YET = ("Reading", "Counting", "Examining", "Reading the run times")
+NOT_YET = ("Reading", "Counting", "Examining", "Reading the run times", "Reading the broker")
 PATIENCE = 60.0
 ERROR = Failure("shop.Broken", f"<script>alert(1)</script> password={SECRET}", "error", "error")
 

@@ -38,8 +38,9 @@ from celery_leases.ops.board import Operator, Passwords, charts, leases_board
 from celery_leases.ops.board.bulk_jobs import Jobs, Step, TooManyJobs
 from celery_leases.ops.board.cached_reads import CachedRead, value_of
 from celery_leases.ops.board.forms import seen_value
-from celery_leases.ops.board.views import ROUTES
+from celery_leases.ops.board.views import ROUTES, workers
 from celery_leases.ops.client import OperatorClient
+from celery_leases.ops.worker_leases import WorkerLeaseState
 from celery_leases.record import State
 from celery_leases.testing.waits import wait_until
 from tests.support.boards import SECRET, TASK, Shop, Visitor, seen_in, sqlite, words
@@ -50,7 +51,16 @@ from tests.unit.celery_apps import apps
 __all__ = ["apps"]
 
 BOARD = Path(leases_board.__code__.co_filename).parent
-PAGES = ("/", "/keys", "/groups", "/runtimes", "/doctor", "/upkeep", "/keys?state=failed")
+PAGES = (
+    "/",
+    "/keys",
+    "/groups",
+    "/workers",
+    "/runtimes",
+    "/doctor",
+    "/upkeep",
+    "/keys?state=failed",
+)
 ACTIONS = tuple(path for method, path, _ in ROUTES if method == "POST")
 PATIENCE = 60.0
 
@@ -395,6 +405,20 @@ def test_run_times_are_drawn_with_ttl_and_limit(shop: Shop, ann: Visitor) -> Non
     for mark in ("p99 4s", "ttl now 15s", "time limit 90s", "shortest safe ttl 10s"):
         assert mark in words(page)
     assert "Fewer than 100 runs" in words(page)
+
+
+def test_workers_are_listed_with_their_leases(shop, ann, monkeypatch) -> None:
+    """As far as the broker has leases of workers, and answers."""
+    assert "only workers on a Redis broker have leases" in ann.sees("/workers")
+    shop.app.conf.broker_url = f"redis://:{SECRET}@127.0.0.1:{free_port()}/0"
+    page = Visitor(board_of(shop)).sees("/workers")
+    assert "the broker: " in page
+    assert SECRET not in page
+    found = [WorkerLeaseState("celery@a<b>", 77, 4, ends_in) for ends_in in (12.0, -3.0, None)]
+    monkeypatch.setattr(workers, "workers_of", lambda _: found)
+    page = words(Visitor(board_of(shop)).sees("/workers"))
+    for lease in ("ends in 12s", "ended 3.0s ago", "ended, its messages are being returned"):
+        assert f"celery@a<b> 77 4 {lease}" in page
 
 
 def test_the_board_stays_readable_without_the_lease_store(apps: None, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from typing import Final
 
 from celery_leases.ops.board.application import View
-from celery_leases.ops.board.views import actions, groups, keys, overview, runtimes, upkeep
+from celery_leases.ops.board.views import actions, groups, keys, overview, runtimes, upkeep, workers
 
 ROUTES: Final[tuple[tuple[str, str, View], ...]] = (
     ("GET", "/", overview.overview),
@@ -14,6 +14,7 @@ ROUTES: Final[tuple[tuple[str, str, View], ...]] = (
     ("GET", "/groups", groups.listed),
     ("POST", "/groups/confirm", groups.confirm),
     ("POST", "/groups/act", groups.act),
+    ("GET", "/workers", workers.workers),
     ("GET", "/runtimes", runtimes.runtimes),
     ("GET", "/doctor", overview.doctor),
     ("GET", "/upkeep", upkeep.upkeep),
