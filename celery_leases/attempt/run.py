@@ -30,14 +30,13 @@ from celery_leases.decide.endings import (
     ControlFlow,
     Ending,
     Interrupted,
-    Lost,
     Raised,
     Returned,
     Snoozed,
     Terminated,
+    error_text,
 )
 from celery_leases.decide.verdicts import (
-    Answer,
     Drop,
     Facts,
     Follow,
@@ -45,31 +44,23 @@ from celery_leases.decide.verdicts import (
     Reschedule,
     Return,
     Run,
-    TaskEvent,
     Verdict,
     Wait,
 )
 from celery_leases.decide.waiting import RETRY_GRACE
 from celery_leases.errors import (
     CompletionNotCommitted,
-    Cooldown,
-    CoolingDown,
     KeyUnusable,
     LeasesError,
     LeaseStoreMismatch,
-    PermanentFailure,
     RecordUnreadable,
-    RetryLater,
     StoreUnavailable,
 )
-from celery_leases.failures.default_rules import ANYTHING_ELSE
 from celery_leases.groups.group import Gate
 from celery_leases.record import Ended, Outcome, Record, State
-from celery_leases.results import MESSAGE_MAX, as_decoded, decode, failure_of
+from celery_leases.results import decode, failure_of
 from celery_leases.stores.interfaces import Clock
 from celery_leases.text.cleaning import printable
-from celery_leases.text.durations import in_words
-from celery_leases.text.redaction import message_of
 
 logger = logging.getLogger("celery_leases")
 
@@ -77,7 +68,6 @@ T = TypeVar("T")
 Body = Callable[[HeldLease, Record], Ending]
 
 
-SHORT_PAUSE = 1.0
 READ_PAUSE = 0.05
 """Seconds between two tries while another call reads the record."""
 READ_PAUSES = 20
@@ -105,7 +95,7 @@ class Execution:
     held_lease: HeldLease = field(init=False)
     record: Record = field(init=False)
 
-    def run(self, body: Body, store_failures: int = 0) -> Answer:
+    def run(self, body: Body, store_failures: int = 0) -> Verdict:
         """Handle the call to its end.
 
         *store_failures*: how often in a row the call was rescheduled because a store did not
@@ -183,7 +173,7 @@ class Execution:
             # Finished work is replayed, and no body starts.
             return self._decide(process.records.read(call.key.stored), answer.gate)
         return Reschedule(
-            SHORT_PAUSE + process.rand(), "another cooldown of the key has just begun"
+            settlement.SHORT_PAUSE + process.rand(), "another cooldown of the key has just begun"
         )
 
     def _acquire(self) -> Acquired | Refused:
@@ -209,7 +199,9 @@ class Execution:
                 return (
                     Wait(READ_PAUSE)
                     if waited < READ_PAUSES * READ_PAUSE
-                    else Reschedule(SHORT_PAUSE, "another call is reading the record of the key")
+                    else Reschedule(
+                        settlement.SHORT_PAUSE, "another call is reading the record of the key"
+                    )
                 )
         self._report_held(holder)
         return verdict
@@ -309,7 +301,9 @@ class Execution:
             self._report_held(holder)
         verdict = self._decide(record)
         if isinstance(verdict, Run):
-            return Reschedule(SHORT_PAUSE + rand, "the record changed while it was being claimed")
+            return Reschedule(
+                settlement.SHORT_PAUSE + rand, "the record changed while it was being claimed"
+            )
         return verdict
 
     def _claimed(self, answer: Acquired) -> Verdict:
@@ -329,7 +323,7 @@ class Execution:
         if not held_lease.held:
             self._close(settlement.unrun(call, record, 0.0))
             return Reschedule(
-                SHORT_PAUSE + process.rand(),
+                settlement.SHORT_PAUSE + process.rand(),
                 "the claim took longer than the lease lasts",
                 started=True,
             )
@@ -356,7 +350,7 @@ class Execution:
     def _too_late(self) -> Reschedule:
         """Reschedule a call whose body would begin with less than half of its time limit left."""
         return Reschedule(
-            SHORT_PAUSE + self.process.rand(),
+            settlement.SHORT_PAUSE + self.process.rand(),
             "half of its time limit was over before it could begin",
         )
 
@@ -448,7 +442,7 @@ class Execution:
 
     # -- run and settle ----------------------------------------------------------------------------
 
-    def _run(self, body: Body, store_failures: int) -> Answer:
+    def _run(self, body: Body, store_failures: int) -> Verdict:
         call, process, held_lease, record = self.call, self.process, self.held_lease, self.record
         observer, clock, state = process.observer, process.clock, held_lease.body_state
         try:
@@ -495,7 +489,7 @@ class Execution:
             refused = self._outcome_refused(ending)
             return _for_celery_in_any_case(ending) or refused
         self._report(record, outcome, runtime, clock.now() - held_lease.since)
-        return self._answer_of(ending, outcome)
+        return settlement.after_outcome(call, ending, outcome, process.rand(), process.wall_time())
 
     def _with_known_ends(self) -> Record:
         """The record with what the attempt before, which it has taken over, has written since: that
@@ -531,12 +525,12 @@ class Execution:
         self._free(self.held_lease.probe)
         return self._after_unknown_error(error, store_failures)
 
-    def _outcome_not_written(self, ending: Ending, store_failures: int) -> Answer:
+    def _outcome_not_written(self, ending: Ending, store_failures: int) -> Verdict:
         answer = self._after_store_failure("the outcome could not be written", store_failures)
         again = replace(answer, started=True, prior=self.record.owner)
         return _for_celery_in_any_case(ending) or again
 
-    def _completed(self, done: Record, ending: Ending, runtime: float) -> Answer:
+    def _completed(self, done: Record, ending: Ending, runtime: float) -> Verdict:
         """The answer after the body has committed the done record itself: the call has succeeded,
         whatever the body did afterwards.
         """
@@ -546,7 +540,7 @@ class Execution:
         self._release(outcome)
         if not isinstance(ending, Returned):
             self.process.observer.observe(
-                events.CompletionStands(**call.subject, fence=done.fence, error=_error_text(ending))
+                events.CompletionStands(**call.subject, fence=done.fence, error=error_text(ending))
             )
         self._report(done, outcome, runtime, self.process.clock.now() - held_lease.since)
         if isinstance(ending, Interrupted | Terminated):
@@ -666,66 +660,7 @@ class Execution:
             return None
         return (done,)
 
-    def _answer_of(self, ending: Ending, outcome: Outcome) -> Answer:
-        match ending:
-            case Returned(value):
-                return Return(
-                    as_decoded(value, outcome.result) if outcome.result is not None else value
-                )
-            case Raised() | Snoozed():
-                return self._answer_of_failure(ending, outcome)
-            case Lost(reason):
-                return self._reschedule_soon(f"the lease was lost: {reason}")
-            case Interrupted(error) | Terminated(error) | ControlFlow(error):
-                return Raise(error)
-            case _ as never:
-                assert_never(never)
-
-    def _answer_of_failure(self, ending: Raised | Snoozed, outcome: Outcome) -> Answer:
-        """Reschedule a call that runs again by itself. Otherwise the caller gets the error, or
-        learns when the key may run again.
-        """
-        wait, why = outcome.retry_after or 0.0, outcome.reason or "the body asked for it"
-        cooling = outcome.state is State.COOLING
-        event_type = (
-            "snoozed" if isinstance(ending, Snoozed) else "cooldown" if cooling else "backoff"
-        )
-        task_event = TaskEvent(event_type, wait, why)
-        asked = isinstance(ending, Snoozed) or isinstance(ending.error, Cooldown | RetryLater)
-        if outcome.resumes:
-            return Reschedule(
-                wait,
-                f"{outcome.state.value}: {why}",
-                started=True,
-                event_type=event_type,
-                event_reason=why,
-                unavailable=isinstance(ending.error, RecordUnreadable),
-                cause=ending.error if isinstance(ending, Raised) else None,
-                unknown=outcome.failure is not None and outcome.failure.rule == ANYTHING_ELSE.name,
-            )
-        if not asked:
-            return Raise(ending.error, task_event=task_event if cooling else None)
-        rule = outcome.failure.rule if outcome.failure else None
-        if outcome.failure is not None and outcome.state is State.FAILED:
-            failed = PermanentFailure(
-                printable(outcome.failure.text, None), rule, outcome.failure.type
-            )
-            failed.__cause__ = ending.error
-            return Raise(failed)
-        # Redacted, because the text of the body may contain that of a client library.
-        text = printable(message_of(ending.error, MESSAGE_MAX), None)
-        message = f"Retry available in {in_words(wait)}: {text}"
-        reason = outcome.failure.reason if outcome.failure else outcome.ended.value
-        scope = (
-            "group" if outcome.failure is not None and outcome.failure.group is not None else "key"
-        )
-        refusal = CoolingDown(
-            message, self.call.key.key, self.process.wall_time() + wait, wait, reason, rule, scope
-        )
-        refusal.__cause__ = ending.error
-        return Raise(refusal, task_event=task_event)
-
-    def _outcome_refused(self, ending: Ending) -> Answer:
+    def _outcome_refused(self, ending: Ending) -> Verdict:
         """The answer of an attempt whose outcome was refused: a later attempt owns the key, or the
         row was deleted, so what the record says now counts.
 
@@ -753,15 +688,11 @@ class Execution:
             return self._after_store_failure(error, 0)
         if isinstance(verdict, Run | Wait):
             why = "a later attempt owns the key" if now is not None else "the record was deleted"
-            verdict = self._reschedule_soon(why)
+            verdict = settlement.again_soon(why, self.process.rand())
         answer = self._report_verdict(verdict)
         return replace(answer, started=True) if isinstance(answer, Reschedule) else answer
 
-    def _reschedule_soon(self, reason: str) -> Reschedule:
-        """Reschedule a call that has lost its lease while it ran."""
-        return Reschedule(SHORT_PAUSE + self.process.rand(), reason, started=True, event_type="")
-
-    def _report_verdict(self, verdict: Verdict) -> Answer:
+    def _report_verdict(self, verdict: Verdict) -> Verdict:
         """Emit the event of a verdict without a run; the worker emits those of its messages."""
         call, observe = self.call, self.process.observer.observe
         match verdict:
@@ -830,15 +761,3 @@ def _opens_gate(outcome: Outcome) -> bool:
 
 def _type_and_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _error_text(ending: Ending) -> str:
-    match ending:
-        case Raised(_, failure):
-            return f"{failure.type}: {failure.message}"
-        case Lost(reason):
-            return f"the lease was lost: {reason}"
-        case Returned():
-            return ""
-        case _:
-            return type(ending.error).__name__

@@ -13,14 +13,24 @@ from celery_leases.call import Call
 from celery_leases.decide import attempt_history
 from celery_leases.decide.endings import (
     ControlFlow,
+    Ending,
     Interrupted,
     Lost,
+    Raised,
     Returned,
     Snoozed,
     Terminated,
 )
-from celery_leases.errors import PermanentFailure
+from celery_leases.decide.verdicts import Raise, Reschedule, Return, TaskEvent
+from celery_leases.errors import (
+    Cooldown,
+    CoolingDown,
+    PermanentFailure,
+    RecordUnreadable,
+    RetryLater,
+)
 from celery_leases.failures.actions import Reason
+from celery_leases.failures.default_rules import ANYTHING_ELSE
 from celery_leases.record import (
     CALLER_HAS_FAILURE,
     Attempt,
@@ -30,7 +40,10 @@ from celery_leases.record import (
     Record,
     State,
 )
+from celery_leases.results import MESSAGE_MAX, as_decoded
 from celery_leases.text.cleaning import printable
+from celery_leases.text.durations import in_words
+from celery_leases.text.redaction import message_of
 
 CRASH_LOOP = Reason.CRASH_LOOP.value
 NO_RESULT = ""
@@ -42,6 +55,10 @@ FINISHED_CALLS_MAX = 16
 """How many finished calls a record of a task whose calls all run lists."""
 FINISHED_RESULT_MAX = 4096
 """Characters of the longest result that is stored in that list."""
+
+
+SHORT_PAUSE: Final = 1.0
+"""Seconds to wait at least before a call that could not run for a reason of a moment runs."""
 
 
 class ExitCause(Enum):
@@ -328,3 +345,64 @@ def settle_until(call: Call, now: float) -> float:
     """
     until = now + SETTLE_TIMEOUT
     return min(until, call.received_at + call.time_limit - 1.0) if call.time_limit else until
+
+
+def after_outcome(
+    call: Call, ending: Ending, outcome: Outcome, rand: float, wall_time: float
+) -> Return | Raise | Reschedule:
+    """What Celery gets once *outcome* is written."""
+    match ending:
+        case Returned(value):
+            return Return(value if outcome.result is None else as_decoded(value, outcome.result))
+        case Raised() | Snoozed():
+            return _after_failed_outcome(call, ending, outcome, wall_time)
+        case Lost(reason):
+            return again_soon(f"the lease was lost: {reason}", rand)
+        case Interrupted(error) | Terminated(error) | ControlFlow(error):
+            return Raise(error)
+        case _ as never:
+            assert_never(never)
+
+
+def again_soon(reason: str, rand: float) -> Reschedule:
+    """Reschedule a call that has lost its lease while it ran."""
+    return Reschedule(SHORT_PAUSE + rand, reason, started=True, event_type="")
+
+
+def _after_failed_outcome(
+    call: Call, ending: Raised | Snoozed, outcome: Outcome, wall_time: float
+) -> Raise | Reschedule:
+    """Reschedule a call that runs again by itself. Otherwise the caller gets the error, or learns
+    when the key may run again.
+    """
+    wait, why = outcome.retry_after or 0.0, outcome.reason or "the body asked for it"
+    cooling, failure = outcome.state is State.COOLING, outcome.failure
+    event_type = "snoozed" if isinstance(ending, Snoozed) else "cooldown" if cooling else "backoff"
+    task_event = TaskEvent(event_type, wait, why)
+    asked = isinstance(ending, Snoozed) or isinstance(ending.error, Cooldown | RetryLater)
+    if outcome.resumes:
+        return Reschedule(
+            wait,
+            f"{outcome.state.value}: {why}",
+            started=True,
+            event_type=event_type,
+            event_reason=why,
+            unavailable=isinstance(ending.error, RecordUnreadable),
+            cause=ending.error if isinstance(ending, Raised) else None,
+            unknown=failure is not None and failure.rule == ANYTHING_ELSE.name,
+        )
+    if not asked:
+        return Raise(ending.error, task_event=task_event if cooling else None)
+    rule = failure.rule if failure else None
+    if failure is not None and outcome.state is State.FAILED:
+        failed = PermanentFailure(printable(failure.text, None), rule, failure.type)
+        failed.__cause__ = ending.error
+        return Raise(failed)
+    # Redacted, because the text of the body may contain that of a client library.
+    text = printable(message_of(ending.error, MESSAGE_MAX), None)
+    message = f"Retry available in {in_words(wait)}: {text}"
+    reason = failure.reason if failure else outcome.ended.value
+    scope = "group" if failure is not None and failure.group is not None else "key"
+    refusal = CoolingDown(message, call.key.key, wall_time + wait, wait, reason, rule, scope)
+    refusal.__cause__ = ending.error
+    return Raise(refusal, task_event=task_event)

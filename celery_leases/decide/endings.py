@@ -83,3 +83,16 @@ class ControlFlow:
 
 
 Ending = Returned | Raised | Snoozed | Lost | Interrupted | Terminated | ControlFlow
+
+
+def error_text(ending: Ending) -> str:
+    """The error in *ending*, in words; empty if the body returned."""
+    match ending:
+        case Raised(_, failure):
+            return f"{failure.type}: {failure.message}"
+        case Lost(reason):
+            return f"the lease was lost: {reason}"
+        case Returned():
+            return ""
+        case _:
+            return type(ending.error).__name__

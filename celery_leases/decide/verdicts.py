@@ -1,4 +1,4 @@
-"""The input and output of decisions: the facts about a call, and the verdict."""
+"""The input and output of decisions: the facts about a call, and the verdict on its delivery."""
 
 from __future__ import annotations
 
@@ -134,10 +134,8 @@ class Drop:
         return self.words or self.reason.words
 
 
-Answer = Return | Raise | Reschedule | Follow | Drop
-"""How a delivery ends: what Celery gets, and what is published."""
-
-Verdict = Run | Wait | Answer
+Verdict = Run | Wait | Return | Raise | Reschedule | Follow | Drop
+"""What a delivery does next: it goes on, waits, or ends in one of five ways."""
 
 
 @value_class(frozen=True, slots=True)

@@ -30,7 +30,15 @@ from celery_leases.concurrency import os_threads, wait_limit
 from celery_leases.deadlines import begin_by
 from celery_leases.decide.copies import callbacks_mark
 from celery_leases.decide.endings import ControlFlow, Ending, Raised, Returned
-from celery_leases.decide.verdicts import Answer, Drop, Follow, Raise, Reschedule, Return, TaskEvent
+from celery_leases.decide.verdicts import (
+    Drop,
+    Follow,
+    Raise,
+    Reschedule,
+    Return,
+    TaskEvent,
+    Verdict,
+)
 from celery_leases.decide.waiting import (
     LONGEST_PUBLISH_RETRY_TIME,
     may_be_returned,
@@ -423,7 +431,7 @@ class Delivery:
 
     # -- what Celery gets --------------------------------------------------------------------------
 
-    def _answer_celery(self, call: Call, answer: Answer) -> Any:
+    def _answer_celery(self, call: Call, answer: Verdict) -> Any:
         if isinstance(answer, Return | Raise) and not self.request.is_eager:
             process = self.process
             process.publisher.mark_ended(

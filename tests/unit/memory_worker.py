@@ -15,7 +15,7 @@ from celery_leases.attempt.process import Process
 from celery_leases.attempt.run import Execution
 from celery_leases.call import Call
 from celery_leases.decide.endings import Ending, Returned
-from celery_leases.decide.verdicts import Answer, Raise
+from celery_leases.decide.verdicts import Raise, Verdict
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry
 from celery_leases.groups.group import Closing, Gate
 from celery_leases.record import Record, State
@@ -127,7 +127,7 @@ class Bench:
 
     def run(
         self, call: Call, *endings: Ending, during: Callable[[HeldLease], object] = lambda _: None
-    ) -> Answer:
+    ) -> Verdict:
         """Run *call*: its body does *during* and ends with *ending*, by default a value."""
 
         def body(held_lease: HeldLease, record: Record) -> Ending:
@@ -181,6 +181,6 @@ class Bench:
         return found is not None and found.call is None and found.until > self.clock.now()
 
 
-def error(reply: Answer) -> BaseException:
+def error(reply: Verdict) -> BaseException:
     assert isinstance(reply, Raise), reply
     return reply.error

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from celery_leases.decide.endings import Interrupted, Lost, Snoozed
-from celery_leases.decide.verdicts import Answer, Raise, Reschedule, Return
+from celery_leases.decide.verdicts import Raise, Reschedule, Return, Verdict
 from celery_leases.errors import CoolingDown, KeyReused, PermanentFailure, Snooze
 from celery_leases.events import GateOpened
 from celery_leases.record import State
@@ -64,7 +64,7 @@ class TestAnotherCallDuringACooldown:
         assert len(bench.ran) == 3
 
     def test_it_meets_the_lease_of_a_call_that_is_just_writing_its_failure(self, bench) -> None:
-        met: list[Answer] = []
+        met: list[Verdict] = []
         bench.journal.before("cool", lambda: met.append(bench.run(bench.call(call_id=THEIRS))))
         bench.run(bench.call(), OF_THE_KEY)
         assert isinstance(met[0], Reschedule | Raise)
@@ -76,7 +76,7 @@ class TestAnotherCallDuringACooldown:
         call = bench.call()
         bench.run(call, OF_THE_KEY)
         bench.clock.sleep(59.5)
-        met: list[Answer] = []
+        met: list[Verdict] = []
         bench.journal.before("claim", lambda: met.append(bench.run(bench.again(call))))
         assert isinstance(error(bench.run(bench.call(call_id=THEIRS))), CoolingDown)
         assert isinstance(met[0], Reschedule)
@@ -89,7 +89,7 @@ class TestAnotherCallDuringACooldown:
         bench = Bench()
         bench.run(bench.call(), OF_THE_KEY)
         bench.records.retry(KEY.stored)
-        met: list[Answer] = []
+        met: list[Verdict] = []
         bench.journal.before(
             "end_cooldown", lambda: met.append(bench.run(bench.call(call_id="third"), OF_THE_KEY))
         )
@@ -143,7 +143,7 @@ class TestAnOperator:
         call = bench.call(on_busy="raise", on_done="raise")
         bench.run(call, OF_THE_KEY)
         bench.records.retry(KEY.stored)
-        met: list[Answer] = []
+        met: list[Verdict] = []
         other = bench.call(call_id=THEIRS)
         bench.run(other, during=lambda _: met.append(bench.run(bench.again(call))))
         assert isinstance(met[0], Reschedule)
@@ -225,7 +225,7 @@ class TestRerun:
         call = bench.call(runs="each")
         bench.run(call, OF_THE_KEY)
         bench.clock.sleep(60.0)
-        met: list[Answer] = []
+        met: list[Verdict] = []
         bench.run(
             bench.again(call), during=lambda _: met.append(bench.run(bench.redelivered(call)))
         )
@@ -241,7 +241,7 @@ class TestOneGateForManyKeys:
         assert bench.gate is not None
         assert bench.gate.trips == 1
         bench.clock.sleep(60.0)
-        met: list[Answer] = []
+        met: list[Verdict] = []
         bench.run(bench.again(first), during=lambda _: met.append(bench.run(bench.again(second))))
         assert isinstance(met[0], Reschedule)
         assert met[0].delay <= 1.1

@@ -14,7 +14,7 @@ from celery_leases.decide import attempt_history
 from celery_leases.decide.after_run import after_run
 from celery_leases.decide.claim import ALWAYS
 from celery_leases.decide.endings import Ending, Interrupted, Terminated
-from celery_leases.decide.verdicts import Answer, Raise, Reschedule, Return, Run
+from celery_leases.decide.verdicts import Raise, Reschedule, Return, Run, Verdict
 from celery_leases.decide.waiting import LAPSED_LEASE_WAIT
 from celery_leases.errors import PermanentFailure, StoreUnavailable
 from celery_leases.events import AttemptAbandoned, CrashSeen, OutcomeRefused
@@ -248,7 +248,7 @@ def unheard(bench: Bench, **changes: object) -> tuple[Call, Execution]:
     return found
 
 
-def ends(bench: Bench, call: Call, execution: Execution, ending: Ending = DONE) -> Answer:
+def ends(bench: Bench, call: Call, execution: Execution, ending: Ending = DONE) -> Verdict:
     """The body of that process ends."""
     return execution._run(lambda *_: ending, 0)
 
