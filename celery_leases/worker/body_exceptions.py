@@ -1,5 +1,5 @@
 """Translates the exception of a body into an ending, see
-:mod:`celery_leases.decide.endings`.
+:mod:`celery_leases.decide.endings`; and notes that a body has published its call again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from billiard.process import current_process
+from celery import signals
+from celery._state import get_current_task
 from celery.exceptions import (
     Ignore,
     Reject,
@@ -17,6 +19,7 @@ from celery.exceptions import (
     SoftTimeLimitExceeded,
 )
 from celery.states import EXCEPTION_STATES
+from celery.utils.time import maybe_iso8601
 from celery.worker import state as worker_state
 
 from celery_leases.attempt.held_lease import HELD_TOO_LONG, NOT_EXTENDED, HeldLease
@@ -38,7 +41,7 @@ from celery_leases.keys import call_key
 from celery_leases.record import Ended, Failure
 from celery_leases.results import MESSAGE_MAX, failure_of
 from celery_leases.text.redaction import message_of
-from celery_leases.worker.headers import state_of
+from celery_leases.worker.headers import HEADER, state_of
 from celery_leases.worker.interrupts import EarlySoftTimeLimit, InterruptGuard
 from celery_leases.worker.tracebacks import traceback_of
 
@@ -240,3 +243,41 @@ def as_exception(error: BaseException, what: str) -> Exception:
 def _time_limit(reason: str | None) -> str | None:
     """*reason*, if it says that the body held its lease for too long."""
     return reason if reason in (HELD_TOO_LONG, NOT_EXTENDED) else None
+
+
+# -- a body that publishes its own call ------------------------------------------------------------
+
+
+def _publisher_of_itself(sender: str, headers: Any) -> Any:
+    """The request of the running body, if it publishes a message of its own call."""
+    task = get_current_task()
+    if task is None or task.name != sender or not hasattr(task, "lease_options"):
+        return None
+    request = task.request
+    if request.called_directly or request.is_eager or headers.get("id") != request.id:
+        return None
+    # The message of replace() has the same id, and is another call.
+    same = (headers.get("replaced_task_nesting") or 0) == (request.replaced_task_nesting or 0)
+    return request if same else None
+
+
+def _before_publish(sender: str, headers: Any, **_: Any) -> None:
+    """Give a message with which a body publishes its call again the header of the call, so that it
+    is no duplicate of the running delivery.
+    """
+    request = _publisher_of_itself(sender, headers)
+    if request is not None and (ours := (request.headers or {}).get(HEADER)) is not None:
+        headers.setdefault(HEADER, ours)
+
+
+def _after_publish(sender: str, headers: Any, **_: Any) -> None:
+    """Note that a body has published its call again: the attempt is closed as retried."""
+    request = _publisher_of_itself(sender, headers)
+    if request is not None and (state := state_of(request)).goes_on is None:
+        when = maybe_iso8601(headers.get("eta"))
+        state.goes_on = Retry("the body has published its call again", when=when)
+        state.published_retries = headers.get("retries") or 0
+
+
+signals.before_task_publish.connect(_before_publish, weak=False)
+signals.after_task_publish.connect(_after_publish, weak=False)

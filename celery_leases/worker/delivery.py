@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import sys
@@ -16,11 +15,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 from celery import signals, states
-from celery._state import get_current_task
 from celery.backends.base import DisabledBackend
 from celery.backends.rpc import RPCBackend
 from celery.exceptions import Ignore, Reject, Retry
-from celery.utils.time import maybe_iso8601, maybe_timedelta
+from celery.utils.time import maybe_timedelta
 
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.process import Process
@@ -36,7 +34,6 @@ from celery_leases.decide.verdicts import (
     Raise,
     Reschedule,
     Return,
-    TaskEvent,
     Verdict,
 )
 from celery_leases.decide.waiting import (
@@ -46,18 +43,15 @@ from celery_leases.decide.waiting import (
     publish_retry_time,
 )
 from celery_leases.errors import (
-    Cooldown,
-    LeaseHeld,
     LeasesError,
     RescheduleFailed,
-    RetryLater,
     StoreUnavailable,
 )
-from celery_leases.events import CallDropped, CallRefused, CallRescheduled, Dropped
+from celery_leases.events import Dropped
 from celery_leases.keys import OF_ERRBACK, is_short_form
 from celery_leases.lease import Lease, enter_body, leave_body
-from celery_leases.record import Ended, Failure, Record, State
-from celery_leases.results import NOT_JSON, encode, failure_of
+from celery_leases.record import Ended, Record
+from celery_leases.results import NOT_JSON, encode
 from celery_leases.signals import logger
 from celery_leases.text.cleaning import printable
 from celery_leases.worker import processes, requeue
@@ -67,7 +61,6 @@ from celery_leases.worker.headers import (
     ENDED_UNDER,
     HEADER,
     LIMITS,
-    MAX_PRIOR,
     WOKEN,
     Header,
     RequestState,
@@ -82,44 +75,20 @@ from celery_leases.worker.headers import (
     token_of,
 )
 from celery_leases.worker.interrupts import interrupt_guard_here
-from celery_leases.worker.publisher import KeyIsHeld, NotPublishable, Routes
+from celery_leases.worker.publisher import NotPublishable, Routes
+from celery_leases.worker.rescheduling import NotConfirmed, Rescheduling
 from celery_leases.worker.stored_messages import has_expired
-from celery_leases.worker.waiting_log import (
-    AGAIN,
-    RESCHEDULED,
-    STILL,
-    cause_after,
-    name_reschedules,
-)
 
 _ENDINGS_RETURNED = (Retry, Awaitable, Generator, AsyncGenerator)
 """What a body returns, and what is no result: nothing of the work has run."""
-
-POLL_INTERVAL = 0.5
-"""Seconds between two reads of the record while a copy of the call runs."""
-
-_WAITING = (State.PENDING, State.COOLING)
-
-PUBLISH_MARGIN = 12.0
-"""No publish begins in the last seconds before the hard time limit. This is enough for two
-publishes and the end of the delivery.
-"""
 
 CALLBACKS_MARK_TTL = 86_400.0
 """The most seconds for which the mark lasts that the callbacks of a call were sent."""
 _marks_callbacks = False
 
 
-class NotConfirmed(Exception):
-    """The broker does not accept a message; the text says why."""
-
-
-class Delivery:
+class Delivery(Rescheduling):
     """One delivery of one call of *task*, with the arguments that Celery has unpacked."""
-
-    process: Process
-    #: When a delivery with a time limit began, by the clock of :mod:`os_threads`.
-    received_at = 0.0
 
     def __init__(
         self,
@@ -139,8 +108,7 @@ class Delivery:
         self.options = task.lease_options
         self.pid = os.getpid()
         self.token = token_of(request)
-        #: The hard and the soft time limit in seconds, if the call has any.
-        self.time_limits: tuple[float | None, float | None] | None = (
+        self.time_limits = (
             request.__dict__[LIMITS] if LIMITS in request.__dict__ else None  # noqa: SIM401 - a call less
         )
         self.owner = owner_of(self.token or new_token(), self.pid)
@@ -150,7 +118,6 @@ class Delivery:
             # A message may have a header named "headers", of any type, which has replaced them.
             request.headers = headers = None
         self.received_header = read_header(headers, task.name, self.call_id)
-        #: The header cannot be read, so it is unknown which copy of the call this is.
         self.header_unreadable = (
             self.received_header is None and headers is not None and headers.get(HEADER) is not None
         )
@@ -158,8 +125,6 @@ class Delivery:
         self.interrupt_guard = interrupt_guard_here(self.pid, self.token)
         delivered = request.delivery_info
         self.redelivered = bool(delivered and delivered.get("redelivered"))
-        #: The body has begun here, so a copy that was published earlier cannot replace this one.
-        self.body_began = False
 
     def handle(self) -> Any:
         """Handle the delivery to its end: return the result that Celery stores, or raise an
@@ -295,10 +260,6 @@ class Delivery:
             message=message,
             starts_when_free=WOKEN in request.__dict__,
         )
-
-    def _update_header(self, call: Call, **changes: Any) -> None:
-        self.header = replace(self.header.of_key(call.key, call.group), **changes)
-        self.header.write(self.request)
 
     def _refuse_expired(self, call: Call) -> None:
         """Revoke a redelivered message that has expired, unless its call has begun.
@@ -480,270 +441,6 @@ class Delivery:
             return self._answer_celery(call, Return(found["result"]))
         raise found["result"]
 
-    def _reschedule(self, call: Call, again: Reschedule) -> NoReturn:
-        """Publish a copy of the delivery, then end the delivery by an exception."""
-        delay = min(again.delay, call.longest_countdown)
-        if self.request.is_eager:
-            if again.unavailable and again.refusal is None:
-                why = f"{printable(call.key.key)}: {again.reason}; an eager call cannot be rescheduled"
-                raise StoreUnavailable(why, None if again.started else False)
-            held = f"{printable(call.key.key)}: {again.reason}, and an eager call cannot be rescheduled"
-            raise again.refusal or LeaseHeld(held, call.key.key, delay)
-        cause = cause_after(self.header.cause, again)
-        still = cause.startswith(AGAIN)
-        name_reschedules()
-        self._update_header(
-            call,
-            reschedules=call.reschedules + 1,
-            store_failures=self.header.store_failures + 1 if again.unavailable else 0,
-            prior=(*call.prior, again.prior)[-MAX_PRIOR:] if again.prior else self.header.prior,
-            started=self.header.started or again.started,
-            failure_fence=self._failure_fence(call, again),
-            held=again.held,
-            cause=cause,
-        )
-        retry, began = _retry_of(again), self.process.clock.now()
-        if self.time_limits is not None and not self.body_began:
-            # Three quarters of the limit: then the delivery is returned to the broker.
-            wait_limit.set_seconds(1.5 * call.begin_by - 0.5 * call.received_at - began)
-        published = self._publish(call, again, delay)
-        if again.retrying:
-            self._show_retry(again)
-        if not published:
-            self._drop(call, Dropped.COPY_WAITS)
-        self._observe(
-            CallRescheduled(
-                **call.subject,
-                delay=delay,
-                reason=again.reason,
-                unavailable=again.unavailable,
-                still=still,
-            )
-        )
-        self._announce(call, again.task_event)
-        if again.cause is not None and not isinstance(again.cause, Cooldown | RetryLater):
-            # Logged here, because Celery logs a retry without its traceback.
-            level = logging.ERROR if again.unknown else logging.WARNING
-            logger.log(
-                level,
-                "%s[%s] raised, and will run again",
-                call.task,
-                call.call_id,
-                exc_info=again.cause,
-            )
-        if retry is not None and not (
-            self.process.clock.now() - began > delay and self._celery_has_outcome()
-        ):
-            raise retry from again.cause
-        reason = f"{STILL if still else RESCHEDULED}{again.reason}"
-        raise (
-            KeyIsHeld(reason, call.key.stored, call.key.fingerprint)
-            if again.held
-            else Ignore(reason)
-        )
-
-    def _publish(self, call: Call, again: Reschedule, delay: float) -> bool:
-        """Publish a copy, and retry for a while; ``False`` if another copy waits already.
-
-        If the broker accepts no copy, the delivery is returned to the broker; the call fails if
-        the broker would discard the returned message.
-        """
-        process = self.process
-        before, limit = self._requeue_count(call)
-        newest = self.body_began or self.header_unreadable or (call.fresh and again.unavailable)
-        try:
-            return self._until_confirmed(
-                call,
-                lambda: process.publisher.reschedule(
-                    self.task,
-                    self.header,
-                    delay,
-                    process.leases,
-                    call.key.stored,
-                    self.options.ttl,
-                    newest=newest,
-                ),
-            )
-        except NotPublishable as error:
-            self._fail(call, again, f"its message cannot be written: {error}")
-        except NotConfirmed as error:
-            if may_be_returned(before, limit):
-                self._requeue(call, again, str(error))
-            why = f"the broker accepts no copy of it after {before + 1} deliveries: {error}"
-            self._fail(call, again, why)
-
-    def _until_confirmed(self, call: Call, publish: Callable[[], bool]) -> bool:
-        """Call *publish*, and retry for a while; raises :class:`NotConfirmed` if the broker does
-        not accept the message.
-        """
-        until = self._publish_deadline(call)
-        failures = 0
-        while True:
-            try:
-                published = publish()
-            except NotPublishable:
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever the broker said, the message must survive
-                why = f"{type(error).__name__}: {error}"
-            else:
-                requeue.clear_count(call.call_id)
-                return published
-            pause = publish_retry_pause(failures)
-            if self.interrupt_guard.stopping or self.process.clock.now() + pause > until:
-                self._sleep(pause)
-                raise NotConfirmed(why)
-            if not failures:
-                logger.error(
-                    "%s[%s] could not be rescheduled, retrying: %s", call.task, call.call_id, why
-                )
-            failures += 1
-            self._sleep(pause)
-
-    def _requeue_count(self, call: Call) -> tuple[int, int | None]:
-        """See :func:`celery_leases.worker.requeue.requeue_count`."""
-        return requeue.requeue_count(self.request, call.call_id, self.process.publisher.routes)
-
-    def _publish_deadline(self, call: Call) -> float:
-        """Until when to retry the publish of a copy, before the delivery is returned."""
-        until = self.process.clock.now() + publish_retry_time(
-            *self._requeue_count(call), call.longest_countdown
-        )
-        return (
-            min(until, self.received_at + call.time_limit - PUBLISH_MARGIN)
-            if call.time_limit
-            else until
-        )
-
-    def _requeue(self, call: Call, again: Reschedule, why: str) -> NoReturn:
-        """Return the delivery to the broker, which delivers it again."""
-        self._observe(
-            CallRescheduled(
-                **call.subject,
-                delay=0.0,
-                reason=again.reason,
-                confirmed=False,
-                unavailable=again.unavailable,
-            )
-        )
-        requeue.requeue_delivery(call.task, call.call_id, "could not be rescheduled", why)
-
-    def _fail(self, call: Call, again: Reschedule, why: str) -> NoReturn:
-        """End the call with an error, because it cannot be rescheduled, and write the same into its
-        record.
-        """
-        message = (
-            f"{printable(call.key.key)}: {again.reason}, and the call cannot be rescheduled: {why}"
-        )
-        error = RescheduleFailed(message, call.key.key, why)
-        try:
-            self._close_record(call, again, failure_of(error))
-        except StoreUnavailable as unavailable:
-            if may_be_returned(*self._requeue_count(call)):
-                self._sleep(self._publish_deadline(call) - self.process.clock.now())
-                self._requeue(call, again, f"{why}; {unavailable}")
-            logger.error(
-                "%s[%s] cannot be rescheduled, and its record could not be closed: %s",
-                call.task,
-                call.call_id,
-                unavailable,
-            )
-        self._observe(CallRefused(**call.subject, error=str(error)))
-        raise error from again.cause
-
-    def _close_record(self, call: Call, again: Reschedule, failure: Failure) -> None:
-        """Write into the call's record that it does not run again."""
-        record = self._own_record(call)
-        if record is None:
-            return
-        if record.state not in _WAITING:
-            self._wait_for_copy(call, again)
-        elif record.resumes:
-            before = record.failure or failure
-            self.process.records.stop_resuming(
-                record, replace(before, type=failure.type, message=failure.message)
-            )
-
-    def _own_record(self, call: Call) -> Record | None:
-        """The record, if it belongs to this call and not to one that this call has waited for."""
-        record = self.process.records.read(call.key.stored)
-        return record if record is not None and record.call_id == call.call_id else None
-
-    def _wait_for_copy(self, call: Call, again: Reschedule) -> None:
-        """Wait while a copy of the call runs, then return the delivery to the broker.
-
-        If the process of that copy dies, this delivery is the only one that can run the call. If
-        the queue would discard the returned message, the delivery is dropped if Celery has the
-        outcome; otherwise this function returns.
-        """
-        until = self._publish_deadline(call)
-        while not self.interrupt_guard.stopping and self.process.clock.now() < until:
-            record = self._own_record(call)
-            if (
-                record is None
-                or record.state in _WAITING
-                or (record.state is not State.RUNNING and self._celery_has_outcome())
-            ):
-                break
-            self._sleep(POLL_INTERVAL)
-        if may_be_returned(*self._requeue_count(call)):
-            self._requeue(call, again, "a copy of it is running, and no other can be published")
-        if self._celery_has_outcome():
-            self._drop(call, Dropped.OUTCOME_KNOWN)
-
-    def _sleep(self, seconds: float) -> None:
-        """Wait, unless the process is shutting down."""
-        clock = self.process.clock
-        until = clock.now() + seconds
-        while not self.interrupt_guard.stopping and (left := until - clock.now()) > 0:
-            clock.sleep(min(left, 0.5))
-
-    def _show_retry(self, again: Reschedule) -> None:
-        """Set Celery's state to RETRY again for the rest of the wait, because Celery has set it to
-        STARTED for this delivery.
-        """
-        request = self.request
-        if self.task.track_started and not request.__dict__.get(
-            "ignore_result", self.task.ignore_result
-        ):
-            with suppress(Exception):  # the state stays STARTED, and the broker has the copy
-                self.task.backend.mark_as_retry(request.id, again.refusal, request=request)
-
-    def _failure_fence(self, call: Call, again: Reschedule) -> int | None:
-        """The ``failure_fence`` for the header of the copy, see
-        :class:`~celery_leases.call.Call`.
-        """
-        if again.failure_fence is not None or self.body_began:
-            return again.failure_fence
-        if call.fresh:
-            return 0 if again.unavailable else None
-        return call.failure_fence
-
-    def _announce(self, call: Call, task_event: TaskEvent | None) -> None:
-        """Send the task event that says why the call does not run now; Flower shows it."""
-        if task_event is not None:
-            fields = {
-                "key": call.key.shown,
-                "retry_after": task_event.retry_after,
-                "reason": task_event.reason,
-            }
-            self.process.publisher.announce(self.task, task_event.type, **fields)
-
-    def _celery_has_outcome(self) -> bool:
-        """Whether the result backend has a final state for this call."""
-        if self.request.is_eager:
-            return False
-        try:
-            return self.task.backend.get_state(self.request.id) in states.READY_STATES
-        except Exception:  # noqa: BLE001 - there is no backend, or it does not answer
-            return False
-
-    def _drop(self, call: Call, reason: Dropped) -> NoReturn:
-        self._observe(CallDropped(**call.subject, reason=reason, why=reason.words))
-        raise Ignore(reason.words)
-
-    def _observe(self, event: Any) -> None:
-        self.process.observer.observe(event)
-
 
 def _mark_callbacks() -> None:
     """Begin to mark in this process that callbacks were sent. Not before it is needed, because a
@@ -774,57 +471,6 @@ def _comes_again(ending: Ending, goes_on: Retry | Ignore) -> bool:
     if isinstance(ending, ControlFlow):
         return isinstance(goes_on, Ignore) and ending.runs_again
     return not isinstance(ending, Raised)
-
-
-def _publisher_of_itself(sender: str, headers: Any) -> Any:
-    """The request of the running body, if it publishes a message of its own call."""
-    task = get_current_task()
-    if task is None or task.name != sender or not hasattr(task, "lease_options"):
-        return None
-    request = task.request
-    if request.called_directly or request.is_eager or headers.get("id") != request.id:
-        return None
-    # The message of replace() has the same id, and is another call.
-    same = (headers.get("replaced_task_nesting") or 0) == (request.replaced_task_nesting or 0)
-    return request if same else None
-
-
-def _before_publish(sender: str, headers: Any, **_: Any) -> None:
-    """Give a message with which a body publishes its call again the header of the call, so that it
-    is no duplicate of the running delivery.
-    """
-    request = _publisher_of_itself(sender, headers)
-    if request is not None and (ours := (request.headers or {}).get(HEADER)) is not None:
-        headers.setdefault(HEADER, ours)
-
-
-def _after_publish(sender: str, headers: Any, **_: Any) -> None:
-    """Note that a body has published its call again: the attempt is closed as retried."""
-    request = _publisher_of_itself(sender, headers)
-    if request is not None and (state := state_of(request)).goes_on is None:
-        when = maybe_iso8601(headers.get("eta"))
-        state.goes_on = Retry("the body has published its call again", when=when)
-        state.published_retries = headers.get("retries") or 0
-
-
-signals.before_task_publish.connect(_before_publish, weak=False)
-signals.after_task_publish.connect(_after_publish, weak=False)
-
-
-def _retry_of(again: Reschedule) -> Retry | None:
-    """The exception that Celery gets for a failed call that runs again; ``None`` for a call that is
-    rescheduled for another reason.
-
-    It is made before anything is published: if the exception cannot be pickled, that must not fail
-    a call whose copy waits already.
-    """
-    if again.cause is None:
-        return None
-    when = round(again.delay, 1)
-    try:
-        return Retry(exc=again.cause, when=when)
-    except BaseException:  # noqa: BLE001 - the user's exception may do anything when it is pickled
-        return Retry(exc=RuntimeError(type(again.cause).__qualname__), when=when)
 
 
 def _exit_forked_process() -> NoReturn:

@@ -29,7 +29,7 @@ from kombu.messaging import Producer
 from celery_leases import LeaseClient, LeasedMixin, LeasedTask
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.stores.redis.leases import RedisLeaseStore
-from celery_leases.worker import delivery, processes
+from celery_leases.worker import processes, rescheduling
 from celery_leases.worker.headers import HEADER, Header
 from celery_leases.worker.publisher import Publisher
 from celery_leases.worker.request import request_class
@@ -237,8 +237,8 @@ def test_a_retry_is_published_although_the_broker_is_away(bench, monkeypatch, ti
     monkeypatch.setattr(Producer, "_publish", publish_unless_away)
     # A connection in memory empties all queues when it is closed.
     monkeypatch.setattr(Publisher, "close", lambda _: None)
-    monkeypatch.setattr(delivery, "publish_retry_pause", lambda _: 0.001)
-    monkeypatch.setattr(delivery, "publish_retry_time", lambda *_: 0.01)
+    monkeypatch.setattr(rescheduling, "publish_retry_pause", lambda _: 0.001)
+    monkeypatch.setattr(rescheduling, "publish_retry_time", lambda *_: 0.01)
     bench.call("keyed", RETRIES)
     assert bench.runs["keyed", RETRIES] == 2
     status = bench.client.status("k:retry/raised/return", task="keyed")
