@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any, Final, Literal
 
 from celery_leases.errors import Uncertain
-from celery_leases.failures.actions import Classification, Reason
+from celery_leases.failures.actions import Reason, RuleMatch
 from celery_leases.failures.default_rules import REFUSED_HERE
 from celery_leases.record import Record
 from celery_leases.text.cleaning import shown, storable
@@ -161,7 +161,7 @@ def on_found(
     return RepeatCall() if uncertain == "rerun" else AskOperator()
 
 
-def was_executed(by_default: Classification, by_task: Classification) -> bool | None:
+def was_executed(by_default: RuleMatch, by_task: RuleMatch) -> bool | None:
     """Whether a call that raised was executed: ``False`` if it certainly was not, ``None`` if that
     is unknown.
 
@@ -177,8 +177,8 @@ def was_executed(by_default: Classification, by_task: Classification) -> bool | 
     return _was_executed(by_default)
 
 
-def _was_executed(classification: Classification) -> bool | None:
-    refused = classification.reason in _NOT_EXECUTED and not classification.ruling.ambiguous
+def _was_executed(matched: RuleMatch) -> bool | None:
+    refused = matched.reason in _NOT_EXECUTED and not matched.action.ambiguous
     return False if refused else None
 
 

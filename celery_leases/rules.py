@@ -1,11 +1,11 @@
-"""Failure rules: ``Rules``, the actions that rules choose, and what a classification contains. See
+"""Failure rules: ``Rules``, the actions that rules choose, and the rule that matches a failure. See
 docs/failures.md.
 """
 
 from celery_leases.failures.actions import (
-    Classification,
+    Action,
     Reason,
-    Ruling,
+    RuleMatch,
     cooldown,
     permanent,
     retry,
@@ -15,12 +15,12 @@ from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.failures.error_facts import ErrorFacts
 
 __all__ = [
-    "Classification",
+    "Action",
     "CooldownPolicy",
     "ErrorFacts",
     "Reason",
+    "RuleMatch",
     "Rules",
-    "Ruling",
     "cooldown",
     "permanent",
     "retry",

@@ -18,7 +18,7 @@ from celery_leases.decide.after_run import (
 )
 from celery_leases.decide.endings import Raised
 from celery_leases.errors import Uncertain
-from celery_leases.failures.actions import Classification, Reason, Ruling, cooldown
+from celery_leases.failures.actions import Action, Reason, RuleMatch, cooldown
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.groups.group import Closing
 from celery_leases.options import LeaseOptions
@@ -45,13 +45,13 @@ def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> Ou
     A cooldown is ``cooling``, a quick retry ``pending``, and the end ``failed``, or ``uncertain``
     if the outcome or the reply of an effect is unknown.
     """
-    classification = raised.classification
+    matched = raised.matched
     closed = replace(
         unchanged(call, record), ended=Ended.FAILED, failed=True, traceback=raised.traceback
     )
     if not crashes_of_another_call(call, record):
         closed = replace(closed, crashes=0)
-    if _was_quiet(call, record, classification):
+    if _was_quiet(call, record, matched):
         closed = without_failures(closed)
     if isinstance(raised.error, Uncertain):
         reason = Reason.UNCERTAIN.value
@@ -59,18 +59,18 @@ def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> Ou
         return replace(
             closed, state=State.UNCERTAIN, retention=None, failure=failure, reason=reason
         )
-    ruling, reason = _effective(call, classification, closed)
-    in_group = ruling.scope == "group" and call.group is not None
+    action, reason = _effective(call, matched, closed)
+    in_group = action.scope == "group" and call.group is not None
     failure = replace(
         raised.failure,
-        rule=classification.rule,
+        rule=matched.rule,
         reason=reason,
         group=call.group if in_group else None,
-        ambiguous=ruling.ambiguous,
-        operator=ruling.operator,
+        ambiguous=action.ambiguous,
+        operator=action.operator,
     )
     closed = replace(closed, failure=failure, reason=reason)
-    match ruling.kind:
+    match action.kind:
         case "permanent":
             return replace(
                 closed,
@@ -80,22 +80,20 @@ def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> Ou
             )
         case "retry":
             number = closed.quick_retries + 1
-            policy = ruling.policy or call.options.failures.cooldown
-            delay = _delay(ruling, policy, classification, number, rand)
+            policy = action.policy or call.options.failures.cooldown
+            delay = _delay(action, policy, matched, number, rand)
             again = replace(
                 closed, quick_retries=number, retry_after=delay, resumes=call.reschedulable
             )
             return with_retention(call, again)
         case "cooldown":
-            return with_retention(call, _cool_down(call, ruling, classification, closed, rand))
+            return with_retention(call, _cool_down(call, action, matched, closed, rand))
         case _ as never:
             assert_never(never)
 
 
-def resumes_after_cooldown(
-    options: LeaseOptions, classification: Classification, ruling: Ruling
-) -> bool:
-    """Whether a call runs again by itself after a cooldown; *ruling* is the action that applies.
+def resumes_after_cooldown(options: LeaseOptions, matched: RuleMatch, action: Action) -> bool:
+    """Whether a call runs again by itself after a cooldown; *action* is the action that applies.
 
     With ``Failures(resume="transient")`` it does if the failure is transient: its rule says retry,
     or the group failed, or the server or the body has given a delay. A call that may have been
@@ -103,11 +101,11 @@ def resumes_after_cooldown(
     """
     if options.failures.resume != "transient":
         return options.failures.resume == "always"
-    if ruling.ambiguous and not options.failures.idempotent:
+    if action.ambiguous and not options.failures.idempotent:
         return False
-    timed = classification.delay is not None and ruling.server_delay != "ignore"
-    asked = classification.reason is Reason.ASKED
-    return classification.ruling.kind == "retry" or ruling.scope == "group" or timed or asked
+    timed = matched.delay is not None and action.server_delay != "ignore"
+    asked = matched.reason is Reason.ASKED
+    return matched.action.kind == "retry" or action.scope == "group" or timed or asked
 
 
 def leaves_gate_half_open(outcome: Outcome) -> bool:
@@ -120,97 +118,93 @@ def leaves_gate_half_open(outcome: Outcome) -> bool:
     return outcome.state is State.PENDING or failure.ambiguous or unrelated
 
 
-def _was_quiet(call: Call, record: Record, classification: Classification) -> bool:
+def _was_quiet(call: Call, record: Record, matched: RuleMatch) -> bool:
     """Whether the last failure was so long ago that the counts start again at zero."""
     if record.failed_at is None:
         return False
-    return (record.started_at - record.failed_at) / 1e6 > _quiet(call, classification)
+    return (record.started_at - record.failed_at) / 1e6 > _quiet(call, matched)
 
 
-def _quiet(call: Call, classification: Classification) -> float:
+def _quiet(call: Call, matched: RuleMatch) -> float:
     """Seconds without a failure after which the counts start again at zero: longer than any wait
     that the key may have had.
     """
-    ruling = classification.ruling
-    rulings = [one for one in (ruling, ruling.if_not_idempotent, ruling.then) if one is not None]
+    action = matched.action
+    actions = [one for one in (action, action.if_not_idempotent, action.then) if one is not None]
     policies = [
         call.options.failures.cooldown,
-        *(one.policy for one in rulings if one.policy is not None),
+        *(one.policy for one in actions if one.policy is not None),
     ]
-    return max(2 * (classification.delay or 0.0), *(policy.quiet for policy in policies))
+    return max(2 * (matched.delay or 0.0), *(policy.quiet for policy in policies))
 
 
-def _effective(
-    call: Call, classification: Classification, counts: Outcome
-) -> tuple[Ruling, Reason]:
+def _effective(call: Call, matched: RuleMatch, counts: Outcome) -> tuple[Action, Reason]:
     """The action that applies to this task now, and its reason: an ambiguous failure, a failure
     after the last retry and the last failure that is allowed get another action than their rule's.
     """
-    ruling, reason = classification.ruling, classification.reason
-    while ruling.kind == "retry":
-        if ruling.ambiguous and not call.options.failures.idempotent:
-            ruling = ruling.if_not_idempotent or _AMBIGUOUS
+    action, reason = matched.action, matched.reason
+    while action.kind == "retry":
+        if action.ambiguous and not call.options.failures.idempotent:
+            action = action.if_not_idempotent or _AMBIGUOUS
             continue
-        retries = ruling.max if ruling.max is not None else call.options.failures.retries
+        retries = action.max if action.max is not None else call.options.failures.retries
         if counts.quick_retries < retries:
             break
-        ambiguous = ruling.ambiguous
-        reason = reason if ruling.then else Reason.RETRIES_USED_UP
-        ruling = ruling.then or _RETRIES_USED_UP
-        ruling = replace(ruling, ambiguous=ruling.ambiguous or ambiguous)
+        ambiguous = action.ambiguous
+        reason = reason if action.then else Reason.RETRIES_USED_UP
+        action = action.then or _RETRIES_USED_UP
+        action = replace(action, ambiguous=action.ambiguous or ambiguous)
     # Failures of the group do not count: the key does not cause a rate limit or an empty quota.
-    too_many = ruling.scope == "key" and counts.failures + 1 >= call.options.failures.failures
-    if ruling.kind == "cooldown" and too_many:
-        return Ruling(
-            "permanent", ambiguous=ruling.ambiguous, operator=ruling.operator
+    too_many = action.scope == "key" and counts.failures + 1 >= call.options.failures.failures
+    if action.kind == "cooldown" and too_many:
+        return Action(
+            "permanent", ambiguous=action.ambiguous, operator=action.operator
         ), Reason.TOO_MANY_FAILURES
-    return ruling, reason
+    return action, reason
 
 
 def _cool_down(
-    call: Call, ruling: Ruling, classification: Classification, closed: Outcome, rand: float
+    call: Call, action: Action, matched: RuleMatch, closed: Outcome, rand: float
 ) -> Outcome:
-    policy, failure = ruling.policy or call.options.failures.cooldown, closed.failure
-    resumes = call.reschedulable and resumes_after_cooldown(call.options, classification, ruling)
+    policy, failure = action.policy or call.options.failures.cooldown, closed.failure
+    resumes = call.reschedulable and resumes_after_cooldown(call.options, matched, action)
     cooling = replace(closed, state=State.COOLING, quick_retries=0, resumes=resumes)
     if failure is not None and failure.group is not None:
-        given = _server_delay(ruling, classification, rand)
+        given = _server_delay(action, matched, rand)
         closing = Closing(
             policy,
             failure.reason or "",
             failure.rule,
             failure.message,
             given,
-            ruling.server_delay == "instead",
+            action.server_delay == "instead",
         )
         return replace(cooling, retry_after=closing.wait(1), closing=closing)
     number = closed.cooldowns + 1
     return replace(
         cooling,
-        retry_after=_delay(ruling, policy, classification, number, rand),
-        failures=closed.failures + (ruling.scope == "key"),
+        retry_after=_delay(action, policy, matched, number, rand),
+        failures=closed.failures + (action.scope == "key"),
         cooldowns=number,
     )
 
 
 def _delay(
-    ruling: Ruling, policy: CooldownPolicy, classification: Classification, number: int, rand: float
+    action: Action, policy: CooldownPolicy, matched: RuleMatch, number: int, rand: float
 ) -> float:
-    given = _server_delay(ruling, classification, rand)
-    if given is not None and ruling.server_delay == "instead":
+    given = _server_delay(action, matched, rand)
+    if given is not None and action.server_delay == "instead":
         return given
-    return max(policy.delay(number, rand), ruling.at_least, given or 0.0)
+    return max(policy.delay(number, rand), action.at_least, given or 0.0)
 
 
-def _server_delay(ruling: Ruling, classification: Classification, rand: float) -> float | None:
+def _server_delay(action: Action, matched: RuleMatch, rand: float) -> float | None:
     """The delay that the server or the body has given; that of a server with jitter added."""
-    if classification.delay is None or ruling.server_delay == "ignore":
+    if matched.delay is None or action.server_delay == "ignore":
         return None
-    if classification.reason is Reason.ASKED:
-        return classification.delay
+    if matched.reason is Reason.ASKED:
+        return matched.delay
     given = (
-        max(classification.delay, SHORTEST_SERVER_DELAY)
-        if ruling.kind == "cooldown"
-        else classification.delay
+        max(matched.delay, SHORTEST_SERVER_DELAY) if action.kind == "cooldown" else matched.delay
     )
     return given + min(LONGEST_JITTER, JITTER * given) * rand

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from celery_leases.failures.actions import Classification
+from celery_leases.failures.actions import RuleMatch
 from celery_leases.record import Ended, Failure
 from celery_leases.value_class import value_class
 
@@ -29,7 +29,7 @@ class Raised:
 
     error: BaseException
     failure: Failure
-    classification: Classification
+    matched: RuleMatch
     traceback: str | None = None
 
 

@@ -1,4 +1,4 @@
-"""The actions that failure rules can choose, and the classification of one failure."""
+"""The actions that failure rules can choose, and the rule that matches one failure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ruling:
+class Action:
     """The action for one kind of failure. Written with :func:`retry`, :func:`cooldown` or
     :func:`permanent`.
     """
@@ -63,18 +63,18 @@ class Ruling:
     at_least: float = 0.0
     #: The action instead of an ambiguous retry, unless ``Failures.idempotent``; ``None``:
     #: a cooldown of the key.
-    if_not_idempotent: Ruling | None = None
+    if_not_idempotent: Action | None = None
     #: The action after the last quick retry; ``None``: a cooldown of the key by the task's policy.
-    then: Ruling | None = None
+    then: Action | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Classification:
-    """The classification of one failure by the rules."""
+class RuleMatch:
+    """The rule that matches one failure, and what it takes from the failure."""
 
     #: The name of the rule that matched.
     rule: str
-    ruling: Ruling
+    action: Action
     reason: Reason
     #: Seconds from the response or the exception, at most 6 h; ``None``: it gives no delay.
     delay: float | None = None
@@ -94,8 +94,8 @@ def retry(
     cap: Duration | None = None,
     jitter: float = 0.5,
     ambiguous: bool = False,
-    then: Ruling | None = None,
-) -> Ruling:
+    then: Action | None = None,
+) -> Action:
     """Retry soon: after *delay*, times *factor* at each retry, up to *cap* (5 minutes, or *delay*
     if that is longer).
 
@@ -105,7 +105,7 @@ def retry(
     """
     _check_retry(max, then)
     policy = _policy("retry", delay, factor, cap, RETRY_CAP, jitter)
-    return Ruling("retry", policy, max, ambiguous=ambiguous, then=then)
+    return Action("retry", policy, max, ambiguous=ambiguous, then=then)
 
 
 def cooldown(
@@ -117,7 +117,7 @@ def cooldown(
     jitter: float | None = None,
     ambiguous: bool = False,
     operator: bool = False,
-) -> Ruling:
+) -> Action:
     """Do not run the key for a while, or with ``scope="group"`` no key of its cooldown group.
 
     For *delay*, times *factor* (2) at each failure, up to *cap* (6 hours, or *delay* if that is
@@ -138,33 +138,33 @@ def cooldown(
     else:
         factor, jitter = 2.0 if factor is None else factor, 0.5 if jitter is None else jitter
         policy = _policy("cooldown", delay, factor, cap, SIX_HOURS, jitter)
-    return Ruling("cooldown", policy, scope=scope, ambiguous=ambiguous, operator=operator)
+    return Action("cooldown", policy, scope=scope, ambiguous=ambiguous, operator=operator)
 
 
-def permanent(*, operator: bool = False) -> Ruling:
+def permanent(*, operator: bool = False) -> Action:
     """Do not run the key again until an operator allows it."""
-    return Ruling("permanent", operator=operator)
+    return Action("permanent", operator=operator)
 
 
-def retry_exactly(span: Duration, what: str = "a retry") -> Ruling:
+def retry_exactly(span: Duration, what: str = "a retry") -> Action:
     """A retry after exactly *span*: without growth, jitter and the delay of a response.
 
     Zero is allowed. A wrong value raises :class:`LeaseConfigurationError`, in which it is called
     *what*.
     """
     delay = max(seconds(span, what, zero=True), 1e-3)
-    return Ruling("retry", CooldownPolicy(delay, 1.0, delay, 0.0), server_delay="ignore")
+    return Action("retry", CooldownPolicy(delay, 1.0, delay, 0.0), server_delay="ignore")
 
 
-def exact_delay(ruling: Ruling) -> float | None:
-    """The seconds of a ruling made by :func:`retry_exactly`; ``None`` for another ruling."""
-    exact = ruling.kind == "retry" and ruling.server_delay == "ignore" and ruling.policy is not None
-    return ruling.policy.base if exact and ruling.policy else None
+def exact_delay(action: Action) -> float | None:
+    """The seconds of an action made by :func:`retry_exactly`; ``None`` for another action."""
+    exact = action.kind == "retry" and action.server_delay == "ignore" and action.policy is not None
+    return action.policy.base if exact and action.policy else None
 
 
-def reason_of(ruling: Ruling) -> Reason:
-    """The reason of a failure to which a rule of the user gives *ruling*."""
-    return Reason.REFUSED if ruling.kind == "permanent" else Reason.ERROR
+def reason_of(action: Action) -> Reason:
+    """The reason of a failure to which a rule of the user gives *action*."""
+    return Reason.REFUSED if action.kind == "permanent" else Reason.ERROR
 
 
 def _check_retry(most: object, then: object) -> None:
@@ -172,7 +172,7 @@ def _check_retry(most: object, then: object) -> None:
         raise LeaseConfigurationError(
             f"retry: max={most!r} is not usable; write a whole number of at least 0"
         )
-    if then is not None and not isinstance(then, Ruling):
+    if then is not None and not isinstance(then, Action):
         raise LeaseConfigurationError(
             f"retry: then={then!r} is not usable; write cooldown(...) or permanent()"
         )

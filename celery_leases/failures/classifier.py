@@ -9,7 +9,7 @@ from typing import Final
 
 from celery_leases.errors import Cooldown, LeaseConfigurationError, RetryLater, Snooze
 from celery_leases.failures import rule_syntax
-from celery_leases.failures.actions import Classification, Reason, exact_delay, reason_of
+from celery_leases.failures.actions import Reason, RuleMatch, exact_delay, reason_of
 from celery_leases.failures.conditions import HasHeader
 from celery_leases.failures.default_rules import (
     ANYTHING_ELSE,
@@ -24,7 +24,7 @@ from celery_leases.failures.delays import server_delay
 from celery_leases.failures.error_facts import MESSAGE_MAX, ErrorFacts, facts_from
 from celery_leases.failures.exception_chain import error_chain
 from celery_leases.failures.rule import Hook, Phase, Rule, RuleFunction, matching
-from celery_leases.failures.rule_functions import ruling_by
+from celery_leases.failures.rule_functions import action_by
 from celery_leases.failures.safe_attribute_reader import Reader
 from celery_leases.text.redaction import message_of
 
@@ -83,9 +83,9 @@ class Rules:
             header=header,
             message=message,
         )
-        ruling = rule_syntax.ruling(to)
+        action = rule_syntax.action(to)
         rule = Rule(
-            _named(name, f"user: {' '.join(map(str, case))}"), (case,), ruling, reason_of(ruling)
+            _named(name, f"user: {' '.join(map(str, case))}"), (case,), action, reason_of(action)
         )
         return replace(self, written=(*self.written, rule))
 
@@ -115,7 +115,7 @@ class Rules:
 
     def classify(
         self, error: BaseException, now: float, clock: Callable[[], float] | None = None
-    ) -> Classification:
+    ) -> RuleMatch:
         """The classification of *error*; *now* is the wall clock in seconds since the epoch.
 
         Never raises, except for a KeyboardInterrupt in a hook. *clock* returns seconds, for the
@@ -134,7 +134,7 @@ class Rules:
             _log.exception("could not classify %s; it is handled as an unknown error", type(error))
             return _unknown("it could not be classified")
 
-    def classify_facts(self, facts: ErrorFacts, now: float) -> Classification:
+    def classify_facts(self, facts: ErrorFacts, now: float) -> RuleMatch:
         """The classification of an error from its facts alone; hooks are not called. Never
         raises.
         """
@@ -144,54 +144,50 @@ class Rules:
             _log.exception("could not classify %r; it is handled as an unknown error", facts)
             return _unknown("it could not be classified")
 
-    def _classified(
-        self, facts: ErrorFacts, now: float, error: BaseException | None
-    ) -> Classification:
+    def _classified(self, facts: ErrorFacts, now: float, error: BaseException | None) -> RuleMatch:
         found = self._found(facts, error)
         delay = server_delay(facts, now)
-        if (exact := exact_delay(found.ruling)) is not None:
+        if (exact := exact_delay(found.action)) is not None:
             return replace(found, delay=exact, source="rule")
-        if found.ruling.kind == "permanent" or delay is None:
+        if found.action.kind == "permanent" or delay is None:
             return found
         return replace(found, delay=delay.seconds, source=delay.source, clamped=delay.clamped)
 
-    def _found(self, facts: ErrorFacts, error: BaseException | None) -> Classification:
+    def _found(self, facts: ErrorFacts, error: BaseException | None) -> RuleMatch:
         chain = facts.chain or (facts,)
         for rule in (*CONTROL_FLOW, *self.written):
             if isinstance(rule, Rule):
                 if (why := rule.match(chain)) is not None:
-                    return Classification(rule.name, rule.ruling, rule.reason, why=why)
-            elif error is not None and (ruling := ruling_by(rule, error, facts)) is not None:
-                return Classification(
-                    rule.name, ruling, reason_of(ruling), why="the rule function decided"
+                    return RuleMatch(rule.name, rule.action, rule.reason, why=why)
+            elif error is not None and (action := action_by(rule, error, facts)) is not None:
+                return RuleMatch(
+                    rule.name, action, reason_of(action), why="the rule function decided"
                 )
         matched = matching((LIMITS, *DEFAULTS) if self.defaults else (LIMITS,), chain)
         if matched is not None:
             rule, why = matched
-            return Classification(rule.name, rule.ruling, rule.reason, why=why)
+            return RuleMatch(rule.name, rule.action, rule.reason, why=why)
         name = f" {facts.names[0]}" if facts.names else ""
         return _unknown(f"no rule knows{name}")
 
 
-def _asked(error: Cooldown | RetryLater | Snooze, now: float) -> Classification:
+def _asked(error: Cooldown | RetryLater | Snooze, now: float) -> RuleMatch:
     """The classification of an exception by which the body asks for a delay, which may be longer
     than that of a response.
     """
-    name, ruling, delay = "asked-snooze", ASKED_SNOOZE, error.delay
+    name, action, delay = "asked-snooze", ASKED_SNOOZE, error.delay
     if isinstance(error, RetryLater):
-        name, ruling = "asked-retry", ASKED_RETRY
+        name, action = "asked-retry", ASKED_RETRY
     elif isinstance(error, Cooldown):
-        name, ruling = "asked-cooldown", replace(ASKED_COOLDOWN, scope=error.scope)
+        name, action = "asked-cooldown", replace(ASKED_COOLDOWN, scope=error.scope)
         if error.until is not None:
             delay = max(0.0, error.until - now)
     source = None if delay is None else "exception"
-    return Classification(
-        name, ruling, Reason.ASKED, delay, source, why=message_of(error, MESSAGE_MAX)
-    )
+    return RuleMatch(name, action, Reason.ASKED, delay, source, why=message_of(error, MESSAGE_MAX))
 
 
-def _unknown(why: str) -> Classification:
-    return Classification(ANYTHING_ELSE.name, ANYTHING_ELSE.ruling, ANYTHING_ELSE.reason, why=why)
+def _unknown(why: str) -> RuleMatch:
+    return RuleMatch(ANYTHING_ELSE.name, ANYTHING_ELSE.action, ANYTHING_ELSE.reason, why=why)
 
 
 def _headers(rules: Sequence[Rule | RuleFunction]) -> frozenset[str]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from celery_leases.failures import library_codes, library_errors
-from celery_leases.failures.actions import Reason, Ruling, cooldown, permanent, retry
+from celery_leases.failures.actions import Action, Reason, cooldown, permanent, retry
 from celery_leases.failures.conditions import (
     CodeIn,
     Condition,
@@ -75,7 +75,7 @@ OUTCOME_UNKNOWN: Final = replace(
 LIMIT_HIT: Final = replace(cooldown(ambiguous=True), at_least=15.0)
 ASKED_COOLDOWN: Final = replace(cooldown(), server_delay="instead")
 ASKED_RETRY: Final = replace(retry("1s"), server_delay="instead")
-ASKED_SNOOZE: Final[Ruling] = replace(retry("1s"), server_delay="instead")
+ASKED_SNOOZE: Final[Action] = replace(retry("1s"), server_delay="instead")
 
 _RETRY_AFTER: Final = (HasHeader("retry-after"), HasHeader("retry-after-ms"))
 

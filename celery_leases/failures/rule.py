@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from celery_leases.failures.actions import Reason, Ruling
+from celery_leases.failures.actions import Action, Reason
 from celery_leases.failures.conditions import Condition
 from celery_leases.failures.error_facts import ErrorFacts
 from celery_leases.text.durations import Duration
 
-Hook = Callable[[BaseException, ErrorFacts], Ruling | Duration | bool | None]
+Hook = Callable[[BaseException, ErrorFacts], Action | Duration | bool | None]
 """The functions that ``Rules.use`` accepts."""
 
 
@@ -32,7 +32,7 @@ class Rule:
 
     name: str
     cases: tuple[tuple[Condition, ...], ...]
-    ruling: Ruling
+    action: Action
     reason: Reason
     phase: Phase = Phase.EACH
 

@@ -7,16 +7,16 @@ from datetime import timedelta
 from typing import Final
 
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.failures.actions import Ruling, permanent, retry, retry_exactly
+from celery_leases.failures.actions import Action, permanent, retry, retry_exactly
 from celery_leases.failures.error_facts import ErrorFacts
 from celery_leases.failures.rule import RuleFunction
 
 _log: Final = logging.getLogger("celery_leases")
 
 
-def ruling_by(
+def action_by(
     rule_function: RuleFunction, error: BaseException, facts: ErrorFacts
-) -> Ruling | None:
+) -> Action | None:
     """The action that the hook returns for *error*; ``None`` if it returns ``None``, or returns
     another value or raises, which is logged.
     """
@@ -27,7 +27,7 @@ def ruling_by(
     except BaseException:  # noqa: BLE001 - the function may raise anything, and must not hide the failure
         _log.exception("the failure rule %r raised; the next rule decides", rule_function.name)
         return None
-    if returned is None or isinstance(returned, Ruling):
+    if returned is None or isinstance(returned, Action):
         return returned
     if isinstance(returned, bool):
         return retry() if returned else permanent()

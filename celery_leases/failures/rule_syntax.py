@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, Final, NoReturn
 
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.failures.actions import Ruling, cooldown, permanent, retry, retry_exactly
+from celery_leases.failures.actions import Action, cooldown, permanent, retry, retry_exactly
 from celery_leases.failures.conditions import (
     CodeIn,
     Condition,
@@ -24,7 +24,7 @@ from celery_leases.failures.error_codes import GRPC_CODES
 Statuses = int | str | range | Iterable[int | str | range]
 Words = str | Iterable[str]
 Kinds = type[BaseException] | str | Iterable[type[BaseException] | str]
-To = Ruling | float | str | timedelta
+To = Action | float | str | timedelta
 
 _CLASSES: Final = {f"{digit}xx": range(digit * 100, digit * 100 + 100) for digit in range(1, 6)}
 _KINDS: Final = {"retry": retry(), "cooldown": cooldown(), "permanent": permanent()}
@@ -48,12 +48,12 @@ def conditions(**given: Any) -> tuple[Condition, ...]:
     return made
 
 
-def ruling(to: object) -> Ruling:
+def action(to: object) -> Action:
     """The action that *to* gives: itself, a kind, or a retry after a duration.
 
     Raises :class:`LeaseConfigurationError` for another value.
     """
-    if isinstance(to, Ruling):
+    if isinstance(to, Action):
         return to
     if isinstance(to, str) and to in _KINDS:
         return _KINDS[to]

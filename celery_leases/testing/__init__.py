@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from celery import Celery
     from celery.result import EagerResult
 
-    from celery_leases.failures.actions import Classification
+    from celery_leases.failures.actions import RuleMatch
     from celery_leases.status import LeaseStatus
     from celery_leases.testing.kit import CrashedCall, LeaseKit, QueuedCall
     from celery_leases.text.durations import Duration
@@ -165,6 +165,6 @@ def assert_survives_crashes(task: Any, *args: Any, **kwargs: Any) -> list[str]:
     return _kit().assert_survives_crashes(task, *args, **kwargs)
 
 
-def classify(error: BaseException, task: Any = None) -> Classification:
+def classify(error: BaseException, task: Any = None) -> RuleMatch:
     """How the rules of *task*, by default the default rules, classify *error*."""
     return _kit().classify(error, task)

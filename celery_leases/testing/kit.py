@@ -30,7 +30,7 @@ from celery_leases.decide.after_failure import resumes_after_cooldown
 from celery_leases.decide.answers import Acquired
 from celery_leases.errors import CoolingDown, KeyUnusable, LeaseConfigurationError
 from celery_leases.events import Event, LeaseAcquired, ResultReplayed
-from celery_leases.failures.actions import Classification
+from celery_leases.failures.actions import RuleMatch
 from celery_leases.failures.classifier import Rules
 from celery_leases.keys import CallKey, call_group, call_key, stored_key
 from celery_leases.options import DATABASE
@@ -592,8 +592,8 @@ class LeaseKit:
             if isinstance(error, CoolingDown) and error.__cause__ is not None
             else error
         )
-        classification = self.classify(cause, task)
-        return resumes_after_cooldown(task.lease_options, classification, classification.ruling)
+        matched = self.classify(cause, task)
+        return resumes_after_cooldown(task.lease_options, matched, matched.action)
 
     def _status_of_call(
         self, task: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], call_id: str
@@ -683,10 +683,10 @@ class LeaseKit:
             lambda number: self._run_with_crash(task, args, kwargs, call_id, number),
         )
 
-    def classify(self, error: BaseException, task: Any = None) -> Classification:
+    def classify(self, error: BaseException, task: Any = None) -> RuleMatch:
         """How the rules of *task*, by default the default rules, classify *error*."""
         rules = task.lease_options.failures.classifier if task is not None else Rules.default()
-        found: Classification = rules.classify(error, self.now)
+        found: RuleMatch = rules.classify(error, self.now)
         return found
 
     # -- process ------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from celery_leases.decide.endings import (
     Terminated,
 )
 from celery_leases.errors import LeaseLost, RecordUnreadable, Snooze
-from celery_leases.failures.actions import Classification, Reason, permanent
+from celery_leases.failures.actions import Reason, RuleMatch, permanent
 from celery_leases.keys import call_key
 from celery_leases.record import Ended, Failure
 from celery_leases.results import MESSAGE_MAX, failure_of
@@ -50,7 +50,7 @@ UNREADABLE_PAUSE: Final = 15.0
 repair.
 """
 
-_WRONG_ARGUMENTS: Final = Classification(
+_WRONG_ARGUMENTS: Final = RuleMatch(
     "request-refused",
     permanent(),
     Reason.REFUSED,
@@ -155,10 +155,10 @@ class ExceptionTranslator:
         return self._classified(error, traceback_of(error))
 
     def _classified(self, error: BaseException, traceback: str | None) -> Raised:
-        classification = self.call.options.failures.classifier.classify(
+        matched = self.call.options.failures.classifier.classify(
             error, self.process.wall_time(), time.monotonic
         )
-        return Raised(error, failure_of(error), classification, traceback)
+        return Raised(error, failure_of(error), matched, traceback)
 
     def _arguments_fit(self) -> bool:
         """Whether the body can be called with the arguments of the message."""

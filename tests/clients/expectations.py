@@ -61,16 +61,16 @@ def judged(error: BaseException) -> dict[str, Any]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        classification = Rules.default().classify(error, time.time())
-    ruling = classification.ruling
-    then = f"{ruling.then.kind} of the {ruling.then.scope}" if ruling.then else None
+        matched = Rules.default().classify(error, time.time())
+    action = matched.action
+    then = f"{action.then.kind} of the {action.then.scope}" if action.then else None
     found = Expected(
-        reason=str(classification.reason),
-        kind=ruling.kind,
-        scope=ruling.scope,
-        ambiguous=ruling.ambiguous,
-        operator=ruling.operator,
-        delay=classification.delay,
+        reason=str(matched.reason),
+        kind=action.kind,
+        scope=action.scope,
+        ambiguous=action.ambiguous,
+        operator=action.operator,
+        delay=matched.delay,
         then=then,
         raised=type(error).__name__,
     )

@@ -39,7 +39,7 @@ def test_explain_shows_which_rule_matches_a_failure_and_what_follows(operator: T
     assert told["failures"] == [f"cooldown of {seconds} s" for seconds in (30, 60, 120)]
 
     told = operator.reads("explain", "--task", f"{COOLING}.firm", "--exc", "UnicodeDecodeError")
-    assert (told["rule"], told["verdict"]) == ("no such document", "permanent")
+    assert (told["rule"], told["action"]) == ("no such document", "permanent")
     assert told["failures"] == ["failed for good (refused)"]
 
     told = operator.reads("explain", "--task", f"{COOLING}.repeatable", "--exc", "TimeoutError")

@@ -12,7 +12,7 @@ from celery_leases.decide.answers import Holder
 from celery_leases.decide.before_run import before_run
 from celery_leases.decide.endings import Ending, Raised
 from celery_leases.decide.verdicts import Facts, Raise, Reschedule, Verdict
-from celery_leases.failures.actions import Classification, Reason, Ruling
+from celery_leases.failures.actions import Action, Reason, RuleMatch
 from celery_leases.groups.group import Gate
 from celery_leases.keys import CallKey
 from celery_leases.options import OPTION_NAMES, LeaseOptions, OnBusy, OnDone
@@ -101,17 +101,17 @@ def probed(seconds: float) -> Gate:
 
 
 def classified(
-    ruling: Ruling, delay: float | None = None, reason: Reason = Reason.ERROR, rule: str = "row"
-) -> Classification:
+    action: Action, delay: float | None = None, reason: Reason = Reason.ERROR, rule: str = "row"
+) -> RuleMatch:
     """A classification of a failure; *delay* is the server delay."""
-    return Classification(rule, ruling, reason, delay)
+    return RuleMatch(rule, action, reason, delay)
 
 
 def raised(
-    ruling: Ruling, delay: float | None = None, reason: Reason = Reason.ERROR, rule: str = "row"
+    action: Action, delay: float | None = None, reason: Reason = Reason.ERROR, rule: str = "row"
 ) -> Raised:
     """A body that raised what the rules judge so."""
-    return Raised(ValueError("boom"), FAILURE, classified(ruling, delay, reason, rule))
+    return Raised(ValueError("boom"), FAILURE, classified(action, delay, reason, rule))
 
 
 def decide(

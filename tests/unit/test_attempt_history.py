@@ -15,7 +15,7 @@ from celery_leases.decide.after_failure import after_failure
 from celery_leases.decide.claim import claimed
 from celery_leases.decide.endings import Raised, Returned
 from celery_leases.decide.repairs import reset, resolved, settled
-from celery_leases.failures.actions import Classification, Reason, Ruling
+from celery_leases.failures.actions import Action, Reason, RuleMatch
 from celery_leases.record import (
     Ended,
     PastAttempt,
@@ -39,8 +39,8 @@ def claim(row: Record | None, at: int, host: str = "vm/1") -> Record:
 
 def fail(row: Record, at: int, traceback: str | None = None) -> Record:
     """*row* after its attempt failed at second *at*."""
-    classification = Classification("status:500", Ruling("retry"), Reason.UNREACHABLE)
-    ending = Raised(ValueError("boom"), FAILURE, classification, traceback)
+    matched = RuleMatch("status:500", Action("retry"), Reason.UNREACHABLE)
+    ending = Raised(ValueError("boom"), FAILURE, matched, traceback)
     call = a_call(call_id=OURS)
     outcome = after_failure(call, row, ending, 0.0)
     return settled(row, outcome, NOW + at * SECOND)

@@ -13,7 +13,7 @@ import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
 
 from celery_leases.errors import CoolingDown, StoreUnavailable
-from celery_leases.failures.actions import Classification, Reason, Ruling
+from celery_leases.failures.actions import Action, Reason, RuleMatch
 from celery_leases.failures.classifier import Rules
 from celery_leases.failures.default_rules import DEFAULTS
 from celery_leases.failures.error_facts import ErrorFacts
@@ -22,7 +22,7 @@ from tests.unit.fake_errors import RpcError, aws, caused, fake_class, fake_error
 NOW = 1_800_000_000.0
 
 
-def classified(error: BaseException) -> Classification:
+def classified(error: BaseException) -> RuleMatch:
     """How the default rules classify *error* now."""
     return Rules.default().classify(error, NOW)
 
@@ -294,8 +294,8 @@ REASONS = {
 }
 
 
-def ruling_of(row: str) -> Ruling:
-    return classified(ROWS[row][0]).ruling
+def action_of(row: str) -> Action:
+    return classified(ROWS[row][0]).action
 
 
 @pytest.mark.parametrize("row", REASONS)
@@ -323,29 +323,29 @@ def test_facts_alone_are_judged_like_errors(facts, row) -> None:
 
 def test_a_conflict_is_retried_with_full_jitter() -> None:
     """Those who collided must not collide again."""
-    policy = ruling_of("conflict").policy
+    policy = action_of("conflict").policy
     assert policy is not None
     assert policy.jitter == 1.0
 
 
 def test_names_are_what_an_operator_can_read() -> None:
     assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", rule.name) for rule in Rules.default().rows())
-    by_name = {rule.name: (rule.ruling, rule.reason) for rule in DEFAULTS}
-    assert all(by_name[rule.name] == (rule.ruling, rule.reason) for rule in DEFAULTS)
+    by_name = {rule.name: (rule.action, rule.reason) for rule in DEFAULTS}
+    assert all(by_name[rule.name] == (rule.action, rule.reason) for rule in DEFAULTS)
 
 
 # -- delays ----------------------------------------------------------------------------------------
 
 
 def test_a_rate_limit_has_the_server_delay() -> None:
-    classification = classified(http_error(429, retry_after="37"))
-    assert (classification.delay, classification.source, classification.clamped) == (
+    matched = classified(http_error(429, retry_after="37"))
+    assert (matched.delay, matched.source, matched.clamped) == (
         37.0,
         "retry-after",
         False,
     )
-    classification = classified(http_error(429, retry_after="86400"))
-    assert (classification.delay, classification.clamped) == (21_600.0, True)
+    matched = classified(http_error(429, retry_after="86400"))
+    assert (matched.delay, matched.clamped) == (21_600.0, True)
     assert classified(http_error(429)).delay is None
     assert classified(http_error(503, retry_after_ms="1500")).delay == 1.5
     behind = caused(fake_error("shop.Failed", status_code=503), http_error(503, retry_after="7"))

@@ -43,39 +43,39 @@ def growth(policy: CooldownPolicy) -> str:
     return f"{span(policy.base)}, doubling to {span(policy.cap)}"
 
 
-def kind_cell(ruling: Any) -> str:
+def kind_cell(action: Any) -> str:
     """What is done, and to whom."""
-    return f"`{ruling.kind}`{' of the group' if ruling.scope == 'group' else ''}"
+    return f"`{action.kind}`{' of the group' if action.scope == 'group' else ''}"
 
 
-def verdict_cell(rule: Any) -> str:
-    """The verdict of a rule as the table writes it."""
-    ruling = rule.ruling
+def action_cell(rule: Any) -> str:
+    """The action of a rule as the table writes it."""
+    action = rule.action
     if rule.name.startswith("asked-"):
         return "as requested"
-    words = kind_cell(ruling)
-    if ruling.if_not_idempotent:
-        words = f"{words} if `idempotent`, else {kind_cell(ruling.if_not_idempotent)}"
-    if ruling.then:
-        words = f"{words}, then {kind_cell(ruling.then)}"
+    words = kind_cell(action)
+    if action.if_not_idempotent:
+        words = f"{words} if `idempotent`, else {kind_cell(action.if_not_idempotent)}"
+    if action.then:
+        words = f"{words}, then {kind_cell(action.then)}"
     return "; ".join(
-        [words, *(flag for flag in ("ambiguous", "operator") if getattr(ruling, flag))]
+        [words, *(flag for flag in ("ambiguous", "operator") if getattr(action, flag))]
     )
 
 
 def delay_cell(rule: Any) -> str:
     """The delay of a rule as the table writes it."""
-    ruling = rule.ruling
-    if ruling.kind == "permanent":
+    action = rule.action
+    if action.kind == "permanent":
         return ""
     if rule.name.startswith("asked-"):
         return "as requested"
-    words = growth(ruling.policy) if ruling.policy else "`Failures.cooldown`"
-    if ruling.server_delay == "instead":
+    words = growth(action.policy) if action.policy else "`Failures.cooldown`"
+    if action.server_delay == "instead":
         words = f"from the response, else {words}"
-    if ruling.at_least:
-        words += f", at least {span(ruling.at_least)}"
-    for word, other in (("else", ruling.if_not_idempotent), ("then", ruling.then)):
+    if action.at_least:
+        words += f", at least {span(action.at_least)}"
+    for word, other in (("else", action.if_not_idempotent), ("then", action.then)):
         words += f"; {word} {growth(other.policy)}" if other else ""
     return words
 
@@ -137,7 +137,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 def test_the_rule_table_is_that_of_the_code() -> None:
     rules = default_rules()
     assert [[row[0], *row[2:]] for row in rule_table()] == [
-        [f"`{rule.name}`", verdict_cell(rule), delay_cell(rule)] for rule in rules
+        [f"`{rule.name}`", action_cell(rule), delay_cell(rule)] for rule in rules
     ]
     assert all(row[1] for row in rule_table())
 
@@ -149,19 +149,19 @@ def test_the_text_about_the_rule_table_counts_right() -> None:
     assert "The first seven look" in text
     assert f"from `{rules[7].name}` to `{rules[-5].name}`" in " ".join(text.split())
     assert "The last four" in text
-    whole = {rule.name for rule in rules if rule.ruling.policy and rule.ruling.policy.jitter == 1.0}
+    whole = {rule.name for rule in rules if rule.action.policy and rule.action.policy.jitter == 1.0}
     assert whole == {"conflict", "lock-timeout"}
     assert all(f"`{name}`" in text for name in whole)
     told: dict[str, set[str]] = defaultdict(set)
     for rule in rules:
-        if rule.ruling.kind != "permanent" and not rule.name.startswith("asked-"):
-            told[rule.ruling.server_delay].add(rule.name)
+        if rule.action.kind != "permanent" and not rule.name.startswith("asked-"):
+            told[rule.action.server_delay].add(rule.name)
     assert told["instead"] == {"rate-limited"}
     assert told["ignore"] == {"out-of-quota", "bad-credentials"}
     group = {
         rule.name
         for rule in rules
-        if "group" in (rule.ruling.scope, getattr(rule.ruling.then, "scope", ""))
+        if "group" in (rule.action.scope, getattr(rule.action.then, "scope", ""))
     }
     assert group == {"rate-limited", "out-of-quota", "bad-credentials", "connect-phase"}
     assert all(f"`{name}`" in section(PAGE, "Groups") for name in group)
@@ -284,18 +284,18 @@ def test_the_rules_of_the_example_do_what_the_page_says(texts: dict[str, Any]) -
     pending = Answered(404)
     pending.args = ("order 7: sync pending",)
     by_hook = rules.classify(pending, now)
-    assert (by_hook.rule, by_hook.ruling.kind, by_hook.delay) == ("user: ask_the_shop", "retry", 20)
+    assert (by_hook.rule, by_hook.action.kind, by_hook.delay) == ("user: ask_the_shop", "retry", 20)
     gone = rules.classify(Answered(404), now)
-    assert (gone.rule, gone.ruling.max, gone.ruling.then.kind) == (
+    assert (gone.rule, gone.action.max, gone.action.then.kind) == (
         "user: status=404",
         3,
         "permanent",
     )
     assert gone.rule in PAGE
     declined = type("Declined", (Exception,), {"__module__": "shop.errors"})
-    assert rules.classify(declined(), now).ruling.kind == "permanent"
+    assert rules.classify(declined(), now).action.kind == "permanent"
     quota = rules.classify(Answered(400, code="quota_for_today"), now)
-    assert (quota.rule, quota.ruling.scope, quota.ruling.operator) == ("shop quota", "group", True)
+    assert (quota.rule, quota.action.scope, quota.action.operator) == ("shop quota", "group", True)
     closed = Answered(503, {"retry-after": "5"})
     closed.args = ("down for maintenance",)
     assert rules.classify(closed, now).delay == 900

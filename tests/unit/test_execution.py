@@ -181,11 +181,11 @@ class TestEagerCalls:
         assert not bench.row.resumes
 
     @pytest.mark.parametrize(
-        ("error", "ruling"),
+        ("error", "action"),
         [(Cooldown(60), cooldown("60s", jitter=0.0)), (RetryLater(60), retry("60s", jitter=0.0))],
     )
-    def test_a_wait_that_the_body_asked_for_is_raised_as_a_cooldown(self, bench, error, ruling):
-        ending = Raised(error, FAILURE, classified(ruling, reason=Reason.ASKED))
+    def test_a_wait_that_the_body_asked_for_is_raised_as_a_cooldown(self, bench, error, action):
+        ending = Raised(error, FAILURE, classified(action, reason=Reason.ASKED))
         reply = bench.run(bench.call(reschedulable=False), ending)
         assert isinstance(reply, Raise)
         assert isinstance(reply.error, CoolingDown)

@@ -1,4 +1,4 @@
-"""After a failure: what each ruling means, for how long, how waits grow, and whether the call comes
+"""After a failure: what each action means, for how long, how waits grow, and whether the call comes
 back.
 """
 
@@ -19,8 +19,8 @@ from celery_leases.decide.after_failure import (
 from celery_leases.decide.endings import Raised
 from celery_leases.errors import Uncertain
 from celery_leases.failures.actions import (
+    Action,
     Reason,
-    Ruling,
     cooldown,
     permanent,
     retry,
@@ -62,8 +62,8 @@ class TestEachKind:
     @pytest.mark.parametrize("delay", [None, 200.0])
     @pytest.mark.parametrize("kind", ["retry", "cooldown", "permanent"])
     def test_every_combination(self, kind, told, group, idempotent, scope, delay) -> None:
-        ruling = Ruling(kind, CooldownPolicy(100.0, jitter=0.0), scope=scope, server_delay=told)
-        outcome = after(raised(ruling, delay), group=group, idempotent=idempotent)
+        action = Action(kind, CooldownPolicy(100.0, jitter=0.0), scope=scope, server_delay=told)
+        outcome = after(raised(action, delay), group=group, idempotent=idempotent)
         assert outcome.state is {"retry": AGAIN, "cooldown": COOLS, "permanent": FAILED}[kind]
         in_group = scope == "group" and group is not None
         assert failure_in(outcome).group == (GROUP if in_group else None)
@@ -72,8 +72,8 @@ class TestEachKind:
         assert (outcome.closing is not None) is (in_group and kind == "cooldown")
 
     def test_the_failure_is_remembered_with_what_decided(self) -> None:
-        ruling = cooldown("60s", ambiguous=True, operator=True)
-        outcome = after(raised(ruling, reason=Reason.UNAUTHORIZED, rule="status:401"))
+        action = cooldown("60s", ambiguous=True, operator=True)
+        outcome = after(raised(action, reason=Reason.UNAUTHORIZED, rule="status:401"))
         failure = failure_in(outcome)
         assert (failure.type, failure.message) == ("ValueError", "boom")
         assert (failure.rule, failure.reason) == ("status:401", "unauthorized")
@@ -87,14 +87,14 @@ class TestWhatTheAnswerTold:
     @pytest.mark.parametrize("told", ["instead", "at_least"])
     @pytest.mark.parametrize("group", [None, GROUP])
     def test_jitter_never_cuts_it(self, told, group, rand, delay) -> None:
-        ruling = replace(cooldown("1s", scope="group"), server_delay=told)
-        wait = delay_of(cooled(raised(ruling, delay), rand=rand, group=group))
+        action = replace(cooldown("1s", scope="group"), server_delay=told)
+        wait = delay_of(cooled(raised(action, delay), rand=rand, group=group))
         assert delay <= wait <= delay + min(LONGEST_JITTER, 0.1 * delay)
 
     @given(CHANCES)
     def test_a_server_delay_may_shorten_the_wait_of_the_policy(self, rand: float) -> None:
-        ruling = replace(cooldown("1h"), server_delay="instead")
-        assert 20.0 <= delay_of(cooled(raised(ruling, 20.0), rand=rand)) <= 22.0
+        action = replace(cooldown("1h"), server_delay="instead")
+        assert 20.0 <= delay_of(cooled(raised(action, 20.0), rand=rand)) <= 22.0
 
     @given(CHANCES)
     def test_a_minimal_server_delay_never_shortens_the_wait_of_the_policy(self, rand) -> None:
@@ -102,14 +102,14 @@ class TestWhatTheAnswerTold:
         assert delay_of(cooled(raised(cooldown("1s"), 20.0), rand=rand)) >= 20.0
 
     def test_a_wait_that_the_body_asked_for_is_exact(self) -> None:
-        ruling = replace(cooldown(), server_delay="instead")
-        assert delay_of(cooled(raised(ruling, 300.0, Reason.ASKED), rand=MOST)) == 300.0
+        action = replace(cooldown(), server_delay="instead")
+        assert delay_of(cooled(raised(action, 300.0, Reason.ASKED), rand=MOST)) == 300.0
 
     @pytest.mark.parametrize("group", [None, GROUP])
     def test_a_wait_of_milliseconds_leaves_the_dependency_alone_for_a_second(self, group) -> None:
         """Server waits do not grow, so nothing else would ever slow this key down."""
-        ruling = replace(cooldown("30s", scope="group"), server_delay="instead")
-        assert delay_of(cooled(raised(ruling, 0.012), group=group)) == SHORTEST_SERVER_DELAY
+        action = replace(cooldown("30s", scope="group"), server_delay="instead")
+        assert delay_of(cooled(raised(action, 0.012), group=group)) == SHORTEST_SERVER_DELAY
 
     def test_a_retry_that_the_body_asked_for_is_exact(self) -> None:
         assert delay_of(after(raised(retry_exactly(0), 0.0, Reason.ASKED))) == pytest.approx(
@@ -151,7 +151,7 @@ class TestGrowth:
             raised(cooldown("2d")),
             raised(replace(cooldown("1m"), server_delay="instead"), 2 * DAY, Reason.ASKED),
             raised(retry("1s", max=0, then=cooldown("2d"))),
-            raised(Ruling("retry", ambiguous=True, if_not_idempotent=cooldown("2d"))),
+            raised(Action("retry", ambiguous=True, if_not_idempotent=cooldown("2d"))),
         ],
         ids=["policy", "asked", "then", "otherwise"],
     )
@@ -164,9 +164,9 @@ class TestGrowth:
 class TestAnEffectInDoubt:
     """It is unknown whether it has happened, so an operator must check."""
 
-    @pytest.mark.parametrize("ruling", [cooldown(), retry(), permanent(), cooldown(scope="group")])
-    def test_it_becomes_uncertain_with_any_rules(self, ruling: Ruling) -> None:
-        doubt = Raised(Uncertain("in doubt", "k", "charge", "i"), FAILURE, classified(ruling))
+    @pytest.mark.parametrize("action", [cooldown(), retry(), permanent(), cooldown(scope="group")])
+    def test_it_becomes_uncertain_with_any_rules(self, action: Action) -> None:
+        doubt = Raised(Uncertain("in doubt", "k", "charge", "i"), FAILURE, classified(action))
         record = replace(FRESH, failures=9, quick_retries=1, cooldowns=2)
         outcome = after(doubt, record, group=GROUP)
         failure = failure_in(outcome)
@@ -183,8 +183,8 @@ class TestComingBack:
     @pytest.mark.parametrize("resume", ["transient", "always", "never"])
     @pytest.mark.parametrize("group", [None, GROUP])
     def test_a_groups_failure_resumes_if_the_option_allows_it(self, reschedulable, resume, group):
-        ruling = cooldown("60s", scope="group")
-        outcome = cooled(raised(ruling), reschedulable=reschedulable, resume=resume, group=group)
+        action = cooldown("60s", scope="group")
+        outcome = cooled(raised(action), reschedulable=reschedulable, resume=resume, group=group)
         assert outcome.resumes is (reschedulable and resume != "never")
 
     @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ CASES = [
     case("a permanent failure counts",
          after(raised(permanent()), replace(FRESH, failures=2, quick_retries=1, cooldowns=2)),
          FAILED, counts=(3, 1, 2)),
-    case("a ruling without a policy takes that of the task",
+    case("an action without a policy takes that of the task",
          after(raised(cooldown()), rand=MOST, cooldown=CooldownPolicy(77.0)),
          COOLS, delay=pytest.approx(77.0)),
     case("a delay is raised to a minimum",
@@ -262,12 +262,12 @@ CASES = [
     # Quick retries count apart from Celery's, and apart from failures.
     case("celery's retries are not counted",
          after(SOON, replace(FRESH, retries=9), retries=9, max_retries=1), AGAIN, counts=(0, 1, 0)),
-    case("a ruling may have a lower limit of its own",
+    case("an action may have a lower limit of its own",
          after(raised(retry("1s", max=2)), replace(FRESH, quick_retries=2), max_retries=9), COOLS),
     case("or a higher one",
          after(raised(retry("1s", max=3)), replace(FRESH, quick_retries=2), max_retries=0), AGAIN),
     case("none are made where none are allowed", after(SOON, max_retries=0), COOLS),
-    case("a ruling may define what follows them",
+    case("an action may define what follows them",
          after(raised(retry("1s", max=0, then=cooldown("60s", scope="group")), reason=Reason.UNREACHABLE), group=GROUP),
          COOLS, reason="unreachable", group=GROUP),
     case("which may be the end", after(raised(retry("1s", max=0, then=permanent()))), FAILED),

@@ -158,9 +158,9 @@ CASES = [
     case("a failure of the group counts neither as failure nor as retry",
          closed(raised(cooldown("60s", scope="group")), replace(RUNNING, quick_retries=1, cooldowns=2), group=GROUP),
          state=State.COOLING, failures=2, quick_retries=0, cooldowns=2, crashes=0),
-    *(case(f"a call resumes after {ruling.kind} if it can be rescheduled: {can}",
-           closed(raised(ruling), reschedulable=can, resume="always"), resumes=can)
-      for ruling in (cooldown("60s"), retry("1s")) for can in (True, False)),
+    *(case(f"a call resumes after {action.kind} if it can be rescheduled: {can}",
+           closed(raised(action), reschedulable=can, resume="always"), resumes=can)
+      for action in (cooldown("60s"), retry("1s")) for can in (True, False)),
     case("a call with resume never does not resume", closed(raised(cooldown("60s")), resume="never"), resumes=False),
     case("but is retried quickly all the same", closed(raised(retry("1s")), resume="never"), resumes=True),
     case("under rerun a call that failed for good is over", closed(raised(permanent()), runs="each"),

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.failures.actions import (
+    Action,
     Reason,
-    Ruling,
     cooldown,
     exact_delay,
     permanent,
@@ -121,20 +121,20 @@ def test_a_policy_is_a_frozen_value() -> None:
 
 def test_a_retry_is_soon_and_grows_to_five_minutes() -> None:
     """Unless it says otherwise."""
-    assert retry() == Ruling("retry", CooldownPolicy(1, 2, 300, 0.5))
-    assert retry("10s", max=3, factor=3, cap="1h", jitter=1) == Ruling(
+    assert retry() == Action("retry", CooldownPolicy(1, 2, 300, 0.5))
+    assert retry("10s", max=3, factor=3, cap="1h", jitter=1) == Action(
         "retry", CooldownPolicy(10, 3, 3600, 1), 3
     )
     assert retry(max=0).max == 0
     assert retry("10m").policy == CooldownPolicy(600, 2, 600)
-    assert retry(ambiguous=True, then=permanent()) == Ruling(
-        "retry", CooldownPolicy(1, cap=300), ambiguous=True, then=Ruling("permanent")
+    assert retry(ambiguous=True, then=permanent()) == Action(
+        "retry", CooldownPolicy(1, cap=300), ambiguous=True, then=Action("permanent")
     )
 
 
 def test_a_cooldown_follows_the_policy_of_the_task_or_its_own() -> None:
-    assert cooldown() == Ruling("cooldown")
-    assert cooldown(scope="group", ambiguous=True, operator=True) == Ruling(
+    assert cooldown() == Action("cooldown")
+    assert cooldown(scope="group", ambiguous=True, operator=True) == Action(
         "cooldown", scope="group", ambiguous=True, operator=True
     )
     assert cooldown("10m").policy == CooldownPolicy(600, 2, 21_600, 0.5)
@@ -144,16 +144,16 @@ def test_a_cooldown_follows_the_policy_of_the_task_or_its_own() -> None:
 
 def test_a_permanent_failure_may_call_an_operator() -> None:
     assert (permanent(), permanent(operator=True)) == (
-        Ruling("permanent"),
-        Ruling("permanent", operator=True),
+        Action("permanent"),
+        Action("permanent", operator=True),
     )
 
 
 def test_an_exact_retry_neither_grows_nor_jitters_nor_uses_a_server_delay() -> None:
-    ruling = retry_exactly("7s")
-    assert ruling.policy is not None
-    assert [ruling.policy.delay(n, rand) for n, rand in ((1, 0.0), (5, 0.9))] == [7.0, 7.0]
-    assert (ruling.kind, ruling.server_delay, exact_delay(ruling)) == ("retry", "ignore", 7.0)
+    action = retry_exactly("7s")
+    assert action.policy is not None
+    assert [action.policy.delay(n, rand) for n, rand in ((1, 0.0), (5, 0.9))] == [7.0, 7.0]
+    assert (action.kind, action.server_delay, exact_delay(action)) == ("retry", "ignore", 7.0)
     assert exact_delay(retry_exactly(0)) == 0.001
     assert [exact_delay(other) for other in (retry(7), cooldown(7), permanent())] == [
         None,
@@ -181,10 +181,10 @@ def test_a_wrong_value_is_refused_where_it_is_written(word: Any, options: dict[s
         word(**options)
 
 
-def test_rulings_are_plain_values() -> None:
-    ruling = retry(then=cooldown("1m", scope="group"))
-    assert pickle.loads(pickle.dumps(ruling)) == ruling  # noqa: S301 - our own bytes
-    assert len({ruling, retry(then=cooldown(60, scope="group")), retry()}) == 2
+def test_actions_are_plain_values() -> None:
+    action = retry(then=cooldown("1m", scope="group"))
+    assert pickle.loads(pickle.dumps(action)) == action  # noqa: S301 - our own bytes
+    assert len({action, retry(then=cooldown(60, scope="group")), retry()}) == 2
 
 
 def test_reasons_are_their_stable_codes() -> None:

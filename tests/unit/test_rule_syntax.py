@@ -19,7 +19,7 @@ STOP = permanent(operator=True)
 
 def matches(error: BaseException, **conditions: Any) -> bool:
     """Whether a rule with these conditions is about *error*."""
-    return Rules().on(**conditions, to=STOP).classify(error, NOW).ruling is STOP
+    return Rules().on(**conditions, to=STOP).classify(error, NOW).action is STOP
 
 
 # -- conditions ------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import pytest
 
 from celery_leases.errors import Cooldown, PermanentFailure, RetryLater, Snooze
 from celery_leases.failures.actions import (
-    Classification,
+    Action,
     Reason,
-    Ruling,
+    RuleMatch,
     cooldown,
     permanent,
     retry,
@@ -27,7 +27,7 @@ NOW = 1_800_000_000.0
 STOP = permanent(operator=True)
 
 
-def classified(rules: Rules, error: BaseException) -> Classification:
+def classified(rules: Rules, error: BaseException) -> RuleMatch:
     return rules.classify(error, NOW)
 
 
@@ -40,7 +40,7 @@ def a_hook(exc: BaseException, facts: ErrorFacts) -> bool | None:
 
 
 @pytest.mark.parametrize(
-    ("to", "ruling"),
+    ("to", "action"),
     [
         (retry("10s", max=3), retry("10s", max=3)),
         ("retry", retry()),
@@ -49,25 +49,23 @@ def a_hook(exc: BaseException, facts: ErrorFacts) -> bool | None:
     ],
     ids=str,
 )
-def test_a_rule_does_what_it_says(to: Any, ruling: Ruling) -> None:
-    assert classified(Rules().on(status=404, to=to), http_error(404)).ruling == ruling
+def test_a_rule_does_what_it_says(to: Any, action: Action) -> None:
+    assert classified(Rules().on(status=404, to=to), http_error(404)).action == action
 
 
 @pytest.mark.parametrize("to", [7, 7.0, "7s", timedelta(seconds=7)], ids=repr)
 def test_a_duration_means_a_retry_after_exactly_that(to: Any) -> None:
-    classification = classified(Rules().on(status=429, to=to), http_error(429, retry_after="60"))
-    assert (classification.ruling.kind, classification.delay, classification.source) == (
+    matched = classified(Rules().on(status=429, to=to), http_error(429, retry_after="60"))
+    assert (matched.action.kind, matched.delay, matched.source) == (
         "retry",
         7.0,
         "rule",
     )
 
 
-def test_a_delay_in_the_answer_reaches_the_ruling_of_a_user() -> None:
-    classification = classified(
-        Rules().on(status=404, to=retry("10s")), http_error(404, retry_after="60")
-    )
-    assert (classification.delay, classification.source, classification.ruling.server_delay) == (
+def test_a_delay_in_the_answer_reaches_the_action_of_a_user() -> None:
+    matched = classified(Rules().on(status=404, to=retry("10s")), http_error(404, retry_after="60"))
+    assert (matched.delay, matched.source, matched.action.server_delay) == (
         60.0,
         "retry-after",
         "at_least",
@@ -75,10 +73,8 @@ def test_a_delay_in_the_answer_reaches_the_ruling_of_a_user() -> None:
 
 
 def test_a_permanent_failure_has_no_delay() -> None:
-    classification = classified(
-        Rules().on(status=404, to=permanent()), http_error(404, retry_after="60")
-    )
-    assert (classification.delay, classification.source, classification.reason) == (
+    matched = classified(Rules().on(status=404, to=permanent()), http_error(404, retry_after="60"))
+    assert (matched.delay, matched.source, matched.reason) == (
         None,
         None,
         Reason.REFUSED,
@@ -191,8 +187,8 @@ def test_an_error_that_cannot_be_classified_counts_as_any_other(caplog) -> None:
         def scope(self, _: Any) -> None:
             """Not stored."""
 
-    classification = classified(Rules.default(), Broken(5))
-    assert (classification.rule, classification.reason) == ("anything-else", Reason.ERROR)
+    matched = classified(Rules.default(), Broken(5))
+    assert (matched.rule, matched.reason) == ("anything-else", Reason.ERROR)
     assert "could not classify" in caplog.text
 
 
@@ -200,7 +196,7 @@ def test_an_error_that_cannot_be_classified_counts_as_any_other(caplog) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "ruling", "delay"),
+    ("said", "action", "delay"),
     [
         (STOP, STOP, None),
         (cooldown("1h", scope="group"), cooldown("1h", scope="group"), None),
@@ -209,11 +205,11 @@ def test_an_error_that_cannot_be_classified_counts_as_any_other(caplog) -> None:
     ],
     ids=stable_id,
 )
-def test_a_hook_may_decide(said: Any, ruling: Ruling, delay: float | None) -> None:
-    classification = classified(Rules.default().use(lambda *_: said, name="mine"), http_error(500))
-    assert (classification.rule, classification.ruling, classification.delay) == (
+def test_a_hook_may_decide(said: Any, action: Action, delay: float | None) -> None:
+    matched = classified(Rules.default().use(lambda *_: said, name="mine"), http_error(500))
+    assert (matched.rule, matched.action, matched.delay) == (
         "mine",
-        ruling,
+        action,
         delay,
     )
 
@@ -223,10 +219,8 @@ def test_a_hook_may_decide(said: Any, ruling: Ruling, delay: float | None) -> No
     [(7, 7.0), (0.5, 0.5), (0, 0.001), (1, 1.0), ("90s", 90.0), (timedelta(seconds=90), 90.0)],
 )
 def test_a_duration_of_a_hook_is_a_retry_after_exactly_that(said: Any, delay: float) -> None:
-    classification = classified(
-        Rules.default().use(lambda *_: said), http_error(429, retry_after="60")
-    )
-    assert (classification.ruling.kind, classification.delay) == ("retry", delay)
+    matched = classified(Rules.default().use(lambda *_: said), http_error(429, retry_after="60"))
+    assert (matched.action.kind, matched.delay) == ("retry", delay)
 
 
 def test_a_hook_sees_the_error_and_the_merged_facts() -> None:
@@ -238,7 +232,7 @@ def test_a_hook_sees_the_error_and_the_merged_facts() -> None:
 
 def test_after_a_hook_that_returns_none_the_next_rule_decides() -> None:
     rules = Rules.default().use(lambda *_: None).on(status=404, to=STOP)
-    assert classified(rules, http_error(404)).ruling is STOP
+    assert classified(rules, http_error(404)).action is STOP
 
 
 @pytest.mark.parametrize(
@@ -248,8 +242,8 @@ def test_after_a_hook_that_returns_none_the_next_rule_decides() -> None:
 )
 def test_a_hook_that_returns_nonsense_counts_as_silent_and_is_logged(said, caplog) -> None:
     """A failure must not grow into another one."""
-    classification = classified(Rules.default().use(lambda *_: said, name="mine"), http_error(429))
-    assert classification.rule == "rate-limited"
+    matched = classified(Rules.default().use(lambda *_: said, name="mine"), http_error(429))
+    assert matched.rule == "rate-limited"
     assert [(entry.name, entry.levelno) for entry in caplog.records] == [
         ("celery_leases", logging.ERROR)
     ]
@@ -308,19 +302,19 @@ EVERYTHING = Rules.default().on(exc="LeasesError", to=STOP).use(lambda *_: STOP)
     ids=stable_id,
 )
 def test_what_the_body_asks_for_comes_before_every_rule(error, rule, kind_, delay) -> None:
-    classification = classified(EVERYTHING, error)
-    assert (classification.rule, classification.ruling.kind, classification.reason) == (
+    matched = classified(EVERYTHING, error)
+    assert (matched.rule, matched.action.kind, matched.reason) == (
         rule,
         kind_,
         Reason.ASKED,
     )
-    assert (classification.delay, classification.clamped) == (delay, False)
-    assert classification.ruling.server_delay == "instead" or kind_ == "permanent"
+    assert (matched.delay, matched.clamped) == (delay, False)
+    assert matched.action.server_delay == "instead" or kind_ == "permanent"
 
 
 def test_a_cooldown_of_the_group_is_one() -> None:
-    assert classified(EVERYTHING, Cooldown(5, scope="group")).ruling.scope == "group"
-    assert classified(EVERYTHING, Cooldown(5)).ruling.scope == "key"
+    assert classified(EVERYTHING, Cooldown(5, scope="group")).action.scope == "group"
+    assert classified(EVERYTHING, Cooldown(5)).action.scope == "key"
 
 
 def test_what_the_body_asks_for_is_found_in_groups_and_causes() -> None:

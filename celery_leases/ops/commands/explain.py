@@ -17,7 +17,7 @@ from celery_leases.cli.root import app_of, command, unknown_task
 from celery_leases.decide.after_failure import after_failure
 from celery_leases.decide.endings import Raised
 from celery_leases.decide.repairs import settled
-from celery_leases.failures.actions import Classification
+from celery_leases.failures.actions import RuleMatch
 from celery_leases.failures.cooldown_policies import MANY
 from celery_leases.failures.error_facts import ErrorFacts, facts_of
 from celery_leases.keys import CallKey
@@ -55,16 +55,12 @@ def explain(ctx: click.Context, task: str | None, as_json: bool, **given: Any) -
     """Print which rule matches a failure, why, and what the task does then."""
     facts = _facts(given)
     options = _options(ctx, task)
-    classification = options.failures.classifier.classify_facts(facts, time.time())
-    values = explained(classification, options)
+    matched = options.failures.classifier.classify_facts(facts, time.time())
+    values = explained(matched, options)
     if as_json:
         echo_json(values)
         return
-    echo_line(
-        f"{classification.rule}: {classification.why}"
-        if classification.why
-        else classification.rule
-    )
+    echo_line(f"{matched.rule}: {matched.why}" if matched.why else matched.rule)
     echo_fields(
         {name: value for name, value in values.items() if name not in ("rule", "why", "failures")}
     )
@@ -72,35 +68,35 @@ def explain(ctx: click.Context, task: str | None, as_json: bool, **given: Any) -
         click.echo(f"  {f'failure {number}':16} {line}")
 
 
-def explained(classification: Classification, options: LeaseOptions) -> dict[str, Any]:
-    """What *classification* means for a task with *options*, as plain values.
+def explained(matched: RuleMatch, options: LeaseOptions) -> dict[str, Any]:
+    """What *matched* means for a task with *options*, as plain values.
 
     ``failures`` has the outcome of the first, second and third failure in a row.
     """
-    ruling = classification.ruling
+    action = matched.action
     group = options.group if isinstance(options.group, str) else "its lease_group"
-    in_group = ruling.scope == "group" and options.group is not None
+    in_group = action.scope == "group" and options.group is not None
     return {
-        "rule": classification.rule,
-        "why": classification.why,
-        "reason": classification.reason.value,
-        "verdict": ruling.kind,
-        "scope": ruling.scope,
+        "rule": matched.rule,
+        "why": matched.why,
+        "reason": matched.reason.value,
+        "action": action.kind,
+        "scope": action.scope,
         "whose_wait": f"all keys of {group}" if in_group else "the key alone",
-        "server_delay": f"{classification.delay:g} s by {classification.source}"
-        if classification.delay is not None
+        "server_delay": f"{matched.delay:g} s by {matched.source}"
+        if matched.delay is not None
         else None,
-        "clamped": "to 6 hours" if classification.clamped else None,
-        "ambiguous": "the call may have been executed" if ruling.ambiguous else None,
-        "operator": "a person must act: waiting does not help" if ruling.operator else None,
-        "after_a_cooldown": _after_a_cooldown(classification, options),
-        "failures": _consecutive(classification, options, "a group" if in_group else None),
+        "clamped": "to 6 hours" if matched.clamped else None,
+        "ambiguous": "the call may have been executed" if action.ambiguous else None,
+        "operator": "a person must act: waiting does not help" if action.operator else None,
+        "after_a_cooldown": _after_a_cooldown(matched, options),
+        "failures": _consecutive(matched, options, "a group" if in_group else None),
     }
 
 
-def _after_a_cooldown(classification: Classification, options: LeaseOptions) -> str | None:
+def _after_a_cooldown(matched: RuleMatch, options: LeaseOptions) -> str | None:
     """What happens to the call after its last quick retry; ``None``: it fails for good."""
-    raised = Raised(Exception(), Failure("", ""), classification)
+    raised = Raised(Exception(), Failure("", ""), matched)
     outcome = after_failure(_a_call(options), replace(_A_RECORD, quick_retries=MANY), raised, 0.0)
     if outcome.state is not State.COOLING:
         return None
@@ -111,13 +107,11 @@ def _a_call(options: LeaseOptions, group: str | None = None) -> Call:
     return Call("", "", CallKey("", ""), options, group=group)
 
 
-def _consecutive(
-    classification: Classification, options: LeaseOptions, group: str | None
-) -> list[str]:
+def _consecutive(matched: RuleMatch, options: LeaseOptions, group: str | None) -> list[str]:
     call, record = _a_call(options, group), _A_RECORD
     lines: list[str] = []
     for trips in range(1, SHOWN + 1):
-        raised = Raised(Exception(), Failure("", ""), classification)
+        raised = Raised(Exception(), Failure("", ""), matched)
         shortest, longest = (after_failure(call, record, raised, rand) for rand in (0.0, 1.0))
         lines.append(_in_words(shortest, longest, trips))
         if longest.state is State.FAILED:
