@@ -61,8 +61,8 @@ _FIRST: Final = {'"': "t", "t": "b", "f": "b", "n": "n", "[": "l", "{": "m"}
 _ENVELOPES: Final = {
     "decimal": "c", "date": "d", "time": "h", "datetime": "s", "uuid": "u", "bytes": "y",
 }  # fmt: skip
-FINGERPRINT_LENGTH: Final = 22
-"""Characters of a fingerprint behind its version: 16 bytes in Base64, without padding."""
+FINGERPRINT_LENGTH: Final = 25
+"""Characters of a fingerprint: its version, a colon, and 16 bytes in Base64 without padding."""
 
 
 @value_class(frozen=True, slots=True)
@@ -242,12 +242,7 @@ def fingerprint_of(digests: Mapping[str, str]) -> str:
     text = ",".join([f'{_quoted(name)}:"{digests[name]}"' for name in sorted(digests)])
     # This equals canonical(digests), except that canonical() joins two adjacent surrogates.
     text = canonical(digests) if _surrogate(text) else f"{{{text}}}"
-    return f"{VERSION}:{_hashed(text, 16)[:FINGERPRINT_LENGTH]}"
-
-
-def is_fingerprint(text: str | None) -> bool:
-    """Whether *text* has the form of the fingerprints of :func:`fingerprint_of`."""
-    return text is not None and len(text) == len(VERSION) + 1 + FINGERPRINT_LENGTH
+    return f"{VERSION}:{_hashed(text, 16)}"[:FINGERPRINT_LENGTH]
 
 
 def same_arguments(one: str | None, other: str | None) -> bool:

@@ -126,7 +126,8 @@ class HeldLease:
         #: the lease.
         self.probe: str | None = None
         self.hard_deadline = deadlines.hard_deadline(sent, call.options.ttl)
-        self._stop = deadlines.stop_deadline(self.hard_deadline, call.options.ttl)
+        #: When the body must stop if no transaction of its own has locked the row.
+        self.own_stop = deadlines.stop_deadline(self.hard_deadline, call.options.ttl)
         #: Why the lease is lost.
         self.lost: str | None = None
         #: Called from another thread when the lease is lost, and again until the body has ended;
@@ -166,16 +167,16 @@ class HeldLease:
         most until the task's ``time_limit``.
         """
         if self._seen_locked <= self._renewed:  # not seen locked since the last renewal
-            return self._stop
+            return self.own_stop
         believed = deadlines.lock_counts_for(self.call.options.ttl, still=self.body_state.guarded)
-        return max(self._stop, min(self._hold_until, self._seen_locked + believed))
+        return max(self.own_stop, min(self._hold_until, self._seen_locked + believed))
 
     @property
     def kill_deadline(self) -> float:
         """Deadline for the kill timer: as long after :attr:`stop_deadline` as the lease expires
         after its own stop deadline.
         """
-        return self.stop_deadline + self.hard_deadline - self._stop
+        return self.stop_deadline + self.hard_deadline - self.own_stop
 
     @property
     def held(self) -> bool:
@@ -183,13 +184,13 @@ class HeldLease:
         if self.lost is not None:
             return False
         now = self._clock.now()
-        return now < self._stop or now < self.stop_deadline
+        return now < self.own_stop or now < self.stop_deadline
 
     def needs_row_lock(self, now: float) -> bool:
         """Whether the lease has reached its own stop deadline, so that it counts only while a
         transaction of the body's own has locked the row.
         """
-        return now >= self._stop
+        return now >= self.own_stop
 
     def remaining(self) -> float:
         """Seconds until the body must stop; 0 when the lease is lost."""
@@ -205,7 +206,7 @@ class HeldLease:
         While only a row lock proves the lease, ask the store first: the lock may have ended since
         it was last seen. Raises :class:`StoreUnavailable` if the store does not answer then.
         """
-        if self.lost is None and self._clock.now() < self._stop:
+        if self.lost is None and self._clock.now() < self.own_stop:
             return
         if self.confirm is not None and self.held:
             try:
@@ -275,7 +276,7 @@ class HeldLease:
 
     def _extend_to(self, hard_deadline: float) -> None:
         self.hard_deadline = max(self.hard_deadline, hard_deadline)
-        self._stop = deadlines.stop_deadline(self.hard_deadline, self.call.options.ttl)
+        self.own_stop = deadlines.stop_deadline(self.hard_deadline, self.call.options.ttl)
 
     def _update_kill_timer(self) -> None:
         if self.move_kill_timer is not None:

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from celery_leases.attempt.renewal import Renewer, Stores
@@ -88,6 +89,11 @@ class Process:
     def in_memory(self) -> bool:
         """Whether the records are in the memory of this process, as they are for eager calls."""
         return self.settings.database_url == IN_MEMORY
+
+    @cached_property
+    def database(self) -> str:
+        """The identity of the records database, read once."""
+        return self.records.identity()
 
     def check_once(self) -> None:
         """Raise :class:`~celery_leases.errors.SchemaOutdated` unless this release knows the tables.

@@ -88,7 +88,7 @@ class Renewer:
             self._held_leases[held_lease.call.token] = held_lease
         if held_lease.due < self._renewal_wakes_at:
             self._renewal_wakeup.notify()
-        if held_lease.stop_deadline < self._deadline_wakes_at:
+        if held_lease.own_stop < self._deadline_wakes_at:  # the body has not begun
             self._deadline_wakeup.notify()
 
     def drop(self, held_lease: HeldLease) -> None:

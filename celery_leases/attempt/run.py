@@ -155,7 +155,7 @@ class Execution:
         if process.leases.in_records:
             return self._acquired(sent, waited)  # the claim takes the lease
         # Known only once the records have answered. A copy would take some 25 function calls.
-        object.__setattr__(call, "database", process.records.identity())
+        object.__setattr__(call, "database", process.database)
         answer = self._acquire()
         if isinstance(answer, Refused) and answer.why is Refusal.COOLING:
             verdict = self._decide(process.records.read(call.key.stored))

@@ -374,7 +374,7 @@ class LeaseKit:
             replace(self.app.tasks[name].lease_options, ttl=span),
             token=token,
             host="another-host/1",
-            database=process.records.identity(),
+            database=process.database,
         )
         held = self._claim(process, call)
         try:

@@ -122,7 +122,6 @@ class Delivery(Rescheduling):
             self.received_header is None and headers is not None and headers.get(HEADER) is not None
         )
         self.header = self.received_header or Header(task.name, self.call_id)
-        self.interrupt_guard = interrupt_guard_here(self.pid, self.token)
         delivered = request.delivery_info
         self.redelivered = bool(delivered and delivered.get("redelivered"))
 
@@ -131,6 +130,7 @@ class Delivery(Rescheduling):
         exception that Celery handles.
         """
         before = self._limit_waits() if self.time_limits is not None else None
+        self.interrupt_guard = interrupt_guard_here(self.pid, self.token)
         try:
             with self.interrupt_guard:
                 self.process = self._make_process()

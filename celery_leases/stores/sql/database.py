@@ -128,6 +128,12 @@ def _first(executed: Any, name: Name) -> Row | None:
     return name(executed, row) if row is not None else None
 
 
+def first_value(executed: Any, _: Name) -> Any:
+    """The first value of the first row; ``None`` if there is no row."""
+    row = executed.fetchone()
+    return row[0] if row is not None else None
+
+
 def _all(executed: Any, name: Name) -> Sequence[Row]:
     return [name(executed, row) for row in executed.fetchall()]
 

@@ -52,7 +52,7 @@ from celery_leases.record_filters import Order, Position, RecordFilter
 from celery_leases.stores.availability import Availability
 from celery_leases.stores.sql import migrations, record_queries, rows
 from celery_leases.stores.sql.cooldown_groups import SqlGroups, gate_of
-from celery_leases.stores.sql.database import Database
+from celery_leases.stores.sql.database import Database, first_value
 from celery_leases.stores.sql.record_queries import in_subquery
 from celery_leases.stores.sql.record_statements import RecordStatements, is_running
 from celery_leases.stores.sql.rows import MICROSECONDS, Row, microseconds
@@ -302,7 +302,7 @@ class SqlRecordStore:
                 gate = self._gate_in(found) if group is not None else None
                 moment = None
                 if row is None and gate is None:
-                    read = self.database.dialect.inserted_at
+                    read = self.database.dialect.inserted_at or first_value
                     moment = unless_present(statements.insert, values, read)
                 inserted, now = moment is not None, moment or now
         except ValueRefused as error:

@@ -20,7 +20,7 @@ from celery_leases import progress
 from celery_leases.decide import attempt_history
 from celery_leases.decide.repairs import settled
 from celery_leases.errors import RecordUnreadable
-from celery_leases.keys import fingerprint_of, is_fingerprint
+from celery_leases.keys import FINGERPRINT_LENGTH, fingerprint_of
 from celery_leases.record import FIELDS, SETTLED, Attempt, Ended, Failure, Outcome, Record, State
 from celery_leases.results import decode, unreadable
 from celery_leases.text.cleaning import storable
@@ -384,7 +384,8 @@ def details_of(record: Record, *, failed: bool = False) -> str | None:
     :data:`SAME_AS_FINISHED_AT`.
     """
     values, digests, fingerprint = _details_of(record), record.digests, record.fingerprint
-    follows = fingerprint is None if digests is None else is_fingerprint(fingerprint)
+    length = len(fingerprint) if fingerprint is not None else 0
+    follows = length == (0 if digests is None else FINGERPRINT_LENGTH)
     found: dict[str, Any] = {}
     if values != _DEFAULTS:
         for short, default, value in zip(_SHORT, _DEFAULTS, values, strict=True):

@@ -115,6 +115,8 @@ class Dialect:
         self.sqlalchemy = sqlalchemy
         #: The time of the statement in microseconds since the epoch.
         self.now: ColumnElement[int] = literal_column(self.NOW, BigInteger)
+        #: Reads the time of an insert of :meth:`insert_now` from its cursor, if it returns no row.
+        self.inserted_at: Callable[[Any, object], int] | None = None
         #: Shortens the wait for a reply on a connection, if the driver does not do that itself.
         self.limit_wait: Callable[[Any, MutableMapping[Any, Any]], None] | None = None
 
@@ -198,21 +200,13 @@ class Dialect:
         return (written.returning(*(table.c[name] for name in key)),)
 
     def insert_now(self, table: Table, values: Mapping[str, Any], name: str) -> Executable:
-        """Insert a row unless there is one; see :meth:`inserted_at`. Its column *name* is the time
-        of the insert.
+        """Insert a row unless there is one. Its column *name* is the time of the insert, which is
+        returned unless :attr:`inserted_at` reads it.
         """
         inserted: Executable = (
             self.insert(table).values(values).on_conflict_do_nothing().returning(table.c[name])
         )
         return inserted
-
-    @staticmethod
-    def inserted_at(executed: Any, _: object = None) -> int | None:
-        """The time of the insert from the result or cursor of :meth:`insert_now`; ``None`` if no
-        row was inserted.
-        """
-        row = executed.fetchone()
-        return int(row[0]) if row is not None else None
 
     def is_one_of(self, column: Column[Any], name: str) -> ColumnElement[bool]:
         """Whether *column* has one of the values in the list that is the parameter *name*."""

@@ -108,6 +108,7 @@ class MySQL(Dialect):
     def __init__(self, sqlalchemy: sqlalchemy.Dialect) -> None:
         super().__init__(sqlalchemy)
         self.limit_wait = limit_read_timeout if sqlalchemy.driver == PYMYSQL else None
+        self.inserted_at = lambda executed, _: int(executed.lastrowid)
 
     @classmethod
     def engine_options(cls, url: URL) -> dict[str, Any]:
@@ -174,10 +175,6 @@ class MySQL(Dialect):
 
     def insert_now(self, table: Table, values: Mapping[str, Any], name: str) -> Executable:
         return insert(table).values({**values, name: func.last_insert_id(self.now)})
-
-    @staticmethod
-    def inserted_at(executed: Any, _: object = None) -> int | None:
-        return int(executed.lastrowid)
 
     def create_table(self, table: Table) -> list[ExecutableDDLElement]:
         return [_CreateWithIndexes(table, if_not_exists=True)]
