@@ -9,6 +9,7 @@ other tasks stay where they are: they may not run twice.
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
 import random
@@ -28,7 +29,7 @@ from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import loads
 
 from celery_leases import deadlines
-from celery_leases.concurrency import os_threads
+from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.options import DAY
 from celery_leases.signals import logger
 from celery_leases.text.redaction import redact
@@ -67,12 +68,14 @@ class _Delivery:
 class WorkerLease:
     """The lease of one worker, which a thread of its own renews.
 
-    *connection* opens a new connection of kombu to the broker. All keys begin with *prefix*. *ttl*
-    is in seconds.
+    *host* is the worker's host name. *connection* opens a new connection of kombu to the broker.
+    All keys begin with *prefix*. *ttl* is in seconds.
     """
 
-    def __init__(self, name: str, connection: Callable[[], Any], prefix: str, ttl: float) -> None:
-        self.name = name
+    def __init__(self, host: str, connection: Callable[[], Any], prefix: str, ttl: float) -> None:
+        self._host = host
+        #: The broker knows no worker of this name yet.
+        self._name = host
         self._connection = connection
         self._prefix = prefix
         self._ttl = ttl
@@ -99,6 +102,7 @@ class WorkerLease:
         self._failing = False
         #: The server does not allow what a lease needs, so this worker has none.
         self._refused = False
+        self._hub = greenlets.hub_scheduler() if os_threads.uses_greenlets() else None
 
     def start(self) -> None:
         """Begin to renew the lease."""
@@ -203,7 +207,8 @@ class WorkerLease:
         # After a renewal, messages are registered: another worker may return them meanwhile.
         self._refused = self._counts_until == math.inf and advice_for(error) is not None
         if self._refused:
-            logger.info(
+            self._log(
+                logging.INFO,
                 "this worker has no lease of its own, so its messages wait for the visibility timeout "
                 "if it is killed: the broker does not allow it: %s",
                 redact(str(error)),
@@ -214,7 +219,22 @@ class WorkerLease:
         if not self._failing:
             self._failing = True
             kind, text = type(error).__name__, redact(str(error))
-            logger.warning("the worker's own lease could not be renewed: %s: %s", kind, text)
+            self._log(
+                logging.WARNING,
+                "the worker's own lease could not be renewed: %s: %s",
+                kind,
+                text,
+            )
+
+    def _log(self, level: int, text: str, *args: object) -> None:
+        """Log in the thread of the worker if it has greenlets: a system thread that waits for a
+        lock of theirs waits for ever.
+        """
+        log = partial(logger.log, level, text, *args)
+        if self._hub is None:
+            log()
+        else:
+            self._hub(partial(greenlets.spawn, log))
 
     def _work(self, channel: Any) -> None:
         from celery_leases.stores.redis.workers import Workers
@@ -232,7 +252,7 @@ class WorkerLease:
                 self._failing = False
                 busy = next(returning, False)
                 if not busy and now - self._renewed_since >= self._ttl / deadlines.RENEWALS_PER_TTL:
-                    others = (_return_messages(workers, channel, name, self._ttl) for name in ended)
+                    others = (self._return_messages(workers, channel, name) for name in ended)
                     returning = chain.from_iterable(others)
                     busy = next(returning, False)
                 self._idle = True
@@ -246,7 +266,7 @@ class WorkerLease:
         # Celery acknowledges nothing from now on. Kombu has returned what it could.
         self._changes.append(partial(self._return_all_but, frozenset()))
         self._renew(workers, channel)
-        workers.forget(self.name)
+        workers.forget(self._name)
         self._counts_until = math.inf
 
     def _sleep(self, seconds: float) -> None:
@@ -254,7 +274,7 @@ class WorkerLease:
         while not self._stopping and (left := until - self._clock()) > 0:
             self._wakeup.wait(left)
 
-    def _renew(self, workers: Any, channel: Any) -> Sequence[str]:
+    def _renew(self, workers: Workers, channel: Any) -> Sequence[str]:
         """Renew the lease and write what has changed; return workers whose leases have ended."""
         self._gather()
         sent = self._clock()
@@ -262,17 +282,18 @@ class WorkerLease:
         if lapsed:
             self._renewed_since = sent
         earlier = [delivery for delivery in self._registered.values() if delivery.sent]
-        present, ended = self._write(workers)
-        if not present and lapsed:
-            # Another worker has returned what was registered before.
-            for delivery in earlier:
-                delivery.gone = True
-                del self._registered[delivery.tag]
-                self._to_remove[delivery.tag] = None  # the reply to an earlier write may be lost
-        elif not present and earlier:
-            # The broker has lost the registrations before the lease has ended.
-            self._to_add |= self._registered
-            self._write(workers)
+        ended = self._write(workers)
+        if ended is None:
+            if lapsed:  # another worker has returned them, otherwise the broker was emptied
+                for delivery in earlier:
+                    delivery.gone = True
+                    del self._registered[delivery.tag]
+            for delivery in self._registered.values():
+                delivery.sent = False
+            self._name = f"{self._host}/{os.getpid()}/{secrets.token_hex(4)}"
+            workers.enter(self._name, self._ttl)
+            self._to_add.update(self._registered)
+            ended = self._write(workers)
         hard = deadlines.hard_deadline(sent, self._ttl)
         self._counts_until = deadlines.stop_deadline(hard, self._ttl)
         while self._unfinished:
@@ -281,7 +302,7 @@ class WorkerLease:
                 action(channel.qos, delivery)
             self._unfinished.popleft()
             self._remove(delivery)
-        return ended
+        return ended or ()
 
     def _gather(self) -> None:
         """Find what to write. A message that has come and ended meanwhile is not written."""
@@ -310,16 +331,41 @@ class WorkerLease:
             elif delivery.tag not in running:
                 self._unfinished.append((delivery, _return))
 
-    def _write(self, workers: Any) -> tuple[bool, Sequence[str]]:
+    def _write(self, workers: Workers) -> Sequence[str] | None:
         for delivery in self._to_add.values():
             delivery.sent = True
         tasks = {tag: delivery.task for tag, delivery in self._to_add.items()}
-        written: tuple[bool, Sequence[str]] = workers.renew(
-            self.name, self._ttl, DAY, tasks, list(self._to_remove)
-        )
+        written = workers.renew(self._name, self._ttl, DAY, tasks, list(self._to_remove))
         self._to_add.clear()
         self._to_remove.clear()
         return written
+
+    def _return_messages(self, workers: Workers, channel: Any, name: str) -> Iterator[bool]:
+        """Return the messages of a worker whose lease has ended to their queues, one with each
+        step.
+        """
+        from celery_leases.stores.redis.workers import own_name
+
+        taken = workers.take(name, self._ttl)
+        if taken is None:
+            return
+        ended, tags = taken
+        left = returned = 0
+        for tag in random.sample(tags, len(tags)):  # after a ttl another worker helps
+            if not _has_queue(channel, tag):
+                left += 1
+            else:
+                client = _Unregistering(channel.client, workers.messages(ended), tag)
+                channel.qos.restore_by_tag(tag, client)
+                returned += client.returned
+            yield True
+        if not left:
+            workers.forget(ended)
+        if returned:
+            text = (
+                "the lease of the worker %s has ended: %d of its messages are in their queues again"
+            )
+            self._log(logging.INFO, text, own_name(ended), returned)
 
 
 def _acknowledge(qos: Any, delivery: _Delivery) -> None:
@@ -334,33 +380,6 @@ def _return(qos: Any, delivery: _Delivery) -> None:
     qos.restore_by_tag(delivery.tag)
     delivery.gone = True
     QoS.ack(delivery.message.channel.qos, delivery.tag)  # kombu returns it no second time
-
-
-def _return_messages(workers: Workers, channel: Any, name: str, ttl: float) -> Iterator[bool]:
-    """Return the messages of a worker whose lease has ended to their queues, one with each step."""
-    from celery_leases.stores.redis.workers import own_name
-
-    taken = workers.take(name, ttl)
-    if taken is None:
-        return
-    ended, tags = taken
-    left = returned = 0
-    for tag in random.sample(tags, len(tags)):  # after *ttl* another worker helps
-        if not _has_queue(channel, tag):
-            left += 1
-        else:
-            client = _Unregistering(channel.client, workers.messages(ended), tag)
-            channel.qos.restore_by_tag(tag, client)
-            returned += client.returned
-        yield True
-    if not left:
-        workers.forget(ended)
-    if returned:
-        logger.info(
-            "the lease of the worker %s has ended: %d of its messages are in their queues again",
-            own_name(ended),
-            returned,
-        )
 
 
 class _Unregistering:
@@ -423,7 +442,7 @@ def start(consumer: Any) -> None:
             "max_retries": 1,
         }
         lease = WorkerLease(
-            f"{worker.hostname}/{os.getpid()}/{secrets.token_hex(4)}",
+            worker.hostname,
             partial(_connection_like, consumer, options),
             prefix_of(app, consumer.connection.default_channel),
             ttl,

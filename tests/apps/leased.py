@@ -1,8 +1,8 @@
 """Leased tasks for tests with real workers. Each body writes its steps to a journal.
 
 The settings are environment variables: JOURNAL (a file), LEASES_URL, LEASES_DATABASE_URL, TTL,
-VISIBILITY, QUORUM (the type of the exchange of a quorum queue, "topic" or "direct"), and SIDE_QUEUE
-(the name of another queue).
+VISIBILITY, BROKER_OPTIONS (further transport options, as JSON), QUORUM (the type of the exchange of
+a quorum queue, "topic" or "direct"), and SIDE_QUEUE (the name of another queue).
 """
 
 import asyncio
@@ -63,8 +63,8 @@ if "VISIBILITY" in os.environ:
     }
 if "SETTLE_TIMEOUT" in os.environ:
     vars(after_run)["SETTLE_TIMEOUT"] = float(os.environ["SETTLE_TIMEOUT"])
-if "BROKER_CONNECTIONS" in os.environ:
-    app.conf.broker_transport_options |= {"max_connections": int(os.environ["BROKER_CONNECTIONS"])}
+if "BROKER_OPTIONS" in os.environ:
+    app.conf.broker_transport_options |= json.loads(os.environ["BROKER_OPTIONS"])
 
 
 def note(what: str, **more: object) -> None:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
-from uuid import uuid4
 
 import pytest
 from celery.worker import state
@@ -19,7 +18,7 @@ from redis.exceptions import AuthenticationError, ResponseError
 from celery_leases.stores.redis.workers import Workers, own_name
 from celery_leases.testing.waits import wait_until
 from celery_leases.worker import takeover
-from celery_leases.worker.takeover import WorkerLease, _return_messages, _Unregistering
+from celery_leases.worker.takeover import WorkerLease, _Unregistering
 from tests.support.servers import RedisServer
 from tests.unit.doc_pages import page
 
@@ -66,14 +65,32 @@ def waiting(connection: Connection) -> list[int]:
     return sorted(found)
 
 
+def dies(workers: Workers, name: str, *messages: Any) -> None:
+    """Let the lease of a worker with these messages, or tags, end."""
+    workers.enter(name, 60)
+    workers.renew(
+        name, 0.001, 60, {getattr(each, "delivery_tag", each): "t" for each in messages}, []
+    )
+    wait_until(lambda: name in ended(workers), 5, "the lease to end")
+
+
+def ended(workers: Workers) -> list[str]:
+    """The workers whose leases have ended, as another worker is told."""
+    workers.enter("b", 60)
+    return list(workers.renew("b", 60, 60, {}, []) or ())
+
+
 def take_over(workers: Workers, channel: Any, name: str, ttl: float = 60.0) -> None:
     """Return the messages of an ended worker as far as that is possible."""
-    assert all(_return_messages(workers, channel, name, ttl))
+    assert all(WorkerLease("c", Mock(), PREFIX, ttl)._return_messages(workers, channel, name))
 
 
 def test_a_worker_is_known_until_it_is_forgotten(workers: Workers) -> None:
-    assert workers.renew("a", 10, 60, {"t1": "task", "t2": "task"}, []) == (False, [])
-    assert workers.renew("a", 10, 60, {"t3": "task"}, ["t1"]) == (True, [])
+    assert workers.renew("a", 10, 60, {"t1": "task"}, []) is None
+    assert workers.listed() == []
+    workers.enter("a", 60)
+    assert workers.renew("a", 10, 60, {"t1": "task", "t2": "task"}, []) == []
+    assert workers.renew("a", 10, 60, {"t3": "task"}, ["t1"]) == []
     (state,) = workers.listed()
     assert (state.name, state.messages) == ("a", 2)
     assert state.remaining is not None
@@ -84,31 +101,29 @@ def test_a_worker_is_known_until_it_is_forgotten(workers: Workers) -> None:
 
 def test_only_a_lease_that_has_ended_is_taken(workers: Workers) -> None:
     """And then by one caller at a time."""
+    workers.enter("a", 60)
     workers.renew("a", 10, 60, {"t1": "task"}, [])
     assert workers.take("a", 60) is None
-    workers.renew("a", 0.001, 60, {}, [])
-    wait_until(lambda: workers.renew("b", 10, 60, {}, [])[1] == ["a"], 5, "the lease to end")
-    ended, tags = workers.take("a", 0.3) or ("", [])
-    assert (own_name(ended), tags) == ("a", ["t1"])
-    assert workers.renew("a", 10, 60, {}, [])[0] is False  # so it learns of that
-    assert workers.take(ended, 60) is None
-    wait_until(lambda: workers.renew("b", 10, 60, {}, []) == (True, [ended]), 5, "the first caller")
-    assert workers.take(ended, 60) == (ended, ["t1"])
-    assert [(one.name, one.remaining) for one in workers.listed()][-1] == ("a", None)
+    dies(workers, "a")
+    name, tags = workers.take("a", 0.3) or ("", [])
+    assert (own_name(name), tags) == ("a", ["t1"])
+    assert workers.renew("a", 10, 60, {}, []) is None  # so it learns of that
+    assert (workers.take(name, 60), ended(workers)) == (None, [])
+    wait_until(lambda: ended(workers) == [name], 5, "the lease of the first caller to end")
+    assert workers.take(name, 60) == (name, ["t1"])
+    assert ("a", None) in [(one.name, one.remaining) for one in workers.listed()]
 
 
 def test_a_name_like_that_of_an_ended_worker_is_a_name(workers: Workers) -> None:
     name = "celery@wow!1/77/ab"
-    workers.renew(name, 0.001, 60, {"t1": "task"}, [])
-    wait_until(lambda: workers.renew("b", 10, 60, {}, [])[1] == [name], 5, "the lease to end")
-    ended, _ = workers.take(name, 60) or ("", [])
-    assert (own_name(name), own_name(ended)) == (name, name)
-    assert workers.renew(name, 10, 60, {}, [])[0] is False
+    dies(workers, name, "t1")
+    taken, _ = workers.take(name, 60) or ("", [])
+    assert (own_name(name), own_name(taken)) == (name, name)
+    assert workers.renew(name, 10, 60, {}, []) is None
 
 
 def test_a_worker_without_messages_is_removed(workers: Workers) -> None:
-    workers.renew("a", 0.001, 60, {}, [])
-    wait_until(lambda: workers.renew("b", 10, 60, {}, [])[1] == ["a"], 5, "the lease to end")
+    dies(workers, "a")
     assert workers.take("a", 60) is None
     assert [state.name for state in workers.listed()] == ["b"]
 
@@ -119,10 +134,8 @@ def test_several_workers_return_each_message_once(
     """Also while the messages are fetched again."""
     for turn in range(TURNS):
         messages = fetched(connection, 8)
-        tags = {message.delivery_tag: "task" for message in messages}
-        workers.renew(f"dead{turn}", 0.001, 60, tags, [])
-        wait_until(lambda: bool(workers.renew("b", 60, 60, {}, [])[1]), 5, "the lease to end")
-        names = list(workers.renew("b", 60, 60, {}, [])[1])
+        dies(workers, f"dead{turn}", *messages)
+        names = ended(workers)
         barrier = threading.Barrier(3)
 
         def restore(names: list[str] = names, barrier: threading.Barrier = barrier) -> None:
@@ -133,7 +146,7 @@ def test_several_workers_return_each_message_once(
                 while names:
                     for name in names:
                         take_over(its, other, name, 0.001)
-                    names = list(its.renew(uuid4().hex, 60, 60, {}, [])[1])
+                    names = ended(its)
 
         threads = [threading.Thread(target=restore) for _ in range(3)]
         for thread in threads:
@@ -155,12 +168,11 @@ def test_a_message_goes_back_through_the_exchange_by_which_it_came(
         with first.Producer() as producer:
             producer.publish({"n": 1}, exchange=queue.exchange, routing_key="a.b", declare=[queue])
         message = queue(first.default_channel).get()
-        workers.renew("a", 0.001, 60, {message.delivery_tag: "task"}, [])
-        wait_until(lambda: workers.renew("b", 60, 60, {}, [])[1] == ["a"], 5, "the lease to end")
+        dies(workers, "a", message)
         take_over(workers, stranger.default_channel, "a", 0.001)
-        (ended,) = workers.renew("b", 60, 60, {}, [])[1]
+        (left,) = ended(workers)
         assert first.default_channel.client.hlen("unacked") == 1
-        take_over(workers, first.default_channel, ended)
+        take_over(workers, first.default_channel, left)
         assert [state.name for state in workers.listed()] == ["b"]
         again = queue(first.default_channel).get()
         assert (again.payload, again.delivery_info["routing_key"]) == ({"n": 1}, "a.b")
@@ -199,8 +211,8 @@ def test_a_late_acknowledgement_leaves_the_message_to_its_new_worker(
     (message,) = fetched(connection, 1)
     lease.received(message, "task")
     lease._renew(workers, channel)
-    wait_until(lambda: workers.renew("b", 10, 60, {}, [])[1] == ["a"], 5, "the lease to end")
-    take_over(workers, channel, "a")
+    wait_until(lambda: ended(workers) == [lease._name], 5, "the lease to end")
+    take_over(workers, channel, lease._name)
     (again,) = [connection.SimpleQueue("work").get(timeout=5)]
     assert again.delivery_tag == message.delivery_tag
     message.ack()
@@ -304,14 +316,28 @@ def test_a_message_is_returned_or_stays_registered(
 ) -> None:
     """If the worker that returns it dies in between, another one does it."""
     (message,) = fetched(connection, 1)
-    workers.renew("a", 0.001, 60, {message.delivery_tag: "task"}, [])
-    wait_until(lambda: workers.renew("b", 60, 60, {}, [])[1] == ["a"], 5, "the lease to end")
+    dies(workers, "a", message)
     with monkeypatch.context() as patched:
         patched.setattr(channel, "_do_restore_message", Mock(side_effect=ConnectionError))
         with pytest.raises(ConnectionError):
             take_over(workers, channel, "a", 0.001)
-    (ended,) = workers.renew("b", 60, 60, {}, [])[1]
-    take_over(workers, channel, ended)
+    (left,) = ended(workers)
+    take_over(workers, channel, left)
+    assert waiting(connection) == [0]
+
+
+def test_it_logs_in_the_thread_of_the_greenlets(
+    connection: Connection, workers: Workers, channel: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own thread might wait for their lock of logging for ever."""
+    lease = opened(connection, "a", 5.0)
+    lease._hub = calls = Mock()
+    dies(workers, "other", *fetched(connection, 1))
+    with caplog.at_level("INFO", "celery_leases"):
+        assert all(lease._return_messages(workers, channel, "other"))
+        lease._failed(ConnectionError())
+    assert not caplog.records
+    assert calls.call_count == 2
     assert waiting(connection) == [0]
 
 
@@ -320,8 +346,7 @@ def test_messages_are_returned_while_the_broker_is_busy(
 ) -> None:
     """All workers change the keys of kombu that a transaction of kombu would watch."""
     messages = fetched(connection, 20)
-    workers.renew("a", 0.001, 60, {message.delivery_tag: "task" for message in messages}, [])
-    wait_until(lambda: workers.renew("b", 60, 60, {}, [])[1] == ["a"], 5, "the lease to end")
+    dies(workers, "a", *messages)
     over = threading.Event()
 
     def busy() -> None:
@@ -348,13 +373,14 @@ def test_a_worker_keeps_its_lease_while_it_returns_many_messages(
     look = takeover._has_queue
     monkeypatch.setattr(takeover, "_has_queue", lambda *args: (time.sleep(0.1), look(*args))[1])
     messages = fetched(connection, 40)
-    workers.renew("dead", 0.001, 60, {message.delivery_tag: "task" for message in messages}, [])
+    dies(workers, "dead", *messages)
+    workers.forget("b")
     lease = opened(connection, "a", 1.0)
     lease.start()
     wait_until(lambda: len(workers.listed()) == 2, 5, "the lease")
 
     def over() -> bool:
-        (remaining,) = [one.remaining for one in workers.listed() if one.name == "a"]
+        (remaining,) = [one.remaining for one in workers.listed() if one.name == lease._name]
         assert (remaining or 0) > 0
         return len(workers.listed()) == 1
 
@@ -368,7 +394,8 @@ def test_a_worker_that_could_not_renew_lets_the_others_renew_first(
 ) -> None:
     """After an outage of the broker the leases of all workers have ended."""
     (message,) = fetched(connection, 1)
-    workers.renew("other", 0.001, 60, {message.delivery_tag: "task"}, [])
+    dies(workers, "other", message)
+    workers.forget("b")
     lease = opened(connection, "a", 3.0)
     lease.start()
     wait_until(lambda: len(workers.listed()) == 2, 5, "the lease")
@@ -394,6 +421,49 @@ def test_before_its_first_renewal_a_worker_acknowledges_as_celery_does(
     assert not channel.client.hlen("unacked")
 
 
+def test_a_renewal_that_arrives_late_does_not_revive_a_worker(
+    connection: Connection, workers: Workers, channel: Any
+) -> None:
+    """Its messages were returned, and it must learn of that. A cut network delivers late."""
+    lease = opened(connection, "a", 1.0)
+    (message,) = fetched(connection, 1)
+    lease.received(message, "task")
+    lease._renew(workers, channel)
+    before = lease._name
+    wait_until(lambda: ended(workers) == [before], 5, "the lease to end")
+    take_over(workers, channel, before)
+    workers.renew(before, 60, 60, {}, [])
+    lease._renew(workers, channel)
+    assert lease._name != before
+    again = connection.SimpleQueue("work").get(timeout=5)
+    message.ack()
+    assert channel.client.hlen("unacked") == 1
+    assert sorted(one.messages for one in workers.listed()) == [0, 0]
+    again.ack()
+
+
+def test_what_came_after_the_lease_had_ended_is_acknowledged(
+    connection: Connection, workers: Workers, channel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has returned it, even if the next lease could not be begun at once."""
+    lease = opened(connection, "a", 1.0)
+    (first,) = fetched(connection, 1)
+    lease.received(first, "task")
+    lease._renew(workers, channel)
+    wait_until(lambda: ended(workers) == [lease._name], 5, "the lease to end")
+    take_over(workers, channel, lease._name)
+    assert waiting(connection) == [0]
+    (second,) = fetched(connection, 1)
+    lease.received(second, "task")
+    with monkeypatch.context() as patched:
+        patched.setattr(workers, "enter", Mock(side_effect=ConnectionError))
+        with pytest.raises(ConnectionError):
+            lease._renew(workers, channel)
+    lease._renew(workers, channel)
+    second.ack()
+    assert not channel.client.hlen("unacked")
+
+
 def test_a_refusal_after_a_renewal_does_not_let_late_acknowledgements_through(
     connection: Connection, workers: Workers, channel: Any
 ) -> None:
@@ -415,7 +485,7 @@ def test_an_emptied_broker_gets_the_registrations_again(
     (message,) = fetched(connection, 1)
     lease.received(message, "task")
     lease._renew(workers, channel)
-    workers.forget("a")
+    workers.forget(lease._name)
     lease._renew(workers, channel)
     assert [one.messages for one in workers.listed()] == [1]
     message.ack()
@@ -430,7 +500,7 @@ def test_the_lease_of_a_worker_whose_loop_stands_still_ends(
     lease.watch_loop(worker)
     (_, loop_runs), _ = worker.hub.call_repeatedly.call_args
     lease.start()
-    wait_until(lambda: [one.name for one in workers.listed()] == ["a"], 5, "the lease")
+    wait_until(lambda: len(workers.listed()) == 1, 5, "the lease")
     wait_until(lambda: (workers.listed()[0].remaining or 0) < 0, 10, "the lease to end")
     loop_runs()
     wait_until(lambda: (workers.listed()[0].remaining or 0) > 0, 5, "the lease to be renewed")
@@ -474,10 +544,10 @@ def test_the_documented_rights_are_enough(leases_redis: RedisServer) -> None:
         )
     with Connection(url.replace("redis://", "redis://worker:secret@")) as connection:
         workers = Workers(connection.default_channel.pool, PREFIX)
-        workers.renew("a", 0.001, 60, {"t1": "task", "t2": "task"}, [])
-        wait_until(lambda: workers.renew("b", 10, 60, {}, ["t9"])[1] == ["a"], 5, "the end")
-        ended, _ = workers.take("a", 60) or ("", [])
-        client = _Unregistering(connection.default_channel.client, workers.messages(ended), "t1")
+        dies(workers, "a", "t1", "t2")
+        workers.renew("b", 60, 60, {}, ["t9"])
+        taken, _ = workers.take("a", 60) or ("", [])
+        client = _Unregistering(connection.default_channel.client, workers.messages(taken), "t1")
         client.transaction(lambda pipe: pipe.multi())
         assert client.returned
         assert len(workers.listed()) == 2

@@ -2,6 +2,7 @@
 from it.
 """
 
+import json
 import time
 from collections.abc import Iterator
 
@@ -38,7 +39,8 @@ def stage(kind: str, stage_factory: MakeStage) -> Iterator[Stage]:
     # kombu allows a worker ten connections to Redis. A greenlet that finds none to acknowledge its
     # call by breaks the consumer's connection, and calls wait for the visibility timeout then, with
     # plain Celery too.
-    env = {"PREFETCH": "10", "TTL": "30", "BROKER_CONNECTIONS": str(2 * concurrency)}
+    options = json.dumps({"max_connections": 2 * concurrency})
+    env = {"PREFETCH": "10", "TTL": "30", "BROKER_OPTIONS": options}
     made = stage_factory(combination, worker={"pool": pool, "concurrency": concurrency}, env=env)
     yield made
     made.close()

@@ -28,28 +28,29 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
 
+ENTER: Final = Script(
+    _NOW + "return redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])",
+    keys=1,
+)
+"""KEYS: the workers. ARGV: the name of a new worker, its ttl."""
+
 RENEW: Final = Script(
     _NOW
     + f"""
+if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then return false end
 local ended = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. now, 'LIMIT', 0, {BATCH})
-local present = redis.call('ZADD', KEYS[1], 'XX', 'CH', now + ARGV[2], ARGV[1])
-if present == 0 and not redis.call('ZSCORE', KEYS[1], ARGV[1]) then
-    redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
-    present = 0
-else
-    present = 1
-end
+redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
 local added = tonumber(ARGV[4])
 for place = 5, 4 + added, 2 do redis.call('HSET', KEYS[2], ARGV[place], ARGV[place + 1]) end
 for place = 5 + added, #ARGV do redis.call('HDEL', KEYS[2], ARGV[place]) end
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
-return {{present, ended}}
+return ended
 """,
     keys=2,
 )
 """KEYS: the workers, the messages of this worker. ARGV: its name, its ttl, how long its messages
 are kept, the number of the arguments that follow for added messages (tag and task), these, the tags
-of ended messages. Returns whether the worker was known, and the workers whose leases have ended.
+of ended messages. Returns the workers whose leases have ended; ``nil`` if the worker is not known.
 """
 
 TAKE: Final = Script(
@@ -129,6 +130,14 @@ class Workers:
         self._client = redis.Redis(connection_pool=pool)
         self._workers = f"{prefix}:workers"
 
+    def enter(self, name: str, ttl: float) -> None:
+        """Give a new worker a lease of *ttl* seconds.
+
+        If that fails, enter under another name: a request that arrives late must not revive a
+        worker whose messages were returned.
+        """
+        self._client.eval(ENTER.text, ENTER.keys, self._workers, name, round(ttl * 1000))
+
     def renew(
         self,
         name: str,
@@ -136,17 +145,18 @@ class Workers:
         kept: float,
         added: Mapping[str, str],
         ended: Sequence[str],
-    ) -> tuple[bool, Sequence[str]]:
+    ) -> Sequence[str] | None:
         """Renew the lease of worker *name* for *ttl* seconds, and write which messages it has got,
         and which have ended.
 
-        Returns whether the worker was known, and the names of workers whose leases have ended. The
-        messages of a dead worker are kept for *kept* seconds.
+        Returns the names of workers whose leases have ended; ``None`` if the worker is not known:
+        another one has taken its messages, or the broker was emptied. The messages of a dead worker
+        are kept for *kept* seconds.
         """
         pairs = [part for pair in added.items() for part in pair]
         times = (round(ttl * 1000), round(kept * 1000))
-        present, dead = self._run(RENEW, name, name, *times, len(pairs), *pairs, *ended)
-        return bool(present), [as_text(one) for one in dead]
+        dead = self._run(RENEW, name, name, *times, len(pairs), *pairs, *ended)
+        return None if dead is None else [as_text(one) for one in dead]
 
     def take(self, name: str, ttl: float) -> tuple[str, Sequence[str]] | None:
         """The messages of a worker whose lease has ended, and the name under which they are now;
