@@ -16,7 +16,11 @@ redbeat = pytest.importorskip("redbeat", reason="celery-redbeat is not installed
 @pytest.fixture
 def app(leases_redis_url: str) -> Iterator[Celery]:
     app = Celery("periodic", broker=leases_redis_url, set_as_current=False)
-    app.conf.update(beat_scheduler="redbeat.RedBeatScheduler", redbeat_redis_url=leases_redis_url)
+    app.conf.update(
+        beat_scheduler="redbeat.RedBeatScheduler",
+        redbeat_redis_url=leases_redis_url,
+        redbeat_redis_options={"retry_period": -1},
+    )
     yield app
     app.redbeat_redis.close()
 

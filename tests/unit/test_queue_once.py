@@ -113,11 +113,11 @@ def test_a_queued_key_has_its_time_and_is_not_published_twice(shop: Shop) -> Non
     assert status.queued_at == status.created_at
     assert status.started_at is None
     assert public(status)["queued_at"] == status.queued_at.isoformat()
-    assert shop.work.delay(7).id == first.id
+    assert shop.work.delay(7).id == shop.work.delay("7").id == first.id
     assert shop.work.apply_async((), {"number": 7}, countdown=5).id == first.id
     other = shop.work.delay(8)
     assert shop.published == [first.id, other.id]
-    with pytest.raises(KeyReused):
+    with pytest.raises(KeyReused, match="a text; in the earlier call not given, or its default"):
         shop.work.delay(7, "office")
     with pytest.raises(TypeError):
         shop.work.delay()

@@ -109,7 +109,9 @@ def _entries_in_redbeat(app: Celery) -> list[ScheduleEntry]:
     if "redbeat" not in str(app.conf.beat_scheduler):
         return []
     redbeat = import_module("redbeat.schedulers")
-    keys = redbeat.get_redis(app).zrange(redbeat.ensure_conf(app).schedule_key, 0, -1)
+    client = redbeat.get_redis(app)
+    client = getattr(client, "wrapped_connection", client)  # the wrapper may try again for ever
+    keys = client.zrange(redbeat.ensure_conf(app).schedule_key, 0, -1)
     entries = [redbeat.RedBeatSchedulerEntry.from_key(key, app=app) for key in keys]
     return [entry for entry in entries if entry.enabled]
 
