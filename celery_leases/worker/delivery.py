@@ -75,8 +75,9 @@ from celery_leases.worker.headers import (
     token_of,
 )
 from celery_leases.worker.interrupts import interrupt_guard_here
-from celery_leases.worker.publisher import NotPublishable, Routes
+from celery_leases.worker.publisher import NotPublishable
 from celery_leases.worker.rescheduling import NotConfirmed, Rescheduling
+from celery_leases.worker.routes import Routes
 from celery_leases.worker.stored_messages import has_expired
 
 _ENDINGS_RETURNED = (Retry, Awaitable, Generator, AsyncGenerator)

@@ -43,7 +43,8 @@ from celery_leases.worker.headers import (
     retries_of,
 )
 from celery_leases.worker.interrupts import BodyKill, body_kill_of
-from celery_leases.worker.publisher import ORIGIN, KeyIsHeld, origin_of
+from celery_leases.worker.publisher import KeyIsHeld
+from celery_leases.worker.routes import ORIGIN, origin_of
 from celery_leases.worker.waiting_calls import KeyWaiters, waiting_calls
 from celery_leases.worker.waiting_log import AGAIN, leave_out_arrival
 

@@ -19,7 +19,7 @@ from celery_leases.decide.waiting import may_be_returned
 from celery_leases.failures.default_rules import ANYTHING_ELSE
 from celery_leases.signals import logger
 from celery_leases.worker.headers import call_id_of
-from celery_leases.worker.publisher import Routes, earlier_deliveries_of
+from celery_leases.worker.routes import Routes, earlier_deliveries_of
 
 MAX_COUNTED: Final = 1000
 MAX_REFUSED: Final = 3

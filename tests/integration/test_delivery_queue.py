@@ -12,7 +12,7 @@ from celery.app.task import Context
 from kombu import Exchange, Queue
 from kombu.transport.virtual.base import BrokerState
 
-from celery_leases.worker.publisher import FixedRoute, Routes
+from celery_leases.worker.routes import FixedRoute, Routes
 
 
 @pytest.mark.parametrize(("kind", "key"), [("topic", "orders.paid"), ("fanout", "")])

@@ -7,7 +7,7 @@ import socket
 import pytest
 from kombu import Connection, Exchange, Queue
 
-from celery_leases.worker.publisher import origin_of
+from celery_leases.worker.routes import origin_of
 
 
 @pytest.mark.parametrize(

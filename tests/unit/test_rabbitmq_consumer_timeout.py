@@ -9,8 +9,8 @@ from kombu import Queue
 from celery_leases.decide.waiting import may_be_returned, publish_retry_time
 from celery_leases.settings import read_settings
 from celery_leases.worker.app_settings import settings_of
-from celery_leases.worker.publisher import without_broker_headers
 from celery_leases.worker.rabbitmq_consumer_timeout import consumer_timeout_warning
+from celery_leases.worker.routes import without_broker_headers
 
 DATABASE = {"leases_database_url": "sqlite://"}
 
