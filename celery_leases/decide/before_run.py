@@ -1,7 +1,8 @@
 """What to do with one delivery: pure functions of facts, without a clock, I/O or randomness.
 
-The functions of the first table are here. Those of the second are in ``failure_decisions`` (what a
-failure means for its key) and ``settlement`` (how an attempt is closed).
+The functions of the first table are here: they give a *verdict*. Those of the second get the
+*ending* of a body and give the *outcome* that is written: ``after_failure`` if the body raised, and
+``after_run`` otherwise.
 
 Before the run: the first row that matches decides
 

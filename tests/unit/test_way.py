@@ -1,0 +1,55 @@
+"""The way of one call is short: a reader of a delivery meets few files and functions."""
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_leases import LeasedTask
+from tests.unit.celery_apps import apps
+from tests.unit.doc_pages import ROOT
+
+PACKAGE = f"{ROOT / 'celery_leases'}/"
+MOST = {"files": 20, "functions": 98, "changes of file": 58}
+"""Lower these when they fall. In Python 3.11 a comprehension is a function too."""
+
+
+@pytest.mark.usefixtures(apps.__name__)
+def test_a_first_run_with_database_leases_enters_few_files_and_functions(tmp_path: Path) -> None:
+    app = Celery("way", broker="memory://", backend="cache+memory://")
+    app.conf.update(
+        leases_eager_stores=True,
+        task_always_eager=True,
+        leases_url="database",
+        leases_database_url=f"sqlite:///{tmp_path / 'records.db'}",
+    )
+
+    @app.task(base=LeasedTask, lease_key="invoice:{customer}", shared=False)
+    def send(customer: int) -> dict[str, int]:
+        return {"customer": customer}
+
+    entered: list[tuple[str, str]] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            entered.append((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    for customer in range(2):  # makes what a process makes once
+        send.apply(args=[customer]).get()
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        send.apply(args=[2])
+    finally:
+        sys.setprofile(before)
+    found = {
+        "files": len({file for file, _ in entered}),
+        "functions": len(set(entered)),
+        "changes of file": sum(one[0] != other[0] for one, other in pairwise(entered)),
+    }
+    assert found["functions"] > 50, "the delivery is traced"
+    assert all(found[name] <= most for name, most in MOST.items()), found
