@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         Uncertain,
     )
     from celery_leases.lease import current_lease
-    from celery_leases.options import Failures
+    from celery_leases.options import Failures, Group
     from celery_leases.status import LeaseStatus
     from celery_leases.task import LeasedMixin, LeasedTask
 
@@ -31,6 +31,7 @@ __all__ = [
     "Cooldown",
     "CoolingDown",
     "Failures",
+    "Group",
     "LeaseClient",
     "LeaseLost",
     "LeaseStatus",
@@ -47,6 +48,7 @@ _LAZY = {
     "Cooldown": "celery_leases.errors",
     "CoolingDown": "celery_leases.errors",
     "Failures": "celery_leases.options",
+    "Group": "celery_leases.options",
     "LeaseClient": "celery_leases.client",
     "LeaseLost": "celery_leases.errors",
     "LeaseStatus": "celery_leases.status",

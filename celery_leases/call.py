@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from celery_leases.events import Subject
+from celery_leases.groups.slots import Ask
 from celery_leases.keys import CallKey
 from celery_leases.options import LONGEST_COUNTDOWN, LeaseOptions
 from celery_leases.value_class import value_class
@@ -49,8 +50,9 @@ class Call:
     #: When the body must have begun at the latest, by the local clock; see
     #: :func:`celery_leases.deadlines.begin_by`.
     begin_by: float = math.inf
-    #: The cooldown group of the call.
+    #: The group of the call, and what it asks of it if that has a limit or a rate.
     group: str | None = None
+    ask: Ask | None = None
     #: The message as a signature in JSON, if the record must store it.
     message: str | None = None
     #: Whether a fresh message can be published; not for an eager call.

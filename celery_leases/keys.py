@@ -227,7 +227,8 @@ def call_group(
     if options.group is None:
         return None
     try:
-        group, _ = _filled(task, "group", options.group, _given(task, signature, args, kwargs))
+        given = _given(task, signature, args, kwargs)
+        group, _ = _filled(task, "group", options.group.name, given)
     except RecursionError:
         raise _too_deep(task) from None
     if is_short_form(group):

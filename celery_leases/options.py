@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast, get_args
 
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.text.durations import Duration, seconds
+from celery_leases.text.durations import UNITS, Duration, seconds
 
 if TYPE_CHECKING:  # a process that only publishes needs no rules
     from celery_leases.failures.classifier import Rules
@@ -50,6 +50,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 APP_ONLY: Final = frozenset({"tenant"})
 """Settings of the whole app that a task cannot set."""
 _SECONDS: Final = ("ttl", "retention")
+_RATE: Final = re.compile(r"([1-9][0-9]{0,8})/([smhd])", re.ASCII)
 _PREFIX: Final = re.compile("^leases?_?")
 
 
@@ -106,6 +107,38 @@ class Failures:
         return Rules.default() if self.rules is None else self.rules
 
 
+@dataclass(frozen=True, init=False)
+class Group:
+    """The group of a key, and how many of its bodies may run and begin: the option ``lease_group``.
+
+    ``name``: a template or a callable of the arguments, such as ``"openai:{model}"``; a name alone
+    is a group that only cools down. ``limit``: at most so many bodies of the group run at a time,
+    over all workers. ``rate``: at most so many begin in that time, at even distances, as
+    ``"60/m"``, ``"20/s"``, ``"1000/h"`` or ``"5000/d"``. A value out of range raises
+    :class:`LeaseConfigurationError`.
+    """
+
+    name: str | Callable[..., str]
+    limit: int | None
+    rate: str | None
+    #: Seconds between two begins; 0 without a rate.
+    pause: float
+
+    def __init__(
+        self, name: str | Callable[..., str], *, limit: int | None = None, rate: str | None = None
+    ) -> None:
+        put = object.__setattr__  # the instance is frozen
+        put(self, "name", _maker("Group: name of the group", name) or _maker("Group: name", ""))
+        put(self, "limit", None if limit is None else _count("Group: limit", limit, 1))
+        put(self, "rate", rate)
+        put(self, "pause", 0.0 if rate is None else _pause("Group: rate", rate))
+
+    @property
+    def limited(self) -> bool:
+        """Whether its calls need a slot, or their turn by the rate."""
+        return self.limit is not None or self.rate is not None
+
+
 @dataclass(frozen=True)
 class LeaseOptions:
     """The ``lease_*`` options of one task, with the app's ``leases_*`` settings as defaults. Times
@@ -129,8 +162,8 @@ class LeaseOptions:
     #: If another call has finished the key.
     on_done: OnDone = "replay"
     failures: Failures = field(default_factory=Failures)
-    #: The cooldown group of the key.
-    group: KeyMaker = None
+    #: The group of the key: it cools down together, and may have a limit and a rate.
+    group: Group | None = None
     retention: float = 7 * DAY
     #: ``"store"``: records store the messages of their calls; ``"once"``: publishing a call writes
     #: its record, and a call of a key that is queued, runs, cools down or has ended is not
@@ -249,6 +282,13 @@ def _count(option: str, value: Any, least: int) -> int:
     return value
 
 
+def _pause(option: str, value: Any) -> float:
+    found = _RATE.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        raise _wrong(option, value, 'a number of calls per second, minute, hour or day: "60/m"')
+    return UNITS[found[2]] / int(found[1])
+
+
 def _seconds(option: str, name: str, value: Any) -> float:
     span = seconds(value, option)
     if name == "ttl" and span < MINIMUM_TTL:
@@ -273,6 +313,12 @@ def _maker(option: str, value: Any) -> KeyMaker:
         return cast(KeyMaker, value)
     example = "openai:{model}" if option.endswith("group") else "invoice:{customer_id}"
     raise _wrong(option, value, f'a template such as "{example}", or a callable of the arguments')
+
+
+def _group(option: str, value: Any) -> Group | None:
+    if value is None or isinstance(value, Group):
+        return value
+    return Group(cast("str | Callable[..., str]", _maker(option, value)))
 
 
 def _tenant(option: str, value: Any) -> TenantMaker:
@@ -309,7 +355,7 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "key": _maker,
     "fingerprint": _fingerprint,
     "tenant": _tenant,
-    "group": _maker,
+    "group": _group,
     "failures": _failures,
     "renew": _flag,
     "outbox": _outbox,
@@ -353,8 +399,9 @@ def _check_together(
 def _check_templates(
     task: str, options: LeaseOptions, given: AbstractSet[str], parameters: Sequence[str] | None
 ) -> None:
-    for name in ("key", "group"):
-        if isinstance(template := getattr(options, name), str):
+    group = options.group.name if options.group is not None else None
+    for name, template in (("key", options.key), ("group", group)):
+        if isinstance(template, str):
             option = (
                 _named(task, name) if name in given else f"{_default_named(name)} (for task {task})"
             )

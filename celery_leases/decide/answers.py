@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 
 from celery_leases.groups.group import Gate
+from celery_leases.groups.slots import Room
 from celery_leases.record import Record
 from celery_leases.value_class import value_class
 
@@ -56,6 +57,9 @@ class Refusal(StrEnum):
     COOLING = "cooling"
     #: The gate of the call's group blocks. Neither lease nor slot was taken.
     GATE = "gate"
+    #: As many bodies of the call's group run as its limit allows, or its rate lets none begin yet,
+    #: or it is the turn of earlier calls.
+    FULL = "full"
 
 
 @value_class(frozen=True, slots=True)
@@ -63,20 +67,22 @@ class Acquired:
     """The attempt has the lease, or the row. ``record``: the claimed row; ``None`` from a lease
     store outside the records, under which it must still be claimed.
 
-    ``probe``: the attempt also has the probe's slot of the group's gate.
+    ``probe``: the attempt also has the probe's slot of the group's gate. ``starts_in``: the body
+    must not begin sooner than in so many seconds, because of the rate of its group.
     """
 
     record: Record | None = None
     probe: bool = False
+    starts_in: float = 0.0
 
 
 @value_class(frozen=True, slots=True)
 class Refused:
     """The attempt has neither lease nor row, because of ``why``, and nothing was changed.
 
-    ``holder``: who has the lease. ``gate``: the gate that blocks. ``remaining``: the seconds of the
-    cooldown. ``record``: the row, if it was read and there is one. ``emptied``: the seconds since
-    the lease store was emptied, if they were read.
+    ``holder``: who has the lease. ``gate``: the gate that blocks. ``room``: that of the group that
+    is full. ``remaining``: the seconds of the cooldown. ``record``: the row, if it was read and
+    there is one. ``emptied``: the seconds since the lease store was emptied, if they were read.
     """
 
     why: Refusal
@@ -85,6 +91,7 @@ class Refused:
     remaining: float = 0.0
     record: Record | None = None
     emptied: float = 0.0
+    room: Room | None = None
 
 
 class RenewalResult(Enum):
@@ -106,7 +113,9 @@ class Renewal:
     """One lease to renew, for ``ttl`` seconds from now; a longer remaining time is not cut.
 
     ``probe``: the cooldown group whose probe's slot the same token holds. The slot is renewed too,
-    and does not affect the result. ``guarded``: a transaction of the body may have locked the row.
+    and does not affect the result. ``slot``: the group of which the same token holds a slot, and
+    the limit of the attempt. It is renewed too, and written again if the store has lost it; if that
+    fails, the result is the error. ``guarded``: a transaction of the body may have locked the row.
     A store whose row is the lease does not wait for that lock, and may answer
     :attr:`RenewalResult.LOCKED`.
     """
@@ -116,3 +125,4 @@ class Renewal:
     ttl: float
     probe: str | None = None
     guarded: bool = False
+    slot: tuple[str, int] | None = None

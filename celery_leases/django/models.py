@@ -186,6 +186,25 @@ class LeaseMark(_ReadOnly):
         return str(self.name)
 
 
+class LeaseSlots(_ReadOnly):
+    """The slots of a group with a limit or a rate, if the lease store is the database."""
+
+    name = models.CharField(max_length=255, primary_key=True)
+    version = models.BigIntegerField()
+    slots = models.TextField()
+    expires_at = models.BigIntegerField()
+
+    class Meta:
+        """The table."""
+
+        db_table = "celery_leases_slots"
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        """The name of the group."""
+        return str(self.name)
+
+
 class LeaseGate(_ReadOnly):
     """A cooldown group that has had failures, if the lease store is the database."""
 

@@ -33,7 +33,13 @@ def check_writes(records: SqlRecordStore) -> None:
     """
     tables, database = records.tables, records.database
     with database.errors(), database.engine.connect() as connection:
-        for table in (records.statements.table, tables.effects, tables.marks, tables.gates):
+        for table in (
+            records.statements.table,
+            tables.effects,
+            tables.marks,
+            tables.gates,
+            tables.slots,
+        ):
             try:
                 _touch_nothing(connection, table)
             except DBAPIError as error:

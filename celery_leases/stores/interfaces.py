@@ -20,6 +20,7 @@ from celery_leases.errors import StoreUnavailable
 from celery_leases.events import Event
 from celery_leases.groups.group import Closing, Gate
 from celery_leases.groups.history import PastClosing
+from celery_leases.groups.slots import Ask, Room, Slots
 
 
 class LeaseStore(ABC):
@@ -45,10 +46,13 @@ class LeaseStore(ABC):
         """Take the lease in one round trip. A lease that the token of the call already holds
         counts as taken.
 
-        Otherwise it is refused: ``HELD`` with the holder, ``COOLING``, or ``GATE`` with the gate.
+        Otherwise it is refused: ``HELD`` with the holder, ``COOLING``, ``GATE`` with the gate, or
+        ``FULL`` with the room of its group.
         If the lease is free, a store with ``groups`` reads in the same round trip the gate of
         ``call.group``. If the gate is half-open and no attempt probes, the call takes
-        the probe's slot for its ttl together with the lease. Raises ``LeaseStoreMismatch`` if the
+        the probe's slot for its ttl together with the lease. If the call has ``ask``, and the store
+        is a :class:`SlotStore`, it also takes a slot of the group, or its turn by the rate, as
+        :func:`celery_leases.groups.slots.take` says. Raises ``LeaseStoreMismatch`` if the
         holder has its records in another database than the call.
         """
 
@@ -194,6 +198,31 @@ class GroupStore(Protocol):
 
         Only operators read them, and a store may have none. Groups without closings are left out.
         If no groups are given, a long name may be shortened.
+        """
+        ...
+
+
+@runtime_checkable
+class SlotStore(Protocol):
+    """A :class:`GroupStore` whose groups may have a limit and a rate."""
+
+    def slots(
+        self, groups: Sequence[str] | None = None, limit: int = 1000
+    ) -> Mapping[str, tuple[Slots, float]]:
+        """The slots by group, and the time of the store in milliseconds: of *groups*, or of at most
+        *limit* groups that have any. If no groups are given, a long name may be shortened.
+        """
+        ...
+
+    def room(self, asked: Mapping[str, Ask]) -> Mapping[str, Room]:
+        """The room of each group, for a worker with waiting calls. The worker takes its place in
+        the waiting list, or leaves it if ``since`` is 0.
+        """
+        ...
+
+    def release_slot(self, group: str, token: str) -> None:
+        """Free the slot of *token*. The result does not matter, because a slot expires by
+        itself.
         """
         ...
 

@@ -15,6 +15,7 @@ from celery_leases.options import (
     APP_ONLY,
     OPTION_NAMES,
     Failures,
+    Group,
     LeaseOptions,
 )
 from tests.unit.task_options import gathered_options, refused
@@ -177,8 +178,27 @@ class TestRightValues:
 
     @pytest.mark.parametrize("group", ["openai", "openai:{month}", "{customer_id[0]}", str, None])
     def test_templates_and_callables_are_groups_with_and_without_a_key(self, group: Any) -> None:
-        assert gathered_options(group=group).group == group
-        assert gathered_options(group=group, key="{month}").group == group
+        found = gathered_options(group=group).group
+        assert found == (None if group is None else Group(group))
+        assert gathered_options(group=group, key="{month}").group == found
+
+    @pytest.mark.parametrize(
+        ("rate", "pause"), [("60/m", 1.0), ("20/s", 0.05), ("1000/h", 3.6), ("5/d", 17_280.0)]
+    )
+    def test_a_rate_is_a_pause_between_two_begins(self, rate: str, pause: float) -> None:
+        assert Group("g", rate=rate).pause == pytest.approx(pause)
+        assert Group("g", rate=rate).limited
+        assert Group("g", limit=1).limited
+        assert not Group("g").limited
+
+    @pytest.mark.parametrize(
+        "more",
+        [{"limit": 0}, {"limit": 1.5}, {"limit": True}, {"rate": 60}, {"rate": "60"},
+         {"rate": "0/s"}, {"rate": "60/min"}, {"rate": "1.5/s"}, {"rate": ""}],
+    )  # fmt: skip
+    def test_a_wrong_limit_or_rate_is_refused(self, more: dict[str, Any]) -> None:
+        with pytest.raises(LeaseConfigurationError, match="Group: "):
+            Group("g", **more)
 
     @pytest.mark.parametrize("chosen", [False, str])
     def test_a_fingerprint_is_switched_off_or_made_by_a_callable(self, chosen: Any) -> None:

@@ -75,6 +75,22 @@ class Migration(migrations.Migration):
                     },
                 ),
                 migrations.CreateModel(
+                    name="LeaseSlots",
+                    fields=[
+                        (
+                            "name",
+                            models.CharField(max_length=255, primary_key=True, serialize=False),
+                        ),
+                        ("version", models.BigIntegerField()),
+                        ("slots", models.TextField()),
+                        ("expires_at", models.BigIntegerField()),
+                    ],
+                    options={
+                        "db_table": "celery_leases_slots",
+                        "default_permissions": (),
+                    },
+                ),
+                migrations.CreateModel(
                     name="LeaseMark",
                     fields=[
                         (

@@ -74,7 +74,8 @@ def explained(matched: RuleMatch, options: LeaseOptions) -> dict[str, Any]:
     ``failures`` has the outcome of the first, second and third failure in a row.
     """
     action = matched.action
-    group = options.group if isinstance(options.group, str) else "its lease_group"
+    named = options.group.name if options.group is not None else None
+    group = named if isinstance(named, str) else "its lease_group"
     in_group = action.scope == "group" and options.group is not None
     return {
         "rule": matched.rule,

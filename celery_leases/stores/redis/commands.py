@@ -70,14 +70,23 @@ class RedisCommands:
             self._pool.release(permit)
 
     def run_many(self, script: Script, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """One reply or error per call. A second round trip is needed if the server does not have
-        the script.
+        """One reply or error per call; see :meth:`run_all`."""
+        return self.run_all([(script, *call) for call in calls])
+
+    def run_all(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """One reply or error per call, which is a script and its keys and arguments. A second round
+        trip is needed if the server does not have a script.
         """
-        replies = self.pipelined([("EVALSHA", script.sha, script.keys, *call) for call in calls])
+        replies = self.pipelined(
+            [("EVALSHA", script.sha, script.keys, *call) for script, *call in calls]
+        )
         unknown = [place for place, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if unknown:
             again = self.pipelined(
-                [("EVAL", script.text, script.keys, *calls[place]) for place in unknown]
+                [
+                    ("EVAL", calls[place][0].text, calls[place][0].keys, *calls[place][1:])
+                    for place in unknown
+                ]
             )
             for place, reply in zip(unknown, again, strict=True):
                 replies[place] = reply

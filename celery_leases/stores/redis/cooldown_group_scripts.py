@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from celery_leases.stores.redis.lease_scripts import GET, READ_GATE, Script
+from celery_leases.groups.slots import PLACE_TTL
+from celery_leases.stores.redis.lease_scripts import GET, READ_GATE, TAKE_SLOT, Script
 
 _READ_GATE: Final = GET + READ_GATE
 
@@ -83,3 +84,68 @@ cluster.
 ARGV: token and space, value, ttl, 1 if the token held the lease before. Returns ``open``; or
 ``probe`` if the token holds the probe slot; or ``shut`` and the result of ``read_gate``.
 """
+
+_SLOTS: Final = GET + TAKE_SLOT
+
+TAKE: Final = Script(
+    _SLOTS
+    + """
+local starts_in, room = take_slot(KEYS[1], ARGV[1], tonumber(ARGV[2]),
+    tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6])
+if not starts_in then return {'full', unpack(room)} end
+return {'taken', starts_in}
+""",
+    keys=1,
+)
+"""The slot's part of ``ACQUIRE_WITH_SLOT``, on another node of a cluster. KEYS: the slots. ARGV:
+token, ttl, limit, pause, since, worker. Returns ``taken``, and in how many milliseconds the body
+may begin; or ``full`` and the room.
+"""
+
+RENEW_SLOT: Final = Script(
+    _SLOTS
+    + """
+local now = time_in_ms()
+local slots = read_slots(KEYS[1], now)
+local mine = slots.held[ARGV[1]]
+slots.held[ARGV[1]] = {math.max(now + tonumber(ARGV[2]), mine and mine[1] or 0), tonumber(ARGV[3])}
+write_slots(KEYS[1], slots, now)
+return 1
+""",
+    keys=1,
+)
+"""KEYS: the slots. ARGV: token, ttl, limit. A slot that is missing is written again."""
+
+RELEASE_SLOT: Final = Script(
+    _SLOTS
+    + """
+local now = time_in_ms()
+local slots = read_slots(KEYS[1], now)
+slots.held[ARGV[1]] = nil
+write_slots(KEYS[1], slots, now)
+return 1
+""",
+    keys=1,
+)
+"""KEYS: the slots. ARGV: token."""
+
+ROOM: Final = Script(
+    _SLOTS
+    + f"""
+local now, worker, since = time_in_ms(), ARGV[4], tonumber(ARGV[3])
+local slots = read_slots(KEYS[1], now)
+slots.places[worker] = since > 0 and {{since, now + {PLACE_TTL}}} or nil
+write_slots(KEYS[1], slots, now)
+return (room_in(slots, now, tonumber(ARGV[1]), tonumber(ARGV[2]), since, worker))
+""",
+    keys=1,
+)
+"""KEYS: the slots. ARGV: limit, pause, since, worker. Returns the room for this worker, whose place
+in the waiting list is written, or removed if since is 0.
+"""
+
+READ_SLOTS: Final = Script(
+    _SLOTS + "return {get(KEYS[1]), time_in_ms()}",
+    keys=1,
+)
+"""Returns the slots as JSON, and the time."""

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 from redis.exceptions import ResponseError
 
 from celery_leases.groups.group import Gate
 from celery_leases.groups.history import RETENTION
+from celery_leases.groups.slots import Ask, Room, Slots, load
 from celery_leases.stores.group_closing import ClosingGroups
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.commands import RedisCommands
+from celery_leases.stores.redis.lease_scripts import Script
 from celery_leases.stores.redis.values import (
     Keys,
     as_text,
+    ask_values,
     gate_of,
     milliseconds,
+    room_of,
     token_prefix,
     trips_value,
 )
@@ -44,6 +49,41 @@ class RedisGroups(ClosingGroups):
                 lease_scripts.RELEASE, self._keys.gate(group)[2], token_prefix(token)
             )
         )
+
+    def slots(
+        self, groups: Sequence[str] | None = None, limit: int = 1000
+    ) -> Mapping[str, tuple[Slots, float]]:
+        """The slots of the groups, and the time of their servers."""
+        if groups is None:
+            pages = self._commands.scan(self._keys.slots_pattern)
+            groups = [*islice((self._keys.group(name) for page in pages for name in page), limit)]
+        found = self._run_each(cooldown_group_scripts.READ_SLOTS, dict.fromkeys(groups, ()))
+        return {
+            group: (load(as_text(text) if text else None).at(now), float(now))
+            for group, (text, now) in found.items()
+        }
+
+    def room(self, asked: Mapping[str, Ask]) -> Mapping[str, Room]:
+        """The room of each group, in one round trip."""
+        calls = {group: ask_values(ask) for group, ask in asked.items()}
+        found = self._run_each(cooldown_group_scripts.ROOM, calls)
+        return {group: room_of(reply) for group, reply in found.items()}
+
+    def release_slot(self, group: str, token: str) -> None:
+        """Free the slot of *token* without waiting for Redis."""
+        self._commands.run_unawaited(
+            cooldown_group_scripts.RELEASE_SLOT, self._keys.slots(group), token
+        )
+
+    def _run_each(self, script: Script, calls: Mapping[str, tuple[Any, ...]]) -> Mapping[str, Any]:
+        """The reply of *script* on the slots of each group; the first error is raised."""
+        replies = self._commands.run_many(
+            script, [(self._keys.slots(group), *given) for group, given in calls.items()]
+        )
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise self._commands.unavailable(reply) from None
+        return dict(zip(calls, replies, strict=True))
 
     def _read(self, group: str) -> tuple[Gate | None, str | None]:
         keys = *self._keys.gate(group), self._keys.past(group)

@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
+from celery_leases.groups.slots import AHEAD, MANY, OVERTAKING
+
 EPOCH_MS: Final = 30 * 86_400_000
 """The TTL of the epoch key, which records since when the server has had its data. Without the key
 the server counts as new.
@@ -103,12 +105,82 @@ end
 local function begin_epoch(key, id) redis.call('SET', key, 'up ' .. (id or '1'), 'PX', {EPOCH_MS}) end
 """
 
-ACQUIRE: Final = Script(
-    _OURS
-    + _COOLING
-    + READ_GATE
-    + _BEGIN_EPOCH
-    + f"""
+TAKE_SLOT: Final = f"""
+local function time_in_ms()
+    local time = redis.call('TIME')
+    return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+local function read_slots(key, now)
+    local found = get(key)
+    local readable, slots = pcall(cjson.decode, type(found) == 'string' and found or '{{}}')
+    if not readable or type(slots) ~= 'table' then slots = {{}} end
+    local state = {{held = {{}}, places = {{}}, began = tonumber(slots.began) or 0, pause = tonumber(slots.pause) or 0}}
+    for token, slot in pairs(slots.held or {{}}) do if slot[1] > now then state.held[token] = slot end end
+    for worker, place in pairs(slots.places or {{}}) do
+        if place[2] > now then state.places[worker] = place end
+    end
+    return state
+end
+local function write_slots(key, slots, now)
+    local ends = slots.began + slots.pause
+    for _, slot in pairs(slots.held) do ends = math.max(ends, slot[1]) end
+    for _, place in pairs(slots.places) do ends = math.max(ends, place[2]) end
+    if ends <= now then return redis.call('DEL', key) end
+    redis.call('SET', key, cjson.encode(slots), 'PX', math.ceil(ends - now))
+end
+local function room_in(slots, now, limit, pause, since, worker)
+    local places, running, begins = {MANY}, 0, now
+    for _, slot in pairs(slots.held) do
+        running = running + 1
+        if limit > 0 then limit = math.min(limit, slot[2]) end
+    end
+    if limit > 0 then places = limit - running end
+    if pause > 0 then
+        local gap = math.max(pause, slots.pause)
+        begins = math.max(now, slots.began + gap)
+        places = math.min(places, math.floor((now + {AHEAD} - begins) / gap) + 1)
+    end
+    if since == 0 then since = now end
+    for name, place in pairs(slots.places) do
+        if name ~= worker and place[1] < since - {OVERTAKING} then places = places - 1 end
+    end
+    return {{math.max(0, places), tostring(begins - now), running, limit, now}}, begins
+end
+local function take_slot(key, token, ttl, limit, pause, since, worker)
+    local now = time_in_ms()
+    local slots = read_slots(key, now)
+    local mine = slots.held[token]
+    local starts_in = math.max(0, slots.began - now)
+    if not mine then
+        local room, begins = room_in(slots, now, limit, pause, since, worker)
+        if room[1] <= 0 then return nil, room end
+        starts_in = begins - now
+        if pause > 0 then slots.began, slots.pause = begins, pause end
+    end
+    if limit > 0 then slots.held[token] = {{math.max(now + ttl, mine and mine[1] or 0), limit}} end
+    write_slots(key, slots, now)
+    return math.ceil(starts_in)
+end
+"""
+"""``take_slot`` returns in how many milliseconds the body may begin, or ``nil`` and the room. It
+does what :func:`celery_leases.groups.slots.take` does, with the same names.
+"""
+
+
+def _acquire(*, with_slot: bool) -> str:
+    """The script that takes a lease; *with_slot*, also a slot of the group."""
+    take = """
+local starts_in, room = take_slot(KEYS[6], string.sub(ARGV[1], 1, -2), ttl,
+    tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7])
+if not starts_in then return {'full', unpack(room)} end
+"""
+    return (
+        _OURS
+        + _COOLING
+        + READ_GATE
+        + _BEGIN_EPOCH
+        + (TAKE_SLOT if with_slot else "")
+        + f"""
 local ttl = tonumber(ARGV[3])
 local gate = KEYS[3] and read_gate(KEYS[3], KEYS[4], KEYS[5])
 if not ours and cooling then
@@ -120,27 +192,30 @@ if not ours and found then
 end
 if not get(KEYS[2]) then begin_epoch(KEYS[2], replication_id()) end
 if ours then
+    {take if with_slot else ""}
     redis.call('SET', KEYS[1], ARGV[2], 'PX', math.max(ttl, redis.call('PTTL', KEYS[1])))
-    if not holds_probe(gate) then return {{'acquired', 0, 1}} end
+    if not holds_probe(gate) then return {{'acquired', 0, 1, {"starts_in" if with_slot else "0"}}} end
     if gate[4] < ttl then redis.call('PEXPIRE', KEYS[5], ttl) end
-    return {{'acquired', 1, 1}}
+    return {{'acquired', 1, 1, {"starts_in" if with_slot else "0"}}}
 end
-if gate then
-    if gate[2] > 0 or gate[3] ~= '' and not holds_probe(gate) then
-        return {{'shut', gate[1], gate[2], gate[3], gate[4]}}
-    end
-    redis.call('SET', KEYS[5], ARGV[2], 'PX', ttl)
+if gate and (gate[2] > 0 or gate[3] ~= '' and not holds_probe(gate)) then
+    return {{'shut', gate[1], gate[2], gate[3], gate[4]}}
 end
+{take if with_slot else ""}
+if gate then redis.call('SET', KEYS[5], ARGV[2], 'PX', ttl) end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ttl)
-return gate and {{'acquired', 1, 0}} or 1
-""",
-    keys=2,
-)
+return {"{'acquired', gate and 1 or 0, 0, starts_in}" if with_slot else "gate and {'acquired', 1, 0, 0} or 1"}
+"""
+    )
+
+
+ACQUIRE: Final = Script(_acquire(with_slot=False), keys=2)
 """KEYS: lease, epoch. ARGV: token and space, value, ttl.
 
 Returns 1 if the key was free and its gate, if any, is open. Otherwise a word and details:
 
-* ``acquired``: 1 if the token holds the probe slot; 1 if the token held the lease before
+* ``acquired``: 1 if the token holds the probe slot; 1 if the token held the lease before; in how
+  many milliseconds the body may begin
 * ``held``: the value of the lease; its TTL
 * ``cooling``: the value of the lease before the cooldown; the TTL
 * ``shut``: the result of ``read_gate``
@@ -149,6 +224,11 @@ Returns 1 if the key was free and its gate, if any, is open. Otherwise a word an
 ACQUIRE_IN_GROUP: Final = replace(ACQUIRE, keys=5)
 """The same for a call with a cooldown group. KEYS: lease, epoch, and the trips, closed and
 probe of the group's gate.
+"""
+
+ACQUIRE_WITH_SLOT: Final = Script(_acquire(with_slot=True), keys=6)
+"""The same for a call whose group has a limit or a rate. A further key: the slots of the group.
+Further ARGV: limit, pause, since, worker. A further word is ``full``, with the room.
 """
 
 AGE: Final = Script(

@@ -38,9 +38,11 @@ from celery_leases.stores.redis.errors import REDIS_ERRORS, advice_for
 from celery_leases.stores.redis.values import (
     Keys,
     as_text,
+    ask_values,
     gate_of,
     holder_of,
     milliseconds,
+    room_of,
     token_prefix,
     value_of,
 )
@@ -194,45 +196,61 @@ class RedisLeaseStore(MarkedLeaseStore):
         :class:`~celery_leases.stores.interfaces.LeaseStore`.
 
         The first of these that exists decides: the call's own lease, another lease, a cooldown,
-        the group's gate. On a cluster the gate may be on another node: a second round trip reads
-        it, and a third one releases the lease if the gate does not let the body start.
+        the group's gate, its limit, its rate. On a cluster the group may be on another node: a
+        second round trip reads its gate, one more takes a slot, and another one releases the lease
+        if the group does not let the body start.
         """
-        keys = (
-            self._keys.lease(call.key.stored),
-            self._keys.epoch(call.key.stored),
+        key = self._keys.lease(call.key.stored)
+        given = (
+            *(key, self._keys.epoch(call.key.stored)),
+            *(token_prefix(call.token), value_of(call), milliseconds(call.options.ttl)),
         )
-        asked = (
-            token_prefix(call.token),
-            value_of(call),
-            milliseconds(call.options.ttl),
-        )
-        gate = self._keys.gate(call.group) if call.group is not None else ()
-        in_two_trips = bool(gate) and self._commands.clustered
-        if gate and not in_two_trips:
-            reply = self._commands.run(lease_scripts.ACQUIRE_IN_GROUP, *keys, *gate, *asked)
+        if call.group is None:
+            reply = self._commands.run(lease_scripts.ACQUIRE, *given)
         else:
-            reply = self._commands.run(lease_scripts.ACQUIRE, *keys, *asked)
-        if isinstance(reply, int) and not in_two_trips:
+            reply = self._acquire_in_group(call, call.group, given)
+        if isinstance(reply, int):
             return Acquired()
-        word, *details = reply if not isinstance(reply, int) else ("acquired", 0, 0)
-        if as_text(word) == "acquired" and in_two_trips:
-            word, *details = self._commands.run(
-                cooldown_group_scripts.ENTER, *gate, *asked, details[1]
-            )
-            if as_text(word) == "shut":
-                self.release(call.key.stored, call.token)
+        word, *details = reply
         match as_text(word):
-            case "acquired":
-                return Acquired(probe=bool(details[0]))
-            case "open" | "probe" as passed:
-                return Acquired(probe=passed == "probe")
+            case "acquired" | "taken":
+                return Acquired(probe=bool(details[0]), starts_in=details[2] / 1000)
+            case "full":
+                return Refused(Refusal.FULL, room=room_of(details))
             case "held":
-                return Refused(Refusal.HELD, self._ours(call, keys[0], holder_of(*details)))
+                return Refused(Refusal.HELD, self._ours(call, key, holder_of(*details)))
             case "cooling":
-                left = self._ours(call, keys[0], holder_of(*details)).remaining
+                left = self._ours(call, key, holder_of(*details)).remaining
                 return Refused(Refusal.COOLING, remaining=left)
             case _:
                 return Refused(Refusal.GATE, gate=gate_of(call.group or "", details))
+
+    def _acquire_in_group(self, call: Call, group: str, given: Sequence[Any]) -> Any:
+        """The reply of the script that takes a lease and what it needs of its group."""
+        keys, asked, gate = given[:2], given[2:], self._keys.gate(group)
+        slots = self._keys.slots(group)
+        if not self._commands.clustered:
+            if call.ask is None:
+                return self._commands.run(lease_scripts.ACQUIRE_IN_GROUP, *keys, *gate, *asked)
+            asked = (*asked, *ask_values(call.ask))
+            return self._commands.run(lease_scripts.ACQUIRE_WITH_SLOT, *keys, *gate, slots, *asked)
+        reply = self._commands.run(lease_scripts.ACQUIRE, *given)
+        word, *details = reply if not isinstance(reply, int) else ("acquired", 0, 0)
+        if as_text(word) != "acquired":
+            return reply
+        word, *seen = self._commands.run(cooldown_group_scripts.ENTER, *gate, *asked, details[1])
+        probe, answer = int(as_text(word) == "probe"), [word, *seen]
+        if as_text(word) != "shut":
+            answer = ["acquired", probe, 0, 0]
+            if call.ask is not None:
+                who = call.token, milliseconds(call.options.ttl), *ask_values(call.ask)
+                word, *taken = self._commands.run(cooldown_group_scripts.TAKE, slots, *who)
+                answer = [word, *([probe, 0] if as_text(word) == "taken" else []), *taken]
+        if as_text(word) in ("shut", "full"):
+            self.release(call.key.stored, call.token)
+            if probe:
+                self.groups.release_probe(group, call.token)
+        return answer
 
     def _ours(self, call: Call, key: str, holder: Holder) -> Holder:
         """*holder*, after checking that celery_leases wrote its value, and that its worker has its
@@ -286,16 +304,24 @@ class RedisLeaseStore(MarkedLeaseStore):
                 # Closes the connection to a former primary.
                 self._client.connection_pool.get_master_address()
         leases = [(self._keys.lease(renewal.stored_key), renewal) for renewal in renewals]
-        slots = [
+        probes = [
             (self._keys.gate(renewal.probe)[2], renewal)
             for renewal in renewals
             if renewal.probe is not None
         ]
-        calls = [
-            (key, token_prefix(renewal.token), milliseconds(renewal.ttl))
-            for key, renewal in leases + slots
+        in_groups = [place for place, renewal in enumerate(renewals) if renewal.slot is not None]
+        calls: list[tuple[Any, ...]] = [
+            self._renewal_of_slot(renewals[place]) for place in in_groups
         ]
-        replies = self._commands.run_many(lease_scripts.RENEW, calls)[: len(leases)]
+        calls += [
+            (lease_scripts.RENEW, key, token_prefix(renewal.token), milliseconds(renewal.ttl))
+            for key, renewal in leases + probes
+        ]
+        found = self._commands.run_all(calls)
+        replies = found[len(in_groups) : len(in_groups) + len(leases)]
+        for place, reply in zip(in_groups, found, strict=False):
+            if isinstance(reply, Exception):  # the body would outlive its slot
+                replies[place] = reply
         errors = [reply for reply in replies if isinstance(reply, Exception)]
         if errors and len(errors) == len(replies):
             raise self._commands.unavailable(errors[0]) from None
@@ -305,6 +331,11 @@ class RedisLeaseStore(MarkedLeaseStore):
             else RenewalResult(as_text(reply))
             for reply in replies
         ]
+
+    def _renewal_of_slot(self, renewal: Renewal) -> tuple[Any, ...]:
+        group, limit = renewal.slot or ("", 0)
+        key, ttl = self._keys.slots(group), milliseconds(renewal.ttl)
+        return cooldown_group_scripts.RENEW_SLOT, key, renewal.token, ttl, limit
 
     def reassert(self, call: Call) -> bool:
         """Write a lease again that the server has lost, unless another attempt holds the key

@@ -16,6 +16,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from celery_leases.call import Call
 from celery_leases.decide.answers import Holder
 from celery_leases.groups.group import Gate, gate_from, gate_name, reason_json
+from celery_leases.groups.slots import Ask, Room
 from celery_leases.stores.redis.lease_scripts import COOLING
 
 VERSION: Final = 1
@@ -42,6 +43,8 @@ class Keys:
         self.lease_pattern = literally + ":{*}:lease"
         #: The same for every gate that is not open.
         self.gate_pattern = literally + ":{gate:*}:trips"
+        #: The same for the slots of every group.
+        self.slots_pattern = literally + ":{gate:*}:slots"
         #: The same for the history of every gate.
         self.history_pattern = literally + ":{gate:*}:past"
 
@@ -73,6 +76,10 @@ class Keys:
         """The keys ``trips``, ``closed`` and ``probe`` of a gate."""
         stem = f"{self.prefix}:{{gate:{_escaped(gate_name(group))}}}"
         return f"{stem}:trips", f"{stem}:closed", f"{stem}:probe"
+
+    def slots(self, group: str) -> str:
+        """The key of a group's slots."""
+        return f"{self.prefix}:{{gate:{_escaped(gate_name(group))}}}:slots"
 
     def past(self, group: str) -> str:
         """The key of a gate's history."""
@@ -155,6 +162,17 @@ def holder_of(value: Any, milliseconds_left: int) -> Holder:
 def remaining(milliseconds_left: int) -> float:
     """The remaining seconds, from the reply of ``PTTL`` for an existing key."""
     return milliseconds_left / 1000 if milliseconds_left >= 0 else ENDLESS
+
+
+def ask_values(ask: Ask) -> tuple[int, float, float, str]:
+    """What a call asks of its group, as arguments of a script."""
+    return ask.limit, ask.pause, ask.since, ask.worker
+
+
+def room_of(reply: Sequence[Any]) -> Room:
+    """The room from the result of the Lua function ``room_in``."""
+    places, wait, running, limit, now = reply
+    return Room(places, float(as_text(wait)) / 1000, running, limit, now)
 
 
 def trips_value(gate: Gate) -> str:

@@ -6,19 +6,51 @@ has the history of the gate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
 
-from sqlalchemy import ColumnElement, Update, and_, case, not_, select, update
+from sqlalchemy import ColumnElement, Update, and_, bindparam, case, not_, select, update
 
+from celery_leases.call import Call
 from celery_leases.decide.answers import Renewal
+from celery_leases.errors import StoreUnavailable
 from celery_leases.groups.group import Gate, gate_from, gate_name, reason_json
 from celery_leases.groups.history import RETENTION
+from celery_leases.groups.slots import (
+    PLACE_TTL,
+    Ask,
+    Room,
+    Slots,
+    Taken,
+    dump,
+    load,
+    room,
+    take,
+    with_place,
+    with_slot,
+    without_slot,
+)
 from celery_leases.stores.group_closing import ClosingGroups
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.rows import MICROSECONDS, Row, microseconds
 from celery_leases.stores.sql.schema import Tables
+
+CHANGE_TRIES: Final = 20
+"""How often a change of slots is tried while other processes change the same ones."""
+SLOTS_RETENTION: Final = 3600.0
+"""Seconds for which the row of a group's slots stays when none is held."""
+
+
+class SeenSlots(NamedTuple):
+    """The slots of a group as they were read, at ``now`` microseconds; ``version`` is ``None`` if
+    there is no row of them.
+    """
+
+    version: int | None
+    slots: Slots
+    now: int
 
 
 class SqlGroups(ClosingGroups):
@@ -29,6 +61,8 @@ class SqlGroups(ClosingGroups):
         self._gates = tables.gates
         self._remembered = tables.gates.c.opens_at > database.now
         self._closed = tables.gates.c.closed_until > database.now
+        self._slots = tables.slots
+        self._slot_statements()
 
     def all(self, limit: int = 1000) -> Iterator[Gate]:
         """At most *limit* gates that are not open."""
@@ -76,6 +110,131 @@ class SqlGroups(ClosingGroups):
         tokens = [renewal.token for renewal in renewals]
         held = update(self._gates).where(gates.name.in_(names), gates.probe.in_(tokens))
         self.database.count(held.values(probe_until=later_of(gates.probe_until, until)), {})
+
+    # -- slots -------------------------------------------------------------------------------------
+
+    def slots(
+        self, groups: Sequence[str] | None = None, limit: int = 1000
+    ) -> Mapping[str, tuple[Slots, float]]:
+        """The slots of the groups, and the time of the database in milliseconds."""
+        names = {gate_name(group): group for group in groups or ()}
+        query = self._reading_slots()
+        if groups is not None:
+            query = query.where(self._slots.c.name.in_(names))
+        found = {
+            names.get(str(row["name"]), str(row["name"])): (load(row["slots"]).at(now), now)
+            for row in self.database.all(query.limit(limit), {})
+            for now in [row["now"] / 1000]
+        }
+        return {
+            group: seen
+            for group, seen in found.items()
+            if groups is not None or seen[0].expires_at > seen[1]
+        }
+
+    def take(self, call: Call, seen: SeenSlots) -> Taken | Room:
+        """Take what the call asks of its group, beginning with the slots as they were *seen*."""
+        assert call.ask is not None  # otherwise nothing is taken
+        ask, answer = call.ask, None
+
+        def taken(slots: Slots, now: float) -> Slots | None:
+            nonlocal answer
+            answer = take(slots, ask, call.token, call.options.ttl, now)
+            return answer.slots if isinstance(answer, Taken) else None
+
+        self._change(call.group or "", taken, seen)
+        assert answer is not None  # it was called
+        return answer
+
+    def room(self, asked: Mapping[str, Ask]) -> Mapping[str, Room]:
+        """The room of each group; one statement, and two for each worker's place that is to be
+        written, once a second.
+        """
+        found, rooms = self.slots(list(asked)), {}
+        for group, ask in asked.items():
+            slots, now = found.get(group) or (Slots(), self.database_time())
+            rooms[group] = room(slots, ask, now)
+            since, until = slots.places.get(ask.worker, (0.0, 0.0))
+            if since != ask.since or until - now < PLACE_TTL * 2 / 3:
+                self._change(group, partial(_with_place_of, ask))
+        return rooms
+
+    def release_slot(self, group: str, token: str) -> None:
+        """Free the slot of *token*."""
+        self._change(
+            group,
+            lambda slots, _: without_slot(slots, token) if token in slots.held else None,
+        )
+
+    def renew_slot(self, renewal: Renewal) -> None:
+        """Extend the slot of a renewal, and write it again if it is missing."""
+        assert renewal.slot is not None  # otherwise there is nothing to renew
+        group, limit = renewal.slot
+        self._change(
+            group, lambda slots, now: with_slot(slots, renewal.token, renewal.ttl, limit, now)
+        )
+
+    def database_time(self) -> float:
+        """The time of the database, in milliseconds."""
+        row = self.database.first(select(self.database.now.label("now")), {})
+        return int(row["now"]) / 1000 if row is not None else 0.0
+
+    def _reading_slots(self) -> Any:
+        return select(*self._slots.c, self.database.now.label("now"))
+
+    def _change(
+        self,
+        group: str,
+        change: Callable[[Slots, float], Slots | None],
+        seen: SeenSlots | None = None,
+    ) -> None:
+        """Replace the slots of *group* by what *change* makes of them and the time, unless that is
+        ``None``. Repeated if another process changes them at the same time.
+        """
+        for _ in range(CHANGE_TRIES):
+            if seen is None:
+                seen = self._seen(group)
+            new = change(seen.slots, seen.now / 1000)
+            if new is None or self._swap_slots(group, seen, new):
+                return
+            seen = None
+        raise StoreUnavailable(
+            f"the slots of the group {group} changed {CHANGE_TRIES} times while they were written",
+            False,
+        )
+
+    def _seen(self, group: str) -> SeenSlots:
+        row = self.database.first(self._select_slots, {"group": gate_name(group)})
+        if row is None:
+            return SeenSlots(None, Slots(), int(self.database_time() * 1000))
+        return SeenSlots(row["version"], load(row["slots"]), int(row["now"]))
+
+    def _swap_slots(self, group: str, seen: SeenSlots, new: Slots) -> bool:
+        values = {
+            "group": gate_name(group),
+            "seen": seen.version,
+            "new_version": max((seen.version or 0) + 1, seen.now),
+            "new_slots": dump(new),
+            "new_expires_at": int(new.expires_at * 1000) + microseconds(SLOTS_RETENTION),
+        }
+        if seen.version is None:
+            return self.database.touch(self._insert_slots, values)
+        return self.database.count(self._update_slots, values) > 0
+
+    def _slot_statements(self) -> None:
+        slots = self._slots.c
+        new: dict[str, Any] = {
+            name: bindparam(f"new_{name}", type_=slots[name].type)
+            for name in ("version", "slots", "expires_at")
+        }
+        name = slots.name == bindparam("group")
+        self._select_slots = self._reading_slots().where(name)
+        self._update_slots = (
+            update(self._slots).where(name, slots.version == bindparam("seen")).values(new)
+        )
+        self._insert_slots = self.database.dialect.insert_absent(
+            self._slots, ["name"], {"name": bindparam("group"), **new}
+        )
 
     def _read_histories(self, groups: Sequence[str] | None, limit: int) -> Mapping[str, str]:
         gates = self._gates.c
@@ -136,6 +295,10 @@ class SqlGroups(ClosingGroups):
         values["probe_until"] = case((gates.probe == token, 0), else_=gates.probe_until)
         values["probe"] = case((gates.probe == token, ""), else_=gates.probe)
         return as_seen.ordered_values(*((gates[name], value) for name, value in values.items()))
+
+
+def _with_place_of(ask: Ask, slots: Slots, now: float) -> Slots:
+    return with_place(slots, ask, now)
 
 
 def gate_of(group: str, row: Row, now: int) -> Gate:

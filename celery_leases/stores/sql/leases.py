@@ -5,7 +5,7 @@ lease store that has none of its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -89,7 +89,20 @@ class RowMarks:
         marks = self._marks
         self.database.count(delete(marks).where(marks.c.stored_key.in_(stored_keys)), {})
 
-    def _renew_slots(self, renewals: Sequence[Renewal]) -> None:
+    def _renew_slots_of_groups(self, renewals: Sequence[Renewal]) -> Mapping[str, StoreUnavailable]:
+        """Renew the slots of groups; returns the errors by owner token: a body must not outlive its
+        slot, so its lease counts as not renewed.
+        """
+        failed: dict[str, StoreUnavailable] = {}
+        for renewal in renewals:
+            if renewal.slot is not None:
+                try:
+                    self.groups.renew_slot(renewal)
+                except StoreUnavailable as error:
+                    failed[renewal.token] = error
+        return failed
+
+    def _renew_probes(self, renewals: Sequence[Renewal]) -> None:
         """Renew the probe slots. An error is ignored, because a slot that expires does not
         affect the lease.
         """
@@ -129,9 +142,13 @@ class LeasesWithRowMarks(RowMarks):
 
     def renew(self, renewals: Sequence[Renewal]) -> Sequence[RenewalResult | StoreUnavailable]:
         """Renew the leases, and the probe slots with statements of their own."""
+        failed = self._renew_slots_of_groups(renewals)
         results = self.leases.renew(renewals)
-        self._renew_slots(renewals)
-        return results
+        self._renew_probes(renewals)
+        return [
+            failed.get(renewal.token, result)
+            for renewal, result in zip(renewals, results, strict=True)
+        ]
 
 
 class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
@@ -160,7 +177,7 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
     def end(self, stored_key: str, token: str) -> None:
         """Do nothing: closing the row has released it."""
 
-    def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+    def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult | StoreUnavailable]:
         """Extend ``lease_until``; never shorten it. There is one statement for all leases with the
         same ttl, and one for their probe slots.
 
@@ -168,6 +185,9 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
         locked, and only those are renewed.
         """
         locked = self._locked([renewal.stored_key for renewal in renewals if renewal.guarded])
+        failed: Mapping[str, StoreUnavailable] = {}
+        if not locked or self.database.dialect.has_server:
+            failed = self._renew_slots_of_groups(renewals)
         renewed: set[tuple[str, str]] = set()
         by_ttl: defaultdict[float, list[Renewal]] = defaultdict(list)
         for renewal in renewals:
@@ -176,9 +196,11 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
         for ttl, group in by_ttl.items():
             renewed |= self._renewed(ttl, group)
         if not locked or self.database.dialect.has_server:
-            self._renew_slots(renewals)
+            self._renew_probes(renewals)
         return [
-            RenewalResult.OURS
+            failed[renewal.token]
+            if renewal.token in failed
+            else RenewalResult.OURS
             if (renewal.stored_key, renewal.token) in renewed
             else self._result_of_other(renewal, locked)
             for renewal in renewals

@@ -42,7 +42,7 @@ class RecordStatements:
     def __init__(self, database: Database, tables: Tables) -> None:
         self.table: Table = tables.records
         self._now = database.now
-        self._gates = tables.gates
+        self._gates, self._slots = tables.gates, tables.slots
         self._dialect = database.dialect
         make = (
             self._insert_or_read_statement
@@ -71,6 +71,13 @@ class RecordStatements:
             gated: self._insert_or_read_statement(gated=gated, unless_present=True)
             for gated in (False, True)
         }
+
+    @cached_property
+    def read_with_slots(self) -> Executable:
+        """Read the row of a key, and the gate and the slots of its group. The columns of a missing
+        one are NULL.
+        """
+        return self._read_statement(gated=True, with_slots=True)
 
     @cached_property
     def insert(self) -> Executable:
@@ -132,13 +139,19 @@ class RecordStatements:
             *found, *([select(gate.c.document).scalar_subquery().label("gate")] if gated else [])
         )
 
-    def _read_statement(self, *, gated: bool) -> Select[Any]:
-        """A statement that reads the row and the gate. The columns of a missing one are NULL."""
+    def _read_statement(self, *, gated: bool, with_slots: bool = False) -> Select[Any]:
+        """A statement that reads the row, the gate and the slots. The columns of a missing one are
+        NULL.
+        """
         always: FromClause = select(literal_column("1").label("one")).subquery("always")
         columns: list[ColumnElement[Any]] = [self._now.label("now"), *self.table.c]
         if gated:
             columns += [column.label(f"gate_{column.name}") for column in self._gates.c]
             always = always.outerjoin(self._gates, self._is_gate(self._gates))
+        if with_slots:
+            slots = self._slots.c
+            columns += [slots.version.label("slots_version"), slots.slots]
+            always = always.outerjoin(self._slots, slots.name == bindparam("gate"))
         row = self.table.c.stored_key == bindparam("new_stored_key")
         return select(*columns).select_from(always.outerjoin(self.table, row))
 

@@ -46,12 +46,14 @@ from celery_leases.decide.answers import Acquired, Refusal, Refused
 from celery_leases.decide.claim import ALWAYS
 from celery_leases.errors import KeyUnusable, StoreUnavailable, ValueRefused
 from celery_leases.groups.group import Gate, admits, gate_name
+from celery_leases.groups.slots import Room, Taken
+from celery_leases.groups.slots import load as load_slots
 from celery_leases.options import DATABASE
 from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.record_filters import Order, Position, RecordFilter
 from celery_leases.stores.availability import Availability
 from celery_leases.stores.sql import migrations, record_queries, rows
-from celery_leases.stores.sql.cooldown_groups import SqlGroups, gate_of
+from celery_leases.stores.sql.cooldown_groups import SeenSlots, SqlGroups, gate_of
 from celery_leases.stores.sql.database import Database, first_value
 from celery_leases.stores.sql.record_queries import in_subquery
 from celery_leases.stores.sql.record_statements import RecordStatements, is_running
@@ -121,7 +123,7 @@ class SqlRecordStore:
             marks, key, values, where=marks.c.expires_at <= now
         )
         self._set_purge_mark = update(marks).where(*is_mark).values(expires_at=until)
-        others = (self.tables.effects, marks, self.tables.gates)
+        others = (self.tables.effects, marks, self.tables.gates, self.tables.slots)
         expired = [
             exists().where(records.c.expires_at <= now, records.c.state != State.RUNNING),
             *(exists().where(table.c.expires_at <= now) for table in others),
@@ -204,7 +206,10 @@ class SqlRecordStore:
 
         With *slots*, the claim is also refused if the gate of the call's group does not let the
         body start. At a half-open gate the claim takes the probe slot before it writes the row, and
-        gives the slot back if the claim fails. So at most one body starts at a half-open gate.
+        gives the slot back if the claim fails. So at most one body starts at a half-open gate. A
+        call with ``ask`` takes its slot, or its turn by the rate, in the same way. That needs a
+        statement of its own, because no insert can depend on a row that the same statement locks
+        and counts.
         """
         try:
             return self._claim(call, lease_store, age, slots)
@@ -221,13 +226,18 @@ class SqlRecordStore:
                 self.availability.failed(os_threads.boot_clock())
             raise
 
-    def _claim(
+    def _claim(  # noqa: C901, PLR0912 - one claim, in the order of its steps
         self, call: Call, lease_store: str, age: Callable[[], float], slots: SqlGroups | None
     ) -> Acquired | Refused:
         emptied, group = 0.0, call.group if slots is not None else None
+        taken: Taken | Room | None = None
         for _ in range(CLAIM_TRIES):
             new, sent = rule.claimed(None, call, lease_store, 0), os_threads.boot_clock()
-            now, inserted, row, gate = self.insert_or_read(new, group)
+            seen, inserted = None, False
+            if slots is None or call.ask is None:
+                now, inserted, row, gate = self.insert_or_read(new, group)
+            else:
+                now, row, gate, seen = self._read_in_group(call)
             until = (
                 self.availability.answered(sent, os_threads.boot_clock(), now)
                 if lease_store == DATABASE
@@ -249,13 +259,38 @@ class SqlRecordStore:
                 if not slots.take_probe(gate.group, call.token, call.options.ttl):
                     continue
                 gate = replace(gate, probe=call.token, probe_for=call.options.ttl)
+            if slots is not None and seen is not None:
+                taken = slots.take(call, seen)
+                if isinstance(taken, Room):
+                    break
             if (won := self._write(call, lease_store, row, now)) is not None:
-                return Acquired(won, gate is not None and gate.probe == call.token)
+                starts_in = taken.starts_in if isinstance(taken, Taken) else 0.0
+                return Acquired(won, gate is not None and gate.probe == call.token, starts_in)
         if not admits(gate, call.token):
             why = Refusal.GATE
+        room = taken if isinstance(taken, Room) else None
+        if room is not None:
+            why = Refusal.FULL
+        if slots is not None and isinstance(taken, Taken):
+            slots.release_slot(call.group or "", call.token)
         if slots is not None and gate is not None and gate.probe == call.token:
             slots.release_probe(gate.group, call.token)
-        return Refused(why or Refusal.CHANGED, gate=gate, record=row, emptied=emptied)
+        return Refused(why or Refusal.CHANGED, gate=gate, record=row, emptied=emptied, room=room)
+
+    def _read_in_group(self, call: Call) -> tuple[int, Record | None, Gate | None, SeenSlots]:
+        """The time of the database, the row of a key, and the gate and the slots of its group."""
+        group = call.group or ""
+        values = {"new_stored_key": call.key.stored, "gate": gate_name(group)}
+        with KEY_UNUSABLE_ERRORS:
+            found = self.database.first(self.statements.read_with_slots, values)
+        assert found is not None  # the statement always returns one row
+        now, gate = int(found["now"]), self._gate_in(found)
+        return (
+            now,
+            rows.to_record({**found, "now": now}) if found["stored_key"] is not None else None,
+            gate_of(group, gate, now) if gate is not None else None,
+            SeenSlots(found["slots_version"], load_slots(found["slots"]), now),
+        )
 
     def _write(self, call: Call, lease_store: str, row: Record | None, now: int) -> Record | None:
         """The row that the claim has written; ``None`` if the row has changed since it was read."""
@@ -643,7 +678,7 @@ class SqlRecordStore:
 
         Returns the number of deleted records or of deleted effects, whichever is greater.
         """
-        for table in (self.tables.gates, self.tables.marks):
+        for table in (self.tables.gates, self.tables.slots, self.tables.marks):
             key, over = table.primary_key.columns[0], table.c.expires_at <= self.database.now
             found = in_subquery(select(key).where(over).limit(limit))
             self.database.count(delete(table).where(key.in_(found), over), {})

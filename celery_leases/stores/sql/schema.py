@@ -146,6 +146,16 @@ class Tables:
             Column("expires_at", BigInteger, nullable=False),
             **TABLE_OPTIONS,
         )
+        # The slots of groups with a limit or a rate: JSON, compared by its version.
+        self.slots = Table(
+            "celery_leases_slots",
+            self.metadata,
+            Column("name", String(255), primary_key=True),
+            Column("version", BigInteger, nullable=False),
+            Column("slots", LONG, nullable=False),
+            Column("expires_at", BigInteger, nullable=False),
+            **TABLE_OPTIONS,
+        )
         self.version = Table(
             "celery_leases_version",
             self.metadata,

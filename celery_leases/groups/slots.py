@@ -1,0 +1,205 @@
+"""The slots and the rate of a group: how many of its bodies run, and when the next one may begin.
+Pure.
+
+A body of a group with a limit holds a slot, which is a lease: it has the attempt's owner token,
+expires by itself, and is renewed together with the lease of the key. A rate keeps two begins apart.
+Workers with waiting calls register the time of the oldest one, so that a call that came later waits
+for its turn. All times are milliseconds by the clock of the store, except where a name says
+otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from celery_leases.value_class import value_class
+
+AHEAD: Final = 250.0
+"""A call whose turn by the rate comes within this time is admitted now, and waits in its process:
+so bodies begin evenly, however seldom the workers ask.
+"""
+OVERTAKING: Final = 2_000.0
+"""A call may begin before those that came up to so much earlier and wait in another worker. Without
+it, each end of a body would wait until another worker has asked.
+"""
+PLACE_TTL: Final = 3_000.0
+"""For how long the place of a worker in the waiting list counts unless the worker asks again."""
+MANY: Final = 10**9
+"""The room of a group without a limit."""
+
+
+@value_class(frozen=True, slots=True)
+class Ask:
+    """What a call asks of its group.
+
+    ``limit``: how many bodies may run; 0 without a limit. ``pause``: the time between two begins; 0
+    without a rate. ``since``: when the call came first; 0 if it comes now. ``worker``: the name of
+    its worker, whose own place in the waiting list does not matter for it.
+    """
+
+    limit: int = 0
+    pause: float = 0.0
+    since: float = 0.0
+    worker: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The slots of a group, its last begin, and its waiting list, as a store has them.
+
+    ``held``: by owner token, when the slot expires, and the limit of its holder. ``began`` and
+    ``pause``: the last begin, and the pause after it. ``places``: by worker, since when its oldest
+    call waits, and until when that counts.
+    """
+
+    held: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    began: float = 0.0
+    pause: float = 0.0
+    places: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def at(self, now: float) -> Slots:
+        """Without what has expired by *now*."""
+        held = {token: slot for token, slot in self.held.items() if slot[0] > now}
+        places = {worker: place for worker, place in self.places.items() if place[1] > now}
+        return replace(self, held=held, places=places)
+
+    @property
+    def expires_at(self) -> float:
+        """From when on nothing of it counts."""
+        ends = [slot[0] for slot in self.held.values()]
+        ends += [place[1] for place in self.places.values()]
+        return max(self.began + self.pause, *ends, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many calls may begin now, of those that came as early as the asking one.
+
+    ``wait``: seconds until the rate lets the next one begin, if the group has a rate. ``running``:
+    how many slots are held; ``limit``: the smallest limit that counts, 0 without one. ``now``: the
+    time of the store, in milliseconds.
+    """
+
+    places: int
+    wait: float
+    running: int
+    limit: int
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The slots after a call was admitted, whose body may begin in ``starts_in`` seconds."""
+
+    slots: Slots
+    starts_in: float
+
+
+def room(slots: Slots, ask: Ask, now: float) -> Room:
+    """How many calls may begin now. Of several limits and rates of one group, the smallest
+    counts.
+    """
+    slots = slots.at(now)
+    places, limit, begins = MANY, 0, now
+    if ask.limit:
+        limit = min([ask.limit, *(limit for _, limit in slots.held.values())])
+        places = limit - len(slots.held)
+    if ask.pause:
+        gap = max(ask.pause, slots.pause)
+        begins = max(now, slots.began + gap)
+        places = min(places, math.floor((now + AHEAD - begins) / gap) + 1)
+    since = ask.since or now
+    before = sum(
+        worker != ask.worker and came < since - OVERTAKING
+        for worker, (came, _) in slots.places.items()
+    )
+    wait = (begins - now) / 1000
+    return Room(max(0, places - before), wait, len(slots.held), limit, now)
+
+
+def take(slots: Slots, ask: Ask, token: str, ttl: float, now: float) -> Taken | Room:
+    """The slots once the attempt with *token* has what it asks for, or why it does not get it.
+
+    An attempt that has a slot keeps it: the reply to its first try may have been lost. *ttl* is in
+    seconds.
+    """
+    slots = slots.at(now)
+    if token in slots.held:
+        starts_in = max(0.0, slots.began - now) / 1000
+        return Taken(with_slot(slots, token, ttl, ask.limit, now), starts_in)
+    found = room(slots, ask, now)
+    if found.places <= 0:
+        return found
+    if ask.limit:
+        slots = with_slot(slots, token, ttl, ask.limit, now)
+    if ask.pause:
+        slots = replace(slots, began=now + found.wait * 1000, pause=ask.pause)
+    return Taken(slots, found.wait)
+
+
+def with_slot(slots: Slots, token: str, ttl: float, limit: int, now: float) -> Slots:
+    """The slots once that of *token* lasts another *ttl* seconds; a longer time is not cut.
+
+    A slot that the store has lost is written again, because the body runs.
+    """
+    until = max(now + ttl * 1000, slots.held.get(token, (0.0, 0))[0])
+    return replace(slots, held={**slots.held, token: (until, limit)})
+
+
+def without_slot(slots: Slots, token: str) -> Slots:
+    """The slots without that of *token*."""
+    return replace(slots, held={name: slot for name, slot in slots.held.items() if name != token})
+
+
+def with_place(slots: Slots, ask: Ask, now: float) -> Slots:
+    """The slots once the worker of *ask* has its place in the waiting list; without a time in *ask*
+    it has none.
+    """
+    places = {worker: place for worker, place in slots.places.items() if worker != ask.worker}
+    if ask.since:
+        places[ask.worker] = (ask.since, now + PLACE_TTL)
+    return replace(slots, places=places)
+
+
+# -- the stored form ------------------------------------------------------------------------------
+
+
+def dump(slots: Slots) -> str:
+    """The slots as JSON."""
+    fields = {
+        "held": slots.held,
+        "began": slots.began,
+        "pause": slots.pause,
+        "places": slots.places,
+    }
+    return json.dumps({name: value for name, value in fields.items() if value})
+
+
+def load(text: str | None) -> Slots:
+    """The slots in the JSON that :func:`dump` or the scripts of Redis have written; none if it
+    cannot be read.
+    """
+    try:
+        found: Any = json.loads(text or "{}")
+        return Slots(
+            {
+                str(name): (float(until), int(limit))
+                for name, (until, limit) in _pairs(found, "held")
+            },
+            float(found.get("began") or 0.0),
+            float(found.get("pause") or 0.0),
+            {
+                str(name): (float(came), float(ends))
+                for name, (came, ends) in _pairs(found, "places")
+            },
+        )
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return Slots()
+
+
+def _pairs(found: Any, name: str) -> Any:
+    return (found.get(name) or {}).items()
