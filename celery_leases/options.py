@@ -50,6 +50,10 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 APP_ONLY: Final = frozenset({"tenant"})
 """Settings of the whole app that a task cannot set."""
 _SECONDS: Final = ("ttl", "retention")
+RATE_MARGIN: Final = 0.05
+"""By how much the distance between two begins is longer than the rate says: bodies begin a little
+late, and one that is late comes closer to the next one.
+"""
 _RATE: Final = re.compile(r"([1-9][0-9]{0,8})/([smhd])", re.ASCII)
 _PREFIX: Final = re.compile("^leases?_?")
 
@@ -286,7 +290,7 @@ def _pause(option: str, value: Any) -> float:
     found = _RATE.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         raise _wrong(option, value, 'a number of calls per second, minute, hour or day: "60/m"')
-    return UNITS[found[2]] / int(found[1])
+    return UNITS[found[2]] / int(found[1]) * (1 + RATE_MARGIN)
 
 
 def _seconds(option: str, name: str, value: Any) -> float:

@@ -125,6 +125,10 @@ class HeldLease:
         #: The cooldown group whose probe this attempt is. The probe's slot is renewed together with
         #: the lease.
         self.probe: str | None = None
+        #: The group of which this attempt holds a slot, and its limit; renewed in the same way.
+        self.slot: tuple[str, int] | None = None
+        if call.ask is not None and call.ask.limit:
+            self.slot = (call.group or "", call.ask.limit)
         self.hard_deadline = deadlines.hard_deadline(sent, call.options.ttl)
         #: When the body must stop if no transaction of its own has locked the row.
         self.own_stop = deadlines.stop_deadline(self.hard_deadline, call.options.ttl)

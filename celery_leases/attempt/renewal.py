@@ -405,6 +405,7 @@ def _renewal(held_lease: HeldLease, ttl: float) -> Renewal:
         ttl,
         held_lease.probe,
         guarded=held_lease.body_state.guarded,
+        slot=held_lease.slot,
     )
 
 

@@ -57,9 +57,10 @@ from celery_leases.errors import (
     StoreUnavailable,
 )
 from celery_leases.groups.group import Gate
+from celery_leases.groups.slots import Room
 from celery_leases.record import Ended, Outcome, Record, State
 from celery_leases.results import decode, failure_of
-from celery_leases.stores.interfaces import Clock
+from celery_leases.stores.interfaces import Clock, SlotStore
 from celery_leases.text.cleaning import printable
 
 logger = logging.getLogger("celery_leases")
@@ -94,6 +95,10 @@ class Execution:
     call: Call
     held_lease: HeldLease = field(init=False)
     record: Record = field(init=False)
+    #: When the body may begin, by the rate of its group.
+    _begins_at: float = field(init=False, default=0.0)
+    #: This attempt has, or may have, a slot of its group.
+    _may_have_slot: bool = field(init=False, default=False)
 
     def run(self, body: Body, store_failures: int = 0) -> Verdict:
         """Handle the call to its end.
@@ -117,12 +122,16 @@ class Execution:
             if not isinstance(verdict, Run):
                 return self._report_verdict(verdict)
             try:
+                if self._begins_at:  # by the rate of its group
+                    self.process.clock.sleep(self._begins_at - self.process.clock.now())
                 return self._run(body, store_failures)
             except BaseException:  # an unexpected one: the lease expires
                 self.process.renewer.drop(self.held_lease)
                 raise
         finally:
             resource_pool.max_wait.reset(before)
+            if self._may_have_slot:
+                self._free_slot()
 
     # -- acquire and claim -------------------------------------------------------------------------
 
@@ -166,20 +175,30 @@ class Execution:
             sent = process.clock.now()
             answer = self._acquire()
         if isinstance(answer, Acquired):
+            self._begin_in(answer.starts_in)
             return self._acquired(sent, waited, probes=answer.probe)
         if answer.holder is not None:
             return self._key_is_held(answer.holder, waited)
-        if answer.gate is not None:
+        if answer.gate is not None or answer.room is not None:
             # Finished work is replayed, and no body starts.
-            return self._decide(process.records.read(call.key.stored), answer.gate)
+            record = process.records.read(call.key.stored)
+            return self._decide(record, answer.gate, answer.room)
         return Reschedule(
             settlement.SHORT_PAUSE + process.rand(), "another cooldown of the key has just begun"
         )
 
+    def _begin_in(self, seconds: float) -> None:
+        """Note in how many seconds the body may begin."""
+        if seconds:
+            self._begins_at = self.process.clock.now() + seconds
+
     def _acquire(self) -> Acquired | Refused:
         try:
-            return self.process.leases.acquire(self.call)
+            answer = self.process.leases.acquire(self.call)
+            self._may_have_slot = self.call.ask is not None and isinstance(answer, Acquired)
+            return answer
         except StoreUnavailable:
+            self._may_have_slot = self.call.ask is not None
             self._free(self.call.group)
             raise
 
@@ -215,6 +234,7 @@ class Execution:
             call, sent, process.clock, renew=options.renew, max_hold=options.max_hold
         )
         held_lease.probe = call.group if probes else None
+        self._may_have_slot = call.ask is not None
         resource_pool.max_wait.set(held_lease.connection_wait)
         try:
             if not (process.leases.in_records or held_lease.held):
@@ -291,8 +311,9 @@ class Execution:
 
     def _claim_refused(self, answer: Refused, waited: float) -> Verdict:
         record, rand = answer.record, self.process.rand()
-        if answer.why is Refusal.GATE:
-            return self._decide(record, answer.gate)
+        if answer.why in (Refusal.GATE, Refusal.FULL):
+            self._may_have_slot = False
+            return self._decide(record, answer.gate, answer.room)
         if answer.why is Refusal.EMPTIED and record is not None:
             return waiting.after_store_was_emptied(self.call, record, answer.emptied, rand)
         if answer.why is Refusal.LAPSED:
@@ -313,6 +334,7 @@ class Execution:
         if answer.probe:
             held_lease.probe = call.group
         self.record, held_lease.fence = record, record.fence
+        self._begin_in(answer.starts_in)
         verdict: Verdict = self._after_crashes() if record.crashes else Run()
         if isinstance(verdict, Raise):
             self._close(settlement.stopped_by_crash_loop(call, record))
@@ -370,7 +392,9 @@ class Execution:
 
     # -- steps of both halves ----------------------------------------------------------------------
 
-    def _decide(self, record: Record | None, gate: Gate | None = None) -> Verdict:
+    def _decide(
+        self, record: Record | None, gate: Gate | None = None, room: Room | None = None
+    ) -> Verdict:
         """Decide on *record*. The mark that the callbacks were sent is read if it matters."""
         call, process, sent = self.call, self.process, False
         if call.canvas and (
@@ -383,6 +407,7 @@ class Execution:
             callbacks_sent=sent,
             rand=process.rand(),
             gate=gate,
+            room=room,
             wall_time=process.wall_time(),
         )
         return before_run(call, facts)
@@ -410,6 +435,13 @@ class Execution:
         if not leases.in_records:  # else closing the row has released it
             with suppress(StoreUnavailable):
                 leases.end(call.key.stored, call.token)
+
+    def _free_slot(self) -> None:
+        """Release the slot of an attempt that has ended, or never ran."""
+        call, groups = self.call, self.process.leases.groups
+        if call.ask is not None and call.ask.limit and isinstance(groups, SlotStore):
+            with suppress(StoreUnavailable):  # it expires by itself
+                groups.release_slot(call.group or "", call.token)
 
     def _after_store_failure(self, error: Exception | str, failures: int) -> Reschedule:
         """Reschedule the delivery because a store did not answer; *failures*: how often in a row

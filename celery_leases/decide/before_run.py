@@ -28,6 +28,7 @@ an attempt holds the lease                        of this call: ``Reschedule`` u
 ``cooling``, or the gate of its group blocks      this call, or one that has begun: ``Reschedule`` until then;
                                                   another call: ``lease_on_busy``:
                                                   ``Reschedule``, ``Raise(CoolingDown)``, ``Drop``
+the group is full, or its rate is used up         as for a gate that blocks
 ``pending``, and ``retry_at`` is in the future    ``Reschedule`` until then
 claimed, after ``Failures.crashes`` in a row       ``Raise(PermanentFailure)``
 claimed, after the second crash in a row          ``Reschedule`` for 5 s, later for 30 s
@@ -100,6 +101,7 @@ from celery_leases.decide.waiting import (
     jitter,
     not_due_yet,
     while_busy,
+    while_full,
 )
 from celery_leases.errors import AlreadyDone, LeaseHeld, PermanentFailure, ResultMissing
 from celery_leases.events import Dropped
@@ -134,6 +136,8 @@ def before_run(call: Call, facts: Facts) -> Verdict:
         return _held(call, holder, facts)
     if facts.gate is not None or refusal is Refusal.NOT_DUE:
         return not_due_yet(call, record, facts)
+    if facts.room is not None:
+        return while_full(call, facts, facts.room)
     return Run()
 
 

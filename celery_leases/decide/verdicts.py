@@ -9,6 +9,7 @@ from celery_leases.decide.answers import Holder
 from celery_leases.errors import CoolingDown, LeasesError
 from celery_leases.events import Dropped
 from celery_leases.groups.group import Gate
+from celery_leases.groups.slots import Room
 from celery_leases.record import Record
 from celery_leases.value_class import value_class
 
@@ -81,6 +82,9 @@ class Reschedule:
     failure_fence: int | None = None
     #: Another call holds the key.
     held: bool = False
+    #: The group is full, and the call waits for its turn since then, in milliseconds by the clock
+    #: of the store.
+    full_since: float | None = None
     #: A store did not answer.
     unavailable: bool = False
     #: The owner token of an attempt that did not crash, but may have left its row running.
@@ -150,5 +154,7 @@ class Facts:
     rand: float = 0.0
     #: The gate of the call's cooldown group, if it blocks.
     gate: Gate | None = None
+    #: The room of that group, if the group is full.
+    room: Room | None = None
     #: The wall clock, in seconds since the epoch: for display only.
     wall_time: float = 0.0

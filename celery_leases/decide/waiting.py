@@ -11,6 +11,7 @@ from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Verdic
 from celery_leases.errors import CoolingDown, LeasesError
 from celery_leases.events import Dropped
 from celery_leases.failures.actions import Reason
+from celery_leases.groups.slots import Room
 from celery_leases.options import OnBusy
 from celery_leases.record import MAY_HAVE_BEEN_EXECUTED, Ended, Record, State
 from celery_leases.text.cleaning import printable
@@ -24,6 +25,12 @@ FIRST_PUBLISH_RETRY_TIME: Final = 5.0
 LONGEST_PUBLISH_RETRY_TIME: Final = 60.0
 FIRST_COUNTDOWN_UNTIL_FREE: Final = 60.0
 """Seconds of the first countdown of a call that its worker begins as soon as the key is free."""
+LONGEST_WAIT_FOR_SLOT: Final = 15.0
+"""Seconds between two tries of a call whose group is full, at most, if its worker does not begin it
+when the group has room.
+"""
+SLOT_WAIT: Final = 1.0
+"""Seconds after which a caller may try again whose group is full: nobody knows when a body ends."""
 LAPSED_LEASE_WAIT: Final = 15.0
 """Seconds for which a delivery waits in its process for the holder of an expired lease, which may
 still renew it or write its outcome.
@@ -82,6 +89,38 @@ def not_due_yet(call: Call, record: Record | None, facts: Facts) -> Verdict:
     key_cools = record is not None and record.state is State.COOLING
     default: OnBusy = "raise" if key_cools and not call.canvas else "wait"
     return while_busy(call, default, reschedule, refusal, Drop(Dropped.COOLING, str(refusal)))
+
+
+def while_full(call: Call, facts: Facts, room: Room) -> Verdict:
+    """The verdict on a call whose group is full, or whose turn by the rate has not come: it waits,
+    unless ``lease_on_busy`` says otherwise.
+    """
+    refusal = group_is_full(call.key.key, call.group or "", room, facts.wall_time)
+    delay = max(room.wait, min(2.0 ** min(call.reschedules, 20), LONGEST_WAIT_FOR_SLOT))
+    if call.starts_when_free:
+        delay = max(room.wait, countdown_until_free(call, facts))
+    since = (call.ask.since if call.ask is not None else 0.0) or float(round(room.now))
+    reschedule = Reschedule(
+        countdown(call, delay + jitter(facts)),
+        str(refusal),
+        refusal=refusal,
+        event_type="held",
+        full_since=since,
+    )
+    return while_busy(call, "wait", reschedule, refusal, Drop(Dropped.COOLING, str(refusal)))
+
+
+def group_is_full(key: str, group: str, room: Room, wall_time: float) -> CoolingDown:
+    """The error that says why a call of a full group does not run now."""
+    wait = room.wait or SLOT_WAIT
+    if room.wait:
+        reason, why = Reason.GROUP_RATE, "as many have begun as its rate allows"
+    elif room.limit and room.running >= room.limit:
+        reason, why = Reason.GROUP_FULL, f"{room.running} of {room.limit} calls run"
+    else:
+        reason, why = Reason.GROUP_FULL, "it is the turn of earlier calls"
+    message = f"Waits for its turn in the group {printable(group)}: {why}"
+    return CoolingDown(message, key, wall_time + wait, wait, reason, None, "group")
 
 
 def while_busy(

@@ -33,6 +33,8 @@ class Reason(StrEnum):
     OUTCOME_UNKNOWN = "outcome_unknown"
     RETRIES_USED_UP = "retries_used_up"
     LIMIT_HIT = "limit_hit"
+    GROUP_FULL = "group_full"
+    GROUP_RATE = "group_rate"
     ERROR = "error"
     TOO_MANY_FAILURES = "too_many_failures"
     CRASH_LOOP = "crash_loop"

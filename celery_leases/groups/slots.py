@@ -18,16 +18,23 @@ from typing import Any, Final
 
 from celery_leases.value_class import value_class
 
-AHEAD: Final = 250.0
+AHEAD: Final = 400.0
 """A call whose turn by the rate comes within this time is admitted now, and waits in its process:
 so bodies begin evenly, however seldom the workers ask.
 """
+LEAD: Final = 150.0
+"""A turn comes no sooner than after this time if another body began within :data:`BUSY`: the claim
+and the way to the body take some time, and a late begin would come too close to the next one.
+"""
+BUSY: Final = 1_000.0
 OVERTAKING: Final = 2_000.0
 """A call may begin before those that came up to so much earlier and wait in another worker. Without
 it, each end of a body would wait until another worker has asked.
 """
 PLACE_TTL: Final = 3_000.0
 """For how long the place of a worker in the waiting list counts unless the worker asks again."""
+BEGIN_KEPT: Final = 3_600_000.0
+"""For how long a begin counts at least, because the next call may have a longer pause."""
 MANY: Final = 10**9
 """The room of a group without a limit."""
 
@@ -72,7 +79,9 @@ class Slots:
         """From when on nothing of it counts."""
         ends = [slot[0] for slot in self.held.values()]
         ends += [place[1] for place in self.places.values()]
-        return max(self.began + self.pause, *ends, 0.0)
+        if self.began:
+            ends.append(self.began + max(self.pause, BEGIN_KEPT))
+        return max(ends, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +119,8 @@ def room(slots: Slots, ask: Ask, now: float) -> Room:
         places = limit - len(slots.held)
     if ask.pause:
         gap = max(ask.pause, slots.pause)
-        begins = max(now, slots.began + gap)
+        lead = LEAD if now - slots.began < BUSY else 0.0
+        begins = max(now + lead, slots.began + gap)
         places = min(places, math.floor((now + AHEAD - begins) / gap) + 1)
     since = ask.since or now
     before = sum(
@@ -138,6 +148,8 @@ def take(slots: Slots, ask: Ask, token: str, ttl: float, now: float) -> Taken | 
         slots = with_slot(slots, token, ttl, ask.limit, now)
     if ask.pause:
         slots = replace(slots, began=now + found.wait * 1000, pause=ask.pause)
+    if ask.since and slots.places.get(ask.worker, (0.0, 0.0))[0] == ask.since:
+        slots = with_place(slots, replace(ask, since=0.0), now)  # its worker had it in the list
     return Taken(slots, found.wait)
 
 
@@ -157,8 +169,10 @@ def without_slot(slots: Slots, token: str) -> Slots:
 
 def with_place(slots: Slots, ask: Ask, now: float) -> Slots:
     """The slots once the worker of *ask* has its place in the waiting list; without a time in *ask*
-    it has none.
+    it has none. A worker without a name takes no place.
     """
+    if not ask.worker:
+        return slots
     places = {worker: place for worker, place in slots.places.items() if worker != ask.worker}
     if ask.since:
         places[ask.worker] = (ask.since, now + PLACE_TTL)

@@ -216,7 +216,7 @@ class SlotStore(Protocol):
 
     def room(self, asked: Mapping[str, Ask]) -> Mapping[str, Room]:
         """The room of each group, for a worker with waiting calls. The worker takes its place in
-        the waiting list, or leaves it if ``since`` is 0.
+        the waiting list, or leaves it if ``since`` is 0; a worker without a name takes none.
         """
         ...
 

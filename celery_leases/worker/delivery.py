@@ -48,8 +48,10 @@ from celery_leases.errors import (
     StoreUnavailable,
 )
 from celery_leases.events import Dropped
+from celery_leases.groups.slots import Ask
 from celery_leases.keys import OF_ERRBACK, is_short_form
 from celery_leases.lease import Lease, enter_body, leave_body
+from celery_leases.options import Group
 from celery_leases.record import Ended, Record
 from celery_leases.results import NOT_JSON, encode
 from celery_leases.signals import logger
@@ -61,6 +63,7 @@ from celery_leases.worker.headers import (
     ENDED_UNDER,
     HEADER,
     LIMITS,
+    SINCE,
     WOKEN,
     Header,
     RequestState,
@@ -221,8 +224,10 @@ class Delivery(Rescheduling):
 
     def _call(self) -> Call:
         request, header, limits = self.request, self.header, self.time_limits
-        group = message = None
+        group = message = ask = None
         if self.options.group is not None:
+            if self.options.group.limited:
+                ask = self._ask(self.options.group)
             group = group_of(
                 self.task, self.received_header, self.args, self.kwargs, request.retries
             )
@@ -257,10 +262,15 @@ class Delivery(Rescheduling):
             time_limit=limits[0] if limits is not None else None,
             begin_by=begin_by(self.received_at, *limits) if limits is not None else math.inf,
             group=group,
+            ask=ask,
             reschedulable=not request.is_eager,
             message=message,
             starts_when_free=WOKEN in request.__dict__,
         )
+
+    def _ask(self, group: Group) -> Ask:
+        since = self.header.since or self.request.__dict__.get(SINCE) or 0.0
+        return Ask(group.limit or 0, group.pause * 1000, since, str(self.request.hostname or ""))
 
     def _refuse_expired(self, call: Call) -> None:
         """Revoke a redelivered message that has expired, unless its call has begun.

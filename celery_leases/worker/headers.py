@@ -47,6 +47,11 @@ WOKEN: Final = "celery_leases_woken"
 for a held key as soon as the key is free.
 """
 
+SINCE: Final = "celery_leases_since"
+"""The field of the request that says, in the same way, since when a call waits in this worker for
+its turn in its group.
+"""
+
 LIMITS: Final = "celery_leases_limits"
 """The field of the request that says, in the same way, the hard and the soft time limit of the call
 in seconds: those of its message, its task, or its worker.
@@ -92,8 +97,9 @@ class Header:
     otherwise. ``reschedules``: how often the call was rescheduled; ``store_failures``: how often in
     a row because a store did not answer. ``prior``: the owners of attempts that may still be open.
     ``failure_fence``: see :class:`~celery_leases.call.Call`. ``held``: the call waits
-    because another call holds its key. ``due``: the user's countdown ends then, in seconds since
-    1970; the call waits for it in hops. ``cause``: what the call waits for, see
+    because another call holds its key; ``full``: because its group is full, ``since`` then, in
+    milliseconds by the clock of the store. ``due``: the user's countdown ends then, in seconds
+    since 1970; the call waits for it in hops. ``cause``: what the call waits for, see
     :func:`~celery_leases.worker.waiting_log.cause_after`.
     """
 
@@ -110,6 +116,8 @@ class Header:
     started: bool = False
     failure_fence: int | None = None
     held: bool = False
+    full: bool = False
+    since: float | None = None
     due: float | None = None
     cause: str = ""
 
@@ -147,7 +155,7 @@ class Header:
         """
         request.headers = {**(request.headers or {}), HEADER: self.written()}
 
-    def written(self) -> dict[str, Any]:  # noqa: C901 - a line for each field is quicker than a loop
+    def written(self) -> dict[str, Any]:  # noqa: C901, PLR0912 - a line for each field is quicker than a loop
         """The form in a message: without empty fields."""
         # A delivery writes one before its body, so this is quicker than a loop over the fields.
         written: dict[str, Any] = {"v": HEADER_VERSION, "task": self.task, "id": self.id}
@@ -172,6 +180,10 @@ class Header:
             written["started"] = True
         if self.held:
             written["held"] = True
+        if self.full:
+            written["full"] = True
+        if self.since is not None:
+            written["since"] = self.since
         if self.due is not None:
             written["due"] = self.due
         if self.failure_fence is not None:
@@ -204,6 +216,8 @@ class Header:
             started=found.flag("started"),
             failure_fence=found.fence("met"),
             held=found.flag("held"),
+            full=found.flag("full"),
+            since=found.time("since", 2**44),
             due=found.time("due"),
             cause=found.text("cause", LONGEST_CAUSE, ""),
         )
@@ -256,9 +270,9 @@ class _Reader:
             raise self._wrong(name, "true or false")
         return value
 
-    def time(self, name: str) -> float | None:
+    def time(self, name: str, latest: float = 2**37) -> float | None:
         value = self.found.get(name)
-        if value is not None and not (type(value) in (int, float) and 0 <= value < 2**37):
+        if value is not None and not (type(value) in (int, float) and 0 <= value < latest):
             raise self._wrong(name, "a time")
         return value
 

@@ -60,6 +60,17 @@ class KeyIsHeld(Ignore):
         self.fingerprint = fingerprint
 
 
+class GroupIsFull(Ignore):
+    """Ends a delivery whose copy waits for its turn in a group; passes the group, and since when it
+    waits, to the main process.
+    """
+
+    def __init__(self, reason: str, group: str, since: float) -> None:
+        super().__init__(reason, group, since)
+        self.group = group
+        self.since = since
+
+
 class Publisher:
     """Publishes messages of one app in one process, over connections with publisher confirms and
     timeouts.

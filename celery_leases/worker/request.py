@@ -43,7 +43,7 @@ from celery_leases.worker.headers import (
     retries_of,
 )
 from celery_leases.worker.interrupts import BodyKill, body_kill_of
-from celery_leases.worker.publisher import KeyIsHeld
+from celery_leases.worker.publisher import GroupIsFull, KeyIsHeld
 from celery_leases.worker.routes import ORIGIN, origin_of
 from celery_leases.worker.waiting_calls import KeyWaiters, waiting_calls
 from celery_leases.worker.waiting_log import AGAIN, leave_out_arrival
@@ -259,7 +259,7 @@ class LeaseRequest(Request):
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)
         finally:
-            if isinstance(error, KeyIsHeld):
+            if isinstance(error, KeyIsHeld | GroupIsFull):
                 waiting_calls.rescheduled(self, error)
             else:
                 waiting_calls.ended(self)

@@ -32,7 +32,7 @@ from celery_leases.text.cleaning import printable
 from celery_leases.worker import requeue
 from celery_leases.worker.headers import MAX_PRIOR, Header
 from celery_leases.worker.interrupts import InterruptGuard
-from celery_leases.worker.publisher import KeyIsHeld, NotPublishable
+from celery_leases.worker.publisher import GroupIsFull, KeyIsHeld, NotPublishable
 from celery_leases.worker.waiting_log import (
     AGAIN,
     RESCHEDULED,
@@ -98,6 +98,8 @@ class Rescheduling:
             started=self.header.started or again.started,
             failure_fence=self._failure_fence(call, again),
             held=again.held,
+            full=again.full_since is not None,
+            since=again.full_since or self.header.since,
             cause=cause,
         )
         retry, began = _retry_of(again), self.process.clock.now()
@@ -134,6 +136,8 @@ class Rescheduling:
         ):
             raise retry from again.cause
         reason = f"{STILL if still else RESCHEDULED}{again.reason}"
+        if again.full_since is not None:
+            raise GroupIsFull(reason, call.group or "", again.full_since)
         raise (
             KeyIsHeld(reason, call.key.stored, call.key.fingerprint)
             if again.held

@@ -39,18 +39,24 @@ from celery.worker.request import Request
 from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.decide.waiting import FIRST_COUNTDOWN_UNTIL_FREE
 from celery_leases.errors import LeasesError
+from celery_leases.groups.group import gate_name
+from celery_leases.groups.slots import AHEAD, Ask, Room
+from celery_leases.options import Group
 from celery_leases.signals import logger
+from celery_leases.stores.interfaces import SlotStore
 from celery_leases.worker import processes
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.headers import (
     HEADER,
+    SINCE,
     Header,
     call_id_of,
     carried_stored_key,
+    group_of,
     key_of,
     read_header,
 )
-from celery_leases.worker.publisher import KeyIsHeld
+from celery_leases.worker.publisher import GroupIsFull, KeyIsHeld
 
 TICK: Final = 0.05
 """Seconds between two rounds over all waiting calls."""
@@ -76,6 +82,13 @@ MAX_SCHEDULED: Final = 10_000
 here.
 """
 MAX_FINGERPRINTS: Final = 100
+ON_THE_WAY: Final = 0.15
+"""Seconds in which a call that was begun has not yet got its slot, so that its group seems to have
+more room.
+"""
+FULL_FOR: Final = 0.5
+"""Seconds after a refusal for which a group counts as full."""
+GROUP_KEY: Final = "\0group:"
 
 
 class KeyWaiters:
@@ -155,6 +168,10 @@ class KeyWaiters:
             return len(self.begun) >= self.may_run
         return now - self._known_held < ANSWER_VALID_FOR
 
+    def may_begin(self) -> bool:
+        """Whether a call that has just arrived may begin at once."""
+        return self.key_is_free and not self.waiting and len(self.begun) < self.may_run
+
     def needs_lookup(self, now: float) -> bool:
         """Whether to look up the key in the lease store."""
         return (
@@ -183,6 +200,94 @@ class KeyWaiters:
             heapify(self.waiting)
 
 
+class GroupWaiters(KeyWaiters):
+    """The calls of one group with a limit or a rate that wait in this worker for their turn."""
+
+    def __init__(self, group: str, now: float, *, longest: float) -> None:
+        super().__init__(group, now, longest=longest)
+        #: The smallest limit of its tasks, 0 without one; the longest pause, in milliseconds.
+        self.limit, self.pause = 0, 0.0
+        #: How many calls may begin, as far as this process knows.
+        self.room = 0
+        self._begun_at: deque[float] = deque(maxlen=MAX_FINGERPRINTS)
+        #: The time of the store less that of this process, in milliseconds.
+        self._ahead = 0.0
+
+    def needs(self, group: Group) -> None:
+        """Note the limit and the rate of a task."""
+        if group.limit is not None:
+            self.limit = min(self.limit or group.limit, group.limit)
+        self.pause = max(self.pause, group.pause * 1000)
+
+    def now_of_store(self) -> float:
+        """The time of the store in milliseconds, about."""
+        return float(round(monotonic() * 1000 + self._ahead))
+
+    def wait_since(self, request: Any, since: float | None) -> float:
+        """Note since when a call waits, in milliseconds by the clock of the store; ``None``: it
+        comes now.
+        """
+        self._places[request.id] = int(since or self.now_of_store())
+        return float(self._places[request.id])
+
+    def ask(self, worker: str) -> Ask:
+        """What this worker asks of the group for its oldest call."""
+        since = self.waiting[0][0] if self.waiting else 0
+        return Ask(self.limit, self.pause, float(since), worker)
+
+    def seen_held(self, now: float) -> None:
+        """Note that a call was rescheduled because the group is full."""
+        self.room, self.last_used, self._known_held = 0, now, now
+        pause = MIN_LOOKUP_INTERVAL * 2.0 ** min(self.rescheduled_in_a_row, 3)
+        self.next_lookup = min(max(self.next_lookup, now), now + pause)
+
+    def looked_up(self, found: Room, now: float) -> None:
+        """Note the room of the group. Half of it is left to other workers, which see it too."""
+        self._ahead = found.now - now * 1000
+        while self._begun_at and now - self._begun_at[0] > ON_THE_WAY:
+            self._begun_at.popleft()
+        self.room = max(0, (found.places + 1) // 2 - len(self._begun_at))
+        if found.places:
+            self.held_since = now
+        longest = max(found.wait - AHEAD / 1000, MIN_LOOKUP_INTERVAL)
+        waited = max((now - self.held_since) / 100, MIN_LOOKUP_INTERVAL)
+        self.next_lookup = now + min(max(longest, waited), MAX_LOOKUP_INTERVAL)
+
+    def call_ended(self, request: Any, now: float, *, answered: bool) -> None:
+        """Note that a call that was begun here has ended: its slot is free."""
+        self.begun.discard(request)
+        self._places.pop(request.id, None)
+        self.rescheduled_in_a_row, self.held_since, self.last_used = 0, now, now
+        if self.limit and not self.pause:
+            self.room += 1
+        self.next_lookup = min(self.next_lookup, now)
+
+    def must_wait(self, now: float) -> bool:
+        """Whether a call that began now would find the group full, as far as known."""
+        return bool(self.waiting) or now - self._known_held < FULL_FOR
+
+    def may_begin(self) -> bool:
+        """Whether a call that has just arrived may begin at once."""
+        return not self.must_wait(monotonic())
+
+    def needs_lookup(self, now: float) -> bool:
+        """Whether to look up the room of the group."""
+        return bool(self.waiting) and not self.room and now >= self.next_lookup
+
+    def next_to_begin(self) -> Any:
+        """Remove and return a call that may begin now; ``None`` if no call may."""
+        while self.room > 0 and self.waiting:
+            _, _, request = heappop(self.waiting)
+            if _waits(request):
+                self.room -= 1
+                self._begun_at.append(monotonic())
+                self.begun.add(request)
+                return request
+        if not self.waiting:
+            self.room = 0
+        return None
+
+
 class WaitingCalls:
     """All calls that wait for held keys in one worker."""
 
@@ -196,6 +301,7 @@ class WaitingCalls:
         self._tasks: set[str] = set()
         self._lock = threading.RLock()
         self._lookup_results: deque[tuple[Sequence[str], set[str]]] = deque()
+        self._rooms: deque[Mapping[str, Room]] = deque()
         self._lookup_pending = False
         self._due = 0.0
         self._tick_number = 0
@@ -230,33 +336,42 @@ class WaitingCalls:
             return
         if copy:
             header = _header_of(request)
-            if header is None or not (stored_key := carried_stored_key(task, header)):
+            if header is None:
                 return
+            waiters: KeyWaiters
             with self._lock:
-                waiters = self._waiters_of(stored_key, task)
-                waiters.add_fingerprint(header.fingerprint)
+                if header.full:
+                    in_group = self._group_waiters_of(header.group, task)
+                    if in_group is None:
+                        return
+                    in_group.wait_since(request, header.since)
+                    waiters = in_group
+                else:
+                    stored_key = carried_stored_key(task, header)
+                    if not stored_key:
+                        return
+                    waiters = self._waiters_of(stored_key, task)
+                    waiters.add_fingerprint(header.fingerprint)
         else:
             found = self._waiters_for(request)
             if found is None:
                 return
-            waiters, shown = found
+            waiters, why = found
             with self._lock:
-                if (
-                    waiters.key_is_free
-                    and not waiters.waiting
-                    and len(waiters.begun) < waiters.may_run
-                ):
+                if waiters.may_begin():
                     waiters.begun.add(request)
                     self._observe_end(request, waiters)
                     return
             if not self._may_wait(consumer):
                 return
+            if isinstance(waiters, GroupWaiters):
+                fields[SINCE] = waiters.wait_since(request, None)
             request._eta = datetime.now(UTC) + timedelta(seconds=min(_countdown(), waiters.longest))  # noqa: SLF001
             logger.info(
-                "%s[%s] key %s: waits here: another call holds the key",
+                "%s[%s] %s",
                 task.name,
                 request.id,
-                shown,
+                why,
             )
         request.waits_until = monotonic() + waiters.longest * random.uniform(0.7, 1.0)
         self._observe_end(request, waiters)
@@ -274,21 +389,29 @@ class WaitingCalls:
             request.waiters.add(request)
         self._start_ticking(_consumer())
 
-    def rescheduled(self, request: Any, held: KeyIsHeld) -> None:
-        """Note that *request* has ended with a reschedule, because another call holds its key."""
+    def rescheduled(self, request: Any, held: KeyIsHeld | GroupIsFull) -> None:
+        """Note that *request* has ended with a reschedule, because another call holds its key, or
+        its group is full.
+        """
         consumer = _consumer()
         with self._lock:
             request.waiters = None
-            waiters = self.by_key.get(held.stored_key)
-            if waiters is None:
-                if not self.begins_early(consumer):
-                    return
+            if not (self.by_key or self.begins_early(consumer)):
+                return
+            if isinstance(held, GroupIsFull):
+                waiters: KeyWaiters | None
+                waiters = in_group = self._group_waiters_of(held.group, request.task)
+                if in_group is not None:
+                    in_group.wait_since(request, held.since)
+            else:
                 waiters = self._waiters_of(held.stored_key, request.task)
-            waiters.add_fingerprint(held.fingerprint)
+                waiters.add_fingerprint(held.fingerprint)
+                waiters.place_of(request)
+            if waiters is None:
+                return
             if request in waiters.begun:
                 waiters.rescheduled_in_a_row += 1
                 waiters.begun.discard(request)
-            waiters.place_of(request)
             waiters.seen_held(monotonic())
         self._start_ticking(consumer)
 
@@ -314,9 +437,23 @@ class WaitingCalls:
         waiters.each_runs = waiters.each_runs or task.lease_options.each_runs
         return waiters
 
+    def _group_waiters_of(self, name: str | None, task: Any) -> GroupWaiters | None:
+        """The waiting calls of the group *name*; ``None`` if the task has no limit and no rate."""
+        group = task.lease_options.group
+        if name is None or group is None or not group.limited:
+            return None
+        waiters = self.by_key.get(_group_key(name))
+        if not isinstance(waiters, GroupWaiters):
+            longest = settings_of(task.app).longest_countdown
+            waiters = GroupWaiters(_group_key(name), monotonic(), longest=longest)
+            self.by_key[waiters.stored_key] = waiters
+        self._tasks.add(task.name)
+        waiters.needs(group)
+        return waiters
+
     def _waiters_for(self, request: Any) -> tuple[KeyWaiters, str] | None:
-        """The waiting calls of the key of a message that has just arrived, and the key as people
-        see it; ``None`` if the message must go to a pool child.
+        """The waiting calls of the key or the group of a message that has just arrived, and what it
+        waits for in words; ``None`` if the message must go to a pool child.
 
         A call with another fingerprint goes to a pool child, which compares it with the record and
         refuses it at once.
@@ -333,14 +470,19 @@ class WaitingCalls:
             call_id = call_id_of(request.id, fields.get("replaced_task_nesting"))
             args, kwargs, _ = request._payload  # noqa: SLF001
             key = key_of(request.task, None, call_id, args, kwargs, fields["retries"])
+            group = None
+            if options.group is not None and options.group.limited:
+                if callable(options.group.name):
+                    return None
+                group = group_of(request.task, None, args, kwargs, fields["retries"])
         except Exception:  # noqa: BLE001 - the pool child reports what is wrong with the message
             return None
         waiters = self.by_key.get(key.stored)
-        return (
-            (waiters, key.shown)
-            if waiters is not None and key.fingerprint in waiters.fingerprints
-            else None
-        )
+        if waiters is not None and key.fingerprint in waiters.fingerprints:
+            return waiters, f"key {key.shown}: waits here: another call holds the key"
+        if group is None or (waiters := self.by_key.get(_group_key(group))) is None:
+            return None
+        return waiters, f"key {key.shown}: waits here for its turn in the group {group}"
 
     def _may_wait(self, consumer: Any) -> bool:
         """Whether one more message may get a countdown. ``worker_eta_task_limit`` limits such
@@ -422,21 +564,22 @@ class WaitingCalls:
             self._due = now + TICK
         consumer.timer.call_after(TICK, self._tick, (number,))
         self._begin_ready()
-        self._look_up(
-            [
-                waiters.stored_key
-                for waiters in list(self.by_key.values())
-                if waiters.needs_lookup(now)
-            ]
-        )
+        wanted = [waiters for waiters in list(self.by_key.values()) if waiters.needs_lookup(now)]
+        worker = _name_if_idle(processes.current_worker())
+        asks = {
+            waiters.stored_key: waiters.ask(worker)
+            for waiters in wanted
+            if isinstance(waiters, GroupWaiters)
+        }
+        self._look_up([each.stored_key for each in wanted if each.stored_key not in asks], asks)
 
-    def _look_up(self, stored_keys: Sequence[str]) -> None:
-        """Look up keys in the lease store, in a thread or greenlet of its own, because the worker's
-        loop must not wait for the store.
+    def _look_up(self, stored_keys: Sequence[str], asks: Mapping[str, Ask]) -> None:
+        """Look up keys and groups in the lease store, in a thread or greenlet of its own, because
+        the worker's loop must not wait for the store.
         """
-        if not stored_keys or self._lookup_pending:
+        if not (stored_keys or asks) or self._lookup_pending:
             return
-        ask = partial(self._query, processes.current_worker().app, stored_keys)
+        ask = partial(self._query, processes.current_worker().app, stored_keys, asks)
         self._lookup_pending = True
         try:
             if os_threads.uses_greenlets():
@@ -447,11 +590,14 @@ class WaitingCalls:
             self._lookup_pending = False
             raise
 
-    def _query(self, app: Any, stored_keys: Sequence[str]) -> None:
+    def _query(self, app: Any, stored_keys: Sequence[str], asks: Mapping[str, Ask]) -> None:
         try:
             leases = processes.process_of(app, eager=False).leases
             for some in _chunks(stored_keys, LOOKUP_BATCH):
                 self._lookup_results.append((some, leases.held(some)))
+            if asks and isinstance(leases.groups, SlotStore):
+                names = {name.removeprefix(GROUP_KEY): ask for name, ask in asks.items()}
+                self._rooms.append(leases.groups.room(names))
         except LeasesError as error:
             logger.debug("cannot read which keys are held: %s", error)
         except Exception:  # noqa: BLE001 - the calls begin when their countdown ends
@@ -478,6 +624,11 @@ class WaitingCalls:
                         waiters.still_held(now)
                     elif not waiters.begun:
                         waiters.key_is_free = True
+            while self._rooms:
+                for name, room in self._rooms.popleft().items():
+                    in_group = self.by_key.get(_group_key(name))
+                    if isinstance(in_group, GroupWaiters):
+                        in_group.looked_up(room, now)
             for waiters in self.by_key.values():
                 while (request := waiters.next_to_begin()) is not None:
                     begun.append(request)
@@ -485,15 +636,28 @@ class WaitingCalls:
             consumer.timer.call_after(0, _begin_early, (request,))
 
 
+def _group_key(name: str) -> str:
+    """The name of a group among the stored keys, which have no NUL."""
+    return GROUP_KEY + gate_name(name)
+
+
+def _name_if_idle(worker: Any) -> str:
+    """The name of this worker if it could run one more call now; empty if others come first."""
+    active: int = len(state.active_requests)
+    return str(worker.hostname) if active < (worker.concurrency or 1) else ""
+
+
 def _consumer() -> Any:
     return getattr(processes.current_worker(), "consumer", None)
 
 
 def _header_of(request: Any) -> Header | None:
-    """The header of a copy that waits for a held key; ``None`` for any other message."""
+    """The header of a copy that waits for a held key or its turn in a group; ``None`` for any other
+    message.
+    """
     fields = request._request_dict  # noqa: SLF001 - as Celery's own request reads it
     written = fields.get(HEADER)
-    if not (isinstance(written, Mapping) and written.get("held") is True):
+    if not isinstance(written, Mapping) or True not in (written.get("held"), written.get("full")):
         return None
     return read_header(
         fields, request.task.name, call_id_of(request.id, fields.get("replaced_task_nesting"))

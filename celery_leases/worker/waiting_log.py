@@ -35,8 +35,8 @@ def cause_after(before: str, again: Reschedule) -> str:
 
 def _cause_of(again: Reschedule) -> str:
     """What a call waits for, without the times that change with each hop; stable within a wait."""
-    if again.held:
-        return "held"
+    if again.held or again.full_since is not None:
+        return "held" if again.held else "full"
     if isinstance(again.refusal, CoolingDown):
         return f"{again.refusal.scope} {again.refusal.reason}"[: LONGEST_CAUSE - 1]
     return re.sub(r"\d+", "#", again.reason).split("\n")[0][: LONGEST_CAUSE - 1]

@@ -9,7 +9,7 @@ import pytest
 
 from celery_leases.errors import KeyUnusable
 from celery_leases.keys import call_group
-from celery_leases.options import KeyMaker, LeaseOptions
+from celery_leases.options import Group, KeyMaker, LeaseOptions
 
 
 def ask(prompt: str, model: str = "large", *, tags: Any = ()) -> None:
@@ -18,7 +18,8 @@ def ask(prompt: str, model: str = "large", *, tags: Any = ()) -> None:
 
 def group_of(group: KeyMaker, *args: Any, **kwargs: Any) -> str | None:
     """The group of a call of that body."""
-    return call_group("shop.ask", LeaseOptions(group=group), inspect.signature(ask), args, kwargs)
+    options = LeaseOptions(group=None if group is None else Group(group))
+    return call_group("shop.ask", options, inspect.signature(ask), args, kwargs)
 
 
 def test_without_the_option_a_call_has_no_group() -> None:

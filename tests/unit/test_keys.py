@@ -36,7 +36,7 @@ from celery_leases.keys import (
     same_arguments,
     stored_key,
 )
-from celery_leases.options import LeaseOptions
+from celery_leases.options import Group, LeaseOptions
 
 #: What an argument may be, text that no store holds included.
 ARGUMENTS = st.recursive(
@@ -263,7 +263,7 @@ class TestStoredKey:
     def test_a_group_that_is_the_short_form_of_another_is_refused(self) -> None:
         def ask(model: str) -> None: ...
 
-        options, signature = LeaseOptions(group="{model}"), inspect.signature(ask)
+        options, signature = LeaseOptions(group=Group("{model}")), inspect.signature(ask)
         assert call_group("ask", options, signature, ("m" * 300,), {}) == "m" * 300
         with pytest.raises(KeyUnusable, match="the short form of another group"):
             call_group("ask", options, signature, (gate_name("m" * 300),), {})
@@ -304,9 +304,9 @@ class TestBinding:
         value: Any = 1
         for _ in range(depth):
             value = wrap(value)
-        options: dict[str, Any] = {"key": "{x}", "group": "{x}"}
+        options: dict[str, Any] = {"key": "{x}", "group": Group("{x}")}
         for make in (
-            lambda: key_of("x", value, _options=options),
+            lambda: key_of("x", value, _options={"key": "{x}"}),
             lambda: key_of("x", value, _options={"key": "constant"}),
             lambda: call_group("shop.work", LeaseOptions(**options), signature("x"), (value,), {}),
         ):

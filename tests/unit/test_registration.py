@@ -14,7 +14,7 @@ import pytest
 from celery import Celery, Task
 from celery.worker.request import Request
 
-from celery_leases import Failures, LeaseClient, LeasedMixin, LeasedTask
+from celery_leases import Failures, Group, LeaseClient, LeasedMixin, LeasedTask
 from celery_leases.errors import AlreadyDone, CoolingDown, LeaseConfigurationError, LeaseHeld
 from celery_leases.failures.actions import permanent
 from celery_leases.failures.classifier import Rules
@@ -52,7 +52,7 @@ def test_options_for_failures_are_gathered_from_task_and_app() -> None:
     of_app = Failures(Rules.default().on(status=404, to=permanent()), cooldown="10m")
     defaults: dict[str, Any] = {"leases_failures": of_app, "leases_group": "billing"}
     options = registered(an_app(**defaults)).lease_options
-    assert (options.failures, options.group) == (of_app, "billing")
+    assert (options.failures, options.group) == (of_app, Group("billing"))
     own = replace(of_app, resume="never")
     assert registered(an_app(**defaults), lease_failures=own).lease_options.failures is own
 

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.decide.verdicts import Drop, Raise, Reschedule, Return, Run, Verdict
+from celery_leases.decide.before_run import before_run
+from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Return, Run, Verdict
 from celery_leases.decide.waiting import RETRY_GRACE, SHORTEST_DELAY, after_store_was_emptied
 from celery_leases.errors import CoolingDown
 from celery_leases.groups.group import Gate
+from celery_leases.groups.slots import Ask, Room
 from celery_leases.options import OnBusy
 from celery_leases.record import Ended, Failure, State
 from celery_leases.text.durations import in_words
@@ -290,3 +292,34 @@ def test_no_shown_time_is_too_short(seconds: float) -> None:
     assert f"Retry available in {in_words(record.waits)}:" in str(error)
     at_that_time = replace(record, now=record.now + round(error.retry_after * SECOND))
     assert decide(a_call(), at_that_time) == Run()
+
+
+class TestAFullGroup:
+    """A call whose group is full waits for its turn."""
+
+    @pytest.mark.parametrize(
+        ("room", "reason", "why", "wait"),
+        [
+            (Room(0, 0.0, 3, 3, 1_000.4), "group_full", "3 of 3 calls run", 1.0),
+            (Room(0, 0.0, 1, 3, 1_000.4), "group_full", "the turn of earlier calls", 1.0),
+            (Room(0, 7.5, 0, 0, 1_000.4), "group_rate", "as many have begun as its rate", 7.5),
+        ],
+    )
+    def test_it_is_rescheduled_with_its_place(self, room, reason, why, wait) -> None:
+        call = a_call(group="g", ask=Ask(3))
+        verdict = before_run(call, Facts(room=room))
+        assert isinstance(verdict, Reschedule)
+        assert why in verdict.reason
+        assert verdict.full_since == 1_000.0
+        assert isinstance(verdict.refusal, CoolingDown)
+        refusal = verdict.refusal
+        assert (refusal.reason, refusal.scope, refusal.retry_after) == (reason, "group", wait)
+        kept = before_run(replace(call, ask=Ask(3, since=5.0)), Facts(room=room))
+        assert isinstance(kept, Reschedule)
+        assert kept.full_since == 5.0
+
+    def test_lease_on_busy_decides_for_a_call_that_has_not_begun(self) -> None:
+        facts = Facts(room=Room(0, 0.0, 3, 3, 1.0))
+        assert isinstance(before_run(a_call(on_busy="raise"), facts), Raise)
+        assert isinstance(before_run(a_call(on_busy="ignore"), facts), Drop)
+        assert isinstance(before_run(a_call(on_busy="raise", started=True), facts), Reschedule)

@@ -134,14 +134,16 @@ ROOM: Final = Script(
     + f"""
 local now, worker, since = time_in_ms(), ARGV[4], tonumber(ARGV[3])
 local slots = read_slots(KEYS[1], now)
-slots.places[worker] = since > 0 and {{since, now + {PLACE_TTL}}} or nil
-write_slots(KEYS[1], slots, now)
+if worker ~= '' then
+    slots.places[worker] = since > 0 and {{since, now + {PLACE_TTL}}} or nil
+    write_slots(KEYS[1], slots, now)
+end
 return (room_in(slots, now, tonumber(ARGV[1]), tonumber(ARGV[2]), since, worker))
 """,
     keys=1,
 )
 """KEYS: the slots. ARGV: limit, pause, since, worker. Returns the room for this worker, whose place
-in the waiting list is written, or removed if since is 0.
+in the waiting list is written, or removed if since is 0. A worker without a name takes no place.
 """
 
 READ_SLOTS: Final = Script(

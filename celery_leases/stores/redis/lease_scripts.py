@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from celery_leases.groups.slots import AHEAD, MANY, OVERTAKING
+from celery_leases.groups.slots import AHEAD, BEGIN_KEPT, BUSY, LEAD, MANY, OVERTAKING
 
 EPOCH_MS: Final = 30 * 86_400_000
 """The TTL of the epoch key, which records since when the server has had its data. Without the key
@@ -122,7 +122,7 @@ local function read_slots(key, now)
     return state
 end
 local function write_slots(key, slots, now)
-    local ends = slots.began + slots.pause
+    local ends = slots.began > 0 and slots.began + math.max(slots.pause, {BEGIN_KEPT}) or 0
     for _, slot in pairs(slots.held) do ends = math.max(ends, slot[1]) end
     for _, place in pairs(slots.places) do ends = math.max(ends, place[2]) end
     if ends <= now then return redis.call('DEL', key) end
@@ -137,7 +137,8 @@ local function room_in(slots, now, limit, pause, since, worker)
     if limit > 0 then places = limit - running end
     if pause > 0 then
         local gap = math.max(pause, slots.pause)
-        begins = math.max(now, slots.began + gap)
+        local lead = now - slots.began < {BUSY} and {LEAD} or 0
+        begins = math.max(now + lead, slots.began + gap)
         places = math.min(places, math.floor((now + {AHEAD} - begins) / gap) + 1)
     end
     if since == 0 then since = now end
@@ -156,6 +157,8 @@ local function take_slot(key, token, ttl, limit, pause, since, worker)
         if room[1] <= 0 then return nil, room end
         starts_in = begins - now
         if pause > 0 then slots.began, slots.pause = begins, pause end
+        local place = slots.places[worker]
+        if since > 0 and place and place[1] == since then slots.places[worker] = nil end
     end
     if limit > 0 then slots.held[token] = {{math.max(now + ttl, mine and mine[1] or 0), limit}} end
     write_slots(key, slots, now)

@@ -155,7 +155,7 @@ class SqlGroups(ClosingGroups):
             slots, now = found.get(group) or (Slots(), self.database_time())
             rooms[group] = room(slots, ask, now)
             since, until = slots.places.get(ask.worker, (0.0, 0.0))
-            if since != ask.since or until - now < PLACE_TTL * 2 / 3:
+            if ask.worker and (since != ask.since or until - now < PLACE_TTL * 2 / 3):
                 self._change(group, partial(_with_place_of, ask))
         return rooms
 

@@ -96,6 +96,7 @@ def setting_findings(
     """
     yield from _database_findings(settings)
     yield from _ttl_findings(tasks)
+    yield from _group_findings(tasks)
     yield from _time_limit_findings(tasks, limits)
     yield from _celery_findings(app, tasks)
     yield from _redelivery_findings(app, tasks, settings, limits)
@@ -187,6 +188,24 @@ def _ttl_findings(tasks: Mapping[str, Any]) -> Iterator[Finding]:
             f"loses its lease: {', '.join(short)}",
             f"write lease_ttl={ADVISED_TTL:g} or more",
         )
+
+
+def _group_findings(tasks: Mapping[str, Any]) -> Iterator[Finding]:
+    """Tasks that give one group different limits or rates."""
+    given: dict[str, dict[str, list[str]]] = {}
+    for name, task in sorted(tasks.items()):
+        group = task.lease_options.group
+        if group is not None and group.limited and isinstance(group.name, str):
+            numbers = f"limit={group.limit}, rate={group.rate!r}"
+            given.setdefault(group.name, {}).setdefault(numbers, []).append(name)
+    for group_name, found in given.items():
+        if len(found) > 1:
+            each = "; ".join(f"{numbers} ({', '.join(names)})" for numbers, names in found.items())
+            yield _warning(
+                "different-limits",
+                f"the group {group_name} has different numbers: {each}; the smallest counts",
+                "write the same Group in all its tasks",
+            )
 
 
 def _time_limit_findings(tasks: Mapping[str, Any], limits: TimeLimits) -> Iterator[Finding]:
