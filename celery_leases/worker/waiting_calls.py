@@ -31,6 +31,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
 from time import monotonic
+from types import MappingProxyType
 from typing import Any, Final
 
 from celery.worker import state
@@ -565,15 +566,16 @@ class WaitingCalls:
         consumer.timer.call_after(TICK, self._tick, (number,))
         self._begin_ready()
         wanted = [waiters for waiters in list(self.by_key.values()) if waiters.needs_lookup(now)]
-        worker = _name_if_idle(processes.current_worker())
         asks = {
-            waiters.stored_key: waiters.ask(worker)
+            waiters.stored_key: waiters.ask(_name_if_idle(processes.current_worker()))
             for waiters in wanted
             if isinstance(waiters, GroupWaiters)
         }
         self._look_up([each.stored_key for each in wanted if each.stored_key not in asks], asks)
 
-    def _look_up(self, stored_keys: Sequence[str], asks: Mapping[str, Ask]) -> None:
+    def _look_up(
+        self, stored_keys: Sequence[str], asks: Mapping[str, Ask] = MappingProxyType({})
+    ) -> None:
         """Look up keys and groups in the lease store, in a thread or greenlet of its own, because
         the worker's loop must not wait for the store.
         """

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import MakeScene
 from tests.crash.crash_deployments import Scene, kill
 from tests.integration.deployments import BOTH_WAYS, spelled

@@ -84,7 +84,8 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
                 name, spelled(name, getattr(LeaseOptions(), name))
             )
     assert LeaseOptions().max_hold == 24 * 3600
-    assert LeaseOptions().on_busy is LeaseOptions().group is None
+    assert LeaseOptions().on_busy is None
+    assert LeaseOptions().group is None
 
 
 def test_the_table_of_failures_names_every_part_with_its_default() -> None:
