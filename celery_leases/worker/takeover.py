@@ -351,7 +351,9 @@ class WorkerLease:
             return
         ended, tags = taken
         left = returned = 0
-        for tag in random.sample(tags, len(tags)):  # after a ttl another worker helps
+        if ended == name:  # another worker has begun, and does not end within a ttl: help it
+            tags = random.sample(tags, len(tags))
+        for tag in tags:
             if not _has_queue(channel, tag):
                 left += 1
             else:

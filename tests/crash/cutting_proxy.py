@@ -1,4 +1,6 @@
-"""A TCP proxy that cuts a connection at one statement, either before it or before its reply."""
+"""TCP proxies: one cuts a connection at one statement, either before it or before its reply; the
+other holds all data back for a while, as a network that loses packets.
+"""
 
 import contextlib
 import socket
@@ -93,6 +95,43 @@ class CuttingProxy:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class StallingProxy:
+    """Forwards connections to the port *target* of 127.0.0.1. Between ``stall()`` and ``resume()``
+    it keeps what it receives, and forwards it later.
+    """
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self._flows = threading.Event()
+        self._flows.set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.stall, self.resume = self._flows.clear, self._flows.set
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self.target))
+                for ends in ((client, server), (server, client)):
+                    threading.Thread(target=self._forward, args=ends, daemon=True).start()
+
+    def _forward(self, source: socket.socket, to: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self._flows.wait()
+                to.sendall(data)
+        _close(to)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.resume()
+        self._listener.close()
 
 
 def _close(connection: socket.socket) -> None:
