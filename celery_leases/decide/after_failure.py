@@ -1,5 +1,5 @@
 """The outcome of an attempt whose body raised: a cooldown, a quick retry, or failed for good. Pure
-functions of the classification and of the counts in the record.
+functions of the rule that matches and of the counts in the record.
 """
 
 from __future__ import annotations

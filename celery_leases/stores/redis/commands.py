@@ -210,9 +210,9 @@ class DirectCommands(RedisCommands):
         def with_text() -> bytes:
             return packed(("EVAL", script.text, script.keys, *keys_and_args))
 
-        by_sha = packed(keys_and_args, script.called, 3)
         permit: DirectConnection = self._pool.acquire()
         try:
+            by_sha = packed(keys_and_args, script.called, 3)
             permit.send_unawaited(ScriptCall(script.sha, by_sha, with_text))
         except REDIS_ERRORS as error:
             raise self.unavailable(error) from None
