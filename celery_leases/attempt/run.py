@@ -18,13 +18,28 @@ from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.process import Process
 from celery_leases.call import Call
 from celery_leases.concurrency import resource_pool
-from celery_leases.decide import after_run as settlement
 from celery_leases.decide import attempt_history, waiting
-from celery_leases.decide import before_run as decisions
-from celery_leases.decide import claim as claim_rules
 from celery_leases.decide.after_failure import after_failure, leaves_gate_half_open
+from celery_leases.decide.after_run import (
+    SHORT_PAUSE,
+    after_gate_closed,
+    after_outcome,
+    after_run,
+    again_soon,
+    settle_pause,
+    settle_until,
+    stopped_by_crash_loop,
+    store_pause,
+    unrun,
+)
 from celery_leases.decide.answers import Acquired, Holder, Refusal, Refused
-from celery_leases.decide.before_run import after_claim, before_run
+from celery_leases.decide.before_run import (
+    after_claim,
+    although_leases_were_lost,
+    before_run,
+    holder_of_row,
+)
+from celery_leases.decide.claim import finished_by
 from celery_leases.decide.copies import callbacks_mark
 from celery_leases.decide.endings import (
     ControlFlow,
@@ -76,12 +91,12 @@ READ_PAUSES = 20
 
 class RowMayBeOpen(Exception):
     """A store did not answer, so the record may still say ``running`` under this attempt's token;
-    ``answer`` is how the delivery ends.
+    ``verdict`` is how the delivery ends.
     """
 
-    def __init__(self, answer: Reschedule) -> None:
-        super().__init__(answer.reason)
-        self.answer = answer
+    def __init__(self, verdict: Reschedule) -> None:
+        super().__init__(verdict.reason)
+        self.verdict = verdict
 
 
 @dataclass(eq=False)
@@ -112,7 +127,7 @@ class Execution:
             try:
                 verdict = self.acquire()
             except RowMayBeOpen as unavailable:
-                return unavailable.answer
+                return unavailable.verdict
             except (StoreUnavailable, LeaseStoreMismatch) as error:
                 return self._after_store_failure(error, store_failures)
             except LeasesError:
@@ -175,7 +190,8 @@ class Execution:
             sent = process.clock.now()
             answer = self._acquire()
         if isinstance(answer, Acquired):
-            self._begin_in(answer.starts_in)
+            if answer.starts_in:
+                self._begin_in(answer.starts_in)
             return self._acquired(sent, waited, probes=answer.probe)
         if answer.holder is not None:
             return self._key_is_held(answer.holder, waited)
@@ -184,13 +200,12 @@ class Execution:
             record = process.records.read(call.key.stored)
             return self._decide(record, answer.gate, answer.room)
         return Reschedule(
-            settlement.SHORT_PAUSE + process.rand(), "another cooldown of the key has just begun"
+            SHORT_PAUSE + process.rand(), "another cooldown of the key has just begun"
         )
 
     def _begin_in(self, seconds: float) -> None:
         """Note in how many seconds the body may begin."""
-        if seconds:
-            self._begins_at = self.process.clock.now() + seconds
+        self._begins_at = self.process.clock.now() + seconds
 
     def _acquire(self) -> Acquired | Refused:
         try:
@@ -211,16 +226,14 @@ class Execution:
         verdict = before_run(self.call, Facts(holder=holder, rand=self.process.rand()))
         if isinstance(verdict, Drop | Raise):
             record = self.process.records.read(self.call.key.stored)
-            answer = self._decide(record)
-            if not isinstance(answer, Run):
-                return answer
+            by_record = self._decide(record)
+            if not isinstance(by_record, Run):
+                return by_record
             if record is None or not record.is_attempt(State.RUNNING, holder.token):
                 return (
                     Wait(READ_PAUSE)
                     if waited < READ_PAUSES * READ_PAUSE
-                    else Reschedule(
-                        settlement.SHORT_PAUSE, "another call is reading the record of the key"
-                    )
+                    else Reschedule(SHORT_PAUSE, "another call is reading the record of the key")
                 )
         self._report_held(holder)
         return verdict
@@ -293,8 +306,8 @@ class Execution:
             if not may_be_ours:
                 raise
             # The lease expires by itself. The next attempt knows this token, and closes its row.
-            answer = replace(self._after_store_failure(error, 0), prior=call.token)
-            raise RowMayBeOpen(answer) from error
+            again = replace(self._after_store_failure(error, 0), prior=call.token)
+            raise RowMayBeOpen(again) from error
 
     def _age(self) -> float:
         """For how long the lease store had not lost its data when this attempt requested its lease.
@@ -318,13 +331,11 @@ class Execution:
             return waiting.after_store_was_emptied(self.call, record, answer.emptied, rand)
         if answer.why is Refusal.LAPSED:
             return waiting.after_lapsed_lease(waited, rand)
-        if record is not None and (holder := decisions.holder_of_row(record)) is not None:
+        if record is not None and (holder := holder_of_row(record)) is not None:
             self._report_held(holder)
         verdict = self._decide(record)
         if isinstance(verdict, Run):
-            return Reschedule(
-                settlement.SHORT_PAUSE + rand, "the record changed while it was being claimed"
-            )
+            return Reschedule(SHORT_PAUSE + rand, "the record changed while it was being claimed")
         return verdict
 
     def _claimed(self, answer: Acquired) -> Verdict:
@@ -334,23 +345,24 @@ class Execution:
         if answer.probe:
             held_lease.probe = call.group
         self.record, held_lease.fence = record, record.fence
-        self._begin_in(answer.starts_in)
+        if answer.starts_in:
+            self._begin_in(answer.starts_in)
         verdict: Verdict = self._after_crashes() if record.crashes else Run()
         if isinstance(verdict, Raise):
-            self._close(settlement.stopped_by_crash_loop(call, record))
+            self._close(stopped_by_crash_loop(call, record))
             return verdict
         if isinstance(verdict, Reschedule):
-            self._close(settlement.unrun(call, record, verdict.delay))
+            self._close(unrun(call, record, verdict.delay))
             return verdict
         if not held_lease.held:
-            self._close(settlement.unrun(call, record, 0.0))
+            self._close(unrun(call, record, 0.0))
             return Reschedule(
-                settlement.SHORT_PAUSE + process.rand(),
+                SHORT_PAUSE + process.rand(),
                 "the claim took longer than the lease lasts",
                 started=True,
             )
         if call.begin_by < math.inf and process.clock.now() > call.begin_by:
-            self._close(settlement.unrun(call, record, 0.0))
+            self._close(unrun(call, record, 0.0))
             return replace(self._too_late(), started=True)
         return verdict
 
@@ -366,13 +378,13 @@ class Execution:
             )
         verdict = after_claim(call, record)
         if isinstance(verdict, Raise) and self._holders_may_live():
-            return decisions.although_leases_were_lost(record)
+            return although_leases_were_lost(record)
         return verdict
 
     def _too_late(self) -> Reschedule:
         """Reschedule a call whose body would begin with less than half of its time limit left."""
         return Reschedule(
-            settlement.SHORT_PAUSE + self.process.rand(),
+            SHORT_PAUSE + self.process.rand(),
             "half of its time limit was over before it could begin",
         )
 
@@ -398,7 +410,7 @@ class Execution:
         """Decide on *record*. The mark that the callbacks were sent is read if it matters."""
         call, process, sent = self.call, self.process, False
         if call.canvas and (
-            call.repeat or (record is not None and claim_rules.finished_by(call.call_id, record))
+            call.repeat or (record is not None and finished_by(call.call_id, record))
         ):
             mark = process.leases.mark(call.key.stored, callbacks_mark(call.call_id))
             sent = mark is not None
@@ -421,8 +433,8 @@ class Execution:
             if self.process.records.settle(self.record, outcome):
                 self._report(self.record, outcome, 0.0, 0.0)
         except StoreUnavailable as error:
-            answer = replace(self._after_store_failure(error, 0), prior=self.record.owner)
-            raise RowMayBeOpen(answer) from error
+            again = replace(self._after_store_failure(error, 0), prior=self.record.owner)
+            raise RowMayBeOpen(again) from error
 
     def _free(self, probe: str | None) -> None:
         """Release the lease, and the slot of the group *probe*. If the store does not answer, both
@@ -447,7 +459,7 @@ class Execution:
         """Reschedule the delivery because a store did not answer; *failures*: how often in a row
         that has happened to this call before.
         """
-        delay = settlement.store_pause(failures, self.process.rand())
+        delay = store_pause(failures, self.process.rand())
         return Reschedule(delay, str(error), event_type="", unavailable=True)
 
     def _report_held(self, holder: Holder) -> None:
@@ -505,9 +517,7 @@ class Execution:
         if record.crashed_at is not None:
             self.record = record = self._with_known_ends()
         outcome = (
-            self._failed(ending)
-            if isinstance(ending, Raised)
-            else settlement.after_run(call, record, ending)
+            self._failed(ending) if isinstance(ending, Raised) else after_run(call, record, ending)
         )
         if state.unsaved_progress is not None:
             outcome = replace(outcome, progress=state.unsaved_progress())
@@ -521,7 +531,7 @@ class Execution:
             refused = self._outcome_refused(ending)
             return _for_celery_in_any_case(ending) or refused
         self._report(record, outcome, runtime, clock.now() - held_lease.since)
-        return settlement.after_outcome(call, ending, outcome, process.rand(), process.wall_time())
+        return after_outcome(call, ending, outcome, process.rand(), process.wall_time())
 
     def _with_known_ends(self) -> Record:
         """The record with what the attempt before, which it has taken over, has written since: that
@@ -547,28 +557,27 @@ class Execution:
         call = self.call
         described = _type_and_text(error)
         logger.error("%s[%s] did not begin: %s", call.task, call.call_id, described, exc_info=error)
-        answer = self._after_store_failure(described, store_failures)
-        return replace(answer, prior=call.token)
+        return replace(self._after_store_failure(described, store_failures), prior=call.token)
 
     def _release_unstarted(self, error: Exception, store_failures: int) -> Reschedule:
         """Close an attempt whose lease cannot be renewed, and release its key."""
         with suppress(StoreUnavailable):  # the next attempt of the call knows the token
-            self.process.records.settle(self.record, settlement.unrun(self.call, self.record, 0.0))
+            self.process.records.settle(self.record, unrun(self.call, self.record, 0.0))
         self._free(self.held_lease.probe)
         return self._after_unknown_error(error, store_failures)
 
     def _outcome_not_written(self, ending: Ending, store_failures: int) -> Verdict:
-        answer = self._after_store_failure("the outcome could not be written", store_failures)
-        again = replace(answer, started=True, prior=self.record.owner)
+        again = self._after_store_failure("the outcome could not be written", store_failures)
+        again = replace(again, started=True, prior=self.record.owner)
         return _for_celery_in_any_case(ending) or again
 
     def _completed(self, done: Record, ending: Ending, runtime: float) -> Verdict:
-        """The answer after the body has committed the done record itself: the call has succeeded,
+        """The verdict after the body has committed the done record itself: the call has succeeded,
         whatever the body did afterwards.
         """
         call, held_lease = self.call, self.held_lease
         self.process.renewer.drop(held_lease)
-        outcome = settlement.after_run(call, done, Returned(None, done.result, done.reason))
+        outcome = after_run(call, done, Returned(None, done.result, done.reason))
         self._release(outcome)
         if not isinstance(ending, Returned):
             self.process.observer.observe(
@@ -618,7 +627,7 @@ class Execution:
                 rule=gate.rule,
             )
         )
-        return settlement.after_gate_closed(outcome, gate.closed_for)
+        return after_gate_closed(outcome, gate.closed_for)
 
     def _release(self, outcome: Outcome | None) -> None:
         """Release the key or replace its lease by a cooldown. If the attempt was the probe of its
@@ -683,7 +692,7 @@ class Execution:
         try:
             done = retrying(
                 step,
-                lambda: settlement.settle_until(call, began),
+                lambda: settle_until(call, began),
                 process.clock,
                 errors=Exception,
                 repeatable=repeatable,
@@ -693,7 +702,7 @@ class Execution:
         return (done,)
 
     def _outcome_refused(self, ending: Ending) -> Verdict:
-        """The answer of an attempt whose outcome was refused: a later attempt owns the key, or the
+        """The verdict on an attempt whose outcome was refused: a later attempt owns the key, or the
         row was deleted, so what the record says now counts.
 
         If the later attempt has counted this one as a suspected crash, this is corrected first.
@@ -720,9 +729,9 @@ class Execution:
             return self._after_store_failure(error, 0)
         if isinstance(verdict, Run | Wait):
             why = "a later attempt owns the key" if now is not None else "the record was deleted"
-            verdict = settlement.again_soon(why, self.process.rand())
-        answer = self._report_verdict(verdict)
-        return replace(answer, started=True) if isinstance(answer, Reschedule) else answer
+            verdict = again_soon(why, self.process.rand())
+        self._report_verdict(verdict)
+        return replace(verdict, started=True) if isinstance(verdict, Reschedule) else verdict
 
     def _report_verdict(self, verdict: Verdict) -> Verdict:
         """Emit the event of a verdict without a run; the worker emits those of its messages."""
@@ -737,7 +746,7 @@ class Execution:
             case Reschedule() | Follow():
                 pass
             case Run() | Wait():
-                raise AssertionError(f"{verdict} is not an answer")
+                raise AssertionError(f"{verdict} does not end a delivery")
             case _ as never:
                 assert_never(never)
         return verdict
@@ -764,7 +773,7 @@ def retrying(
         try:
             return step()
         except errors as error:
-            pause = settlement.settle_pause(failures)
+            pause = settle_pause(failures)
             if repeatable is not None and not repeatable(error, failures):
                 raise
             if clock.now() + pause > until():

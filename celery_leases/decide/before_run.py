@@ -81,8 +81,7 @@ from __future__ import annotations
 from typing import Final, assert_never
 
 from celery_leases.call import Call
-from celery_leases.decide import attempt_history
-from celery_leases.decide import claim as claim_rules
+from celery_leases.decide import attempt_history, claim
 from celery_leases.decide.after_run import NO_RESULT, WITHOUT_RESULT, crash_loop, crash_pause
 from celery_leases.decide.answers import Holder, Refusal
 from celery_leases.decide.verdicts import (
@@ -126,7 +125,7 @@ def before_run(call: Call, facts: Facts) -> Verdict:
     if facts.callbacks_sent:
         return Drop(Dropped.CALLBACKS_SENT)
     record = facts.record if facts.record is not None and not facts.record.expired else None
-    refusal = claim_rules.refusal(record, call)
+    refusal = claim.refusal(record, call)
     if record is not None and refusal not in (Refusal.HELD, Refusal.NOT_DUE, None):
         return _answer_in_record(call, record, refusal, facts)
     holder = facts.holder
