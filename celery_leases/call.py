@@ -57,6 +57,13 @@ class Call:
     message: str | None = None
     #: Whether a fresh message can be published; not for an eager call.
     reschedulable: bool = True
+    #: With ``lease_runs="latest"``: calls of a key that are published later have a higher order. 0
+    #: before it has one.
+    order: int = 0
+    #: The order of a call without one, by its arrival; 0 if the worker does not know it.
+    arrived: int = 0
+    #: Since when it waits for a newer call that has not begun, as a time of the lease store.
+    superseded_at: int = 0
     #: While it waits for a held key: this worker begins the call as soon as the key is free.
     starts_when_free: bool = False
 

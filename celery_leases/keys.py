@@ -206,7 +206,7 @@ def call_key(
             )
         if options.tenant is not None:
             key = _of_tenant(task, options.tenant, headers or {}, key)
-        digests = None if options.each_runs else _digests(task, options, given, written)
+        digests = None if options.reruns else _digests(task, options, given, written)
     except RecursionError:
         raise _too_deep(task) from None
     fingerprint = fingerprint_of(digests) if digests is not None else None

@@ -24,6 +24,8 @@ LONGEST_COUNTDOWN: Final = 600.0
 """Seconds of the longest countdown with which a call is rescheduled."""
 DEFAULT_TTL: Final = 15.0
 """Seconds of ``lease_ttl`` by default."""
+DEBOUNCE_MAX: Final = 10
+"""``lease_debounce_max`` by default, in multiples of ``lease_debounce``."""
 DAY: Final = 86_400.0
 MINIMUM_TTL: Final = 1.0
 ADVISED_TTL: Final = 10.0
@@ -31,7 +33,7 @@ LONGEST_NAME: Final = 150
 """Characters of the name in a shared key, at most."""
 
 OnLost = Literal["interrupt", "flag", "kill"]
-Runs = Literal["once", "each"]
+Runs = Literal["once", "latest", "each"]
 _Busy = Literal["wait", "raise", "ignore"]
 OnBusy = _Busy | None
 OnDone = Literal["replay", "raise", "ignore"]
@@ -49,7 +51,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 APP_ONLY: Final = frozenset({"tenant"})
 """Settings of the whole app that a task cannot set."""
-_SECONDS: Final = ("ttl", "retention")
+_SECONDS: Final = ("ttl", "retention", "debounce", "debounce_max")
 RATE_MARGIN: Final = 0.05
 """By how much the distance between two begins is longer than the rate says: bodies begin a little
 late, and one that is late comes closer to the next one.
@@ -156,9 +158,16 @@ class LeaseOptions:
     ttl: float = DEFAULT_TTL
     renew: bool = True
     on_lost: OnLost = "interrupt"
-    #: ``"once"``: the work of a key is done once, and other calls get its result; ``"each"``: each
-    #: call runs, one after the other. Read :attr:`each_runs`.
+    #: ``"once"``: the work of a key is done once, and other calls get its result; ``"latest"``: of
+    #: the calls that wait, only the newest runs, and the others get its result; ``"each"``: each
+    #: call runs, one after the other. Read :attr:`latest_runs`, :attr:`each_runs`, :attr:`reruns`.
     runs: Runs = "once"
+    #: With ``"latest"``: a run begins once no newer call was published for so many seconds;
+    #: ``None``: at once.
+    debounce: float | None = None
+    #: But at the latest so many seconds after the first call of the burst; ``None``:
+    #: :data:`DEBOUNCE_MAX` times :attr:`debounce`.
+    debounce_max: float | None = None
     #: If another call holds the key, or its failure lets the key or its group cool down; ``None``:
     #: ``"raise"`` for a key that cools down itself, unless the delivery carries chain, chord, group
     #: or link; otherwise ``"wait"``.
@@ -180,7 +189,7 @@ class LeaseOptions:
     @cached_property
     def compares(self) -> bool:
         """Whether all calls of a key must have the same fingerprint."""
-        return self.key is not None and self.fingerprint is not False and not self.each_runs
+        return self.key is not None and self.fingerprint is not False and not self.reruns
 
     @cached_property
     def queues_once(self) -> bool:
@@ -193,6 +202,18 @@ class LeaseOptions:
     def each_runs(self) -> bool:
         """Whether each call of a key runs, one after the other (``lease_runs="each"``)."""
         return self.runs == "each"
+
+    @cached_property
+    def latest_runs(self) -> bool:
+        """Whether only the newest of the calls that wait runs (``lease_runs="latest"``)."""
+        return self.runs == "latest"
+
+    @cached_property
+    def reruns(self) -> bool:
+        """Whether a key that is done may run again, for another call: unless ``lease_runs`` is
+        ``"once"``.
+        """
+        return self.runs != "once"
 
 
 OPTION_NAMES: Final = tuple(part.name for part in fields(LeaseOptions) if part.name != "max_hold")
@@ -293,7 +314,9 @@ def _pause(option: str, value: Any) -> float:
     return UNITS[found[2]] / int(found[1]) * (1 + RATE_MARGIN)
 
 
-def _seconds(option: str, name: str, value: Any) -> float:
+def _seconds(option: str, name: str, value: Any) -> float | None:
+    if value is None and name.startswith("debounce"):
+        return None
     span = seconds(value, option)
     if name == "ttl" and span < MINIMUM_TTL:
         raise _wrong(
@@ -387,8 +410,9 @@ def _check_together(
         if options.key is None and differs(name):
             refuse(name, f"needs a lease_key: without one, {why}; add lease_key")
     for name in ("fingerprint", "on_done"):
-        if options.each_runs and differs(name):
-            refuse(name, 'does nothing under lease_runs="each"; leave one of them out')
+        if options.reruns and differs(name):
+            refuse(name, f'does nothing under lease_runs="{options.runs}"; leave one of them out')
+    _check_latest(options, refuse, differs)
     if "outbox" in given and options.outbox == "once" and options.key is None:
         refuse("outbox", "needs a lease_key: without one, each call has a key of its own; add it")
     _check_templates(task, options, given, parameters)
@@ -398,6 +422,37 @@ def _check_together(
                 "fingerprint",
                 f"names {name!r}, which is not a parameter of the task; name its parameters",
             )
+
+
+def _check_latest(
+    options: LeaseOptions, refuse: Callable[[str, str], NoReturn], differs: Callable[[str], bool]
+) -> None:
+    """Refuse options under which ``lease_runs="latest"`` would lose the last change, and times that
+    only it uses.
+    """
+    if options.latest_runs:
+        if options.key is None and differs("runs"):
+            refuse("runs", "needs a lease_key: without one, each call has a key of its own; add it")
+        if differs("on_busy") and options.on_busy != "wait":
+            refuse(
+                "on_busy",
+                'would lose the last change under lease_runs="latest", whose calls wait; leave one of them out',
+            )
+        if options.outbox == "once" and options.key is not None:
+            refuse(
+                "outbox",
+                'is not usable with lease_runs="latest": it does not publish a call of a key that is queued, so the '
+                "newest arguments would be lost; write lease_outbox=False",
+            )
+    elif differs("debounce"):
+        refuse(
+            "debounce", 'needs lease_runs="latest": other calls do not replace each other; add it'
+        )
+    if options.debounce_max is not None and differs("debounce_max"):
+        if options.debounce is None:
+            refuse("debounce_max", "does nothing without lease_debounce; add it")
+        if options.debounce_max < options.debounce:
+            refuse("debounce_max", "is shorter than lease_debounce; write a longer time")
 
 
 def _check_templates(

@@ -185,6 +185,8 @@ class Record:
     crashes: int = field(
         default=0, metadata=column(Emptied.EXPIRED | Emptied.FORGIVE | Emptied.FORGET)
     )
+    #: With ``lease_runs="latest"``: the order of the call of the last claim.
+    order: int = field(default=0, metadata=details("order", _FORGET))
     #: How often Celery had retried the call of the last claim.
     retries: int = field(default=0, metadata=details("retries", _QUEUE))
     lease_store: str = ""

@@ -190,6 +190,10 @@ class LeasedMixin:
 
             publish: Any = super().apply_async  # type: ignore[misc]
             return outbox.publish_once(self, publish, args, options)
+        if self.lease_options.latest_runs:
+            from celery_leases.outbox import in_order
+
+            return in_order.publish(self, super().apply_async, args, options)  # type: ignore[misc]
         return super().apply_async(*args, **options)  # type: ignore[misc]
 
     def apply(self, *args: Any, **options: Any) -> Any:

@@ -51,6 +51,7 @@ from celery_leases.decide.endings import (
     Terminated,
     error_text,
 )
+from celery_leases.decide.latest import ORDER_TTL, order_mark, until_turn
 from celery_leases.decide.verdicts import (
     Drop,
     Facts,
@@ -158,10 +159,13 @@ class Execution:
         after each of these the delivery must be rescheduled.
         """
         call, process = self.call, self.process
-        if call.repeat:
+        again = self._until_turn() if call.options.latest_runs else None
+        if call.repeat or again is not None:
             verdict = self._decide(process.records.read(call.key.stored))
             if not isinstance(verdict, Run | Wait):
                 return verdict
+        if again is not None:
+            return again
         began = process.clock.now()
         while True:
             verdict = self._acquire_once(process.clock.now() - began)
@@ -172,6 +176,26 @@ class Execution:
             if process.clock.now() + verdict.delay > call.begin_by:
                 return self._too_late()
             process.clock.sleep(verdict.delay)
+
+    def _until_turn(self) -> Reschedule | None:
+        """How the call waits for a newer one, under ``lease_runs="latest"``; gives it an order, if
+        its publisher has not.
+        """
+        call, process, stored_key = self.call, self.process, self.call.key.stored
+        leases = process.leases
+        burst = leases.burst(stored_key)
+        if not call.order:
+            # The mark is for a message that is delivered again, or that a rescue publishes again.
+            name, again = order_mark(call.call_id), call.repeat or call.message is not None
+            known = leases.mark(stored_key, name) if again else None
+            order = int(known) if known is not None else call.arrived or burst.now
+            if known is None and call.reschedulable:
+                leases.swap_mark(stored_key, name, None, str(order), ORDER_TTL)
+            object.__setattr__(call, "order", order)
+        if call.order > burst.newest:  # or the store has lost the note of its publisher
+            leases.note_order(stored_key, call.order)
+            burst = replace(burst, newest=call.order, first=burst.first or call.order)
+        return until_turn(call, burst, process.rand())
 
     def _acquire_once(self, waited: float) -> Verdict:
         call, process = self.call, self.process
@@ -272,6 +296,9 @@ class Execution:
             raise
         if not isinstance(verdict, Run):
             self._free(held_lease.probe)
+        elif options.debounce:
+            with suppress(StoreUnavailable):  # then the next run begins earlier
+                process.leases.end_burst(call.key.stored, call.order)
         return verdict
 
     def _claim(self) -> Acquired | Refused:

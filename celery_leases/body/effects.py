@@ -164,7 +164,7 @@ class Effects:
     @property
     def _scope(self) -> Scope:
         options = self.call.options
-        return scope_of(self.record, each_runs=options.each_runs, retention=options.retention)
+        return scope_of(self.record, each_runs=options.reruns, retention=options.retention)
 
     def _retrying(
         self, step: Callable[[], T], repeatable: Callable[[Any, int], bool] | None = None

@@ -246,10 +246,10 @@ def unrun(call: Call, record: Record, delay: float) -> Outcome:
 
 
 def crashes_of_another_call(call: Call, record: Record) -> bool:
-    """With runs="each", crash counts belong to one call: another call's success does not reset
+    """Unless runs="once", crash counts belong to one call: another call's success does not reset
     them.
     """
-    return call.options.each_runs and record.crashed_call not in (None, call.call_id)
+    return call.options.reruns and record.crashed_call not in (None, call.call_id)
 
 
 def unchanged(call: Call, record: Record) -> Outcome:

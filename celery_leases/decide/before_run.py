@@ -38,8 +38,10 @@ anything else                                     ``Run``
 A call that has begun is never dropped or refused because of another call: it is rescheduled, or
 gets the saved result. A delivery that carries chain, chord, group or link is never dropped because
 of another call either. Without a result ends a call that raises ``Ignore`` or calls ``replace()``,
-and with ``lease_runs="each"`` also a call that failed for good before another call ran. A call whose caller has
-its failure no longer reserves the key for its arguments.
+and with ``lease_runs="each"`` also a call that failed for good before another call ran. With
+``lease_runs="latest"`` another call ends a call only if it is not older, and
+:mod:`~celery_leases.decide.latest` decides which one runs. A call whose caller has its failure no
+longer reserves the key for its arguments.
 
 After the run
 
@@ -145,11 +147,11 @@ def after_claim(call: Call, record: Record) -> Run | Reschedule | Raise:
 
     An attempt that does not run is closed.
     """
-    counted = record.crashed_call in (None, call.call_id) or not call.options.each_runs
+    counted = record.crashed_call in (None, call.call_id) or not call.options.reruns
     if not counted:
         return Run()
     if record.crashes >= call.options.failures.crashes and (
-        record.just_crashed or call.options.each_runs
+        record.just_crashed or call.options.reruns
     ):
         return Raise(crash_loop(record))
     pause = crash_pause(record.crashes) if record.just_crashed else 0.0
@@ -240,7 +242,8 @@ def _finished_before(call: Call, record: Record) -> Verdict:
 
 
 def _finished_by_other_call(call: Call, record: Record, facts: Facts) -> Verdict:
-    match "replay" if call.started else call.options.on_done:
+    replays = call.started or call.options.latest_runs
+    match "replay" if replays else call.options.on_done:
         case "raise":
             message = f"{printable(record.key)} was done by call {record.call_id}"
             return Raise(AlreadyDone(message, record.key, record.call_id))
@@ -302,7 +305,7 @@ def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
 def _reschedule_until_free(call: Call, backoff: float, facts: Facts) -> Reschedule:
     delay, reason = backoff, Dropped.HELD_BY_OTHER.words
     if call.starts_when_free:
-        delay = countdown_until_free(call, facts)
+        delay = countdown_until_free(call, facts.rand)
         reason = f"{reason}; this call begins when the key is free"
     return Reschedule(countdown(call, delay), reason, event_type="held", held=True)
 

@@ -46,12 +46,18 @@ def refusal(row: Record | None, call: Call) -> Refusal | None:
         and (row.state is State.RUNNING or row.ended is Ended.RETRIED)
     ):
         return Refusal.SUPERSEDED
-    if row.state is State.UNCERTAIN or (row.state is State.FAILED and not call.options.each_runs):
+    # Under "latest" the last run answers the calls that are not newer than its own: it had their
+    # arguments or newer ones.
+    answered = call.options.latest_runs and call.order <= row.order
+    over = answered or not call.options.reruns
+    if row.state is State.UNCERTAIN or (row.state is State.FAILED and over):
         return Refusal.FAILED
-    free = ours or row.failure_delivered or call.options.each_runs
+    if answered and row.failure_delivered and not ours:
+        return Refusal.REPORTED
+    free = ours or row.failure_delivered or call.options.reruns
     if not (free or same_arguments(row.fingerprint, call.key.fingerprint)):
         return Refusal.REUSED
-    if row.state is State.DONE and not call.options.each_runs:
+    if row.state is State.DONE and over:
         return Refusal.DONE
     if row.state is State.RUNNING and row.lease_remaining > 0 and row.owner not in call.prior:
         return Refusal.HELD
@@ -128,6 +134,7 @@ def claimed(row: Record | None, call: Call, lease_store: str, now: int) -> Recor
         lease_until=lease_until,
         retention=retention,
         message=call.message,
+        order=call.order,
     )
 
 
@@ -148,9 +155,9 @@ def dated(new: Record, now: int) -> Record:
 def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int | None) -> Record:
     for owner in call.prior:
         row = attempt_history.with_end(row, owner, Ended.LOST) or row
-    each_runs, same_call = call.options.each_runs, row.call_id == call.call_id
-    # Its retention is over, or each call has a generation of its own (``each_runs``).
-    new_generation = row.expired or (each_runs and not same_call)
+    reruns, same_call = call.options.reruns, row.call_id == call.call_id
+    # Its retention is over, or each call has a generation of its own (unless ``runs="once"``).
+    new_generation = row.expired or (reruns and not same_call)
     # A running row was not closed by its owner, of which nothing was heard since its lease ended:
     # a suspected crash, unless the call knows that attempt.
     running, crashed = row.state is State.RUNNING, False
@@ -162,8 +169,8 @@ def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int
         latest = attempt_history.taken_over(row, ended)
     values: dict[str, Any] = {"history": attempt_history.with_attempt(row, latest)}
     if crashed:
-        # With runs="each" crashes in a row belong to one call.
-        first = each_runs and row.crashed_call not in (None, row.call_id)
+        # Unless runs="once", crashes in a row belong to one call.
+        first = reruns and row.crashed_call not in (None, row.call_id)
         values |= {"crashes": 1 if first else row.crashes + 1, "crashed_call": row.call_id}
     values |= EMPTY[Emptied.CLAIM]
     if new_generation:
@@ -185,6 +192,7 @@ def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int
         "attempt": 1 if new_generation else row.attempt + 1,
         "generation": row.generation + new_generation,
         "retries": call.retries,
+        "order": call.order,
         "crashed_at": now if crashed else None,
         "previous": Attempt(ended, row.failure, row.holder) if ended is not None else None,
         "lease_store": lease_store,

@@ -98,7 +98,7 @@ def while_full(call: Call, facts: Facts, room: Room) -> Verdict:
     refusal = group_is_full(call.key.key, call.group or "", room, facts.wall_time)
     delay = max(room.wait, min(2.0 ** min(call.reschedules, 20), LONGEST_WAIT_FOR_SLOT))
     if call.starts_when_free:
-        delay = max(room.wait, countdown_until_free(call, facts))
+        delay = max(room.wait, countdown_until_free(call, facts.rand))
     since = (call.ask.since if call.ask is not None else 0.0) or float(round(room.now))
     reschedule = Reschedule(
         countdown(call, delay + jitter(facts)),
@@ -127,9 +127,11 @@ def while_busy(
     call: Call, default: OnBusy, reschedule: Reschedule, refusal: LeasesError, drop: Drop
 ) -> Reschedule | Raise | Drop:
     """The verdict on a call that cannot run now because of another call: what ``lease_on_busy``
-    says, or *default*. A call that has begun waits.
+    says, or *default*. A call that has begun waits, and so does one of ``lease_runs="latest"``,
+    which would be a lost change otherwise.
     """
-    match "wait" if call.started else call.options.on_busy or default:
+    waits = call.started or call.options.latest_runs
+    match "wait" if waits else call.options.on_busy or default:
         case "wait" | None:
             return reschedule
         case "raise":
@@ -192,15 +194,13 @@ def countdown(call: Call, delay: float) -> float:
     return max(SHORTEST_DELAY, min(delay, call.longest_countdown))
 
 
-def countdown_until_free(call: Call, facts: Facts) -> float:
+def countdown_until_free(call: Call, rand: float) -> float:
     """The countdown of a call that its worker begins as soon as the key is free.
 
     It only matters if that worker does not begin the call. It doubles with each reschedule, and is
     spread so that calls of one key do not run at the same time.
     """
-    return (
-        FIRST_COUNTDOWN_UNTIL_FREE * 2.0 ** min(call.reschedules, 20) * (0.75 + 0.25 * facts.rand)
-    )
+    return FIRST_COUNTDOWN_UNTIL_FREE * 2.0 ** min(call.reschedules, 20) * (0.75 + 0.25 * rand)
 
 
 def publish_retry_time(returns: int, limit: int | None, longest: float) -> float:

@@ -108,10 +108,10 @@ def enqueue(
 ) -> AsyncResult:
     """Write the call of *task* into the transaction *given*; see ``LeasedTask.apply_async_in``."""
     app, options, call_id = task.app, task.lease_options, str(uuid4())
-    if options.each_runs and options.key is not None:
+    if options.reruns and options.key is not None:
         raise LeaseConfigurationError(
             f"task {task.name}: delay_in() needs a record of its own for each call, but under "
-            'lease_runs="each" all calls of a key share one; leave lease_key out, or publish after the commit'
+            f'lease_runs="{options.runs}" all calls of a key share one; publish after the commit'
         )
     process = processes.process_of(app)
     headers = headers_of(task, args, kwargs, options_of_call.get("headers"), call_id)
@@ -287,8 +287,10 @@ def must_be_published(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     record = records.read(key.stored)
     if record is None or record.expired or record.forgotten:
         return True
+    if options.reruns and record.state is not State.UNCERTAIN:
+        return True
     _check_arguments(record, key)
-    return options.each_runs or _has_no_open_call(record)
+    return _has_no_open_call(record)
 
 
 _ORDER: Final = ("args", "kwargs", "task_id", "producer", "link", "link_error", "shadow")
@@ -311,6 +313,22 @@ eager body runs during the publish, and may make other calls.
 """
 
 
+def arguments_of(positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``apply_async``, by name."""
+    return dict(zip(_ORDER, positional, strict=False)) | dict(named)
+
+
+def is_published_before(task: Any, given: Mapping[str, Any]) -> bool:
+    """Whether these arguments of ``apply_async`` are those of a retry, a stored message, or a call
+    that its own body publishes again.
+    """
+    call_id = given.get("task_id")
+    stored = _publishing_stored.get() == (task.name, call_id)
+    itself = call_id is not None and call_id == task.request.id
+    carries = HEADER in (given.get("headers") or {})
+    return bool(stored or given.get("retries") or carries or itself)
+
+
 def publish_once(
     task: Any,
     publish: Callable[..., AsyncResult],
@@ -323,11 +341,8 @@ def publish_once(
     Retries, calls that other calls wait for, stored messages, and calls that their own body
     publishes again are published in any case.
     """
-    given = dict(zip(_ORDER, positional, strict=False)) | dict(named)
-    carries = any(given.get(name) for name in _CANVAS) or HEADER in (given.get("headers") or {})
-    stored = _publishing_stored.get() == (task.name, given.get("task_id"))
-    itself = given.get("task_id") is not None and given["task_id"] == task.request.id
-    if stored or given.get("retries") or carries or itself:
+    given = arguments_of(positional, named)
+    if any(given.get(name) for name in _CANVAS) or is_published_before(task, given):
         return publish(*positional, **named)
     app, options = task.app, task.lease_options
     args, kwargs = tuple(given.pop("args", None) or ()), dict(given.pop("kwargs", None) or {})

@@ -16,6 +16,7 @@ from celery_leases.decide.answers import (
     Renewal,
     RenewalResult,
 )
+from celery_leases.decide.latest import Burst
 from celery_leases.errors import StoreUnavailable
 from celery_leases.events import Event
 from celery_leases.groups.group import Closing, Gate
@@ -136,8 +137,8 @@ class LeaseStore(ABC):
 
 @runtime_checkable
 class MarkStore(Protocol):
-    """Marks: short values beside a key that expire. They note the latest copy of a call, and that
-    callbacks are sent.
+    """Marks: short values beside a key that expire. They note the latest copy of a call, that
+    callbacks are sent, and with ``lease_runs="latest"`` the newest call.
     """
 
     def mark(self, stored_key: str, name: str) -> str | None:
@@ -148,6 +149,27 @@ class MarkStore(Protocol):
         self, stored_key: str, name: str, expected: str | None, value: str, ttl: float
     ) -> bool:
         """Set a mark for *ttl* seconds if it is absent or equals *expected*."""
+        ...
+
+    def new_order(self, stored_key: str) -> int:
+        """The order of a new call of a key, which is its newest call now; one round trip.
+
+        It is the time of the store in microseconds, and greater than that of each earlier call.
+        """
+        ...
+
+    def note_order(self, stored_key: str, order: int) -> None:
+        """Note a call with that *order*, unless a newer one is noted."""
+        ...
+
+    def burst(self, stored_key: str) -> Burst:
+        """The newest call of a key, and the first one since :meth:`end_burst`."""
+        ...
+
+    def end_burst(self, stored_key: str, order: int) -> None:
+        """Note that a run of the call with that *order* begins: the next call is the first of a new
+        burst. If a newer call is noted, its burst begins now.
+        """
         ...
 
 

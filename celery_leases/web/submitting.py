@@ -54,8 +54,8 @@ def submit(
 
     def look() -> tuple[LeaseStatus, HttpAnswer]:
         status: LeaseStatus = task.lease_status(*given, **named)
-        if status.state == State.DONE and task.lease_options.each_runs:
-            status = replace(status, state=ABSENT, result=None)  # each call runs
+        if status.state == State.DONE and task.lease_options.reruns:
+            status = replace(status, state=ABSENT, result=None)  # the next call runs
         where = location(status) if callable(location) else location
         asked: Any = {"asked": "work", "idempotent": idempotent, "poll_after": poll_after}
         return status, answer(status, location=where, **asked)

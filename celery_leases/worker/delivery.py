@@ -60,6 +60,7 @@ from celery_leases.worker import processes, requeue
 from celery_leases.worker.body_exceptions import ExceptionTranslator, as_exception
 from celery_leases.worker.errbacks import rebuilt
 from celery_leases.worker.headers import (
+    ARRIVED,
     ENDED_UNDER,
     HEADER,
     LIMITS,
@@ -72,6 +73,7 @@ from celery_leases.worker.headers import (
     group_of,
     key_of,
     new_token,
+    order_of,
     owner_of,
     read_header,
     state_of,
@@ -225,6 +227,8 @@ class Delivery(Rescheduling):
     def _call(self) -> Call:
         request, header, limits = self.request, self.header, self.time_limits
         group = message = ask = None
+        if self.options.latest_runs and not header.order:
+            self.header = header = replace(header, order=order_of(request.__dict__, self.call_id))
         if self.options.group is not None:
             if self.options.group.limited:
                 ask = self._ask(self.options.group)
@@ -232,7 +236,8 @@ class Delivery(Rescheduling):
                 self.task, self.received_header, self.args, self.kwargs, request.retries
             )
         if self.options.outbox == "store" and not request.is_eager:
-            message = self.process.publisher.message_of(self.task, self.received_header)
+            stored = header if header.order else self.received_header
+            message = self.process.publisher.message_of(self.task, stored)
         return Call(
             task=self.task.name,
             call_id=self.call_id,
@@ -266,6 +271,9 @@ class Delivery(Rescheduling):
             reschedulable=not request.is_eager,
             message=message,
             starts_when_free=WOKEN in request.__dict__,
+            order=header.order,
+            arrived=request.__dict__.get(ARRIVED, 0) if self.options.latest_runs else 0,
+            superseded_at=header.superseded_at,
         )
 
     def _ask(self, group: Group) -> Ask:
@@ -308,7 +316,7 @@ class Delivery(Rescheduling):
     # -- the body ----------------------------------------------------------------------------------
 
     def _body(self, call: Call, held_lease: HeldLease, record: Record) -> Ending:
-        self.header = self.header.begun(call.key, call.group)
+        self.header = self.header.begun(call.key, call.group, call.order)
         self.header.write(self.request)
         self.body_began = True
         on_lost = self.options.on_lost

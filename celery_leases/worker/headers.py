@@ -57,6 +57,11 @@ LIMITS: Final = "celery_leases_limits"
 in seconds: those of its message, its task, or its worker.
 """
 
+ARRIVED: Final = "celery_leases_arrived"
+"""The field of the request that says, in the same way, the order of a call by its arrival, if its
+publisher has given it none; see :mod:`~celery_leases.worker.arrivals`.
+"""
+
 ENDED_UNDER: Final = "celery_leases_ended_under"
 """The attribute of an exception that has passed through a delivery, with the owner token: the main
 process need not look at the record.
@@ -64,6 +69,11 @@ process need not look at the record.
 
 HEADER: Final = OURS
 """The name of the message header, which a call has after its first delivery."""
+
+ORDER: Final = "celery_leases_order"
+"""The name of the message header with the id and the order of a call with ``lease_runs="latest"``,
+from its publisher.
+"""
 
 HEADER_VERSION: Final = 1
 LONGEST_KEY: Final = 1000
@@ -99,7 +109,8 @@ class Header:
     ``failure_fence``: see :class:`~celery_leases.call.Call`. ``held``: the call waits
     because another call holds its key; ``full``: because its group is full, ``since`` then, in
     milliseconds by the clock of the store. ``due``: the user's countdown ends then, in seconds
-    since 1970; the call waits for it in hops. ``cause``: what the call waits for, see
+    since 1970; the call waits for it in hops. ``order`` and ``superseded_at``: see
+    :class:`~celery_leases.call.Call`. ``cause``: what the call waits for, see
     :func:`~celery_leases.worker.waiting_log.cause_after`.
     """
 
@@ -120,6 +131,8 @@ class Header:
     since: float | None = None
     due: float | None = None
     cause: str = ""
+    order: int = 0
+    superseded_at: int = 0
 
     def of_key(self, key: CallKey, group: str | None) -> Self:
         """This header for a call of that key and cooldown group."""
@@ -132,7 +145,7 @@ class Header:
             group=gate_name(group) if group is not None else None,
         )
 
-    def begun(self, key: CallKey, group: str | None) -> Header:
+    def begun(self, key: CallKey, group: str | None, order: int) -> Header:
         """The header of the call once its body begins: the counts of earlier reschedules start
         again at 0.
         """
@@ -146,6 +159,7 @@ class Header:
             group=gate_name(group) if group is not None else None,
             copy=self.copy,
             started=True,
+            order=order,
         )
 
     def write(self, request: Any) -> None:
@@ -188,6 +202,8 @@ class Header:
             written["due"] = self.due
         if self.failure_fence is not None:
             written["met"] = self.failure_fence
+        if self.order:
+            written |= {"order": self.order, "superseded": self.superseded_at}
         return written
 
     @classmethod
@@ -220,6 +236,8 @@ class Header:
             since=found.time("since", 2**44),
             due=found.time("due"),
             cause=found.text("cause", LONGEST_CAUSE, ""),
+            order=found.fence("order") or 0,
+            superseded_at=found.fence("superseded") or 0,
         )
 
 
@@ -306,6 +324,16 @@ def read_header(headers: object, task: str, call_id: str) -> Header | None:
         logger.warning("%s[%s]: its message header %r is ignored: %s", task, call_id, HEADER, error)
         return None
     return header if (header.task, header.id) == (task, call_id) else None
+
+
+def order_of(headers: Mapping[str, Any], call_id: str) -> int:
+    """The order that the publisher has given this call; 0 without one, or if it is that of another
+    call, whose headers were passed on.
+    """
+    value = headers.get(ORDER)
+    if not isinstance(value, list | tuple) or len(value) != 2 or value[0] != call_id:
+        return 0
+    return value[1] if type(value[1]) is int and 0 < value[1] < 2**62 else 0
 
 
 def retries_of(given: object, task: str, call_id: str) -> int:

@@ -26,11 +26,14 @@ from celery_leases.results import failure_of
 from celery_leases.signals import logger
 from celery_leases.worker import child_exit, database_watch, processes, takeover
 from celery_leases.worker.app_settings import settings_of
+from celery_leases.worker.arrivals import arrivals
 from celery_leases.worker.child_exit import EndedDelivery
 from celery_leases.worker.headers import (
+    ARRIVED,
     ENDED_UNDER,
     HEADER,
     LIMITS,
+    ORDER,
     OURS,
     TASK_EVENTS,
     TOKEN,
@@ -90,8 +93,9 @@ class LeaseRequest(Request):
         # may set are removed. is_eager would make the call use stores in memory.
         carried = self._request_dict
         if OURS in "".join(carried):  # rare, and much quicker than a look at each name
-            for name in [name for name in carried if name.startswith(OURS) and name != HEADER]:
-                del carried[name]
+            for name in [name for name in carried if name.startswith(OURS)]:
+                if name not in (HEADER, ORDER):
+                    del carried[name]
         carried["is_eager"] = False
         carried["retries"] = retries_of(carried.get("retries"), self.name, self.id)
         self._strip_embedded()
@@ -117,7 +121,10 @@ class LeaseRequest(Request):
             carried[WOKEN] = True
         if HEADER in carried:
             self._leave_out_arrival(carried[HEADER])
-        if waiting_calls.by_key or HEADER in carried:
+        latest = self._task.lease_options.latest_runs
+        if latest:
+            carried[ARRIVED] = arrivals.order(self._app)
+        if waiting_calls.by_key or HEADER in carried or latest:
             waiting_calls.received(self)
         if limits is not None and (HEADER in carried or self.delivery_info.get("redelivered")):
             database_watch.watch(self._app, begin_by(0.0, *limits))

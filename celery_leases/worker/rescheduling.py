@@ -100,6 +100,8 @@ class Rescheduling:
             held=again.held,
             full=again.full_since is not None,
             since=again.full_since or self.header.since,
+            order=call.order,
+            superseded_at=again.superseded_at,
             cause=cause,
         )
         retry, began = _retry_of(again), self.process.clock.now()

@@ -22,6 +22,7 @@ All this happens in the worker's main process. Calls begin only in callbacks of 
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections import deque
@@ -48,6 +49,7 @@ from celery_leases.stores.interfaces import SlotStore
 from celery_leases.worker import processes
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.headers import (
+    ARRIVED,
     HEADER,
     SINCE,
     Header,
@@ -55,6 +57,7 @@ from celery_leases.worker.headers import (
     carried_stored_key,
     group_of,
     key_of,
+    order_of,
     read_header,
 )
 from celery_leases.worker.publisher import GroupIsFull, KeyIsHeld
@@ -101,7 +104,10 @@ class KeyWaiters:
         self.longest = longest
         #: The key has calls that run one after the other (``lease_runs="each"``).
         self.each_runs = False
-        #: The waiting calls, a heap in the order of arrival. Celery may have dropped some of them.
+        #: The newest of the calls begins first (``lease_runs="latest"``).
+        self.latest_runs = False
+        #: The waiting calls, a heap in the order of arrival, or with the newest first. Celery may
+        #: have dropped some of them.
         self.waiting: list[tuple[int, int, Any]] = []
         self.begun: set[Any] = set()
         #: The fingerprints of calls that were rescheduled because the key was held.
@@ -110,6 +116,9 @@ class KeyWaiters:
         self.key_is_free = False
         #: How many calls may be begun at the same time.
         self.may_run = 1
+        #: If the newest runs: the place of the last call that has a result. Calls before it, which
+        #: are newer, begin alone.
+        self.answered_to = -math.inf
         self.held_since = self.last_used = now
         self.next_lookup = now + MIN_LOOKUP_INTERVAL
         #: How often in a row a call that was begun here found the key held.
@@ -126,8 +135,10 @@ class KeyWaiters:
 
     def place_of(self, request: Any) -> int:
         """The position of a call in the order of arrival. A call that is rescheduled keeps its
-        position, although its copy is another message.
+        position, although its copy is another message. If the newest runs, its order decides.
         """
+        if self.latest_runs:
+            return -_order_of(request)
         if request.id not in self._places:
             self._places[request.id] = next(self._count)
         return self._places[request.id]
@@ -148,6 +159,8 @@ class KeyWaiters:
         """
         self.begun.discard(request)
         self._places.pop(request.id, None)
+        if answered and self.latest_runs:
+            self.answered_to = self.place_of(request)
         self.key_is_free, self.rescheduled_in_a_row, self.held_since, self.last_used = (
             True,
             0,
@@ -185,7 +198,10 @@ class KeyWaiters:
     def next_to_begin(self) -> Any:
         """Remove and return a call that may begin now; ``None`` if no call may."""
         while self.key_is_free and self.waiting and len(self.begun) < self.may_run:
-            _, _, request = heappop(self.waiting)
+            place, _, request = self.waiting[0]
+            if place < self.answered_to and self.begun:
+                return None
+            heappop(self.waiting)
             if _waits(request):
                 self.begun.add(request)
                 return request
@@ -331,9 +347,8 @@ class WaitingCalls:
         fields, task = request._request_dict, request.task  # noqa: SLF001 - as Celery's own request reads it
         consumer: Any = _consumer()
         copy = request.eta is not None
-        if (
-            HEADER not in fields if copy else task.name not in self._tasks
-        ) or not self.begins_early(consumer):
+        known = task.name in self._tasks or task.lease_options.latest_runs
+        if (HEADER not in fields if copy else not known) or not self.begins_early(consumer):
             return
         if copy:
             header = _header_of(request)
@@ -423,6 +438,8 @@ class WaitingCalls:
             if waiters is None or request not in waiters.begun:
                 return
             waiters.call_ended(request, monotonic(), answered=answered)
+            if waiters.latest_runs and not waiters.waiting and not waiters.begun:
+                self.by_key.pop(waiters.stored_key, None)
         consumer = _consumer()
         if waiters.waiting and consumer is not None and consumer.timer is not None:
             consumer.timer.call_after(0, self._begin_ready)
@@ -436,6 +453,7 @@ class WaitingCalls:
             self.by_key[stored_key] = waiters
         self._tasks.add(task.name)
         waiters.each_runs = waiters.each_runs or task.lease_options.each_runs
+        waiters.latest_runs = waiters.latest_runs or task.lease_options.latest_runs
         return waiters
 
     def _group_waiters_of(self, name: str | None, task: Any) -> GroupWaiters | None:
@@ -479,6 +497,13 @@ class WaitingCalls:
         except Exception:  # noqa: BLE001 - the pool child reports what is wrong with the message
             return None
         waiters = self.by_key.get(key.stored)
+        if waiters is None and options.latest_runs:
+            # Otherwise the calls that arrive while the first one runs would be begun by the pool,
+            # in the order of arrival.
+            waiters = self._waiters_of(key.stored, request.task)
+            waiters.add_fingerprint(key.fingerprint)
+            waiters.key_is_free = True
+            self._start_ticking(_consumer())
         if waiters is not None and key.fingerprint in waiters.fingerprints:
             return waiters, f"key {key.shown}: waits here: another call holds the key"
         if group is None or (waiters := self.by_key.get(_group_key(group))) is None:
@@ -664,6 +689,15 @@ def _header_of(request: Any) -> Header | None:
     return read_header(
         fields, request.task.name, call_id_of(request.id, fields.get("replaced_task_nesting"))
     )
+
+
+def _order_of(request: Any) -> int:
+    """The order of a call among those of its key; 0 if it has none yet."""
+    fields = request._request_dict  # noqa: SLF001 - as Celery's own request reads it
+    call_id = call_id_of(request.id, fields.get("replaced_task_nesting"))
+    header = read_header(fields, request.task.name, call_id)
+    known = header.order if header is not None else 0
+    return known or order_of(fields, call_id) or int(fields.get(ARRIVED) or 0)
 
 
 def _countdown() -> float:

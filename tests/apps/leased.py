@@ -18,7 +18,7 @@ from celery.signals import worker_ready
 from celery.worker.request import Request
 from kombu import Exchange, Queue
 
-from celery_leases import Failures, LeasedTask, Snooze, current_lease
+from celery_leases import Failures, LeasedTask, PermanentFailure, Snooze, current_lease
 from celery_leases.decide import after_run
 from tests.support.workers import QUEUE_VARIABLE
 
@@ -142,6 +142,35 @@ def audited(self, name, gate):
 def rerun(self, name, seconds=0.0, gate=None):
     """As :func:`work`; each call runs."""
     return _working(self, name, seconds, gate)
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="newest:{name}", lease_runs="latest")
+def newest(self, name, number, gate=None, seconds=0.0, how=None):
+    """As :func:`work`; of the calls that wait, only the newest runs. Returns *number*."""
+    begins(self, name, number=number)
+    if gate:
+        wait_for(gate)
+    time.sleep(seconds)
+    if how == "retry" and not self.request.retries:
+        raise self.retry(countdown=1.0)
+    if how == "fail":
+        raise PermanentFailure(f"number {number} is wrong")
+    ends(self, name)
+    return number
+
+
+@app.task(
+    base=LeasedTask,
+    bind=True,
+    lease_key="quiet:{name}",
+    lease_runs="latest",
+    lease_debounce=1.0,
+    lease_debounce_max=3.0,
+)
+def quiet(self, name, number):
+    """As :func:`newest`, once no newer call has come for a second."""
+    begins(self, name, number=number)
+    return number
 
 
 @app.task(base=LeasedTask, bind=True)

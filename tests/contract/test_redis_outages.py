@@ -54,6 +54,8 @@ def steps(store: RedisLeaseStore, key: str = "") -> dict[str, Callable[[], Any]]
         "held": lambda: store.held([call.key.stored]),
         "swap_mark": lambda: store.swap_mark(call.key.stored, "m", None, "x", 5.0),
         "mark": lambda: store.mark(call.key.stored, "m"),
+        "new_order": lambda: store.new_order(call.key.stored),
+        "burst": lambda: store.burst(call.key.stored),
         "cool": lambda: store.cool(call.key.stored, call.token, 15.0),
         "end_cooldown": lambda: store.end_cooldown(call.key.stored),
         "release": lambda: store.release(call.key.stored, call.token),

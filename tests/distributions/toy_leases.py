@@ -17,6 +17,7 @@ from celery_leases.decide.answers import (
     Renewal,
     RenewalResult,
 )
+from celery_leases.decide.latest import Burst
 from celery_leases.errors import LeaseStoreMismatch
 from celery_leases.groups.group import Closing, Gate, admits, closed, gate_retention
 from celery_leases.groups.history import PastClosing
@@ -43,6 +44,7 @@ class Memory:
     began: float = field(default_factory=time.monotonic)
     leases: dict[str, Lease] = field(default_factory=dict)
     marks: dict[tuple[str, str], tuple[str, float]] = field(default_factory=dict)
+    bursts: dict[str, tuple[int, int]] = field(default_factory=dict)
     gates: dict[str, tuple[Gate, float, float]] = field(default_factory=dict)
 
 
@@ -186,6 +188,33 @@ class ToyLeaseStore(MarkedLeaseStore):
                 return False
             self._memory.marks[stored_key, name] = value, self._memory.now() + ttl
             return True
+
+    def new_order(self, stored_key: str) -> int:
+        """By the clock of the process."""
+        with self._memory.lock:
+            newest, first = self._memory.bursts.get(stored_key, (0, 0))
+            newest = max(round(self._memory.now() * 1e6), newest + 1)
+            self._memory.bursts[stored_key] = newest, first or newest
+            return newest
+
+    def note_order(self, stored_key: str, order: int) -> None:
+        """Unless a newer one is noted."""
+        with self._memory.lock:
+            newest, first = self._memory.bursts.get(stored_key, (0, 0))
+            if order > newest:
+                self._memory.bursts[stored_key] = order, first or order
+
+    def burst(self, stored_key: str) -> Burst:
+        """As it was noted."""
+        now = round(self._memory.now() * 1e6)
+        return Burst(now, *self._memory.bursts.get(stored_key, (0, 0)))
+
+    def end_burst(self, stored_key: str, order: int) -> None:
+        """A run begins."""
+        with self._memory.lock:
+            if (noted := self._memory.bursts.get(stored_key)) is not None:
+                now = round(self._memory.now() * 1e6)
+                self._memory.bursts[stored_key] = noted[0], now if noted[0] > order else 0
 
     def _holder(self, lease: Lease) -> Holder:
         call = lease.call

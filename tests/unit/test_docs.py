@@ -77,6 +77,8 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
         "on_busy": '`"raise"` for a cooling key, else `"wait"`',
         "group": "none",
         "failures": "`Failures()`",
+        "debounce": "none",
+        "debounce_max": "none",
     }
     for name in OPTION_NAMES:
         if name not in APP_ONLY:

@@ -22,6 +22,17 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
         "fingerprint",
         'lease_runs="each"',
     ),
+    ({"runs": "latest"}, "runs", "add it"),
+    ({"key": "{month}", "runs": "latest", "on_done": "ignore"}, "on_done", 'lease_runs="latest"'),
+    ({"key": "{month}", "runs": "latest", "on_busy": "raise"}, "on_busy", "lose the last change"),
+    ({"key": "{month}", "runs": "latest", "outbox": "once"}, "outbox", "write lease_outbox=False"),
+    ({"key": "{month}", "debounce": "5s"}, "debounce", 'lease_runs="latest"'),
+    ({"key": "{month}", "runs": "latest", "debounce_max": 9}, "debounce_max", "lease_debounce"),
+    (
+        {"key": "{month}", "runs": "latest", "debounce": 9, "debounce_max": 8},
+        "debounce_max",
+        "shorter",
+    ),
     (
         {"key": "{month}", "fingerprint": ["month", "year"]},
         "fingerprint",

@@ -98,7 +98,7 @@ class TestWrongValues:
         ("name", "value", "hint"),
         [
             ("outbox", True, "False, 'store' or 'once'"),
-            ("runs", "twice", "'once' or 'each'"),
+            ("runs", "twice", "'once' or 'latest' or 'each'"),
             ("on_busy", "skip", "'wait' or 'raise' or 'ignore'"),
             ("on_done", "skip", "'replay' or 'raise' or 'ignore'"),
             ("on_lost", "skip", "'interrupt' or 'flag' or 'kill'"),

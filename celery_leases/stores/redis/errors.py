@@ -47,7 +47,7 @@ _UNREACHED: Final = frozenset(
 )
 
 
-ACL_COMMANDS: Final = "+evalsha +eval +get +set +del +pttl +pexpire +scan +info"
+ACL_COMMANDS: Final = "+evalsha +eval +get +set +del +pttl +pexpire +scan +time +info"
 """The commands that the user of a lease store must be allowed to call, as in ``ACL SETUSER``."""
 
 

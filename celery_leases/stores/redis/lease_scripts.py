@@ -330,6 +330,52 @@ return cooling and redis.call('DEL', KEYS[1]) or 0
 )
 """KEYS: lease. Returns 1 if the key was cooling and was deleted."""
 
+_BURST: Final = (
+    GET
+    + """
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2]
+local found = get(KEYS[1])
+local newest, first = string.match(type(found) == 'string' and found or '', '^(%d+) (%d+)$')
+newest, first = tonumber(newest) or 0, tonumber(first) or 0
+local function note(ttl) redis.call('SET', KEYS[1], string.format('%.0f %.0f', newest, first), 'PX', ttl) end
+"""
+)
+"""``newest`` and ``first`` of :class:`~celery_leases.decide.latest.Burst`, in microseconds; 0 if
+the key does not exist. ``note`` writes them.
+"""
+
+NEW_ORDER: Final = Script(
+    _BURST
+    + """
+local order = tonumber(ARGV[1])
+if order == 0 then order = math.max(now, newest + 1) end
+if order > newest then
+    newest = order
+    if first == 0 then first = order end
+    note(ARGV[2])
+end
+return order
+""",
+    keys=1,
+)
+"""KEYS: mark. ARGV: the order of a call, or 0 for a new one; ttl. Returns the order."""
+
+READ_BURST: Final = Script(_BURST + "return {now, newest, first}", keys=1)
+"""KEYS: mark. Returns the time, and ``newest`` and ``first``."""
+
+END_BURST: Final = Script(
+    _BURST
+    + """
+if newest == 0 then return 0 end
+first = newest > tonumber(ARGV[1]) and now or 0
+note(ARGV[2])
+return 1
+""",
+    keys=1,
+)
+"""KEYS: mark. ARGV: the order of the call whose run begins, ttl."""
+
 SWAP_MARK: Final = Script(
     GET
     + """

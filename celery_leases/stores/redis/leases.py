@@ -25,6 +25,7 @@ from celery_leases.decide.answers import (
     RenewalResult,
 )
 from celery_leases.decide.copies import waiting_call
+from celery_leases.decide.latest import NEWEST, ORDER_TTL, Burst
 from celery_leases.errors import LeaseConfigurationError, LeaseStoreMismatch, StoreUnavailable
 from celery_leases.keys import bounded
 from celery_leases.stores.interfaces import MarkedLeaseStore
@@ -444,6 +445,28 @@ class RedisLeaseStore(MarkedLeaseStore):
         return bool(
             self._commands.run(lease_scripts.SWAP_MARK, key, *given, value, milliseconds(ttl))
         )
+
+    def new_order(self, stored_key: str) -> int:
+        """The order of a new call, by the clock of the server."""
+        return self._order(stored_key, 0)
+
+    def note_order(self, stored_key: str, order: int) -> None:
+        """Note a call, unless a newer one is noted."""
+        self._order(stored_key, order)
+
+    def _order(self, stored_key: str, order: int) -> int:
+        key = self._keys.mark(stored_key, NEWEST)
+        return int(self._commands.run(lease_scripts.NEW_ORDER, key, order, milliseconds(ORDER_TTL)))
+
+    def burst(self, stored_key: str) -> Burst:
+        """The newest call, and the first one of its burst."""
+        key = self._keys.mark(stored_key, NEWEST)
+        return Burst(*map(int, self._commands.run(lease_scripts.READ_BURST, key)))
+
+    def end_burst(self, stored_key: str, order: int) -> None:
+        """Note that a run begins."""
+        key = self._keys.mark(stored_key, NEWEST)
+        self._commands.run(lease_scripts.END_BURST, key, order, milliseconds(ORDER_TTL))
 
     def _look(self, keys: Sequence[str]) -> list[Holder | None]:
         replies = self._commands.pipelined(

@@ -206,6 +206,10 @@ class Database:
         except _KeyPresentError:
             return None
 
+    def raised_to(self, statement: Executable, values: Mapping[str, Any]) -> int:
+        """Run a statement of :meth:`Dialect.raised`; returns the value that it has written."""
+        return self._run(statement, values, lambda executed, _: self.dialect.raised_to(executed))
+
     def timed(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """*values*, with the time if there is no server that has one."""
         return values if self.host_now is None else {**values, "now": self.host_now()}

@@ -7,17 +7,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import (
     BigInteger,
     BindParameter,
     ColumnElement,
+    Executable,
     Update,
+    and_,
     bindparam,
+    case,
+    cast,
     delete,
     or_,
     select,
+    update,
 )
 
 from celery_leases.call import Call
@@ -30,6 +35,7 @@ from celery_leases.decide.answers import (
 )
 from celery_leases.decide.before_run import holder_of_row
 from celery_leases.decide.copies import waiting_call
+from celery_leases.decide.latest import NEWEST, ORDER_TTL, Burst
 from celery_leases.errors import StoreUnavailable
 from celery_leases.options import DATABASE
 from celery_leases.record import Ended, State
@@ -38,6 +44,8 @@ from celery_leases.stores.sql.cooldown_groups import SqlGroups, later_of
 from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.rows import microseconds
+
+_ORDER_TTL: Final = microseconds(ORDER_TTL)
 
 
 class RowMarks:
@@ -50,6 +58,7 @@ class RowMarks:
         self.groups = self.slots = SqlGroups(records.database, records.tables)
         self._marks = records.tables.marks
         self._swap_mark_writes = self._swap_statement()
+        self._raise_order, self._note_order, self._select_burst = self._burst_statements()
 
     def mark(self, stored_key: str, name: str) -> str | None:
         """Read a mark."""
@@ -74,6 +83,31 @@ class RowMarks:
             "ttl": microseconds(ttl),
         }
         return self.database.touch(self._swap_mark_writes, values)
+
+    def new_order(self, stored_key: str) -> int:
+        """The order of a new call, by the clock of the database."""
+        return self.database.raised_to(self._raise_order, {"for_key": stored_key}) - _ORDER_TTL
+
+    def note_order(self, stored_key: str, order: int) -> None:
+        """Note a call, unless a newer one is noted."""
+        values = {"for_key": stored_key, "until": order + _ORDER_TTL, "first": str(order)}
+        self.database.touch(self._note_order, values)
+
+    def burst(self, stored_key: str) -> Burst:
+        """The newest call, and the first one of its burst."""
+        row = self.database.first(self._select_burst, {"for_key": stored_key})
+        assert row is not None
+        if row["expires_at"] is None:
+            return Burst(int(row["now"]))
+        return Burst(int(row["now"]), row["expires_at"] - _ORDER_TTL, int(row["value"] or 0))
+
+    def end_burst(self, stored_key: str, order: int) -> None:
+        """Note that a run begins."""
+        marks = self._marks
+        newer = marks.c.expires_at > order + _ORDER_TTL
+        first = case((newer, cast(self.database.now, marks.c.value.type)), else_="")
+        own = update(marks).where(marks.c.stored_key == stored_key, marks.c.name == NEWEST)
+        self.database.count(own.values(value=first), {})
 
     def waiting(self, stored_key: str) -> list[str]:
         """The ids of the calls of the key that wait, as their marks say."""
@@ -113,6 +147,36 @@ class RowMarks:
         for ttl, probes in slots.items():
             with suppress(StoreUnavailable):
                 self.groups.renew_probes(probes, ttl)
+
+    def _burst_statements(self) -> tuple[Executable, Writes, Executable]:
+        """Those that give a new order, note a given one, and read the burst.
+
+        The order of the newest call is the time at which its row expires, less a constant, so one
+        statement can raise and return it. The value is the first call of the burst.
+        """
+        marks, now, dialect = self._marks, self.database.now, self.database.dialect
+        key: dict[str, Any] = {"stored_key": bindparam("for_key"), "name": NEWEST}
+        own = and_(*(marks.c[name] == value for name, value in key.items()))
+
+        def begun(first: ColumnElement[Any]) -> ColumnElement[Any]:
+            return case((marks.c.value == "", first), else_=marks.c.value)
+
+        until, first = now + _ORDER_TTL, cast(now, marks.c.value.type)
+        later = {"expires_at": later_of(marks.c.expires_at + 1, until), "value": begun(first)}
+        new = {"expires_at": until, "value": first}
+        raised = dialect.raised(marks, key, new, later, "expires_at")
+        given: dict[str, BindParameter[Any]] = {
+            "expires_at": bindparam("until", type_=BigInteger),
+            "value": bindparam("first"),
+        }
+        noted = update(marks).where(own, marks.c.expires_at < given["expires_at"])
+        absent = dialect.insert_absent(marks, tuple(key), {**key, **given})
+        writes = noted.values({**given, "value": begun(given["value"])}), *absent
+        newest, value = (
+            select(column).where(own).scalar_subquery().label(column.name)
+            for column in (marks.c.expires_at, marks.c.value)
+        )
+        return raised, writes, select(newest, value, now.label("now"))
 
     def _swap_statement(self) -> Writes:
         marks, now = self._marks, self.database.now

@@ -118,6 +118,46 @@ class MarkStoreContract:
         assert marks.waiting(key) == [call]
         assert marks.waiting(f"*{key[1:]}") == ["pattern"]
 
+    def test_each_call_has_a_higher_order_than_those_before(
+        self, marks: MarkStore, key: str
+    ) -> None:
+        """It is a time of the store, also for calls of many threads at once."""
+        assert (marks.burst(key).newest, marks.burst(key).first) == (0, 0)
+        first = marks.new_order(key)
+        with ThreadPoolExecutor(THREADS) as threads:
+            orders = list(threads.map(lambda _: marks.new_order(key), range(THREADS)))
+        assert len({first, *orders}) == THREADS + 1
+        assert min(orders) > first
+        burst = marks.burst(key)
+        assert burst.newest == max(orders)
+        assert abs(burst.first - first) < 1_000_000
+        assert 0 <= burst.now - burst.newest < 60_000_000
+        assert marks.burst(f"{key}*").newest == 0
+        assert marks.new_order(key) > burst.newest
+
+    def test_a_given_order_is_noted_unless_a_newer_one_is(self, marks: MarkStore, key: str) -> None:
+        """The order of a call that had none when it was published."""
+        marks.note_order(key, 7)
+        assert (marks.burst(key).newest, marks.burst(key).first) == (7, 7)
+        for order in (9, 8):
+            marks.note_order(key, order)
+            assert (marks.burst(key).newest, marks.burst(key).first) == (9, 7)
+        assert marks.new_order(key) == marks.burst(key).newest > 9
+
+    def test_a_run_of_the_newest_call_ends_its_burst(self, marks: MarkStore, key: str) -> None:
+        """The next call is the first of another one."""
+        marks.end_burst(key, 1)
+        assert marks.burst(key).newest == 0
+        older, newest = marks.new_order(key), marks.new_order(key)
+        before = marks.burst(key).now
+        marks.end_burst(key, older)  # while a newer call waits
+        assert marks.burst(key).newest == newest
+        assert marks.burst(key).first >= before
+        marks.end_burst(key, newest)
+        assert (marks.burst(key).newest, marks.burst(key).first) == (newest, 0)
+        later = marks.new_order(key)
+        assert abs(marks.burst(key).first - later) < 1_000_000
+
     def test_one_of_many_at_once_sets_it(self, marks: MarkStore, key: str) -> None:
         """Of eight threads that expect the same value, one sets the mark."""
         assert marks.swap_mark(key, "waiter", None, "start", self.ttl)

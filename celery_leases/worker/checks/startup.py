@@ -12,6 +12,7 @@ from celery_leases.signals import logger
 from celery_leases.stores.interfaces import SlotStore
 from celery_leases.worker import processes
 from celery_leases.worker.app_settings import leased_tasks
+from celery_leases.worker.arrivals import arrivals
 from celery_leases.worker.checks import relay
 from celery_leases.worker.checks.periodic import all_entries, periodic_findings
 from celery_leases.worker.checks.settings import (
@@ -40,7 +41,9 @@ def check_before_work(sender: Any) -> None:
         if "prefork" not in str(sender.pool_cls):
             _refuse_kill_option(tasks)
         _check_records(process)
-        _check_lease_store(process)
+        _check_lease_store(
+            process, latest=any(each.lease_options.latest_runs for each in tasks.values())
+        )
         _refuse_limits(process, tasks)
     except LeasesError as error:
         raise SystemExit(f"celery_leases: {error}") from None
@@ -70,10 +73,12 @@ def _check_records(process: Process) -> None:
         logger.warning("the records database does not answer yet: %s", error)
 
 
-def _check_lease_store(process: Process) -> None:
+def _check_lease_store(process: Process, *, latest: bool) -> None:
     try:
         if warning := process.leases.check():
             logger.warning("%s", warning)
+        if latest:
+            arrivals.compare(process)
     except StoreUnavailable as error:
         logger.warning("the lease store does not answer yet: %s", error)
 

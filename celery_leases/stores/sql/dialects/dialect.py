@@ -208,6 +208,28 @@ class Dialect:
         )
         return inserted
 
+    def raised(
+        self,
+        table: Table,
+        key: Mapping[str, Any],
+        new: Mapping[str, Any],
+        changed: Mapping[str, Any],
+        name: str,
+    ) -> Executable:
+        """Insert the row of *key* with the values *new*, or change those of an existing row to
+        *changed*; see :meth:`raised_to`. Column *name* is the first one that changes.
+        """
+        places = [table.c[name] for name in key]
+        written = self.insert(table).values({**key, **new})
+        written = written.on_conflict_do_update(index_elements=places, set_=changed)
+        raised: Executable = written.returning(table.c[name])
+        return raised
+
+    @staticmethod
+    def raised_to(executed: Any) -> int:
+        """The value of the named column from the result or cursor of :meth:`raised`."""
+        return int(executed.fetchone()[0])
+
     def is_one_of(self, column: Column[Any], name: str) -> ColumnElement[bool]:
         """Whether *column* has one of the values in the list that is the parameter *name*."""
         return column.in_(bindparam(name, expanding=True))

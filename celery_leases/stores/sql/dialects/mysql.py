@@ -29,6 +29,7 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.dialects.mysql import LONGTEXT
+from sqlalchemy.dialects.mysql import insert as mysql_insert
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable, ExecutableDDLElement
 from sqlalchemy.sql.compiler import DDLCompiler
@@ -175,6 +176,27 @@ class MySQL(Dialect):
 
     def insert_now(self, table: Table, values: Mapping[str, Any], name: str) -> Executable:
         return insert(table).values({**values, name: func.last_insert_id(self.now)})
+
+    def raised(
+        self,
+        table: Table,
+        key: Mapping[str, Any],
+        new: Mapping[str, Any],
+        changed: Mapping[str, Any],
+        name: str,
+    ) -> Executable:
+        inserted = mysql_insert(table).values({**key, **new, name: func.last_insert_id(new[name])})
+        # The assignments are made in this order.
+        numbered = [
+            (column, func.last_insert_id(value) if column == name else value)
+            for column, value in changed.items()
+        ]
+        raised: Executable = inserted.on_duplicate_key_update(numbered)
+        return raised
+
+    @staticmethod
+    def raised_to(executed: Any) -> int:
+        return int(executed.lastrowid)
 
     def create_table(self, table: Table) -> list[ExecutableDDLElement]:
         return [_CreateWithIndexes(table, if_not_exists=True)]

@@ -1,0 +1,71 @@
+"""Which of the calls that wait for a key runs under ``lease_runs="latest"``, and when. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from celery_leases.call import Call
+from celery_leases.decide.verdicts import Reschedule
+from celery_leases.decide.waiting import countdown, countdown_until_free
+from celery_leases.keys import bounded
+from celery_leases.options import DEBOUNCE_MAX
+
+MICROSECONDS: Final = 1_000_000
+NEWEST: Final = "newest"
+"""The name of the mark with the newest call of a key."""
+ORDER_TTL: Final = 7 * 86_400
+"""Seconds for which the lease store notes the newest call of a key."""
+PATIENCE: Final = 10.0
+"""Seconds for which a call waits for a newer one that has not begun. Its publisher may have died
+before it published the message, or a revoke has ended it.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """The calls of a key that are published, as the lease store notes them at ``now``.
+
+    All are times of that store, in microseconds: ``newest``, the order of the newest call, and
+    ``first``, that of the first call since a run began; 0 if none is noted.
+    """
+
+    now: int
+    newest: int = 0
+    first: int = 0
+
+
+def until_turn(call: Call, burst: Burst, rand: float) -> Reschedule | None:
+    """How *call* waits for a newer call, which then runs instead, or for the end of its burst;
+    ``None`` if it may run now.
+
+    A newer call only makes the older one wait. So no change is lost if the newer one never comes:
+    the older one then runs after :data:`PATIENCE`.
+    """
+    if not call.reschedulable:
+        return None
+    if debounce := call.options.debounce:
+        longest = call.options.debounce_max or DEBOUNCE_MAX * debounce
+        first = burst.first or burst.newest
+        begin = min(burst.newest + debounce * MICROSECONDS, first + longest * MICROSECONDS)
+        if (left := (begin - burst.now) / MICROSECONDS) > 0:
+            reason = f"a newer call may come within {debounce:g} s"
+            return Reschedule(countdown(call, left), reason, event_type="")
+    if burst.newest <= call.order:
+        return None
+    since = call.superseded_at or burst.now
+    if burst.now - max(since, burst.newest) >= PATIENCE * MICROSECONDS:
+        return None
+    backoff = min(2.0 ** min(call.reschedules, 20), PATIENCE) * (0.75 + 0.25 * rand)
+    return Reschedule(
+        countdown(call, countdown_until_free(call, rand) if call.starts_when_free else backoff),
+        "a newer call of the key runs instead, and answers this one",
+        event_type="held",
+        held=True,
+        superseded_at=since,
+    )
+
+
+def order_mark(call_id: str) -> str:
+    """The name of the mark with the order of a call to which its publisher has given none."""
+    return bounded(f"order:{call_id}")

@@ -1,0 +1,65 @@
+"""``lease_runs="latest"`` with real workers: of the calls that wait, only the newest runs."""
+
+from tests.integration.deployments import Stage, got, until
+
+
+def numbers(stage: Stage, name: str) -> list[int]:
+    """The numbers of the bodies that have begun, in their order."""
+    return [event["number"] for event in stage.events("begin", name=name)]
+
+
+def test_of_ten_changes_during_a_run_only_the_last_one_runs(stage: Stage, name: str) -> None:
+    gate = stage.gate()
+    calls = [stage.tasks.newest.delay(name, 0, gate=str(gate))]
+    stage.wait_for("begin", name=name)
+    calls += [stage.tasks.newest.delay(name, number) for number in range(1, 11)]
+    gate.touch()
+    assert [got(call) for call in calls] == [0, *[10] * 10]
+    assert numbers(stage, name) == [0, 10]
+    stage.wait_until_drained()
+
+
+def test_calls_without_a_publisher_of_ours(stage: Stage, name: str) -> None:
+    """A worker gives them their order."""
+    gate = stage.gate()
+    send = stage.app.send_task
+    calls = [send(stage.tasks.newest.name, (name, 0, str(gate)))]
+    stage.wait_for("begin", name=name)
+    calls += [send(stage.tasks.newest.name, (name, number)) for number in range(1, 11)]
+    for call in calls[1:]:
+        stage.wait_for_log(call.id, "received")
+    gate.touch()
+    found = [got(call) for call in calls]
+    assert len(numbers(stage, name)) <= 3
+    assert numbers(stage, name)[-1] == 10
+    assert found[-1] == 10
+    stage.wait_until_drained()
+
+
+def test_a_burst_of_many_keys(stage: Stage, name: str) -> None:
+    """Each key sees its last change."""
+    keys = [f"{name}-{key}" for key in range(20)]
+    calls = {key: [stage.tasks.newest.delay(key, number) for number in range(6)] for key in keys}
+    for key, of_key in calls.items():
+        assert got(of_key[-1]) == 5
+        for call in of_key:
+            assert got(call) in numbers(stage, key)
+        assert numbers(stage, key)[-1] == 5
+    stage.wait_until_drained()
+
+
+def test_a_newer_call_replaces_a_retry(stage: Stage, name: str) -> None:
+    first = stage.tasks.newest.delay(name, 0, how="retry")
+    stage.wait_for_log(first.id, "retry")
+    second = stage.tasks.newest.delay(name, 1)
+    assert [got(first), got(second)] == [1, 1]
+    assert numbers(stage, name) == [0, 1]
+
+
+def test_a_debounced_run_begins_once_the_burst_is_over(stage: Stage, name: str) -> None:
+    calls = []
+    for number in range(5):
+        calls.append(stage.tasks.quiet.delay(name, number))
+        until(lambda: stage.log(calls[-1].id), "the call to arrive")
+    assert [got(call) for call in calls] == [4] * 5
+    assert numbers(stage, name) == [4]

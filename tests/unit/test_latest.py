@@ -1,0 +1,252 @@
+"""``lease_runs="latest"``: which call runs, who is answered by it, and no last change is lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from celery_leases.call import Call
+from celery_leases.decide.after_run import after_run
+from celery_leases.decide.answers import Refusal
+from celery_leases.decide.before_run import before_run
+from celery_leases.decide.claim import claimed, decide, refusal
+from celery_leases.decide.endings import ControlFlow, Lost, Returned
+from celery_leases.decide.latest import PATIENCE, Burst, until_turn
+from celery_leases.decide.repairs import settled
+from celery_leases.decide.verdicts import Facts, Raise, Reschedule, Return, Run
+from celery_leases.options import DATABASE, LeaseOptions
+from celery_leases.record import Ended, Record, State
+from tests.unit.decision_inputs import NOW, OURS, SECOND, THEIRS, a_call, a_record
+
+OLDER, NEWER = NOW - SECOND, NOW
+
+
+def latest(order: int, **changes: Any) -> Call:
+    """A call of ours."""
+    return a_call(**{"runs": "latest", "order": order} | changes)
+
+
+class TestItsTurn:
+    def test_the_newest_call_runs_at_once(self) -> None:
+        assert until_turn(latest(NEWER), Burst(NOW, NEWER, OLDER), 0.5) is None
+        assert until_turn(latest(NEWER), Burst(NOW), 0.5) is None
+
+    def test_an_older_call_waits_for_the_newer_one(self) -> None:
+        again = until_turn(latest(OLDER), Burst(NOW, NEWER, OLDER), 0.5)
+        assert again is not None
+        assert (again.held, again.superseded_at) == (True, NOW)
+        assert "newer call" in again.reason
+
+    @pytest.mark.parametrize("waited", [PATIENCE - 0.001, PATIENCE])
+    def test_it_runs_itself_if_the_newer_one_does_not_come(self, waited: float) -> None:
+        call = latest(OLDER, superseded_at=NOW + 1)
+        now = NOW + 1 + round(waited * SECOND)
+        again = until_turn(call, Burst(now, NEWER, OLDER), 0.5)
+        assert (again is None) is (waited == PATIENCE)
+        assert again is None or again.superseded_at == NOW + 1
+
+    def test_its_patience_begins_again_with_each_newer_call(self) -> None:
+        now = NOW + 20 * SECOND
+        call = latest(OLDER, superseded_at=NOW)
+        assert until_turn(call, Burst(now, now - SECOND, OLDER), 0.5) is not None
+
+    @pytest.mark.parametrize(
+        ("newest", "first", "left"),
+        [(NOW, NOW, 5.0), (NOW, NOW - 26 * SECOND, 4.0), (NOW - 2 * SECOND, NOW - 9 * SECOND, 3.0),
+         (NOW, NOW - 30 * SECOND, None), (NOW - 5 * SECOND, NOW - 6 * SECOND, None), (NOW, 0, 5.0)],
+    )  # fmt: skip
+    def test_a_debounced_run_begins_after_the_burst(self, newest, first, left) -> None:
+        call = latest(newest, debounce=5.0, debounce_max=30.0)
+        again = until_turn(call, Burst(NOW, newest, first), 0.5)
+        assert (again and again.delay) == left
+
+    def test_ten_times_the_debounce_is_the_longest_wait_by_default(self) -> None:
+        for longer, ends in ((49, False), (50, True)):
+            burst = Burst(NOW, NOW, NOW - longer * SECOND)
+            assert (until_turn(latest(NOW, debounce=5.0), burst, 0.5) is None) is ends
+
+    def test_an_eager_call_does_not_wait(self) -> None:
+        call = latest(OLDER, debounce=5.0, reschedulable=False)
+        assert until_turn(call, Burst(NOW, NEWER, OLDER), 0.5) is None
+
+
+class TestTheRow:
+    @pytest.mark.parametrize(
+        ("state", "changes", "older", "newer"),
+        [
+            (State.DONE, {}, Refusal.DONE, None),
+            (State.FAILED, {}, Refusal.FAILED, None),
+            (State.UNCERTAIN, {}, Refusal.FAILED, Refusal.FAILED),
+            (State.COOLING, {"ended": Ended.FAILED}, Refusal.REPORTED, None),
+            (State.COOLING, {"ended": Ended.FAILED, "resumes": True}, None, None),
+            (State.PENDING, {"ended": Ended.LOST}, None, None),
+        ],
+    )
+    def test_a_run_answers_the_calls_that_are_not_newer(self, state, changes, older, newer) -> None:
+        row = a_record(state, THEIRS, order=NEWER, **changes)
+        assert [refusal(row, latest(order)) for order in (OLDER, NEWER)] == [older, older]
+        assert refusal(row, latest(NEWER + 1)) is newer
+
+    def test_another_call_has_a_generation_of_its_own(self) -> None:
+        row = a_record(State.COOLING, THEIRS, order=OLDER, failures=3, attempt=4, generation=7)
+        new = claimed(row, latest(NEWER), DATABASE, NOW)
+        assert (new.order, new.generation, new.attempt, new.failures) == (NEWER, 8, 1, 0)
+        again = claimed(replace(row, call_id=OURS), latest(NEWER), DATABASE, NOW)
+        assert (again.generation, again.attempt, again.failures) == (7, 5, 3)
+
+    def test_a_call_of_a_cooling_key_waits(self) -> None:
+        """An error would lose the change."""
+        row = a_record(State.COOLING, THEIRS, order=OLDER, retry_at=NOW + 60 * SECOND)
+        for on_busy in (None, "raise", "ignore"):
+            verdict = before_run(latest(NEWER, on_busy=on_busy), Facts(record=row))
+            assert isinstance(verdict, Reschedule)
+
+
+@dataclass
+class Message:
+    """A message in the broker."""
+
+    call: Call
+    due: int
+
+
+@dataclass
+class Began:
+    """A body that has begun."""
+
+    order: int
+    at: int
+
+
+class Key(RuleBasedStateMachine):
+    """One key with its publishers, broker and workers. Any of them may die at any step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = NOW
+        self.burst = Burst(NOW)
+        self.row: Record | None = None
+        self.messages: list[Message] = []
+        self.published: dict[str, tuple[int, int]] = {}
+        self.runs: list[Began] = []
+        self.running: tuple[Message, Began] | None = None
+        self.answered: set[str] = set()
+
+    @rule(message=st.booleans())
+    def publish(self, message: bool) -> None:
+        """Without a message the publisher has died between the two."""
+        order = max(self.now, self.burst.newest + 1)
+        self.burst = Burst(self.now, order, self.burst.first or order)
+        self.pass_time(1)
+        if message:
+            call_id = f"call-{len(self.published)}"
+            self.published[call_id] = order, self.now
+            options = LeaseOptions(key="k:{id}", runs="latest")
+            call = a_call(call_id=call_id, options=options, order=order, token=f"t-{self.now}")
+            self.messages.append(Message(call, self.now))
+
+    @rule(microseconds=st.sampled_from([1, SECOND, 9 * SECOND, 30 * SECOND]))
+    def pass_time(self, microseconds: int) -> None:
+        """All clocks are one. The lease of a body that runs is renewed."""
+        self.now += microseconds
+        if self.row is not None:
+            renewed = self.now + 15 * SECOND if self.running else self.row.lease_until
+            self.row = replace(self.row, now=self.now, lease_until=renewed)
+        self.burst = replace(self.burst, now=self.now)
+
+    @precondition(lambda self: any(each.due <= self.now for each in self.messages))
+    @rule(data=st.data())
+    def deliver(self, data: Any) -> None:
+        """Any message that is due."""
+        due = [each for each in self.messages if each.due <= self.now]
+        self.handle(due[data.draw(st.integers(0, len(due) - 1))])
+
+    def handle(self, message: Message) -> None:
+        call = replace(message.call, token=f"t-{self.now}")
+        self.messages.remove(message)
+        again = until_turn(call, self.burst, 0.5)
+        if again is not None or call.repeat:
+            verdict = before_run(call, Facts(record=self.row, rand=0.5))
+            if not isinstance(verdict, Run):
+                return self.end(call, verdict)
+        if again is not None:
+            return self.end(call, again)
+        if decide(self.row, call, DATABASE) is not None:
+            return self.end(call, before_run(call, Facts(record=self.row, rand=0.5)))
+        self.row = claimed(self.row, call, DATABASE, self.now)
+        began = Began(call.order, self.now)
+        self.runs.append(began)
+        self.running = Message(call, self.now), began
+        return None
+
+    def end(self, call: Call, verdict: Any) -> None:
+        if isinstance(verdict, Return | Raise):
+            assert self.row is not None
+            order, at = self.published[call.call_id]
+            # A run with these arguments, or newer ones, began after the call was published.
+            assert any(run.order >= order and run.at >= at for run in self.runs)
+            if isinstance(verdict, Return):
+                assert int(verdict.value) >= order
+            self.answered.add(call.call_id)
+            return
+        assert isinstance(verdict, Reschedule), verdict
+        copied = replace(
+            call,
+            repeat=True,
+            reschedules=call.reschedules + 1,
+            started=call.started or verdict.started,
+            superseded_at=verdict.superseded_at,
+        )
+        self.messages.append(Message(copied, self.now + round(verdict.delay * SECOND)))
+
+    @precondition(lambda self: self.running is not None)
+    @rule(how=st.sampled_from(["return", "retry", "lost", "crash"]))
+    def finish(self, how: str) -> None:
+        """The body that runs ends."""
+        assert self.running is not None
+        assert self.row is not None
+        (message, began), self.running = self.running, None
+        call = replace(message.call, repeat=True, started=True)
+        if how == "crash":
+            self.messages.append(Message(call, self.now))
+            return
+        ending: Any = Returned(began.order, str(began.order))
+        if how == "retry":
+            ending = ControlFlow(RuntimeError(), runs_again=True, delay=2.0)
+            call = replace(call, retries=call.retries + 1)
+        if how == "lost":
+            ending = Lost("it was")
+        if not self.row.is_attempt(State.RUNNING, message.call.token):
+            self.messages.append(Message(call, self.now))  # another attempt has the key
+            return
+        self.row = settled(self.row, after_run(message.call, self.row, ending), self.now)
+        if how == "return":
+            self.answered.add(call.call_id)
+        else:
+            self.messages.append(Message(call, self.now + 2 * SECOND))
+
+    def teardown(self) -> None:
+        """Without further faults all calls are answered, the last one by a run of its own."""
+        for _ in range(100 * (len(self.messages) + 1)):
+            if self.running is not None:
+                self.finish("return")
+            elif due := [each for each in self.messages if each.due <= self.now]:
+                self.handle(due[0])
+            elif self.messages:
+                self.pass_time(min(each.due for each in self.messages) - self.now)
+        assert not self.messages
+        assert self.answered == set(self.published)
+        if self.published:
+            order, at = max(self.published.values())
+            assert any(run.order >= order and run.at >= at for run in self.runs)
+
+
+TestKey = Key.TestCase
+TestKey.settings = settings(
+    max_examples=40, stateful_step_count=25, deadline=None, phases=(Phase.generate,)
+)
