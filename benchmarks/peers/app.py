@@ -135,6 +135,31 @@ def dies(self: Any, name: object) -> None:
     os.kill(os.getpid(), 9)
 
 
+@app.task(bind=True, **package.LIMITED)
+def limits(self: Any, name: object, gate: str | None = None) -> dict[str, Any]:
+    """As :func:`work`; three may run at a time."""
+    return worked(self, name, gate, 0.0)
+
+
+@app.task(bind=True, **package.UNIQUE)
+def unthinking(self: Any, name: object) -> None:
+    """Beat calls it, and nobody has thought of that."""
+    begin(self, name)
+
+
+@app.task(bind=True, **package.PERIODIC)
+def periodic(self: Any, name: object) -> None:
+    """Beat calls it."""
+    begin(self, name)
+
+
+app.conf.beat_schedule = {
+    each.name: {"task": each.name, "schedule": 1.0, "args": (each.name,)}
+    for each in (unthinking, periodic)
+}
+"""Only the worker of one case runs a beat."""
+
+
 @app.task
 def asks(name: object, gate: str) -> str | None:
     """Call a duplicate in its body; returns the id of that call, if there is one."""

@@ -20,9 +20,11 @@ PATIENCE = 30.0
 class Worker:
     """A real prefork worker in its own session, with its log."""
 
-    def __init__(self, directory: Path, number: int, concurrency: int) -> None:
+    def __init__(self, directory: Path, number: int, concurrency: int, beat: bool) -> None:
         self.log = directory / f"worker-{number}.log"
-        options = ("--without-gossip", "--without-mingle", "--without-heartbeat")
+        options = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
+        if beat:
+            options += ["--beat", "--schedule", str(directory / "schedule")]
         argv = [
             sys.executable,
             "-m",
@@ -75,9 +77,9 @@ class Stage:
         self.gate = str(self.directory / "gate")
         self._workers: list[Worker] = []
 
-    def another(self, concurrency: int = 4) -> Worker:
-        """Start a worker, and wait until it consumes."""
-        self._workers.append(Worker(self.directory, len(self._workers) + 1, concurrency))
+    def another(self, concurrency: int = 4, *, beat: bool = False) -> Worker:
+        """Start a worker, with a *beat* or without, and wait until it consumes."""
+        self._workers.append(Worker(self.directory, len(self._workers) + 1, concurrency, beat))
         return self._workers[-1]
 
     def logs(self) -> str:

@@ -80,7 +80,7 @@ def run_limited(scene: Scene, calls: int, seconds: float, ideal: float, *, kills
     assert len({event["name"] for event in scene.events("end")}) == calls
 
 
-def test_never_more_than_the_limit_run(scene_factory: MakeScene) -> None:
+def test_r2_never_more_than_the_limit_run(scene_factory: MakeScene) -> None:
     """Although a child and a worker are killed, and all calls are done."""
     scene = scene_factory(home=HOME, concurrency=4, visibility=60, env={"LIMIT": str(LIMIT)})
     run_limited(scene, 16, 0.3, 1.6, kills=True)

@@ -207,6 +207,24 @@ def test_c2_a_copy_of_a_running_member_never_fails_it(stage: Stage, name: str) -
     assert len(stage.events("begin", name=name)) == 1
 
 
+def test_r3_each_call_of_beat_runs_where_each_should(stage: Stage, name: str) -> None:
+    """With the same arguments each time; see tests/unit/test_periodic.py for a warning."""
+    task = f"{stage.tasks.__name__}.rerun"
+    entry = beat.ScheduleEntry(name="tick", task=task, schedule=schedule(1), args=(name,))
+    scheduler = beat.Scheduler(stage.app, lazy=True)
+    for runs in (1, 2, 3):
+        got(scheduler.apply_async(entry, advance=False))
+        assert len(stage.events("begin", name=name)) == runs
+
+
+def test_r4_a_number_and_its_text_are_one_call(stage: Stage, name: str) -> None:
+    number = int(uuid4().hex[:12], 16)
+    first = got(stage.tasks.work.delay(number))
+    assert got(stage.tasks.work.delay(str(number))) == first
+    assert len(stage.events("begin", name=number)) == 1
+    assert stage.events("begin", name=str(number)) == []
+
+
 def test_x4_a_connection_error_is_not_kept_for_ever(stage_factory: MakeStage, name: str) -> None:
     stage = stage_factory(REDIS_DATABASE_SQLITE, home=COOLING)
     script = [["raise", "ConnectionError", "gone"], OK]

@@ -1,10 +1,10 @@
 """The cases, by the kind of fault; importing this package registers them."""
 
-from benchmarks.peers.cases import callers, canvas, copies, ends
+from benchmarks.peers.cases import callers, canvas, copies, ends, runs
 from benchmarks.peers.observations import CASES, Case
 
-__all__ = ["ALL", "callers", "canvas", "copies", "ends"]
+__all__ = ["ALL", "callers", "canvas", "copies", "ends", "runs"]
 
-_ORDER = sorted(CASES, key=lambda row: (row[0] != "M", int(row[1:])))
+_ORDER = sorted(CASES, key=lambda row: ("MCR".index(row[0]), int(row[1:])))
 ALL: list[Case] = [CASES[row] for row in _ORDER]
-"""M1 to M14, then C1 to C6."""
+"""M1 to M14, C1 to C6, then R2 to R4."""

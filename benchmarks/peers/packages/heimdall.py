@@ -20,6 +20,7 @@ class Task(HeimdallTask):
 UNIQUE: dict[str, Any] = {"base": Task, "heimdall": {"unique": True}}
 REFUSING: dict[str, Any] = {"base": Task, "heimdall": {"unique": True, "unique_raises": True}}
 SKIPPING = UNIQUE  # a duplicate gets the result of the first
+LIMITED = PERIODIC = UNIQUE
 DUPLICATE = AlreadyQueuedError
 
 

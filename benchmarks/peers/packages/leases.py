@@ -1,5 +1,5 @@
-"""celery_leases, with Redis leases and its records in a SQLite file; all options but the key are
-the defaults.
+"""celery_leases, with Redis leases and its records in a SQLite file; ``UNIQUE`` has the defaults of
+all options but the key.
 """
 
 import os
@@ -7,12 +7,14 @@ from typing import Any
 
 from celery import Celery
 
-from celery_leases import LeasedTask
+from celery_leases import Group, LeasedTask
 from celery_leases.errors import LeaseHeld
 
 UNIQUE: dict[str, Any] = {"base": LeasedTask, "lease_key": "{name}"}
 REFUSING: dict[str, Any] = {**UNIQUE, "lease_on_busy": "raise"}
 SKIPPING: dict[str, Any] = {**UNIQUE, "lease_on_busy": "ignore", "lease_on_done": "ignore"}
+LIMITED: dict[str, Any] = {**UNIQUE, "lease_group": Group("tenant", limit=3)}
+PERIODIC: dict[str, Any] = {**UNIQUE, "lease_runs": "each"}
 DUPLICATE = LeaseHeld
 
 

@@ -8,6 +8,7 @@ from celery_once import AlreadyQueued, QueueOnce
 UNIQUE: dict[str, Any] = {"base": QueueOnce, "once": {"keys": ["name"]}}
 REFUSING = UNIQUE  # AlreadyQueued is what it does by default
 SKIPPING: dict[str, Any] = {"base": QueueOnce, "once": {"keys": ["name"], "graceful": True}}
+LIMITED = PERIODIC = UNIQUE
 DUPLICATE = AlreadyQueued
 
 

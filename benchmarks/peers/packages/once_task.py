@@ -11,6 +11,7 @@ from celery_once_task import configure as configure_once_task
 UNIQUE: dict[str, Any] = {"base": OnceTask}
 REFUSING = UNIQUE
 SKIPPING = UNIQUE
+LIMITED = PERIODIC = UNIQUE
 
 
 def configure(app: Celery, locks: str, seconds: float | None) -> None:
