@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,14 @@ def dies(self: Any, name: object) -> None:
     os.kill(os.getpid(), 9)
 
 
+@app.task(bind=True, **package.CHANGES)
+def changes(self: Any, name: object, gate: str | None = None, version: int = 0) -> int:
+    """Apply the change *version* of a thing, once *gate* is open."""
+    note("begin", name=name, id=self.request.id, version=version)
+    pass_gate(gate, 1)
+    return version
+
+
 @app.task(bind=True, **package.LIMITED)
 def limits(self: Any, name: object, gate: str | None = None) -> dict[str, Any]:
     """As :func:`work`; three may run at a time."""
@@ -151,6 +160,14 @@ def unthinking(self: Any, name: object) -> None:
 def periodic(self: Any, name: object) -> None:
     """Beat calls it."""
     begin(self, name)
+
+
+@app.task(bind=True, **package.REPEATING)
+def repeats(self: Any, name: object) -> None:
+    """Publish itself for a second later."""
+    begin(self, name)
+    with suppress(getattr(package, "DUPLICATE", KeyError)):
+        repeats.apply_async((name,), countdown=1)
 
 
 app.conf.beat_schedule = {

@@ -166,6 +166,16 @@ class Stage:
         """Whether *runs* bodies begin in time."""
         return until(lambda: len(self.begun(name)) >= runs, patience)
 
+    def settled(self, patience: float = 2 * PATIENCE) -> list[dict[str, Any]]:
+        """The bodies of all names that have begun, once no other begins for a while."""
+        start = time.monotonic()
+        while True:
+            found = [event for event in self.tasks.events() if event["what"] == "begin"]
+            last = max([start, *(event["t"] for event in found)])
+            if time.monotonic() > min(last + BRIEF, start + patience):
+                return found
+            time.sleep(0.1)
+
     def ended(self, name: object = "a") -> int:
         """How many bodies have reached their end."""
         return sum(

@@ -173,6 +173,15 @@ def quiet(self, name, number):
     return number
 
 
+@app.task(base=LeasedTask, bind=True, lease_key="repeats:{name}", lease_runs="latest")
+def repeats(self, name, stop):
+    """Publish itself for a moment later, until the file *stop* exists."""
+    follows = None
+    if not Path(stop).exists():
+        follows = repeats.apply_async((name, stop), countdown=0.3).id
+    begins(self, name, follows=follows)
+
+
 @app.task(base=LeasedTask, bind=True)
 def keyless(self, name, seconds=0.0, gate=None):
     """As :func:`work`; its key is the call id."""

@@ -8,7 +8,7 @@ def numbers(stage: Stage, name: str) -> list[int]:
     return [event["number"] for event in stage.events("begin", name=name)]
 
 
-def test_of_ten_changes_during_a_run_only_the_last_one_runs(stage: Stage, name: str) -> None:
+def test_r1_of_ten_changes_during_a_run_only_the_last_one_runs(stage: Stage, name: str) -> None:
     gate = stage.gate()
     calls = [stage.tasks.newest.delay(name, 0, gate=str(gate))]
     stage.wait_for("begin", name=name)

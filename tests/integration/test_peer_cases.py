@@ -24,6 +24,7 @@ from tests.integration.deployments import (
     Stage,
     got,
     imported_anew,
+    until,
 )
 from tests.support.servers import PostgresServer, RedisServer
 from tests.support.servers.local import free_port
@@ -223,6 +224,25 @@ def test_r4_a_number_and_its_text_are_one_call(stage: Stage, name: str) -> None:
     assert got(stage.tasks.work.delay(str(number))) == first
     assert len(stage.events("begin", name=number)) == 1
     assert stage.events("begin", name=str(number)) == []
+
+
+def test_r5_extra_copies_of_a_task_that_publishes_itself_end(stage: Stage, name: str) -> None:
+    """One goes on: each body that begins is the one that the body before it has published."""
+    stop = stage.gate()
+    tasks = stage.tasks
+    calls = [tasks.repeats.delay(name, str(stop))]
+    calls += [stage.app.send_task(tasks.repeats.name, (name, str(stop))) for _ in range(10)]
+    for call in calls:
+        got(call)
+
+    def one_goes_on() -> bool:
+        begun = stage.events("begin", name=name)[-5:]
+        follows = [event["follows"] for event in begun]
+        return len(begun) == 5 and [event["id"] for event in begun[1:]] == follows[:-1]
+
+    until(one_goes_on, "the copies to end")
+    stop.touch()
+    stage.wait_until_drained()
 
 
 def test_x4_a_connection_error_is_not_kept_for_ever(stage_factory: MakeStage, name: str) -> None:

@@ -7,4 +7,4 @@ __all__ = ["ALL", "callers", "canvas", "copies", "ends", "runs"]
 
 _ORDER = sorted(CASES, key=lambda row: ("MCR".index(row[0]), int(row[1:])))
 ALL: list[Case] = [CASES[row] for row in _ORDER]
-"""M1 to M14, C1 to C6, then R2 to R4."""
+"""M1 to M14, C1 to C6, then R1 to R5."""

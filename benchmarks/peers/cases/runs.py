@@ -2,14 +2,44 @@
 
 import os
 import signal
+import time
 from typing import Any
 
 from benchmarks.peers.observations import KEYLESS, Observed, case, right, wrong
 from benchmarks.peers.stage import BRIEF, PATIENCE, Stage, until
 
+NEWEST = 10
+"""Changes of one thing while a first run is in progress."""
 LIMIT = 3
 CALLS = 8
 BEATS = 4
+COPIES = 10
+WINDOW = 8.0
+"""Seconds in which the runs of calls that publish themselves are counted; each does so for a second
+later.
+"""
+
+
+@case("R1", f"{NEWEST} changes of one thing arrive while a run applies an older one")
+def a_burst_of_changes(stage: Stage) -> Observed:
+    """The newest change must be applied, three runs are enough, and each caller gets an answer."""
+    stage.another()
+    results = []
+    for version in range(NEWEST + 1):
+        results.append(stage.call(stage.tasks.changes, "a", stage.gate, version)[0])
+        stage.seen(1)
+    stage.seen(2, patience=BRIEF)
+    stage.open()
+    applied = [event["version"] for event in stage.settled()]
+    runs = "one run" if len(applied) == 1 else f"{len(applied)} runs"
+    if NEWEST not in applied:
+        return wrong(f"{runs}, the newest change is lost")
+    if len(applied) > 3:
+        return wrong(f"{runs} for {NEWEST + 1} calls")
+    answered = all(stage.value(result) is not None for result in results)
+    return (
+        right(f"{runs}, the last with the newest change") if answered else wrong("a caller waits")
+    )
 
 
 @case("R2", f"{CALLS} calls of a tenant who may run {LIMIT} at a time, and a process is killed")
@@ -57,6 +87,23 @@ def a_number_and_its_text(stage: Stage) -> Observed:
     if other is not None and stage.value(other) is None:
         return wrong(f"one runs, and the other caller gets {other.state}")
     return right("one runs")
+
+
+@case("R5", f"a task that publishes itself, and {COPIES} extra copies of it")
+def copies_of_a_task_that_publishes_itself(stage: Stage) -> Observed:
+    """One must go on, and the copies must end."""
+    stage.another()
+    repeats = stage.tasks.repeats
+    stage.call(repeats, "a")
+    for _ in range(COPIES):
+        stage.app.send_task(repeats.name, args=["a"])
+    time.sleep(WINDOW)
+    before = len(stage.begun())
+    time.sleep(WINDOW)
+    runs = len(stage.begun()) - before
+    if not runs:
+        return wrong("none goes on")
+    return right("one goes on") if runs <= WINDOW else wrong("the copies go on for ever")
 
 
 def _running(stage: Stage) -> set[Any]:

@@ -7,8 +7,10 @@ and *seconds* how long they last (``None``: the package's default), and sets of 
 * ``UNIQUE``: one run at a time for each value of the argument ``name``;
 * ``REFUSING``: as before, and a duplicate is an error of the class ``DUPLICATE``;
 * ``SKIPPING``: as before, and a duplicate ends without a result;
+* ``CHANGES``: for each ``name`` one run at a time, and at most one more with newer arguments;
 * ``LIMITED``: three runs at a time, for all names together;
-* ``PERIODIC``: beat calls it with the same arguments each time.
+* ``PERIODIC``: beat calls it with the same arguments each time;
+* ``REPEATING``: it publishes itself, and one call for each ``name`` is queued at a time.
 
 Where a package has no such option, the set is the one that comes nearest.
 """

@@ -20,7 +20,11 @@ class Task(HeimdallTask):
 UNIQUE: dict[str, Any] = {"base": Task, "heimdall": {"unique": True}}
 REFUSING: dict[str, Any] = {"base": Task, "heimdall": {"unique": True, "unique_raises": True}}
 SKIPPING = UNIQUE  # a duplicate gets the result of the first
-LIMITED = PERIODIC = UNIQUE
+CHANGES: dict[str, Any] = {
+    "base": Task,
+    "heimdall": {"unique": True, "key": lambda args, _: str(args[0])},
+}
+LIMITED = PERIODIC = REPEATING = UNIQUE
 DUPLICATE = AlreadyQueuedError
 
 

@@ -13,8 +13,10 @@ from celery_leases.errors import LeaseHeld
 UNIQUE: dict[str, Any] = {"base": LeasedTask, "lease_key": "{name}"}
 REFUSING: dict[str, Any] = {**UNIQUE, "lease_on_busy": "raise"}
 SKIPPING: dict[str, Any] = {**UNIQUE, "lease_on_busy": "ignore", "lease_on_done": "ignore"}
+CHANGES: dict[str, Any] = {**UNIQUE, "lease_runs": "latest"}
 LIMITED: dict[str, Any] = {**UNIQUE, "lease_group": Group("tenant", limit=3)}
 PERIODIC: dict[str, Any] = {**UNIQUE, "lease_runs": "each"}
+REPEATING = CHANGES
 DUPLICATE = LeaseHeld
 
 

@@ -8,7 +8,12 @@ from celery_once import AlreadyQueued, QueueOnce
 UNIQUE: dict[str, Any] = {"base": QueueOnce, "once": {"keys": ["name"]}}
 REFUSING = UNIQUE  # AlreadyQueued is what it does by default
 SKIPPING: dict[str, Any] = {"base": QueueOnce, "once": {"keys": ["name"], "graceful": True}}
+CHANGES: dict[str, Any] = {
+    "base": QueueOnce,
+    "once": {"keys": ["name"], "unlock_before_run": True},
+}
 LIMITED = PERIODIC = UNIQUE
+REPEATING = CHANGES  # a call that is queued while the body runs
 DUPLICATE = AlreadyQueued
 
 

@@ -11,7 +11,7 @@ from celery_once_task import configure as configure_once_task
 UNIQUE: dict[str, Any] = {"base": OnceTask}
 REFUSING = UNIQUE
 SKIPPING = UNIQUE
-LIMITED = PERIODIC = UNIQUE
+CHANGES = LIMITED = PERIODIC = REPEATING = UNIQUE  # all arguments are its key
 
 
 def configure(app: Celery, locks: str, seconds: float | None) -> None:

@@ -7,7 +7,7 @@ from celery import Celery
 UNIQUE: dict[str, Any] = {}
 REFUSING = UNIQUE
 SKIPPING = UNIQUE
-LIMITED = PERIODIC = UNIQUE
+CHANGES = LIMITED = PERIODIC = REPEATING = UNIQUE
 
 
 def configure(app: Celery, locks: str, seconds: float | None) -> None:

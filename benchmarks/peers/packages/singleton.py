@@ -10,7 +10,7 @@ from celery_singleton import DuplicateTaskError, Singleton
 UNIQUE: dict[str, Any] = {"base": Singleton, "unique_on": ["name"]}
 REFUSING: dict[str, Any] = {**UNIQUE, "raise_on_duplicate": True}
 SKIPPING = UNIQUE  # a duplicate gets the result of the first
-LIMITED = PERIODIC = UNIQUE
+CHANGES = LIMITED = PERIODIC = REPEATING = UNIQUE
 DUPLICATE = DuplicateTaskError
 
 
