@@ -25,6 +25,7 @@ from celery_leases.errors import (
 )
 from celery_leases.groups.group import Gate
 from celery_leases.groups.history import PastClosing
+from celery_leases.groups.slots import NO_SLOTS, Slots, full_gate
 from celery_leases.keys import is_shared, stored_key
 from celery_leases.record import Record, State
 from celery_leases.results import NO_LIMIT, encode
@@ -41,7 +42,7 @@ from celery_leases.status import (
     status_of_group,
     status_of_open_group,
 )
-from celery_leases.stores.interfaces import MarkedLeaseStore, WaiterStore
+from celery_leases.stores.interfaces import MarkedLeaseStore, SlotStore, WaiterStore
 from celery_leases.text.durations import Duration, seconds
 
 __all__ = [
@@ -165,7 +166,7 @@ class LeaseClient:
         holder = gate = trouble = None
         try:
             holder = self._leases.holder(stored)
-            record, gate = self._now(stored, record, holder, group, self._leases.groups.get)
+            record, gate = self._now(stored, record, holder, group, self._gate_of)
         except StoreUnavailable as error:
             trouble = unanswered(error)
         status = status_of(
@@ -198,6 +199,14 @@ class LeaseClient:
         if record is not None and record.failure is not None:
             group = record.failure.group or group
         return record, gate_of(group) if group is not None else None
+
+    def _gate_of(self, group: str) -> Gate | None:
+        """The gate of *group* if it is not open, or else what shows that the group is full."""
+        gate = self._leases.groups.get(group)
+        if gate is not None or not isinstance(self._leases.groups, SlotStore):
+            return gate
+        slots, now = self._leases.groups.slots([group]).get(group, (NO_SLOTS, 0.0))
+        return full_gate(group, slots, now)
 
     def _with_waiting(self, status: LeaseStatus, key: str, stored: str) -> LeaseStatus:
         """*status* with the calls that wait; without a record, of all tasks of the app that may
@@ -235,23 +244,31 @@ class LeaseClient:
             ) from None
 
     def groups(self, *, opened: bool = False) -> Sequence[GroupStatus]:
-        """The cooldown groups whose gate is not open; with *opened* also groups with an open gate
-        that was closed in the last 30 days.
+        """The groups whose gate is not open, and those that are full; with *opened* also groups
+        that have running bodies, or whose gate was closed in the last 30 days.
         """
         self._ready()
-        gates = [*self._leases.groups.all()]
-        past = self._leases.groups.history(None if opened else [gate.group for gate in gates])
-        not_open = {gate.group for gate in gates}
-        return [self._group(gate, gate.group, past) for gate in gates] + [
-            self._group(None, group, past) for group in sorted(past) if group not in not_open
-        ]
+        gates, store = [*self._leases.groups.all()], self._leases.groups
+        past = store.history(None if opened else [gate.group for gate in gates])
+        in_use = store.slots() if isinstance(store, SlotStore) else {}
+        named = {gate.group: gate for gate in gates}
+        names = [*named, *sorted({*past, *in_use} - {*named})]
+        found = [self._group(named.get(name), name, past, in_use) for name in names]
+        return [each for each in found if opened or each.state != "open"]
 
     def _group(
-        self, gate: Gate | None, group: str, past: Mapping[str, Sequence[PastClosing]]
+        self,
+        gate: Gate | None,
+        group: str,
+        past: Mapping[str, Sequence[PastClosing]],
+        in_use: Mapping[str, tuple[Slots, float]],
     ) -> GroupStatus:
+        slots, now = in_use.get(group, (NO_SLOTS, 0.0))
         if gate is None:
-            return status_of_open_group(group, past.get(group, ()))
-        return status_of_group(gate, self._wall_time(), past.get(group, ()))
+            return status_of_open_group(
+                group, past.get(group, ()), full_gate(group, slots, now), slots
+            )
+        return status_of_group(gate, self._wall_time(), past.get(group, ()), slots)
 
     # -- changing ----------------------------------------------------------------------------------
 

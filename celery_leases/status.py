@@ -15,8 +15,10 @@ from celery_leases.decide.after_run import ExitCause
 from celery_leases.decide.answers import Holder
 from celery_leases.effect import Effect
 from celery_leases.errors import Cooldown, RecordUnreadable, RetryLater
+from celery_leases.failures.actions import Reason
 from celery_leases.groups.group import Gate
 from celery_leases.groups.history import PastClosing
+from celery_leases.groups.slots import NO_SLOTS, Slots
 from celery_leases.record import Attempt, Ended, Failure, PastAttempt, Record, State
 from celery_leases.results import decode, result_of
 from celery_leases.text.durations import in_short, in_words
@@ -258,6 +260,8 @@ class LeaseStatus:
             case _ if self.state in _NEXT:
                 return _NEXT[self.state]
         if self.scope == "group":
+            if self.reason in (Reason.GROUP_FULL, Reason.GROUP_RATE):
+                return f"It waits for its turn in its group {self.group}: {self.detail}."
             opens = f"in {wait}" if wait else "when the next probe gets no rate limit"
             shut = f"Its group {self.group} opens {opens}; `leases group open` opens it now."
             return f"{shut} {_RESUMES}" if self.resumes else shut
@@ -304,12 +308,14 @@ class ClosingStatus:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """The status of a cooldown group's gate.
+    """The status of a group.
 
-    ``state`` is ``closed`` (for ``retry_after`` seconds, until ``retry_at``, aware, UTC),
-    ``half_open`` (the next call probes), ``probing`` (a probe runs) or ``open``. ``trips``: how
-    often it closed in a row. ``reason``, ``rule`` and ``error`` describe the failure that closed
-    it. ``closings``: the last twenty closings, the latest first, if its store has them.
+    ``state`` is that of its gate: ``closed`` (for ``retry_after`` seconds, until ``retry_at``,
+    aware, UTC), ``half_open`` (the next call probes), ``probing`` (a probe runs) or ``open``; or
+    ``full`` if the gate is open and as many bodies run as the limit allows: ``running`` of
+    ``limit``, the smallest of the running bodies. ``trips``: how often the gate closed in a row.
+    ``reason``, ``rule`` and ``error`` describe the failure that closed it. ``closings``: the last
+    twenty closings, the latest first, if its store has them.
     """
 
     group: str
@@ -321,6 +327,8 @@ class GroupStatus:
     retry_at: datetime | None = None
     retry_after: float | None = None
     closings: Sequence[ClosingStatus] = ()
+    running: int = 0
+    limit: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, datetimes in ISO 8601."""
@@ -415,17 +423,36 @@ def status_of(
     )
 
 
-def status_of_group(gate: Gate, wall_time: float, past: Sequence[PastClosing] = ()) -> GroupStatus:
-    """The status of a gate that is not open; *wall_time*: seconds since the epoch."""
+def status_of_group(
+    gate: Gate, wall_time: float, past: Sequence[PastClosing] = (), slots: Slots = NO_SLOTS
+) -> GroupStatus:
+    """The status of a group whose gate is not open; *wall_time*: seconds since the epoch."""
     state = "closed" if not gate.half_open else "probing" if gate.probe_for > 0 else "half_open"
     until = (wall_time + gate.closed_for) * 1e6 if gate.closed_for else None
     known = (gate.group, state, gate.trips, gate.reason, gate.rule, gate.message)
-    return GroupStatus(*known, _time(until), gate.closed_for or None, _closings(past))
+    closed_for = gate.closed_for or None
+    return GroupStatus(
+        *known, _time(until), closed_for, _closings(past), len(slots.held), _limit(slots)
+    )
 
 
-def status_of_open_group(group: str, past: Sequence[PastClosing] = ()) -> GroupStatus:
-    """The status of a gate that is open."""
-    return GroupStatus(group, "open", 0, "", closings=_closings(past))
+def status_of_open_group(
+    group: str,
+    past: Sequence[PastClosing] = (),
+    full: Gate | None = None,
+    slots: Slots = NO_SLOTS,
+) -> GroupStatus:
+    """The status of a group whose gate is open; *full*: why its calls wait for their turn, if they
+    do.
+    """
+    is_full = full is not None and full.reason == Reason.GROUP_FULL
+    reason, error = (full.reason, full.message) if full is not None else ("", "")
+    known = (group, "full" if is_full else "open", 0, reason, None, error, None, None)
+    return GroupStatus(*known, _closings(past), len(slots.held), _limit(slots))
+
+
+def _limit(slots: Slots) -> int | None:
+    return min((limit for _, limit in slots.held.values()), default=None)
 
 
 def _closings(past: Sequence[PastClosing]) -> tuple[ClosingStatus, ...]:

@@ -60,7 +60,14 @@ class LeaseGateAdmin(ReadOnlyAdmin):
         context = {
             **self._context(request, "Cooldown groups whose gate is not open"),
             "groups": [
-                (group, in_words(group.retry_after) if group.retry_after else "after a probe")
+                (
+                    group,
+                    in_words(group.retry_after)
+                    if group.retry_after
+                    else "after a probe"
+                    if group.state != "full"
+                    else "",
+                )
                 for group in groups
             ],
             "may_operate": self.is_permitted(request, PERMISSION),

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from celery_leases.failures.actions import Reason
+from celery_leases.groups.group import Gate
 from celery_leases.value_class import value_class
 
 AHEAD: Final = 400.0
@@ -82,6 +84,9 @@ class Slots:
         if self.began:
             ends.append(self.began + max(self.pause, BEGIN_KEPT))
         return max(ends, default=0.0)
+
+
+NO_SLOTS: Final = Slots()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +156,21 @@ def take(slots: Slots, ask: Ask, token: str, ttl: float, now: float) -> Taken | 
     if ask.since and slots.places.get(ask.worker, (0.0, 0.0))[0] == ask.since:
         slots = with_place(slots, replace(ask, since=0.0), now)  # its worker had it in the list
     return Taken(slots, found.wait)
+
+
+def full_gate(group: str, slots: Slots, now: float) -> Gate | None:
+    """Why calls of *group* wait for their turn, in the form of a gate without trips; ``None`` if
+    nothing shows that they do.
+    """
+    slots = slots.at(now)
+    running, limit = len(slots.held), min((limit for _, limit in slots.held.values()), default=0)
+    if limit and running >= limit:
+        return Gate(group, 0, 0.0, Reason.GROUP_FULL, message=f"{running} of {limit} calls run")
+    wait = slots.began + slots.pause - now
+    if wait > 0:
+        message = "as many have begun as its rate allows"
+        return Gate(group, 0, wait / 1000, Reason.GROUP_RATE, message=message)
+    return None
 
 
 def with_slot(slots: Slots, token: str, ttl: float, limit: int, now: float) -> Slots:

@@ -28,7 +28,7 @@ from celery_leases.errors import (
 )
 from celery_leases.failures.actions import Reason
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.groups.group import Closing
+from celery_leases.groups.group import Closing, Gate
 from celery_leases.keys import stored_key
 from celery_leases.ops.actions import next_step, why_unchanged
 from celery_leases.ops.counts import counted
@@ -38,6 +38,7 @@ from celery_leases.ops.tuning import Lateness
 from celery_leases.record import Record, State
 from celery_leases.record_filters import Order, Position, RecordFilter
 from celery_leases.status import ABANDONED, GroupStatus, LeaseStatus, status_of
+from celery_leases.stores.interfaces import SlotStore
 from celery_leases.text.durations import Duration, seconds
 from celery_leases.text.redaction import redact
 from celery_leases.worker.processes import METRICS_DIRECTORY
@@ -141,7 +142,7 @@ class OperatorClient(LeaseClient):
         """The records with their statuses, for which the lease store is read if needed. The status
         of a live record has only its state if that state is not *wanted*.
         """
-        gate_of, trouble = cache(self._leases.groups.get), None
+        gate_of, trouble = cache(self._gate_of), None
         live: set[str] = set()
         if ABANDONED in wanted.states and State.RUNNING not in wanted.states:
             running = [record.stored_key for record in records if record.state is State.RUNNING]
@@ -362,9 +363,7 @@ class OperatorClient(LeaseClient):
         :class:`~celery_leases.errors.KeyUnusable` here and below.
         """
         self._check_group(group)
-        return self._group(
-            self._leases.groups.get(group), group, self._leases.groups.history([group])
-        )
+        return self._group_now(self._leases.groups.get(group), group)
 
     def open_group(self, group: str) -> bool:
         """Open the gate of *group*, delete its trips, and end the waits of the keys that failed
@@ -387,7 +386,12 @@ class OperatorClient(LeaseClient):
         policy = CooldownPolicy.of(span, "close_group: span")
         closing = Closing(policy, Reason.ASKED, OPERATOR, redact(why), server_delay=policy.base)
         gate = self._leases.groups.close(group, closing, OPERATOR)
-        return self._group(gate, group, self._leases.groups.history([group]))
+        return self._group_now(gate, group)
+
+    def _group_now(self, gate: Gate | None, group: str) -> GroupStatus:
+        store = self._leases.groups
+        in_use = store.slots([group]) if isinstance(store, SlotStore) else {}
+        return self._group(gate, group, store.history([group]), in_use)
 
     def _check_group(self, group: str) -> None:
         """Refuse a name that ``lease_group`` cannot make."""

@@ -41,13 +41,13 @@ GAUGES: Final = {
     "records": "Records by task and state, as of the last count.",
     "oldest_cooling_seconds": "For how long the oldest key that cools down has done so.",
     "oldest_abandoned_seconds": "Age of the oldest key that is running without a live lease.",
-    "groups": "Cooldown groups that are not open, by state.",
+    "groups": "Groups that are not open, or full, by state.",
     "group_trips": "The most trips in a row of a cooldown group that is not open.",
     "records_counted_timestamp_seconds": "When the records were counted.",
     "records_count_duration_seconds": "How long that took.",
 }
 """The gauges and their help texts."""
-GROUP_STATES: Final = ("closed", "half_open", "probing")
+GROUP_STATES: Final = ("closed", "half_open", "probing", "full")
 
 
 class RecordGauges(Collector):

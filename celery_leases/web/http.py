@@ -226,7 +226,7 @@ def _refusal(status: LeaseStatus, idempotent: bool) -> tuple[HTTPStatus, str] | 
         return HTTPStatus.INTERNAL_SERVER_ERROR, "unreadable"
     if status.state in (State.FAILED, State.UNCERTAIN):
         return HTTPStatus.CONFLICT, str(status.state)
-    if status.retry_after and status.scope == "group":
+    if status.retry_after and status.scope == "group" and status.reason not in _FULL:
         return HTTPStatus.SERVICE_UNAVAILABLE, "group_cooling_down"
     if status.retry_after and status.state == State.COOLING:
         return HTTPStatus.TOO_MANY_REQUESTS, "cooling_down"
@@ -286,6 +286,8 @@ def _of_cooldown(error: CoolingDown, location: str | None, now: float | None) ->
     scope = error.scope or "key"
     known = (
         (HTTPStatus.SERVICE_UNAVAILABLE, "group_cooling_down")
+        if scope == "group" and error.reason not in _FULL
+        else (HTTPStatus.SERVICE_UNAVAILABLE, "group_full")
         if scope == "group"
         else (HTTPStatus.TOO_MANY_REQUESTS, "cooling_down")
     )
@@ -297,6 +299,8 @@ def _of_cooldown(error: CoolingDown, location: str | None, now: float | None) ->
     )
 
 
+_FULL: Final = (Reason.GROUP_FULL, Reason.GROUP_RATE)
+"""The reasons of a call that waits for its turn in its group."""
 _HELD: Final = "The same work is queued or running"
 _ERRORS: Final[Mapping[type[LeasesError], tuple[HTTPStatus, str, str, float | None]]] = {
     KeyReused: (

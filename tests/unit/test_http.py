@@ -66,6 +66,7 @@ RAISED: dict[str, LeasesError] = {
     "KeyReused": errors.KeyReused(SECRET, "order:7", ["amount"]),
     "CoolingDown of the key": CoolingDown(SECRET, "order:7", EPOCH + 299.2, 299.2, "rate_limited", "r", "key"),
     "CoolingDown of its group": CoolingDown(SECRET, "order:7", EPOCH + 299.2, 299.2, "rate_limited", "r", "group"),
+    "CoolingDown of a full group": CoolingDown(SECRET, "order:7", EPOCH + 299.2, 299.2, "group_rate", None, "group"),
     "LeaseHeld": errors.LeaseHeld(SECRET, "order:7", 9.1, SECRET),
     "LeaseIsLive": errors.LeaseIsLive(SECRET, "order:7", 9.1),
     "AlreadyQueued": errors.AlreadyQueued(SECRET, "order:7", SECRET, "pending"),

@@ -32,11 +32,11 @@ def group() -> None:
     "--all",
     "opened",
     is_flag=True,
-    help="Also list groups that are open and were closed in the last 30 days.",
+    help="Also list open groups that have running bodies, or were closed in the last 30 days.",
 )
 @printing_json
 def list_groups(ctx: click.Context, *, opened: bool, as_json: bool, **_: Any) -> None:
-    """List the cooldown groups whose gate is not open."""
+    """List the groups whose gate is not open, and those that are full."""
     _list(operator_of(ctx), as_json=as_json, opened=opened)
 
 
@@ -131,10 +131,11 @@ def _echo(found: Sequence[GroupStatus]) -> None:
     rows = [("STATE", "GROUP", "TRIPS", "OPENS IN", "CLOSINGS", "RULE", "WHY")]
     for status in found:
         wait = in_words(status.retry_after) if status.retry_after else "after a probe"
+        shut = status.state not in ("open", "full")
         rows.append(
             (
                 *(status.state, status.group, str(status.trips)),
-                wait if status.state != "open" else "",
+                wait if shut else "",
                 _closings(status),
                 *(status.rule or "", status.error),
             )
