@@ -1,6 +1,8 @@
 # Everything builds its own environment; only Python 3.11+ and GNU make are needed.
 #   make test            each test on one combination of broker, lease store and database
 #   make test-all        each test on all of them, and the client libraries whose errors the rules are tested with
+#   make simulate        clusters in one process, each from its seed, with everything that can go wrong (SIMULATE_ARGS)
+#   make planted         the bugs that the simulator must find, and how many seeds it takes
 #   make lowest | lint | check | demo | demo-cooldown | play | peers | bench | clean       PYTHON=python3.12 chooses the interpreter
 PYTHON ?= python3
 VENV   := .venv
@@ -15,7 +17,7 @@ TEST_GROUPS := test $(if $(CI),clients)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-again test-all lowest lint check demo demo-cooldown play peers bench clean
+.PHONY: help test test-again test-all simulate planted lowest lint check demo demo-cooldown play peers bench clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +52,13 @@ test-again:
 test-all: PROCESSES := 4
 test-all: $(VENV)/.group-test $(VENV)/.group-clients
 	@CELERY_LEASES_TEST_EXEC=1 $(BIN)/python -m pytest $(PYTEST_ARGS) --all-combinations
+
+# SIMULATE_ARGS=--minutes 60 runs new seeds for an hour; --seed 7 tells what happens in one.
+simulate: $(VENV)/.group-test
+	@$(BIN)/python -m tests.simulation $(or $(SIMULATE_ARGS),--seeds 1-3000)
+
+planted: $(VENV)/.group-test
+	@$(BIN)/python -m tests.simulation.planted
 
 # The oldest release of everything the package allows, on the tests that see a difference.
 lowest: $(VENV)/.group-matrix

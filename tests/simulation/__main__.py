@@ -1,0 +1,60 @@
+"""``python -m tests.simulation``: run seeds and report what breaks a promise."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from itertools import count
+
+from tests.simulation.search import Failure, run, shrunk
+from tests.simulation.story import story, told
+from tests.simulation.world import World
+
+
+def main() -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", default="1-300", help="from-to, for example 1-300")
+    parser.add_argument("--minutes", type=float, help="run seeds for so long")
+    parser.add_argument("--seed", type=int, help="run one seed, and tell what happens")
+    parser.add_argument("--without", action="append", default=[], help='such as "call 3"')
+    given = parser.parse_args()
+    if given.seed is not None:
+        return _tell(given.seed, frozenset(given.without))
+    began, done, failures = time.process_time(), 0, 0
+    for seed in _seeds(given.seeds, given.minutes):
+        failure = run(seed)
+        done += 1
+        if failure is not None:
+            failures += 1
+            print(f"== seed {seed}\n{story(shrunk(failure))}\n", flush=True)
+    spent = time.process_time() - began
+    print(f"{done} seeds in {spent:.1f} s of CPU: {failures} break a promise")
+    return failures > 0
+
+
+def _seeds(given: str, minutes: float | None) -> Iterator[int]:
+    first, _, last = given.partition("-")
+    if minutes is None:
+        yield from range(int(first), int(last or first) + 1)
+        return
+    until = time.monotonic() + minutes * 60
+    for seed in count(int(first)):
+        if time.monotonic() > until:
+            return
+        yield seed
+
+
+def _tell(seed: int, without: frozenset[str]) -> int:
+    failure: Failure | None = run(seed, without)
+    if failure is not None:
+        print(story(failure))
+        return 1
+    print(*told(World(seed, without=without).run()), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

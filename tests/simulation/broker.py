@@ -1,0 +1,208 @@
+"""A broker in memory that delivers each message at least once, and kombu's transport to it."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kombu.exceptions import OperationalError
+from kombu.transport import TRANSPORT_ALIASES, virtual
+
+from tests.simulation.servers import Server
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+PUBLISH_WAIT = 5.0
+"""Seconds until a publish without a reply fails."""
+TRANSPORT_ALIASES["simulated"] = "tests.simulation.broker:Transport"
+
+
+@dataclass
+class Queued:
+    """A message of the broker; ``tag`` names it for ever."""
+
+    tag: int
+    payload: str
+    redelivered: bool = False
+
+
+@dataclass
+class Unacknowledged:
+    """A message that *worker* has."""
+
+    queued: Queued
+    worker: Any
+
+
+class Broker(Server):
+    """One queue.
+
+    *visibility*: seconds after which a message is delivered again although its worker lives;
+    ``None``: only once the connection of its worker has ended, as RabbitMQ does it.
+    """
+
+    def __init__(self, world: World, visibility: float | None) -> None:
+        super().__init__(world, "broker")
+        self.visibility = visibility
+        self.waiting: deque[Queued] = deque()
+        self.unacknowledged: dict[int, Unacknowledged] = {}
+        self.consumers: dict[Any, Any] = {}
+        self._tags = 0
+        #: The workers whose connection was lost.
+        self._interrupted: set[Any] = set()
+
+    # -- publishing --------------------------------------------------------------------------------
+
+    def publish(self, message: dict[str, Any]) -> None:
+        """Accept a message; raises ``OperationalError`` if it was not confirmed."""
+        payload = json.dumps(message)
+        self.request("publish", lambda: self._accept(payload), _publish_error, PUBLISH_WAIT)
+
+    def _accept(self, payload: str) -> None:
+        self._tags += 1
+        self._offer(Queued(self._tags, payload))
+
+    def _offer(self, queued: Queued) -> None:
+        if self.world.random.random() < self.world.faults.reorder:
+            self.waiting.appendleft(queued)
+        else:
+            self.waiting.append(queued)
+        for strand in list(self.consumers.values()):
+            self.world.scheduler.wake(strand)
+
+    def copy_one(self) -> None:
+        """Deliver one message twice."""
+        candidates = [*self.waiting, *(each.queued for each in self.unacknowledged.values())]
+        if candidates:
+            chosen = self.world.random.choice(candidates)
+            self._tags += 1
+            self._offer(Queued(self._tags, chosen.payload, True))
+
+    # -- consuming ---------------------------------------------------------------------------------
+
+    def take(self, worker: Any) -> Queued | None:
+        """The next message for *worker*."""
+        now = self.world.scheduler.now
+        if worker in self._interrupted and self.up and worker.host not in self.cut:
+            self._interrupted.discard(worker)
+            self.disconnected(worker)  # it connects again
+        if not self.up or self.frozen_until > now or worker.host in self.cut or not self.waiting:
+            return None
+        queued = self.waiting.popleft()
+        self.unacknowledged[queued.tag] = found = Unacknowledged(queued, worker)
+        if self.visibility is not None:
+            self.world.later(self.visibility, lambda: self._return(found), self)
+        return queued
+
+    def acknowledge(self, worker: Any, tag: int) -> None:
+        """Forget a message; what is sent to a broker that cannot be reached is lost.
+
+        RabbitMQ knows the connection, and Redis only the message, whoever has it now.
+        """
+        found = self.unacknowledged.get(tag)
+        if not self._is_reached_by(worker):
+            self._interrupted.add(worker)
+        elif found is not None and (self.visibility is not None or found.worker is worker):
+            del self.unacknowledged[tag]
+
+    def reject(self, worker: Any, tag: int, *, requeue: bool) -> None:
+        """Return a message at once, or forget it."""
+        found = self.unacknowledged.get(tag)
+        self.acknowledge(worker, tag)
+        if requeue and found is not None and tag not in self.unacknowledged:
+            self._offer(Queued(tag, found.queued.payload, True))
+
+    def _is_reached_by(self, worker: Any) -> bool:
+        return self.up and worker.host not in self.cut
+
+    def disconnected(self, worker: Any) -> None:
+        """Return the messages of a dead worker, if the broker sees that its connection ended."""
+        if self.visibility is None:
+            for found in list(self.unacknowledged.values()):
+                if found.worker is worker:
+                    self._return(found)
+
+    def is_empty(self) -> bool:
+        """Whether it has no message, delivered or not."""
+        return not self.waiting and not self.unacknowledged
+
+    def _return(self, found: Unacknowledged) -> None:
+        tag = found.queued.tag
+        if self.unacknowledged.get(tag) is found:
+            del self.unacknowledged[tag]
+            self._offer(Queued(tag, found.queued.payload, True))
+
+    def wake_all(self) -> None:
+        """Let all workers look for messages: it can be reached again."""
+        for strand in list(self.consumers.values()):
+            self.world.scheduler.wake(strand)
+
+
+def _publish_error(executed: bool | None) -> OperationalError:
+    return OperationalError("the simulated broker does not answer")
+
+
+# -- kombu -----------------------------------------------------------------------------------------
+
+current: Broker | None = None
+"""The broker of the running simulation."""
+
+
+class Channel(virtual.Channel):
+    """Publishes to the current broker."""
+
+    do_restore = False
+
+    def _put(self, queue: str, message: dict[str, Any], **_: Any) -> None:
+        assert current is not None
+        current.publish(message)
+
+    def _size(self, queue: str) -> int:
+        return 0
+
+    def _new_queue(self, queue: str, **_: Any) -> None:
+        pass
+
+    def _has_queue(self, queue: str, **_: Any) -> bool:
+        return True
+
+
+class Transport(virtual.Transport):
+    """Kombu's transport to the simulated broker."""
+
+    Channel = Channel
+    driver_type = driver_name = "simulated"
+    connection_errors = (OperationalError,)
+    channel_errors = ()
+
+
+class Delivered:
+    """The channel of one delivered message."""
+
+    no_ack_consumers: None = None
+
+    def __init__(self, broker: Broker, worker: Any) -> None:
+        self._broker = broker
+        self._worker = worker
+
+    def message(self, queued: Queued) -> virtual.Message:
+        """The message as Celery's consumer gets it."""
+        payload = json.loads(queued.payload)
+        payload["properties"]["delivery_tag"] = queued.tag
+        payload["properties"]["delivery_info"]["redelivered"] = queued.redelivered
+        return virtual.Message(payload, channel=self)
+
+    def decode_body(self, body: Any, encoding: str | None = None) -> Any:
+        """As kombu's channels do."""
+        return virtual.Channel.codecs[encoding].decode(body) if encoding else body
+
+    def basic_ack(self, tag: int, multiple: bool = False) -> None:
+        """Acknowledge."""
+        self._broker.acknowledge(self._worker, tag)
+
+    def basic_reject(self, tag: int, requeue: bool = False) -> None:
+        """Reject."""
+        self._broker.reject(self._worker, tag, requeue=requeue)

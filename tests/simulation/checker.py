@@ -1,0 +1,309 @@
+"""Compares the history of a run with what docs/guarantees.md promises.
+
+A history is a list of notes. Those that count:
+
+* ``published``: a caller's message was confirmed (task, key, call, number).
+* ``row``: the row of a key has changed (key, old and new state, fence, owner and call; result).
+* ``body`` and ``body ended``: a body runs (key, call, fence, token, process).
+* ``killed``, ``paused``: a process (process, span); ``emptied``, ``clock``: the lease store.
+* ``charged``: the outside world has executed an effect (effect).
+* ``final``: what is left at the end (rows, leases, results, messages).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from celery_leases.record import State
+from tests.simulation.history import Note
+
+RESTS = (State.DONE, State.FAILED, State.COOLING, State.UNCERTAIN)
+SLACK = 0.3
+"""Seconds in which an interrupted body ends: one step of the protocol may have to end before."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A promise that a history breaks, and the first note that shows it."""
+
+    promise: str
+    note: Note | None
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.promise}: {self.why}\n  {self.note}"
+
+
+@dataclass
+class Body:
+    """The run of one body; ``ended`` is infinite if it never ended."""
+
+    key: str
+    token: str
+    process: str
+    began: Note
+    ended: float = math.inf
+
+
+@dataclass
+class History:
+    """Notes, with what several promises need of them."""
+
+    notes: Sequence[Note]
+    bodies: list[Body] = field(default_factory=list)
+    final: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        running: dict[str, Body] = {}
+        for note in self.notes:
+            given = note.details
+            if note.what == "body":
+                body = Body(given["key"], given["token"], given["process"], note)
+                running[body.token] = body
+                self.bodies.append(body)
+            elif note.what == "body ended" and given["token"] in running:
+                running.pop(given["token"]).ended = note.at
+            elif note.what == "killed":
+                for token in [t for t, body in running.items() if body.process == given["process"]]:
+                    running.pop(token).ended = note.at
+            elif note.what == "final":
+                self.final = given
+
+    def of(self, *kinds: str) -> Iterator[Note]:
+        """The notes of these kinds."""
+        return (note for note in self.notes if note.what in kinds)
+
+
+Check = Callable[[History], Iterator[Violation]]
+
+
+def violations(notes: Sequence[Note]) -> list[Violation]:
+    """All promises that a history breaks, the first one first."""
+    history = History(notes)
+    found = [each for check in CHECKS for each in check(history)]
+    return sorted(found, key=lambda each: each.note.at if each.note is not None else math.inf)
+
+
+def fences_grow(history: History) -> Iterator[Violation]:
+    """Each claim of a key has a larger fence than the claims before."""
+    highest: dict[str, int] = {}
+    for note in history.of("row"):
+        key, new, old = note.details["key"], note.details["new"], note.details["old"]
+        if new is None or new.state != State.RUNNING:
+            continue
+        if old is not None and (old.state, old.owner) == (State.RUNNING, new.owner):
+            if old.fence != new.fence:
+                yield Violation("fences grow", note, "a holder's own write has changed the fence")
+            continue
+        if new.fence <= highest.get(key, 0):
+            yield Violation("fences grow", note, f"not above {highest[key]}")
+        highest[key] = new.fence
+
+
+def one_outcome(history: History) -> Iterator[Violation]:
+    """A running row gets its outcome once, from the attempt that claimed it last: its process, or
+    the main process after that has died.
+    """
+    killed: set[str] = set()
+    for note in history.of("row", "killed"):
+        if note.what == "killed":
+            killed.add(f"{note.details['pid']:x}")
+            continue
+        old, new, pid = note.details["old"], note.details["new"], note.details["pid"]
+        if old is None or new is None:
+            if old is not None:
+                yield Violation("one outcome", note, "a row was deleted")
+            continue
+        if old.state != State.RUNNING or new.state == State.RUNNING:
+            continue
+        owner = old.owner.rpartition("-")[2]
+        if (old.owner, old.fence) != (new.owner, new.fence):
+            yield Violation("one outcome", note, "not written by the attempt that claimed the row")
+        elif owner != f"{pid:x}" and owner not in killed:
+            yield Violation("one outcome", note, "not written by the process of the attempt")
+
+
+def done_stays_done(history: History) -> Iterator[Violation]:
+    """Finished work is not run again: a done row does not change, unless each call runs."""
+    for note in history.of("row"):
+        old, new = note.details["old"], note.details["new"]
+        if old is None or new is None or old.state != State.DONE or old.task == "each":
+            continue
+        if (new.state, new.result) != (old.state, old.result):
+            yield Violation("done stays done", note, f"it became {new.state}, {new.result}")
+
+
+def each_call_once(history: History) -> Iterator[Violation]:
+    """A call is done once."""
+    done: set[tuple[str, str]] = set()
+    for note in history.of("row"):
+        old, new = note.details["old"], note.details["new"]
+        if new is None or new.state != State.DONE or (old is not None and old.state == State.DONE):
+            continue
+        if (new.key, new.call) in done:
+            yield Violation("each call once", note, f"{new.call} was done before")
+        done.add((new.key, new.call))
+
+
+def body_owns_row(history: History) -> Iterator[Violation]:
+    """A body begins under a row that its attempt has claimed."""
+    rows: dict[str, Any] = {}
+    for note in history.of("row", "body"):
+        if note.what == "row":
+            rows[note.details["key"]] = note.details["new"]
+            continue
+        row, given = rows.get(note.details["key"]), note.details
+        if (
+            row is None
+            or row.fence < given["fence"]
+            or (
+                (row.state, row.owner) != (State.RUNNING, given["token"])
+                and not disturbed(history, given["process"], note.at)
+            )
+        ):
+            yield Violation("a record before the run", note, f"the row is {row}")
+
+
+def no_overlap(history: History) -> Iterator[Violation]:
+    """Bodies of one key do not run at the same time, but for the documented windows."""
+    by_key: defaultdict[str, list[Body]] = defaultdict(list)
+    for body in history.bodies:
+        for other in by_key[body.key]:
+            if (
+                other.ended > body.began.at + SLACK
+                and not disturbed(history, other.process, body.began.at)
+                and not _lease_lost_before_claim(history, other)
+            ):
+                why = f"beside {other.token} of {other.process}, begun at {other.began.at:.4f}"
+                yield Violation("no overlap", body.began, why)
+        by_key[body.key].append(body)
+
+
+def _lease_lost_before_claim(history: History, body: Body) -> bool:
+    """Whether the lease store was emptied between the acquire and the claim of an attempt."""
+    began = body.began.at
+    return any(began - 2.0 <= note.at <= began for note in history.of("emptied"))
+
+
+def lease_is_believed_too_long(history: History) -> Iterator[Violation]:
+    """No process counts on a lease for longer than the store does."""
+    for note in history.of("holds", "clock"):
+        if note.what == "clock":
+            return
+        if note.details["until"] > note.details["store_until"] + 1e-6:
+            yield Violation(
+                "a lease ends first for its holder", note, "it is believed for too long"
+            )
+
+
+def lost_stays_lost(history: History) -> Iterator[Violation]:
+    """A lease that is lost stays lost: no ``check()`` succeeds, and no late reply prolongs it."""
+    lost: set[str] = set()
+    until: dict[str, float] = {}
+    for note in history.of("lost", "checked", "holds"):
+        token = note.details["token"]
+        if note.what == "lost":
+            lost.add(token)
+        elif token in lost and note.details.get("until", math.inf) > until.get(token, 0.0):
+            yield Violation("lost stays lost", note, "its lease was lost before")
+        else:
+            until[token] = note.details.get("until", 0.0)
+
+
+def disturbed(history: History, process: str, at: float) -> bool:
+    """Whether a documented window excuses the process at that time: it stood still, or the clock of
+    the lease store has stepped.
+    """
+    host = process.partition("/")[0]
+    for note in history.of("paused", "host paused", "clock"):
+        given = note.details
+        if note.at > at:
+            return False
+        if note.what == "clock":
+            return True
+        stood = given.get("process") == process or given.get("host") == host
+        if stood and note.at + given["span"] + SLACK >= at:
+            return True
+    return False
+
+
+def effects_once(history: History) -> Iterator[Violation]:
+    """An effect with ``verify`` is executed once."""
+    seen: set[str] = set()
+    for note in history.of("charged"):
+        if note.details["effect"] in seen and not disturbed(
+            history, note.details["process"], note.at
+        ):
+            yield Violation("one effect", note, "it was executed before")
+        seen.add(note.details["effect"])
+
+
+def cooldown_holds(history: History) -> Iterator[Violation]:
+    """No body begins while its key cools down; the call that runs again may be a second early."""
+    until: dict[str, float] = {}
+    for note in history.of("row", "body"):
+        key = note.details["key"]
+        if note.what == "row":
+            new = note.details["new"]
+            if new is not None and new.state == State.COOLING:
+                until[key] = new.retry_at
+            elif new is not None and new.state != State.RUNNING:
+                until.pop(key, None)
+        elif note.at < until.pop(key, 0.0) - 1.05:
+            yield Violation("a cooldown holds", note, "the key cools down")
+
+
+def nothing_lost(history: History) -> Iterator[Violation]:
+    """In the end each confirmed call has an answer, and each key rests."""
+    rows = {row.key: row for row in history.final["rows"]}
+    for note in history.of("published"):
+        row = rows.get(note.details["key"])
+        if row is None or row.state not in RESTS:
+            yield Violation("nothing is lost", note, f"the row is {row}")
+        elif row.state == State.COOLING and row.resumes:
+            yield Violation("nothing is lost", note, "the key waits for a call that does not come")
+        elif history.final["answers"].get(note.details["call"]) not in ("SUCCESS", "FAILURE"):
+            yield Violation("nothing is lost", note, "the caller has no answer")
+
+
+def nothing_left(history: History) -> Iterator[Violation]:
+    """In the end nothing runs, nothing is held, and no message is left."""
+    for row in history.final["rows"]:
+        if row.state == State.RUNNING:
+            yield Violation("nothing is left", None, f"the row still runs: {row}")
+    for key in history.final["held"]:
+        yield Violation("nothing is left", None, f"the lease of {key} is still held")
+    if not history.final["quiet"]:
+        yield Violation("nothing is left", None, "messages circulate for ever")
+
+
+def one_result(history: History) -> Iterator[Violation]:
+    """All callers of a key whose work is done once get the same result."""
+    results: dict[str, Any] = {}
+    for note in history.of("published"):
+        answer = history.final["values"].get(note.details["call"])
+        if answer is None or note.details["task"] == "each":
+            continue
+        if results.setdefault(note.details["key"], answer) != answer:
+            yield Violation("one result", note, f"{answer} is not {results[note.details['key']]}")
+
+
+CHECKS: tuple[Check, ...] = (
+    fences_grow,
+    one_outcome,
+    done_stays_done,
+    each_call_once,
+    body_owns_row,
+    no_overlap,
+    lease_is_believed_too_long,
+    lost_stays_lost,
+    effects_once,
+    cooldown_holds,
+    nothing_lost,
+    nothing_left,
+    one_result,
+)

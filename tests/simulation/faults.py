@@ -1,0 +1,149 @@
+"""What goes wrong in a run: its rates, and its accidents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.simulation.servers import Server
+    from tests.simulation.world import World
+
+
+@dataclass
+class Faults:
+    """How often single requests go wrong, and whether they do now."""
+
+    random: Random
+    refused: float = 0.0
+    lost_request: float = 0.0
+    lost_reply: float = 0.0
+    late: float = 0.0
+    reorder: float = 0.0
+    active: bool = True
+
+    @classmethod
+    def drawn(cls, random: Random) -> Faults:
+        """The rates of one run: some runs have no such faults, and some many."""
+        scale = random.choice((0.0, 0.002, 0.01, 0.04))
+        refused, request, reply, late = (scale * random.choice((0.0, 0.5, 1.0)) for _ in range(4))
+        return cls(random, refused, request, reply, late, random.choice((0.0, 0.0, 0.3)))
+
+    def fate(self, server: Server, what: str) -> str:
+        """What happens to a request; empty: nothing special."""
+        if not self.active:
+            return ""
+        drawn = self.random.random()
+        for name in ("refused", "lost_request", "lost_reply", "late"):
+            drawn -= getattr(self, name)
+            if drawn < 0:
+                return name.replace("_", " ")
+        return ""
+
+
+Accident = Callable[["World"], None]
+
+
+def _span(world: World) -> float:
+    """Seconds that something lasts: often around the ttl, at times much longer."""
+    return world.random.choice((0.2, 0.5, 0.9, 1.3, 3.0, 10.0)) * world.shortest_ttl
+
+
+def kill_child(world: World) -> None:
+    """``kill -9`` of a pool child, likely one that works."""
+    children = [child for worker in world.workers for child in worker.children]
+    busy = [child for child in children if child.request is not None]
+    world.end_child(world.random.choice(busy or children))
+
+
+def kill_worker(world: World) -> None:
+    """``kill -9`` of a worker with its children; a new one starts soon."""
+    world.replace_worker(world.random.choice(world.workers))
+
+
+def pause_process(world: World) -> None:
+    """SIGSTOP and, later, SIGCONT."""
+    process = world.random.choice(list(world.processes.values()))
+    span = _span(world)
+    process.paused_until = world.scheduler.now + span
+    world.note("paused", process=process.name, span=span)
+
+
+def pause_host(world: World) -> None:
+    """A whole host stands still."""
+    host = world.random.choice(world.workers).host
+    span = _span(world)
+    for process in world.processes.values():
+        if process.host == host:
+            process.paused_until = world.scheduler.now + span
+    world.note("host paused", host=host, span=span)
+
+
+def stop_server(world: World) -> None:
+    """A server does not accept connections for a while; a lease server may lose its data."""
+    server = world.random.choice(world.servers)
+    server.up = False
+    world.note("down", server=server.name)
+    if server is world.leases and world.random.random() < 0.5:
+        world.leases.empty()
+        world.note("emptied")
+
+    def start() -> None:
+        server.up = True
+        world.broker.wake_all()
+        world.note("up", server=server.name)
+
+    world.later(_span(world), start)
+
+
+def empty_leases(world: World) -> None:
+    """The lease store loses all data."""
+    if world.leases is not None:
+        world.leases.empty()
+        world.note("emptied")
+
+
+def freeze_server(world: World) -> None:
+    """A server executes nothing for a while, then all that it has got."""
+    server = world.random.choice(world.servers)
+    span = _span(world)
+    server.frozen_until = world.scheduler.now + span
+    world.later(span + 0.001, world.broker.wake_all)
+    world.note("frozen", server=server.name, span=span)
+
+
+def cut(world: World) -> None:
+    """A host cannot reach a server for a while."""
+    server, host = world.random.choice(world.servers), world.random.choice(world.workers).host
+    server.cut.add(host)
+    world.note("cut", server=server.name, host=host)
+
+    def mend() -> None:
+        server.cut.discard(host)
+        world.broker.wake_all()
+
+    world.later(_span(world), mend)
+
+
+def step_clock(world: World) -> None:
+    """The wall clock of the lease server steps: its keys live longer or shorter."""
+    if world.leases is not None:
+        by = world.random.choice((-20.0, -1.0, 1.0, 20.0))
+        world.leases.ahead += by
+        world.note("clock", by=by)
+
+
+def copy_message(world: World) -> None:
+    """The broker delivers a message twice."""
+    world.broker.copy_one()
+    world.note("copied")
+
+
+ACCIDENTS: tuple[Accident, ...] = (
+    *(kill_child, kill_child, kill_worker, pause_process, pause_process, pause_host),
+    *(stop_server, empty_leases, freeze_server, cut, copy_message, copy_message),
+)
+#: Accidents after which bodies of one key may overlap; docs/guarantees.md names the windows.
+UNSAFE: tuple[Accident, ...] = (step_clock,)

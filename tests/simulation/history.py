@@ -1,0 +1,39 @@
+"""What happens in a run, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that happened, at a true time in seconds."""
+
+    at: float
+    what: str
+    details: dict[str, Any]
+
+    def __str__(self) -> str:
+        details = " ".join(f"{name}={value}" for name, value in self.details.items())
+        return f"{self.at:10.4f} {self.what} {details}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a record said; ``retry_at`` in true time."""
+
+    key: str
+    task: str
+    state: str
+    fence: int
+    owner: str
+    call: str
+    ended: str | None
+    result: str | None
+    retry_at: float
+    resumes: bool
+
+    def __str__(self) -> str:
+        until = f" until {self.retry_at:.2f}" if self.retry_at else ""
+        return f"{self.state}{until} {self.ended} {self.call} {self.owner} {self.fence}"

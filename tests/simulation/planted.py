@@ -1,0 +1,319 @@
+"""Bugs planted in the library, one at a time, and how many seeds it takes to find each.
+
+``python -m tests.simulation.planted [NAME …]`` applies them while the library is imported; no file
+is changed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+MOST_SEEDS = 20_000
+
+
+@dataclass(frozen=True)
+class Bug:
+    """*old* is the text of *module*, once, that *new* replaces."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+
+
+RUN, RENEWAL = "celery_leases.attempt.run", "celery_leases.attempt.renewal"
+CLAIM, BEFORE = "celery_leases.decide.claim", "celery_leases.decide.before_run"
+RESCHEDULING, PUBLISHER = "celery_leases.worker.rescheduling", "celery_leases.worker.publisher"
+EFFECTS = "celery_leases.body.effects"
+
+AFTER_RUN, CHILD_EXIT = "celery_leases.decide.after_run", "celery_leases.worker.child_exit"
+STATEMENTS, ROWS = "celery_leases.stores.sql.record_statements", "celery_leases.stores.sql.rows"
+DEADLINES, LEASES = "celery_leases.deadlines", "celery_leases.stores.sql.leases"
+
+BUGS = (
+    # -- the lease, as its holder sees it
+    Bug(
+        "a lease counts beyond its end",
+        DEADLINES,
+        "return hard - min(ttl / 6, 5.0)",
+        "return hard + ttl",
+    ),
+    Bug(
+        "a renewal prolongs too much",
+        DEADLINES,
+        "return sent + ttl - (ttl",
+        "return sent + ttl + (ttl",
+    ),
+    Bug(
+        "a deadline counts from the reply",
+        RENEWAL,
+        "held_lease.extended(sent, ttl)\n            if self._observer",
+        "held_lease.extended(self._clock.now(), ttl)\n            if self._observer",
+    ),
+    Bug(
+        "a lost body is not interrupted",
+        RENEWAL,
+        "        if held_lease.interrupt is not None:\n            held_lease.interrupt()",
+        "        pass",
+    ),
+    Bug(
+        "a lost lease is revived by a late reply",
+        "celery_leases.attempt.held_lease",
+        "        if self.lost is None:\n            self._extend_to",
+        "        self.lost = None\n        if True:\n            self._extend_to",
+    ),
+    Bug(
+        "a lease is not renewed",
+        DEADLINES,
+        "return sent + ttl / RENEWALS_PER_TTL",
+        "return sent + 10 * ttl",
+    ),
+    Bug(
+        "a renewal that failed is not repeated",
+        DEADLINES,
+        "return now + min(ttl / 12, 1.0)",
+        "return now + 10 * ttl",
+    ),
+    Bug(
+        "an expired lease in a row is renewed by anybody",
+        LEASES,
+        '                dialect.is_one_of(records.c.owner, "tokens"),\n',
+        "",
+    ),
+    # -- the claim
+    Bug(
+        "a row is taken over although its store was emptied",
+        CLAIM,
+        "return Refusal.EMPTIED if emptied < row.lease_ttl else None",
+        "return None",
+    ),
+    Bug(
+        "the fence is not raised", CLAIM, '"fence": max(row.fence + 1, now),', '"fence": row.fence,'
+    ),
+    Bug(
+        "a claim does not compare the row",
+        STATEMENTS,
+        'where(columns.stored_key == bindparam("for_key"), *as_seen)',
+        'where(columns.stored_key == bindparam("for_key"), *as_seen[:0])',
+    ),
+    Bug(
+        "a running row is free",
+        CLAIM,
+        "row.lease_remaining > 0 and row.owner not in call.prior:\n        return Refusal.HELD",
+        "row.lease_remaining > 0 and row.owner not in call.prior:\n        return None",
+    ),
+    Bug(
+        "a call that waits for its time is not refused",
+        CLAIM,
+        "return Refusal.NOT_DUE if is_waiting(call.call_id, row) else None",
+        "return None",
+    ),
+    Bug(
+        "done work is run again by another call",
+        CLAIM,
+        "        return Refusal.DONE\n",
+        "        return None\n",
+    ),
+    Bug(
+        "done work is run again by its own call",
+        CLAIM,
+        "        return Refusal.FINISHED\n",
+        "        return None\n",
+    ),
+    Bug(
+        "a held key is run all the same",
+        RUN,
+        "        if answer.holder is not None:\n            return self._key_is_held(answer.holder, waited)",
+        "        if answer.holder is not None:\n            return self._acquired(sent, waited)",
+    ),
+    Bug(
+        "a body begins although the claim took longer than the lease",
+        RUN,
+        "        if not held_lease.held:\n            self._close(settlement.unrun(call, record, 0.0))",
+        "        if False:\n            self._close(settlement.unrun(call, record, 0.0))",
+    ),
+    # -- the outcome
+    Bug(
+        "an outcome is written without fence and owner",
+        STATEMENTS,
+        """        table.c.fence == bindparam("for_fence"),
+        table.c.owner == bindparam("for_owner"),
+""",
+        """        bindparam("for_fence") == bindparam("for_fence"),
+        bindparam("for_owner") == bindparam("for_owner"),
+""",
+    ),
+    Bug(
+        "the lease is released before the record is written",
+        RUN,
+        "        settled = self._until_settled(ending, partial(process.records.settle",
+        "        self._free(None)\n        settled = self._until_settled(ending, partial(process.records.settle",
+    ),
+    Bug(
+        "a cooldown is half as long",
+        ROWS,
+        "int(wait * MICROSECONDS)",
+        "int(wait * MICROSECONDS / 2)",
+    ),
+    Bug(
+        "a call whose lease was lost has failed",
+        AFTER_RUN,
+        'return again_soon(f"the lease was lost: {reason}", rand)',
+        "return Return(None)",
+    ),
+    Bug(
+        "a call whose lease was lost does not run again",
+        AFTER_RUN,
+        "ended=Ended.LOST, reason=reason, resumes=call.reschedulable)",
+        "ended=Ended.LOST, reason=reason, state=State.DONE)",
+    ),
+    Bug(
+        "a call that was refused an outcome is forgotten",
+        RUN,
+        "            refused = self._outcome_refused(ending)\n",
+        "            refused = Return(None)\n",
+    ),
+    Bug(
+        "the main process closes the row of another attempt",
+        CHILD_EXIT,
+        "    if not record.is_attempt(State.RUNNING, ended.token):\n        if ended.pid:",
+        "    if record.state is not State.RUNNING:\n        if ended.pid:",
+    ),
+    # -- messages
+    Bug(
+        "the last copy of a call is dropped",
+        PUBLISHER,
+        "if latest > header.copy and not newest:",
+        "if latest >= header.copy and not newest:",
+    ),
+    Bug(
+        "a copy is marked before it is published",
+        PUBLISHER,
+        "        self._publish(task, replace(header, copy=copy), delay)\n        # The mark",
+        """        marks.swap_mark(stored_key, mark, noted, str(copy), delay + 2 * ttl)
+        self._publish(task, replace(header, copy=copy), delay)
+        # The mark""",
+    ),
+    Bug(
+        "a delivery ends although its copy was not confirmed",
+        RESCHEDULING,
+        """            if may_be_returned(before, limit):
+                self._requeue(call, again, str(error))
+            why""",
+        "            return True\n            why",
+    ),
+    # -- effects
+    Bug(
+        "an effect is called before its intent is committed",
+        EFFECTS,
+        "        begun = self._begin(name, key)\n        if isinstance(begun, Found):",
+        "        arguments.call(key)\n        begun = self._begin(name, key)\n        if isinstance(begun, Found):",
+    ),
+    Bug(
+        "an effect with an unknown outcome is called again",
+        EFFECTS,
+        "        if found is None:\n            return self._call(ours, arguments)",
+        "        if True:\n            return self._call(ours, arguments)",
+    ),
+    Bug(
+        "the intent of an effect is withdrawn after its call failed",
+        EFFECTS,
+        "if not doubted and self._was_executed(error, outside) is False:",
+        "if not doubted:",
+    ),
+    Bug(
+        "an effect is called by a holder that has lost its lease",
+        EFFECTS,
+        "            self.held_lease.check()  # committing the intent may have taken long",
+        "            pass",
+    ),
+    Bug(
+        "the reply of an effect is not written",
+        EFFECTS,
+        "accepted = self._retrying(lambda: self.process.effects.finish(effect, text, reference))",
+        "accepted = True",
+    ),
+)
+"""Each breaks a promise of docs/guarantees.md."""
+
+
+class Planting(MetaPathFinder):
+    """Imports the module of a bug with the bug in it."""
+
+    def __init__(self, bug: Bug) -> None:
+        self._bug = bug
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self._bug.module:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        assert spec is not None
+        assert spec.origin is not None
+        spec.loader = PlantedLoader(name, spec.origin, self._bug)
+        return spec
+
+
+class PlantedLoader(SourceFileLoader):
+    """Compiles a source with a bug in it, and caches nothing."""
+
+    def __init__(self, name: str, path: str, bug: Bug) -> None:
+        super().__init__(name, path)
+        self._bug = bug
+
+    def get_code(self, fullname: str) -> Any:
+        text = planted(self._bug)
+        return compile(text, self.path, "exec", dont_inherit=True)
+
+
+def planted(bug: Bug) -> str:
+    """The text of the module with the bug; raises ``ValueError`` if the place is not there once."""
+    root = Path(__file__).parents[2]
+    text = (root / Path(*bug.module.split("."))).with_suffix(".py").read_text()
+    if text.count(bug.old) != 1:
+        raise ValueError(f"{bug.name}: {text.count(bug.old)} places in {bug.module}")
+    return text.replace(bug.old, bug.new)
+
+
+def seeds_to_find(bug: Bug, most: int = MOST_SEEDS) -> tuple[int, str] | None:
+    """How many seeds it takes to find *bug*, and what showed it; ``None``: not found."""
+    sys.meta_path.insert(0, Planting(bug))
+    from tests.simulation.search import first_failure
+
+    found = first_failure(range(1, most + 1))
+    return (found.seed, str(found.violation)) if found is not None else None
+
+
+def main(names: list[str], most: int = MOST_SEEDS) -> int:
+    """Search each bug in a process of its own; returns how many were not found.
+
+    *names*: only bugs whose name contains one of these.
+    """
+    missed = 0
+    for bug in BUGS:
+        if names and not any(name in bug.name for name in names):
+            continue
+        command = [
+            *(sys.executable, "-m", "tests.simulation.planted", "--one"),
+            bug.name,
+            str(most),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        line = (done.stdout or done.stderr).strip().splitlines()[-1:]
+        missed += done.returncode != 0
+        print(f"{bug.name}: {''.join(line)}", flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        chosen = next(bug for bug in BUGS if bug.name == sys.argv[2])
+        result = seeds_to_find(chosen, int(sys.argv[3]))
+        print("not found" if result is None else f"seed {result[0]}, {result[1].splitlines()[0]}")
+        sys.exit(result is None)
+    sys.exit(main(sys.argv[1:]))

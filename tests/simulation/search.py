@@ -1,0 +1,59 @@
+"""Runs seeds, finds the first that breaks a promise, and makes its run as short as possible."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tests.simulation.checker import Violation, violations
+from tests.simulation.history import Note
+from tests.simulation.world import World
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A seed that breaks a promise, without the calls and accidents that do not matter."""
+
+    seed: int
+    without: frozenset[str]
+    notes: Sequence[Note]
+    violation: Violation
+
+    @property
+    def command(self) -> str:
+        """What repeats the run."""
+        left_out = "".join(f' --without "{name}"' for name in sorted(self.without))
+        return f"python -m tests.simulation --seed {self.seed}{left_out}"
+
+
+def run(seed: int, without: frozenset[str] = frozenset()) -> Failure | None:
+    """Run one seed."""
+    logging.disable(logging.CRITICAL)
+    world = World(seed, without=without)
+    try:
+        notes = world.run()
+    except Exception as error:  # noqa: BLE001 - an error in the main process of a worker, or of the simulator
+        wrong = Violation("no unexpected error", None, f"{type(error).__name__}: {error}")
+        return Failure(seed, without, world.history, wrong)
+    finally:
+        logging.disable(logging.NOTSET)
+    found = violations(notes)
+    return Failure(seed, without, notes, found[0]) if found else None
+
+
+def first_failure(seeds: Iterable[int]) -> Failure | None:
+    """The first seed that fails."""
+    return next((found for seed in seeds if (found := run(seed)) is not None), None)
+
+
+def shrunk(failure: Failure) -> Failure:
+    """The same violation with fewer calls and accidents: each is left out if it still fails."""
+    shape = World(failure.seed).shape
+    parts = [f"accident {number}" for number in range(1, shape.accidents + 1)]
+    parts += [f"call {number}" for number in range(1, shape.calls + 1)]
+    for part in parts:
+        found = run(failure.seed, failure.without | {part})
+        if found is not None and found.violation.promise == failure.violation.promise:
+            failure = found
+    return failure

@@ -1,0 +1,315 @@
+"""The servers of a simulated cluster: the database, the lease store, the broker, the outside world.
+
+A request to a server may wait, fail, be executed late, or be executed without a reply.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sqlalchemy import Executable
+
+from celery_leases.errors import StoreUnavailable
+from celery_leases.stores.availability import Availability
+from celery_leases.stores.sql.connections import engine_for
+from celery_leases.stores.sql.database import Database
+from celery_leases.stores.sql.effects import SqlEffectStore
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.records import SqlRecordStore
+from tests.distributions.toy_leases import Memory, ToyLeaseStore
+from tests.simulation import work
+from tests.simulation.history import Row
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+T = TypeVar("T")
+EPOCH = 1_700_000_000.0
+"""What wall clocks show when a simulation begins, in seconds since 1970."""
+QUICK = 0.002
+"""Seconds of half a round trip, on average."""
+
+
+class Server:
+    """One server, and what happens to requests to it.
+
+    ``up``: it answers. ``frozen_until``: it executes nothing before. ``cut``: the names of the
+    hosts that cannot reach it.
+    """
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.alive = True
+        self.paused_until = -math.inf
+        self.up = True
+        self.frozen_until = -math.inf
+        self.cut: set[str] = set()
+        #: Whose late request it executes.
+        self.client: Any = None
+        #: How far its wall clock is ahead of the true time.
+        self.ahead = 0.0
+
+    def now(self) -> float:
+        """What its wall clock shows, in seconds since 1970."""
+        return EPOCH + self.world.scheduler.now + self.ahead
+
+    def request(
+        self, what: str, do: Callable[[], T], error: Callable[[bool | None], Exception], wait: float
+    ) -> T:
+        """Execute *do* for the running thread.
+
+        *error* makes the error for a request that failed; its argument says whether the request was
+        executed, as far as the client knows. *wait*: seconds until the client gives up.
+        """
+        world, scheduler = self.world, self.world.scheduler
+        if scheduler.current is None:  # the checker, before or after the run
+            return do()
+        process = world.here
+        fate = world.faults.fate(self, what)
+        scheduler.sleep(world.latency(QUICK))
+        if fate == "refused" or not self.up:
+            world.note("refused", server=self.name, op=what)
+            raise error(False)
+        if fate == "lost request" or process.host in self.cut:
+            world.note("lost request", server=self.name, op=what)
+            scheduler.sleep(wait)
+            raise error(None)
+        frozen = max(0.0, self.frozen_until - scheduler.now)
+        if fate == "late" or frozen > wait:
+            late = max(frozen, world.latency(wait) if fate == "late" else 0.0)
+            world.note("late request", server=self.name, op=what, late=late)
+            scheduler.spawn(
+                self, lambda: self._execute_late(do, process), f"{self.name} {what}", late
+            )
+            scheduler.sleep(wait)
+            raise error(None)
+        scheduler.sleep(frozen)
+        result = do()
+        if fate == "lost reply":
+            world.note("lost reply", server=self.name, op=what)
+            scheduler.sleep(world.random.choice((wait, QUICK)))
+            raise error(None)
+        scheduler.sleep(world.latency(QUICK))
+        return result
+
+    def _execute_late(self, do: Callable[[], object], client: Any) -> None:
+        if self.up:
+            self.client = client
+            try:
+                do()
+            except Exception as error:  # noqa: BLE001 - nobody reads its reply
+                self.world.note("late error", server=self.name, error=str(error))
+            finally:
+                self.client = None
+
+
+# -- the database ----------------------------------------------------------------------------------
+
+STATEMENT_WAIT = 5.0
+"""Seconds until a statement without a reply fails."""
+
+
+class SimulatedDatabase(Database):
+    """SQLite in memory behind a server that may fail."""
+
+    server: Server | None = None
+    waits = STATEMENT_WAIT
+
+    def _run(self, statement: Executable, values: Mapping[str, Any], read: Any) -> Any:
+        run = super()._run
+        if self.server is None:
+            return run(statement, values, read)
+        what = type(statement).__name__.lower()
+        return self.server.request(
+            what, lambda: run(statement, values, read), _database_error, self.waits
+        )
+
+
+def _database_error(executed: bool | None) -> StoreUnavailable:
+    return StoreUnavailable("the simulated database does not answer", executed)
+
+
+@cache
+def _base_records() -> SqlRecordStore:
+    """The one record store of this Python process: building its statements takes a while."""
+    store = SqlRecordStore(engine_for("sqlite://"))
+    store.database.__class__ = SimulatedDatabase
+    store.migrate()
+    with store.database.engine.connect() as connection:
+        driver: Any = connection.connection.dbapi_connection
+        driver.create_function("row_changed", -1, _row_changed)
+        old, new = (", ".join(f"{which}.{name}" for name in _COLUMNS) for which in ("OLD", "NEW"))
+        none = ", ".join(["NULL"] * len(_COLUMNS))
+        for verb, before, after in (
+            ("INSERT", none, new),
+            ("UPDATE", old, new),
+            ("DELETE", old, none),
+        ):
+            connection.exec_driver_sql(
+                f"CREATE TRIGGER note_{verb} AFTER {verb} ON {store.tables.records} "
+                f"BEGIN SELECT row_changed({before}, {after}); END"
+            )
+    return store
+
+
+_COLUMNS = (
+    *("key", "task", "state", "fence", "owner", "call_id", "ended", "result", "retry_at"),
+    "resumes",
+)
+
+
+def _row_changed(*values: Any) -> None:
+    size = len(_COLUMNS)
+    if work.current is not None:
+        work.current.row_changed(_noted_row(values[:size]), _noted_row(values[size:]))
+
+
+def _noted_row(values: Sequence[Any]) -> Row | None:
+    if values[0] is None:
+        return None
+    key, task, state, fence, owner, call, ended, result, retry_at, resumes = values
+    at = retry_at / 1e6 - EPOCH if retry_at else 0.0
+    return Row(f"{task} {key}", task, state, fence, owner, call, ended, result, at, bool(resumes))
+
+
+@cache
+def _base_leases() -> DatabaseLeaseStore:
+    return DatabaseLeaseStore(_base_records())
+
+
+@cache
+def _base_effects() -> SqlEffectStore:
+    return SqlEffectStore(_base_records().database, _base_records().tables)
+
+
+class DatabaseServer(Server):
+    """The database with all tables."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, "database")
+        self.records = _base_records()
+        database: Any = self.records.database
+        database.server = None
+        with database.engine.connect() as connection:
+            for table in ("records", "effects", "marks", "gates"):
+                connection.exec_driver_sql(f"DELETE FROM {getattr(self.records.tables, table)}")  # noqa: S608
+        self.records.identity()
+        database.server, database.host_now = self, lambda: round(self.now() * 1e6)
+
+    def rows(self) -> list[Row]:
+        """All records."""
+        with self.records.database.engine.connect() as connection:
+            found = connection.exec_driver_sql(
+                f"SELECT {', '.join(_COLUMNS)} FROM {self.records.tables.records}"  # noqa: S608
+            )
+            return [row for values in found if (row := _noted_row(tuple(values))) is not None]
+
+    def lease_until(self, stored_key: str, token: str) -> float | None:
+        """When the lease of *token* ends, in true time."""
+        record = self.records.read(stored_key)
+        if record is None or record.owner != token or record.lease_until is None:
+            return None
+        return record.lease_until / 1e6 - EPOCH - self.ahead
+
+    def record_store(self) -> SqlRecordStore:
+        """The store of one process, which notes by itself when the database answers."""
+        store = copy(self.records)
+        store.availability = Availability()
+        return store
+
+    def lease_store(self, records: SqlRecordStore) -> DatabaseLeaseStore:
+        """Leases in the rows of *records*."""
+        store = copy(_base_leases())
+        store.records = records
+        return store
+
+    def effects(self) -> SqlEffectStore:
+        """The effect store."""
+        return _base_effects()
+
+
+# -- the lease store -------------------------------------------------------------------------------
+
+_STEPS = (
+    "acquire",
+    "release",
+    "cool",
+    "end_cooldown",
+    "holder",
+    "reassert",
+    "mark",
+    "swap_mark",
+    "age",
+)
+_GROUP_STEPS = ("get", "close", "open", "release_probe")
+
+
+class LeaseServer(Server):
+    """A lease store in memory that loses what it has when it is emptied."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, "leases")
+        self.memory = Memory(now=self.now, began=-math.inf)
+
+    def lease_store(self, wait: float) -> SimulatedLeases:
+        """The store of one process, whose calls take at most *wait* seconds."""
+        return SimulatedLeases(self, wait)
+
+    def lease_until(self, stored_key: str, token: str) -> float | None:
+        """When the lease of *token* ends, in true time."""
+        found = self.memory.leases.get(stored_key)
+        if found is None or found.call is None or found.token != token:
+            return None
+        return found.until - EPOCH - self.ahead
+
+    def held_keys(self) -> list[str]:
+        """The keys that are held now."""
+        now = self.now()
+        leases = self.memory.leases.items()
+        return [key for key, found in leases if found.call is not None and found.until > now]
+
+    def empty(self) -> None:
+        """Lose all data, as a server without persistence that restarts."""
+        self.memory.leases.clear()
+        self.memory.marks.clear()
+        self.memory.gates.clear()
+        self.memory.began = self.now()
+
+
+class SimulatedLeases(ToyLeaseStore):
+    """The client of a :class:`LeaseServer`."""
+
+    def __init__(self, server: LeaseServer, wait: float) -> None:
+        super().__init__(server.memory, "simulated")
+        self._server = server
+        self._wait = wait
+        for target, names in ((self, _STEPS), (self.groups, _GROUP_STEPS)):
+            for name in names:
+                setattr(target, name, self._requested(name, getattr(target, name)))
+
+    def _requested(self, name: str, do: Callable[..., T]) -> Callable[..., T]:
+        def requested(*given: Any) -> T:
+            return self._server.request(name, lambda: do(*given), self._error, self._wait)
+
+        return requested
+
+    def _error(self, executed: bool | None) -> StoreUnavailable:
+        return StoreUnavailable("the simulated lease store does not answer", executed)
+
+    def renew(self, renewals: Sequence[Any]) -> list[Any]:
+        """Renew each, in one request."""
+        do = super().renew
+        return self._server.request("renew", lambda: do(renewals), self._error, self._wait)
+
+    def bounded(self, timeout: float, longest_wait: float) -> SimulatedLeases:
+        """The same store with another *timeout*."""
+        return SimulatedLeases(self._server, timeout)
+
+    def may_have_lost_leases(self, stored_key: str, seconds: float) -> bool:
+        """Whether the server was emptied within the last *seconds*."""
+        return self.age(stored_key) < seconds

@@ -1,0 +1,383 @@
+"""The checker, on histories written by hand: it accepts the good ones, and names the first wrong
+note of the bad ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.simulation.checker import violations
+from tests.simulation.history import Note, Row
+
+KEY = "once k"
+
+
+class Story:
+    """Writes a history of one key; each step takes a second."""
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+        self.at = 0.0
+        self.row: Row | None = None
+        self.answers: dict[str, str] = {}
+        self.values: dict[str, str] = {}
+        self.held: list[str] = []
+        self.quiet = True
+
+    def note(self, what: str, **details: Any) -> Story:
+        self.at += 1.0
+        self.notes.append(Note(self.at, what, details))
+        return self
+
+    def wait(self, seconds: float) -> Story:
+        self.at += seconds
+        return self
+
+    def write(self, pid: int | None = None, **changes: Any) -> Story:
+        """Change the row."""
+        empty = Row(KEY, "once", "running", 0, "", "c1", None, None, 0.0, resumes=False)
+        old, self.row = self.row, replace(self.row or empty, **changes)
+        by = int((self.row.owner or "-0").rpartition("-")[2], 16)
+        return self.note("row", key=KEY, old=old, new=self.row, by="w0/c1", pid=pid or by)
+
+    def call(self, call: str = "c1", task: str = "once", answer: str = "SUCCESS") -> Story:
+        """A confirmed call, and what its caller gets in the end."""
+        self.answers[call] = answer
+        if answer == "SUCCESS":
+            self.values.setdefault(call, "r")
+        return self.note("published", task=task, key=KEY, call=call, number=1)
+
+    def claim(self, owner: str = "a", fence: int = 1, call: str = "c1", **changes: Any) -> Story:
+        return self.write(state="running", owner=owner, fence=fence, call=call, **changes)
+
+    def renew(self) -> Story:
+        return self.write()
+
+    def body(self, owner: str = "a", fence: int = 1, process: str = "w0/c1") -> Story:
+        return self.note("body", key=KEY, call="c1", fence=fence, token=owner, process=process)
+
+    def ends(self, owner: str = "a") -> Story:
+        return self.note("body ended", token=owner)
+
+    def done(self, result: str = "r", **changes: Any) -> Story:
+        return self.write(state="done", result=result, **changes)
+
+    def cools(self, seconds: float, **changes: Any) -> Story:
+        until = self.at + 1.0 + seconds
+        return self.write(state="cooling", retry_at=until, ended="failed", **changes)
+
+    def run(self, owner: str = "a", fence: int = 1) -> Story:
+        """A whole run."""
+        return self.claim(owner, fence).body(owner, fence).ends(owner).done()
+
+    def end(self) -> list[Note]:
+        rows = [self.row] if self.row is not None else []
+        return [
+            *self.notes,
+            Note(
+                self.at + 1.0,
+                "final",
+                {
+                    "rows": rows,
+                    "held": self.held,
+                    "answers": self.answers,
+                    "values": self.values,
+                    "quiet": self.quiet,
+                },
+            ),
+        ]
+
+
+def having(story: Story, **fields: Any) -> Story:
+    for name, value in fields.items():
+        setattr(story, name, value)
+    return story
+
+
+def story() -> Story:
+    return Story()
+
+
+def called() -> Story:
+    return Story().call()
+
+
+GOOD: dict[str, Callable[[], Story]] = {
+    "nothing happens": story,
+    "one run": lambda: called().run(),
+    "two calls, one run": lambda: called().call("c2").run(),
+    "a renewal": lambda: called().claim().body().renew().ends().done(),
+    "a killed process, and another attempt": lambda: (
+        called().claim().body().note("killed", process="w0/c1", pid=10).wait(3).run("b", 2)
+    ),
+    "a crash before the body": lambda: called().claim().wait(3).run("b", 2),
+    "a failed run, and a retry": lambda: (
+        called().claim().body().ends().write(state="pending", ended="failed").run("b", 2)
+    ),
+    "a cooldown, and a run afterwards": lambda: (
+        called().claim().body().ends().cools(5, resumes=True).wait(5).run("b", 2)
+    ),
+    "a run a second before the end of the cooldown": lambda: (
+        called().claim().body().ends().cools(5, resumes=True).wait(2.2).run("b", 2)
+    ),
+    "a cooldown that an operator ends": lambda: (
+        called().claim().body().ends().cools(50).write(state="pending", fence=2).run("b", 3)
+    ),
+    "a failure that the caller gets": lambda: (
+        Story().call(answer="FAILURE").claim().body().ends().write(state="failed", ended="failed")
+    ),
+    "a key that cools down, and whose caller has the error": lambda: (
+        Story().call(answer="FAILURE").claim().body().ends().cools(5)
+    ),
+    "an overlap after a pause": lambda: (
+        called()
+        .claim()
+        .body()
+        .note("paused", process="w0/c1", span=9.0)
+        .claim("b", 2)
+        .body("b", 2, "w0/c2")
+        .ends()
+        .ends("b")
+        .done()
+    ),
+    "an overlap after a pause of the host": lambda: (
+        called()
+        .claim()
+        .body()
+        .note("host paused", host="w0", span=9.0)
+        .claim("b", 2)
+        .body("b", 2, "w1/c2")
+        .ends()
+        .ends("b")
+        .done()
+    ),
+    "an overlap after the lease store was emptied before the claim": lambda: (
+        called()
+        .note("emptied")
+        .claim()
+        .body()
+        .claim("b", 2)
+        .body("b", 2, "w1/c1")
+        .ends()
+        .ends("b")
+        .done()
+    ),
+    "an overlap after a step of the clock": lambda: (
+        called()
+        .claim()
+        .body()
+        .note("clock", by=20.0)
+        .claim("b", 2)
+        .body("b", 2, "w1/c1")
+        .ends()
+        .ends("b")
+        .done()
+    ),
+    "an outcome that the main process writes for a dead child": lambda: (
+        called()
+        .claim()
+        .body()
+        .note("killed", process="w0/c1", pid=10)
+        .write(pid=99, state="pending", ended="crashed")
+        .run("b", 2)
+    ),
+    "a lease that ends first for its holder": lambda: (
+        called()
+        .claim()
+        .note("holds", key=KEY, token="a", until=4.8, store_until=5.0)
+        .body()
+        .ends()
+        .done()
+    ),
+    "two runs of each call": lambda: (
+        Story()
+        .call(task="each")
+        .call("c2", task="each")
+        .claim(task="each")
+        .body()
+        .ends()
+        .done()
+        .claim("b", 2, "c2", result=None)
+        .body("b", 2)
+        .ends("b")
+        .done("other")
+    ),
+    "an interrupted body ends within moments": lambda: (
+        called()
+        .claim()
+        .body()
+        .wait(3)
+        .claim("b", 2)
+        .wait(-0.9)
+        .ends()
+        .body("b", 2)
+        .ends("b")
+        .done()
+    ),
+    "one effect": lambda: (
+        called().claim().body().note("charged", effect="e", process="w0/c1").ends().done()
+    ),
+    "two effects": lambda: (
+        called()
+        .claim()
+        .body()
+        .note("charged", effect="e", process="w0/c1")
+        .note("charged", effect="f", process="w0/c1")
+        .ends()
+        .done()
+    ),
+    "an unconfirmed call that never came": lambda: Story().note("unconfirmed", call="c1"),
+}
+
+BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
+    "a fence that is used twice": ("fences grow", 3, lambda: called().claim().claim("b").run("b", 2)),
+    "a fence that shrinks": ("fences grow", 3, lambda: called().claim("a", 5).claim("b", 4).done()),
+    "a holder that changes its fence": (
+        "fences grow", 3, lambda: called().claim().write(fence=7).done(),
+    ),
+    "an outcome of an attempt that lost the row": (
+        "one outcome", 4, lambda: called().claim().claim("b", 2).done(owner="a", fence=1),
+    ),
+    "an outcome with another fence": ("one outcome", 3, lambda: called().claim().done(fence=9)),
+    "an outcome that a living process of another attempt writes": (
+        "one outcome", 4, lambda: called().claim().body().write(pid=99, state="pending").run("b", 2),
+    ),
+    "an outcome of a process whose row was taken": (
+        "one outcome", 4, lambda: called().claim().claim("b", 2).write(pid=10, state="pending").run("c", 3),
+    ),
+    "a lease that its holder believes too long": (
+        "a lease ends first for its holder", 3,
+        lambda: called().claim().note("holds", key=KEY, token="a", until=5.1, store_until=5.0).body().ends().done(),
+    ),
+    "a check that succeeds after the lease was lost": (
+        "lost stays lost", 5,
+        lambda: called().claim().body().note("lost", key=KEY, token="a")
+        .note("checked", key=KEY, token="a").ends().done(),
+    ),
+    "a lease that is prolonged after it was lost": (
+        "lost stays lost", 6,
+        lambda: called().claim().note("holds", key=KEY, token="a", until=4.0, store_until=5.0).body()
+        .note("lost", key=KEY, token="a").note("holds", key=KEY, token="a", until=6.0, store_until=7.0).ends().done(),
+    ),
+    "an overlap after the lease store was emptied in the run": (
+        "no overlap", 7,
+        lambda: called().claim().body().wait(3).note("emptied").wait(3).claim("b", 2).wait(1)
+        .renew().body("b", 2, "w1/c1").ends().ends("b").done(),
+    ),
+    "a failure of an attempt that lost the row": (
+        "one outcome", 4,
+        lambda: called().claim().claim("b", 2).write(state="pending", owner="a", fence=1).run("c", 3),
+    ),
+    "done work that is claimed again": ("done stays done", 6, lambda: called().run().run("b", 2)),
+    "done work whose result changes": (
+        "done stays done", 6, lambda: called().run().write(result="other"),
+    ),
+    "done work that fails later": ("done stays done", 6, lambda: called().run().write(state="failed")),
+    "a call that is done twice": (
+        "each call once", 9,
+        lambda: Story().call(task="each").claim(task="each").body().ends().done()
+        .claim("b", 2, "c1").body("b", 2).ends("b").done(),
+    ),
+    "a body without a row": ("a record before the run", 2, lambda: called().body().run()),
+    "a body with a row of another": (
+        "a record before the run", 3, lambda: called().claim().body("b", 1).run("b", 2),
+    ),
+    "a body after its row was taken": (
+        "a record before the run", 4, lambda: called().claim().claim("b", 2).body().ends().done(),
+    ),
+    "a body with a fence of its own": (
+        "a record before the run", 3, lambda: called().claim().body("a", 5).ends().done(),
+    ),
+    "a body after the outcome": (
+        "a record before the run", 4, lambda: called().claim().done().body().ends(),
+    ),
+    "two bodies at the same time": (
+        "no overlap", 5,
+        lambda: called().claim().body().claim("b", 2).body("b", 2, "w1/c1").ends().ends("b").done(),
+    ),
+    "two bodies, the first of which never ends": (
+        "no overlap", 5, lambda: called().claim().body().claim("b", 2).body("b", 2, "w1/c1").ends("b").done(),
+    ),
+    "two bodies after another process was paused": (
+        "no overlap", 6,
+        lambda: called().claim().body().note("paused", process="w9/c1", span=9.0)
+        .claim("b", 2).body("b", 2, "w1/c1").ends().ends("b").done(),
+    ),
+    "two bodies long after a pause": (
+        "no overlap", 6,
+        lambda: called().claim().body().note("paused", process="w0/c1", span=1.0).wait(20)
+        .claim("b", 2).body("b", 2, "w1/c1").ends().ends("b").done(),
+    ),
+    "a body that survives the death of another process": (
+        "no overlap", 6,
+        lambda: called().claim().body().note("killed", process="w0/c2", pid=99)
+        .claim("b", 2).body("b", 2, "w1/c1").ends().ends("b").done(),
+    ),
+    "an effect that is executed twice": (
+        "one effect", 5,
+        lambda: called().claim().body().note("charged", effect="e", process="w0/c1")
+        .note("charged", effect="e", process="w0/c1").ends().done(),
+    ),
+    "an effect that two attempts execute": (
+        "one effect", 8,
+        lambda: called().claim().body().note("charged", effect="e", process="w0/c1")
+        .note("killed", process="w0/c1", pid=10).claim("b", 2).body("b", 2, "w1/c1")
+        .note("charged", effect="e", process="w1/c1").ends("b").done(),
+    ),
+    "a body in a cooldown": (
+        "a cooldown holds", 7,
+        lambda: called().claim().body().ends().cools(20, resumes=True).run("b", 2),
+    ),
+    "a body two seconds before the end of a cooldown": (
+        "a cooldown holds", 7,
+        lambda: called().claim().body().ends().cools(20, resumes=True).wait(16).run("b", 2),
+    ),
+    "a call without a row": ("nothing is lost", 1, called),
+    "a call whose row is pending": (
+        "nothing is lost", 1, lambda: called().claim().body().ends().write(state="pending"),
+    ),
+    "a cooldown that nobody ends": (
+        "nothing is lost", 1, lambda: called().claim().body().ends().cools(5, resumes=True),
+    ),
+    "a caller without an answer": (
+        "nothing is lost", 1, lambda: Story().call(answer="PENDING").run(),
+    ),
+    "a second caller without an answer": (
+        "nothing is lost", 2, lambda: called().call("c2", answer="RETRY").run(),
+    ),
+    "a row that runs for ever": ("nothing is lost", 1, lambda: called().claim().body().ends()),
+    "a lease that is held for ever": (
+        "nothing is left", 0, lambda: having(called().run(), held=["k"]),
+    ),
+    "messages for ever": ("nothing is left", 0, lambda: having(called().run(), quiet=False)),
+    "two results": (
+        "one result", 2, lambda: having(called().call("c2").run(), values={"c1": "r", "c2": "s"}),
+    ),
+    "a row that is deleted": (
+        "one outcome", 6,
+        lambda: (told := called().run()).note("row", key=KEY, old=told.row, new=None, pid=10),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_history_is_accepted(name: str) -> None:
+    assert [str(found) for found in violations(GOOD[name]().end())] == []
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_first_wrong_note_of_a_bad_history_is_named(name: str) -> None:
+    promise, number, made = BAD[name]
+    notes = made().end()
+    found = [each for each in violations(notes) if each.promise == promise]
+    assert found, [str(each) for each in violations(notes)]
+    at = found[0].note
+    assert (notes.index(at) + 1 if at is not None else 0) == number
+
+
+def test_there_are_enough_histories() -> None:
+    assert len(GOOD) + len(BAD) >= 40

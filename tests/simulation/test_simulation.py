@@ -1,0 +1,54 @@
+"""Seeds of the simulator in ``make test``; ``make simulate`` runs more of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.simulation import planted
+from tests.simulation.regressions import REGRESSIONS
+from tests.simulation.search import first_failure, run, shrunk
+from tests.simulation.story import story
+
+SEEDS_AT_ONCE = 30
+
+
+@pytest.mark.parametrize("first", range(1, 300, SEEDS_AT_ONCE))
+def test_no_promise_is_broken(first: int) -> None:
+    found = first_failure(range(first, first + SEEDS_AT_ONCE))
+    assert found is None, story(shrunk(found))
+
+
+def test_what_was_mended_stays_mended() -> None:
+    for seed, without in REGRESSIONS:
+        found = run(seed, frozenset(without))
+        assert found is None, story(found)
+
+
+def test_a_seed_has_the_same_history_in_each_process() -> None:
+    def told(order: str, first: str) -> str:
+        code = (
+            "import sys\nfrom tests.simulation.search import run\nfrom tests.simulation.world import World\n"
+            f"run({first})\nprint(*World(7).run(), *World(8).run(), sep='\\n')"
+        )
+        changed = {**os.environ, "PYTHONHASHSEED": order}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=changed, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    assert told("1", "3") == told("2", "4") != ""
+
+
+@pytest.mark.parametrize("bug", planted.BUGS, ids=lambda bug: bug.name)
+def test_each_planted_bug_has_its_place(bug: planted.Bug) -> None:
+    compile(planted.planted(bug), bug.module, "exec")
+
+
+def test_a_planted_bug_is_found() -> None:
+    command = [sys.executable, "-m", "tests.simulation.planted", "acknowledged early"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

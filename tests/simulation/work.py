@@ -1,0 +1,153 @@
+"""The tasks of a simulated cluster, and the outside world that they change."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from datetime import UTC, datetime
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from celery import Celery
+from celery.backends.base import KeyValueStoreBackend
+
+from celery_leases import LeasedTask
+from celery_leases.errors import Cooldown, RetryLater, Snooze
+from celery_leases.lease import Lease
+from celery_leases.options import Failures
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+TTL = 3.0
+COOLDOWN = 8.0
+current: World | None = None
+"""The running simulation."""
+
+
+def world() -> World:
+    """The running simulation."""
+    assert current is not None
+    return current
+
+
+class SimulatedCelery(Celery):
+    """An app on the clock of the simulation."""
+
+    def now(self) -> datetime:
+        """The time of wall clocks."""
+        return datetime.fromtimestamp(world().wall_time(), UTC)
+
+
+class Results(KeyValueStoreBackend):
+    """The result backend, in memory."""
+
+    def get(self, key: Any) -> Any:
+        return world().results.get(bytes(key, "utf-8") if isinstance(key, str) else key)
+
+    def set(self, key: Any, value: Any) -> None:
+        world().results[bytes(key, "utf-8") if isinstance(key, str) else key] = value
+
+    def delete(self, key: Any) -> None:
+        world().results.pop(key, None)
+
+    def expire(self, key: Any, value: Any) -> None:
+        pass
+
+
+class Outside:
+    """Another system, which nothing disturbs and which deduplicates by idempotency key."""
+
+    def __init__(self) -> None:
+        self.charges: defaultdict[str, int] = defaultdict(int)
+
+    def charge(self, idempotency_key: str) -> str:
+        """Charge once for each idempotency key; the reply is its number."""
+        if idempotency_key not in self.charges:
+            self.charges[idempotency_key] += 1
+        return f"charge {idempotency_key}"
+
+    def find(self, idempotency_key: str) -> str | None:
+        """The reply to an earlier request."""
+        return f"charge {idempotency_key}" if idempotency_key in self.charges else None
+
+
+@cache
+def app() -> SimulatedCelery:
+    """The app with its tasks, made once in a Python process."""
+    made = SimulatedCelery("simulated", broker="simulated://", backend=None, set_as_current=True)
+    made.conf.update(
+        leases_database_url="sqlite://",
+        leases_url="database",
+        broker_pool_limit=None,
+        task_publish_retry=False,
+        task_default_queue="work",
+        task_track_started=False,
+        worker_hijack_root_logger=False,
+        enable_utc=True,
+    )
+    made.backend_cls = Results
+    failures = Failures(cooldown=COOLDOWN, retries=2, failures=4)
+    common: dict[str, Any] = {
+        "base": LeasedTask,
+        "bind": True,
+        "lease_key": "{key}",
+        "lease_ttl": TTL,
+        "lease_failures": failures,
+    }
+    once = {**common, "lease_fingerprint": False}
+    made.task(name="once", **once)(body)
+    made.task(name="each", lease_runs="each", **common)(body)
+    made.task(name="killed", lease_on_lost="kill", **once)(body)
+    made.task(name="charged", **once)(charging_body)
+    made.finalize()
+    made.set_default()
+    return made
+
+
+def body(self: Any, key: str, number: int) -> Any:
+    """Work in steps, then end as the simulation wants it."""
+    return _body(self, key, number, charges=False)
+
+
+def charging_body(self: Any, key: str, number: int) -> Any:
+    """The same, and charge once for the key."""
+    return _body(self, key, number, charges=True)
+
+
+def _body(task: Any, key: str, number: int, *, charges: bool) -> Any:
+    here, lease = world(), task.lease
+    assert isinstance(lease, Lease)
+    token = lease._call.token
+    who = {
+        "key": f"{task.name} {key}",
+        "call": task.request.id,
+        "fence": lease.fence,
+        "token": token,
+    }
+    here.body_began(**who)
+    ending = "interrupted"
+    try:
+        if charges:
+            lease.effect("charge", here.charge, verify=here.find_charge, verify_after=1.0)
+        plan = here.plan()
+        for seconds in plan.steps:
+            here.scheduler.sleep(seconds)
+            if plan.checks:
+                lease.check()
+                here.note("checked", **who)
+        ending = plan.ending
+        match ending:
+            case "retry":
+                raise ConnectionError("simulated")
+            case "cooldown":
+                raise Cooldown(COOLDOWN, "simulated")
+            case "later":
+                raise RetryLater(2.0, "simulated")
+            case "snooze":
+                raise Snooze(2.0)
+            case "permanent":
+                raise TypeError("simulated")
+        return json.dumps([number, lease.fence])
+    finally:
+        here.body_ended(ending=ending, **who)
