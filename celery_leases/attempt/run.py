@@ -323,7 +323,11 @@ class Execution:
         try:
             return retrying(
                 partial(
-                    process.records.claim, call, leases.name, age=self._age, slots=leases.slots
+                    process.records.claim,
+                    call,
+                    leases.name,
+                    age=self._age,
+                    groups=leases.row_groups,
                 ),
                 lambda: min(process.clock.now() + held_lease.remaining(), call.begin_by),
                 process.clock,

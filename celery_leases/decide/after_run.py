@@ -107,7 +107,7 @@ def after_run(
             retries=record.retries,
             result=ending.result,
             reason=ending.missing,
-            finished=finished(call, record, ending.result) if call.options.each_runs else None,
+            finished=finished(call, record, ending.result) if call.options.reruns else None,
             crashed_call=record.crashed_call,
         )
     return with_retention(call, _closed(call, record, ending, crashes))

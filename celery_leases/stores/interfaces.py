@@ -39,8 +39,8 @@ class LeaseStore(ABC):
     groups: GroupStore | None = None
     #: Whether the claimed row is the lease. Then an attempt does not acquire and end it besides.
     in_records: bool = False
-    #: The gates, if they are in the records database: then the claim reads them.
-    slots: Any = None
+    #: The groups, if they are in the records database: then the claim reads them.
+    row_groups: Any = None
 
     @abstractmethod
     def acquire(self, call: Call) -> Acquired | Refused:

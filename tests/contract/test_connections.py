@@ -262,7 +262,7 @@ def begun(process: Process, key: str) -> tuple[HeldLease, Any]:
     held_lease = HeldLease(call, renewer._clock.now(), renewer._clock)
     leases = process.leases
     assert leases.in_records or acquired(leases.acquire(call))
-    record = claimed(process.records.claim(call, leases.name, slots=leases.slots))
+    record = claimed(process.records.claim(call, leases.name, groups=leases.row_groups))
     held_lease.fence = record.fence
     renewer.add(held_lease)
     return held_lease, record

@@ -54,8 +54,8 @@ class RowMarks:
     def __init__(self, records: SqlRecordStore) -> None:
         self.records = records
         self.database = records.database
-        #: The gates, which the claim reads.
-        self.groups = self.slots = SqlGroups(records.database, records.tables)
+        #: The groups, which the claim reads.
+        self.groups = self.row_groups = SqlGroups(records.database, records.tables)
         self._marks = records.tables.marks
         self._swap_mark_writes = self._swap_statement()
         self._raise_order, self._note_order, self._select_burst = self._burst_statements()
@@ -236,7 +236,7 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
 
     def acquire(self, call: Call) -> Acquired | Refused:
         """Claim the row, which is the lease. The same statement reads the group's gate."""
-        return self.records.claim(call, self.name, slots=self.groups)
+        return self.records.claim(call, self.name, groups=self.groups)
 
     def end(self, stored_key: str, token: str) -> None:
         """Do nothing: closing the row has released it."""

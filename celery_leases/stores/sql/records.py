@@ -194,7 +194,7 @@ class SqlRecordStore:
         lease_store: str,
         *,
         age: Callable[[], float] = lambda: math.inf,
-        slots: SqlGroups | None = None,
+        groups: SqlGroups | None = None,
     ) -> Acquired | Refused:
         """Claim the row, if :mod:`celery_leases.decide.claim` allows it. Idempotent.
 
@@ -204,7 +204,7 @@ class SqlRecordStore:
         :class:`KeyUnusable` if the database refuses a value of the call, and
         :class:`RecordUnreadable` for a row that cannot be read, which is not changed.
 
-        With *slots*, the claim is also refused if the gate of the call's group does not let the
+        With *groups*, the claim is also refused if the gate of the call's group does not let the
         body start. At a half-open gate the claim takes the probe slot before it writes the row, and
         gives the slot back if the claim fails. So at most one body starts at a half-open gate. A
         call with ``ask`` takes its slot, or its turn by the rate, in the same way. That needs a
@@ -212,12 +212,12 @@ class SqlRecordStore:
         and counts.
         """
         try:
-            return self._claim(call, lease_store, age, slots)
+            return self._claim(call, lease_store, age, groups)
         except KeyUnusable as error:
             if call.message is None:
                 raise
             # The message is only for a rescue, and may be what the database refuses.
-            answer = self._claim(replace(call, message=None), lease_store, age, slots)
+            answer = self._claim(replace(call, message=None), lease_store, age, groups)
             text = "%s: the call could not be stored, so it cannot be rescued: %s"
             logger.warning(text, call.key.key, error)
             return answer
@@ -227,14 +227,14 @@ class SqlRecordStore:
             raise
 
     def _claim(  # noqa: C901, PLR0912 - one claim, in the order of its steps
-        self, call: Call, lease_store: str, age: Callable[[], float], slots: SqlGroups | None
+        self, call: Call, lease_store: str, age: Callable[[], float], groups: SqlGroups | None
     ) -> Acquired | Refused:
-        emptied, group = 0.0, call.group if slots is not None else None
+        emptied, group = 0.0, call.group if groups is not None else None
         taken: Taken | Room | None = None
         for _ in range(CLAIM_TRIES):
             new, sent = rule.claimed(None, call, lease_store, 0), os_threads.boot_clock()
             seen, inserted = None, False
-            if slots is None or call.ask is None:
+            if groups is None or call.ask is None:
                 now, inserted, row, gate = self.insert_or_read(new, group)
             else:
                 now, row, gate, seen = self._read_in_group(call)
@@ -255,12 +255,12 @@ class SqlRecordStore:
                 self.await_lock(row)
             if why is not None or not admits(gate, call.token):
                 break
-            if slots is not None and gate is not None and gate.probe is None:
-                if not slots.take_probe(gate.group, call.token, call.options.ttl):
+            if groups is not None and gate is not None and gate.probe is None:
+                if not groups.take_probe(gate.group, call.token, call.options.ttl):
                     continue
                 gate = replace(gate, probe=call.token, probe_for=call.options.ttl)
-            if slots is not None and seen is not None:
-                taken = slots.take(call, seen)
+            if groups is not None and seen is not None:
+                taken = groups.take(call, seen)
                 if isinstance(taken, Room):
                     break
             if (won := self._write(call, lease_store, row, now)) is not None:
@@ -271,10 +271,10 @@ class SqlRecordStore:
         room = taken if isinstance(taken, Room) else None
         if room is not None:
             why = Refusal.FULL
-        if slots is not None and isinstance(taken, Taken):
-            slots.release_slot(call.group or "", call.token)
-        if slots is not None and gate is not None and gate.probe == call.token:
-            slots.release_probe(gate.group, call.token)
+        if groups is not None and isinstance(taken, Taken):
+            groups.release_slot(call.group or "", call.token)
+        if groups is not None and gate is not None and gate.probe == call.token:
+            groups.release_probe(gate.group, call.token)
         return Refused(why or Refusal.CHANGED, gate=gate, record=row, emptied=emptied, room=room)
 
     def _read_in_group(self, call: Call) -> tuple[int, Record | None, Gate | None, SeenSlots]:
