@@ -12,7 +12,6 @@ from typing import NoReturn
 
 import pytest
 import redis
-import trustme
 
 from celery_leases.testing.waits import wait_until
 from tests.clients.expectations import Case, Places
@@ -77,16 +76,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(
                 pytest.mark.xfail(reason=OPEN[case.name], raises=AssertionError, strict=True)
             )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let httpx trust one authority: each client that reads the usual 150 takes 30 ms for them."""
-    file = tmp_path_factory.mktemp("tls") / "authority.pem"
-    trustme.CA().cert_pem.write_to_path(file)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SSL_CERT_FILE", str(file))
-        yield
 
 
 @pytest.fixture(scope="session")
