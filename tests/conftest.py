@@ -13,10 +13,10 @@ from celery_leases.concurrency import resource_pool
 from tests.combinations import chosen
 from tests.support.servers.local import LocalServer, directory_in_memory
 
-# On a busy machine single examples are slow, which is no fault of
-# the code.
-settings.register_profile("without_deadline", deadline=None)
-settings.load_profile("without_deadline")
+# On a busy machine single examples are slow, which is no fault of the code.
+settings.register_profile("a few", deadline=None, max_examples=30)
+settings.register_profile("many", deadline=None, max_examples=300)
+settings.load_profile("a few")
 
 # A new database of PostgreSQL is a copy of 300 files, and the tests need hundreds of databases.
 # Benchmarks keep their servers on the disk.
@@ -48,10 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let TLS clients trust one authority, as the usual 150 cost each 30 ms: HTTP clients, and each
-    connection to MariaDB.
+    """Let hypothesis try more examples for all combinations, and TLS clients trust one authority:
+    the usual 150 cost each of them 30 ms, also each connection to MariaDB.
     """
     file = config.cache.mkdir("tls") / "authority.pem"  # type: ignore[union-attr]
+    if config.getoption("--all-combinations"):
+        settings.load_profile("many")
     if not file.exists():
         trustme.CA().cert_pem.write_to_path(file)
     os.environ["SSL_CERT_FILE"] = str(file)
