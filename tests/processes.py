@@ -17,8 +17,10 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from io import UnsupportedOperation
 from itertools import groupby
 from multiprocessing.connection import Connection, Pipe, wait
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
@@ -146,12 +148,8 @@ class Processes:
     def _fork(self, child: _Child, all_of_them: list[_Child], session: pytest.Session) -> None:
         child.pipe, its = Pipe()
         child.closed = False
-        capture: Any = session.config.pluginmanager.get_plugin("capturemanager")
-        capture.stop_global_capturing()  # its files would be shared
         number = all_of_them.index(child)
         child.pid = os.fork()
-        capture.start_global_capturing()
-        capture.suspend_global_capture()
         if not child.pid:
             code = 1
             try:
@@ -231,6 +229,11 @@ def _run(session: pytest.Session, pipe: Connection, number: int) -> None:
     factory._basetemp = factory.getbasetemp() / f"process-{number}-{os.getpid()}"
     factory._basetemp.mkdir()
     plugins = config.pluginmanager
+    captured: Any = plugins.get_plugin("capturemanager")._global_capturing  # type: ignore[union-attr]
+    for each in filter(None, (captured.out, captured.err)):
+        # All processes would write to one file. It stays open, as modules have bound sys.stdout.
+        with suppress(UnsupportedOperation), TemporaryFile() as own:
+            os.dup2(own.fileno(), each.tmpfile.fileno())
     reporter: Any = plugins.unregister(name="terminalreporter")
     plugins.register(_Terminal(reporter._tw), "terminalreporter")
     plugins.register(_Sender(config, pipe))
