@@ -110,6 +110,8 @@ class Processes:
             return None
         reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
         reporter.showfspath = False
+        # Else each child would make this directory, and remove that of another one.
+        session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         slow, quick = grouped(session.items)
         children = [_Child(slow, quick) for _ in range(self.number - 1)]
         children.append(_Child(quick, slow))
