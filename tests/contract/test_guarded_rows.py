@@ -87,6 +87,7 @@ def claimed(leases: DatabaseLeaseStore, ttl: float = TTL) -> Record:
 def renew_guarded(leases: DatabaseLeaseStore, record: Record, ttl: float = TTL) -> RenewalResult:
     """Renew as the renewer does while a transaction of the body may have locked the row."""
     (result,) = leases.renew([Renewal(record.stored_key, record.owner, ttl, guarded=True)])
+    assert isinstance(result, RenewalResult)
     return result
 
 
