@@ -9,7 +9,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 # Most of a test's time is waiting for something to be killed, paused or taken over.
-PROCESSES := 5
+PROCESSES := 6
 PYTEST_ARGS ?= --processes $(PROCESSES)
 # CI has the client libraries whose errors the rules are tested with; elsewhere these tests are skipped without them.
 TEST_GROUPS := test $(if $(CI),clients)

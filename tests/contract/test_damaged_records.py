@@ -298,7 +298,7 @@ def test_an_effect_whose_number_is_a_text_is_named(tmp_path: Path) -> None:
     "reason", ["a\x00b", "half \ud83d of it", "x" * 300, "\N{GRINNING FACE}" * 300]
 )
 def test_any_reason_can_be_written(sql_records: SqlRecordStore, reason: str) -> None:
-    record = won(sql_records, make_call(fresh_key(), host="h\x00" * 300))
+    record = won(sql_records, make_call(fresh_key()))
     snoozed = outcome(record, State.PENDING, Ended.SNOOZED, reason=reason, retry_after=5.0)
     assert sql_records.settle(record, snoozed)
     assert sql_records.settle(record, snoozed), "the same again is known as the same"
