@@ -7,6 +7,7 @@ applies the rule, and writes the row that :func:`claimed` returns by compare-and
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any, Final
 
@@ -62,6 +63,16 @@ def refusal(row: Record | None, call: Call) -> Refusal | None:
     if row.state is State.RUNNING and row.lease_remaining > 0 and row.owner not in call.prior:
         return Refusal.HELD
     return Refusal.NOT_DUE if is_waiting(call.call_id, row) else None
+
+
+def has_message_of(row: Record, call_id: str) -> bool:
+    """Whether the message in *row* was published, and is that of the call *call_id*."""
+    if row.message is None or row.published_at is None:
+        return False
+    try:
+        return bool(json.loads(row.message)["options"]["task_id"] == call_id)
+    except Exception:  # noqa: BLE001 - somebody has changed it by hand
+        return False
 
 
 def finished_by(call_id: str, row: Record) -> bool:
@@ -182,6 +193,8 @@ def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int
         values |= {"fingerprint": call.key.fingerprint, "digests": call.key.digests}
     if row.publish_at is None and call.message is not None:
         values["message"] = call.message
+    if has_message_of(row, call.call_id):  # otherwise that call stays queued
+        values["published_at"] = None
     values |= {
         "task": call.task,
         "state": State.RUNNING,

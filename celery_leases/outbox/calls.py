@@ -411,7 +411,9 @@ def _write_queued(outbox: Outbox, records: SqlRecordStore, call: _NewCall) -> Re
     if rows.write(outbox.enqueue_writes(*named, ttl=ttl, retention=retention), key.key):
         return None
     record = _existing_record(rows, key)
-    new_generation = options.each_runs and record.state in (State.DONE, State.FAILED)
+    queued = _has_message_of_another(record) and not _has_expired(record)
+    over = record.state in (State.DONE, State.FAILED)
+    new_generation = options.each_runs and over and not queued
     if record.expired:
         writes = outbox.replace_writes(record, *named, ttl=ttl, retention=retention)
     elif new_generation or (_has_no_open_call(record) and not record.waits):
@@ -576,7 +578,9 @@ def _stranded(process: Process, outbox: Outbox, older: float, limit: int) -> lis
             for record in page
             if _can_be_published(record)
             and not (
-                _call_is_over(record) or _is_live(process, record) or _waits(process, record, shut)
+                _call_is_over(process, record)
+                or _is_live(process, record)
+                or _waits(process, record, shut)
             )
         ]
         if len(page) < READ_AT_ONCE:
@@ -606,21 +610,25 @@ def _can_be_published(record: Record) -> bool:
         return False
 
 
-def _call_is_over(record: Record) -> bool:
-    """Whether the call of the stored message has ended."""
-    return (
-        record.publish_at is None and call_has_ended(record) and not _has_message_of_another(record)
-    )
+def _call_is_over(process: Process, record: Record) -> bool:
+    """Whether the call of the stored message has ended, or gets the result of another call."""
+    if record.publish_at is not None:
+        return False
+    if record.state in (State.DONE, State.FAILED):
+        task = process.app.tasks.get(record.task)
+        reruns = task is not None and task.lease_options.reruns
+        return not (reruns and _has_message_of_another(record))
+    return call_has_ended(record) and not _has_message_of_another(record)
 
 
 def _has_message_of_another(record: Record) -> bool:
-    """Whether the stored message belongs to another call than the last attempt, and was published
-    after that attempt.
+    """Whether the stored message belongs to another call than the last attempt, and was published:
+    that call is queued, and has not begun.
     """
-    if record.published_at is None or record.published_at <= (record.finished_at or 0):
+    if record.published_at is None:
         return False
     task_id = _message_of(record).get("options", {}).get("task_id")
-    return task_id is not None and not _is_of(record, task_id)
+    return task_id is not None and not (_is_of(record, task_id) or task_id in record.finished_calls)
 
 
 def _is_of(record: Record, task_id: Any) -> bool:
@@ -684,9 +692,11 @@ def _has_begun(record: Record, options: Mapping[str, Any]) -> bool:
 
 def _queued_call(record: Record) -> str:
     """Celery's id of the call that a record belongs to: the call of the stored message if that is
-    due or was published after the last attempt, otherwise the call of the last attempt.
+    due or queued, otherwise the call of the last attempt.
     """
-    queued = record.publish_at is not None or _has_message_of_another(record)
+    queued = record.publish_at is not None or (
+        _has_message_of_another(record) and not _has_expired(record)
+    )
     message = _message_of(record) if queued else {}
     return str(message.get("options", {}).get("task_id") or celery_id_of(record.call_id))
 

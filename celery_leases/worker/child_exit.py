@@ -26,6 +26,7 @@ from celery_leases.errors import StoreUnavailable
 from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.signals import logger
 from celery_leases.stores.interfaces import SlotStore
+from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.worker import processes
 from celery_leases.worker.headers import Header, group_of, key_of
 
@@ -330,6 +331,9 @@ def _close_waiting(
 
     closed = retry(lambda: process.records.close_waiting(call.key.stored, close))
     if closed is None:
+        if ended.final and call.options.queues_once:
+            outbox = Outbox(process.records)
+            retry(lambda: outbox.forget_message(call.key.stored, call.call_id))
         return
     row, outcome = closed
     observe = process.observer.observe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
 from celery_leases import Cooldown, LeaseClient, LeasedTask, testing
+from celery_leases.decide.after_run import FINISHED_CALLS_MAX
 from celery_leases.errors import (
     AlreadyQueued,
     CoolingDown,
@@ -29,6 +31,7 @@ from celery_leases.errors import (
 )
 from celery_leases.options import gather
 from celery_leases.outbox import calls as outbox
+from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.testing.kit import LeaseKit
 from celery_leases.web.http import public
 from celery_leases.worker import child_exit, processes
@@ -186,6 +189,58 @@ def test_a_mutex_is_queued_again_once_it_has_ended(tmp_path: Path) -> None:
         kit.run_queued()
         assert shop.ran == [7, 7]
         assert kit.status(shop.again, 7).attempt == 1
+
+
+def test_a_run_of_another_call_leaves_a_queued_call_its_place(tmp_path: Path) -> None:
+    """So of many copies of a task that publishes itself when it has ended, one stays."""
+    shop = Shop(tmp_path)
+    with testing.leases(shop.app, eager=False) as kit:
+        queued = shop.again.delay(7)
+        for copies in range(1, 4):  # they were published without the record
+            shop.again.apply((7,))
+            assert shop.ran == [7] * copies
+            assert shop.again.delay(7).id == queued.id
+        assert len(kit.published) == 1
+        kit.run_queued()
+        assert shop.ran == [7] * 4
+        for _ in range(FINISHED_CALLS_MAX + 1):  # until the record has forgotten it
+            shop.again.apply((7,))
+        following = shop.again.delay(7)  # the queued call has begun, so its place is free
+        assert following.id != queued.id
+        assert shop.again.delay(7).id == following.id
+
+
+def test_of_a_task_that_publishes_itself_ten_extra_copies_decay_to_one(
+    shop: Shop, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = 30
+
+    def on_success(*_: Any) -> None:
+        if len(shop.ran) < runs:
+            shop.again.delay(7)
+
+    monkeypatch.setattr(type(shop.again), "on_success", staticmethod(on_success))
+    shop.again.delay(7)
+    for _ in range(10):
+        shop.app.send_task("again", (7,))
+    request.getfixturevalue("worker")
+    deadline = time.monotonic() + PATIENCE
+    while len(shop.ran) < runs and time.monotonic() < deadline:
+        time.sleep(0.05)
+    shop.plain.delay(1).get(timeout=PATIENCE)  # the worker is past all others
+    assert shop.ran == [7] * runs + [1]  # with ten copies, more would have been on their way
+
+
+def test_a_revoked_call_leaves_the_place_that_another_run_has_left_it(tmp_path: Path) -> None:
+    shop = Shop(tmp_path)
+    with testing.leases(shop.app, eager=False):
+        queued = shop.again.delay(7)
+        shop.again.apply((7,))
+        records = processes.process_of(shop.app).records
+        for call_id in ("another", queued.id):
+            assert shop.again.delay(7).id == queued.id
+            Outbox(records).forget_message("t:again|a:7", call_id)
+        assert shop.again.delay(7).id != queued.id
 
 
 def test_a_call_that_failed_is_queued_again_when_its_key_has_cooled_down(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from sqlalchemy.sql.dml import ReturningUpdate
 
 from celery_leases.decide import repairs
 from celery_leases.decide.after_run import CALL_ENDING_CAUSES
+from celery_leases.decide.claim import has_message_of
 from celery_leases.keys import CallKey
 from celery_leases.record import CALLER_HAS_FAILURE, Ended, Record, State
 from celery_leases.stores.sql import rows
@@ -119,9 +120,13 @@ class Outbox:
         return (self._unchanged(old).values(values),)
 
     def sent(self, stored_key: str, call_id: str) -> None:
-        """Record that the broker has the message of that call."""
-        own = self._to_be_published(stored_key, call_id)
-        self.database.count(own.values(publish_at=None, published_at=self.database.now), {})
+        """Record that the broker has the message of that call, which is queued unless it has begun
+        meanwhile.
+        """
+        own, table = self._to_be_published(stored_key, call_id), self._table
+        queued = and_(table.c.state == State.PENDING, table.c.ended.is_(None))
+        published_at = case((queued, self.database.now), else_=None)
+        self.database.count(own.values(publish_at=None, published_at=published_at), {})
 
     def withdraw(self, stored_key: str, call_id: str, retention: float) -> None:
         """Record that the broker has not accepted the message of that call. If the call has not
@@ -132,6 +137,17 @@ class Outbox:
         self.database.count(
             own.values(message=None, publish_at=None, call_id="", expires_at=until), {}
         )
+
+    def forget_message(self, stored_key: str, call_id: str) -> None:
+        """Forget the message of that call in a row of another one, because it does not run any
+        more.
+        """
+        record, table = self.records.read(stored_key, lenient=True), self._table
+        if record is not None and has_message_of(record, call_id) and record.call_id != call_id:
+            own = update(table).where(
+                table.c.stored_key == stored_key, table.c.published_at == record.published_at
+            )
+            self.database.count(own.values(message=None, publish_at=None, published_at=None), {})
 
     def _to_be_published(self, stored_key: str, call_id: str) -> Update:
         table = self._table
@@ -200,8 +216,8 @@ class Outbox:
         must check the leases of running rows. The rows that started first come first, after
         *last*. In a row with an unreadable value ``unreadable`` says why.
 
-        The result includes rows whose call has ended if a message was published since: check
-        whether the message belongs to another call.
+        The result includes rows whose call has ended if the message of a call was published that
+        had not begun: check whether it belongs to another call, which still runs then.
         """
         found = self.database.all(self._stranded(older, last).limit(limit), {})
         return [rows.to_record(row, lenient=True) for row in found]
@@ -220,15 +236,11 @@ class Outbox:
         )
         failed = and_(table.c.ended.is_not(None), table.c.ended.in_(CALLER_HAS_FAILURE))
         has_ended = and_(table.c.resumes == 0, or_(failed, stopped))
-        published_since = and_(
-            table.c.published_at.is_not(None),
-            table.c.finished_at.is_not(None),
-            table.c.published_at > table.c.finished_at,
-        )
+        queued = and_(table.c.published_at.is_not(None), table.c.finished_at.is_not(None))
         idle = or_(
             and_(table.c.state == State.PENDING, not_(has_ended)),
             and_(table.c.state == State.COOLING, table.c.resumes == 1),
-            and_(table.c.state.in_((State.PENDING, State.COOLING)), published_since),
+            and_(table.c.state.not_in((State.RUNNING, State.UNCERTAIN)), queued),
         )
         stuck = and_(
             table.c.publish_at.is_(None),

@@ -72,9 +72,7 @@ WHEN_NEW: Final = (
     *("lease_until", "lease_store", "expires_at", DETAILS),
 )
 """The columns that an insert sets, besides the time of the insert. The others are NULL or 0."""
-_NOT_CLAIMED: Final = (
-    *("stored_key", "key", "created_at", "resumes", "publish_at", "published_at", "progress"),
-)
+_NOT_CLAIMED: Final = (*("stored_key", "key", "created_at", "resumes", "publish_at", "progress"),)
 WHEN_CLAIMED: Final = (*(c for c in _COLUMNS.values() if c not in _NOT_CLAIMED), DETAILS)
 """The columns that a claim changes; see :func:`celery_leases.decide.claim.claimed`."""
 WHEN_SETTLED: Final = tuple(_COLUMNS[name] for name in SETTLED if name in _COLUMNS)
