@@ -12,13 +12,6 @@ broker_connection_retry_on_startup = True
 # A worker that reserves only what it can run loses little when it dies.
 worker_prefetch_multiplier = 1
 
-if "VISIBILITY_TIMEOUT" in os.environ:  # for plain Celery; leased tasks do not need it
-    broker_transport_options = {
-        "visibility_timeout": float(os.environ["VISIBILITY_TIMEOUT"]),
-        "unacked_restore_interval": float(os.environ.get("RESTORE_INTERVAL", "5")),
-        "unacked_restore_throttle": 1,
-    }
-
 # Without these two, leases live in the broker's Redis, and records in a SQLite file in the working
 # directory.
 leases_url = os.environ.get("LEASES_URL")

@@ -35,8 +35,6 @@ from tests.support.process import GuardedProcess
 MONTH = "2026-04"
 RENDER = 2.0
 NEEDED_KOMBU = (5, 7)
-FOR_PLAIN_CELERY = {"VISIBILITY_TIMEOUT": "6", "RESTORE_INTERVAL": "1"}
-"""So plain Celery gets the messages of a dead worker back after 6 s, and not after an hour."""
 EXPLANATION = f"""
   Promised if another call or copy waits for the key: ttl + one reschedule delay
   = {TTL:g} + {LONGEST_DELAY:g} s. Promised if the whole worker died: ttl + ttl / 3 + one reschedule delay
@@ -63,14 +61,13 @@ class InvoiceStage(Stage):
         self.outbox = self.home / "outbox.jsonl"
         self.plain_outbox = self.home / "plain-outbox.jsonl"
         self.plain_journal = Journal(self.home / "plain-journal.jsonl")
-        mine = {} if self.beside else FOR_PLAIN_CELERY
-        return {"OUTBOX": str(self.outbox), "RENDER_SECONDS": str(RENDER)} | mine
+        return {"OUTBOX": str(self.outbox), "RENDER_SECONDS": str(RENDER)}
 
     def environment_of(self, name: str) -> Mapping[str, str]:
         """Plain Celery has its own broker, outbox and journal."""
         if not name.startswith(plain("")):
             return {}
-        return FOR_PLAIN_CELERY | {
+        return {
             "CELERY_BROKER_URL": self.database(3),
             "CELERY_RESULT_BACKEND": self.database(4),
             "OUTBOX": str(self.plain_outbox),

@@ -15,6 +15,7 @@ from celery.signals import task_postrun, task_prerun
 
 from celery_leases import signals
 from celery_leases.task import LeasedMixin
+from example_project.celery import app
 from example_project.demo import journal
 
 
@@ -46,6 +47,12 @@ def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 if os.environ.get(journal.WITHOUT_LEASES):
     # The same tasks on plain Celery: late acknowledgement, and no protection against duplicates.
     LeasedMixin.__call__ = lambda self, *args, **kwargs: self.run(*args, **kwargs)  # type: ignore[method-assign]
+    # Otherwise the messages of a dead worker would come back after an hour.
+    app.conf.broker_transport_options = {
+        "visibility_timeout": 6,
+        "unacked_restore_interval": 1,
+        "unacked_restore_throttle": 1,
+    }
     task_prerun.connect(_begin, weak=False)
     task_postrun.connect(_end, weak=False)
 else:

@@ -34,9 +34,6 @@ class PlayStage(Stage):
     def furnish(self) -> dict[str, str]:
         """Start the provider."""
         return {
-            # For plain Celery; longer than any body (9 s), or plain Celery would run it twice.
-            "VISIBILITY_TIMEOUT": "12",
-            "RESTORE_INTERVAL": "1",
             "PROVIDER_URL": f"http://127.0.0.1:{self._serve('provider', '127.0.0.1', '0')}",
         }
 

@@ -29,11 +29,6 @@ def create_app(**config: Any) -> Flask:
         "leases_url": "database",
         "leases_ttl": 5,
         "task_ignore_result": True,
-        "broker_transport_options": {
-            "visibility_timeout": 4,
-            "unacked_restore_interval": 1,
-            "unacked_restore_throttle": 1,
-        },
     }
     app.config.update(config)
     db.init_app(app)
