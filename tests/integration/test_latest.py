@@ -1,5 +1,9 @@
 """``lease_runs="latest"`` with real workers: of the calls that wait, only the newest runs."""
 
+import pytest
+from celery import chain, group
+
+from celery_leases import PermanentFailure
 from tests.integration.deployments import Stage, got, until
 
 
@@ -46,6 +50,37 @@ def test_a_burst_of_many_keys(stage: Stage, name: str) -> None:
             assert got(call) in numbers(stage, key)
         assert numbers(stage, key)[-1] == 5
     stage.wait_until_drained()
+
+
+def test_what_follows_a_replaced_call_gets_the_result_of_the_newest(
+    stage: Stage, name: str
+) -> None:
+    gate, tasks = stage.gate(), stage.tasks
+    first = tasks.newest.delay(name, 0, gate=str(gate))
+    stage.wait_for("begin", name=name)
+    chains = [chain(tasks.newest.si(name, number), tasks.plain.s())() for number in (1, 2)]
+    both = group(tasks.newest.si(name, 3), tasks.newest.si(name, 4))()
+    gate.touch()
+    assert [got(first), *map(got, chains), got(both)] == [0, 4, 4, [4, 4]]
+    assert numbers(stage, name) == [0, 4]
+    stage.wait_until_drained()
+
+
+def test_the_failure_of_the_newest_answers_the_calls_that_it_replaced(
+    stage: Stage, name: str
+) -> None:
+    """A newer call runs, although the key has failed for good."""
+    gate = stage.gate()
+    first = stage.tasks.newest.delay(name, 0, gate=str(gate))
+    stage.wait_for("begin", name=name)
+    calls = [stage.tasks.newest.delay(name, 1), stage.tasks.newest.delay(name, 2, how="fail")]
+    gate.touch()
+    assert got(first) == 0
+    for call in calls:
+        with pytest.raises(PermanentFailure, match="number 2 is wrong"):
+            got(call)
+    assert got(stage.tasks.newest.delay(name, 3)) == 3
+    assert numbers(stage, name) == [0, 2, 3]
 
 
 def test_a_newer_call_replaces_a_retry(stage: Stage, name: str) -> None:
