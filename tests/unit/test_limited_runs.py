@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from celery_leases.attempt.renewal import _renewal as renewal_of
 from celery_leases.decide.endings import Lost, Returned, Snoozed
 from celery_leases.decide.verdicts import Reschedule, Return
 from celery_leases.errors import Snooze, StoreUnavailable
@@ -83,7 +84,7 @@ def test_the_body_begins_when_it_is_its_turn(bench: Bench) -> None:
     for key in (KEY, OTHER_KEY):
         call = bench.call(key=key, call_id=key.key, ask=ask)
         bench.run(call, during=lambda _: began.append(bench.clock.now()))
-    assert began[1] - began[0] == pytest.approx(0.2, abs=0.002)
+    assert began[1] - began[0] == pytest.approx(0.2, abs=0.05)
 
 
 def test_a_slot_that_cannot_be_taken_is_an_outage(
@@ -94,8 +95,19 @@ def test_a_slot_that_cannot_be_taken_is_an_outage(
     def away(*_: Any) -> None:
         raise StoreUnavailable("the database is away", False)
 
-    monkeypatch.setattr(bench.stores.slots, "take", away)
+    monkeypatch.setattr(bench.stores.row_groups, "take", away)  # type: ignore[union-attr]
     answer = bench.run(bench.call(ask=Ask(1)))
     assert isinstance(answer, Reschedule)
     assert answer.unavailable
     assert bench.records.row(KEY.stored) is None or bench.state is not State.RUNNING
+
+
+def test_the_slot_is_renewed_with_the_lease(bench: Bench) -> None:
+    """With the limit of the attempt, so that a lost slot can be written again."""
+    seen = []
+    for ask in (Ask(3), Ask(pause=200.0), None):
+        call = bench.call(
+            call_id=f"{ask}", key=replace(KEY, stored=f"t:billing.send|{ask}"), ask=ask
+        )
+        bench.run(call, during=lambda held_lease: seen.append(renewal_of(held_lease, 15.0).slot))
+    assert seen == [(GROUP, 3), None, None]

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy import ColumnElement, Update, and_, bindparam, case, not_, select, update
 
 from celery_leases.call import Call
+from celery_leases.concurrency import os_threads
 from celery_leases.decide.answers import Renewal
 from celery_leases.errors import StoreUnavailable
 from celery_leases.groups.group import Gate, gate_from, gate_name, reason_json
@@ -45,12 +46,13 @@ SLOTS_RETENTION: Final = 3600.0
 
 class SeenSlots(NamedTuple):
     """The slots of a group as they were read, at ``now`` microseconds; ``version`` is ``None`` if
-    there is no row of them.
+    there is no row of them. ``read_at``: when they had arrived, by the local clock.
     """
 
     version: int | None
     slots: Slots
     now: int
+    read_at: float
 
 
 class SqlGroups(ClosingGroups):
@@ -132,8 +134,10 @@ class SqlGroups(ClosingGroups):
             if groups is not None or seen[0].expires_at > seen[1]
         }
 
-    def take(self, call: Call, seen: SeenSlots) -> Taken | Room:
-        """Take what the call asks of its group, beginning with the slots as they were *seen*."""
+    def take(self, call: Call, seen: SeenSlots) -> tuple[Taken | Room, float]:
+        """Take what the call asks of its group, beginning with the slots as they were *seen*; also
+        returns when the slots had arrived, from which the time until its turn counts.
+        """
         assert call.ask is not None  # otherwise nothing is taken
         ask, answer = call.ask, None
 
@@ -142,9 +146,9 @@ class SqlGroups(ClosingGroups):
             answer = take(slots, ask, call.token, call.options.ttl, now)
             return answer.slots if isinstance(answer, Taken) else None
 
-        self._change(call.group or "", taken, seen)
+        read_at = self._change(call.group or "", taken, seen)
         assert answer is not None  # it was called
-        return answer
+        return answer, read_at
 
     def room(self, asked: Mapping[str, Ask]) -> Mapping[str, Room]:
         """The room of each group; one statement, and two for each worker's place that is to be
@@ -187,16 +191,17 @@ class SqlGroups(ClosingGroups):
         group: str,
         change: Callable[[Slots, float], Slots | None],
         seen: SeenSlots | None = None,
-    ) -> None:
+    ) -> float:
         """Replace the slots of *group* by what *change* makes of them and the time, unless that is
-        ``None``. Repeated if another process changes them at the same time.
+        ``None``; returns when these slots had arrived. Repeated if another process changes them at
+        the same time.
         """
         for _ in range(CHANGE_TRIES):
             if seen is None:
                 seen = self._seen(group)
             new = change(seen.slots, seen.now / 1000)
             if new is None or self._swap_slots(group, seen, new):
-                return
+                return seen.read_at
             seen = None
         raise StoreUnavailable(
             f"the slots of the group {group} changed {CHANGE_TRIES} times while they were written",
@@ -206,8 +211,10 @@ class SqlGroups(ClosingGroups):
     def _seen(self, group: str) -> SeenSlots:
         row = self.database.first(self._select_slots, {"group": gate_name(group)})
         if row is None:
-            return SeenSlots(None, Slots(), int(self.database_time() * 1000))
-        return SeenSlots(row["version"], load(row["slots"]), int(row["now"]))
+            now = int(self.database_time() * 1000)
+            return SeenSlots(None, Slots(), now, os_threads.boot_clock())
+        slots = load(row["slots"])
+        return SeenSlots(row["version"], slots, int(row["now"]), os_threads.boot_clock())
 
     def _swap_slots(self, group: str, seen: SeenSlots, new: Slots) -> bool:
         values = {

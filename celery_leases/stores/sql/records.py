@@ -231,6 +231,7 @@ class SqlRecordStore:
     ) -> Acquired | Refused:
         emptied, group = 0.0, call.group if groups is not None else None
         taken: Taken | Room | None = None
+        read_at = 0.0
         for _ in range(CLAIM_TRIES):
             new, sent = rule.claimed(None, call, lease_store, 0), os_threads.boot_clock()
             seen, inserted = None, False
@@ -260,11 +261,13 @@ class SqlRecordStore:
                     continue
                 gate = replace(gate, probe=call.token, probe_for=call.options.ttl)
             if groups is not None and seen is not None:
-                taken = groups.take(call, seen)
+                taken, read_at = groups.take(call, seen)
                 if isinstance(taken, Room):
                     break
             if (won := self._write(call, lease_store, row, now)) is not None:
-                starts_in = taken.starts_in if isinstance(taken, Taken) else 0.0
+                starts_in = 0.0
+                if isinstance(taken, Taken) and taken.starts_in:
+                    starts_in = max(0.0, taken.starts_in - (os_threads.boot_clock() - read_at))
                 return Acquired(won, gate is not None and gate.probe == call.token, starts_in)
         if not admits(gate, call.token):
             why = Refusal.GATE
@@ -289,7 +292,9 @@ class SqlRecordStore:
             now,
             rows.to_record({**found, "now": now}) if found["stored_key"] is not None else None,
             gate_of(group, gate, now) if gate is not None else None,
-            SeenSlots(found["slots_version"], load_slots(found["slots"]), now),
+            SeenSlots(
+                found["slots_version"], load_slots(found["slots"]), now, os_threads.boot_clock()
+            ),
         )
 
     def _write(self, call: Call, lease_store: str, row: Record | None, now: int) -> Record | None:
