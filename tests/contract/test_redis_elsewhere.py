@@ -8,6 +8,7 @@ from celery_leases.stores.interfaces import LeaseStore, MarkStore
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts import (
     GroupHistoryContract,
+    GroupSlotsContract,
     GroupStoreContract,
     MarkStoreContract,
     SeparateLeaseStoreContract,
@@ -26,8 +27,10 @@ class TestMarks(MarkStoreContract):
         return store_elsewhere
 
 
-class TestGates(GroupStoreContract, GroupHistoryContract):
-    """The published suite for gates. In a cluster the gate is read separately from the lease."""
+class TestGates(GroupStoreContract, GroupHistoryContract, GroupSlotsContract):
+    """The published suites for groups. In a cluster their keys are read and written separately from
+    the lease.
+    """
 
     @pytest.fixture
     def store(self, store_elsewhere: RedisLeaseStore) -> RedisLeaseStore:
