@@ -42,6 +42,9 @@ STORE_TIMEOUT = 2.0
 HOST_MAX = 255
 """Characters of a stored ``hostname/pid``."""
 
+_compiled: dict[tuple[str, str | None], SqlRecordStore] = {}
+"""The record stores with compiled statements, by the URL and the schema of their database."""
+
 
 class BootClock:
     """The clock of :func:`celery_leases.concurrency.os_threads.boot_clock`."""
@@ -103,6 +106,13 @@ class Process:
         if not self._checked:
             self.records.check()
             self._checked = True
+
+    def share_statements(self) -> None:
+        """Compile the usual statements, and let all record stores that are opened later for this
+        database share them, also in forks. The database has answered before.
+        """
+        self.records.compile_statements()
+        _compiled[_database(self.settings)] = self.records
 
     def transaction(self, given: Any) -> JoinedTransaction | None:
         """The transaction of *given*, a session or connection of the user's; ``None`` if the
@@ -169,10 +179,15 @@ def open_process(
         renewer,
         observer,
         clock,
-        storable(f"{socket.gethostname()}/{os.getpid()}", HOST_MAX),
+        host_here(),
         stopping=stopping,
         _opened=[Stores(leases, records), for_renewals, for_bodies, Stores(leases, purged)],
     )
+
+
+def host_here() -> str:
+    """``hostname/pid``, as it can be stored."""
+    return storable(f"{socket.gethostname()}/{os.getpid()}", HOST_MAX)
 
 
 def open_records(
@@ -188,8 +203,15 @@ def open_records(
     from celery_leases.stores.sql.records import SqlRecordStore
     from celery_leases.stores.sql.schema import Tables
 
-    engine = engine_for(settings.database_url, size or settings.pool_size, longest_wait)
+    size = size or settings.pool_size
+    if (compiled := _compiled.get(_database(settings))) is not None:
+        return compiled.with_connections(size, longest_wait)
+    engine = engine_for(settings.database_url, size, longest_wait)
     return SqlRecordStore(engine, Tables(settings.database_schema))
+
+
+def _database(settings: Settings) -> tuple[str, str | None]:
+    return settings.database_url, settings.database_schema
 
 
 def open_effects(records: SqlRecordStore) -> SqlEffectStore:

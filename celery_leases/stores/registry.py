@@ -3,7 +3,8 @@
 A distribution registers its store under the URL's scheme in the entry point group
 ``celery_leases.stores``. The entry point names a callable that takes one
 :class:`~celery_leases.stores.interfaces.LeaseStoreSettings` and returns a
-:class:`~celery_leases.stores.interfaces.LeaseStore`.
+:class:`~celery_leases.stores.interfaces.LeaseStore`. The store must neither connect nor start a
+thread before its first call: a prefork worker opens one before it forks its pool.
 """
 
 from __future__ import annotations

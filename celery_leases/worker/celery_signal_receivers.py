@@ -7,9 +7,12 @@ else of celery_leases before a worker starts.
 from __future__ import annotations
 
 import atexit
+import gc
+from contextlib import suppress
 from typing import Any
 
 from celery import signals
+from celery.app import backends
 from celery.backends.base import Backend
 
 
@@ -30,6 +33,26 @@ def _before_work(sender: Any, **_: Any) -> None:
 
 
 signals.worker_init.connect(_before_work, weak=False)
+
+
+def _before_fork(instance: Any, **_: Any) -> None:
+    """Import what the pool processes of a prefork worker need, and freeze all objects: the garbage
+    collector would write into each of them, so that no process could share its memory.
+    """
+    from celery_leases.worker.app_settings import leased_tasks
+
+    if "prefork" not in str(instance.pool_cls) or not leased_tasks(instance.app):
+        return
+    # For the pool processes.
+    from celery_leases.worker import delivery, errbacks, requeue  # noqa: F401
+
+    with suppress(Exception):  # Celery reports it when it uses the backend
+        backends.by_url(instance.app.backend_cls or instance.app.conf.result_backend)
+    gc.collect()
+    gc.freeze()
+
+
+signals.celeryd_after_setup.connect(_before_fork, weak=False)
 
 
 def _when_ready(sender: Any, **_: Any) -> None:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, ref
 
 from celery import Celery
 
-from celery_leases.attempt.process import Process, open_process
+from celery_leases.attempt.process import Process, host_here, open_process
 from celery_leases.errors import StoreUnavailable
 from celery_leases.options import DATABASE, DEFAULT_TTL
 from celery_leases.settings import IN_MEMORY, Settings
@@ -26,6 +26,7 @@ METRICS_DIRECTORY: Final = "PROMETHEUS_MULTIPROC_DIR"
 """If this environment variable is set, :mod:`celery_leases.ops.metrics` counts events."""
 
 _opened: WeakKeyDictionary[Celery, dict[bool, Process]] = WeakKeyDictionary()
+_prepared: WeakKeyDictionary[Celery, Process] = WeakKeyDictionary()
 _substitutes: dict[Celery, Process] = {}
 _lock = threading.Lock()
 _worker: ref[Any] | None = None
@@ -56,10 +57,11 @@ def _make(app: Celery, *, eager: bool) -> Process:
         made = _opened.setdefault(app, {})
         if eager not in made:
             settings = settings_of(app, lenient=eager)
+            prepared = None if eager else _prepared_for(app, settings)
             if eager:
                 in_memory = replace(settings, leases_url=DATABASE, database_url=IN_MEMORY)
                 settings = settings_of(app) if settings.eager_stores else in_memory
-            process = open_for(app, settings, Announcer(app.tasks))
+            process = prepared or open_for(app, settings, Announcer(app.tasks))
             if eager and settings.eager_stores:
                 process.records.check()  # an eager call cannot wait until the tables exist
             elif not process.records.database.dialect.has_server:
@@ -75,6 +77,23 @@ def _make(app: Celery, *, eager: bool) -> Process:
             if METRICS_DIRECTORY in os.environ:
                 _count_events()
         return made[eager]
+
+
+def prepare_forks(app: Celery) -> None:
+    """Open what a pool process has for *app*, for those that are forked later: each takes it at its
+    first use. The main process never uses it, so it has no connections and no threads, and its
+    locks are free.
+    """
+    _prepared[app] = open_for(app, settings_of(app), Announcer(app.tasks))
+
+
+def _prepared_for(app: Celery, settings: Settings) -> Process | None:
+    """What the main process has prepared for this fork, unless the settings have changed."""
+    process = _prepared.pop(app, None) if os.getpid() != _worker_pid else None
+    if process is None or process.settings != settings:
+        return None
+    process.host = host_here()
+    return process
 
 
 def _count_events() -> None:
@@ -136,6 +155,8 @@ def close_all(*, inherited: bool = False) -> None:
         for process in made.values():
             process.close(inherited=inherited)
     _opened.clear()
+    if not inherited:
+        _prepared.clear()
 
 
 def close_if_other_database(database_url: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final
 
 import redis
@@ -187,8 +188,16 @@ def _sentinel(
     )
 
 
+@cache
+def _version() -> dict[str, Any]:
+    """What redis-py tells a server about itself. It would read the files of its distribution for
+    each connection.
+    """
+    return {"driver_info": redis.DriverInfo()} if hasattr(redis, "DriverInfo") else {}
+
+
 def _limits(timeout: float) -> dict[str, Any]:
-    return {
+    return _version() | {
         "socket_timeout": timeout,
         "socket_connect_timeout": timeout,
         "max_connections": _CONNECTIONS,

@@ -62,15 +62,27 @@ def engine_for(
         if parsed.get_driver_name() != kind.DRIVERS[0]:  # the extra does not bring that driver
             write = f"write {backend}+{kind.DRIVERS[0]}://… and {write}, or install the driver that the URL names"
         raise LeaseConfigurationError(f"{shown} has no driver here ({error}); {write}") from None
+    dialect_of(engine.dialect).listen(engine)
+    return _replacing_dead(engine)
+
+
+def with_other_connections(engine: Engine, size: int, longest_wait: float) -> Engine:
+    """An engine for the same database with at most *size* connections of its own. It shares the
+    dialect of *engine*, which has connected, so it need not ask the server again what it is.
+    """
+    pool: BoundedPool = engine.pool  # type: ignore[assignment]
+    return _replacing_dead(Engine(pool.resized(size, longest_wait), engine.dialect, engine.url))
+
+
+def _replacing_dead(engine: Engine) -> Engine:
+    """*engine*, which replaces the dead connection of a statement that SQLAlchemy has executed."""
     dialect = dialect_of(engine.dialect)
 
     def invalidate(context: ExceptionContext) -> None:
-        """Replace the connection of a statement that SQLAlchemy has executed."""
         if dialect.fault(context.original_exception) in (Fault.STALE, Fault.READ_ONLY):
             context.is_disconnect = True
 
     event.listen(engine, "handle_error", invalidate)
-    dialect.listen(engine)
     return engine
 
 
@@ -127,10 +139,16 @@ class BoundedPool(Pool, ResourcePool[_ConnectionRecord]):
     def recreate(self) -> BoundedPool:
         """An empty pool of the same kind."""
         self.logger.info("Pool recreating")
+        return self.resized(self.size, self.longest)
+
+    def resized(self, size: int, longest: float) -> BoundedPool:
+        """An empty pool of the same kind with at most *size* connections, for one of which a caller
+        waits at most *longest* seconds.
+        """
         return type(self)(
             self._creator,
-            pool_size=self.size,
-            timeout=self.longest,
+            pool_size=size,
+            timeout=longest,
             server=self.name,
             recycle=self._recycle,
             reset_on_return=self._reset_on_return,

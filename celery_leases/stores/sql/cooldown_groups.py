@@ -10,7 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import ColumnElement, Update, and_, bindparam, case, not_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Executable,
+    Update,
+    and_,
+    bindparam,
+    case,
+    not_,
+    select,
+    update,
+)
 
 from celery_leases.call import Call
 from celery_leases.concurrency import os_threads
@@ -61,10 +71,15 @@ class SqlGroups(ClosingGroups):
     def __init__(self, database: Database, tables: Tables) -> None:
         self.database = database
         self._gates = tables.gates
-        self._remembered = tables.gates.c.opens_at > database.now
-        self._closed = tables.gates.c.closed_until > database.now
         self._slots = tables.slots
-        self._slot_statements()
+        self._remembered, self._closed = database.once(self._conditions)
+        self._select_slots, self._update_slots, self._insert_slots = database.once(
+            self._slot_statements
+        )
+
+    def _conditions(self) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+        gates, now = self._gates.c, self.database.now
+        return gates.opens_at > now, gates.closed_until > now
 
     def all(self, limit: int = 1000) -> Iterator[Gate]:
         """At most *limit* gates that are not open."""
@@ -228,19 +243,19 @@ class SqlGroups(ClosingGroups):
             return self.database.touch(self._insert_slots, values)
         return self.database.count(self._update_slots, values) > 0
 
-    def _slot_statements(self) -> None:
+    def _slot_statements(self) -> tuple[Executable, Executable, Writes]:
         slots = self._slots.c
         new: dict[str, Any] = {
             name: bindparam(f"new_{name}", type_=slots[name].type)
             for name in ("version", "slots", "expires_at")
         }
         name = slots.name == bindparam("group")
-        self._select_slots = self._reading_slots().where(name)
-        self._update_slots = (
-            update(self._slots).where(name, slots.version == bindparam("seen")).values(new)
-        )
-        self._insert_slots = self.database.dialect.insert_absent(
-            self._slots, ["name"], {"name": bindparam("group"), **new}
+        return (
+            self._reading_slots().where(name),
+            update(self._slots).where(name, slots.version == bindparam("seen")).values(new),
+            self.database.dialect.insert_absent(
+                self._slots, ["name"], {"name": bindparam("group"), **new}
+            ),
         )
 
     def _read_histories(self, groups: Sequence[str] | None, limit: int) -> Mapping[str, str]:

@@ -3,7 +3,8 @@
 SQLAlchemy takes several times as long to execute a statement as the driver alone. All preparation
 depends only on the statement, so it is done once: the SQL text, the order of the parameters, the
 statement's own values, and the type conversions. The first execution of a statement connects, so
-that SQLAlchemy knows the version of the server; the statement is compiled for the second one.
+that SQLAlchemy knows the version of the server; the statement is compiled for the second one. A
+prefork worker compiles the usual statements before it forks its pool.
 SQLAlchemy executes all others: statements that are built for one call, and statements whose text
 depends on their values, such as ``IN`` with a variable number of values.
 """
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import contextmanager
 from copy import copy
 from operator import itemgetter
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import sqlalchemy
@@ -167,6 +168,7 @@ class Database:
         self._compiled: WeakKeyDictionary[Executable, CompiledStatement | None] = (
             WeakKeyDictionary()
         )
+        self._made: dict[str, Any] = {}
         # A driver would look up each parameter by its name each time.
         self._positional = copy(engine.dialect)
         if not self._positional.positional:
@@ -228,6 +230,32 @@ class Database:
             yield
         except DATABASE_ERRORS as error:
             raise self._converted(error) from error
+
+    def with_engine(self, engine: Engine) -> Self:
+        """The same database over the connections of *engine*, which shares the dialect. Statements
+        that are compiled for one of the two are compiled for both.
+        """
+        other = copy(self)
+        other.engine = engine
+        _open.add(other)
+        return other
+
+    def once(self, make: Callable[[], T]) -> T:
+        """What the method *make* of a store returns: statements, which do not depend on the
+        connections. It is called once for this database and those of :meth:`with_engine`.
+        """
+        name = make.__qualname__
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]  # type: ignore[no-any-return]
+
+    def compile(self, *statements: Executable) -> None:
+        """Compile *statements*, and those of :meth:`once`, before their first execution. The
+        database has answered, so its version is known.
+        """
+        for statement in _executables((*statements, *self._made.values())):
+            self._executed.add(statement)
+            self._compile(statement)
 
     def close(self, *, inherited: bool = False) -> None:
         """Close the connections. *inherited*: only forget them, because they belong to the parent
@@ -383,6 +411,15 @@ class Database:
                 f"try again, or {self.dialect.UNLOCK} ({text})"
             )
         return StoreUnavailable(f"{shown}: {text}", False if fault in NOT_EXECUTED else None)
+
+
+def _executables(found: Any) -> Iterator[Executable]:
+    """The statements in nested tuples."""
+    if isinstance(found, tuple):
+        for each in found:
+            yield from _executables(each)
+    elif isinstance(found, Executable):
+        yield found
 
 
 def _cursors_of(record: Any) -> MutableMapping[CompiledStatement, Any]:

@@ -9,7 +9,9 @@ from typing import Any, Final
 from sqlalchemy import (
     BigInteger,
     BindParameter,
+    Select,
     TextClause,
+    Update,
     bindparam,
     column,
     delete,
@@ -74,12 +76,16 @@ class SqlEffectStore:
         self.database = database
         self.effects = tables.effects
         self.records = tables.records
-        self._begin = self._beginning()
-        running, columns = is_running(tables.records), tables.records.c
-        self._select_running = select(columns.fence).where(*running)
-        self._clear_crashes = update(tables.records).where(*running).values(crashes=0)
+        self._begin = database.once(self._beginning)
+        self._select_running, self._clear_crashes, self._save_progress = database.once(
+            self._statements
+        )
+
+    def _statements(self) -> tuple[Select[Any], Update, Update]:
+        running, columns = is_running(self.records), self.records.c
+        cleared = update(self.records).where(*running).values(crashes=0)
         progress: BindParameter[str] = bindparam("new_progress", type_=columns.progress.type)
-        self._save_progress = self._clear_crashes.values(progress=progress)
+        return select(columns.fence).where(*running), cleared, cleared.values(progress=progress)
 
     def begin(
         self,

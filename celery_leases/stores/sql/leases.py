@@ -14,6 +14,7 @@ from sqlalchemy import (
     BindParameter,
     ColumnElement,
     Executable,
+    Select,
     Update,
     and_,
     bindparam,
@@ -57,8 +58,10 @@ class RowMarks:
         #: The groups, which the claim reads.
         self.groups = self.row_groups = SqlGroups(records.database, records.tables)
         self._marks = records.tables.marks
-        self._swap_mark_writes = self._swap_statement()
-        self._raise_order, self._note_order, self._select_burst = self._burst_statements()
+        self._swap_mark_writes = self.database.once(self._swap_statement)
+        self._raise_order, self._note_order, self._select_burst = self.database.once(
+            self._burst_statements
+        )
 
     def mark(self, stored_key: str, name: str) -> str | None:
         """Read a mark."""
@@ -226,13 +229,8 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
 
     def __init__(self, records: SqlRecordStore) -> None:
         super().__init__(records)
-        self._renewal = self._renew_statement()
-        key = records.tables.records.c.stored_key
-        free = select(key).where(key.in_(bindparam("keys", expanding=True)))
-        self._select_unlocked = free.with_for_update(skip_locked=True)
-        c = records.tables.records.c
-        running = (c.state == State.RUNNING) & (c.lease_until > self.database.now)
-        self._select_held = select(key).where(key.in_(bindparam("keys", expanding=True)), running)
+        self._renewal = self.database.once(self._renew_statement)
+        self._select_unlocked, self._select_held = self.database.once(self._selections)
 
     def acquire(self, call: Call) -> Acquired | Refused:
         """Claim the row, which is the lease. The same statement reads the group's gate."""
@@ -330,6 +328,15 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
         if len(group) == 1:
             return set()
         return set().union(*(self._renewed(ttl, [renewal]) for renewal in group))
+
+    def _selections(self) -> tuple[Select[Any], Select[Any]]:
+        """The rows of *keys* that no transaction locks, and those that are held."""
+        columns = self.records.tables.records.c
+        of_keys = select(columns.stored_key).where(
+            columns.stored_key.in_(bindparam("keys", expanding=True))
+        )
+        running = (columns.state == State.RUNNING) & (columns.lease_until > self.database.now)
+        return of_keys.with_for_update(skip_locked=True), of_keys.where(running)
 
     def _renew_statement(self) -> Update:
         records = self.records.tables.records

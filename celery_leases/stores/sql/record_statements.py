@@ -86,6 +86,15 @@ class RecordStatements:
         """
         return self._dialect.insert_now(self.table, self._new_row(self._now), "fence")
 
+    def usual(self) -> list[Executable]:
+        """The statements that most calls need on this database."""
+        first = self.insert_or_read.values()
+        again = (
+            self.insert_or_read_again.values() if self._dialect.reads_or_inserts else [self.insert]
+        )
+        ends = (self.settle, self.settle_without_details, self.settle_success)
+        return [*first, *again, self.swap, self.select_row, *ends]
+
     def changed(self, found: Mapping[Any, Any], new: Record) -> Update:
         """The update of the row *found* to *new*, if its compared columns are unchanged."""
         as_found = [self.table.c[name].is_not_distinct_from(found[name]) for name in rows.COMPARED]

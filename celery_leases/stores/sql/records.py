@@ -15,9 +15,10 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from sqlalchemy import (
     BigInteger,
@@ -53,6 +54,7 @@ from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.record_filters import Order, Position, RecordFilter
 from celery_leases.stores.availability import Availability
 from celery_leases.stores.sql import migrations, record_queries, rows
+from celery_leases.stores.sql.connections import with_other_connections
 from celery_leases.stores.sql.cooldown_groups import SeenSlots, SqlGroups, gate_of
 from celery_leases.stores.sql.database import Database, first_value
 from celery_leases.stores.sql.record_queries import in_subquery
@@ -137,6 +139,21 @@ class SqlRecordStore:
         )
         #: Locks the row of a running attempt without changing it.
         self.lock_row = select(records.c.fence).where(*is_running(records)).with_for_update()
+
+    def with_connections(self, size: int, longest_wait: float) -> Self:
+        """The same store with at most *size* other connections; see :func:`engine_for`. Both share
+        all statements.
+        """
+        engine = with_other_connections(self.database.engine, size, longest_wait)
+        other = copy(self)
+        other.database = self.database.with_engine(engine)
+        other.availability = Availability(database=self.tables_location)
+        return other
+
+    def compile_statements(self) -> None:
+        """Compile the usual statements; :meth:`check` was called before."""
+        purge = (self._select_purge_mark, self._select_any_expired, *self._take_purge_mark)
+        self.database.compile(*self.statements.usual(), self.guard, *purge, self._set_purge_mark)
 
     @cached_property
     def tables_location(self) -> str:

@@ -57,6 +57,8 @@ def check_before_work(sender: Any) -> None:
     ):
         logger.warning("%s", finding.text)
     processes.close_all()
+    if "prefork" in str(sender.pool_cls):
+        processes.prepare_forks(sender.app)
 
 
 def _check_records(process: Process) -> None:
@@ -66,7 +68,9 @@ def _check_records(process: Process) -> None:
         process.records.check()
         check_writes(process.records)
         relay.warn_of_waiting(process.records)
-        process.records.identity()  # read once for all pool children, which are forked later
+        # Once for all pool children, which are forked later.
+        process.records.identity()
+        process.share_statements()
     except StoreUnavailable as error:
         if process.settings.database_url.startswith("sqlite") and error.executed is not False:
             raise LeaseConfigurationError(f"the records file cannot be used: {error}") from None
