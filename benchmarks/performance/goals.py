@@ -120,6 +120,20 @@ GOALS: Final = (
     *_of_both(
         "PostgreSQL connections of `-P gevent -c 100`", "connections gevent {}", 10, 10, digits=0
     ),
+    *_of_both(
+        "memory per process above plain Celery, 4 children, MiB",
+        "memory above plain {} 4",
+        4,
+        0,
+        digits=1,
+    ),
+    *_of_both(
+        "memory per process above plain Celery, 16 children, MiB",
+        "memory above plain {} 16",
+        2,
+        0,
+        digits=1,
+    ),
     Goal(
         "database leases: a first run with 1,000,000 records / with none",
         "growth time first run",

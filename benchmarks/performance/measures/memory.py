@@ -1,47 +1,47 @@
 """The memory of a worker's processes after they have run some tasks."""
 
-from collections import defaultdict
-
 from benchmarks.performance import machine, roster
-from benchmarks.performance.bench import WORKERS, Bench
+from benchmarks.performance.bench import Bench
 from benchmarks.performance.figures import figure
 from benchmarks.performance.findings import Finding
 from benchmarks.performance.roster import Contender
 
-FULL = (roster.ON_CELERY, 3, 1000)
-QUICK = ((roster.PLAIN, roster.LEASES_DATABASE, roster.LEASES), 1, 100)
-"""Contenders, workers of each, and tasks of each worker."""
+CHILDREN = (4, 16)
+"""Pool children of a worker."""
+TASKS = 400
+FULL = (roster.ON_CELERY, 3)
+QUICK = ((roster.PLAIN, roster.LEASES_DATABASE, roster.LEASES), 1)
+"""Contenders, and workers of each."""
 
 
 def measure(bench: Bench, quick: bool) -> Finding:
     """One worker at a time, because pages that two of them share would count half in each."""
-    contenders, workers, tasks = QUICK if quick else FULL
-    mains: dict[Contender, list[float]] = defaultdict(list)
-    children: dict[Contender, list[float]] = defaultdict(list)
-    for _ in range(workers):
-        for contender in contenders:
-            with bench.running([contender]) as (one,):
-                one.run(tasks)
-                main, *others = [machine.pss(pid) for pid in one.worker.pids()]
-            mains[contender].append(main)
-            children[contender].append(sum(others) / len(others))
-    rows = [["", "main process, MiB", "each child, MiB", "per process above plain's, MiB"]]
+    contenders, workers = QUICK if quick else FULL
+    rows = [
+        ["", "children", "main process, MiB", "each child, MiB", "per process above plain's, MiB"]
+    ]
     facts = {}
-    for contender in contenders:
-        above = figure(
-            (main + WORKERS * child - plain_main - WORKERS * plain_child) / (1 + WORKERS)
-            for main, child, plain_main, plain_child in zip(
-                *(mains[contender], children[contender]),
-                *(mains[roster.PLAIN], children[roster.PLAIN]),
-                strict=True,
+    for children in CHILDREN:
+        used = {
+            contender: [_used(bench, contender, children) for _ in range(workers)]
+            for contender in contenders
+        }
+        for contender in contenders:
+            above = figure(
+                (sum(ours) - sum(plain)) / (1 + children)
+                for ours, plain in zip(used[contender], used[roster.PLAIN], strict=True)
             )
-        )
-        facts[f"memory above plain {contender.name}"] = above
-        shown = [
-            figure(mains[contender]).shown(1),
-            figure(children[contender]).shown(1),
-            above.shown(1),
-        ]
-        rows.append([contender.heading, *shown])
-    text = f"Workers of each contender: {workers}, each after {tasks} tasks."
+            facts[f"memory above plain {contender.name} {children}"] = above
+            main = figure(one[0] for one in used[contender])
+            child = figure(sum(one[1:]) / children for one in used[contender])
+            shown = [each.shown(1) for each in (main, child, above)]
+            rows.append([contender.heading, str(children), *shown])
+    text = f"Workers of each contender: {workers}, each after {TASKS} tasks."
     return Finding("memory", [rows], text, facts)
+
+
+def _used(bench: Bench, contender: Contender, children: int) -> list[float]:
+    """MiB of the main process, and of each child."""
+    with bench.running([contender], concurrency=children) as (one,):
+        one.run(TASKS)
+        return [machine.pss(pid) for pid in one.worker.pids()]
