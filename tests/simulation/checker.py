@@ -20,8 +20,11 @@ from typing import Any
 
 from celery_leases.record import State
 from tests.simulation.history import Note
+from tests.simulation.work import LIMIT
 
 RESTS = (State.DONE, State.FAILED, State.COOLING, State.UNCERTAIN)
+SEVERAL_RUNS = ("each", "latest", "limited")
+"""Tasks of which a key is done more than once."""
 SLACK = 0.3
 """Seconds in which an interrupted body ends: one step of the protocol may have to end before."""
 
@@ -131,7 +134,7 @@ def done_stays_done(history: History) -> Iterator[Violation]:
     """Finished work is not run again: a done row does not change, unless each call runs."""
     for note in history.of("row"):
         old, new = note.details["old"], note.details["new"]
-        if old is None or new is None or old.state != State.DONE or old.task == "each":
+        if old is None or new is None or old.state != State.DONE or old.task in SEVERAL_RUNS:
             continue
         if (new.state, new.result) != (old.state, old.result):
             yield Violation("done stays done", note, f"it became {new.state}, {new.result}")
@@ -210,8 +213,8 @@ def lost_stays_lost(history: History) -> Iterator[Violation]:
             lost.add(token)
         elif token in lost and note.details.get("until", math.inf) > until.get(token, 0.0):
             yield Violation("lost stays lost", note, "its lease was lost before")
-        else:
-            until[token] = note.details.get("until", 0.0)
+        elif note.what == "holds":
+            until[token] = note.details["until"]
 
 
 def disturbed(history: History, process: str, at: float) -> bool:
@@ -286,10 +289,43 @@ def one_result(history: History) -> Iterator[Violation]:
     results: dict[str, Any] = {}
     for note in history.of("published"):
         answer = history.final["values"].get(note.details["call"])
-        if answer is None or note.details["task"] == "each":
+        if answer is None or note.details["task"] in SEVERAL_RUNS:
             continue
         if results.setdefault(note.details["key"], answer) != answer:
             yield Violation("one result", note, f"{answer} is not {results[note.details['key']]}")
+
+
+def last_change_seen(history: History) -> Iterator[Violation]:
+    """With ``lease_runs="latest"`` each call is done by a run of itself or of a newer call, unless
+    its caller got an error. Calls that are published at the same time have any order.
+    """
+    called = {note.details["call"]: note.at for note in history.of("calls")}
+    ended = {note.details["call"]: note.at for note in history.of("published", "unconfirmed")}
+    done: dict[str, float] = {}
+    for note in history.of("row"):
+        new = note.details["new"]
+        if new is not None and new.task == "latest" and new.state == State.DONE:
+            done[new.key] = max(done.get(new.key, 0.0), ended[new.call])
+    for note in history.of("published"):
+        given = note.details
+        if given["task"] != "latest" or history.final["answers"].get(given["call"]) != "SUCCESS":
+            continue
+        if done.get(given["key"], -1.0) < called[given["call"]]:
+            yield Violation("the last change is seen", note, "only older calls have run")
+
+
+def limit_holds(history: History) -> Iterator[Violation]:
+    """At most so many bodies of a group run at a time."""
+    bodies = [body for body in history.bodies if body.key.startswith("limited ")]
+    for number, body in enumerate(bodies):
+        beside = [
+            other
+            for other in bodies[:number]
+            if other.ended > body.began.at + SLACK
+            and not disturbed(history, other.process, body.began.at)
+        ]
+        if len(beside) >= LIMIT:
+            yield Violation("a limit holds", body.began, f"{len(beside)} others run")
 
 
 CHECKS: tuple[Check, ...] = (
@@ -306,4 +342,6 @@ CHECKS: tuple[Check, ...] = (
     nothing_lost,
     nothing_left,
     one_result,
+    last_change_seen,
+    limit_holds,
 )

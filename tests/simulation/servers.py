@@ -81,7 +81,7 @@ class Server:
             raise error(None)
         frozen = max(0.0, self.frozen_until - scheduler.now)
         if fate == "late" or frozen > wait:
-            late = max(frozen, world.latency(wait) if fate == "late" else 0.0)
+            late = max(frozen, world.random.uniform(0, 10) if fate == "late" else 0.0)
             world.note("late request", server=self.name, op=what, late=late)
             scheduler.spawn(
                 self, lambda: self._execute_late(do, process), f"{self.name} {what}", late

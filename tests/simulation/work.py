@@ -14,13 +14,15 @@ from celery.backends.base import KeyValueStoreBackend
 from celery_leases import LeasedTask
 from celery_leases.errors import Cooldown, RetryLater, Snooze
 from celery_leases.lease import Lease
-from celery_leases.options import Failures
+from celery_leases.options import Failures, Group
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 TTL = 3.0
 COOLDOWN = 8.0
+LIMIT = 2
+"""Bodies of the tasks named ``limited`` at a time."""
 current: World | None = None
 """The running simulation."""
 
@@ -98,6 +100,9 @@ def app() -> SimulatedCelery:
     once = {**common, "lease_fingerprint": False}
     made.task(name="once", **once)(body)
     made.task(name="each", lease_runs="each", **common)(body)
+    made.task(name="latest", lease_runs="latest", **common)(body)
+    group = Group("api", limit=LIMIT)
+    made.task(name="limited", lease_group=group, lease_runs="each", **common)(body)
     made.task(name="killed", lease_on_lost="kill", **once)(body)
     made.task(name="charged", **once)(charging_body)
     made.finalize()

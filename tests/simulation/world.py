@@ -32,7 +32,7 @@ from tests.simulation.processes import Child, SimulatedProcess, Worker
 from tests.simulation.scheduler import Scheduler, Strand
 from tests.simulation.servers import EPOCH, DatabaseServer, LeaseServer, Server
 
-TASKS = ("once", "each", "killed", "charged")
+TASKS = ("once", "each", "latest", "limited", "killed", "charged")
 HORIZON = 60.0
 """Seconds in which calls are published and accidents happen."""
 PATIENCE = 4 * 3600.0
@@ -74,15 +74,17 @@ class Shape:
     @classmethod
     def drawn(cls, random: Random) -> Shape:
         """The cluster of one seed."""
+        tasks = tuple(random.sample(TASKS, random.choice((1, 1, 2))))
+        # The lease store in memory has no slots, so that limits are those of the database.
         return cls(
             workers=random.choice((1, 2, 3)),
             children=random.choice((1, 2, 3)),
             keys=random.choice((1, 1, 2, 4)),
             calls=random.choice((4, 8, 12)),
             accidents=random.choice((0, 2, 5, 10)),
-            database_leases=random.random() < 0.5,
+            database_leases=random.random() < 0.5 or "limited" in tasks,
             visibility=random.choice((None, None, 10.0, 60.0)),
-            tasks=tuple(random.sample(TASKS, random.choice((1, 1, 2)))),
+            tasks=tasks,
         )
 
 
