@@ -31,7 +31,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
-from time import monotonic
+from time import monotonic, time
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -227,8 +227,9 @@ class GroupWaiters(KeyWaiters):
         #: How many calls may begin, as far as this process knows.
         self.room = 0
         self._begun_at: deque[float] = deque(maxlen=MAX_FINGERPRINTS)
-        #: The time of the store less that of this process, in milliseconds.
-        self._ahead = 0.0
+        #: The time of the store less that of this process, in milliseconds; by the clock of this
+        #: machine until the store is asked.
+        self._ahead = (time() - monotonic()) * 1000
 
     def needs(self, group: Group) -> None:
         """Note the limit and the rate of a task."""
@@ -246,6 +247,10 @@ class GroupWaiters(KeyWaiters):
         """
         self._places[request.id] = int(since or self.now_of_store())
         return float(self._places[request.id])
+
+    def forget_place(self, request: Any) -> None:
+        """Forget since when a call waits that goes on as a copy: its header says it."""
+        self._places.pop(request.id, None)
 
     def ask(self, worker: str) -> Ask:
         """What this worker asks of the group for its oldest call."""
@@ -411,14 +416,14 @@ class WaitingCalls:
         """
         consumer = _consumer()
         with self._lock:
-            request.waiters = None
+            before, request.waiters = request.waiters, None
+            if isinstance(before, GroupWaiters):
+                before.forget_place(request)
             if not (self.by_key or self.begins_early(consumer)):
                 return
             if isinstance(held, GroupIsFull):
                 waiters: KeyWaiters | None
-                waiters = in_group = self._group_waiters_of(held.group, request.task)
-                if in_group is not None:
-                    in_group.wait_since(request, held.since)
+                waiters = self._group_waiters_of(held.group, request.task)
             else:
                 waiters = self._waiters_of(held.stored_key, request.task)
                 waiters.add_fingerprint(held.fingerprint)

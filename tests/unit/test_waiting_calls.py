@@ -1,13 +1,15 @@
 """The calls of one held key in a worker: which of them begins when. Celery's timer is played."""
 
 from collections.abc import Sequence
-from time import monotonic
+from time import monotonic, time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery.worker import state
 
+from celery_leases.options import Group, LeaseOptions
+from celery_leases.worker.publisher import GroupIsFull, KeyIsHeld
 from celery_leases.worker.waiting_calls import (
     ANSWER_VALID_FOR,
     ANSWERED_TOGETHER,
@@ -15,8 +17,10 @@ from celery_leases.worker.waiting_calls import (
     MAX_LOOKUP_INTERVAL,
     MAX_RETRY_PAUSE,
     MIN_LOOKUP_INTERVAL,
+    GroupWaiters,
     KeyWaiters,
     WaitingCalls,
+    _group_key,
 )
 
 MANY = 40
@@ -192,6 +196,19 @@ def test_two_messages_of_one_call_wait_together() -> None:
     assert [first, *begun(here)] == same
 
 
+def test_a_call_that_comes_before_the_store_was_asked_overtakes_nobody() -> None:
+    """Those before it have times of the store."""
+    here = GroupWaiters("openai", monotonic(), longest=600.0)
+    first, second = Call(here, 1), Call(here, 2)
+    asked = time() * 1000 - 1
+    here.wait_since(first, asked)
+    assert asked < here.wait_since(second, None) < asked + 60_000
+    here.add(second)
+    here.add(first)
+    here.room = 2
+    assert begun(here) == [first, second]
+
+
 # -- the timer -------------------------------------------------------------------------------------
 
 
@@ -304,6 +321,24 @@ def test_a_worker_that_stops_begins_nothing_early(timer, monkeypatch) -> None:
     calls._begin_ready()
     timer.run(shorter_than=0.01)
     assert call.begins == 0
+
+
+def test_a_group_that_is_full_for_ever_costs_no_memory(timer: Timer) -> None:
+    """Calls that were begun, and are rescheduled because the group or their key is not free."""
+    calls, group = WaitingCalls(), Group("openai", limit=1)
+    options = LeaseOptions(group=group)
+    app = SimpleNamespace(conf={})
+    task = SimpleNamespace(name="shop.work", lease_options=options, app=app)
+    here = GroupWaiters(_group_key("openai"), monotonic(), longest=600.0)
+    calls.by_key[here.stored_key] = here
+    calls._waiters_of = lambda *_: waiters(each_runs=True)  # type: ignore[method-assign]
+    full = GroupIsFull("full", "openai", 1.8e12)
+    for number in range(100):
+        call = Call(here, number)
+        call.task = task
+        here.wait_since(call, None)
+        calls.rescheduled(call, full if number % 2 else KeyIsHeld("held", "t:k", None))
+    assert len(here._places) == 0
 
 
 def test_there_is_one_check_at_a_time(timer: Timer) -> None:
