@@ -160,7 +160,10 @@ class Execution:
         """
         call, process = self.call, self.process
         again = self._until_turn() if call.options.latest_runs else None
-        if call.repeat or again is not None:
+        # A lease store with groups of its own gives a turn by the rate together with the lease. A
+        # replay must not take one.
+        rated = call.ask is not None and call.ask.pause and process.leases.row_groups is None
+        if call.repeat or again is not None or rated:
             verdict = self._decide(process.records.read(call.key.stored))
             if not isinstance(verdict, Run | Wait):
                 return verdict

@@ -69,6 +69,15 @@ def test_a_call_that_does_not_run_takes_no_slot(bench: Bench) -> None:
     assert bench.stores.groups.slots([GROUP]) == {}  # type: ignore[union-attr]
 
 
+def test_a_replay_takes_no_turn_of_the_rate() -> None:
+    """A lease store beside the records gives the turn with the lease, so the record comes first."""
+    bench = Bench()
+    bench.run(bench.call())
+    bench.journal.clear()
+    assert isinstance(bench.run(bench.call(call_id=THEIRS, ask=Ask(pause=60_000.0))), Return)
+    assert "acquire" not in bench.journal
+
+
 def test_finished_work_is_replayed_although_the_group_is_full(bench: Bench) -> None:
     bench.run(bench.call(key=OTHER_KEY, call_id="first"), Returned(5, "5"))
     seen = []
