@@ -34,7 +34,7 @@ def test_explain_shows_which_rule_matches_a_failure_and_what_follows(operator: T
     assert "cooldown of 37 to 41 s" in text
 
     told = operator.reads("explain", "--task", f"{COOLING}.asks_together", "--status", "429")
-    assert_has(told, rule="rate-limited", verdict="cooldown", reason="rate_limited")
+    assert_has(told, rule="rate-limited", action="cooldown", reason="rate_limited")
     assert told["whose_wait"] == "all keys of {url}"
     assert told["failures"] == [f"cooldown of {seconds} s" for seconds in (30, 60, 120)]
 

@@ -19,7 +19,7 @@ ONCE, SINGLETON = "from-celery-once", "from-celery-singleton"
 
 @pytest.fixture
 def shop(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    (source,) = blocks(page(request.param), "python")
+    source, *_ = blocks(page(request.param), "python")
     with executed(source, "shop") as names:
         yield names
 
