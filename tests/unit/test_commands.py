@@ -243,6 +243,8 @@ def test_retry_publishes_the_stored_message_and_says_so(app: Celery, types: Type
     app.broken.add(1)
     call(app, 1)
     store_message(app, 1)
+    with app.connection_for_read() as connection:
+        connection.SimpleQueue("celery").clear()  # of other tests in this process
     done = types("retry", "k:1")
     assert (done.code, "its stored message was published" in done.err) == (0, True)
     with app.connection_for_read() as connection:
