@@ -51,7 +51,7 @@ from celery_leases.decide.endings import (
     Terminated,
     error_text,
 )
-from celery_leases.decide.latest import ORDER_TTL, order_mark, until_turn
+from celery_leases.decide.latest import ORDER_TTL, Burst, order_mark, until_turn
 from celery_leases.decide.verdicts import (
     Drop,
     Facts,
@@ -159,14 +159,18 @@ class Execution:
         after each of these the delivery must be rescheduled.
         """
         call, process = self.call, self.process
-        again = self._until_turn() if call.options.latest_runs else None
+        burst = self._burst() if call.options.latest_runs else None
+        again = until_turn(call, burst, process.rand()) if burst is not None else None
         # A lease store with groups of its own gives a turn by the rate together with the lease. A
         # replay must not take one.
         rated = call.ask is not None and call.ask.pause and process.leases.row_groups is None
         if call.repeat or again is not None or rated:
-            verdict = self._decide(process.records.read(call.key.stored))
+            record = process.records.read(call.key.stored)
+            verdict = self._decide(record)
             if not isinstance(verdict, Run | Wait):
                 return verdict
+            if burst is not None and again is None:
+                again = until_turn(call, burst, process.rand(), record)
         if again is not None:
             return again
         began = process.clock.now()
@@ -180,12 +184,11 @@ class Execution:
                 return self._too_late()
             process.clock.sleep(verdict.delay)
 
-    def _until_turn(self) -> Reschedule | None:
-        """How the call waits for a newer one, under ``lease_runs="latest"``; gives it an order, if
-        its publisher has not.
+    def _burst(self) -> Burst:
+        """The calls of the key that are published, under ``lease_runs="latest"``. Gives the call an
+        order, if its publisher has not.
         """
-        call, process, stored_key = self.call, self.process, self.call.key.stored
-        leases = process.leases
+        call, leases, stored_key = self.call, self.process.leases, self.call.key.stored
         burst = leases.burst(stored_key)
         if not call.order:
             # The mark is for a message that is delivered again, or that a rescue publishes again.
@@ -198,7 +201,7 @@ class Execution:
         if call.order > burst.newest:  # or the store has lost the note of its publisher
             leases.note_order(stored_key, call.order)
             burst = replace(burst, newest=call.order, first=burst.first or call.order)
-        return until_turn(call, burst, process.rand())
+        return burst
 
     def _acquire_once(self, waited: float) -> Verdict:
         call, process = self.call, self.process

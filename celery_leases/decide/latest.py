@@ -10,6 +10,7 @@ from celery_leases.decide.verdicts import Reschedule
 from celery_leases.decide.waiting import countdown, countdown_until_free
 from celery_leases.keys import bounded
 from celery_leases.options import DEBOUNCE_MAX
+from celery_leases.record import Record
 
 MICROSECONDS: Final = 1_000_000
 NEWEST: Final = "newest"
@@ -35,12 +36,16 @@ class Burst:
     first: int = 0
 
 
-def until_turn(call: Call, burst: Burst, rand: float) -> Reschedule | None:
+def until_turn(
+    call: Call, burst: Burst, rand: float, record: Record | None = None
+) -> Reschedule | None:
     """How *call* waits for a newer call, which then runs instead, or for the end of its burst;
     ``None`` if it may run now.
 
     A newer call only makes the older one wait. So no change is lost if the newer one never comes:
-    the older one then runs after :data:`PATIENCE`.
+    the older one then runs after :data:`PATIENCE`, which begins again when a run in *record* has
+    ended: the newer one could not begin before. If the clock of the lease store was set back, no
+    call waits until it has caught up.
     """
     if not call.reschedulable:
         return None
@@ -48,13 +53,16 @@ def until_turn(call: Call, burst: Burst, rand: float) -> Reschedule | None:
         longest = call.options.debounce_max or DEBOUNCE_MAX * debounce
         first = burst.first or burst.newest
         begin = min(burst.newest + debounce * MICROSECONDS, first + longest * MICROSECONDS)
-        if (left := (begin - burst.now) / MICROSECONDS) > 0:
+        if 0 < (left := (begin - burst.now) / MICROSECONDS) <= 2 * debounce:
             reason = f"a newer call may come within {debounce:g} s"
             return Reschedule(countdown(call, left), reason, event_type="")
     if burst.newest <= call.order:
         return None
-    since = call.superseded_at or burst.now
-    if burst.now - max(since, burst.newest) >= PATIENCE * MICROSECONDS:
+    since = min(call.superseded_at or burst.now, burst.now)
+    waited = burst.now - (since if burst.newest > burst.now else max(since, burst.newest))
+    if record is not None and record.finished_at is not None:
+        waited = min(waited, record.now - record.finished_at)
+    if waited >= PATIENCE * MICROSECONDS:
         return None
     backoff = min(2.0 ** min(call.reschedules, 20), PATIENCE) * (0.75 + 0.25 * rand)
     return Reschedule(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery.exceptions import Ignore
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from celery_leases.attempt.run import Execution
 from celery_leases.call import Call
 from celery_leases.decide.after_run import after_run
 from celery_leases.decide.answers import Refusal
@@ -21,7 +24,10 @@ from celery_leases.decide.repairs import settled
 from celery_leases.decide.verdicts import Facts, Raise, Reschedule, Return, Run
 from celery_leases.options import DATABASE, LeaseOptions
 from celery_leases.record import Ended, Record, State
-from tests.unit.decision_inputs import NOW, OURS, SECOND, THEIRS, a_call, a_record
+from celery_leases.worker.headers import Header
+from celery_leases.worker.rescheduling import Rescheduling
+from tests.unit.decision_inputs import KEY, NOW, OURS, SECOND, THEIRS, a_call, a_record
+from tests.unit.memory_worker import Bench
 
 OLDER, NEWER = NOW - SECOND, NOW
 
@@ -56,6 +62,28 @@ class TestItsTurn:
         assert until_turn(call, Burst(now, now - SECOND, OLDER), 0.5) is not None
 
     @pytest.mark.parametrize(
+        ("state", "idle", "waits"),
+        [(State.DONE, PATIENCE - 1, True), (State.DONE, PATIENCE, False), (State.RUNNING, 0, False)],
+    )  # fmt: skip
+    def test_its_patience_begins_when_a_run_has_ended(self, state, idle, waits) -> None:
+        """The newer one could not begin before. The row of a dead process says nothing."""
+        ended = None if state is State.RUNNING else NOW - round(idle * SECOND)
+        row = a_record(state, THEIRS, order=OLDER - 1, finished_at=ended)
+        call = latest(OLDER, superseded_at=NOW + 1)
+        burst = Burst(NOW + 60 * SECOND, NEWER, OLDER)
+        assert (until_turn(call, burst, 0.5, row) is not None) is waits
+
+    def test_no_call_waits_until_a_clock_that_was_set_back_has_caught_up(self) -> None:
+        ahead = NOW + 3600 * SECOND
+        assert until_turn(latest(ahead, debounce=5.0), Burst(NOW, ahead, ahead), 0.5) is None
+        behind = Burst(NOW, ahead + 1, ahead)
+        again = until_turn(latest(ahead, superseded_at=ahead), behind, 0.5)
+        assert again is not None
+        assert again.superseded_at == NOW
+        later = replace(behind, now=NOW + round(PATIENCE * SECOND))
+        assert until_turn(latest(ahead, superseded_at=NOW), later, 0.5) is None
+
+    @pytest.mark.parametrize(
         ("newest", "first", "left"),
         [(NOW, NOW, 5.0), (NOW, NOW - 26 * SECOND, 4.0), (NOW - 2 * SECOND, NOW - 9 * SECOND, 3.0),
          (NOW, NOW - 30 * SECOND, None), (NOW - 5 * SECOND, NOW - 6 * SECOND, None), (NOW, 0, 5.0)],
@@ -73,6 +101,51 @@ class TestItsTurn:
     def test_an_eager_call_does_not_wait(self) -> None:
         call = latest(OLDER, debounce=5.0, reschedulable=False)
         assert until_turn(call, Burst(NOW, NEWER, OLDER), 0.5) is None
+
+
+def test_a_call_that_has_waited_for_a_long_run_lets_the_newest_run() -> None:
+    """The message of the newest one has come, to another worker."""
+    bench = Bench()
+
+    def publish(call_id: str) -> Call:
+        order = bench.stores.new_order(KEY.stored)
+        return bench.call(call_id=call_id, runs="latest", group=None, order=order)
+
+    later: list[Call] = []
+
+    def during(_: object) -> None:
+        older, newest = publish("older"), publish("newest")
+        again = Execution(bench.process, older).acquire()
+        assert isinstance(again, Reschedule)
+        copy = bench.again(older, started=False, superseded_at=again.superseded_at)
+        later.extend([copy, newest])
+        bench.clock.sleep(60.0)
+
+    first = publish("first")
+    bench.run(first, during=during)
+    copy, newest = later
+    assert isinstance(bench.run(copy), Reschedule)
+    assert isinstance(bench.run(newest), Return)
+    assert isinstance(bench.run(copy), Return)
+    assert bench.ran == [first.token, newest.token]
+
+
+def test_calls_that_arrive_while_the_lease_store_is_down_keep_their_order() -> None:
+    """Their copies may arrive in another order."""
+
+    class Delivery(Rescheduling):
+        process = Bench().process
+        request = SimpleNamespace(is_eager=False, headers=None)
+        header, header_unreadable, time_limits = Header("billing.send", OURS), False, None
+
+        def _publish(self, *_: object) -> bool:
+            return True
+
+    delivery = Delivery()
+    again = Reschedule(1.0, "the store does not answer", event_type="", unavailable=True)
+    with pytest.raises(Ignore):
+        delivery._reschedule(latest(0, arrived=NOW), again)
+    assert delivery.header.order == NOW
 
 
 class TestTheRow:
@@ -175,6 +248,8 @@ class Key(RuleBasedStateMachine):
             if not isinstance(verdict, Run):
                 return self.end(call, verdict)
         if again is not None:
+            return self.end(call, again)
+        if call.repeat and (again := until_turn(call, self.burst, 0.5, self.row)) is not None:
             return self.end(call, again)
         if decide(self.row, call, DATABASE) is not None:
             return self.end(call, before_run(call, Facts(record=self.row, rand=0.5)))
