@@ -146,6 +146,8 @@ class HeldLease:
         self.due = deadlines.renewal_due(sent, call.options.ttl)
         #: A call of the renewer for this lease has not returned yet.
         self.in_flight = False
+        #: The body has committed the done record, and only its slot is renewed.
+        self.is_completed = False
         #: The lease was missing in the store and was written again; the record was not read yet.
         self.unverified = False
         #: How often the body was interrupted, and when to interrupt it next.
@@ -272,10 +274,13 @@ class HeldLease:
 
     def completed(self) -> None:
         """The body has committed the done record: no other attempt can run, so the lease needs no
-        renewal.
+        renewal. The slot of its group does, until the body ends.
         """
+        self.is_completed = True
         self._extend_to(self._hold_until)
-        self._renew_until = self._seen_locked = -math.inf
+        self._seen_locked = -math.inf
+        if self.slot is None:
+            self._renew_until = -math.inf
         self._update_kill_timer()
 
     def _extend_to(self, hard_deadline: float) -> None:

@@ -255,7 +255,9 @@ class Renewer:
         """Apply the answer to a renewal sent at *sent*. *late*: report how late it was sent."""
         if isinstance(result, StoreUnavailable):
             raise result
-        if result is RenewalResult.OTHER:
+        if held_lease.is_completed:
+            held_lease.due = deadlines.renewal_due(sent, held_lease.call.options.ttl)
+        elif result is RenewalResult.OTHER:
             self._held_by_other(held_lease, stores)
         elif result is RenewalResult.LOCKED:
             held_lease.seen_locked(sent)

@@ -339,6 +339,24 @@ def test_a_lease_that_needs_no_renewal_is_not_due_again_until_its_row_is_locked(
     assert completed.due < math.inf
 
 
+def test_the_slot_of_a_completed_body_is_renewed_until_the_body_ends(bench: Bench) -> None:
+    """Its key is free, and may be run by another attempt."""
+    held_lease = bench.held_lease()
+    held_lease.slot = ("openai", 1)
+    held_lease.body_state.completing = True
+    bench.records.row = Row(State.DONE, 7, OURS)
+    bench.leases.answer = lambda _: RenewalResult.MISSING
+    for _ in range(3):
+        bench.clock.time = held_lease.due
+        assert bench.renewer._take_due(bench.clock.now()) == [held_lease]
+        bench.renew(held_lease)
+        bench.records.row = THEIRS
+        bench.leases.answer = lambda _: RenewalResult.OTHER
+    assert [renewal.slot for renewal in bench.leases.renewed] == [("openai", 1)] * 3
+    assert held_lease.lost is None
+    assert bench.leases.reasserted == []
+
+
 def test_a_row_that_the_body_sees_locked_meanwhile_is_checked_again(bench, monkeypatch) -> None:
     held_lease = bench.held_lease(renew=False)
     bench.leases.answer = lambda _: RenewalResult.LOCKED
