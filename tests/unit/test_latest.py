@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from celery_leases.attempt.run import Execution
 from celery_leases.call import Call
+from celery_leases.concurrency import os_threads
 from celery_leases.decide.after_run import after_run
 from celery_leases.decide.answers import Refusal
 from celery_leases.decide.before_run import before_run
@@ -24,6 +25,7 @@ from celery_leases.decide.repairs import settled
 from celery_leases.decide.verdicts import Facts, Raise, Reschedule, Return, Run
 from celery_leases.options import DATABASE, LeaseOptions
 from celery_leases.record import Ended, Record, State
+from celery_leases.worker.arrivals import Arrivals
 from celery_leases.worker.headers import Header
 from celery_leases.worker.rescheduling import Rescheduling
 from tests.unit.decision_inputs import KEY, NOW, OURS, SECOND, THEIRS, a_call, a_record
@@ -148,6 +150,20 @@ def test_calls_that_arrive_while_the_lease_store_is_down_keep_their_order() -> N
     assert delivery.header.order == NOW
 
 
+def test_a_slow_request_does_not_make_arrivals_look_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, delays = [10.0], iter([0.5, 2.0, 0.001])
+
+    def burst(_: str) -> Burst:
+        now[0] += next(delays)
+        return Burst(NOW + round(now[0] * SECOND))
+
+    process: Any = SimpleNamespace(leases=SimpleNamespace(burst=burst))
+    monkeypatch.setattr(os_threads, "boot_clock", lambda: now[0])
+    arrivals = Arrivals()
+    arrivals.compare(process)
+    assert arrivals.order(None) == NOW + round(now[0] * SECOND) + 1_000
+
+
 class TestTheRow:
     @pytest.mark.parametrize(
         ("state", "changes", "older", "newer"),
@@ -171,6 +187,12 @@ class TestTheRow:
         assert (new.order, new.generation, new.attempt, new.failures) == (NEWER, 8, 1, 0)
         again = claimed(replace(row, call_id=OURS), latest(NEWER), DATABASE, NOW)
         assert (again.generation, again.attempt, again.failures) == (7, 5, 3)
+
+    def test_a_run_of_another_task_that_shares_the_key_leaves_the_order(self) -> None:
+        """Otherwise an older call would run after the newest."""
+        row = a_record(State.DONE, THEIRS, order=NEWER)
+        new = claimed(row, a_call(runs="each"), DATABASE, NOW)
+        assert refusal(replace(new, state=State.DONE), latest(OLDER, call_id="older"))
 
     def test_a_call_of_a_cooling_key_waits(self) -> None:
         """An error would lose the change."""
