@@ -205,7 +205,8 @@ def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int
         "attempt": 1 if new_generation else row.attempt + 1,
         "generation": row.generation + new_generation,
         "retries": call.retries,
-        "order": call.order or row.order,  # a task that shares the key may have none
+        # A call of another task that shares the key may have none.
+        "order": call.order or (row.order if row.state is State.DONE else 0),
         "crashed_at": now if crashed else None,
         "previous": Attempt(ended, row.failure, row.holder) if ended is not None else None,
         "lease_store": lease_store,

@@ -188,11 +188,11 @@ class TestTheRow:
         again = claimed(replace(row, call_id=OURS), latest(NEWER), DATABASE, NOW)
         assert (again.generation, again.attempt, again.failures) == (7, 5, 3)
 
-    def test_a_run_of_another_task_that_shares_the_key_leaves_the_order(self) -> None:
-        """Otherwise an older call would run after the newest."""
-        row = a_record(State.DONE, THEIRS, order=NEWER)
-        new = claimed(row, a_call(runs="each"), DATABASE, NOW)
-        assert refusal(replace(new, state=State.DONE), latest(OLDER, call_id="older"))
+    @pytest.mark.parametrize(("state", "kept"), [(State.DONE, NEWER), (State.PENDING, 0)])
+    def test_a_run_of_another_task_that_shares_the_key_leaves_the_order(self, state, kept) -> None:
+        """An older call must not run after the newest, and one that will be retried must."""
+        row = a_record(state, THEIRS, order=NEWER)
+        assert claimed(row, a_call(runs="each"), DATABASE, NOW).order == kept
 
     def test_a_call_of_a_cooling_key_waits(self) -> None:
         """An error would lose the change."""
