@@ -11,7 +11,7 @@ from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Verdic
 from celery_leases.errors import CoolingDown, LeasesError
 from celery_leases.events import Dropped
 from celery_leases.failures.actions import Reason
-from celery_leases.groups.slots import Room
+from celery_leases.groups.slots import AHEAD, Room
 from celery_leases.options import OnBusy
 from celery_leases.record import MAY_HAVE_BEEN_EXECUTED, Ended, Record, State
 from celery_leases.text.cleaning import printable
@@ -112,11 +112,12 @@ def while_full(call: Call, facts: Facts, room: Room) -> Verdict:
 
 def group_is_full(key: str, group: str, room: Room, wall_time: float) -> CoolingDown:
     """The error that says why a call of a full group does not run now."""
-    wait = room.wait or SLOT_WAIT
-    if room.wait:
-        reason, why = Reason.GROUP_RATE, "as many have begun as its rate allows"
-    elif room.limit and room.running >= room.limit:
+    wait = max(room.wait, SLOT_WAIT)
+    if room.limit and room.running >= room.limit:
         reason, why = Reason.GROUP_FULL, f"{room.running} of {room.limit} calls run"
+    elif room.wait > AHEAD / 1000:
+        reason, why = Reason.GROUP_RATE, "as many have begun as its rate allows"
+        wait = room.wait
     else:
         reason, why = Reason.GROUP_FULL, "it is the turn of earlier calls"
     message = f"Waits for its turn in the group {printable(group)}: {why}"

@@ -303,6 +303,10 @@ class TestAFullGroup:
             (Room(0, 0.0, 3, 3, 1_000.4), "group_full", "3 of 3 calls run", 1.0),
             (Room(0, 0.0, 1, 3, 1_000.4), "group_full", "the turn of earlier calls", 1.0),
             (Room(0, 7.5, 0, 0, 1_000.4), "group_rate", "as many have begun as its rate", 7.5),
+            # The rate alone would let it begin at once, or soon.
+            (Room(0, 0.15, 3, 3, 1_000.4), "group_full", "3 of 3 calls run", 1.0),
+            (Room(0, 7.5, 3, 3, 1_000.4), "group_full", "3 of 3 calls run", 7.5),
+            (Room(0, 0.15, 1, 3, 1_000.4), "group_full", "the turn of earlier calls", 1.0),
         ],
     )
     def test_it_is_rescheduled_with_its_place(self, room, reason, why, wait) -> None:
