@@ -25,7 +25,8 @@ def publish(
     """Publish a call of *task* by *publish*, Celery's own ``apply_async``, with its order among the
     calls of its key, for which the lease store is asked once.
 
-    If that fails, the call is published without: a worker gives it an order when it arrives.
+    If that fails, the time of this machine is its order, which may differ by a little. The time of
+    its arrival at a worker would be later than that of calls published while it was queued.
     """
     given = arguments_of(positional, named)
     if task.app.conf.task_always_eager or is_published_before(task, given):
@@ -42,7 +43,8 @@ def publish(
         key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs, headers)
         order = processes.process_of(task.app).leases.new_order(key.stored)
     except LeasesError as error:
-        logger.warning("%s[%s] is published without its order: %s", task.name, task_id, error)
-    else:
-        given["headers"] = {**(given.get("headers") or {}), ORDER: [call_id, order]}
+        order = round(task.app.now().timestamp() * 1e6)
+        text = "%s[%s] is published in the order of this machine's clock: %s"
+        logger.warning(text, task.name, task_id, error)
+    given["headers"] = {**(given.get("headers") or {}), ORDER: [call_id, order]}
     return publish(args, kwargs, task_id=task_id, **given)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery import Celery
 from celery.exceptions import Ignore
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from celery_leases import LeasedTask
 from celery_leases.attempt.run import Execution
 from celery_leases.call import Call
 from celery_leases.concurrency import os_threads
@@ -23,13 +26,19 @@ from celery_leases.decide.endings import ControlFlow, Lost, Returned
 from celery_leases.decide.latest import PATIENCE, Burst, until_turn
 from celery_leases.decide.repairs import settled
 from celery_leases.decide.verdicts import Facts, Raise, Reschedule, Return, Run
+from celery_leases.errors import StoreUnavailable
 from celery_leases.options import DATABASE, LeaseOptions
+from celery_leases.outbox import in_order
 from celery_leases.record import Ended, Record, State
+from celery_leases.worker import processes
 from celery_leases.worker.arrivals import Arrivals
-from celery_leases.worker.headers import Header
+from celery_leases.worker.headers import ORDER, Header
 from celery_leases.worker.rescheduling import Rescheduling
+from tests.unit.celery_apps import apps
 from tests.unit.decision_inputs import KEY, NOW, OURS, SECOND, THEIRS, a_call, a_record
 from tests.unit.memory_worker import Bench
+
+__all__ = ["apps"]
 
 OLDER, NEWER = NOW - SECOND, NOW
 
@@ -148,6 +157,31 @@ def test_calls_that_arrive_while_the_lease_store_is_down_keep_their_order() -> N
     with pytest.raises(Ignore):
         delivery._reschedule(latest(0, arrived=NOW), again)
     assert delivery.header.order == NOW
+
+
+@pytest.mark.usefixtures("apps")
+def test_without_the_lease_store_a_call_is_published_in_the_order_of_the_local_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its arrival it could look newer than the calls that are published while it is queued."""
+    app = Celery("unpublished", set_as_current=False)
+    options = {"base": LeasedTask, "lease_key": "k", "lease_runs": "latest"}
+
+    @app.task(name="newest", **options)  # type: ignore[untyped-decorator]
+    def task() -> None:
+        pass
+
+    published: list[dict[str, Any]] = []
+
+    def away(_: object) -> None:
+        raise StoreUnavailable("away")
+
+    monkeypatch.setattr(processes, "process_of", away)
+    before = time.time()
+    in_order.publish(task, lambda *_, **given: published.append(given), (), {"task_id": "a"})
+    call_id, order = published[0]["headers"][ORDER]
+    assert call_id == "a"
+    assert before <= order / 1e6 + 1e-6 <= time.time() + 1e-5
 
 
 def test_a_slow_request_does_not_make_arrivals_look_late(monkeypatch: pytest.MonkeyPatch) -> None:
