@@ -16,6 +16,7 @@ from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.process import STORE_TIMEOUT, Process
 from celery_leases.attempt.renewal import Renewer, Stores
 from celery_leases.deadlines import call_timeout
+from celery_leases.worker.arrivals import Arrivals
 from celery_leases.worker.interrupts import InterruptGuard
 from celery_leases.worker.publisher import Publisher
 from tests.simulation.broker import Delivered
@@ -58,6 +59,7 @@ class SimulatedProcess:
             world, world.random.uniform(0, 1e6), 1 + world.random.uniform(-0.004, 0.004)
         )
         self.guards: dict[Strand, SimulatedGuard] = {}
+        self.arrivals = Arrivals()
         self.library: Process = self._library()
         world.processes[self.pid] = self
 

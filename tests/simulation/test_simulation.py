@@ -32,7 +32,7 @@ def test_a_seed_has_the_same_history_in_each_process() -> None:
     def told(order: str, first: str) -> str:
         code = (
             "import sys\nfrom tests.simulation.search import run\nfrom tests.simulation.world import World\n"
-            f"run({first})\nprint(*World(7).run(), *World(8).run(), sep='\\n')"
+            f"run({first})\nprint(*World(4).run(), *World(7).run(), sep='\\n')"
         )
         changed = {**os.environ, "PYTHONHASHSEED": order}
         done = subprocess.run(
@@ -40,7 +40,7 @@ def test_a_seed_has_the_same_history_in_each_process() -> None:
         )
         return done.stdout
 
-    assert told("1", "3") == told("2", "4") != ""
+    assert told("1", "3") == told("2", "13") != ""
 
 
 @pytest.mark.parametrize("bug", planted.BUGS, ids=lambda bug: bug.name)

@@ -418,6 +418,9 @@ def simulated(world: World) -> Iterator[None]:
     def start_thread(target: Callable[[], object]) -> None:
         world.scheduler.spawn(world.here, target, "thread")
 
+    def order(app: Any) -> int:
+        return int(world.here.arrivals.order(app))
+
     replaced: list[tuple[Any, str, Any]] = [
         (os, "urandom", world.random_bytes),
         (random_module, "_urandom", world.random_bytes),
@@ -438,6 +441,7 @@ def simulated(world: World) -> Iterator[None]:
         (child_exit, "_stores_lock", Lock()),
         (child_exit, "_unfinished", []),
         (strategy, "to_timestamp", lambda moment: moment.timestamp()),
+        (request, "arrivals", Mock(order=order)),
         (request, "waiting_calls", Mock(by_key={}, **{"begins_early.return_value": False})),
         (work, "current", world),
     ]
