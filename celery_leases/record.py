@@ -226,7 +226,7 @@ class Record:
     published_at: int | None = field(default=None, metadata=column(_FORGET | _QUEUE))
     #: JSON text of the saved progress, see :mod:`celery_leases.progress`.
     progress: str | None = field(default=None, metadata=column(_FORGET))
-    #: With ``lease_runs="each"``: the last finished calls, the latest last.
+    #: Unless ``lease_runs="once"``: the last finished calls, the latest last.
     finished_calls: tuple[str, ...] = field(
         default=(), metadata=details("finished", Emptied.EXPIRED | _FORGET)
     )

@@ -311,10 +311,10 @@ def _after_crash(
 
 
 def finished(call: Call, record: Record, result: str | None) -> Mapping[str, str | None] | None:
-    """The finished calls of the key once *call* is one of them, with *result*; ``None`` unless each
-    call runs.
+    """The finished calls of the key once *call* is one of them, with *result*; ``None`` under
+    ``lease_runs="once"``.
     """
-    if not call.options.each_runs:
+    if not call.options.reruns:
         return None
     results = record.finished_results or {}
     others = [(name, results.get(name)) for name in record.finished_calls if name != call.call_id]

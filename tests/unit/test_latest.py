@@ -36,7 +36,7 @@ from celery_leases.worker.headers import ORDER, Header
 from celery_leases.worker.rescheduling import Rescheduling
 from tests.unit.celery_apps import apps
 from tests.unit.decision_inputs import KEY, NOW, OURS, SECOND, THEIRS, a_call, a_record
-from tests.unit.memory_worker import Bench
+from tests.unit.memory_worker import SOON, Bench
 
 __all__ = ["apps"]
 
@@ -139,6 +139,18 @@ def test_a_call_that_has_waited_for_a_long_run_lets_the_newest_run() -> None:
     assert isinstance(bench.run(newest), Return)
     assert isinstance(bench.run(copy), Return)
     assert bench.ran == [first.token, newest.token]
+
+
+def test_a_message_of_a_finished_call_that_comes_again_does_not_run() -> None:
+    """Also if a newer call has failed meanwhile, and will run again."""
+    bench = Bench()
+    calls = [bench.call(call_id=f"call-{n}", runs="latest", group=None, order=n) for n in (1, 2)]
+    bench.run(calls[0])
+    bench.run(calls[1], SOON)
+    bench.clock.sleep(60.0)
+    again = bench.again(calls[0], superseded_at=1, started=False)
+    assert isinstance(bench.run(again), Return)
+    assert bench.ran == [call.token for call in calls]
 
 
 def test_calls_that_arrive_while_the_lease_store_is_down_keep_their_order() -> None:
