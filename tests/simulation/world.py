@@ -6,6 +6,7 @@ import json
 import os
 import random as random_module
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
@@ -21,7 +22,7 @@ from celery.worker import strategy
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.concurrency import os_threads, wait_limit
 from celery_leases.events import LeaseAcquired, LeaseLost, LeaseRenewed
-from celery_leases.worker import child_exit, delivery, processes, request
+from celery_leases.worker import child_exit, delivery, processes, request, requeue
 from celery_leases.worker.app_settings import settings_of
 from tests.simulation import broker as broker_module
 from tests.simulation import work
@@ -350,7 +351,11 @@ class World:
 @cache
 def _warm_up() -> None:
     """Run what happens once in a Python process, so that all seeds of it meet the same."""
-    World(0)._run()
+    for database_leases in (False, True):
+        everything = Shape(2, 2, 2, 20, 10, database_leases, None, TASKS)
+        if not database_leases:
+            everything.tasks = tuple(name for name in TASKS if name != "limited")
+        World(0, given=everything)._run()
 
 
 # -- what the simulation replaces ------------------------------------------------------------------
@@ -440,6 +445,7 @@ def simulated(world: World) -> Iterator[None]:
         (child_exit, "watch", lambda _: None),
         (child_exit, "_stores_lock", Lock()),
         (child_exit, "_unfinished", []),
+        (requeue, "_requeued", OrderedDict()),
         (strategy, "to_timestamp", lambda moment: moment.timestamp()),
         (request, "arrivals", Mock(order=order)),
         (request, "waiting_calls", Mock(by_key={}, **{"begins_early.return_value": False})),
