@@ -20,11 +20,16 @@ from typing import Any
 
 from celery_leases.record import State
 from tests.simulation.history import Note
-from tests.simulation.work import LIMIT
+from tests.simulation.work import COOLDOWN, LIMIT
 
 RESTS = (State.DONE, State.FAILED, State.COOLING, State.UNCERTAIN)
 SEVERAL_RUNS = ("each", "latest", "limited")
 """Tasks of which a key is done more than once."""
+FAULTS = (
+    *("refused", "lost request", "lost reply", "late request", "killed", "paused", "host paused"),
+    *("down", "frozen", "cut", "emptied", "clock", "copied"),
+)
+"""The notes of what has gone wrong."""
 SLACK = 0.3
 """Seconds in which an interrupted body ends: one step of the protocol may have to end before."""
 
@@ -260,6 +265,38 @@ def cooldown_holds(history: History) -> Iterator[Violation]:
             yield Violation("a cooldown holds", note, "the key cools down")
 
 
+def cooldown_lasts(history: History) -> Iterator[Violation]:
+    """A cooldown that a body asks for has the length that it asks for."""
+    asked: set[str] = set()
+    for note in history.of("body ended", "row"):
+        given = note.details
+        if note.what == "body ended":
+            if given.get("ending") == "cooldown":
+                asked.add(given["token"])
+            continue
+        new = given["new"]
+        if new is not None and new.state == State.COOLING and new.owner in asked:
+            asked.discard(new.owner)
+            if new.retry_at < note.at + COOLDOWN - 0.01:
+                yield Violation("a cooldown lasts", note, "it was asked for longer")
+
+
+def without_faults_nothing_runs_twice(history: History) -> Iterator[Violation]:
+    """If nothing goes wrong, what a body has returned is the outcome, so no other body begins: for
+    the key, or for the call if there are several runs.
+    """
+    if next(history.of(*FAULTS), None) is not None:
+        return
+    returned: set[tuple[str, str]] = set()
+    for note in history.of("body", "body ended"):
+        key, call = note.details["key"], note.details.get("call", "")
+        work = (key, call if key.partition(" ")[0] in SEVERAL_RUNS else "")
+        if note.what == "body" and work in returned:
+            yield Violation("without faults nothing runs twice", note, "it has returned before")
+        elif note.details.get("ending") == "return":
+            returned.add(work)
+
+
 def nothing_lost(history: History) -> Iterator[Violation]:
     """In the end each confirmed call has an answer, and each key rests."""
     rows = {row.key: row for row in history.final["rows"]}
@@ -339,6 +376,8 @@ CHECKS: tuple[Check, ...] = (
     lost_stays_lost,
     effects_once,
     cooldown_holds,
+    cooldown_lasts,
+    without_faults_nothing_runs_twice,
     nothing_lost,
     nothing_left,
     one_result,

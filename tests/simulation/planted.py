@@ -34,7 +34,7 @@ EFFECTS = "celery_leases.body.effects"
 
 AFTER_RUN, CHILD_EXIT = "celery_leases.decide.after_run", "celery_leases.worker.child_exit"
 STATEMENTS, ROWS = "celery_leases.stores.sql.record_statements", "celery_leases.stores.sql.rows"
-DEADLINES, LEASES = "celery_leases.deadlines", "celery_leases.stores.sql.leases"
+DEADLINES = "celery_leases.deadlines"
 
 BUGS = (
     # -- the lease, as its holder sees it
@@ -79,12 +79,6 @@ BUGS = (
         DEADLINES,
         "return now + min(ttl / 12, 1.0)",
         "return now + 10 * ttl",
-    ),
-    Bug(
-        "an expired lease in a row is renewed by anybody",
-        LEASES,
-        '                dialect.is_one_of(records.c.owner, "tokens"),\n',
-        "",
     ),
     # -- the claim
     Bug(

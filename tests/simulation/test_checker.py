@@ -60,8 +60,8 @@ class Story:
     def body(self, owner: str = "a", fence: int = 1, process: str = "w0/c1") -> Story:
         return self.note("body", key=KEY, call="c1", fence=fence, token=owner, process=process)
 
-    def ends(self, owner: str = "a") -> Story:
-        return self.note("body ended", token=owner)
+    def ends(self, owner: str = "a", ending: str = "") -> Story:
+        return self.note("body ended", key=KEY, call="c1", token=owner, ending=ending)
 
     def done(self, result: str = "r", **changes: Any) -> Story:
         return self.write(state="done", result=result, **changes)
@@ -335,6 +335,14 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a body two seconds before the end of a cooldown": (
         "a cooldown holds", 7,
         lambda: called().claim().body().ends().cools(20, resumes=True).wait(16).run("b", 2),
+    ),
+    "a cooldown that is shorter than what was asked for": (
+        "a cooldown lasts", 5,
+        lambda: called().claim().body().ends(ending="cooldown").cools(1, resumes=True).wait(1).run("b", 2),
+    ),
+    "a body that runs again after it has returned": (
+        "without faults nothing runs twice", 6,
+        lambda: called().claim().body().ends(ending="return").claim("b", 2).body("b", 2).ends("b").done(),
     ),
     "a call without a row": ("nothing is lost", 1, called),
     "a call whose row is pending": (

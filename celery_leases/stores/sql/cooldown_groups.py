@@ -6,6 +6,7 @@ has the history of the gate.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -50,6 +51,10 @@ from celery_leases.stores.sql.schema import Tables
 
 CHANGE_TRIES: Final = 20
 """How often a change of slots is tried while other processes change the same ones."""
+CHANGE_PAUSE: Final = 0.002
+"""Seconds by which the longest pause between two of these tries grows. Pauses are random, so that
+many processes do not try again at the same moment.
+"""
 SLOTS_RETENTION: Final = 3600.0
 """Seconds for which the row of a group's slots stays when none is held."""
 
@@ -211,7 +216,10 @@ class SqlGroups(ClosingGroups):
         ``None``; returns when these slots had arrived. Repeated if another process changes them at
         the same time.
         """
-        for _ in range(CHANGE_TRIES):
+        for tries in range(CHANGE_TRIES):
+            if tries:
+                # The thread that renews changes slots too, so this is no sleep of greenlets.
+                os_threads.Wakeup().wait(random.uniform(0, CHANGE_PAUSE * tries))
             if seen is None:
                 seen = self._seen(group)
             new = change(seen.slots, seen.now / 1000)
