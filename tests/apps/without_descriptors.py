@@ -37,4 +37,4 @@ def _starved_build(*args, **given):
 
 psycopg.Connection.connect = classmethod(_starved_connect)  # type: ignore[method-assign,assignment]
 _apps["open_for"] = _starved_build
-_apps["prepare_forks"] = lambda app: None  # or the pool processes would have their stores already
+_apps["prepare_forks"] = lambda _: None  # or the pool processes would have their stores already

@@ -89,6 +89,12 @@ def test_a_frozen_worker_that_comes_back_loses_and_doubles_nothing(
         # ended its own run of it.
         scene.wait_for("lost", name=f"{name}-0")
         scene.wait_for_log(first.id, "refused: a later attempt owns the key")
+        scene.wait_for_log(first.id, "] rescheduled")
+
+        def all_registered() -> bool:
+            return bool(registered(client) == client.hlen("unacked") == 4)
+
+        wait_until(all_registered, 20, "the copy of the first call to be registered too")
         second.kill()
         second.wait(20)
         for gate in gates:
