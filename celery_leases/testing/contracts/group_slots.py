@@ -210,7 +210,7 @@ class GroupSlotsContract(GateCase):
         assert acquired(store.acquire(self.asking(group, 2, worker="third")))
 
     def test_the_place_of_a_dead_worker_ends(self, store: MarkedLeaseStore, group: str) -> None:
-        """So that it keeps nobody from running."""
+        """So that it does not hold up other calls."""
         slots(store).room({group: Ask(1, since=EARLY, worker="dead")})
         call = self.asking(group, 1, worker="alive")
         assert why(store.acquire(call)) is Refusal.FULL
