@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from celery_leases.lease import current_lease
     from celery_leases.options import Failures, Group
     from celery_leases.status import LeaseStatus
-    from celery_leases.task import LeasedMixin, LeasedTask
+    from celery_leases.task import LeasedMixin, LeasedTask, leased_task
 
 __all__ = [
     "Cooldown",
@@ -42,6 +42,7 @@ __all__ = [
     "Snooze",
     "Uncertain",
     "current_lease",
+    "leased_task",
 ]
 
 _LAZY = {
@@ -59,6 +60,7 @@ _LAZY = {
     "Snooze": "celery_leases.errors",
     "Uncertain": "celery_leases.errors",
     "current_lease": "celery_leases.lease",
+    "leased_task": "celery_leases.task",
 }
 
 

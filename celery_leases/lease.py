@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from celery_leases import progress as saved
 from celery_leases.attempt.held_lease import HeldLease
@@ -398,11 +398,12 @@ class Lease:
         return f"<Lease {self.key} attempt {self.attempt} fence {self.fence}{'' if self.held else ' lost'}>"
 
 
-UNLEASED = Unleased()
-_current: ContextVar[Lease | Unleased] = ContextVar("celery_leases_current", default=UNLEASED)
+UNLEASED: Final = cast(Lease, Unleased())
+"""It has all that a body may use of a :class:`Lease`, so a body sees one type."""
+_current: ContextVar[Lease] = ContextVar("celery_leases_current", default=UNLEASED)
 
 
-def active_lease() -> Lease | Unleased:
+def active_lease() -> Lease:
     """The lease of the body that runs in this thread or greenlet; :data:`UNLEASED` outside one."""
     return _current.get()
 
@@ -414,7 +415,7 @@ leave_body: Final = _current.reset
 
 
 @contextmanager
-def leased(lease: Lease | Unleased) -> Iterator[None]:
+def leased(lease: Lease) -> Iterator[None]:
     """A context in which *lease* is the active lease."""
     before = enter_body(lease)
     try:

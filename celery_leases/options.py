@@ -9,13 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypedDict, cast, get_args
 
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.text.durations import UNITS, Duration, seconds
 
 if TYPE_CHECKING:  # a process that only publishes needs no rules
+    from datetime import datetime
+
     from celery_leases.failures.classifier import Rules
 
 DATABASE: Final = "database"
@@ -214,6 +216,59 @@ class LeaseOptions:
         ``"once"``.
         """
         return self.runs != "once"
+
+
+class TaskOptions(TypedDict, total=False):
+    """What ``@leased_task(app, …)`` accepts: the options ``lease_*``, and those of Celery's
+    ``@app.task``. For editors and type checkers; :func:`gather` checks the values.
+    """
+
+    lease_key: KeyMaker
+    lease_fingerprint: Callable[..., Any] | list[str] | tuple[str, ...] | Literal[False] | None
+    lease_runs: Runs
+    lease_debounce: Duration | None
+    lease_debounce_max: Duration | None
+    lease_ttl: Duration
+    lease_renew: bool
+    lease_on_lost: OnLost
+    lease_on_busy: OnBusy
+    lease_on_done: OnDone
+    lease_failures: Failures
+    lease_group: Group | str | Callable[..., str] | None
+    lease_retention: Duration
+    lease_outbox: Outbox
+
+    # Celery's, as of its stubs; acks_late and reject_on_worker_lost are set by the lease.
+    abstract: bool
+    acks_on_failure_or_timeout: bool
+    after_return: Callable[..., Any]
+    autoregister: bool
+    autoretry_for: Sequence[type[BaseException]]
+    default_retry_delay: int
+    dont_autoretry_for: Sequence[type[BaseException]]
+    expires: float | datetime | None
+    ignore_result: bool
+    max_retries: int | None
+    name: str
+    on_retry: Callable[..., Any]
+    priority: int | None
+    pydantic: bool
+    queue: str
+    rate_limit: str | None
+    resultrepr_maxsize: int
+    retry_backoff: bool | int
+    retry_backoff_max: int
+    retry_jitter: bool
+    retry_kwargs: dict[str, Any]
+    send_events: bool
+    serializer: str
+    soft_time_limit: int
+    store_errors_even_if_ignored: bool
+    throws: tuple[type[Exception], ...]
+    time_limit: int
+    track_started: bool
+    trail: bool
+    typing: bool
 
 
 OPTION_NAMES: Final = tuple(part.name for part in fields(LeaseOptions) if part.name != "max_hold")

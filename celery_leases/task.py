@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import GenericAlias
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Concatenate,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
-from celery import Celery, Task
+from celery import Celery, Task, shared_task
 from celery.exceptions import Ignore, Reject
 from celery.result import AsyncResult
 
@@ -23,16 +35,22 @@ from celery_leases.errors import (
     RetryLater,
 )
 from celery_leases.keys import Parameters, call_group, call_key
-from celery_leases.options import LeaseOptions, gather
+from celery_leases.options import LeaseOptions, TaskOptions, gather
 from celery_leases.worker import celery_signal_receivers  # noqa: F401 - connects them
 from celery_leases.worker.app_settings import settings_of
 
 # Modules that run tasks or open stores are imported on first use: a process that only publishes
 # does not need them.
 if TYPE_CHECKING:
-    from celery_leases.body.null_lease import Unleased
+    from celery.canvas import Signature
+    from celery.result import EagerResult
+    from typing_extensions import ParamSpec as ParamSpecWithDefault
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    from celery_leases import options as types
     from celery_leases.lease import Lease
     from celery_leases.status import LeaseStatus
+    from celery_leases.text.durations import Duration
 
 _DJANGO_METHODS = ("delay_on_commit", "apply_async_on_commit")
 
@@ -111,6 +129,23 @@ class LeasedMixin:
     if TYPE_CHECKING:
         lease_options: ClassVar[LeaseOptions]
         lease_signature: ClassVar[Parameters]
+        # A class of your own may set them; the types are those of TaskOptions.
+        lease_key: ClassVar[types.KeyMaker]
+        lease_fingerprint: ClassVar[
+            Callable[..., Any] | list[str] | tuple[str, ...] | Literal[False] | None
+        ]
+        lease_runs: ClassVar[types.Runs]
+        lease_debounce: ClassVar[Duration | None]
+        lease_debounce_max: ClassVar[Duration | None]
+        lease_ttl: ClassVar[Duration]
+        lease_renew: ClassVar[bool]
+        lease_on_lost: ClassVar[types.OnLost]
+        lease_on_busy: ClassVar[types.OnBusy]
+        lease_on_done: ClassVar[types.OnDone]
+        lease_failures: ClassVar[types.Failures]
+        lease_group: ClassVar[types.Group | str | Callable[..., str] | None]
+        lease_retention: ClassVar[Duration]
+        lease_outbox: ClassVar[types.Outbox]
     else:
         lease_options = _SetWhenBound()
         lease_signature = _SetWhenBound()
@@ -165,7 +200,7 @@ class LeasedMixin:
         return self.run(*args, **kwargs)  # type: ignore[attr-defined]
 
     @property
-    def lease(self) -> Lease | Unleased:
+    def lease(self) -> Lease:
         """The lease of the running body."""
         from celery_leases.lease import active_lease
 
@@ -350,10 +385,65 @@ def _worker_side() -> tuple[Any, Any]:
     return Delivery, state_of
 
 
-class LeasedTask(LeasedMixin, Task):
-    """A Celery task that is safe to run twice: ``@app.task(base=LeasedTask,
-    lease_key="invoice:{customer_id}")``.
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+if TYPE_CHECKING:
+    _Given = ParamSpecWithDefault("_Given", default=...)
+    _Result = TypeVarWithDefault("_Result", default=Any)
+    _Args = Sequence[Any] | None
+    _Named = Mapping[str, Any] | None
+
+    class LeasedTask(LeasedMixin, Task, Generic[_Given, _Result]):
+        """What editors and type checkers see: the parameters and the result of the body."""
+
+        # fmt: off
+        def __call__(self, *args: _Given.args, **kwargs: _Given.kwargs) -> _Result: ...  # noqa: D102
+        def delay(self, *args: _Given.args, **kwargs: _Given.kwargs) -> AsyncResult[_Result]: ...  # noqa: D102
+        def delay_in(self, session_or_connection: Any, /, *args: _Given.args, **kwargs: _Given.kwargs) -> AsyncResult[_Result]: ...  # noqa: D102, E501
+        def delay_on_commit(self, *args: _Given.args, **kwargs: _Given.kwargs) -> None: ...  # noqa: D102
+        def lease_status(self, *args: _Given.args, **kwargs: _Given.kwargs) -> LeaseStatus: ...  # noqa: D102
+        def s(self, *args: Any, **kwargs: Any) -> Signature[_Result]: ...  # noqa: D102
+        def si(self, *args: Any, **kwargs: Any) -> Signature[_Result]: ...  # noqa: D102
+        def apply(self, args: _Args = None, kwargs: _Named = None, **options: Any) -> EagerResult[_Result]: ...  # noqa: D102
+        def apply_async(self, args: _Args = None, kwargs: _Named = None, *more: Any, **options: Any) -> AsyncResult[_Result]: ...  # noqa: D102, E501
+        def apply_async_in(self, session_or_connection: Any, /, args: _Args = None, kwargs: _Named = None, **options: Any) -> AsyncResult[_Result]: ...  # noqa: D102, E501
+        def apply_async_on_commit(self, *args: Any, **options: Any) -> None: ...  # noqa: D102
+        # fmt: on
+
+else:
+
+    class LeasedTask(LeasedMixin, Task):
+        """A Celery task that is safe to run twice: ``@app.task(base=LeasedTask,
+        lease_key="invoice:{customer_id}")``.
+        """
+
+        __class_getitem__ = classmethod(GenericAlias)
+
+
+@overload
+def leased_task(
+    app: Celery | None = None,
+    *,
+    bind: Literal[True],
+    base: type[LeasedMixin] = LeasedTask,
+    **options: Unpack[TaskOptions],
+) -> Callable[[Callable[Concatenate[Any, _P], _R]], LeasedTask[_P, _R]]: ...
+@overload
+def leased_task(
+    app: Celery | None = None,
+    *,
+    bind: Literal[False] = False,
+    base: type[LeasedMixin] = LeasedTask,
+    **options: Unpack[TaskOptions],
+) -> Callable[[Callable[_P, _R]], LeasedTask[_P, _R]]: ...
+def leased_task(
+    app: Celery | None = None, *, base: type[LeasedMixin] = LeasedTask, **options: Any
+) -> Any:
+    """``@app.task(base=LeasedTask, …)`` for editors and type checkers: they know the options, and
+    the task has the parameters and the result of its body. Without *app*, ``@shared_task``.
     """
+    return (shared_task if app is None else app.task)(base=base, **options)
 
 
 def _add_django_methods(app: Celery, cls: Any) -> None:
