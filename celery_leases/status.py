@@ -54,20 +54,17 @@ class MessageCode(StrEnum):
 
     NOT_STARTED = "not_started", "Not started yet"
     QUEUED = "queued", "Queued"
-    WAITING = "waiting", "Not running: it runs when it is delivered, or called again"
+    WAITING = "waiting", "Waiting: start it again if it does not begin"
     STARTING = "starting", "Starting"
     RUNNING = "running", "Running (attempt {attempt})"
-    ABANDONED = (
-        "abandoned",
-        "Nothing is heard of its process; it runs again when the broker delivers it",
-    )
+    ABANDONED = "abandoned", "Interrupted; it starts again by itself"
     DONE = "done", "Done"
     LAST_FAILED = (
         "last_failed",
-        "The last attempt failed; it runs when it is delivered, or called again",
+        "The last attempt failed; start it again if it does not begin",
     )
-    REVOKED_IN = "revoked_in", "Revoked: retry available in {wait}"
-    REVOKED = "revoked", "Revoked: runs when called again"
+    REVOKED_IN = "revoked_in", "Cancelled: retry available in {wait}"
+    REVOKED = "revoked", "Cancelled: start it again if it is needed"
     RETRY_IN = "retry_in", "Retry available in {wait}"
     RETRY_NOW = "retry_now", "Retry available now"
     RESUMES = "resumes", "Runs again any moment"
@@ -75,8 +72,8 @@ class MessageCode(StrEnum):
     UNSURE_RETRY = "unsure_retry", f"{_UNSURE} Retry available now"
     UNSURE_RESUMES_IN = "unsure_resumes_in", f"{_UNSURE} It runs again in {{wait}}"
     UNSURE_RESUMES = "unsure_resumes", f"{_UNSURE} It runs again any moment"
-    UNCERTAIN = "uncertain", "It may have been executed; an operator must look"
-    UNREADABLE = "unreadable", "An operator must look: the record cannot be read"
+    UNCERTAIN = "uncertain", "It may have been executed; a person must check"
+    UNREADABLE = "unreadable", "Its state cannot be read; a person must check"
     FAILED = "failed", "Failed for good"
     FAILED_UNSURE = "failed_unsure", "Failed for good; it may have been executed"
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 from kombu.exceptions import OperationalError
@@ -52,13 +53,16 @@ def submit(
             f"{getattr(task, 'name', task)!s} is not a leased task: give it base=LeasedTask and a lease_key"
         )
 
+    def answered(status: LeaseStatus, *, idempotent: bool) -> HttpAnswer:
+        where = location(status) if callable(location) else location
+        asked: Any = {"asked": "work", "idempotent": idempotent, "poll_after": poll_after}
+        return answer(status, location=where, **asked)
+
     def look() -> tuple[LeaseStatus, HttpAnswer]:
         status: LeaseStatus = task.lease_status(*given, **named)
         if status.state == State.DONE and task.lease_options.reruns:
             status = replace(status, state=ABSENT, result=None)  # the next call runs
-        where = location(status) if callable(location) else location
-        asked: Any = {"asked": "work", "idempotent": idempotent, "poll_after": poll_after}
-        return status, answer(status, location=where, **asked)
+        return status, answered(status, idempotent=idempotent)
 
     status, sent = look()
     if status.state in (State.FAILED, State.UNCERTAIN):
@@ -76,4 +80,6 @@ def submit(
                 f"{status.key}: the broker does not accept the call: {redact(str(error))}",
                 status.key,
             ) from error
+        queued = replace(status, state=State.PENDING.value, error=None, queued_at=datetime.now(UTC))
+        return answered(queued, idempotent=False)
     return sent

@@ -82,7 +82,7 @@ def test_the_status_of_a_waiting_call_shows_its_revocation(stage: Stage, name: s
     row = stage.row("resumes", f"resumes:{name}")
     assert row["retry_at"] == before["retry_at"]
     wait_until_over(stage, "resumes", name)
-    assert status(stage, "resumes", name).message() == "Revoked: runs when called again"
+    assert status(stage, "resumes", name).message() == "Cancelled: start it again if it is needed"
     assert got(stage.tasks.resumes.delay(name, [limited(5), OK])) == {"name": name, "paid": 2}
 
 

@@ -163,7 +163,7 @@ def test_in_doubt_it_waits_for_a_person(
     found = status(stage, name)
     assert (found.state, found.reason, found.reference) == ("uncertain", "uncertain", None)
     assert_has(found.effects[0], name="charge", state="sent", idempotency_key=key)
-    assert found.message() == "It may have been executed; an operator must look"
+    assert found.message() == "It may have been executed; a person must check"
     raised(stage.tasks.pay.delay(name, way=way, timeout=0.3), PermanentFailure)
     assert len(provider.charges(name)) == 1
     assert len(stage.events("begin", name=name)) == 2

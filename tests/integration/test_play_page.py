@@ -187,7 +187,7 @@ def is_decided_by_a_person(page: Page) -> None:
     page.browser.click("#tells")
     page.trouble("timeout")
     number = page.submit()
-    page.says(number, "It may have been executed; an operator must look")
+    page.says(number, "It may have been executed; a person must check")
     assert "has charge sum_" in page.text(f'[data-document="{number}"] .decide')
     page.press(number, "charged")
     page.says(number, "Done")

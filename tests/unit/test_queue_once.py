@@ -452,7 +452,7 @@ def test_a_revoked_call_frees_its_key(shop, request, monkeypatch) -> None:
     with pytest.raises(TaskRevokedError):
         first.get(timeout=PATIENCE)
     shop.plain.delay(1).get(timeout=PATIENCE)  # the worker is past the first
-    assert shop.work.lease_status(7).message() == "Revoked: runs when called again"
+    assert shop.work.lease_status(7).message() == "Cancelled: start it again if it is needed"
     record = processes.process_of(shop.app).records.read("t:work|work:7")
     assert record is not None
     assert record.message is None  # which a rescue would publish

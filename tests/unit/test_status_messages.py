@@ -4,6 +4,7 @@ its code.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -127,3 +128,8 @@ def test_a_key_without_a_record_at_a_closed_gate_says_what_it_waits_for() -> Non
     shown = status_of("k", "shop.work", None, None, gate=gate, wall_time=0.0)
     assert (shown.state, shown.scope) == ("absent", "group")
     assert shown.what_next().startswith("Its group openai:x opens in 60 seconds")
+
+
+def test_no_message_has_the_words_of_an_operator() -> None:
+    words = re.compile(r"process|broker|deliver|message|worker|record|lease|revoke", re.IGNORECASE)
+    assert not [code for code in MessageCode if words.search(code.text)]

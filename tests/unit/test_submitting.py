@@ -64,6 +64,17 @@ def test_work_is_published_once_and_then_answered_with_its_result(app: Any) -> N
     assert RAN == ["a", "b"]
 
 
+def test_a_call_that_was_just_published_is_queued(app: Any, monkeypatch: Any) -> None:
+    published: list[Any] = []
+    monkeypatch.setattr(LeasedTask, "apply_async", lambda *given, **_: published.append(given))
+    for idempotent in (False, True):
+        sent = submit(app.tasks["shop.order"], ("a",), idempotent=idempotent)
+        told = {name: sent.body[name] for name in ("state", "message", "message_code")}
+        assert told == {"state": "pending", "message": "Queued", "message_code": "queued"}
+        assert (sent.status, sent.headers["Retry-After"]) == (202, "2")
+    assert len(published) == 2
+
+
 def test_each_call_of_a_task_that_reruns_is_work_of_its_own(app: Any) -> None:
     assert codes(app.tasks["shop.sync"], ("a",), ("a",), ("a",)) == [202, 202, 202]
     assert RAN == ["a", "a", "a"]
