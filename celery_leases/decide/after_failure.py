@@ -97,11 +97,14 @@ def resumes_after_cooldown(options: LeaseOptions, matched: RuleMatch, action: Ac
 
     With ``Failures(resume="transient")`` it does if the failure is transient: its rule says retry,
     or the group failed, or the server or the body has given a delay. A call that may have been
-    executed runs again only with ``Failures(idempotent=True)``.
+    executed runs again only with ``Failures(idempotent=True)``. A row that quick retries did not
+    find does not exist, so its call ends.
     """
     if options.failures.resume != "transient":
         return options.failures.resume == "always"
     if action.ambiguous and not options.failures.idempotent:
+        return False
+    if matched.reason is Reason.NOT_FOUND:
         return False
     timed = matched.delay is not None and action.server_delay != "ignore"
     asked = matched.reason is Reason.ASKED

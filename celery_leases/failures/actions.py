@@ -30,6 +30,7 @@ class Reason(StrEnum):
     CONFLICT = "conflict"
     INFRASTRUCTURE = "infrastructure"
     UNREACHABLE = "unreachable"
+    NOT_FOUND = "not_found"
     OUTCOME_UNKNOWN = "outcome_unknown"
     RETRIES_USED_UP = "retries_used_up"
     LIMIT_HIT = "limit_hit"

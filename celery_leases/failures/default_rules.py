@@ -69,6 +69,7 @@ RATE_LIMITED: Final = replace(cooldown("30s", scope="group", cap="1h"), server_d
 CONFLICT: Final = retry("1s", jitter=1.0)
 INFRASTRUCTURE: Final = retry("200ms", cap="30s")
 UNREACHABLE: Final = retry("1s", then=cooldown("30s", scope="group", cap="1h"))
+NOT_COMMITTED: Final = retry("500ms", then=cooldown("30s"))
 OUTCOME_UNKNOWN: Final = replace(
     retry("1s", ambiguous=True), if_not_idempotent=cooldown("60s", ambiguous=True)
 )
@@ -289,6 +290,8 @@ DEFAULTS: Final = (
         permanent(),
         Reason.REFUSED,
     ),
+    # 14. The caller has published the call before its transaction was committed.
+    Rule("not-there-yet", _any(library_errors.NO_SUCH_ROW), NOT_COMMITTED, Reason.NOT_FOUND),
     # 11. urllib wraps errors that occur before it reads a response.
     Rule(
         "connect-phase",

@@ -119,6 +119,17 @@ INVALID_REQUEST: Final = NamedAs(
 )
 """The request was not sent: its URL, a header or a parameter is invalid."""
 
+NO_SUCH_ROW: Final = NamedAs(
+    frozenset(
+        {
+            "django.core.exceptions.ObjectDoesNotExist",
+            "sqlalchemy.exc.NoResultFound",
+            "peewee.DoesNotExist",
+        }
+    )
+)
+"""A query for one row found none."""
+
 INVALID_DATA: Final = NamedAs(
     _in_each("sqlalchemy sqlite3 pymysql MySQLdb", "IntegrityError", "DataError")
 )

@@ -208,6 +208,10 @@ ROWS: dict[str, list[Any]] = {
         sqlite3.IntegrityError("UNIQUE constraint failed"), FileNotFoundError(errno.ENOENT, "no such file"),
         caused(FileNotFoundError(), http_error(429)), PermissionError(errno.EACCES, "denied"),
     ],
+    "not-there-yet": [
+        fake_error("shop.models.DoesNotExist", fake_class("django.core.exceptions.ObjectDoesNotExist")),
+        fake_error("sqlalchemy.exc.NoResultFound"), fake_error("peewee.DoesNotExist"),
+    ],
     "request-refused": [
         *map(http_error, (400, 403, 404, 405, 410, 413, 422, 424, 451, 501, 505)),
         http_error(404, stripe_should_retry="false"), http_error(403, x_ratelimit_remaining="12"),
@@ -287,6 +291,7 @@ REASONS = {
     "outcome-unknown": Reason.OUTCOME_UNKNOWN,
     "request-refused": Reason.REFUSED,
     "refused-here": Reason.REFUSED,
+    "not-there-yet": Reason.NOT_FOUND,
     "certificate-rejected": Reason.REFUSED,
     "broken-answer": Reason.OUTCOME_UNKNOWN,
     "time-or-memory-limit": Reason.LIMIT_HIT,

@@ -198,6 +198,7 @@ class TestComingBack:
             (raised(cooldown("60s", scope="group")), True),
             (raised(retry("1s", max=0)), True),
             (raised(retry("1s", max=0, then=cooldown("60s"))), True),
+            (raised(retry("1s", max=0, then=cooldown("60s")), None, Reason.NOT_FOUND), False),
             (raised(retry("1s", ambiguous=True)), False),
             (raised(retry("1s", ambiguous=True), 20.0), False),
             (raised(cooldown("60s", scope="group", ambiguous=True)), False),
@@ -205,7 +206,8 @@ class TestComingBack:
         ],
         ids=[
             *("no rule's", "told", "told and ignored", "asked", "asked for a time", "the group's"),
-            *("retries used up", "used up, then", "ambiguous", "ambiguous and told"),
+            *("retries used up", "used up, then", "not found"),
+            *("ambiguous", "ambiguous and told"),
             *("the group's, ambiguous", "asked, ambiguous"),
         ],
     )
