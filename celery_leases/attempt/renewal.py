@@ -307,6 +307,14 @@ class Renewer:
         the deadline does not move.
         """
         record = stores.records.read(held_lease.call.key.stored)
+        if (
+            record is not None
+            and (record.owner, record.fence) == (held_lease.call.token, held_lease.fence)
+            and record.state is not State.RUNNING
+        ):
+            # This attempt has written its outcome, and does not have the reply yet.
+            held_lease.due = deadlines.renewal_due(self._clock.now(), held_lease.call.options.ttl)
+            return
         if not held_lease.held or not _is_by(held_lease, record, State.RUNNING):
             self._lose(
                 held_lease,

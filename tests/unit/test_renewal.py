@@ -464,6 +464,20 @@ def test_a_lease_that_cannot_be_asserted_again_is_lost(bench: Bench, row: Row | 
     assert bench.leases.released == ["token"]
 
 
+@pytest.mark.parametrize("answer", [RenewalResult.MISSING, RenewalResult.OTHER])
+def test_a_lease_that_its_own_outcome_has_ended_is_not_lost(bench: Bench, answer) -> None:
+    """The reply to the outcome is on its way; the deadline does not move."""
+    held_lease = bench.held_lease()
+    before = held_lease.stop_deadline
+    bench.leases.reasserts = False
+    bench.records.row = Row(State.DONE, 7, "token")
+    bench.leases.answer = lambda _: answer
+    bench.clock.time = 1002.0
+    bench.renew(held_lease)
+    assert (held_lease.lost, held_lease.stop_deadline) == (None, before)
+    assert not bench.seen.of(events.LeaseLost)
+
+
 def test_a_lease_that_another_attempt_has_acquired_is_lost(bench: Bench) -> None:
     held_lease = bench.held_lease()
     bench.records.row = THEIRS
