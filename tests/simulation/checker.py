@@ -20,16 +20,16 @@ from typing import Any
 
 from celery_leases.record import State
 from tests.simulation.history import Note
-from tests.simulation.work import COOLDOWN, LIMIT
+from tests.simulation.work import COOLDOWN, LIMIT, TTL
 
 RESTS = (State.DONE, State.FAILED, State.COOLING, State.UNCERTAIN)
 SEVERAL_RUNS = ("each", "latest", "limited")
 """Tasks of which a key is done more than once."""
 FAULTS = (
-    *("refused", "lost request", "lost reply", "late request", "killed", "paused", "host paused"),
-    *("down", "frozen", "cut", "emptied", "clock", "copied"),
+    *("refused", "lost request", "lost reply", "late request", "slow request"),
+    *("killed", "paused", "host paused", "emptied", "clock"),
 )
-"""The notes of what has gone wrong."""
+"""The notes of what has gone wrong for a process, its host, or all leases."""
 SLACK = 0.3
 """Seconds in which an interrupted body ends: one step of the protocol may have to end before."""
 
@@ -64,8 +64,12 @@ class History:
     notes: Sequence[Note]
     bodies: list[Body] = field(default_factory=list)
     final: dict[str, Any] = field(default_factory=dict)
+    _faults: defaultdict[str, list[Note]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
+        for note in self.of(*FAULTS):
+            given = note.details
+            self._faults[given.get("process") or given.get("host") or ""].append(note)
         running: dict[str, Body] = {}
         for note in self.notes:
             given = note.details
@@ -84,6 +88,15 @@ class History:
     def of(self, *kinds: str) -> Iterator[Note]:
         """The notes of these kinds."""
         return (note for note in self.notes if note.what in kinds)
+
+    def faults(self, process: str, after: float, before: float) -> list[Note]:
+        """What has gone wrong between two times for *process*, its host, or all leases."""
+        return [
+            note
+            for of in (process, process.partition("/")[0], "")
+            for note in self._faults[of]
+            if note.at <= before and note.at + note.details.get("span", 0.0) >= after
+        ]
 
 
 Check = Callable[[History], Iterator[Violation]]
@@ -282,19 +295,50 @@ def cooldown_lasts(history: History) -> Iterator[Violation]:
 
 
 def without_faults_nothing_runs_twice(history: History) -> Iterator[Violation]:
-    """If nothing goes wrong, what a body has returned is the outcome, so no other body begins: for
-    the key, or for the call if there are several runs.
+    """If nothing goes wrong for an attempt, what its body has returned is the outcome, so no other
+    body begins: for the key, or for the call if there are several runs.
     """
-    if next(history.of(*FAULTS), None) is not None:
-        return
-    returned: set[tuple[str, str]] = set()
-    for note in history.of("body", "body ended"):
-        key, call = note.details["key"], note.details.get("call", "")
-        work = (key, call if key.partition(" ")[0] in SEVERAL_RUNS else "")
-        if note.what == "body" and work in returned:
-            yield Violation("without faults nothing runs twice", note, "it has returned before")
-        elif note.details.get("ending") == "return":
-            returned.add(work)
+    bodies = {body.token: body for body in history.bodies}
+    closed: dict[str, float] = {}
+    returned: dict[tuple[str, str], Body] = {}
+    for note in history.of("row", "body", "body ended"):
+        given = note.details
+        if note.what == "row":
+            old, new = given["old"], given["new"]
+            if old and old.state == State.RUNNING and (not new or str(old) != str(new)):
+                closed.setdefault(old.owner, note.at)
+            continue
+        key = given["key"]
+        work = (key, given.get("call", "") if key.partition(" ")[0] in SEVERAL_RUNS else "")
+        if note.what == "body" and (first := returned.get(work)) is not None:
+            until = closed.get(first.token, note.at)
+            if not history.faults(first.process, first.began.at - TTL, until):
+                why = f"{first.token} has returned before"
+                yield Violation("without faults nothing runs twice", note, why)
+        elif given.get("ending") == "return":
+            returned[work] = bodies[given["token"]]
+
+
+def without_faults_no_lease_is_lost(history: History) -> Iterator[Violation]:
+    """A lease is lost only through a fault; one refused renewal is none, because it is repeated."""
+    ended = {body.token: body.ended for body in history.bodies}
+    for note in history.of("lost"):
+        # The outcome may be on its way for longer, and ends the lease before its reply comes.
+        after = min(note.at, ended.get(note.details["token"], math.inf)) - TTL
+        faults = history.faults(note.details["process"], after, note.at)
+        if not faults or [fault.what for fault in faults] == ["refused"]:
+            yield Violation("without faults no lease is lost", note, f"after {faults}")
+
+
+def body_begins_under_its_lease(history: History) -> Iterator[Violation]:
+    """When a body begins, the store still knows its lease, unless a window excuses it."""
+    for note in history.of("body"):
+        until, process = note.details.get("store_until", math.inf), note.details["process"]
+        faults = history.faults(process, note.at - TTL, note.at)
+        emptied = any(fault.what == "emptied" for fault in faults)
+        excused = emptied or disturbed(history, process, note.at)
+        if (until is None or until < note.at) and not excused:
+            yield Violation("a body begins under its lease", note, f"the lease ended at {until}")
 
 
 def nothing_lost(history: History) -> Iterator[Violation]:
@@ -378,6 +422,8 @@ CHECKS: tuple[Check, ...] = (
     cooldown_holds,
     cooldown_lasts,
     without_faults_nothing_runs_twice,
+    without_faults_no_lease_is_lost,
+    body_begins_under_its_lease,
     nothing_lost,
     nothing_left,
     one_result,

@@ -70,28 +70,31 @@ class Server:
         if scheduler.current is None:  # the checker, before or after the run
             return do()
         process = world.here
+        who = {"server": self.name, "op": what, "process": process.name}
         fate = world.faults.fate(self, what)
         scheduler.sleep(world.latency(QUICK))
         if fate == "refused" or not self.up:
-            world.note("refused", server=self.name, op=what)
+            world.note("refused", **who)
             raise error(False)
         if fate == "lost request" or process.host in self.cut:
-            world.note("lost request", server=self.name, op=what)
+            world.note("lost request", **who)
             scheduler.sleep(wait)
             raise error(None)
         frozen = max(0.0, self.frozen_until - scheduler.now)
         if fate == "late" or frozen > wait:
             late = max(frozen, world.random.uniform(0, 10) if fate == "late" else 0.0)
-            world.note("late request", server=self.name, op=what, late=late)
+            world.note("late request", late=late, **who)
             scheduler.spawn(
                 self, lambda: self._execute_late(do, process), f"{self.name} {what}", late
             )
             scheduler.sleep(wait)
             raise error(None)
-        scheduler.sleep(frozen)
+        if frozen:
+            world.note("slow request", slow=frozen, **who)
+            scheduler.sleep(frozen)
         result = do()
         if fate == "lost reply":
-            world.note("lost reply", server=self.name, op=what)
+            world.note("lost reply", **who)
             scheduler.sleep(world.random.choice((wait, QUICK)))
             raise error(None)
         scheduler.sleep(world.latency(QUICK))

@@ -57,11 +57,17 @@ class Story:
     def renew(self) -> Story:
         return self.write()
 
-    def body(self, owner: str = "a", fence: int = 1, process: str = "w0/c1") -> Story:
-        return self.note("body", key=KEY, call="c1", fence=fence, token=owner, process=process)
+    def body(
+        self, owner: str = "a", fence: int = 1, process: str = "w0/c1", **details: Any
+    ) -> Story:
+        who = {"key": KEY, "call": "c1", "fence": fence, "token": owner, "process": process}
+        return self.note("body", **who, **details)
 
     def ends(self, owner: str = "a", ending: str = "") -> Story:
         return self.note("body ended", key=KEY, call="c1", token=owner, ending=ending)
+
+    def loses(self, owner: str = "a", process: str = "w0/c1") -> Story:
+        return self.note("lost", key=KEY, token=owner, process=process)
 
     def done(self, result: str = "r", **changes: Any) -> Story:
         return self.write(state="done", result=result, **changes)
@@ -230,6 +236,28 @@ GOOD: dict[str, Callable[[], Story]] = {
         .ends()
         .done()
     ),
+    "a body that runs again because its outcome was not written": lambda: (
+        called()
+        .claim()
+        .body()
+        .ends(ending="return")
+        .note("lost request", process="w0/c1")
+        .claim("b", 2)
+        .body("b", 2)
+        .ends("b")
+        .done()
+    ),
+    "a lease that is lost after two refused renewals": lambda: (
+        called()
+        .claim()
+        .body()
+        .note("refused", process="w0/c1")
+        .note("refused", process="w0/c1")
+        .loses()
+        .ends()
+        .write(state="pending", ended="lost")
+        .run("b", 2)
+    ),
     "an unconfirmed call that never came": lambda: Story().note("unconfirmed", call="c1"),
 }
 
@@ -255,13 +283,13 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     ),
     "a check that succeeds after the lease was lost": (
         "lost stays lost", 5,
-        lambda: called().claim().body().note("lost", key=KEY, token="a")
+        lambda: called().claim().body().loses()
         .note("checked", key=KEY, token="a").ends().done(),
     ),
     "a lease that is prolonged after it was lost": (
         "lost stays lost", 6,
         lambda: called().claim().note("holds", key=KEY, token="a", until=4.0, store_until=5.0).body()
-        .note("lost", key=KEY, token="a").note("holds", key=KEY, token="a", until=6.0, store_until=7.0).ends().done(),
+        .loses().note("holds", key=KEY, token="a", until=6.0, store_until=7.0).ends().done(),
     ),
     "an overlap after the lease store was emptied in the run": (
         "no overlap", 7,
@@ -343,6 +371,32 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a body that runs again after it has returned": (
         "without faults nothing runs twice", 6,
         lambda: called().claim().body().ends(ending="return").claim("b", 2).body("b", 2).ends("b").done(),
+    ),
+    "a body that runs again because of a fault of another process": (
+        "without faults nothing runs twice", 7,
+        lambda: called().claim().body().ends(ending="return").note("lost request", process="w0/c2")
+        .claim("b", 2).body("b", 2).ends("b").done(),
+    ),
+    "a body that runs again because of a fault after its outcome": (
+        "without faults nothing runs twice", 9,
+        lambda: Story().call(task="each").claim(task="each").body().ends(ending="return").done()
+        .wait(1).note("killed", process="w0/c1", pid=10).wait(1)
+        .claim("b", 2, "c1").note("restarted").body("b", 2, "w0/c2").ends("b").done(),
+    ),
+    "a lease that is lost without a fault": (
+        "without faults no lease is lost", 4, lambda: called().claim().body().loses().ends().done(),
+    ),
+    "a lease that is lost after one refused renewal": (
+        "without faults no lease is lost", 5,
+        lambda: called().claim().body().note("refused", process="w0/c1").loses().ends().done(),
+    ),
+    "a lease that is lost long after a fault": (
+        "without faults no lease is lost", 5,
+        lambda: called().claim().body().note("lost request", process="w0/c1").wait(9).loses().ends().done(),
+    ),
+    "a body whose lease has ended": (
+        "a body begins under its lease", 3,
+        lambda: called().claim().body(store_until=2.5).ends().done(),
     ),
     "a call without a row": ("nothing is lost", 1, called),
     "a call whose row is pending": (

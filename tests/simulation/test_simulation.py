@@ -49,6 +49,6 @@ def test_each_planted_bug_has_its_place(bug: planted.Bug) -> None:
 
 
 def test_a_planted_bug_is_found() -> None:
-    command = [sys.executable, "-m", "tests.simulation.planted", "acknowledged early"]
+    command = [sys.executable, "-m", "tests.simulation.planted", "a held key is run"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -123,14 +123,13 @@ def charging_body(self: Any, key: str, number: int) -> Any:
 def _body(task: Any, key: str, number: int, *, charges: bool) -> Any:
     here, lease = world(), task.lease
     assert isinstance(lease, Lease)
-    token = lease._call.token
     who = {
         "key": f"{task.name} {key}",
         "call": task.request.id,
         "fence": lease.fence,
-        "token": token,
+        "token": lease._call.token,
     }
-    here.body_began(**who)
+    here.body_began(lease._call.key.stored, **who)
     ending = "interrupted"
     try:
         if charges:

@@ -228,9 +228,10 @@ class World:
 
     # -- what bodies do ----------------------------------------------------------------------------
 
-    def body_began(self, **who: Any) -> None:
+    def body_began(self, stored_key: str, **who: Any) -> None:
         """A body begins."""
-        self.note("body", process=self.here.name, **who)
+        until = self._lease_until(stored_key, who["token"])
+        self.note("body", process=self.here.name, store_until=until, **who)
 
     def body_ended(self, **who: Any) -> None:
         """A body has ended."""
@@ -273,12 +274,10 @@ class World:
         """Note until when a process counts on a lease, and until when its store does."""
         call, clock, token = held_lease.call, self.here.clock, held_lease.call.token
         if isinstance(event, LeaseLost):
-            self.note("lost", key=f"{call.task} {call.key.key}", token=token)
+            key = f"{call.task} {call.key.key}"
+            self.note("lost", key=key, token=token, process=self.here.name)
             return
-        server = self.leases or self.database
-        strand, self.scheduler.current = self.scheduler.current, None  # this is no request
-        until = server.lease_until(call.key.stored, token)
-        self.scheduler.current = strand
+        until = self._lease_until(call.key.stored, token)
         if until is not None:
             hard, stop = held_lease.hard_deadline, held_lease.stop_deadline
             self.note(
@@ -288,6 +287,15 @@ class World:
                 until=clock.true_time(max(hard, stop)),
                 store_until=until,
             )
+
+    def _lease_until(self, stored_key: str, token: str) -> float | None:
+        """When the lease of *token* ends for its store, in true time."""
+        server = self.leases or self.database
+        strand, self.scheduler.current = self.scheduler.current, None  # this is no request
+        try:
+            return server.lease_until(stored_key, token)
+        finally:
+            self.scheduler.current = strand
 
     # -- processes ---------------------------------------------------------------------------------
 
