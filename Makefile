@@ -81,7 +81,7 @@ demo-cooldown: $(VENV)/.group-demo
 play: $(VENV)/.group-demo
 	@$(BIN)/python -m example_project.play $(PLAY_ARGS)
 
-# PEERS_ARGS=--check compares with docs/comparison.md; the environments of the others are made in build/environments.
+# PEERS_ARGS=--check compares with docs/explanation/comparison.md; the environments of the others are made in build/environments.
 peers: $(VENV)/.group-demo
 	@$(BIN)/python -m benchmarks.peers $(PEERS_ARGS)
 

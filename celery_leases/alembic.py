@@ -1,5 +1,5 @@
 """Alembic and Flask-Migrate: exclude the tables of celery_leases from autogenerate, and create,
-migrate or drop them in a revision of the project. See ``docs/alembic.md``.
+migrate or drop them in a revision of the project. See ``docs/how-to/alembic.md``.
 """
 
 from __future__ import annotations

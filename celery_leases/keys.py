@@ -3,7 +3,7 @@
 Arguments are bound to the signature of the body, and defaults are applied. They are written as
 compact JSON with sorted keys, in the form that kombu's JSON serializer gives them, so that ``(1,
 2)`` and ``[1, 2]`` are equal. This canonical form is named ``v1`` and published with test vectors
-(``docs/keys.md``), because a change of it would give running systems new keys.
+(``docs/reference/keys.md``), because a change of it would give running systems new keys.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Failure rules: ``Rules``, the actions that rules choose, and the rule that matches a failure. See
-docs/failures.md.
+docs/explanation/failures.md.
 """
 
 from celery_leases.failures.actions import (

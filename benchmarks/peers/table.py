@@ -1,4 +1,4 @@
-"""The table of ``docs/comparison.md``: formatting it, reading it from the page, comparing both."""
+"""The table of ``docs/explanation/comparison.md``: formatting, reading and comparing it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from benchmarks.environments import ROOT
 from benchmarks.peers.columns import Package
 from benchmarks.peers.observations import Case, Observed
 
-PAGE = ROOT / "docs" / "comparison.md"
+PAGE = ROOT / "docs/explanation/comparison.md"
 BEGIN = "<!-- written by python -m benchmarks.peers --write -->"
 END = "<!-- end of the table -->"
 NUMBERS = "¹²³⁴⁵⁶⁷⁸⁹"

@@ -2,5 +2,5 @@
 
 ``python -m benchmarks.performance`` creates a pinned environment for each contender, runs them in
 turns on a private Redis and a private PostgreSQL, and prints the tables and writes them to
-``docs/performance.md``. It needs Linux.
+``docs/explanation/performance.md``. It needs Linux.
 """

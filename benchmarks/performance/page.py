@@ -1,4 +1,4 @@
-"""The parts of ``docs/performance.md`` and the README that measurements write, between marks."""
+"""The parts of ``docs/explanation/performance.md`` and the README that measurements write."""
 
 from pathlib import Path
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 from benchmarks import pages
 from benchmarks.environments import ROOT
 
-PAGE: Final = ROOT / "docs" / "performance.md"
+PAGE: Final = ROOT / "docs/explanation/performance.md"
 README: Final = ROOT / "README.md"
 BEGIN: Final = "<!-- {}: written by make bench -->"
 END: Final = "<!-- end of {} -->"

@@ -11,7 +11,7 @@ from benchmarks.performance import roster
 from benchmarks.performance.goals import Facts
 from benchmarks.performance.summary import BODIES
 
-DOCS: Final = ROOT / "docs"
+PICTURES: Final = ROOT / "docs/pictures"
 COLOURS: Final = ("#1b4f72", "#5499c7", "#a9cce3")
 PARTS: Final = {
     "children": ("the worker's children", "#1b4f72"),
@@ -24,7 +24,7 @@ PARTS: Final = {
 mpl.rcParams.update({"svg.hashsalt": "celery_leases", "svg.fonttype": "none", "font.size": 9})
 
 
-def draw(facts: Facts, directory: Path = DOCS) -> list[Path]:
+def draw(facts: Facts, directory: Path = PICTURES) -> list[Path]:
     """Draw the measurements; returns the files that were written."""
     written = []
     if all(f"{body} rate leases / plain" in facts for body in BODIES):

@@ -17,7 +17,7 @@ SENTENCE: Final = (
     "With the prefork pool, a task costs a worker {cpu} ms more CPU than on plain Celery ({cpu_database} ms with "
     "database leases). What is left of the throughput: {noop} % ({noop_database} %) where bodies do nothing, "
     "{short} % ({short_database} %) where they take 5 ms, {long} % ({long_database} %) "
-    "where they take 100 ms ([performance](docs/performance.md))."
+    "where they take 100 ms ([performance](docs/explanation/performance.md))."
 )
 
 

@@ -1,7 +1,7 @@
 """The default rules, as data: errors of common client libraries, and the action for each.
 
-The comments give the row of the table in docs/failures.md. Within a phase the first match wins. A
-rule on a code comes before a rule on a status that contradicts it.
+The comments give the row of the table in docs/explanation/failures.md. Within a phase the first
+match wins. A rule on a code comes before a rule on a status that contradicts it.
 """
 
 from __future__ import annotations

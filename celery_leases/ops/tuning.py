@@ -1,7 +1,7 @@
 """Advice on ``lease_ttl`` from measured run times and latencies.
 
 Times are seconds. The parts of a ttl are those of :mod:`celery_leases.deadlines`; the
-bounds of a takeover are those of docs/guarantees.md.
+bounds of a takeover are those of docs/explanation/guarantees.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FastAPI: a status router with server-sent events, exception handlers, and ``submit()``.
 
-Needs the extra ``fastapi``. ``docs/fastapi.md`` explains how to use it.
+Needs the extra ``fastapi``. ``docs/how-to/fastapi.md`` explains how to use it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def response(sent: HttpAnswer) -> Response:
 
 
 def add_exception_handlers(app: FastAPI) -> None:
-    """Make *app* answer errors of celery_leases as described in ``docs/http.md``.
+    """Make *app* answer errors of celery_leases as described in ``docs/reference/http.md``.
 
     Errors with a 5xx status are logged too.
     """

@@ -1,6 +1,6 @@
 """Flask: tasks with an application context, ``flask leases``, a status blueprint, error handlers.
 
-Needs the extra ``flask``. ``docs/flask.md`` explains how to use it.
+Needs the extra ``flask``. ``docs/how-to/flask.md`` explains how to use it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CeleryLeases:
     ``leases_database_url``, the records are in the database of Flask-SQLAlchemy, provided that
     Flask-SQLAlchemy was set up before. The Flask app gets the command ``flask leases``. Unless
     *error_handlers* is false, it also gets a handler that answers errors of celery_leases as
-    described in ``docs/http.md``.
+    described in ``docs/reference/http.md``.
     """
 
     def __init__(
@@ -146,7 +146,8 @@ def leases_blueprint(
     url_prefix: str = "/leases",
     poll_after: float = POLL_AFTER,
 ) -> Blueprint:
-    """A blueprint with ``GET /leases/<key>``: the status of a key, as in ``docs/http.md``.
+    """A blueprint with ``GET /leases/<key>``: the status of a key; ``docs/reference/http.md``
+    describes it.
 
     *authorise* is called first, with the key and the task's name. If it returns a false value, the
     response is 403, whether or not the key exists; it may also call ``abort()``, and may be ``async

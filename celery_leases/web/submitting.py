@@ -33,7 +33,7 @@ def submit(
     **options: Any,
 ) -> HttpAnswer:
     """Publish a call of a leased *task* with a ``lease_key`` if its work is not done or
-    outstanding, and return the HTTP response; see ``docs/http.md``.
+    outstanding, and return the HTTP response; see ``docs/reference/http.md``.
 
     The call is published only if the status code is 202 and no message and no worker has the work
     already. *location* is the URL of the status, or a function of the status that returns it.

@@ -35,7 +35,7 @@ EXPLANATION = f"""
   for the button without retries, overnight with autoretry_for and retry_backoff.
   Promised: a key that cools down does not run for any caller, and runs again when its time is over.
   Not promised: if a process dies during a call, the next attempt pays for the call again.
-  docs/guarantees.md says more.
+  docs/explanation/guarantees.md says more.
 """
 
 

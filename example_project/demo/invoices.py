@@ -40,7 +40,7 @@ EXPLANATION = f"""
   = {TTL:g} + {LONGEST_DELAY:g} s. Promised if the whole worker died: ttl + ttl / 3 + one reschedule delay
   = {WORK_BOUND:g} s, with the default settings of the broker. The demo uses a short ttl.
   Not promised: a process that is killed between the mail and the record causes a second mail.
-  docs/guarantees.md says more.
+  docs/explanation/guarantees.md says more.
 """
 
 

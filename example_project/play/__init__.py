@@ -1,1 +1,1 @@
-"""``make play``: the example as a page to click on; docs/play.md describes it."""
+"""``make play``: the example as a page to click on; docs/tutorial/play.md describes it."""

@@ -109,7 +109,7 @@ def unix_store(leases_redis: RedisServer) -> Iterator[Reached]:
 
 
 def documented_user() -> list[str]:
-    """The rules after the user's name in the ``ACL SETUSER`` of docs/stores.md."""
+    """The rules after the user's name in the ``ACL SETUSER`` of docs/reference/stores.md."""
     (line,) = (
         line
         for block in blocks(page("stores"), "text")

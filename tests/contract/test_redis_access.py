@@ -172,7 +172,7 @@ def test_a_provider_is_asked_by_every_kind_of_store(kind: str) -> None:
 
 
 def documented_extras() -> dict[str, list[str]]:
-    """The additional rights in docs/stores.md, by their purpose."""
+    """The additional rights in docs/reference/stores.md, by their purpose."""
     rows = [row for row in markdown_rows(page("stores")) if row[0].count("+")]
     return {row[1]: re.findall(r"\+[\w|]+", row[0].replace("\\", "")) for row in rows}
 

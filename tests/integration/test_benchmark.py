@@ -1,5 +1,5 @@
-"""The benchmark of docs/performance.md measures: its processes start, take turns, and count what
-they should.
+"""The benchmark of docs/explanation/performance.md measures: its processes start, take turns, and
+count what they should.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """The board as an operator has it: the command serves it, a real Chromium shows it.
 
-With LEASES_PICTURES, a directory, the pictures of docs/board.md are written into it.
+With LEASES_PICTURES, a directory, the pictures of docs/how-to/board.md are written into it.
 """
 
 from __future__ import annotations

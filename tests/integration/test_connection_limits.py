@@ -23,7 +23,7 @@ POOLS = {
     "prefork": ("prefork", CHILDREN, REDIS_REDIS_POSTGRES),
 }
 AT_MOST = dict.fromkeys(POOLS, (10, 10)) | {"prefork": (CHILDREN * 3 + 2, CHILDREN * 3 + 1)}
-"""The number of connections to the database and the lease store, as in docs/operating.md."""
+"""The number of connections to the database and the lease store, as in docs/how-to/operating.md."""
 
 
 @pytest.fixture(params=POOLS)

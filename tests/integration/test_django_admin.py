@@ -1,6 +1,6 @@
 """Django's admin in a real Chromium, under a content security policy.
 
-``LEASES_PICTURES=docs`` takes the screenshot of docs/django.md again.
+``LEASES_PICTURES=docs/pictures`` takes the screenshot of docs/how-to/django.md again.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Rows of the table of peer cases (docs/comparison.md): what other packages get wrong, and what
-must happen here.
+"""Rows of the table of peer cases (docs/explanation/comparison.md): what other packages get wrong,
+and what must happen here.
 
 Every row is a test whose name begins with it: ``grep -rn test_m4 tests``. Those with kills are in
 ``tests/crash``.

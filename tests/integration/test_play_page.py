@@ -1,6 +1,6 @@
 """``make play`` in a real Chromium: with real workers, and with a server that has no events.
 
-``LEASES_PICTURES=docs`` takes the screenshot of docs/play.md again.
+``LEASES_PICTURES=docs/pictures`` takes the screenshot of docs/tutorial/play.md again.
 """
 
 import os

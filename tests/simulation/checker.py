@@ -1,4 +1,4 @@
-"""Compares the history of a run with what docs/guarantees.md promises.
+"""Compares the history of a run with what docs/explanation/guarantees.md promises.
 
 A history is a list of notes. Those that count:
 

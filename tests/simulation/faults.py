@@ -145,5 +145,6 @@ ACCIDENTS: tuple[Accident, ...] = (
     *(kill_child, kill_child, kill_worker, pause_process, pause_process, pause_host),
     *(stop_server, empty_leases, freeze_server, cut, copy_message, copy_message),
 )
-#: Accidents after which bodies of one key may overlap; docs/guarantees.md names the windows.
+#: Accidents after which bodies of one key may overlap; docs/explanation/guarantees.md names the
+#: windows.
 UNSAFE: tuple[Accident, ...] = (step_clock,)

@@ -234,7 +234,7 @@ BUGS = (
         "accepted = True",
     ),
 )
-"""Each breaks a promise of docs/guarantees.md."""
+"""Each breaks a promise of docs/explanation/guarantees.md."""
 
 
 class Planting(MetaPathFinder):

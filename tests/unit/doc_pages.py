@@ -13,13 +13,14 @@ import celery
 from celery_leases.decide import before_run as decisions
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = (ROOT / "README.md").read_text()
 
 
 def page(name: str) -> str:
-    """The text of one page of ``docs``."""
-    return (ROOT / "docs" / f"{name}.md").read_text()
+    """The text of one page of ``docs``, by its name without the folder."""
+    (path,) = (ROOT / "docs").rglob(f"{name}.md")
+    return path.read_text()
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -63,8 +64,8 @@ def rest_rows(text: str) -> list[list[str]]:
 
 
 def with_decisions(text: str) -> str:
-    """docs/decisions.md, whose first two tables are those of the docstring of the decisions;
-    ``python -m tests.unit.doc_pages`` writes them.
+    """docs/reference/decisions.md, whose first two tables are those of the docstring of the
+    decisions; ``python -m tests.unit.doc_pages`` writes them.
     """
     parts = (decisions.__doc__ or "").split("\nAfter the run\n")
     found = [[f"| {left} | {right} |\n" for left, right in rest_rows(part)] for part in parts]
@@ -108,5 +109,5 @@ def eagerly(source: str, tmp_path: Path, database: str) -> str:
 
 
 if __name__ == "__main__":
-    DECISIONS = ROOT / "docs" / "decisions.md"
+    DECISIONS = ROOT / "docs/reference/decisions.md"
     DECISIONS.write_text(with_decisions(page("decisions")))

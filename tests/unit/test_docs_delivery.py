@@ -1,4 +1,4 @@
-"""The picture of a delivery in docs/how-it-works.md shows calls that a delivery makes, in order."""
+"""The picture of a delivery in docs/explanation/how-it-works.md shows the calls of a delivery, in order."""
 
 import re
 import sys

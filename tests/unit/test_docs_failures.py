@@ -99,8 +99,8 @@ class Answered(Exception):
 
 @pytest.fixture
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The names that the examples of docs/failures.md define, with a model and a bank that do as
-    they are told.
+    """The names that the examples of docs/explanation/failures.md define, with a model and a bank
+    that do as they are told.
     """
     models, bank = ModuleType("models"), ModuleType("bank")
     world: dict[str, Any] = {

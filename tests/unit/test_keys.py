@@ -53,12 +53,12 @@ ARGUMENTS = st.recursive(
 )
 #: Characters that a key may hold.
 STORABLE = st.characters(exclude_categories=["Cs"], exclude_characters="\x00")
-PAGE = Path(__file__).parents[2] / "docs" / "keys.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/keys.md"
 
 
 def _published() -> list[dict[str, Any]]:
     block = re.search(r"```json\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert block is not None, "docs/keys.md has lost its vectors"
+    assert block is not None, "docs/reference/keys.md has lost its vectors"
     vectors: list[dict[str, Any]] = json.loads(block[1])
     return vectors
 
@@ -84,7 +84,7 @@ def _base64_of(data: bytes, length: int) -> str:
 
 
 class TestPublishedForm:
-    """docs/keys.md is a promise: these may never change under ``v1``."""
+    """docs/reference/keys.md is a promise: these may never change under ``v1``."""
 
     @pytest.mark.parametrize(
         "vector", _published(), ids=lambda vector: f"{vector['lease_key']}({vector['parameters']})"

@@ -1,5 +1,5 @@
 """What celery-once and celery-singleton do when a call is published, with the options that their
-pages name: docs/from-celery-once.md and docs/from-celery-singleton.md.
+pages name: docs/how-to/from-celery-once.md and docs/how-to/from-celery-singleton.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The board: records and cooldown groups as web pages, for operators.
 
-Needs the extra ``web``. ``docs/board.md`` shows how it is served and mounted.
+Needs the extra ``web``. ``docs/how-to/board.md`` shows how it is served and mounted.
 """
 
 try:
