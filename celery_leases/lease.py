@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -12,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from celery_leases import progress as saved
-from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.held_lease import BodyState, HeldLease
 from celery_leases.attempt.process import Process
 from celery_leases.body.effects import RECORD_CHANGED, EffectReply, Effects, checked_arguments
 from celery_leases.body.null_lease import Unleased
@@ -400,24 +401,37 @@ class Lease:
 
 UNLEASED: Final = cast(Lease, Unleased())
 """It has all that a body may use of a :class:`Lease`, so a body sees one type."""
-_current: ContextVar[Lease] = ContextVar("celery_leases_current", default=UNLEASED)
+_current: ContextVar[Lease | partial[Lease]] = ContextVar("celery_leases_current", default=UNLEASED)
+_making = threading.Lock()
 
 
 def active_lease() -> Lease:
-    """The lease of the body that runs in this thread or greenlet; :data:`UNLEASED` outside one."""
-    return _current.get()
+    """The lease of the body that runs in this thread or greenlet; :data:`UNLEASED` outside one.
+    Most bodies do not ask for it, so it is made when the body or one of its threads first does.
+    """
+    current = _current.get()
+    if not isinstance(current, partial):
+        return current
+    state: BodyState = current.keywords["held_lease"].body_state
+    with _making:
+        if state.lease is None:
+            state.lease = current()
+    lease: Lease = state.lease
+    return lease
 
 
 enter_body: Final = _current.set
-"""Set the lease of the body that begins; returns a token for :data:`leave_body`."""
+"""Set how the lease of the body that begins is made, or :data:`UNLEASED`; returns a token for
+:data:`leave_body`.
+"""
 leave_body: Final = _current.reset
 """Restore the lease before the body that ends."""
 
 
 @contextmanager
-def leased(lease: Lease) -> Iterator[None]:
-    """A context in which *lease* is the active lease."""
-    before = enter_body(lease)
+def unleased() -> Iterator[None]:
+    """A context in which :data:`UNLEASED` is the active lease."""
+    before = enter_body(UNLEASED)
     try:
         yield
     finally:

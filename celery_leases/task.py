@@ -177,16 +177,15 @@ class LeasedMixin:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under a lease if this is a delivery; a direct call runs it without one."""
-        delivery, state_of = _worker_side()
         request = self.request  # type: ignore[attr-defined]
-        state = state_of(request)
-        if request.called_directly or state.running:
-            from celery_leases.lease import UNLEASED, leased
+        if not request.called_directly:
+            delivery = _delivery_class()(self, request, args, kwargs, self._run_body)
+            if not delivery.is_nested:
+                return delivery.handle()
+        from celery_leases.lease import unleased
 
-            with leased(UNLEASED):
-                return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        state.running = True
-        return delivery(self, request, args, kwargs, self._run_body, state).handle()
+        with unleased():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def _run_body(self, request: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run the body as Celery does: by the ``__call__`` of the next class, if that is not
@@ -375,14 +374,13 @@ class LeasedMixin:
 
 
 @cache
-def _worker_side() -> tuple[Any, Any]:
-    """``Delivery`` and ``state_of``, imported when the first task runs: a process that only
-    publishes loads neither.
+def _delivery_class() -> Any:
+    """``Delivery``, imported when the first task runs: a process that only publishes does not load
+    it.
     """
     from celery_leases.worker.delivery import Delivery
-    from celery_leases.worker.headers import state_of
 
-    return Delivery, state_of
+    return Delivery
 
 
 _P = ParamSpec("_P")

@@ -34,6 +34,8 @@ class BodyState:
     """
 
     def __init__(self) -> None:
+        #: What the body sees as ``self.lease``, once it has asked for it.
+        self.lease: Any = None
         #: The attempt has finished an effect or saved its progress.
         self.progressed = False
         #: The JSON text of the unsaved progress, as a function because the progress changes often;

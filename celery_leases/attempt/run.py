@@ -280,7 +280,7 @@ class Execution:
         self._may_have_slot = call.ask is not None
         resource_pool.max_wait.set(held_lease.connection_wait)
         try:
-            if not (process.leases.in_records or held_lease.held):
+            if not process.leases.in_records and process.clock.now() >= held_lease.own_stop:
                 raise StoreUnavailable(
                     f"{process.leases.name}: the lease was granted too late to be useful", True
                 )
@@ -391,7 +391,7 @@ class Execution:
         if isinstance(verdict, Reschedule):
             self._close(unrun(call, record, verdict.delay))
             return verdict
-        if not held_lease.held:
+        if process.clock.now() >= held_lease.own_stop:
             self._close(unrun(call, record, 0.0))
             return Reschedule(
                 SHORT_PAUSE + process.rand(),

@@ -16,6 +16,7 @@ from celery_leases.concurrency import wait_limit
 from celery_leases.errors import StoreUnavailable
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 max_wait: Final[ContextVar[Callable[[], float] | None]] = ContextVar(
     "celery_leases_max_wait", default=None
@@ -69,18 +70,32 @@ class ResourcePool(Generic[T]):
         # In order of arrival.
         self._waiting: deque[_Waiter[T]] = deque()
 
-    def acquire(self) -> T:
-        """Return a resource for exclusive use until :meth:`release`; raises
-        :class:`StoreUnavailable` if all were in use for as long as the caller may wait.
+    def use(self, work: Callable[..., R], *args: Any) -> R:
+        """What *work* returns, called with *args* after a resource that no other caller uses
+        meanwhile; raises :class:`StoreUnavailable` if all were in use for as long as the caller may
+        wait.
         """
         if not _not_forked[0]:
             _reset_after_fork()
         try:
-            return self._idle.pop()
+            resource = self._idle.pop()
         except IndexError:
-            with self._lock:
-                resource = self._idle_or_new()
-            return resource if resource is not None else self._wait()
+            resource = self._new_or_next()
+        try:
+            return work(resource, *args)
+        finally:
+            if self._waiting or self._discard is not None:
+                self.release(resource)
+            else:
+                self._idle.append(resource)
+                if self._waiting:  # a caller has begun to wait meanwhile
+                    self._serve()
+
+    def acquire(self) -> T:
+        """Return a resource until :meth:`release`, as :meth:`use` does for one call."""
+        if not _not_forked[0]:
+            _reset_after_fork()
+        return self._new_or_next()
 
     def release(self, resource: T) -> None:
         """Return *resource* to the pool."""
@@ -103,6 +118,12 @@ class ResourcePool(Generic[T]):
         with suppress(IndexError):
             while True:
                 close(self._idle.pop())
+
+    def _new_or_next(self) -> T:
+        """An idle resource, a new one, or the next that is released."""
+        with self._lock:
+            resource = self._idle_or_new()
+        return resource if resource is not None else self._wait()
 
     def _idle_or_new(self) -> T | None:
         """An idle resource, or a new one if the pool is not full; called under the lock."""

@@ -14,7 +14,6 @@ from celery import Celery
 from celery_leases.concurrency.os_threads import boot_clock
 from celery_leases.errors import StoreUnavailable
 from celery_leases.options import DATABASE
-from celery_leases.stores.availability import GRACE
 from celery_leases.worker import processes
 from celery_leases.worker.app_settings import settings_of
 
@@ -30,7 +29,11 @@ def watch(app: Celery, longest_wait: float) -> None:
     """Watch the database for a while, if it has the leases of *app*, and a delivery that may wait
     *longest_wait* seconds would hardly see enough.
     """
-    if longest_wait > 2 * GRACE or settings_of(app).leases_url != DATABASE:
+    if settings_of(app).leases_url != DATABASE:
+        return
+    from celery_leases.stores.sql.database import GRACE
+
+    if longest_wait > 2 * GRACE:
         return
     running = id(app) in _until
     _until[id(app)] = boot_clock() + WATCH_FOR

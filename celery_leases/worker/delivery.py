@@ -67,7 +67,6 @@ from celery_leases.worker.headers import (
     SINCE,
     WOKEN,
     Header,
-    RequestState,
     call_id_of,
     celery_id_of,
     group_of,
@@ -103,10 +102,12 @@ class Delivery(Rescheduling):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         run_body: Callable[..., Any],
-        state: RequestState,
     ) -> None:
         self.task = task
-        self.state = state
+        self.state = state_of(request)
+        #: The body of this delivery runs already, and calls itself.
+        self.is_nested = self.state.running
+        self.state.running = True
         self.run_body = run_body
         self.request = request
         self.args = args
@@ -135,11 +136,18 @@ class Delivery(Rescheduling):
         """Handle the delivery to its end: return the result that Celery stores, or raise an
         exception that Celery handles.
         """
-        before = self._limit_waits() if self.time_limits is not None else None
+        request, before = self.request, None
+        if self.time_limits is not None:
+            before = self._limit_waits()
         self.interrupt_guard = interrupt_guard_here(self.pid, self.token)
         try:
             with self.interrupt_guard:
-                self.process = self._make_process()
+                try:
+                    self.process = processes.process_of(self.task.app, eager=request.is_eager)
+                except Exception as error:  # whatever this process lacks
+                    if request.is_eager or isinstance(error, LeasesError):
+                        raise
+                    self.process = self._make_process(error)
                 call = self._call()
                 if call.repeat:
                     self._refuse_expired(call)
@@ -174,34 +182,28 @@ class Delivery(Rescheduling):
 
     # -- what Celery delivered ---------------------------------------------------------------------
 
-    def _make_process(self) -> Process:
-        """The process of the app. If the process cannot make them, for example because it has no
-        memory or file descriptors left, this is retried for a while.
+    def _make_process(self, error: Exception) -> Process:
+        """Try for a while to make what this process has for the app, after *error*: it may have no
+        memory or file descriptors left.
         """
-        returns: tuple[int, int | None] = (0, None)
-        failures, until = 0, 0.0
+        returns = requeue.requeue_count(self.request, self.call_id, Routes(self.task.app))
+        until = time.monotonic() + wait_limit.bounded(
+            publish_retry_time(*returns, LONGEST_PUBLISH_RETRY_TIME)
+        )
+        logger.error("%s[%s] did not begin, retrying: %s", self.task.name, self.call_id, error)
+        failures = 0
         while True:
-            try:
-                return processes.process_of(self.task.app, eager=self.request.is_eager)
-            except LeasesError:
-                raise
-            except Exception as error:
-                if self.request.is_eager:
-                    raise
-                why = f"{type(error).__name__}: {error}"
-            if not failures:
-                returns = requeue.requeue_count(self.request, self.call_id, Routes(self.task.app))
-                until = time.monotonic() + wait_limit.bounded(
-                    publish_retry_time(*returns, LONGEST_PUBLISH_RETRY_TIME)
-                )
-                logger.error(
-                    "%s[%s] did not begin, retrying: %s", self.task.name, self.call_id, why
-                )
             pause = publish_retry_pause(failures)
             failures += 1
             if self.interrupt_guard.stopping or time.monotonic() + pause > until:
-                self._fail_to_begin(why, *returns)
+                self._fail_to_begin(f"{type(error).__name__}: {error}", *returns)
             time.sleep(pause)
+            try:
+                return processes.process_of(self.task.app, eager=False)
+            except LeasesError:
+                raise
+            except Exception as failed:  # noqa: BLE001 - as the first
+                error = failed
 
     def _fail_to_begin(self, why: str, before: int, limit: int | None) -> NoReturn:
         """Return a delivery that this process cannot handle to the broker, or fail if the broker
@@ -323,8 +325,17 @@ class Delivery(Rescheduling):
         if on_lost == "kill" and self.request.is_eager:
             on_lost = "interrupt"  # an eager call runs in the caller's own process
         guard = self.interrupt_guard
-        lease = Lease(self.process, call, held_lease, record, guard.interrupts_deferred, self.pid)
-        before = enter_body(lease)
+        before = enter_body(
+            partial(
+                Lease,
+                process=self.process,
+                call=call,
+                held_lease=held_lease,
+                record=record,
+                interrupts_deferred=guard.interrupts_deferred,
+                pid=self.pid,
+            )
+        )
         if self.time_limits is not None:
             wait_limit.set_seconds(math.inf)  # for the stores that the body itself calls
         try:

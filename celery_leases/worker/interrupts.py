@@ -127,7 +127,6 @@ class SignalGuard(InterruptGuard):
         #: A delivery is being handled.
         self.busy = False
         self._kill_timer: KillTimer | None = None
-        self._pending: list[int] = []
         self._handlers: dict[int, Handler] = {}
         self._loss_signal = _free_signal()
         if self._loss_signal:
@@ -135,25 +134,15 @@ class SignalGuard(InterruptGuard):
         for name in ("SIGTERM", "SIGUSR1"):
             self._wrap(getattr(signal, name))
 
-    @property
-    def stopping(self) -> bool:  # type: ignore[override]
-        """Whether SIGTERM has come."""
-        return signal.SIGTERM in self._pending
-
-    @property
-    def limited(self) -> bool:  # type: ignore[override]
-        """Whether the soft time limit has fired outside the body."""
-        return signal.SIGUSR1 in self._pending
-
     def __enter__(self) -> None:
         """The delivery begins."""
         self.busy = True
 
     def __exit__(self, *_: object) -> None:
         """The delivery has ended: a stored SIGTERM takes effect; a soft time limit is dropped."""
-        self.busy = False
-        pending, self._pending = self._pending, []
-        if signal.SIGTERM in pending:
+        self.busy = self.limited = False
+        if self.stopping:
+            self.stopping = False
             self._handlers[signal.SIGTERM](signal.SIGTERM, None)
 
     def body_begins(self, held_lease: HeldLease, on_lost: OnLost) -> None:
@@ -168,10 +157,10 @@ class SignalGuard(InterruptGuard):
             self._kill_timer = _kill_timer(held_lease)
             held_lease.move_kill_timer = self._kill_timer.set
         self._raises = True  # from here on the signal handlers raise
-        if self._pending:
-            if self.stopping:
-                raise SystemExit(_exit_code(signal.SIGTERM))
-            self._pending.remove(signal.SIGUSR1)
+        if self.stopping:
+            raise SystemExit(_exit_code(signal.SIGTERM))
+        if self.limited:
+            self.limited = False
             raise EarlySoftTimeLimit
 
     def nested_body_begins(self) -> None:
@@ -198,7 +187,7 @@ class SignalGuard(InterruptGuard):
         if self.stopping:
             raise SystemExit(_exit_code(signal.SIGTERM))
         if self.limited:
-            self._pending.remove(signal.SIGUSR1)
+            self.limited = False
             self._handlers[signal.SIGUSR1](signal.SIGUSR1, None)
         super()._raise_pending()
 
@@ -215,14 +204,13 @@ class SignalGuard(InterruptGuard):
         elif signum == signal.SIGTERM:
             # Billiard's own handler runs at the end of the delivery, because it lets a second
             # SIGTERM kill the process at once.
-            first = signum not in self._pending
-            self._pending.append(signum)
+            first, self.stopping = not self.stopping, True
             if self._raises and first:
                 raise SystemExit(_exit_code(signum))
         elif self._raises:
             self._handlers[signum](signum, frame)
         else:
-            self._pending.append(signum)
+            self.limited = True
 
     def _on_loss(self, signum: int, frame: FrameType | None) -> None:
         super()._raise_pending()

@@ -49,9 +49,9 @@ def statements_of(database: Database) -> Iterator[list[str]]:
     def note(_1: Any, _2: Any, statement: str, *_: Any) -> None:
         sent.append(statement)
 
-    def noted(compiled: Any, *given: Any) -> Any:
+    def noted(connection: Any, pool: Any, compiled: Any, *given: Any) -> Any:
         sent.append(compiled.text)
-        return on_cursor(compiled, *given)
+        return on_cursor(connection, pool, compiled, *given)
 
     event.listen(database.engine, "before_cursor_execute", note)
     database._on_cursor = noted  # type: ignore[method-assign]

@@ -19,8 +19,8 @@ from celery_leases.decide.answers import (
 )
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
+from celery_leases.stores.redis.clients import limited
 from celery_leases.stores.redis.cluster import Cluster
-from celery_leases.stores.redis.connections import limited
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.redis.values import Keys
 from celery_leases.testing.contracts.calls import fresh_key, held, make_call, why

@@ -13,8 +13,8 @@ import redis
 from celery_leases.concurrency import os_threads
 from celery_leases.decide.answers import Acquired
 from celery_leases.errors import StoreUnavailable
-from celery_leases.stores.redis.clients import redis_address
-from celery_leases.stores.redis.connections import DirectClient, limited, packed
+from celery_leases.stores.redis.clients import limited, redis_address
+from celery_leases.stores.redis.direct import DirectClient, packed
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.waits import wait_until

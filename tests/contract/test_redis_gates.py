@@ -9,7 +9,7 @@ import redis
 
 from celery_leases.decide.answers import Acquired, Refusal, Renewal
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.stores.redis.connections import limited
+from celery_leases.stores.redis.clients import limited
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts import GroupHistoryContract, GroupStoreContract
 from celery_leases.testing.contracts.calls import fresh_key, held, make_call, why

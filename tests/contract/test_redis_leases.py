@@ -17,7 +17,7 @@ from celery_leases.decide.answers import (
 )
 from celery_leases.errors import LeaseStoreMismatch, StoreUnavailable
 from celery_leases.stores.interfaces import LeaseStore, MarkStore
-from celery_leases.stores.redis.connections import limited
+from celery_leases.stores.redis.clients import limited
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts import MarkStoreContract, SeparateLeaseStoreContract
 from celery_leases.testing.contracts.calls import fresh_key, held, make_call, why

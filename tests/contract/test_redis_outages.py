@@ -12,7 +12,7 @@ import redis
 
 from celery_leases.decide.answers import Acquired, Renewal, RenewalResult
 from celery_leases.errors import StoreUnavailable
-from celery_leases.stores.redis.connections import limited
+from celery_leases.stores.redis.clients import limited
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.group_case import closing

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sqlalchemy import Executable
 
 from celery_leases.errors import StoreUnavailable
-from celery_leases.stores.availability import Availability
 from celery_leases.stores.sql.connections import engine_for
-from celery_leases.stores.sql.database import Database
+from celery_leases.stores.sql.database import Availability, Database
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore

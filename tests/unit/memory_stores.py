@@ -19,8 +19,8 @@ from celery_leases.decide.claim import ALWAYS
 from celery_leases.errors import StoreUnavailable
 from celery_leases.events import Event
 from celery_leases.record import Record
-from celery_leases.stores.availability import NEVER
 from celery_leases.stores.sql.connections import engine_for
+from celery_leases.stores.sql.database import NEVER
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.rows import column_values

@@ -20,7 +20,7 @@ from celery_leases.deadlines import (
 )
 from celery_leases.decide.verdicts import Reschedule
 from celery_leases.record import State
-from celery_leases.stores.availability import Availability
+from celery_leases.stores.sql.database import Availability
 from tests.unit.decision_inputs import THEIRS, reschedule
 from tests.unit.memory_worker import KINDS, Bench
 

@@ -19,7 +19,7 @@ from celery_leases.decide.waiting import LAPSED_LEASE_WAIT
 from celery_leases.errors import PermanentFailure, StoreUnavailable
 from celery_leases.events import AttemptAbandoned, CrashSeen, OutcomeRefused
 from celery_leases.record import Attempt, Ended, PastAttempt, Record, State
-from celery_leases.stores.availability import GRACE, NEVER, SILENCE, Availability
+from celery_leases.stores.sql.database import GRACE, NEVER, SILENCE, Availability
 from tests.unit.decision_inputs import NOW, OURS, SECOND, THEIRS, a_record, reschedule
 from tests.unit.memory_worker import DONE, Bench, error
 

@@ -16,7 +16,7 @@ from tests.unit.celery_apps import apps
 from tests.unit.doc_pages import ROOT
 
 PACKAGE = f"{ROOT / 'celery_leases'}/"
-MOST = {"files": 20, "functions": 98, "changes of file": 58}
+MOST = {"files": 18, "functions": 94, "changes of file": 46}
 """Lower these when they fall. In Python 3.11 a comprehension is a function too."""
 
 

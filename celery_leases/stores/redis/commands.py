@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from redis.exceptions import NoScriptError
 
 from celery_leases.concurrency.resource_pool import ResourcePool
 from celery_leases.errors import StoreUnavailable
 from celery_leases.stores.redis.cluster import Cluster
-from celery_leases.stores.redis.connections import (
-    DirectClient,
-    DirectConnection,
-    ScriptCall,
-    packed,
-)
 from celery_leases.stores.redis.errors import REDIS_ERRORS, is_from_replica, unavailable
 from celery_leases.stores.redis.lease_scripts import Script
 from celery_leases.stores.redis.values import as_text
 
-_SCAN_COUNT = 500
+SCAN_COUNT: Final = 500
+"""How many keys a server looks at for one page of a scan."""
 
 
 class RedisCommands:
@@ -42,16 +37,7 @@ class RedisCommands:
 
     def run(self, script: Script, *keys_and_args: Any) -> Any:
         """Run a script. A second round trip is needed if the server does not have the script."""
-        permit = self._pool.acquire()
-        try:
-            try:
-                return self._call(permit, script, keys_and_args)
-            except NoScriptError:
-                return self._execute(permit, "EVAL", script.text, script.keys, *keys_and_args)
-        except REDIS_ERRORS as error:
-            raise self.unavailable(error) from None
-        finally:
-            self._pool.release(permit)
+        return self._with_permit(self._run, script, keys_and_args)
 
     def run_unawaited(self, script: Script, *keys_and_args: Any) -> None:
         """Run a script whose reply is not needed. It may still run when this returns, and its
@@ -61,13 +47,7 @@ class RedisCommands:
 
     def execute(self, *command: Any) -> Any:
         """Send one command; returns its reply."""
-        permit = self._pool.acquire()
-        try:
-            return self._execute(permit, *command)
-        except REDIS_ERRORS as error:
-            raise self.unavailable(error) from None
-        finally:
-            self._pool.release(permit)
+        return self._with_permit(self._execute, *command)
 
     def run_many(self, script: Script, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         """One reply or error per call; see :meth:`run_all`."""
@@ -96,13 +76,8 @@ class RedisCommands:
         """One reply or error per command."""
         if not commands:
             return []
-        permit = self._pool.acquire()
-        try:
-            return self._execute_many(permit, commands)
-        except REDIS_ERRORS as error:
-            raise self.unavailable(error) from None
-        finally:
-            self._pool.release(permit)
+        replies: list[Any] = self._with_permit(self._execute_many, commands)
+        return replies
 
     def scan(self, pattern: str) -> Iterator[list[str]]:
         """The names of the keys that match *pattern*, in batches and without duplicates."""
@@ -111,11 +86,7 @@ class RedisCommands:
             for client in self.servers():
                 cursor = -1
                 while cursor:
-                    permit = self._pool.acquire()
-                    try:
-                        cursor, found = self._scan_page(permit, client, max(cursor, 0), pattern)
-                    finally:
-                        self._pool.release(permit)
+                    cursor, found = self._pool.use(self._scan_page, client, max(cursor, 0), pattern)
                     names = [
                         name for name in dict.fromkeys(map(as_text, found)) if name not in seen
                     ]
@@ -163,15 +134,24 @@ class RedisCommands:
             for sentinel in getattr(getattr(pool, "sentinel_manager", None), "sentinels", ()):
                 sentinel.connection_pool.disconnect()
 
+    def _with_permit(self, work: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return self._pool.use(work, *args)
+        except REDIS_ERRORS as error:
+            raise self.unavailable(error) from None
+
+    def _run(self, permit: Any, script: Script, keys_and_args: Sequence[Any]) -> Any:
+        try:
+            return self._execute(permit, "EVALSHA", script.sha, script.keys, *keys_and_args)
+        except NoScriptError:
+            return self._execute(permit, "EVAL", script.text, script.keys, *keys_and_args)
+
     def _scan_page(
         self, permit: Any, client: Any, cursor: int, pattern: str
     ) -> tuple[Any, list[Any]]:
         """The cursor of the next page (0 after the last page), and the names on this page."""
-        page: tuple[Any, list[Any]] = client.scan(cursor, match=pattern, count=_SCAN_COUNT)
+        page: tuple[Any, list[Any]] = client.scan(cursor, match=pattern, count=SCAN_COUNT)
         return page
-
-    def _call(self, permit: Any, script: Script, keys_and_args: Sequence[Any]) -> Any:
-        return self._execute(permit, "EVALSHA", script.sha, script.keys, *keys_and_args)
 
     def _execute(self, permit: Any, *command: Any) -> Any:
         return self._client.execute_command(*command)
@@ -189,51 +169,6 @@ class RedisCommands:
     def _open_clients(self) -> Sequence[Any]:
         """The clients that exist, without asking a server."""
         return [self._client]
-
-
-class DirectCommands(RedisCommands):
-    """The same on a :class:`DirectClient`, without redis-py's pool."""
-
-    _client: DirectClient
-
-    def close(self) -> None:
-        """Close all connections, also those that other threads use. The next call opens new
-        ones.
-        """
-        self._client.connection_pool.disconnect()
-        for direct in self._pool.all():
-            direct.connection.disconnect()
-
-    def run_unawaited(self, script: Script, *keys_and_args: Any) -> None:
-        """Run a script whose reply is not needed; see :meth:`RedisCommands.run_unawaited`."""
-
-        def with_text() -> bytes:
-            return packed(("EVAL", script.text, script.keys, *keys_and_args))
-
-        permit: DirectConnection = self._pool.acquire()
-        try:
-            by_sha = packed(keys_and_args, script.called, 3)
-            permit.send_unawaited(ScriptCall(script.sha, by_sha, with_text))
-        except REDIS_ERRORS as error:
-            raise self.unavailable(error) from None
-        finally:
-            self._pool.release(permit)
-
-    def _call(self, permit: Any, script: Script, keys_and_args: Sequence[Any]) -> Any:
-        return permit.send(packed(keys_and_args, script.called, 3))
-
-    def _execute(self, permit: Any, *command: Any) -> Any:
-        return permit.send(packed(command))
-
-    def _execute_many(self, permit: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        replies: list[Any] = permit.send(b"".join(map(packed, commands)), len(commands))
-        return replies
-
-    def _scan_page(
-        self, permit: Any, client: Any, cursor: int, pattern: str
-    ) -> tuple[Any, list[Any]]:
-        after, names = self._execute(permit, "SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
-        return after, names
 
 
 class ClusterCommands(RedisCommands):

@@ -32,9 +32,9 @@ from celery_leases.stores.interfaces import MarkedLeaseStore
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
 from celery_leases.stores.redis.clients import ClusterAddress, redis_address
 from celery_leases.stores.redis.cluster import Cluster
-from celery_leases.stores.redis.commands import ClusterCommands, DirectCommands, RedisCommands
-from celery_leases.stores.redis.connections import DirectClient
+from celery_leases.stores.redis.commands import ClusterCommands, RedisCommands
 from celery_leases.stores.redis.cooldown_groups import RedisGroups
+from celery_leases.stores.redis.direct import DirectClient, DirectCommands
 from celery_leases.stores.redis.errors import REDIS_ERRORS, advice_for
 from celery_leases.stores.redis.values import (
     Keys,

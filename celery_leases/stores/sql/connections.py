@@ -114,8 +114,8 @@ def _parsed(url: str) -> tuple[URL, type[Dialect]]:
 class BoundedPool(Pool, ResourcePool[_ConnectionRecord]):
     """At most *pool_size* connections, which stay open while idle.
 
-    Connections are also lent without SQLAlchemy's wrapper: ``acquire()`` takes one out of the pool
-    until ``release()``; its ``get_connection()`` opens it if necessary.
+    Connections are also lent without SQLAlchemy's wrapper, by ``use()``; their
+    ``get_connection()`` opens them if necessary.
     """
 
     def __init__(

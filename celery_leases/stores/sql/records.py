@@ -52,11 +52,10 @@ from celery_leases.groups.slots import load as load_slots
 from celery_leases.options import DATABASE
 from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.record_filters import Order, Position, RecordFilter
-from celery_leases.stores.availability import Availability
 from celery_leases.stores.sql import migrations, record_queries, rows
 from celery_leases.stores.sql.connections import with_other_connections
 from celery_leases.stores.sql.cooldown_groups import SeenSlots, SqlGroups, gate_of
-from celery_leases.stores.sql.database import Database, first_value
+from celery_leases.stores.sql.database import Availability, Database, first_value
 from celery_leases.stores.sql.record_queries import in_subquery
 from celery_leases.stores.sql.record_statements import RecordStatements, is_running
 from celery_leases.stores.sql.rows import MICROSECONDS, Row, microseconds

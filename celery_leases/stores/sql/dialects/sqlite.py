@@ -6,10 +6,10 @@ The clock is that of the host. One connection writes at a time, and locks all ro
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from secrets import token_hex
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 import sqlalchemy
 from sqlalchemy import URL, BigInteger, Connection, Engine, Table, bindparam, event
@@ -22,6 +22,7 @@ from sqlalchemy.schema import ExecutableDDLElement
 from celery_leases.concurrency import wait_limit
 from celery_leases.stores.sql.dialects.dialect import Dialect, Fault, Mark, transaction
 
+T = TypeVar("T")
 BUSY_TIMEOUT = 5.0
 BUSY: Final = "celery_leases_busy_timeout"
 """The name under which a connection has its timeout, if that was changed."""
@@ -110,16 +111,12 @@ class SingleConnectionPool(StaticPool):
         super().__init__(creator, **given)
         self.logger = LOGGER
 
-    def acquire(self) -> _ConnectionRecord:
-        """See :class:`celery_leases.stores.sql.pool.BoundedPool`."""
-        record: _ConnectionRecord = self._do_get()  # type: ignore[assignment]
-        return record
-
-    def release(self, record: _ConnectionRecord) -> None:
-        """See :class:`celery_leases.stores.sql.pool.BoundedPool`."""
+    def use(self, work: Callable[..., T], *args: Any) -> T:
+        """See :class:`celery_leases.stores.sql.connections.BoundedPool`."""
+        return work(self._do_get(), *args)
 
     def invalidate_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
-        """See :class:`celery_leases.stores.sql.pool.BoundedPool`."""
+        """See :class:`celery_leases.stores.sql.connections.BoundedPool`."""
         record.invalidate(error)
 
 

@@ -1,17 +1,17 @@
-"""Connections of redis-py that wait no longer than the delivery may that uses them, and those that
-are used without redis-py's pool and retries.
-"""
+"""Commands on connections of redis-py that are used without its pool and retries."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, Final, cast
+from typing import Any
 
 import redis
 from redis.exceptions import NoScriptError, ResponseError
 
 from celery_leases.concurrency import os_threads, wait_limit
+from celery_leases.stores.redis.commands import SCAN_COUNT, RedisCommands
+from celery_leases.stores.redis.errors import REDIS_ERRORS
+from celery_leases.stores.redis.lease_scripts import Script
 from celery_leases.value_class import value_class
 
 
@@ -147,43 +147,49 @@ def packed(arguments: Sequence[Any], head: bytes = b"", heads: int = 0) -> bytes
     return command
 
 
-def _limited(connection_class: type[Any]) -> type[Any]:
-    """*connection_class* with timeouts that are shortened to
-    :func:`celery_leases.concurrency.wait_limit.bounded` before each command.
-    """
+class DirectCommands(RedisCommands):
+    """The commands on a :class:`DirectClient`, without redis-py's pool."""
 
-    class LimitedConnection(connection_class):
-        #: The timeout of the socket.
-        _current: float | None = None
+    _client: DirectClient
 
-        def limit_wait(self) -> None:
-            """Let the open socket wait as long as this delivery may."""
-            seconds = wait_limit.bounded(self.socket_timeout)
-            if seconds != self._current and self._sock is not None:
-                self._sock.settimeout(seconds)
-                self._current = seconds
+    def run(self, script: Script, *keys_and_args: Any) -> Any:
+        """Run a script; see :meth:`RedisCommands.run`."""
+        try:
+            return self._pool.use(DirectConnection.send, packed(keys_and_args, script.called, 3))
+        except NoScriptError:
+            return self.execute("EVAL", script.text, script.keys, *keys_and_args)
+        except REDIS_ERRORS as error:
+            raise self.unavailable(error) from None
 
-        def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-            if wait_limit.in_use:
-                self.limit_wait()
-            self.send_unlimited(command, check_health)
+    def run_unawaited(self, script: Script, *keys_and_args: Any) -> None:
+        """Run a script whose reply is not needed; see :meth:`RedisCommands.run_unawaited`."""
 
-        #: For a caller that has called :meth:`limit_wait`.
-        send_unlimited = connection_class.send_packed_command
+        def with_text() -> bytes:
+            return packed(("EVAL", script.text, script.keys, *keys_and_args))
 
-        def _connect(self) -> Any:
-            name = "socket_connect_timeout"
-            given = getattr(self, name, self.socket_timeout)
-            setattr(self, name, wait_limit.bounded(cast("float", given)))
-            try:
-                sock = super()._connect()
-            finally:
-                setattr(self, name, given)
-            self._current = wait_limit.bounded(self.socket_timeout)
-            sock.settimeout(self._current)
-            return sock
+        call = ScriptCall(script.sha, packed(keys_and_args, script.called, 3), with_text)
+        try:
+            self._pool.use(DirectConnection.send_unawaited, call)
+        except REDIS_ERRORS as error:
+            raise self.unavailable(error) from None
 
-    return LimitedConnection
+    def close(self) -> None:
+        """Close all connections, also those that other threads use. The next call opens new
+        ones.
+        """
+        self._client.connection_pool.disconnect()
+        for direct in self._pool.all():
+            direct.connection.disconnect()
 
+    def _execute(self, permit: Any, *command: Any) -> Any:
+        return permit.send(packed(command))
 
-limited: Final = cast("Callable[[type[Any]], type[Any]]", cache(_limited))
+    def _execute_many(self, permit: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        replies: list[Any] = permit.send(b"".join(map(packed, commands)), len(commands))
+        return replies
+
+    def _scan_page(
+        self, permit: Any, client: Any, cursor: int, pattern: str
+    ) -> tuple[Any, list[Any]]:
+        after, names = self._execute(permit, "SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT)
+        return after, names
