@@ -1,9 +1,10 @@
 """Maps a status or an error to an HTTP response: status code, headers and JSON body, for every web
 framework. Without I/O.
 
-``docs/reference/http.md`` has the table. Errors have the form of RFC 9457 (``application/problem+json``).
-The text for people is :meth:`~celery_leases.LeaseStatus.message`: a response contains no text of an
-exception, no host and no name of an effect.
+The table is in ``docs/reference/http.md``. Errors have the form of RFC 9457
+(``application/problem+json``). The text for people is
+:meth:`~celery_leases.LeaseStatus.message`: a response contains no text of an exception, no host and
+no name of an effect.
 """
 
 from __future__ import annotations

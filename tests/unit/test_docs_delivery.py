@@ -1,4 +1,4 @@
-"""The picture of a delivery in docs/explanation/how-it-works.md shows the calls of a delivery, in order."""
+"""docs/explanation/how-it-works.md shows the calls of a delivery in their order."""
 
 import re
 import sys

@@ -1,5 +1,5 @@
-"""docs/explanation/performance.md shows what was measured: its tables, the README's sentence and the code
-speak of the same.
+"""docs/explanation/performance.md shows what was measured: its tables, the README's sentence and
+the code speak of the same.
 """
 
 import importlib.util
