@@ -14,10 +14,12 @@ from celery import Celery, _state
 from django.apps import apps as installed
 from django.core.checks import CheckMessage, Error, Tags, Warning, register  # noqa: A004 - Django's name
 from django.db import connections
+from django.urls import get_resolver
 from django.utils.module_loading import autodiscover_modules
 
 from celery_leases.django import configuration, tables
 from celery_leases.django.databases import IN_MEMORY
+from celery_leases.django.early_calls import early_calls
 from celery_leases.errors import (
     LeaseConfigurationError,
     LeasesError,
@@ -43,6 +45,8 @@ from celery_leases.worker.checks.settings import (
 TAG: Final = "celery_leases"
 RELAY_TASKS: Final = frozenset({"celery_leases.relay", "celery_leases.rescue"})
 _DELAY_IN_CALLS: Final = (b".delay_in(", b".apply_async_in(")
+_NOT_IN_REQUESTS: Final = frozenset({"tasks", "management", "migrations", "celery", "apps"})
+"""Modules whose functions run outside of requests."""
 _BEAT: Final = "django_celery_beat"
 
 logger = logging.getLogger("celery_leases")
@@ -54,6 +58,7 @@ def register_all() -> None:
     register(check_tasks, TAG)
     register(check_relay, TAG)
     register(check_periodic, TAG, Tags.database)
+    register(check_early_calls, TAG)
     register(check_tables, Tags.database)
     register(check_scheduled_relay, Tags.database)
 
@@ -179,6 +184,31 @@ def check_periodic(databases: Sequence[str] | None = None, **_: Any) -> list[Che
     ]
 
 
+def check_early_calls(**_: Any) -> list[CheckMessage]:
+    """W009, for the modules of the project that the URLs and the tasks import."""
+    app = _app()
+    if app is None or not _has_tasks(app):
+        return []
+    with suppress(Exception):  # Django has a check of its own for a wrong URLconf
+        get_resolver().url_patterns  # noqa: B018 - imports the views
+    atomic = any(connection.settings_dict["ATOMIC_REQUESTS"] for connection in connections.all())
+    found: list[CheckMessage] = []
+    for name, module, source in _project_modules():
+        in_requests = atomic and _NOT_IN_REQUESTS.isdisjoint(name.split("."))
+        calls = ", ".join(early_calls(module, source, in_requests=in_requests))
+        if calls:
+            found.append(
+                Warning(
+                    f"{name} publishes a call inside a transaction: {calls}. A worker may run it before the "
+                    "commit, and not find its rows; after a rollback it runs all the same.",
+                    hint="Write task.delay_on_commit(…), or task.delay_in(connection, …), which a crash does not lose. "
+                    "In a function that no request calls, silence this check.",
+                    id="celery_leases.W009",
+                )
+            )
+    return found
+
+
 def check_tables(databases: Sequence[str] | None = None, **_: Any) -> list[CheckMessage]:
     """W006 and E002, for the given databases."""
     try:
@@ -265,7 +295,11 @@ def _is_scheduled(app: Celery) -> bool:
 def _without_relay(app: Celery) -> list[CheckMessage]:
     with suppress(LeaseConfigurationError):  # check_tasks reports it
         _tasks(app)  # imports their modules, whatever check Django runs first
-    calling = next(_calling_modules(), None)
+    modules = _project_modules()
+    calling = next(
+        (name for name, _, source in modules if any(call in source for call in _DELAY_IN_CALLS)),
+        None,
+    )
     if calling is None:
         return []
     return [
@@ -280,10 +314,8 @@ def _without_relay(app: Celery) -> list[CheckMessage]:
     ]
 
 
-def _calling_modules() -> Iterator[str]:
-    """The imported modules of the project's apps whose source calls ``delay_in()`` or
-    ``apply_async_in()``.
-    """
+def _project_modules() -> Iterator[tuple[str, ModuleType, bytes]]:
+    """The imported modules of the project's apps but tests, with their names and sources."""
     roots = [
         Path(config.path)
         for config in installed.get_app_configs()
@@ -297,12 +329,8 @@ def _calling_modules() -> Iterator[str]:
             or not file.endswith(".py")
         ):
             continue
-        try:
-            source = Path(file).read_bytes()
-        except OSError:
-            continue
-        if any(call in source for call in _DELAY_IN_CALLS):
-            yield name
+        with suppress(OSError):
+            yield name, module, Path(file).read_bytes()
 
 
 def _imported_modules(roots: Iterable[Path]) -> list[tuple[str, ModuleType]]:

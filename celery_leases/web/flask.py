@@ -14,12 +14,11 @@ from celery import Celery, Task
 from flask import Blueprint, Flask, Response, current_app, has_request_context, request, url_for
 
 from celery_leases.client import LeaseClient
-from celery_leases.errors import LeaseConfigurationError, LeasesError, UnknownKey
-from celery_leases.keys import is_shared, may_be_stored, stored_key
+from celery_leases.errors import LeaseConfigurationError, LeasesError
 from celery_leases.stores.urls import escaped_url
 from celery_leases.task import LeasedMixin
 from celery_leases.web.http import POLL_AFTER, HttpAnswer, answer, forbidden
-from celery_leases.web.submitting import submit
+from celery_leases.web.submitting import requested_status, submit
 
 if TYPE_CHECKING:
     from celery_leases.status import LeaseStatus
@@ -175,32 +174,15 @@ def leases_blueprint(
             allowed = current_app.async_to_sync(_awaited)(allowed)
         if not allowed:
             return response(forbidden())
-        return response(answer(_status(key, of_task), poll_after=poll_after))
+        celery: Celery = current_app.extensions["celery"]
+        found = requested_status(celery, key, of_task)
+        return response(answer(found, poll_after=poll_after))
 
     return blueprint
 
 
 async def _awaited(awaitable: Awaitable[object]) -> object:
     return await awaitable
-
-
-def _status(key: str, task: str | None) -> LeaseStatus:
-    celery: Celery = current_app.extensions["celery"]
-    if task is None and key.startswith("t:") and "|" in key:
-        # A stored key: it would find a key other than the one that authorise has checked.
-        raise UnknownKey(f"{key} is a stored key; give the key itself and its task", key)
-    if task is not None:
-        options: Any = getattr(celery.tasks.get(task), "lease_options", None)
-        template = getattr(options, "key", None)
-        shares = isinstance(template, str) and template.startswith("/")
-        if shares:
-            key = f"/{key.removeprefix('/')}"  # Flask merges the slashes of a URL
-        # Likewise: only a task with shared keys has them, and only under their own name.
-        if is_shared(key) != shares or (
-            shares and not may_be_stored(stored_key(task, key), task, options)
-        ):
-            raise UnknownKey(f"{key} is no key of {task}", key)
-    return LeaseClient.from_app(celery).status(key, task=task)
 
 
 def _location(key: str, task: str) -> str | None:

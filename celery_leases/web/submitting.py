@@ -1,5 +1,5 @@
-"""``submit()``: publishes a call for a web request if that is needed, and returns the HTTP
-response.
+"""What web requests ask for: ``submit()`` publishes a call if that is needed, and returns the HTTP
+response; ``requested_status()`` reads the status of a key that a URL names.
 """
 
 from __future__ import annotations
@@ -9,16 +9,24 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+from celery import Celery
 from kombu.exceptions import OperationalError
 
-from celery_leases.errors import AlreadyQueued, BrokerUnavailable, LeaseConfigurationError
+from celery_leases.client import LeaseClient
+from celery_leases.errors import (
+    AlreadyQueued,
+    BrokerUnavailable,
+    LeaseConfigurationError,
+    UnknownKey,
+)
+from celery_leases.keys import is_shared, may_be_stored, stored_key
 from celery_leases.outbox import calls as outbox
 from celery_leases.record import State
 from celery_leases.status import ABSENT, LeaseStatus
 from celery_leases.text.redaction import redact
 from celery_leases.web.http import POLL_AFTER, HttpAnswer, answer
 
-__all__ = ["submit"]
+__all__ = ["requested_status", "submit"]
 
 
 def submit(
@@ -29,6 +37,7 @@ def submit(
     location: Callable[[LeaseStatus], str | None] | str | None = None,
     idempotent: bool = False,
     session: Any = None,
+    publish: Callable[..., Any] | None = None,
     poll_after: float = POLL_AFTER,
     **options: Any,
 ) -> HttpAnswer:
@@ -39,7 +48,8 @@ def submit(
     already. *location* is the URL of the status, or a function of the status that returns it.
     *idempotent*: the key is made of an ``Idempotency-Key``. With *session*, a SQLAlchemy session or
     a connection on the records' database, the call is published by ``apply_async_in`` after the
-    caller's commit. *options* are those of ``apply_async``. Two requests at the same time may both
+    caller's commit. *publish* is called instead of ``task.apply_async``, with the same arguments.
+    *options* are those of ``apply_async``. Two requests at the same time may both
     publish; then one call gets the saved result of the other. With a *session* one of them waits.
 
     Raises :class:`~celery_leases.errors.KeyReused` if the key belongs to a call with other
@@ -72,7 +82,7 @@ def submit(
             if session is not None:
                 task.apply_async_in(session, given, named, **options)
             else:
-                task.apply_async(given, named, **options)
+                (publish or task.apply_async)(given, named, **options)
         except AlreadyQueued:  # by another request, since the status was read
             return look()[1]
         except OperationalError as error:
@@ -83,3 +93,26 @@ def submit(
         queued = replace(status, state=State.PENDING.value, error=None, queued_at=datetime.now(UTC))
         return answered(queued, idempotent=False)
     return sent
+
+
+def requested_status(app: Celery, key: str, task: str | None) -> LeaseStatus:
+    """The status of a *key* that a URL names, for a request that may see this key of this *task*.
+
+    Raises :class:`~celery_leases.errors.UnknownKey` for what is no key of the task, and the errors
+    of :meth:`LeaseClient.status`.
+    """
+    if task is None and key.startswith("t:") and "|" in key:
+        # A stored key: it would find a key other than the one that the request may see.
+        raise UnknownKey(f"{key} is a stored key; give the key itself and its task", key)
+    if task is not None:
+        options: Any = getattr(app.tasks.get(task), "lease_options", None)
+        template = getattr(options, "key", None)
+        shares = isinstance(template, str) and template.startswith("/")
+        if shares:
+            key = f"/{key.removeprefix('/')}"  # a URL has its slashes merged
+        # Likewise: only a task with shared keys has them, and only under their own name.
+        if is_shared(key) != shares or (
+            shares and not may_be_stored(stored_key(task, key), task, options)
+        ):
+            raise UnknownKey(f"{key} is no key of {task}", key)
+    return LeaseClient.from_app(app).status(key, task=task)

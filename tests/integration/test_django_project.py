@@ -172,6 +172,29 @@ def test_checks_name_tasks_whose_options_have_no_effect(sqlite_url: str) -> None
     assert found["W007"].startswith("faulty.tasks calls delay_in()")
 
 
+def test_checks_name_calls_inside_a_transaction(sqlite_url: str) -> None:
+    settings: dict[str, Any] = {"MORE_APPS": ["faulty"], "ROOT_URLCONF": "faulty.urls"}
+    found = checked(sqlite_url, **settings)["W009"]
+    assert re.findall(r"(\S+)\(\) in line (\d+)", found) == [
+        ("tasks.charge.delay", "21"),
+        ("tasks.charge.delay", "27"),
+    ]
+    assert found.startswith("faulty.views publishes")
+    found = checked(sqlite_url, ATOMIC_REQUESTS=True, **settings)["W009"]
+    assert re.findall(r"(\S+)\(\) in line (\d+)", found) == [
+        ("tasks.charge.delay", "13"),
+        ("refund.apply_async", "14"),
+        ("tasks.charge.delay", "21"),
+        ("tasks.charge.delay", "27"),
+    ]
+    assert "W009" not in checked(sqlite_url, ATOMIC_REQUESTS=True)
+
+
+def test_views_submit_and_show_the_status(sqlite_url: str) -> None:
+    said = manage_with(sqlite_url)("test", "--noinput", "orders.test_web")
+    assert "\nOK" in said
+
+
 NIGHTLY = {"task": "faulty.tasks.nightly", "schedule": 86_400}
 ENTRY_IN_TABLES = """
 from django_celery_beat.models import IntervalSchedule, PeriodicTask
@@ -286,6 +309,19 @@ with transaction.atomic():
 charge.delay_on_commit(1)
 """
 
+EARLY = """
+import time
+from django.db import transaction
+from orders.models import Order
+from orders.tasks import late
+with transaction.atomic():
+    Order.objects.create(number=2)
+    late.delay(2)
+    while late.lease_status(2).error is None:
+        time.sleep(0.02)
+"""
+"""Commits when the worker has not found the row."""
+
 
 def test_a_worker_runs_what_a_transaction_has_enqueued(
     worker_factory: WorkerFactory, leases_redis_url: str, leases_postgres_url: str
@@ -302,18 +338,26 @@ def test_a_worker_runs_what_a_transaction_has_enqueued(
     manage("shell", "-c", BUY)
     worker.wait_for_log(r"key charge:1: attempt 1 returned", timeout=60)
     worker.wait_for_log(r"key charge:1: answered with the saved result", timeout=60)
+    manage("shell", "-c", EARLY)
+    worker.wait_for_log(r"key late:2: attempt 1 failed .* by rule not-there-yet", timeout=60)
+    worker.wait_for_log(r"key late:2: attempt \d returned", timeout=60)
     shown = json.loads(
         manage("leases", "show", "charge:1", "--task", "orders.tasks.charge", "--json")
     )
     assert (shown["state"], shown["result"]) == ("done", {"order": 1, "attempt": 1})
     engine = engine_for(leases_postgres_url)
     with engine.connect() as connection:
-        assert connection.execute(text("SELECT charges FROM orders_order")).scalar_one() == 1
+        assert (
+            connection.execute(
+                text("SELECT charges FROM orders_order WHERE number = 1")
+            ).scalar_one()
+            == 1
+        )
     engine.dispose()
 
 
 def test_the_examples_of_the_page_pass(tmp_path: Path) -> None:
-    settings, task, configured, buying, testing = blocks(page("django"), "python")
+    settings, task, configured, views, buying, testing = blocks(page("django"), "python")
     assert "celery_leases.django" in settings
     names: dict[str, Any] = {}
     exec(configured, names)  # noqa: S102 - our own page
@@ -321,14 +365,20 @@ def test_the_examples_of_the_page_pass(tmp_path: Path) -> None:
     told.mkdir()
     (told / "__init__.py").touch()
     (told / "tasks.py").write_text(task)
+    (told / "urls.py").write_text(f"from told.tasks import charge\n{views}")
     called = "with self.captureOnCommitCallbacks(execute=True):\n            buy(Order(number=8))"
     (told / "tests.py").write_text(
         f"from orders.models import Order\nfrom told.tasks import charge\n{buying}{testing}\n"
         f"    def test_buying(self):\n        {called}\n"
         "        assert charge.lease_status(8).state == 'done'\n"
+        "    def test_paying(self):\n"
+        "        with self.captureOnCommitCallbacks(execute=True):\n"
+        "            assert self.client.post('/pay/9').json()['message'] == 'Queued'\n"
+        "        assert self.client.post('/pay/9').json()['result'] == {'order': 9}\n"
+        "        assert self.client.get('/leases/charge:9').status_code == 403\n"
     )
-    given = {"MORE_APPS": ["told"], "CELERY_TASK_ALWAYS_EAGER": True}
+    given = {"MORE_APPS": ["told"], "CELERY_TASK_ALWAYS_EAGER": True, "ROOT_URLCONF": "told.urls"}
     given["CELERY_LEASES"] = names["CELERY_LEASES"]
     env = {SETTINGS: json.dumps(given), "PYTHONPATH": str(tmp_path)}
     said = manage_with(f"sqlite:///{tmp_path / 'shop.db'}", **env)("test", "told")
-    assert "Ran 2 tests" in said
+    assert "Ran 3 tests" in said

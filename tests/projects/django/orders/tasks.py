@@ -26,3 +26,9 @@ def refund(number: int) -> None:
 def plain(number: int) -> int:
     """A task without a lease."""
     return number
+
+
+@shared_task(base=LeasedTask, lease_key="late:{number}", lease_runs="each")
+def late(number: int) -> int:
+    """Find an order that may not be there yet."""
+    return Order.objects.get(number=number).charges

@@ -90,3 +90,4 @@ CELERY_INCLUDE = ["celery_leases.builtin_tasks"]
 MORE_APPS: list[str] = []
 globals().update(json.loads(os.environ.get("SHOP_SETTINGS", "{}")))
 INSTALLED_APPS += MORE_APPS
+DATABASES["default"]["ATOMIC_REQUESTS"] = globals().get("ATOMIC_REQUESTS", False)
