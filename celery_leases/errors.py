@@ -69,13 +69,22 @@ class LeaseMisuse(LeasesError, ValueError):
     The base of more specific errors; raised itself for a wrong argument.
     """
 
+    advice = "correct the call that the traceback shows; a retry meets the same error"
+
 
 class KeyUnusable(LeasesError):
     """The arguments of this call do not make a usable key."""
 
+    advice = "correct the arguments, or name others in lease_key"
+
 
 class KeyReused(LeasesError):
     """The key belongs to a call with other arguments. Its record was not changed."""
+
+    advice = (
+        "name what makes the work another one in lease_key, or what need not be equal "
+        "in lease_fingerprint"
+    )
 
     details = ("key", "differing")
     key: str
@@ -85,6 +94,8 @@ class KeyReused(LeasesError):
 class LeaseHeld(LeasesError):
     """Another call holds the key; its lease expires in ``remaining`` seconds."""
 
+    advice = 'call again when the key is free, or write lease_on_busy="wait"'
+
     details = ("key", "remaining", "holder")
     key: str
     remaining: float
@@ -93,6 +104,11 @@ class LeaseHeld(LeasesError):
 
 class AlreadyDone(LeasesError):
     """Another call has finished this key, and the task has ``lease_on_done="raise"``."""
+
+    advice = (
+        'use the saved result with lease_on_done="replay", or allow another run with '
+        "`leases forget`"
+    )
 
     details = ("key", "call_id")
     key: str
@@ -107,6 +123,8 @@ class AlreadyQueued(LeasesError):
     record.
     """
 
+    advice = "wait for the call in call_id: AsyncResult(error.call_id), or task.lease_status(…)"
+
     details = ("key", "call_id", "state")
     key: str
     call_id: str
@@ -118,6 +136,8 @@ class BrokerUnavailable(LeasesError):
     message. It may have the message nevertheless.
     """
 
+    advice = "repeat the request; a second message does no harm"
+
     details = ("key",)
     key: str
 
@@ -126,6 +146,8 @@ class RescheduleFailed(LeasesError):
     """The call could not be rescheduled: its message cannot be written, or the broker does not
     accept it.
     """
+
+    advice = "look for the cause in reason, then call the task again"
 
     details = ("key", "reason")
     key: str
@@ -136,6 +158,8 @@ class ResultMissing(LeasesError):
     """The work is done, but its result was not stored: it is larger than 1 MiB, or
     not JSON.
     """
+
+    advice = "return JSON of at most 1 MiB, such as the id of a row or of a file"
 
     details = ("key", "reason")
     key: str
@@ -148,6 +172,8 @@ class PermanentFailure(LeasesError):
     ``rule`` is the name of the rule that decided, ``error`` the class of the original error, if
     there was one.
     """
+
+    advice = "mend the cause, then run `leases retry`; change the rule with Failures(rules)"
 
     details = ("rule", "error")
     rule: str | None
@@ -163,6 +189,8 @@ class Cooldown(_RaisedByBody, LeasesError):
     epoch. Both are converted to seconds. ``scope="group"`` closes the gate of the task's cooldown
     group. A wrong value raises :class:`LeaseConfigurationError`.
     """
+
+    advice = "raise it in the body of a leased task only, and let it propagate"
 
     details = ("delay", "reason", "until", "scope")
     delay: float | None
@@ -205,6 +233,8 @@ class RetryLater(_RaisedByBody, LeasesError):
     A wrong delay raises :class:`LeaseConfigurationError`.
     """
 
+    advice = "raise it in the body of a leased task only, and let it propagate"
+
     details = ("delay", "reason")
     delay: float
     reason: str | None
@@ -227,6 +257,8 @@ class CoolingDown(LeasesError):
     down, ``"group"`` if its group does.
     """
 
+    advice = 'call again at retry_at, or write lease_on_busy="wait"'
+
     details = ("key", "retry_at", "retry_after", "reason", "rule", "scope")
     key: str
     retry_at: float
@@ -243,6 +275,11 @@ class Uncertain(LeasesError):
     Raised by ``lease.effect()``, and by a ``verify`` callable that cannot find it out.
     """
 
+    advice = (
+        "look in the other system, then run `leases resolve`; a verify= of the effect "
+        "does it for you"
+    )
+
     details = ("key", "effect", "idempotency_key")
     key: str
     effect: str
@@ -254,6 +291,8 @@ class EffectMisused(LeaseMisuse):
     is not JSON.
     """
 
+    advice = "give each effect of the body a name of its own, and save only JSON"
+
     details = ("key", "effect")
     key: str
     effect: str
@@ -264,6 +303,8 @@ class ForkedLease(LeaseMisuse):
     it.
     """
 
+    advice = "call the lease in the process of the body; let a child return its result"
+
     details = ("key",)
     key: str
 
@@ -272,6 +313,8 @@ class GuardOpen(LeaseMisuse):
     """Nothing else can be written for this key while the transaction of ``complete()`` or
     ``guard()`` is open.
     """
+
+    advice = "end the transaction of complete() or guard() before you use the lease again"
 
     details = ("key",)
     key: str
@@ -282,6 +325,8 @@ class AlreadyCompleted(LeaseMisuse):
     a second ``complete()``) may be committed.
     """
 
+    advice = "call complete() once, as the last step that uses the lease"
+
     details = ("key",)
     key: str
 
@@ -290,6 +335,8 @@ class CompletionNotCommitted(LeaseMisuse):
     """The body returned after ``complete()`` or ``guard()``, but its transaction was not
     committed.
     """
+
+    advice = "commit the session that you gave to complete() or guard() before the body returns"
 
     details = ("key",)
     key: str
@@ -300,11 +347,15 @@ class WrongDatabase(LeaseMisuse):
     together with the caller's rows.
     """
 
+    advice = "give a session or connection of leases_database_url, inside a transaction"
+
 
 class StoreUnavailable(LeasesError):
     """A lease or record store did not answer; ``executed`` says whether the command may have been
     executed.
     """
+
+    advice = "repeat the call when the server answers; `leases doctor` says which one does not"
 
     details: ClassVar[tuple[str, ...]] = ("executed",)
     executed: bool | None
@@ -314,6 +365,8 @@ class ValueRefused(StoreUnavailable):
     """The database refuses a value that is too long for its column, or not in its encoding. Nothing
     was written.
     """
+
+    advice = "shorten the value that the message names, or use an encoding that has its characters"
 
     details = ("executed",)
     executed: bool | None
@@ -326,6 +379,8 @@ class RecordUnreadable(StoreUnavailable):
     ``key`` is the record's key (of an effect: its stored form), ``column`` the name of the column.
     """
 
+    advice = "run `leases show`, then `leases forget` or a correction of the column"
+
     details = ("executed", "key", "column")
     executed: bool | None
     key: str
@@ -337,6 +392,8 @@ class LeaseStoreMismatch(LeasesError):
     worker, or its lease belongs to a worker with another records database.
     """
 
+    advice = "write the same leases_url and leases_database_url for all workers"
+
     details = ("key", "ours", "theirs")
     key: str
     ours: str
@@ -346,9 +403,13 @@ class LeaseStoreMismatch(LeasesError):
 class SchemaOutdated(LeasesError):
     """The tables are missing, or have another version; the message names the command to run."""
 
+    advice = "run `leases migrate`, in a Django project `manage.py migrate`"
+
 
 class LeaseIsLive(LeasesError):
     """An attempt holds the key under a live lease; ``force=True`` takes the key from it."""
+
+    advice = "wait for the end of the attempt, or write force=True"
 
     details = ("key", "remaining")
     key: str
@@ -357,6 +418,8 @@ class LeaseIsLive(LeasesError):
 
 class UnknownKey(LeasesError):
     """The key has neither a lease nor a record."""
+
+    advice = "compare the key and the task with those that `leases list` shows"
 
     details = ("key",)
     key: str
@@ -368,6 +431,8 @@ class LeaseLost(DescribedError):
     A ``BaseException``, so that ``except Exception`` in a task body does not catch it. Celery does
     not see it.
     """
+
+    advice = "let it propagate: another attempt continues; a pause of half a lease_ttl causes it"
 
     details = ("key", "reason")
     key: str
@@ -381,6 +446,8 @@ class Snooze(_RaisedByBody):
     Exception`` in a task body does not catch it; Celery does not see it. A wrong delay raises
     :class:`LeaseConfigurationError`.
     """
+
+    advice = "raise it in the body of a leased task only, and let it propagate"
 
     details = ("delay", "reason")
     delay: float

@@ -126,6 +126,8 @@ class IdempotencyKeyRefused(KeyUnusable):
     client.
     """
 
+    advice = "send an Idempotency-Key header with each request that starts work"
+
 
 def answer(
     subject: LeaseStatus | LeasesError,

@@ -4,9 +4,12 @@ backends do it.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import pickle
+import re
+import traceback
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -32,6 +35,8 @@ from celery_leases.errors import (
     Snooze,
     WrongDatabase,
 )
+from tests.unit.doc_pages import ROOT, error_page, page
+from tests.unit.doc_pages import every_error as every_error_class
 
 Described = type[LeasesError] | type[LeaseLost]
 ASKED: list[Any] = [Cooldown, RetryLater, Snooze]
@@ -212,3 +217,71 @@ def test_a_subclass_of_a_user_has_the_details() -> None:
         """The card was declined."""
 
     assert (str(Declined()), Declined("no", rule="card").rule) == ("The card was declined.", "card")
+
+
+# -- codes and advice ------------------------------------------------------------------------------
+
+
+def test_every_error_has_a_code_and_says_what_to_do() -> None:
+    found = every_error_class()
+    assert len({kind.code for kind in found}) == len(found) > 25
+    for kind in found:
+        assert "advice" in vars(kind), f"{kind.__name__}: write an advice"
+        assert re.fullmatch("[a-z]+(-[a-z]+)*", kind.code)
+        assert not kind.advice.endswith(".")
+
+
+def test_the_page_of_errors_is_that_of_the_classes() -> None:
+    assert page("errors") == error_page(), "run python -m tests.unit.doc_pages"
+
+
+@every_error
+def test_a_traceback_ends_with_the_advice_and_the_place_of_the_code(kind: Any) -> None:
+    error = sample(kind)
+    error.add_note("a note of the user")
+    *_, ours, theirs = "".join(traceback.format_exception(error)).splitlines()
+    assert ours == f"What to do: {kind.advice}. (docs/reference/errors.md#{kind.code})"
+    assert theirs == "a note of the user"
+    assert sample(kind).__notes__ == [ours]
+
+
+MAKE_FINDINGS = ("Finding", "_warning", "_warn", "_error")
+
+
+def findings_in_source() -> list[tuple[str, str]]:
+    """The code and the advice of each call that makes a finding, as they are written."""
+    found = []
+    for path in (ROOT / "celery_leases").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or len(node.args) < 3:
+                continue
+            if ast.unparse(node.func).rpartition(".")[2] not in MAKE_FINDINGS:
+                continue
+            if isinstance(node.args[0], ast.Constant):
+                found.append((str(node.args[0].value), ast.unparse(node.args[-1])))
+    return found
+
+
+def test_every_finding_of_the_doctor_says_what_to_write_and_is_documented() -> None:
+    found = findings_in_source()
+    assert len(found) > 20
+    text = page("command-line")
+    for code, advice in found:
+        assert f"`{code}`" in text, code
+        # The text of an error of ours has its own advice.
+        assert advice != "''" or code in ("settings", "task-options"), code
+
+
+def test_every_check_of_django_has_a_hint() -> None:
+    tree = ast.parse((ROOT / "celery_leases/django/checks.py").read_text())
+    made = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Warning", "Error")
+    ]
+    assert len(made) > 8
+    for node in made:
+        given = {each.arg: ast.unparse(each.value) for each in node.keywords}
+        # The text of an error of ours says what to write.
+        assert "hint" in given or "error" in ast.unparse(node.args[0]), given
+        assert f"`{ast.literal_eval(given['id'])}`" in page("django")

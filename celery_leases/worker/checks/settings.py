@@ -49,8 +49,9 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """Problem and advice in one line, as a worker logs them."""
-        return f"{self.problem}; {self.advice}" if self.advice else self.problem
+        """Problem, advice and code in one line, as a worker logs them."""
+        said = f"{self.problem}; {self.advice}" if self.advice else self.problem
+        return f"{said} ({self.code})"
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
