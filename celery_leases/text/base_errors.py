@@ -30,8 +30,8 @@ class DescribedError(BaseException):
         cls.code = re.sub(r"(?<=.)(?=[A-Z])", "-", cls.__name__).lower()
 
     @property
-    def __notes__(self) -> list[str]:  # type: ignore[override] - add_note() appends to the list
-        """What Python adds to the traceback; made when a traceback is."""
+    def __notes__(self) -> list[str]:  # type: ignore[override]
+        """What Python adds to the traceback; made when a traceback is. ``add_note()`` appends."""
         note = f"What to do: {self.advice}. ({PAGE}#{self.code})"
         notes: list[str] = self.__dict__.setdefault("_notes", [note])
         return notes
