@@ -49,8 +49,10 @@ from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.rows import MICROSECONDS, Row, microseconds
 from celery_leases.stores.sql.schema import Tables
 
-CHANGE_TRIES: Final = 20
-"""How often a change of slots is tried while other processes change the same ones."""
+CHANGE_TRIES: Final = 10
+"""How often a change of slots is tried while other processes change the same ones, before it locks
+their row. A lock is slower, because it is held for several round trips.
+"""
 CHANGE_PAUSE: Final = 0.002
 """Seconds by which the longest pause between two of these tries grows. Pauses are random, so that
 many processes do not try again at the same moment.
@@ -78,8 +80,8 @@ class SqlGroups(ClosingGroups):
         self._gates = tables.gates
         self._slots = tables.slots
         self._remembered, self._closed = database.once(self._conditions)
-        self._select_slots, self._update_slots, self._insert_slots = database.once(
-            self._slot_statements
+        self._select_slots, self._lock_slots, self._update_slots, self._insert_slots = (
+            database.once(self._slot_statements)
         )
 
     def _conditions(self) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
@@ -213,53 +215,66 @@ class SqlGroups(ClosingGroups):
         seen: SeenSlots | None = None,
     ) -> float:
         """Replace the slots of *group* by what *change* makes of them and the time, unless that is
-        ``None``; returns when these slots had arrived. Repeated if another process changes them at
-        the same time.
+        ``None``; returns when these slots had arrived.
+
+        Repeated if another process changes them at the same time. The last try locks the row
+        before it is read, so that it cannot fail because of others.
         """
         for tries in range(CHANGE_TRIES):
             if tries:
                 # The thread that renews changes slots too, so this is no sleep of greenlets.
                 os_threads.Wakeup().wait(random.uniform(0, CHANGE_PAUSE * tries))
-            if seen is None:
-                seen = self._seen(group)
+            seen = seen or self._seen(group)
             new = change(seen.slots, seen.now / 1000)
             if new is None or self._swap_slots(group, seen, new):
                 return seen.read_at
             seen = None
-        raise StoreUnavailable(
-            f"the slots of the group {group} changed {CHANGE_TRIES} times while they were written",
-            False,
-        )
+        with self.database.transaction() as run:
+            row = run(self._lock_slots, {"group": gate_name(group)})
+            if row is None:
+                raise StoreUnavailable(f"the slots of the group {group} were deleted", False)
+            seen = self._seen_in(row)
+            if (new := change(seen.slots, seen.now / 1000)) is not None:
+                run(self._update_slots, self._new_values(group, seen, new))
+        return seen.read_at
 
     def _seen(self, group: str) -> SeenSlots:
         row = self.database.first(self._select_slots, {"group": gate_name(group)})
         if row is None:
             now = int(self.database_time() * 1000)
             return SeenSlots(None, Slots(), now, os_threads.boot_clock())
+        return self._seen_in(row)
+
+    def _seen_in(self, row: Row) -> SeenSlots:
         slots = load(row["slots"])
         return SeenSlots(row["version"], slots, int(row["now"]), os_threads.boot_clock())
 
     def _swap_slots(self, group: str, seen: SeenSlots, new: Slots) -> bool:
-        values = {
+        values = self._new_values(group, seen, new)
+        if seen.version is None:
+            return self.database.touch(self._insert_slots, values)
+        return self.database.count(self._update_slots, values) > 0
+
+    def _new_values(self, group: str, seen: SeenSlots, new: Slots) -> dict[str, Any]:
+        return {
             "group": gate_name(group),
             "seen": seen.version,
             "new_version": max((seen.version or 0) + 1, seen.now),
             "new_slots": dump(new),
             "new_expires_at": int(new.expires_at * 1000) + microseconds(SLOTS_RETENTION),
         }
-        if seen.version is None:
-            return self.database.touch(self._insert_slots, values)
-        return self.database.count(self._update_slots, values) > 0
 
-    def _slot_statements(self) -> tuple[Executable, Executable, Writes]:
+    def _slot_statements(self) -> tuple[Executable, Executable, Executable, Writes]:
         slots = self._slots.c
         new: dict[str, Any] = {
             name: bindparam(f"new_{name}", type_=slots[name].type)
             for name in ("version", "slots", "expires_at")
         }
         name = slots.name == bindparam("group")
+        read = self._reading_slots().where(name)
         return (
-            self._reading_slots().where(name),
+            read,
+            read.with_for_update(),
             update(self._slots).where(name, slots.version == bindparam("seen")).values(new),
             self.database.dialect.insert_absent(
                 self._slots, ["name"], {"name": bindparam("group"), **new}

@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from mmap import mmap
 from operator import itemgetter
@@ -226,6 +226,33 @@ class Database:
         """Whether no connection has an open transaction that locks all rows."""
         with self.errors():
             return self.dialect.has_no_writer(self.engine)
+
+    @contextmanager
+    def transaction(self) -> Iterator[Callable[[Executable, Mapping[str, Any]], Row | None]]:
+        """A transaction for statements that must see no other write between them; gives the
+        function that executes one, and returns its first row if it has rows.
+
+        Other processes wait for the rows that it locks, so nothing may wait in it.
+        """
+        with self.errors(), self.engine.connect() as connection:
+            if wait_limit.in_use and self.dialect.limit_wait is not None:
+                self.dialect.limit_wait(connection.connection.dbapi_connection, connection.info)
+
+            def run(statement: Executable, values: Mapping[str, Any]) -> Row | None:
+                executed = connection.execute(statement, self.timed(values))
+                return _first(executed, _by_sqlalchemy) if executed.returns_rows else None
+
+            try:
+                connection.exec_driver_sql(self.dialect.BEGIN)
+                yield run
+                connection.exec_driver_sql("COMMIT")
+            except BaseException as error:
+                if isinstance(error, SQLAlchemyError) or self._is_reusable(error):
+                    with suppress(Exception):  # the transaction ends with its connection
+                        connection.exec_driver_sql("ROLLBACK")
+                else:
+                    connection.invalidate(error)
+                raise
 
     @contextmanager
     def errors(self) -> Iterator[None]:

@@ -91,6 +91,9 @@ class Dialect:
     #: SQL for the time of the statement, in microseconds since the epoch.
     NOW: ClassVar[str]
     BIG_INTEGER: ClassVar[str] = "BIGINT"
+    #: Begins a short transaction. If its process stands still meanwhile, the server ends it after
+    #: about 5 s where it can, so that its locks do not hold up other processes.
+    BEGIN: ClassVar[str] = "BEGIN"
     #: Appended to a SELECT that locks its rows.
     ROW_LOCK: ClassVar[str] = "FOR UPDATE"
     #: What to do about rows that stay locked.

@@ -75,7 +75,8 @@ _TIMEOUTS: Final = {"connect_timeout": 5, _READ: 15, "write_timeout": 15}
 _SESSION: Final = (
     # A value that is too long is an error instead of being truncated. Lock timeouts are in seconds.
     "SET SESSION sql_mode = CONCAT(@@sql_mode, ',STRICT_ALL_TABLES')",
-    "SET SESSION innodb_lock_wait_timeout = 1, lock_wait_timeout = 5",
+    # MariaDB ends an idle transaction, whose process may stand still; MySQL has no such limit.
+    "SET SESSION innodb_lock_wait_timeout = 1, lock_wait_timeout = 5 /*M!100301 , idle_transaction_timeout = 5 */",
     "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
 )
 

@@ -80,6 +80,7 @@ class PostgreSQL(Dialect):
         "42703": Fault.NO_COLUMN,
     }
     NOW = "CAST(extract(epoch from statement_timestamp()) * 1000000 AS BIGINT)"
+    BEGIN = "BEGIN; SET LOCAL idle_in_transaction_session_timeout = 5000"
     UNLOCK = "look for an idle one in pg_stat_activity"
     reads_or_inserts = True
     joint_index = True

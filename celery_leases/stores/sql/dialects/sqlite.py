@@ -45,6 +45,7 @@ class SQLite(Dialect):
         "has no column named": Fault.NO_COLUMN,
     }
     NOW = ":now"
+    BEGIN = "BEGIN IMMEDIATE"
     ROW_LOCK = ""
     UNLOCK = (
         "end this task's open transaction if it has written: SQLite allows one writer at a time"
@@ -81,7 +82,7 @@ class SQLite(Dialect):
 
     @contextmanager
     def migrating(self, connection: Connection) -> Iterator[bool]:
-        yield from transaction(connection, "BEGIN IMMEDIATE")
+        yield from transaction(connection, self.BEGIN)
 
     def mark(self, driver: Any, engine: Engine) -> Mark:
         return _Savepoint(driver, self, engine)
@@ -90,7 +91,7 @@ class SQLite(Dialect):
         with engine.connect() as connection:
             connection.exec_driver_sql("PRAGMA busy_timeout=0").close()
             try:
-                connection.exec_driver_sql("BEGIN IMMEDIATE")
+                connection.exec_driver_sql(self.BEGIN)
                 connection.exec_driver_sql("ROLLBACK")
             except OperationalError as error:
                 if self.fault(error) is not Fault.LOCKED:
