@@ -173,6 +173,9 @@ class Execution:
                 again = until_turn(call, burst, process.rand(), record)
         if again is not None:
             return again
+        if burst is not None and burst.newest > call.order and call.reschedulable:
+            # The newest call has not come. No other call needs to wait for it.
+            process.leases.note_order(call.key.stored, call.order, burst.newest)
         began = process.clock.now()
         while True:
             verdict = self._acquire_once(process.clock.now() - began)

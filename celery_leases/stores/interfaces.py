@@ -158,8 +158,8 @@ class MarkStore(Protocol):
         """
         ...
 
-    def note_order(self, stored_key: str, order: int) -> None:
-        """Note a call with that *order*, unless a newer one is noted."""
+    def note_order(self, stored_key: str, order: int, missing: int = 0) -> None:
+        """Note a call with that *order*, unless a newer one is noted than the *missing* one."""
         ...
 
     def burst(self, stored_key: str) -> Burst:

@@ -197,11 +197,11 @@ class ToyLeaseStore(MarkedLeaseStore):
             self._memory.bursts[stored_key] = newest, first or newest
             return newest
 
-    def note_order(self, stored_key: str, order: int) -> None:
+    def note_order(self, stored_key: str, order: int, missing: int = 0) -> None:
         """Unless a newer one is noted."""
         with self._memory.lock:
             newest, first = self._memory.bursts.get(stored_key, (0, 0))
-            if order > newest:
+            if order > newest or newest == missing:
                 self._memory.bursts[stored_key] = order, first or order
 
     def burst(self, stored_key: str) -> Burst:

@@ -141,6 +141,32 @@ def test_a_call_that_has_waited_for_a_long_run_lets_the_newest_run() -> None:
     assert bench.ran == [first.token, newest.token]
 
 
+def test_one_call_waits_in_vain_for_a_message_that_never_comes() -> None:
+    """Its publisher has died. The other calls that wait run at once, the newest of them last."""
+    bench = Bench()
+    orders = [bench.stores.new_order(KEY.stored) for _ in range(5)]
+    calls = [
+        bench.call(call_id=f"call-{n}", runs="latest", group=None, order=orders[n])
+        for n in range(4)
+    ]
+
+    def copy_of(call: Call) -> Call:
+        again = Execution(bench.process, call).acquire()
+        assert isinstance(again, Reschedule)
+        return bench.again(call, started=False, superseded_at=again.superseded_at)
+
+    copies = [copy_of(call) for call in calls]
+    bench.clock.sleep(PATIENCE + 0.001)
+    assert isinstance(bench.run(copies[1]), Return)
+    assert isinstance(bench.run(copies[0]), Return)
+    assert isinstance(bench.run(copies[3]), Return)
+    assert isinstance(bench.run(copies[2]), Return)
+    assert bench.ran == [copies[1].token, copies[3].token]
+    late = bench.call(call_id="late", runs="latest", group=None, order=orders[4])
+    assert isinstance(bench.run(late), Return)
+    assert bench.ran[-1] == late.token
+
+
 def test_a_message_of_a_finished_call_that_comes_again_does_not_run() -> None:
     """Also if a newer call has failed meanwhile, and will run again."""
     bench = Bench()

@@ -350,7 +350,7 @@ NEW_ORDER: Final = Script(
     + """
 local order = tonumber(ARGV[1])
 if order == 0 then order = math.max(now, newest + 1) end
-if order > newest then
+if order > newest or newest == tonumber(ARGV[3]) then
     newest = order
     if first == 0 then first = order end
     note(ARGV[2])
@@ -359,7 +359,9 @@ return order
 """,
     keys=1,
 )
-"""KEYS: mark. ARGV: the order of a call, or 0 for a new one; ttl. Returns the order."""
+"""KEYS: mark. ARGV: the order of a call, or 0 for a new one; ttl; an order that a lower one may
+replace, or 0. Returns the order.
+"""
 
 READ_BURST: Final = Script(_BURST + "return {now, newest, first}", keys=1)
 """KEYS: mark. Returns the time, and ``newest`` and ``first``."""

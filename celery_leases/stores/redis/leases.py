@@ -450,13 +450,13 @@ class RedisLeaseStore(MarkedLeaseStore):
         """The order of a new call, by the clock of the server."""
         return self._order(stored_key, 0)
 
-    def note_order(self, stored_key: str, order: int) -> None:
-        """Note a call, unless a newer one is noted."""
-        self._order(stored_key, order)
+    def note_order(self, stored_key: str, order: int, missing: int = 0) -> None:
+        """Note a call, unless a newer one is noted than the missing one."""
+        self._order(stored_key, order, missing)
 
-    def _order(self, stored_key: str, order: int) -> int:
-        key = self._keys.mark(stored_key, NEWEST)
-        return int(self._commands.run(lease_scripts.NEW_ORDER, key, order, milliseconds(ORDER_TTL)))
+    def _order(self, stored_key: str, order: int, missing: int = 0) -> int:
+        key, ttl = self._keys.mark(stored_key, NEWEST), milliseconds(ORDER_TTL)
+        return int(self._commands.run(lease_scripts.NEW_ORDER, key, order, ttl, missing))
 
     def burst(self, stored_key: str) -> Burst:
         """The newest call, and the first one of its burst."""

@@ -91,9 +91,14 @@ class RowMarks:
         """The order of a new call, by the clock of the database."""
         return self.database.raised_to(self._raise_order, {"for_key": stored_key}) - _ORDER_TTL
 
-    def note_order(self, stored_key: str, order: int) -> None:
-        """Note a call, unless a newer one is noted."""
-        values = {"for_key": stored_key, "until": order + _ORDER_TTL, "first": str(order)}
+    def note_order(self, stored_key: str, order: int, missing: int = 0) -> None:
+        """Note a call, unless a newer one is noted than the missing one."""
+        values = {
+            "for_key": stored_key,
+            "until": order + _ORDER_TTL,
+            "first": str(order),
+            "missing": missing + _ORDER_TTL,
+        }
         self.database.touch(self._note_order, values)
 
     def burst(self, stored_key: str) -> Burst:
@@ -172,7 +177,9 @@ class RowMarks:
             "expires_at": bindparam("until", type_=BigInteger),
             "value": bindparam("first"),
         }
-        noted = update(marks).where(own, marks.c.expires_at < given["expires_at"])
+        missing: BindParameter[int] = bindparam("missing", type_=BigInteger)
+        older = or_(marks.c.expires_at < given["expires_at"], marks.c.expires_at == missing)
+        noted = update(marks).where(own, older)
         absent = dialect.insert_absent(marks, tuple(key), {**key, **given})
         writes = noted.values({**given, "value": begun(given["value"])}), *absent
         newest, value = (

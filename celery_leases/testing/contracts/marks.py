@@ -136,12 +136,17 @@ class MarkStoreContract:
         assert marks.new_order(key) > burst.newest
 
     def test_a_given_order_is_noted_unless_a_newer_one_is(self, marks: MarkStore, key: str) -> None:
-        """The order of a call that had none when it was published."""
+        """The order of a call that had none when it was published. One that does not come is
+        replaced, unless a newer one was noted since.
+        """
         marks.note_order(key, 7)
         assert (marks.burst(key).newest, marks.burst(key).first) == (7, 7)
         for order in (9, 8):
             marks.note_order(key, order)
             assert (marks.burst(key).newest, marks.burst(key).first) == (9, 7)
+        for missing, newest in ((10, 9), (9, 8)):
+            marks.note_order(key, 8, missing)
+            assert (marks.burst(key).newest, marks.burst(key).first) == (newest, 7)
         assert marks.new_order(key) == marks.burst(key).newest > 9
 
     def test_a_run_of_the_newest_call_ends_its_burst(self, marks: MarkStore, key: str) -> None:
