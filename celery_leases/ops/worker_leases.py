@@ -64,6 +64,6 @@ def workers_of(app: Celery) -> Sequence[WorkerLeaseState]:
             raise BrokerUnavailable(f"the broker: {redact(str(error))}") from error
     states = []
     for state in found:
-        name, pid, _ = state.name.rsplit("/", 2)
+        name, pid, _, _ = state.name.rsplit("/", 3)
         states.append(WorkerLeaseState(name, int(pid), state.messages, state.remaining))
     return sorted(states, key=lambda state: (state.worker, state.pid))

@@ -2,8 +2,9 @@
 
 Under it the worker registers the leased messages that it has not acknowledged. When the lease of a
 worker ends, because the worker was killed, stands still or cannot reach the broker, another worker
-returns these messages to their queues, long before the visibility timeout is over. Messages of
-other tasks stay where they are: they may not run twice.
+returns these messages to their queues, long before the visibility timeout is over. It also returns
+those that the worker may have fetched without registering them, because it died at that moment.
+Messages of other tasks stay where they are: they may not run twice.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import random
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import chain
@@ -34,12 +35,15 @@ from celery_leases.options import DAY
 from celery_leases.signals import logger
 from celery_leases.text.redaction import redact
 from celery_leases.worker.app_settings import leased_tasks, settings_of
+from celery_leases.worker.headers import HEADER, ORDER
 
 if TYPE_CHECKING:
     from celery_leases.stores.redis.workers import Workers
 
 BATCH_TIME: Final = 0.05
 """Seconds in which changes of the registered messages are gathered for one round trip."""
+PAGE: Final = 20
+"""Messages that one request to the broker looks at, at most."""
 STOP_TIMEOUT: Final = 2.0
 """Seconds that a shutdown waits until the worker has removed its lease."""
 
@@ -69,16 +73,24 @@ class WorkerLease:
     """The lease of one worker, which a thread of its own renews.
 
     *host* is the worker's host name. *connection* opens a new connection of kombu to the broker.
-    All keys begin with *prefix*. *ttl* is in seconds.
+    All keys begin with *prefix*. *ttl* is in seconds. *tasks* are the names of the leased tasks.
     """
 
-    def __init__(self, host: str, connection: Callable[[], Any], prefix: str, ttl: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        connection: Callable[[], Any],
+        prefix: str,
+        ttl: float,
+        tasks: Container[str] = (),
+    ) -> None:
         self._host = host
         #: The broker knows no worker of this name yet.
         self._name = host
         self._connection = connection
         self._prefix = prefix
         self._ttl = ttl
+        self._tasks = tasks
         self._clock = os_threads.boot_clock
         #: Until when this worker may acknowledge what it has registered. Before it has a lease,
         #: nobody returns its messages.
@@ -276,6 +288,8 @@ class WorkerLease:
 
     def _renew(self, workers: Workers, channel: Any) -> Sequence[str]:
         """Renew the lease and write what has changed; return workers whose leases have ended."""
+        from celery_leases.stores.redis.workers import name_of
+
         self._gather()
         sent = self._clock()
         lapsed = sent >= self._counts_until
@@ -290,7 +304,7 @@ class WorkerLease:
                     del self._registered[delivery.tag]
             for delivery in self._registered.values():
                 delivery.sent = False
-            self._name = f"{self._host}/{os.getpid()}/{secrets.token_hex(4)}"
+            self._name = name_of(self._host, os.getpid(), secrets.token_hex(4), self._ttl)
             workers.enter(self._name, self._ttl)
             self._to_add.update(self._registered)
             ended = self._write(workers)
@@ -353,8 +367,10 @@ class WorkerLease:
         left = returned = 0
         if ended == name:  # another worker has begun, and does not end within a ttl: help it
             tags = random.sample(tags, len(tags))
-        for tag in tags:
-            if not _has_queue(channel, tag):
+        for tag in chain(tags, self._unregistered(workers, channel, ended)):
+            if tag is None:
+                pass
+            elif not _has_queue(channel, tag):
                 left += 1
             else:
                 client = _Unregistering(channel.client, workers.messages(ended), tag)
@@ -368,6 +384,33 @@ class WorkerLease:
                 "the lease of the worker %s has ended: %d of its messages are in their queues again"
             )
             self._log(logging.INFO, text, own_name(ended), returned)
+
+    def _unregistered(self, workers: Workers, channel: Any, ended: str) -> Iterator[str | None]:
+        """The leased messages that an *ended* worker may have fetched without registering them,
+        registered now; ``None`` after each request.
+
+        If another worker has fetched one of them, its call is delivered twice.
+        """
+        prefix = channel.global_keyprefix
+        tags = workers.fetched(ended, f"{prefix}{channel.unacked_index_key}")
+        for place in range(0, len(tags), PAGE):
+            page = tags[place : place + PAGE]
+            found = workers.unregistered(page, f"{prefix}{channel.unacked_key}")
+            tasks = {tag: self._leased_task(message) for tag, message in found.items()}
+            leased = {tag: task for tag, task in tasks.items() if task is not None}
+            yield None
+            if leased:
+                yield from workers.register(ended, DAY, leased)
+
+    def _leased_task(self, stored: bytes) -> str | None:
+        """The name of the task of a message in kombu's form; ``None`` if it has no lease."""
+        try:
+            headers = loads(bytes_to_str(stored))[0]["headers"]
+            task = headers["task"]
+            leased = HEADER in headers or ORDER in headers or task in self._tasks
+        except (LookupError, TypeError, ValueError):
+            return None  # another program has written it
+        return task if leased and isinstance(task, str) else None
 
 
 def _acknowledge(qos: Any, delivery: _Delivery) -> None:
@@ -448,6 +491,7 @@ def start(consumer: Any) -> None:
             partial(_connection_like, consumer, options),
             prefix_of(app, consumer.connection.default_channel),
             ttl,
+            frozenset(tasks),
         )
         lease.start()
         current = lease

@@ -2,7 +2,8 @@
 
 FAILPOINT is the step, FAILPOINT_TIMES how often it acts, and a file FAILPOINT_FILE plus a number
 records each time. ``before publish``, ``after publish`` and ``after mark`` kill the whole worker
-during a reschedule. ``after release`` kills the child after its success was written and its lease
+during a reschedule. ``never registered`` is a worker that dies before it has registered what it
+has fetched. ``after release`` kills the child after its success was written and its lease
 released. ``after callbacks`` kills the whole worker after Celery has sent the callbacks and before
 they are marked as sent. ``slow rescheduled`` delays the publication until the file FAILPOINT_GATE
 exists.
@@ -13,7 +14,7 @@ import os
 from celery.signals import task_success
 
 from celery_leases.attempt import run
-from celery_leases.worker import publisher
+from celery_leases.worker import publisher, takeover
 from tests.apps.failpoints import STEP, reach, strikes
 from tests.apps.leased import *  # noqa: F403
 from tests.apps.leased import app, note, wait_for  # noqa: F401
@@ -53,6 +54,8 @@ def _run_and_die(self, *args, **kwargs):
     return reply
 
 
+if STEP == "never registered":
+    takeover.WorkerLease.received = lambda *_: None  # type: ignore[method-assign,assignment]
 publisher.Publisher._publish = _publish_and_die
 publisher.Publisher.reschedule = _reschedule_and_die
 run.Execution._run = _run_and_die

@@ -48,11 +48,11 @@ def workers(channel: Any) -> Workers:
     return Workers(channel.pool, f"{channel.global_keyprefix}{PREFIX}")
 
 
-def fetched(connection: Connection, number: int) -> list[Any]:
+def fetched(connection: Connection, number: int, **headers: Any) -> list[Any]:
     """Publish and fetch so many messages, without acknowledging them."""
     queue = connection.SimpleQueue("work")
     for place in range(number):
-        queue.put({"n": place})
+        queue.put({"n": place}, headers=headers)
     return [queue.get(timeout=5) for _ in range(number)]
 
 
@@ -80,9 +80,22 @@ def ended(workers: Workers) -> list[str]:
     return list(workers.renew("b", 60, 60, {}, []) or ())
 
 
+def next_ended(workers: Workers) -> str:
+    """The only worker whose lease has ended, as soon as it has."""
+    wait_until(lambda: bool(ended(workers)), 5, "the lease to end")
+    (name,) = ended(workers)
+    return name
+
+
 def take_over(workers: Workers, channel: Any, name: str, ttl: float = 60.0) -> None:
     """Return the messages of an ended worker as far as that is possible."""
-    assert all(WorkerLease("c", Mock(), PREFIX, ttl)._return_messages(workers, channel, name))
+    lease = WorkerLease("c", Mock(), PREFIX, ttl, {"leased"})
+    assert all(lease._return_messages(workers, channel, name))
+
+
+def fetched_at(channel: Any, message: Any, seconds_ago: float) -> None:
+    """Let kombu have fetched a message so long ago."""
+    channel.client.zadd("unacked_index", {message.delivery_tag: time.time() - seconds_ago})
 
 
 def test_a_worker_is_known_until_it_is_forgotten(workers: Workers) -> None:
@@ -124,7 +137,7 @@ def test_a_name_like_that_of_an_ended_worker_is_a_name(workers: Workers) -> None
 
 def test_a_worker_without_messages_is_removed(workers: Workers) -> None:
     dies(workers, "a")
-    assert workers.take("a", 60) is None
+    take_over(workers, Mock(), "a")
     assert [state.name for state in workers.listed()] == ["b"]
 
 
@@ -157,6 +170,59 @@ def test_several_workers_return_each_message_once(
         assert not channel.client.hlen("unacked")
 
 
+def test_leased_messages_that_nobody_has_registered_are_returned_too(
+    connection: Connection, workers: Workers, channel: Any
+) -> None:
+    """If they were fetched when the worker died. Others, and those of plain tasks, stay."""
+    for headers in ({"task": "leased"}, {"task": "unknown", "celery_leases": "1:k"}):
+        dead = fetched(connection, 3, **headers)
+        others = [*fetched(connection, 1, task="plain"), *fetched(connection, 1)]
+        early, registered, just_now = fetched(connection, 3, **headers)
+        channel.client.hset("unacked", "broken", "{}")
+        channel.client.zadd("unacked_index", {"broken": time.time() - 1})
+        for message in (*dead, *others, registered):
+            fetched_at(channel, message, 1)
+        fetched_at(channel, early, 5 + 20 + 1)
+        fetched_at(channel, just_now, 0)
+        workers.enter("living", 60)
+        workers.renew("living", 60, 60, {registered.delivery_tag: "leased"}, [])
+        dies(workers, "dead/1/word/20000", dead[0])
+        take_over(workers, channel, "dead/1/word/20000")
+        assert waiting(connection) == [0, 1, 2]
+        left = (*others, early, registered, just_now)
+        assert all(channel.client.hget("unacked", message.delivery_tag) for message in left)
+        assert channel.client.hlen("unacked") == len(left) + 1  # and the broken one
+        assert sorted(one.name for one in workers.listed()) == ["b", "living"]
+        for message in left:
+            message.ack()
+
+
+def test_a_message_that_nobody_has_registered_is_returned_once(
+    connection: Connection, workers: Workers, channel: Any
+) -> None:
+    """Although two workers have died that may have fetched it, and both are taken over."""
+    messages = fetched(connection, 45, task="leased")
+    for message in messages:
+        fetched_at(channel, message, 1)
+    with connection.clone() as second:
+        other = second.default_channel
+        its = Workers(other.pool, f"{other.global_keyprefix}{PREFIX}")
+        for name in ("dead", "dead too"):
+            dies(workers, name)
+        for name, added in (("gone!1", ["t1"]), ("gone too!1", [])):
+            workers.enter(name, 60)
+            assert workers.register(name, 60, {"t1": "leased"}) == added
+        lease = WorkerLease("c", Mock(), PREFIX, 60.0, {"leased"})
+        steps = [
+            lease._return_messages(workers, channel, "dead"),
+            lease._return_messages(its, other, "dead too"),
+        ]
+        while steps:
+            steps = [each for each in steps if next(each, False)]
+    assert waiting(connection) == list(range(45))
+    assert not channel.client.hlen("unacked")
+
+
 def test_a_message_goes_back_through_the_exchange_by_which_it_came(
     connection: Connection, workers: Workers
 ) -> None:
@@ -170,7 +236,7 @@ def test_a_message_goes_back_through_the_exchange_by_which_it_came(
         message = queue(first.default_channel).get()
         dies(workers, "a", message)
         take_over(workers, stranger.default_channel, "a", 0.001)
-        (left,) = ended(workers)
+        left = next_ended(workers)
         assert first.default_channel.client.hlen("unacked") == 1
         take_over(workers, first.default_channel, left)
         assert [state.name for state in workers.listed()] == ["b"]
@@ -321,7 +387,7 @@ def test_a_message_is_returned_or_stays_registered(
         patched.setattr(channel, "_do_restore_message", Mock(side_effect=ConnectionError))
         with pytest.raises(ConnectionError):
             take_over(workers, channel, "a", 0.001)
-    (left,) = ended(workers)
+    left = next_ended(workers)
     take_over(workers, channel, left)
     assert waiting(connection) == [0]
 

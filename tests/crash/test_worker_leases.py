@@ -12,7 +12,7 @@ import redis
 
 from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import MakeScene
-from tests.crash.crash_deployments import Scene
+from tests.crash.crash_deployments import FAILING, Scene
 from tests.integration.deployments import REDIS_DATABASE_SQLITE, REDIS_REDIS_POSTGRES, spelled
 from tests.support.commands import run_command
 
@@ -68,6 +68,38 @@ def test_the_messages_of_a_killed_worker_run_soon(
                 lambda: client.hlen("unacked") == 1, SOON, "the leased ones to be acknowledged"
             )
             assert not scene.events("plain")
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_what_a_worker_has_just_fetched_runs_soon_too(
+    scene_factory: MakeScene, name: str, pool: str
+) -> None:
+    """A worker may be killed before it has registered a message; a plain message stays."""
+    scene = scene_factory(
+        REDIS_REDIS_POSTGRES,
+        ttl=TTL,
+        visibility=AN_HOUR,
+        start=False,
+        module=FAILING,
+        env={"PREFETCH": "8"},
+    )
+    scene.workers.clear()
+    scene.worker = scene.another(env=scene.failpoint("never registered"), pool=pool)
+    gate, first = scene.hold("work", f"{name}-0")
+    results = [first, *(scene.tasks.work.delay(f"{name}-{number}") for number in (1, 2, 3))]
+    scene.send("plain")
+    with redis.Redis.from_url(scene.redis_url) as client:
+        wait_until(lambda: client.hlen("unacked") == 5, 20, "five messages to be fetched")
+        assert not registered(client)
+        scene.another(pool=pool)
+        scene.kill_worker()
+        wait_until(lambda: 0 in begins(scene, name)[1:], SOON, "the call to begin again")
+        gate.touch()
+        for one in results:
+            one.get(timeout=SOON)
+        assert begins(scene, name) == [0, 0, 1, 2, 3]
+        wait_until(lambda: client.hlen("unacked") == 1, SOON, "the leased ones to be acknowledged")
+        assert not scene.events("plain")
 
 
 def test_a_frozen_worker_that_comes_back_loses_and_doubles_nothing(

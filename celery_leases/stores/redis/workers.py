@@ -4,7 +4,9 @@ acknowledged.
 A sorted set has the workers by the end of their leases, on the server's clock in milliseconds. A
 hash for each worker has its messages: the delivery tag, and the name of the task. A worker whose
 lease has ended gets another name before its messages are returned, so that it learns of that when
-it comes back. Under this name, the worker that returns the messages holds a lease of its own.
+it comes back. Under this name, the worker that returns the messages holds a lease of its own. Both
+names say when messages may have been fetched that were not registered any more: the first one ends
+with the ttl, the second one with the time at which the lease has ended, in milliseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from celery_leases.stores.redis.values import as_text
 BATCH: Final = 10
 """Ended workers that one call returns, at most."""
 _ENDED: Final = "!"
-"""Separates the name of an ended worker from the time at which that was seen, in digits."""
+"""Separates the name of an ended worker from the time at which its lease has ended, in digits."""
+
+CLOCKS_DIFFER: Final = 5.0
+"""By how many seconds the clock of a worker, which kombu notes when it fetches a message, differs
+from that of the server, at most.
+"""
+_REGISTERED_AFTER: Final = 0.5
+"""Seconds after which a living worker has registered a message that it has fetched."""
 
 _NOW: Final = """
 local time = redis.call('TIME')
@@ -58,21 +67,81 @@ TAKE: Final = Script(
     + f"""
 local score = redis.call('ZSCORE', KEYS[1], ARGV[1])
 if not score or tonumber(score) >= now then return false end
-local name, found = ARGV[1], redis.call('EXISTS', KEYS[2]) == 1
-if found and not string.find(name, '{_ENDED}%d+$') then
-    name = name .. '{_ENDED}' .. now
-    redis.call('RENAME', KEYS[2], KEYS[2] .. '{_ENDED}' .. now)
+local name = ARGV[1]
+if not string.find(name, '{_ENDED}%d+$') then
+    local ended = string.format('{_ENDED}%.0f', score)
+    name = name .. ended
+    if redis.call('EXISTS', KEYS[2]) == 1 then redis.call('RENAME', KEYS[2], KEYS[2] .. ended) end
 end
 redis.call('ZREM', KEYS[1], ARGV[1])
-if not found then return false end
 redis.call('ZADD', KEYS[1], now + ARGV[2], name)
 return name
 """,
     keys=2,
 )
 """KEYS: the workers, the messages of an ended worker. ARGV: its name, the ttl of the lease on its
-messages. Returns the name under which these are now; ``nil`` if it has none, or if its lease or
-that on its messages has not ended.
+messages. Returns the name under which these are now; ``nil`` if its lease or that on its messages
+has not ended.
+"""
+
+FETCHED: Final = Script(
+    _NOW
+    + f"""
+local last = math.min(ARGV[2], now / 1000 - {_REGISTERED_AFTER})
+return redis.call('ZRANGEBYSCORE', KEYS[1], ARGV[1], string.format('%.3f', last))
+""",
+    keys=1,
+)
+"""KEYS: kombu's index of unacknowledged messages. ARGV: two times in seconds. Returns the tags of
+messages that were fetched between these, except those that a worker may just have fetched.
+"""
+
+_UNREGISTERED: Final = """
+local workers = redis.call('ZRANGE', KEYS[1], 0, -1)
+local function unregistered(tag)
+    for _, worker in ipairs(workers) do
+        if redis.call('HGET', KEYS[1] .. ':' .. worker, tag) then return false end
+    end
+    return true
+end
+"""
+
+UNREGISTERED: Final = Script(
+    _UNREGISTERED
+    + """
+local found = {}
+for _, tag in ipairs(ARGV) do
+    local message = unregistered(tag) and redis.call('HGET', KEYS[2], tag)
+    if message then
+        found[#found + 1] = tag
+        found[#found + 1] = message
+    end
+end
+return found
+""",
+    keys=2,
+)
+"""KEYS: the workers, kombu's unacknowledged messages. ARGV: tags. Returns tag and message of those
+that no worker has registered.
+"""
+
+REGISTER: Final = Script(
+    _UNREGISTERED
+    + """
+local added = {}
+for place = 2, #ARGV, 2 do
+    if unregistered(ARGV[place]) then
+        redis.call('HSET', KEYS[2], ARGV[place], ARGV[place + 1])
+        added[#added + 1] = ARGV[place]
+    end
+end
+redis.call('PEXPIRE', KEYS[2], ARGV[1])
+return added
+""",
+    keys=2,
+)
+"""KEYS: the workers, the messages of an ended worker. ARGV: how long these are kept, tags and tasks
+of further messages. Adds those that no worker has registered, and returns their tags.
 """
 
 FORGET: Final = Script(
@@ -105,6 +174,21 @@ def own_name(name: str) -> str:
     """The name that a worker has given itself; *name* may be that of an ended one."""
     before, _, time = name.rpartition(_ENDED)
     return before if time.isdigit() else name
+
+
+def name_of(host: str, pid: int, word: str, ttl: float) -> str:
+    """The name that a worker gives itself; *word* is a new one for each lease."""
+    return f"{host}/{pid}/{word}/{round(ttl * 1000)}"
+
+
+def _fetched_between(ended: str) -> tuple[float, float]:
+    """When a worker may have fetched messages that it has not registered, in seconds: after it
+    renewed its lease for the last time, and before this ended.
+    """
+    name, _, end = ended.rpartition(_ENDED)
+    ttl = name.rpartition("/")[2]
+    since = int(end) - (int(ttl) if ttl.isdigit() else 0)
+    return since / 1000 - CLOCKS_DIFFER, int(end) / 1000 + CLOCKS_DIFFER
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +244,35 @@ class Workers:
 
     def take(self, name: str, ttl: float) -> tuple[str, Sequence[str]] | None:
         """The messages of a worker whose lease has ended, and the name under which they are now;
-        ``None`` if there is nothing to return. For *ttl* seconds, no other caller gets them.
+        ``None`` if it has not ended. For *ttl* seconds, no other caller gets them.
         """
         now = self._run(TAKE, name, name, round(ttl * 1000))
         if now is None:
             return None
         ended = as_text(now)
         return ended, [as_text(tag) for tag in self._client.hkeys(self.messages(ended))]
+
+    def fetched(self, ended: str, index: str) -> Sequence[str]:
+        """The tags of the messages that were fetched when the *ended* worker may have lived without
+        registering them; *index* is kombu's key of the times at which messages were fetched.
+        """
+        found = self._client.eval(FETCHED.text, FETCHED.keys, index, *_fetched_between(ended))
+        return [as_text(tag) for tag in found]
+
+    def unregistered(self, tags: Sequence[str], unacked: str) -> Mapping[str, bytes]:
+        """Those of these messages that no worker has registered, by tag; *unacked* is kombu's key
+        of the unacknowledged messages.
+        """
+        script = UNREGISTERED
+        found = self._client.eval(script.text, script.keys, self._workers, unacked, *tags)
+        return dict(zip(map(as_text, found[::2]), found[1::2], strict=True))
+
+    def register(self, ended: str, kept: float, added: Mapping[str, str]) -> Sequence[str]:
+        """Register messages for an *ended* worker, and return the tags of those that no other
+        worker has registered meanwhile. They are kept for *kept* seconds.
+        """
+        pairs = [part for pair in added.items() for part in pair]
+        return [as_text(tag) for tag in self._run(REGISTER, ended, round(kept * 1000), *pairs)]
 
     def forget(self, name: str) -> None:
         """Remove a worker and its messages."""
