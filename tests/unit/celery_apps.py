@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 
-import celery
 import pytest
+from celery import _state as state
 
 
 @pytest.fixture
 def apps() -> Iterator[None]:
     """Forget afterwards the apps, the shared tasks and the current app of the test."""
-    state = celery._state
     finalizers, known = set(state._on_app_finalizers), set(state._apps)
     default, current = state.default_app, state._tls.current_app
     yield

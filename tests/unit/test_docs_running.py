@@ -276,3 +276,13 @@ def test_the_page_names_every_function() -> None:
     number, line = re.search(r"attempt 1  tasks\.py:(\d+): (.*)", PAGE).groups()  # type: ignore[union-attr]
     assert blocks(PAGE, "python")[0].splitlines()[int(number) - 1].strip() == line
     assert PACKAGE.endswith("celery_leases")
+
+
+@pytest.mark.usefixtures(apps.__name__)
+def test_the_first_task_of_a_project_runs_once(capsys: pytest.CaptureFixture[str]) -> None:
+    (source,) = blocks(page("add-to-your-project"), "python")
+    with executed(source, "billing") as names:
+        names["app"].conf.task_always_eager = True
+        results = [names["send_invoice"].delay(1, "2026-04").get() for _ in "ab"]
+    assert results == [{"customer": 1}] * 2
+    assert capsys.readouterr().out == "the mail for 1 2026-04\n"
