@@ -3,6 +3,7 @@
 #   make test-all        each test on all of them, and the client libraries whose errors the rules are tested with
 #   make simulate        clusters in one process, each from its seed, with everything that can go wrong (SIMULATE_ARGS)
 #   make planted         the bugs that the simulator must find, and how many seeds it takes
+#   make docs            the documentation as a site, in build/site; its links and anchors are checked
 #   make lowest | lint | check | demo | demo-cooldown | play | peers | bench | clean       PYTHON=python3.12 chooses the interpreter
 PYTHON ?= python3
 VENV   := .venv
@@ -17,7 +18,7 @@ TEST_GROUPS := test $(if $(CI),clients)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-again test-all simulate planted lowest lint check demo demo-cooldown play peers bench clean
+.PHONY: help test test-again test-all simulate planted lowest lint check demo demo-cooldown play peers docs bench clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -84,6 +85,10 @@ play: $(VENV)/.group-demo
 # PEERS_ARGS=--check compares with docs/explanation/comparison.md; the environments of the others are made in build/environments.
 peers: $(VENV)/.group-demo
 	@$(BIN)/python -m benchmarks.peers $(PEERS_ARGS)
+
+docs: $(VENV)/.group-docs
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env docs build/site
+	@echo "== build/site/index.html, with llms.txt and each page as Markdown beside it"
 
 # BENCH_ARGS=--quick is a small version that writes nothing; --only throughput,writes measures a part.
 bench: $(VENV)/.group-bench
