@@ -10,7 +10,15 @@ from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-from tests.clients.expectations import ERROR, INFRASTRUCTURE, REFUSED, Places, cases, raising
+from tests.clients.expectations import (
+    ERROR,
+    INFRASTRUCTURE,
+    NOT_THERE_YET,
+    REFUSED,
+    Places,
+    cases,
+    raising,
+)
 from tests.clients.servers import GIVES_UP_AFTER, hangs_up_at_once, refuses
 
 
@@ -187,7 +195,7 @@ POSTGRES = [
                 INFRASTRUCTURE,
             ),
             "pool is empty": (pool_is_empty, INFRASTRUCTURE),
-            "no row": (no_row, ERROR.of("NoResultFound")),
+            "no row": (no_row, NOT_THERE_YET),
             "23505 unique, without SQLAlchemy": (plain_psycopg, REFUSED),
             "closed, without SQLAlchemy": (closed_psycopg, INFRASTRUCTURE),
             "no database": (no_database, INFRASTRUCTURE),

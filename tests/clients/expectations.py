@@ -53,6 +53,7 @@ OUTCOME_UNKNOWN = Expected("outcome_unknown", "retry", ambiguous=True)
 REFUSED = Expected("refused", "permanent")
 LIMIT_HIT = Expected("limit_hit", "cooldown", ambiguous=True)
 ERROR = Expected("error", "cooldown")
+NOT_THERE_YET = Expected("not_found", "retry", then="cooldown of the key")
 
 
 def judged(error: BaseException) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_the_status_of_a_waiting_call_shows_its_revocation(stage: Stage, name: s
     stage.wait_for_log(first.id, "it was revoked while it waited")
     seen = status(stage, "resumes", name)
     assert_has(seen, state="cooling", reason="terminated", detail="revoked", resumes=False)
-    assert seen.message().startswith("Revoked: ")
+    assert seen.message().startswith("Cancelled: ")
     row = stage.row("resumes", f"resumes:{name}")
     assert row["retry_at"] == before["retry_at"]
     wait_until_over(stage, "resumes", name)

@@ -130,8 +130,9 @@ def test_wrong_arguments_fail_for_good(stage: Stage, name: str) -> None:
 def test_a_permanent_failure_shows_the_class_of_its_error(stage: Stage, name: str) -> None:
     with pytest.raises(ValueError, match="no document"):
         got(stage.tasks.firm.delay(name, [["raise", "ValueError", "no document"]]))
-    with pytest.raises(PermanentFailure, match=r"^ValueError: no document$"):
+    with pytest.raises(PermanentFailure) as raised:
         got(stage.tasks.firm.delay(name, [OK]))
+    assert str(raised.value) == "ValueError: no document"
 
 
 def test_a_rescheduled_failure_is_a_retry(stage: Stage, name: str, watcher: Watcher) -> None:

@@ -129,7 +129,7 @@ BUGS = (
     Bug(
         "a body begins although the claim took longer than the lease",
         RUN,
-        "        if not held_lease.held:\n            self._close(unrun(call, record, 0.0))",
+        "        if process.clock.now() >= held_lease.own_stop:\n            self._close(unrun(call, record, 0.0))",
         "        if False:\n            self._close(unrun(call, record, 0.0))",
     ),
     # -- the outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -34,7 +35,9 @@ def run(seed: int, without: frozenset[str] = frozenset()) -> Failure | None:
     try:
         notes = world.run()
     except Exception as error:  # noqa: BLE001 - an error in the main process of a worker, or of the simulator
-        wrong = Violation("no unexpected error", None, f"{type(error).__name__}: {error}")
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        why = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        wrong = Violation("no unexpected error", None, why)
         return Failure(seed, without, world.history, wrong)
     finally:
         logging.disable(logging.NOTSET)

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import celery
 from celery import Celery
 from celery.backends.base import KeyValueStoreBackend
 
@@ -93,6 +94,7 @@ def app() -> SimulatedCelery:
     common: dict[str, Any] = {
         "base": LeasedTask,
         "bind": True,
+        "shared": False,
         "lease_key": "{key}",
         "lease_ttl": TTL,
         "lease_failures": failures,
@@ -105,7 +107,9 @@ def app() -> SimulatedCelery:
     made.task(name="limited", lease_group=group, lease_runs="each", **common)(body)
     made.task(name="killed", lease_on_lost="kill", **once)(body)
     made.task(name="charged", **once)(charging_body)
-    made.finalize()
+    others, celery._state._on_app_finalizers = celery._state._on_app_finalizers, set()
+    made.finalize()  # without the shared tasks of other tests in this process
+    celery._state._on_app_finalizers = others
     made.set_default()
     return made
 

@@ -194,4 +194,4 @@ def test_reasons_are_their_stable_codes() -> None:
         == Reason("rate_limited")
         == "rate_limited"
     )
-    assert len(Reason) == 18
+    assert len(Reason) == 19
