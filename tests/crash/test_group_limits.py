@@ -64,6 +64,7 @@ def run_limited(scene: Scene, calls: int, seconds: float, ideal: float, *, kills
         killed[victim] = kill(victim)
     if kills:
         scene.wait_for("end", calls // 2)
+        scene.stop_consuming(scene.worker)
         children = scene.worker.children()
         scene.kill_worker()
         killed |= dict.fromkeys(children, time.monotonic())
@@ -86,6 +87,24 @@ def test_r2_never_more_than_the_limit_run(scene_factory: MakeScene) -> None:
     run_limited(scene, 16, 0.3, 1.6, kills=True)
 
 
+def test_r2_the_smallest_limit_counts(scene_factory: MakeScene) -> None:
+    """Two workers give one group different limits: a body of the limit 1 runs alone."""
+    scene = scene_factory(home=HOME, concurrency=3, visibility=60, env={"LIMIT": "3"})
+    alone = scene.another(env={"LIMIT": "1"})
+    results = [scene.send("limited", f"{number}", 0.2) for number in range(24)]
+    for result in results:
+        result.get(timeout=60)
+    of_one, bodies = set(alone.children()), {}
+    for event in scene.events():
+        if event["what"] in ("begin", "end"):
+            bodies.setdefault((event["pid"], event["name"]), []).append(event["t"])
+    strict = [times for (pid, _), times in bodies.items() if pid in of_one]
+    assert strict
+    assert len(strict) < len(bodies)
+    for begin, end in strict:
+        assert sum(first < end and begin < last for first, last in bodies.values()) == 1
+
+
 @measurement
 @pytest.mark.parametrize("kills", [False, True])
 def test_forty_keys(scene_factory: MakeScene, kills: bool) -> None:
@@ -94,6 +113,33 @@ def test_forty_keys(scene_factory: MakeScene, kills: bool) -> None:
         home=HOME, concurrency=8, ttl=5, visibility=60, env={"LIMIT": str(LIMIT), "PREFETCH": "4"}
     )
     run_limited(scene, 40, 2.0, 40 / LIMIT * 2.0, kills=kills)
+
+
+@measurement
+def test_calls_that_came_much_later_overtake_few(scene_factory: MakeScene) -> None:
+    """Of a group that gets more calls than it can run, over three workers."""
+    env = {"LIMIT": "2", "PREFETCH": "4"}
+    scene = scene_factory(home=HOME, concurrency=2, visibility=60, env=env)
+    for _ in range(2):
+        scene.another()
+    came, results = {}, []
+    for number in range(200):
+        came[f"{number}"] = time.monotonic()
+        results.append(scene.send("limited", f"{number}", 0.2))
+        time.sleep(0.05)
+    for result in results:
+        result.get(timeout=60)
+    began = {event["name"]: event["t"] for event in scene.events("begin")}
+    overtaken = [
+        sum(came[other] > came[name] + 2.0 and began[other] < began[name] for other in came)
+        for name in came
+    ]
+    print(
+        f"{scene.broker}-{scene.lease_store}: a call waited at most "
+        f"{max(began[name] - came[name] for name in came):.1f} s, and was overtaken by at most {max(overtaken)} calls "
+        f"that came more than 2 s later; {sum(map(bool, overtaken))} of 200 were"
+    )
+    assert max(overtaken) <= 20
 
 
 @measurement

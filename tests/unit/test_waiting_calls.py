@@ -1,6 +1,8 @@
 """The calls of one held key in a worker: which of them begins when. Celery's timer is played."""
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 from time import monotonic, time
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +10,19 @@ from typing import Any
 import pytest
 from celery.worker import state
 
+from celery_leases.groups.slots import (
+    AHEAD,
+    OVERTAKING,
+    Ask,
+    Room,
+    Slots,
+    room,
+    take,
+    with_place,
+    without_slot,
+)
 from celery_leases.options import Group, LeaseOptions
+from celery_leases.worker import waiting_calls
 from celery_leases.worker.publisher import GroupIsFull, KeyIsHeld
 from celery_leases.worker.waiting_calls import (
     ANSWER_VALID_FOR,
@@ -17,6 +31,7 @@ from celery_leases.worker.waiting_calls import (
     MAX_LOOKUP_INTERVAL,
     MAX_RETRY_PAUSE,
     MIN_LOOKUP_INTERVAL,
+    ON_THE_WAY,
     GroupWaiters,
     KeyWaiters,
     WaitingCalls,
@@ -207,6 +222,127 @@ def test_a_call_that_comes_before_the_store_was_asked_overtakes_nobody() -> None
     here.add(first)
     here.room = 2
     assert begun(here) == [first, second]
+
+
+def group_of(*calls: float, limit: int = 0, rate: str | None = None) -> GroupWaiters:
+    """The calls of a group, which wait since these times, in milliseconds."""
+    here = GroupWaiters(_group_key("openai"), 0.0, longest=600.0)
+    here.needs(Group("openai", limit=limit or None, rate=rate))
+    for number, since in enumerate(calls):
+        call = Call(here, number)
+        here.wait_since(call, since)
+        here.add(call)
+    return here
+
+
+def test_a_group_has_the_smallest_numbers_of_its_tasks() -> None:
+    here = group_of(limit=5, rate="1/s")
+    here.needs(Group("openai", limit=2, rate="2/s"))
+    here.needs(Group("openai"))
+    assert here.limit == 2
+    assert here.pause == Group("openai", rate="1/s").pause * 1000
+
+
+def test_a_worker_asks_for_its_oldest_call() -> None:
+    assert group_of(20.0, 10.0, 30.0, limit=2).ask("w1") == Ask(2, 0.0, 10.0, "w1")
+    assert group_of(limit=2).ask("w1").since == 0.0
+
+
+def test_half_of_the_room_is_left_to_other_workers() -> None:
+    """Calls that have begun a moment ago, and have no slot yet, count too."""
+    here = group_of(*range(1, 20), limit=9)
+    assert begun(here) == []
+    now = monotonic()
+    here.looked_up(Room(5, 0.0, 4, 9, now * 1000), now)
+    assert [call.id for call in begun(here)] == ["call-0", "call-1", "call-2"]
+    here.looked_up(Room(5, 0.0, 4, 9, now * 1000), now)
+    assert begun(here) == []
+    here.looked_up(Room(5, 0.0, 4, 9, now * 1000), now + ON_THE_WAY * 2)
+    assert len(begun(here)) == 3
+
+
+def test_the_end_of_a_body_begins_the_next_call_unless_a_rate_decides() -> None:
+    for rate, expected in ((None, 1), ("1/s", 0)):
+        here = group_of(1.0, 2.0, limit=1, rate=rate)
+        here.looked_up(Room(1, 0.0, 0, 1, 0.0), 10.0)
+        (first,) = begun(here)
+        here.next_lookup = 99.0
+        here.call_ended(first, 20.0, answered=True)
+        assert len(begun(here)) == expected
+        assert here.next_lookup == 20.0
+
+
+def test_a_full_group_is_asked_for_ever_more_seldom_and_a_rate_when_its_turn_comes() -> None:
+    here = group_of(1.0, limit=1)
+    for now, expected in ((0.0, MIN_LOOKUP_INTERVAL), (50.0, 0.5), (900.0, MAX_LOOKUP_INTERVAL)):
+        here.looked_up(Room(0, 0.0, 1, 1, now), now)
+        assert here.next_lookup - now == pytest.approx(expected)
+    here = group_of(1.0, rate="60/m")
+    here.looked_up(Room(0, 0.7 + AHEAD / 1000, 0, 0, 0.0), 0.0)
+    assert here.next_lookup == pytest.approx(0.7)
+
+
+def test_a_refused_call_keeps_its_turn_and_stops_further_begins() -> None:
+    here = group_of(1.0, 2.0, limit=2)
+    here.looked_up(Room(3, 0.0, 0, 2, 0.0), 10.0)
+    first = here.next_to_begin()
+    here.begun.discard(first)
+    here.seen_held(10.0)
+    assert begun(here) == []
+    here.wait_since(first, 1.0)
+    here.add(first)
+    here.room = 1
+    assert begun(here) == [first]
+
+
+def test_no_call_of_a_full_group_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three workers: two always get new calls, and the third has ten old ones. While a worker has a
+    place in the waiting list, calls that came more than two seconds later leave a slot for it.
+    """
+    rand, slots, now = random.Random(7), Slots(), 1_000_000.0
+    workers = {name: group_of(limit=3) for name in ("old", "new-1", "new-2")}
+    ends: list[tuple[float, str, Call]] = []
+    began: list[float] = []
+    number = 0
+    monkeypatch.setattr(waiting_calls, "monotonic", lambda: now / 1000)
+
+    def arrives(name: str, since: float) -> None:
+        nonlocal number
+        number += 1
+        call = Call(workers[name], number)
+        workers[name].wait_since(call, since)
+        workers[name].add(call)
+
+    for step in range(10):
+        arrives("old", now - 60_000 + step)
+    while workers["old"].waiting:
+        now += 50
+        assert now < 1_010_000
+        for name in ("new-1", "new-2"):
+            while len(workers[name].waiting) < 5:
+                arrives(name, now)
+        for name, here in rand.sample([*workers.items()], 3):
+            ask = here.ask(name)
+            slots = with_place(slots, ask, now)
+            here.looked_up(room(slots, ask, now), now / 1000)
+            for call in begun(here):
+                own = replace(ask, since=float(here._places[call.id]))
+                answer = take(slots, own, call.id, 15.0, now)
+                if isinstance(answer, Room):
+                    here.add(call)
+                    continue
+                places = [since for other, (since, _) in slots.places.items() if other != name]
+                slots = answer.slots
+                assert len(slots.held) + sum(each < own.since - OVERTAKING for each in places) <= 3
+                if name == "old":
+                    began.append(own.since)
+                ends.append((now + rand.uniform(20, 300), name, call))
+        for end in [each for each in ends if each[0] <= now]:
+            ends.remove(end)
+            slots = without_slot(slots, end[2].id)
+            workers[end[1]].call_ended(end[2], now / 1000, answered=True)
+    assert len(began) == 10
+    assert began == sorted(began)
 
 
 # -- the timer -------------------------------------------------------------------------------------

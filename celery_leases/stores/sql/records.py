@@ -263,7 +263,11 @@ class SqlRecordStore:
             if inserted:
                 return Acquired(rule.dated(new, now))
             if row is not None and row.is_attempt(State.RUNNING, call.token):
-                return Acquired(row, gate is not None and gate.probe == call.token)
+                # The reply to the write was lost. If its turn by the rate was too, the last begin
+                # of the group is the earliest one that is known to be no sooner.
+                began = seen.slots.began - now / 1000 if seen is not None else 0.0
+                probes = gate is not None and gate.probe == call.token
+                return Acquired(row, probes, max(0.0, began / 1000))
             why = rule.decide(row, call, lease_store, takeover_until=until)
             if why is Refusal.EMPTIED:
                 emptied = age()

@@ -179,6 +179,20 @@ class GroupSlotsContract(GateCase):
         time.sleep(max(0.0, wait - AHEAD / 1000 + 0.01))
         assert acquired(store.acquire(self.asking(group, pause=pause)))
 
+    @pytest.mark.parametrize("limit", [0, 9])
+    def test_a_request_that_asks_again_begins_no_sooner(
+        self, store: MarkedLeaseStore, group: str, limit: int
+    ) -> None:
+        """The reply, with the time until its turn, may have been lost."""
+        pause = AHEAD / 2
+        assert acquired(store.acquire(self.asking(group, limit, pause)))
+        call, sent = self.asking(group, limit, pause), time.monotonic()
+        first, again = store.acquire(call), store.acquire(call)
+        took = time.monotonic() - sent
+        assert isinstance(first, Acquired)
+        assert isinstance(again, Acquired)
+        assert 0 < first.starts_in <= again.starts_in + took + 0.002
+
     def test_the_longest_pause_counts(self, store: MarkedLeaseStore, group: str) -> None:
         """That after the last begin, and that of the request."""
         assert acquired(store.acquire(self.asking(group, pause=60_000.0)))
