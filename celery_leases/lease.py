@@ -402,7 +402,8 @@ class Lease:
 UNLEASED: Final = cast(Lease, Unleased())
 """It has all that a body may use of a :class:`Lease`, so a body sees one type."""
 _current: ContextVar[Lease | partial[Lease]] = ContextVar("celery_leases_current", default=UNLEASED)
-_making = threading.Lock()
+_making = threading.RLock()
+"""Reentrant, because a signal handler of the user may ask for the lease at any point."""
 
 
 def active_lease() -> Lease:

@@ -45,8 +45,8 @@ def until_turn(
     A newer call only makes the older one wait. So no change is lost if the newer one never comes:
     the older one then runs after :data:`PATIENCE`, which begins again when a run in *record* has
     ended: the newer one could not begin before. Then the note of the newer one is replaced, so only
-    one call waits for it in vain. If the clock of the lease store was set back, no
-    call waits until it has caught up.
+    one call waits for it in vain. If the clock of the lease store was set back, no call waits until
+    it has caught up.
     """
     if not call.reschedulable:
         return None

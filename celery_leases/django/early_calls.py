@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.util import resolve_name
 from types import ModuleType
 from typing import Any, Final
@@ -39,7 +40,9 @@ def _imported_in_functions(tree: ast.AST, module: ModuleType) -> Iterator[tuple[
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             origin = "." * node.level + (node.module or "")
-            found = sys.modules.get(resolve_name(origin, module.__package__))
+            found = None
+            with suppress(ImportError):  # the function has not run, and would fail
+                found = sys.modules.get(resolve_name(origin, module.__package__))
             for each in node.names:
                 yield each.asname or each.name, getattr(found, each.name, None)
 
@@ -82,7 +85,8 @@ def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):
-        return getattr(_value(node.value, names), node.attr, None)
+        with suppress(Exception):  # a property may raise anything
+            return getattr(_value(node.value, names), node.attr, None)
     return None
 
 

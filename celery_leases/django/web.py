@@ -1,6 +1,6 @@
 """For Django's views: ``submit()`` starts the work of a key, ``leases_urls()`` shows its status.
 
-``docs/django.md`` explains how to use it, ``docs/http.md`` has the responses.
+``docs/how-to/django.md`` explains how to use it, ``docs/reference/http.md`` has the responses.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def response(sent: HttpAnswer) -> HttpResponse:
 def leases_urls(
     authorise: Authoriser, *, task: str | None = None, poll_after: float = POLL_AFTER
 ) -> list[Any]:
-    """URL patterns for ``include()``: ``GET <key>``, the status of a key, as in ``docs/http.md``.
+    """URL patterns for ``include()``: ``GET <key>``, the status of a key;
+    ``docs/reference/http.md`` describes it.
 
     *authorise* is called first, with the request, the key and the task's name. If it returns a
     false value, the response is 403, whether or not the key exists; it may also raise

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from celery import Celery
 from celery.exceptions import Ignore, Reject, WorkerShutdown, WorkerTerminate
-from celery.signals import worker_ready
+from celery.signals import worker_init, worker_ready
 from celery.worker.request import Request
 from kombu import Exchange, Queue
 
@@ -61,8 +61,15 @@ if "VISIBILITY" in os.environ:
         "unacked_restore_interval": 1,
         "unacked_restore_throttle": 1,
     }
-if "SETTLE_TIMEOUT" in os.environ:
-    vars(after_run)["SETTLE_TIMEOUT"] = float(os.environ["SETTLE_TIMEOUT"])
+
+
+@worker_init.connect(weak=False)
+def _settle_sooner(**_: object) -> None:
+    """In the worker only: the process of the tests imports this module too."""
+    if "SETTLE_TIMEOUT" in os.environ:
+        vars(after_run)["SETTLE_TIMEOUT"] = float(os.environ["SETTLE_TIMEOUT"])
+
+
 if "BROKER_OPTIONS" in os.environ:
     app.conf.broker_transport_options |= json.loads(os.environ["BROKER_OPTIONS"])
 

@@ -428,6 +428,15 @@ def test_links_within_the_project_lead_somewhere(path: Path) -> None:
         assert not anchor or anchor in anchors(linked), target
 
 
+def test_the_code_names_pages_that_exist() -> None:
+    modules = (ROOT / "celery_leases").rglob("*.py")
+    named = {
+        name for path in modules for name in re.findall(r"docs/[\w/.-]+\.md", path.read_text())
+    }
+    assert named
+    assert not [name for name in named if not (ROOT / name).is_file()]
+
+
 def test_the_index_lists_every_page() -> None:
     index = page("index")
     assert len(index.splitlines()) <= 45

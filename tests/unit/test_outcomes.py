@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from celery_leases.decide import after_run
 from celery_leases.decide import after_run as settlement
 from celery_leases.decide.after_run import (
     CRASH_LOOP,
@@ -256,13 +255,10 @@ class TestStoresAway:
         assert pauses == sorted(pauses)
         assert (pauses[0], pauses[-1], settle_pause(10_000)) == (0.05, 2.0, 2.0)
 
-    def test_an_outcome_is_tried_for_a_minute(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # An app of the tests that was imported before may have shortened it.
-        monkeypatch.setattr(after_run, "SETTLE_TIMEOUT", 60.0)
+    def test_an_outcome_is_tried_for_a_minute(self) -> None:
         assert settle_until(a_call(), now=100.0) == 160.0
 
-    def test_a_hard_limit_cuts_it_short(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(after_run, "SETTLE_TIMEOUT", 60.0)
+    def test_a_hard_limit_cuts_it_short(self) -> None:
         call = a_call(time_limit=30.0, received_at=90.0)
         assert settle_until(call, now=100.0) == 119.0
         assert settle_until(replace(call, time_limit=300.0), now=100.0) == 160.0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from threading import Barrier, Thread
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from celery import Celery, Task
 from celery.worker.request import Request
 
-from celery_leases import Failures, Group, LeaseClient, LeasedMixin, LeasedTask
+from celery_leases import Failures, Group, LeaseClient, LeasedMixin, LeasedTask, current_lease
 from celery_leases.errors import AlreadyDone, CoolingDown, LeaseConfigurationError, LeaseHeld
 from celery_leases.failures.actions import permanent
 from celery_leases.failures.classifier import Rules
@@ -46,6 +48,30 @@ def refusal(base: Any = LeasedTask, **options: Any) -> str:
     with pytest.raises(LeaseConfigurationError) as caught:
         registered(an_app(), base, **options)
     return str(caught.value)
+
+
+def test_a_body_and_its_threads_have_one_lease() -> None:
+    """Its progress is that of one object, which is made at the first use."""
+    app, found = an_app(), list[Any]()
+
+    @app.task(base=LeasedTask, name="threads", bind=True, shared=False)
+    def threads(self: Any) -> None:
+        together = Barrier(8)
+
+        def ask() -> None:
+            together.wait(10)
+            found.append(current_lease.each.__self__)
+
+        started = [Thread(target=copy_context().run, args=(ask,)) for _ in range(8)]
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join(10)
+        found.append(self.lease)
+
+    threads.apply().get()
+    assert len(found) == 9
+    assert len(set(map(id, found))) == 1
 
 
 def test_options_for_failures_are_gathered_from_task_and_app() -> None:

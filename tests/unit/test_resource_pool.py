@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -56,13 +56,17 @@ def in_threads(*calls: Callable[[], None]) -> list[threading.Thread]:
 def test_there_are_never_more_than_allowed_and_no_two_users_share_one() -> None:
     resource_pool, users, seen = ResourcePool(3, Thing, 30.0), dict[int, int](), set[int]()
 
+    def touch(thing: Thing) -> None:
+        users[id(thing)] = users.get(id(thing), 0) + 1
+        seen.add(users[id(thing)])
+        time.sleep(0)
+        users[id(thing)] -= 1
+
     def use() -> None:
         for _ in range(200):
+            resource_pool.use(touch)
             thing = resource_pool.acquire()
-            users[id(thing)] = users.get(id(thing), 0) + 1
-            seen.add(users[id(thing)])
-            time.sleep(0)
-            users[id(thing)] -= 1
+            touch(thing)
             resource_pool.release(thing)
 
     for thread in in_threads(*[use] * 30):
@@ -83,14 +87,29 @@ def test_the_one_that_was_used_last_is_used_next() -> None:
     assert len(resource_pool.all()) == 2
 
 
+def test_it_comes_back_after_a_use_that_failed_too() -> None:
+    resource_pool = ResourcePool(1, Thing, 0.0)
+    first, *given = resource_pool.use(lambda *given: given, 1, 2)
+    assert given == [1, 2]
+    with pytest.raises(ZeroDivisionError):
+        resource_pool.use(lambda _: 1 / 0)
+    with pytest.raises(StoreUnavailable):
+        resource_pool.use(lambda _: resource_pool.acquire())
+    assert resource_pool.acquire() is first
+
+
+def test_one_in_use_is_closed_after_its_use_if_all_are() -> None:
+    resource_pool, closed = ResourcePool(1, Thing, 0.0), list[Thing]()
+    used = resource_pool.use(lambda thing: (resource_pool.discard(closed.append), thing)[1])
+    assert closed == [used]
+
+
 def test_who_has_waited_longest_comes_first() -> None:
     resource_pool, came = ResourcePool(1, Thing, 30.0), list[int]()
     thing = resource_pool.acquire()
 
     def ask(number: int) -> None:
-        lent = resource_pool.acquire()
-        came.append(number)
-        resource_pool.release(lent)
+        resource_pool.use(lambda _: came.append(number))
 
     threads: list[threading.Thread] = []
     for number in range(5):
@@ -219,14 +238,11 @@ def test_nothing_is_lost_whatever_happens() -> None:
     def use(seed: int) -> None:
         rand = random.Random(seed)
         for _ in range(100):
-            with allowed(rand.choice([0.0, 0.0005, 0.002, 30.0])):
-                try:
-                    thing = resource_pool.acquire()
-                except StoreUnavailable:
-                    continue
-            if rand.random() < 0.3:
-                time.sleep(rand.random() / 500)
-            resource_pool.release(thing)
+            with (
+                allowed(rand.choice([0.0, 0.0005, 0.002, 30.0])),
+                suppress(StoreUnavailable),
+            ):
+                resource_pool.use(lambda _: time.sleep(rand.choice([0, 0, rand.random() / 500])))
 
     for thread in in_threads(*[lambda seed=seed: use(seed) for seed in range(24)]):  # type: ignore[misc]
         thread.join(60)
@@ -251,6 +267,7 @@ def test_a_forked_process_has_things_of_its_own() -> None:
     (thread,) = in_threads(hold)
     held.wait(10)
     assert in_a_fork(lambda: type(resource_pool.acquire()).__name__) == "Thing"
+    assert in_a_fork(lambda: resource_pool.use(lambda thing: type(thing).__name__)) == "Thing"
     forked.set()
     thread.join(10)
     with pytest.raises(StoreUnavailable):

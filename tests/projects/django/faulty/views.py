@@ -46,3 +46,24 @@ def alone(request: HttpRequest) -> HttpResponse:
     """Publish outside a transaction."""
     tasks.charge.delay(9)
     return HttpResponse()
+
+
+class Unconfigured:
+    """What raises an error of its own when it is used too early."""
+
+    @property
+    def task(self) -> None:
+        """Raise."""
+        raise RuntimeError
+
+
+unconfigured = Unconfigured()
+
+
+def of_nothing() -> None:
+    """Publish what cannot be found."""
+    from ......nowhere import task  # type: ignore[import-not-found,misc]  # noqa: TID252
+
+    with transaction.atomic():
+        task.delay(10)
+        unconfigured.task.delay(11)
