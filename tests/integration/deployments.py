@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 import redis
-from celery import _state
+from celery import _state, signals
 from kombu.exceptions import ChannelError
 from redis.exceptions import RedisError
 from sqlalchemy import create_engine, text
@@ -55,6 +55,9 @@ POOL_STORES = {
 
 An idle greenlet worker does not restore messages that others left unacknowledged on Redis.
 """
+
+SIGNALS = [getattr(signals, name) for name in signals.__all__]
+"""All signals of Celery."""
 
 _databases = count(1)
 
@@ -112,6 +115,7 @@ def imported_anew(name: str, env: Mapping[str, str]) -> Any:
         if loaded.startswith("tests.apps.")
     }
     shared = set(_state._on_app_finalizers)
+    connected = {made: list(made.receivers) for made in SIGNALS}
     try:
         with environment(env):
             return importlib.import_module(name)
@@ -119,8 +123,12 @@ def imported_anew(name: str, env: Mapping[str, str]) -> Any:
         for loaded in [loaded for loaded in sys.modules if loaded.startswith("tests.apps.")]:
             del sys.modules[loaded]
         sys.modules.update(before)
-        # Otherwise Celery would register the tasks of each app with all other apps.
+        # Otherwise Celery would register the tasks of each app with all other apps,
         _state._on_app_finalizers.intersection_update(shared)
+        # and what happens in this process would be reported to the receivers of this app.
+        for made, receivers in connected.items():
+            made.receivers[:] = receivers
+            made.sender_receivers_cache.clear()
 
 
 class Stage:

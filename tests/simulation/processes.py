@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 
+class Consumer(SimpleNamespace):
+    """What a worker's strategy asks of its consumer, which is also a sender of signals."""
+
+    __hash__ = object.__hash__
+
+
 class SimulatedClock:
     """The clock of a process: it may be wrong by a constant, and run slightly fast or slow."""
 
@@ -181,7 +187,7 @@ class Worker:
 
     def _consumer(self) -> Any:
         """What Celery's strategy asks of its consumer."""
-        return SimpleNamespace(
+        return Consumer(
             hostname=self.name,
             connection_errors=(),
             event_dispatcher=None,
