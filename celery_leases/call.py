@@ -58,9 +58,10 @@ class Call:
     #: Whether a fresh message can be published; not for an eager call.
     reschedulable: bool = True
     #: With ``lease_runs="latest"``: calls of a key that are published later have a higher order. 0
-    #: before it has one.
+    #: if its publisher has given it none.
     order: int = 0
-    #: The order of a call without one, by its arrival; 0 if the worker does not know it.
+    #: When its message first arrived at a worker, as a time of the lease store; 0 if that is not
+    #: known yet. It is compared if one of two calls has no order.
     arrived: int = 0
     #: Since when it waits for a newer call that has not begun, as a time of the lease store.
     superseded_at: int = 0

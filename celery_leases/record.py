@@ -185,8 +185,11 @@ class Record:
     crashes: int = field(
         default=0, metadata=column(Emptied.EXPIRED | Emptied.FORGIVE | Emptied.FORGET)
     )
-    #: With ``lease_runs="latest"``: the order of the call of the last claim.
+    #: With ``lease_runs="latest"``: the highest order of the calls whose work is in the row.
     order: int = field(default=0, metadata=details("order", _FORGET))
+    #: Then also: when the call of the last claim arrived, and whether it has no order.
+    arrived: int = field(default=0, metadata=details("arrived", _FORGET))
+    unordered: bool = field(default=False, metadata=details("unordered", _FORGET))
     #: How often Celery had retried the call of the last claim.
     retries: int = field(default=0, metadata=details("retries", _QUEUE))
     lease_store: str = ""

@@ -51,7 +51,7 @@ from celery_leases.decide.endings import (
     Terminated,
     error_text,
 )
-from celery_leases.decide.latest import ORDER_TTL, Burst, order_mark, until_turn
+from celery_leases.decide.latest import ORDER_TTL, Burst, arrival_mark, until_turn
 from celery_leases.decide.verdicts import (
     Drop,
     Facts,
@@ -173,7 +173,7 @@ class Execution:
                 again = until_turn(call, burst, process.rand(), record)
         if again is not None:
             return again
-        if burst is not None and burst.newest > call.order and call.reschedulable:
+        if burst is not None and burst.newest > call.order > 0 and call.reschedulable:
             # The newest call has not come. No other call needs to wait for it.
             process.leases.note_order(call.key.stored, call.order, burst.newest)
         began = process.clock.now()
@@ -188,22 +188,24 @@ class Execution:
             process.clock.sleep(verdict.delay)
 
     def _burst(self) -> Burst:
-        """The calls of the key that are published, under ``lease_runs="latest"``. Gives the call an
-        order, if its publisher has not.
+        """The calls of the key that are published, under ``lease_runs="latest"``. Sets the first
+        arrival of the call, if it is not known yet.
         """
         call, leases, stored_key = self.call, self.process.leases, self.call.key.stored
         burst = leases.burst(stored_key)
-        if not call.order:
+        arrived = call.arrived or burst.now
+        if not call.order and not call.reschedules:
             # The mark is for a message that is delivered again, or that a rescue publishes again.
-            name, again = order_mark(call.call_id), call.repeat or call.message is not None
+            name, again = arrival_mark(call.call_id), call.repeat or call.message is not None
             known = leases.mark(stored_key, name) if again else None
-            order = int(known) if known is not None else call.arrived or burst.now
+            arrived = int(known) if known is not None else arrived
             if known is None and call.reschedulable:
-                leases.swap_mark(stored_key, name, None, str(order), ORDER_TTL)
-            object.__setattr__(call, "order", order)
-        if call.order > burst.newest:  # or the store has lost the note of its publisher
-            leases.note_order(stored_key, call.order)
-            burst = replace(burst, newest=call.order, first=burst.first or call.order)
+                leases.swap_mark(stored_key, name, None, str(arrived), ORDER_TTL)
+        object.__setattr__(call, "arrived", arrived)
+        noted = call.order or (arrived if call.options.debounce else 0)
+        if noted > burst.newest:  # or the store has lost the note of its publisher
+            leases.note_order(stored_key, noted)
+            burst = replace(burst, newest=noted, first=burst.first or noted)
         return burst
 
     def _acquire_once(self, waited: float) -> Verdict:
@@ -307,7 +309,7 @@ class Execution:
             self._free(held_lease.probe)
         elif options.debounce:
             with suppress(StoreUnavailable):  # then the next run begins earlier
-                process.leases.end_burst(call.key.stored, call.order)
+                process.leases.end_burst(call.key.stored, call.order or call.arrived)
         return verdict
 
     def _claim(self) -> Acquired | Refused:

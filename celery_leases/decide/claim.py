@@ -47,9 +47,7 @@ def refusal(row: Record | None, call: Call) -> Refusal | None:
         and (row.state is State.RUNNING or row.ended is Ended.RETRIED)
     ):
         return Refusal.SUPERSEDED
-    # Under "latest" the last run answers the calls that are not newer than its own: it had their
-    # arguments or newer ones.
-    answered = call.options.latest_runs and call.order <= row.order
+    answered = call.options.latest_runs and covers(row, call)
     over = answered or not call.options.reruns
     if row.state is State.UNCERTAIN or (row.state is State.FAILED and over):
         return Refusal.FAILED
@@ -63,6 +61,16 @@ def refusal(row: Record | None, call: Call) -> Refusal | None:
     if row.state is State.RUNNING and row.lease_remaining > 0 and row.owner not in call.prior:
         return Refusal.HELD
     return Refusal.NOT_DUE if is_waiting(call.call_id, row) else None
+
+
+def covers(row: Record, call: Call) -> bool:
+    """Whether the last run under ``lease_runs="latest"`` had the arguments of *call* or newer ones.
+
+    The orders of two calls decide. An order and an arrival cannot be compared, so if one of the two
+    has no order, their first arrivals decide.
+    """
+    by_arrival = row.unordered or not call.order
+    return 0 < call.order <= row.order or (by_arrival and call.arrived <= row.arrived)
 
 
 def has_message_of(row: Record, call_id: str) -> bool:
@@ -146,6 +154,8 @@ def claimed(row: Record | None, call: Call, lease_store: str, now: int) -> Recor
         retention=retention,
         message=call.message,
         order=call.order,
+        arrived=call.arrived,
+        unordered=call.arrived > 0 and not call.order,
     )
 
 
@@ -193,8 +203,11 @@ def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int
         values |= {"fingerprint": call.key.fingerprint, "digests": call.key.digests}
     if row.publish_at is None and call.message is not None:
         values["message"] = call.message
+    stands = same_call or row.state is State.DONE
     if has_message_of(row, call.call_id):  # otherwise that call stays queued
         values["published_at"] = None
+    if call.arrived or not stands:  # a call of another task that shares the key has none
+        values |= {"arrived": call.arrived, "unordered": call.arrived > 0 and not call.order}
     values |= {
         "task": call.task,
         "state": State.RUNNING,
@@ -205,8 +218,7 @@ def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int
         "attempt": 1 if new_generation else row.attempt + 1,
         "generation": row.generation + new_generation,
         "retries": call.retries,
-        # A call of another task that shares the key may have none.
-        "order": call.order or (row.order if row.state is State.DONE else 0),
+        "order": call.order or (row.order if stands else 0),
         "crashed_at": now if crashed else None,
         "previous": Attempt(ended, row.failure, row.holder) if ended is not None else None,
         "lease_store": lease_store,

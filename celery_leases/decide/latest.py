@@ -28,7 +28,8 @@ class Burst:
     """The calls of a key that are published, as the lease store notes them at ``now``.
 
     All are times of that store, in microseconds: ``newest``, the order of the newest call, and
-    ``first``, that of the first call since a run began; 0 if none is noted.
+    ``first``, that of the first call since a run began; 0 if none is noted. A call without an order
+    is only noted under ``lease_debounce``, with its arrival.
     """
 
     now: int
@@ -57,7 +58,7 @@ def until_turn(
         if 0 < (left := (begin - burst.now) / MICROSECONDS) <= 2 * debounce:
             reason = f"a newer call may come within {debounce:g} s"
             return Reschedule(countdown(call, left), reason, event_type="")
-    if burst.newest <= call.order:
+    if burst.newest <= (call.order or call.arrived):
         return None
     since = min(call.superseded_at or burst.now, burst.now)
     waited = burst.now - (since if burst.newest > burst.now else max(since, burst.newest))
@@ -75,6 +76,6 @@ def until_turn(
     )
 
 
-def order_mark(call_id: str) -> str:
-    """The name of the mark with the order of a call to which its publisher has given none."""
-    return bounded(f"order:{call_id}")
+def arrival_mark(call_id: str) -> str:
+    """The name of the mark with the first arrival of a call that has no order."""
+    return bounded(f"arrival:{call_id}")

@@ -229,8 +229,9 @@ class Delivery(Rescheduling):
     def _call(self) -> Call:
         request, header, limits = self.request, self.header, self.time_limits
         group = message = ask = None
-        if self.options.latest_runs and not header.order:
-            self.header = header = replace(header, order=order_of(request.__dict__, self.call_id))
+        if self.options.latest_runs and not header.arrived:
+            arrived = request.__dict__.get(ARRIVED, 0)
+            self.header = header = replace(header, arrived=arrived)
         if self.options.group is not None:
             if self.options.group.limited:
                 ask = self._ask(self.options.group)
@@ -238,7 +239,7 @@ class Delivery(Rescheduling):
                 self.task, self.received_header, self.args, self.kwargs, request.retries
             )
         if self.options.outbox == "store" and not request.is_eager:
-            stored = header if header.order else self.received_header
+            stored = header if header.arrived else self.received_header
             message = self.process.publisher.message_of(self.task, stored)
         return Call(
             task=self.task.name,
@@ -273,8 +274,8 @@ class Delivery(Rescheduling):
             reschedulable=not request.is_eager,
             message=message,
             starts_when_free=WOKEN in request.__dict__,
-            order=header.order,
-            arrived=request.__dict__.get(ARRIVED, 0) if self.options.latest_runs else 0,
+            order=order_of(request.__dict__, self.call_id) if self.options.latest_runs else 0,
+            arrived=header.arrived,
             superseded_at=header.superseded_at,
         )
 
@@ -318,7 +319,7 @@ class Delivery(Rescheduling):
     # -- the body ----------------------------------------------------------------------------------
 
     def _body(self, call: Call, held_lease: HeldLease, record: Record) -> Ending:
-        self.header = self.header.begun(call.key, call.group, call.order)
+        self.header = self.header.begun(call.key, call.group, call.arrived)
         self.header.write(self.request)
         self.body_began = True
         on_lost = self.options.on_lost

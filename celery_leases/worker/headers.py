@@ -109,7 +109,7 @@ class Header:
     ``failure_fence``: see :class:`~celery_leases.call.Call`. ``held``: the call waits
     because another call holds its key; ``full``: because its group is full, ``since`` then, in
     milliseconds by the clock of the store. ``due``: the user's countdown ends then, in seconds
-    since 1970; the call waits for it in hops. ``order`` and ``superseded_at``: see
+    since 1970; the call waits for it in hops. ``arrived`` and ``superseded_at``: see
     :class:`~celery_leases.call.Call`. ``cause``: what the call waits for, see
     :func:`~celery_leases.worker.waiting_log.cause_after`.
     """
@@ -131,7 +131,7 @@ class Header:
     since: float | None = None
     due: float | None = None
     cause: str = ""
-    order: int = 0
+    arrived: int = 0
     superseded_at: int = 0
 
     def of_key(self, key: CallKey, group: str | None) -> Self:
@@ -145,7 +145,7 @@ class Header:
             group=gate_name(group) if group is not None else None,
         )
 
-    def begun(self, key: CallKey, group: str | None, order: int) -> Header:
+    def begun(self, key: CallKey, group: str | None, arrived: int) -> Header:
         """The header of the call once its body begins: the counts of earlier reschedules start
         again at 0.
         """
@@ -159,7 +159,7 @@ class Header:
             group=gate_name(group) if group is not None else None,
             copy=self.copy,
             started=True,
-            order=order,
+            arrived=arrived,
         )
 
     def write(self, request: Any) -> None:
@@ -202,8 +202,8 @@ class Header:
             written["due"] = self.due
         if self.failure_fence is not None:
             written["met"] = self.failure_fence
-        if self.order:
-            written |= {"order": self.order, "superseded": self.superseded_at}
+        if self.arrived:
+            written |= {"arrived": self.arrived, "superseded": self.superseded_at}
         return written
 
     @classmethod
@@ -236,7 +236,7 @@ class Header:
             since=found.time("since", 2**44),
             due=found.time("due"),
             cause=found.text("cause", LONGEST_CAUSE, ""),
-            order=found.fence("order") or 0,
+            arrived=found.fence("arrived") or 0,
             superseded_at=found.fence("superseded") or 0,
         )
 

@@ -20,7 +20,7 @@ from celery_leases.decide.copies import Copy, waiter_mark
 from celery_leases.errors import StoreUnavailable
 from celery_leases.signals import logger
 from celery_leases.stores.interfaces import MarkStore
-from celery_leases.worker.headers import HEADER, OURS, TASK_EVENTS, Header
+from celery_leases.worker.headers import HEADER, ORDER, OURS, TASK_EVENTS, Header
 from celery_leases.worker.routes import (
     FixedRoute,
     Routes,
@@ -288,7 +288,8 @@ def _signature(task: Task, header: Header | None) -> Any:
     headers = {
         name: value
         for name, value in (request.headers or {}).items()
-        if not name.startswith(OURS)  # what this worker's main process has added to them
+        if name == ORDER
+        or not name.startswith(OURS)  # what this worker's main process has added to them
     }
     our_header = {HEADER: header.written()} if header is not None else {}
     return task.signature_from_request(

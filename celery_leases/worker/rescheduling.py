@@ -100,7 +100,7 @@ class Rescheduling:
             held=again.held,
             full=again.full_since is not None,
             since=again.full_since or self.header.since,
-            order=call.order or call.arrived,
+            arrived=call.arrived,
             superseded_at=again.superseded_at,
             cause=cause,
         )

@@ -138,7 +138,7 @@ class KeyWaiters:
         position, although its copy is another message. If the newest runs, its order decides.
         """
         if self.latest_runs:
-            return -_order_of(request)
+            return -_rank_of(request)
         if request.id not in self._places:
             self._places[request.id] = next(self._count)
         return self._places[request.id]
@@ -696,13 +696,14 @@ def _header_of(request: Any) -> Header | None:
     )
 
 
-def _order_of(request: Any) -> int:
-    """The order of a call among those of its key; 0 if it has none yet."""
+def _rank_of(request: Any) -> int:
+    """The place of a call among those of its key: its order, or its first arrival without one."""
     fields = request._request_dict  # noqa: SLF001 - as Celery's own request reads it
     call_id = call_id_of(request.id, fields.get("replaced_task_nesting"))
+    if order := order_of(fields, call_id):
+        return order
     header = read_header(fields, request.task.name, call_id)
-    known = header.order if header is not None else 0
-    return known or order_of(fields, call_id) or int(fields.get(ARRIVED) or 0)
+    return (header.arrived if header is not None else 0) or int(fields.get(ARRIVED) or 0)
 
 
 def _countdown() -> float:

@@ -1,9 +1,14 @@
 """``lease_runs="latest"`` with real workers: of the calls that wait, only the newest runs."""
 
+from uuid import uuid4
+
 import pytest
 from celery import chain, group
 
 from celery_leases import PermanentFailure
+from celery_leases.keys import stored_key
+from celery_leases.worker.headers import ORDER
+from celery_leases.worker.processes import process_of
 from tests.integration.deployments import Stage, got, until
 
 
@@ -37,6 +42,26 @@ def test_calls_without_a_publisher_of_ours(stage: Stage, name: str) -> None:
     assert len(numbers(stage, name)) <= 3
     assert numbers(stage, name)[-1] == 10
     assert found[-1] == 10
+    stage.wait_until_drained()
+
+
+def test_calls_with_and_without_a_publisher_of_ours(stage: Stage, name: str) -> None:
+    """Their first arrivals decide, also if an order was given long before its message came."""
+    gate, task = stage.gate(), stage.tasks.newest
+    first = task.delay(name, 0, gate=str(gate))
+    stage.wait_for("begin", name=name)
+    late, key = str(uuid4()), stored_key(task.name, f"newest:{name}")
+    order = process_of(stage.app).leases.new_order(key)
+    sent = stage.app.send_task(task.name, (name, 1))
+    stage.wait_for_log(sent.id, "received")
+    headers = {ORDER: [late, order]}
+    newest = stage.app.send_task(task.name, (name, 2), task_id=late, headers=headers)
+    stage.wait_for_log(late, "received")
+    gate.touch()
+    assert [got(first), got(newest)] == [0, 2]
+    assert got(sent) in (1, 2)
+    assert numbers(stage, name)[-1] == 2
+    assert got(stage.app.send_task(task.name, (name, 3))) == 3
     stage.wait_until_drained()
 
 

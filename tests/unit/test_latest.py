@@ -194,7 +194,7 @@ def test_calls_that_arrive_while_the_lease_store_is_down_keep_their_order() -> N
     again = Reschedule(1.0, "the store does not answer", event_type="", unavailable=True)
     with pytest.raises(Ignore):
         delivery._reschedule(latest(0, arrived=NOW), again)
-    assert delivery.header.order == NOW
+    assert delivery.header.arrived == NOW
 
 
 @pytest.mark.usefixtures("apps")
@@ -286,7 +286,7 @@ class Message:
 class Began:
     """A body that has begun."""
 
-    order: int
+    place: int
     at: int
 
 
@@ -298,24 +298,37 @@ class Key(RuleBasedStateMachine):
         self.now = NOW
         self.burst = Burst(NOW)
         self.row: Record | None = None
+        #: In the order in which they were published; each arrives before the next one.
+        self.queue: list[Call] = []
         self.messages: list[Message] = []
+        #: By call: its place among all calls, and when it was published.
         self.published: dict[str, tuple[int, int]] = {}
         self.runs: list[Began] = []
         self.running: tuple[Message, Began] | None = None
         self.answered: set[str] = set()
 
-    @rule(message=st.booleans())
-    def publish(self, message: bool) -> None:
-        """Without a message the publisher has died between the two."""
-        order = max(self.now, self.burst.newest + 1)
-        self.burst = Burst(self.now, order, self.burst.first or order)
+    @rule(message=st.booleans(), ordered=st.booleans())
+    def publish(self, message: bool, ordered: bool) -> None:
+        """Without a message the publisher has died between the two. Another one does not know of
+        orders.
+        """
+        order = max(self.now, self.burst.newest + 1) if ordered else 0
+        if ordered:
+            self.burst = Burst(self.now, order, self.burst.first or order)
         self.pass_time(1)
         if message:
-            call_id = f"call-{len(self.published)}"
-            self.published[call_id] = order, self.now
+            place = len(self.published)
+            self.published[f"call-{place}"] = place, self.now
             options = LeaseOptions(key="k:{id}", runs="latest")
-            call = a_call(call_id=call_id, options=options, order=order, token=f"t-{self.now}")
-            self.messages.append(Message(call, self.now))
+            call = a_call(call_id=f"call-{place}", options=options, order=order)
+            self.queue.append(call)
+
+    @precondition(lambda self: self.queue)
+    @rule()
+    def arrive(self) -> None:
+        """The next message arrives at a worker."""
+        self.pass_time(1)
+        self.messages.append(Message(replace(self.queue.pop(0), arrived=self.now), self.now))
 
     @rule(microseconds=st.sampled_from([1, SECOND, 9 * SECOND, 30 * SECOND]))
     def pass_time(self, microseconds: int) -> None:
@@ -348,7 +361,7 @@ class Key(RuleBasedStateMachine):
         if decide(self.row, call, DATABASE) is not None:
             return self.end(call, before_run(call, Facts(record=self.row, rand=0.5)))
         self.row = claimed(self.row, call, DATABASE, self.now)
-        began = Began(call.order, self.now)
+        began = Began(self.published[call.call_id][0], self.now)
         self.runs.append(began)
         self.running = Message(call, self.now), began
         return None
@@ -356,11 +369,11 @@ class Key(RuleBasedStateMachine):
     def end(self, call: Call, verdict: Any) -> None:
         if isinstance(verdict, Return | Raise):
             assert self.row is not None
-            order, at = self.published[call.call_id]
+            place, at = self.published[call.call_id]
             # A run with these arguments, or newer ones, began after the call was published.
-            assert any(run.order >= order and run.at >= at for run in self.runs)
+            assert any(run.place >= place and run.at >= at for run in self.runs)
             if isinstance(verdict, Return):
-                assert int(verdict.value) >= order
+                assert int(verdict.value) >= place
             self.answered.add(call.call_id)
             return
         assert isinstance(verdict, Reschedule), verdict
@@ -384,7 +397,7 @@ class Key(RuleBasedStateMachine):
         if how == "crash":
             self.messages.append(Message(call, self.now))
             return
-        ending: Any = Returned(began.order, str(began.order))
+        ending: Any = Returned(began.place, str(began.place))
         if how == "retry":
             ending = ControlFlow(RuntimeError(), runs_again=True, delay=2.0)
             call = replace(call, retries=call.retries + 1)
@@ -401,6 +414,8 @@ class Key(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Without further faults all calls are answered, the last one by a run of its own."""
+        while self.queue:
+            self.arrive()
         for _ in range(100 * (len(self.messages) + 1)):
             if self.running is not None:
                 self.finish("return")
@@ -411,8 +426,9 @@ class Key(RuleBasedStateMachine):
         assert not self.messages
         assert self.answered == set(self.published)
         if self.published:
-            order, at = max(self.published.values())
-            assert any(run.order >= order and run.at >= at for run in self.runs)
+            place, at = max(self.published.values())
+            assert any(run.place >= place and run.at >= at for run in self.runs)
+            assert self.runs[-1].place == place
 
 
 TestKey = Key.TestCase

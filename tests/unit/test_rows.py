@@ -55,7 +55,7 @@ FULL: dict[str, Any] = {
     "progress": '{"generation":0,"value":"1","positions":{}}',
     "finished_calls": ("a!b c", "!", "ü"), "finished_results": {"a!b c": "1", "!": None},
     "history": (PastAttempt(NOW, NOW + 5, Ended.FAILED, "host-b/18", "E: no", "r"),), "unrun": True,
-    "traceback": "  File", "order": NOW,
+    "traceback": "  File", "order": NOW, "arrived": NOW, "unordered": True,
 }  # fmt: skip
 
 
