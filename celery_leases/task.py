@@ -252,7 +252,7 @@ class LeasedMixin:
         """Retry the task as Celery does. The worker publishes the message as soon as the body has
         ended, whatever the body returns or raises then. Only the last retry of an attempt counts.
         """
-        from celery_leases.worker.headers import state_of
+        from celery_leases.worker.body_exceptions import body_state_of
 
         request: Any = self.request  # type: ignore[attr-defined]
         given = (args, kwargs, exc, throw, eta, countdown, max_retries)
@@ -270,7 +270,7 @@ class LeasedMixin:
                 check(*retry.sig.args, **retry.sig.kwargs)  # as apply_async does
             except TypeError as error:
                 raise Reject(error, requeue=False) from error
-        state = state_of(request)
+        state = body_state_of(request)
         state.goes_on, state.published_retries = retry, None
         if throw:
             raise retry
@@ -280,12 +280,12 @@ class LeasedMixin:
         """Replace this task as Celery does. The key is done, unless the replacement has the same
         key.
         """
-        from celery_leases.worker.headers import state_of
+        from celery_leases.worker.body_exceptions import body_state_of
 
         try:
             return super().replace(sig)  # type: ignore[misc]
         except Ignore as replaced:
-            state = state_of(self.request)  # type: ignore[attr-defined]
+            state = body_state_of(self.request)  # type: ignore[attr-defined]
             if state.goes_on is None:
                 state.goes_on, state.replacement = replaced, sig
             raise
@@ -299,9 +299,9 @@ class LeasedMixin:
         request: Any = self.request  # type: ignore[attr-defined]
         super().update_state(task_id, state, meta, **options)  # type: ignore[misc]
         if not request.called_directly and task_id in (None, request.id):
-            from celery_leases.worker.headers import state_of
+            from celery_leases.worker.body_exceptions import body_state_of
 
-            state_of(request).reported = state
+            body_state_of(request).reported = state
 
     def delay_in(self, session_or_connection: Any, /, *args: Any, **kwargs: Any) -> AsyncResult:
         """Call this task in the caller's own transaction, as ``delay()`` does outside one; see

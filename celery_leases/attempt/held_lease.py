@@ -29,11 +29,23 @@ CLEANUP_TIME: Final = 0.4
 
 
 class BodyState:
-    """The state of one attempt's body. The lease object writes it; the run and the renewer's
-    threads read it.
+    """The state of one attempt's body. The lease object writes it, as do Celery's methods of the
+    task; the run, the delivery and the renewer's threads read it.
     """
 
     def __init__(self) -> None:
+        #: The exception by which Celery learns that the call goes on in another message: ``Retry``
+        #: after ``retry()`` and if the body publishes its call again, ``Ignore`` after
+        #: ``replace()``.
+        self.goes_on: Any = None
+        #: The signature with which the task has replaced itself.
+        self.replacement: Any = None
+        #: The number of retries in the message with which the body has published its call again.
+        self.published_retries: int | None = None
+        #: The state that the body has set last for its call.
+        self.reported: str | None = None
+        #: The stored key and the id of the call whose callbacks are to be marked as sent.
+        self.callbacks_of: tuple[str, str] | None = None
         #: What the body sees as ``self.lease``, once it has asked for it.
         self.lease: Any = None
         #: The attempt has finished an effect or saved its progress.

@@ -20,7 +20,7 @@ from celery.backends.rpc import RPCBackend
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import maybe_timedelta
 
-from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.held_lease import BodyState, HeldLease
 from celery_leases.attempt.process import Process
 from celery_leases.attempt.run import Execution
 from celery_leases.call import Call
@@ -56,8 +56,8 @@ from celery_leases.record import Ended, Record
 from celery_leases.results import NOT_JSON, encode
 from celery_leases.signals import logger
 from celery_leases.text.cleaning import printable
-from celery_leases.worker import processes, requeue
-from celery_leases.worker.body_exceptions import ExceptionTranslator, as_exception
+from celery_leases.worker import body_exceptions, processes, requeue
+from celery_leases.worker.body_exceptions import BODY_STATE, as_exception, body_state_of
 from celery_leases.worker.errbacks import rebuilt
 from celery_leases.worker.headers import (
     ARRIVED,
@@ -75,7 +75,6 @@ from celery_leases.worker.headers import (
     order_of,
     owner_of,
     read_header,
-    state_of,
     token_of,
 )
 from celery_leases.worker.interrupts import interrupt_guard_here
@@ -104,10 +103,8 @@ class Delivery(Rescheduling):
         run_body: Callable[..., Any],
     ) -> None:
         self.task = task
-        self.state = state_of(request)
-        #: The body of this delivery runs already, and calls itself.
-        self.is_nested = self.state.running
-        self.state.running = True
+        #: The body of this request runs already, and calls itself.
+        self.is_nested = type(request.__dict__.get(BODY_STATE)) is BodyState
         self.run_body = run_body
         self.request = request
         self.args = args
@@ -322,6 +319,7 @@ class Delivery(Rescheduling):
         self.header = self.header.begun(call.key, call.group, call.arrived)
         self.header.write(self.request)
         self.body_began = True
+        state = self.request.__dict__[BODY_STATE] = held_lease.body_state
         on_lost = self.options.on_lost
         if on_lost == "kill" and self.request.is_eager:
             on_lost = "interrupt"  # an eager call runs in the caller's own process
@@ -356,47 +354,30 @@ class Delivery(Rescheduling):
                     wait_limit.set_seconds(self._time_left(call))
                 if os.getpid() != self.pid:
                     _exit_forked_process()
-        except BaseException as error:  # noqa: BLE001 - the translator distinguishes all of them
+        except BaseException as error:  # noqa: BLE001 - each is distinguished there
             elapsed = self.process.clock.now() - self.received_at
-            ending = self._translator(call, held_lease).ending_of(error, elapsed)
-            goes_on = self.state.goes_on
-            if goes_on is None or _comes_again(ending, goes_on):
+            ending = body_exceptions.ending_of(self, call, held_lease, error, elapsed)
+            if state.goes_on is None or _comes_again(ending, state.goes_on):
                 return ending
-            return self._goes_on(call, held_lease, goes_on, error)
-        if self.state.goes_on is not None:
-            return self._goes_on(call, held_lease, self.state.goes_on, None)
+            return self._goes_on(call, state, error)
+        if state.goes_on is not None:
+            return self._goes_on(call, state, None)
         try:
             result, missing = encode(value)
         except BaseException as error:  # noqa: BLE001 - a method of the value raised; the work is done
             # Celery must not read that value. It cannot serialize this one, and says so.
             return Returned(as_exception(error, "the result"), None, NOT_JSON)
         if missing is not None and isinstance(value, _ENDINGS_RETURNED):
-            return self._translator(call, held_lease).ending_of_returned(value)
+            return body_exceptions.ending_of_returned(self, call, held_lease, value)
         return Returned(value, result, missing)
 
-    def _translator(self, call: Call, held_lease: HeldLease) -> ExceptionTranslator:
-        return ExceptionTranslator(
-            self.task,
-            self.request,
-            self.interrupt_guard,
-            call,
-            held_lease,
-            self.process,
-        )
-
-    def _goes_on(
-        self,
-        call: Call,
-        held_lease: HeldLease,
-        goes_on: Retry | Ignore,
-        error: BaseException | None,
-    ) -> Ending:
+    def _goes_on(self, call: Call, state: BodyState, error: BaseException | None) -> Ending:
         """The ending of a body that has retried, replaced or published its call, and has then
         returned or raised *error*. Publishes the message of a retry.
 
         If the broker does not accept that message, the delivery is returned to the broker.
         """
-        translator = self._translator(call, held_lease)
+        goes_on: Retry | Ignore = state.goes_on
         if error is not None and not isinstance(error, Retry | Ignore):
             text = "%s[%s] raised after retry() or replace(), and goes on in another message"
             logger.warning(text, call.task, call.call_id, exc_info=error)
@@ -405,16 +386,16 @@ class Delivery(Rescheduling):
             try:
                 self._until_confirmed(call, lambda: publisher.publish_retry(goes_on.sig))
             except NotPublishable as failed:  # as Celery's own retry
-                return translator.rejected(Reject(failed, requeue=False))
+                return body_exceptions.rejected(Reject(failed, requeue=False))
             except NotConfirmed as failed:
                 if not may_be_returned(*before):
-                    return translator.rejected(Reject(failed, requeue=False))
+                    return body_exceptions.rejected(Reject(failed, requeue=False))
                 what = "could not be retried"
                 try:
                     requeue.requeue_delivery(call.task, call.call_id, what, str(failed))
                 except Reject as returned:
                     return ControlFlow(returned, runs_again=True, ended=Ended.REJECTED)
-        return translator.ending_after(goes_on)
+        return body_exceptions.ending_after(self, call, state)
 
     def _time_left(self, call: Call) -> float:
         """Seconds until the hard time limit, less one for the end of the delivery."""
@@ -433,7 +414,7 @@ class Delivery(Rescheduling):
             case Return(value):
                 if call.canvas:
                     _mark_callbacks()
-                    state_of(self.request).callbacks_of = call.key.stored, call.call_id
+                    body_state_of(self.request).callbacks_of = call.key.stored, call.call_id
                 return value
             case Raise(error, own, task_event):
                 self._announce(call, task_event)
@@ -487,7 +468,7 @@ def _mark_callbacks_sent(sender: Any, **_: Any) -> None:
     """Mark that Celery has sent the callbacks of a call, so that a later copy of it is dropped."""
     if hasattr(sender, "lease_options"):
         request = sender.request
-        answered = state_of(request).callbacks_of
+        answered = body_state_of(request).callbacks_of
         if answered is not None and not request.is_eager:
             stored_key, call_id = answered
             ttl = min(sender.lease_options.retention, CALLBACKS_MARK_TTL)

@@ -89,7 +89,6 @@ _NESTED: Final = "~replaced~"
 """Joins Celery's id and the nesting, in the id of a call. People choose ids that look like any
 shorter mark.
 """
-_STATE: Final = "celery_leases_state"
 _TOKEN: Final = re.compile("[0-9A-Za-z+/]{16}", re.ASCII)
 _OWNER: Final = re.compile("[0-9A-Za-z+/]{16,32}-[0-9a-f]{1,8}", re.ASCII)
 _FINGERPRINT: Final = re.compile("v[0-9]{1,3}:[0-9A-Za-z+/]{22}", re.ASCII)
@@ -393,35 +392,6 @@ def celery_id_of(call_id: str) -> str:
     """Celery's id of a call, with more than 255 characters its short form."""
     request_id, mark, _ = call_id.rpartition(_NESTED)
     return request_id if mark else call_id
-
-
-@dataclass
-class RequestState:
-    """The state that this process stores on the request of a delivery. A message can set an
-    attribute of that name, but not one of this type.
-    """
-
-    #: The body of this delivery runs, so a further call of the task is the body calling itself.
-    running: bool = False
-    #: The stored key and the id of the call whose callbacks are to be marked as sent.
-    callbacks_of: tuple[str, str] | None = None
-    #: The exception by which Celery learns that the call goes on in another message: ``Retry``
-    #: after ``retry()`` and if the body publishes its call again, ``Ignore`` after ``replace()``.
-    goes_on: Any = None
-    #: The signature with which the task has replaced itself.
-    replacement: Any = None
-    #: The number of retries in the message with which the body has published its call again.
-    published_retries: int | None = None
-    #: The state that the body has set last for its call.
-    reported: str | None = None
-
-
-def state_of(request: Any) -> RequestState:
-    """The state stored on *request*; the first call creates it."""
-    state = request.__dict__.get(_STATE)
-    if type(state) is not RequestState:
-        state = request.__dict__[_STATE] = RequestState()
-    return state
 
 
 def key_of(

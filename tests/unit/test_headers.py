@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 from celery.app.task import Context
 
+from celery_leases.attempt.held_lease import BodyState
 from celery_leases.decide.copies import Copy
 from celery_leases.errors import KeyUnusable
 from celery_leases.keys import STORED_KEY_MAX, CallKey, call_key, stored_key
 from celery_leases.options import LeaseOptions
+from celery_leases.worker.body_exceptions import BODY_STATE, body_state_of
 from celery_leases.worker.headers import (
     HEADER,
     LONGEST_KEY,
     Header,
-    RequestState,
     call_id_of,
     celery_id_of,
     group_of,
     key_of,
     owner_of,
     read_header,
-    state_of,
     token_of,
 )
 
@@ -263,16 +263,15 @@ class TestTheKeyInAHeader:
 
 
 class TestARequest:
-    @pytest.mark.parametrize("value", [True, "x", {"running": True}, ["t:x|y", "call"]])
+    @pytest.mark.parametrize("value", [True, "x", {"reported": "FAILURE"}, ["t:x|y", "call"]])
     def test_remembers_nothing_that_a_message_has_brought(self, value: object) -> None:
-        names = ("state", "running", "stored_key", "replaced")
-        request = Context({f"celery_leases_{name}": value for name in names})
-        assert state_of(request) == RequestState()
+        request = Context({BODY_STATE: value, "celery_leases_state": value})
+        assert vars(body_state_of(request)) == vars(BodyState())
 
-    def test_remembers_what_this_process_has_noted(self) -> None:
+    def test_remembers_what_its_body_has_done(self) -> None:
         request = Context({"id": "call"})
-        state_of(request).running = True
-        assert state_of(request).running
+        body_state_of(request).reported = "FAILURE"
+        assert body_state_of(request).reported == "FAILURE"
 
     @pytest.mark.parametrize("token", [None, 7, "", "x", "A" * 15, "a" * 17, "a" * 15 + "-"])
     def test_has_no_token_but_one_of_ours(self, token: object) -> None:
