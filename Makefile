@@ -4,6 +4,7 @@
 #   make simulate        clusters in one process, each from its seed, with everything that can go wrong (SIMULATE_ARGS)
 #   make planted         the bugs that the simulator must find, and how many seeds it takes
 #   make docs            the documentation as a site, in build/site; its links and anchors are checked
+#   make release-check   what a release uploads, built, and installed with the oldest and newest dependencies (TAG=v1.2.3)
 #   make lowest | lint | check | demo | demo-cooldown | play | peers | bench | clean       PYTHON=python3.12 chooses the interpreter
 PYTHON ?= python3
 VENV   := .venv
@@ -18,7 +19,7 @@ TEST_GROUPS := test $(if $(CI),clients)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-again test-all simulate planted lowest lint check demo demo-cooldown play peers docs bench clean
+.PHONY: help test test-again test-all simulate planted lowest lint check demo demo-cooldown play peers docs release-check bench clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -89,6 +90,10 @@ peers: $(VENV)/.group-demo
 docs: $(VENV)/.group-docs
 	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env docs build/site
 	@echo "== build/site/index.html, with llms.txt and each page as Markdown beside it"
+
+# The files are in dist, the list of what an installation contains (CycloneDX) in build. With TAG, all must be of its version.
+release-check: docs $(VENV)/.group-release
+	@$(BIN)/nox --session package installed $(if $(TAG),-- $(TAG))
 
 # BENCH_ARGS=--quick is a small version that writes nothing; --only throughput,writes measures a part.
 bench: $(VENV)/.group-bench

@@ -285,4 +285,4 @@ def test_the_first_task_of_a_project_runs_once(capsys: pytest.CaptureFixture[str
         names["app"].conf.task_always_eager = True
         results = [names["send_invoice"].delay(1, "2026-04").get() for _ in "ab"]
     assert results == [{"customer": 1}] * 2
-    assert capsys.readouterr().out == "the mail for 1 2026-04\n"
+    assert capsys.readouterr().out == "the mail for 1 of 2026-04\n"
