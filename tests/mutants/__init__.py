@@ -1,0 +1,1 @@
+"""Changes the library by one token at a time, and shows which changes no test notices."""

@@ -1,0 +1,304 @@
+"""Runs the tests that reach a mutation in a fork of the process that has collected them all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import selectors
+import signal
+import sys
+import threading
+import time
+import traceback
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+
+from tests.mutants.mutations import ROOT, Mutation, apply, path_of
+from tests.simulation.search import run
+
+SHORTEST_LIMIT = 20.0
+"""Seconds after which the tests of a mutation are ended, at least; a mutation may wait for ever."""
+SLOWEST_TEST = 2.0
+"""Seconds of CPU of a test above which it judges no mutation."""
+MOST_TIME = 10.0
+"""Seconds of CPU for the tests of one mutation; the fastest are chosen."""
+
+
+@dataclass
+class Outcome:
+    """What became of one mutation: *how* is empty if nothing noticed it."""
+
+    name: str
+    module: str
+    how: str
+    tests: int
+    seconds: float
+
+
+@dataclass
+class Reach:
+    """Which lines of the mutated modules a test runs, and how many seconds of CPU it takes."""
+
+    item: pytest.Item
+    seconds: float
+    lines: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+
+    def runs(self, mutation: Mutation) -> bool:
+        """Whether it runs the statement of the mutation; each test runs what imports do."""
+        if not mutation.function:
+            return mutation.module in self.lines
+        lines = self.lines.get(mutation.module, set())
+        return any(line in lines for line in range(mutation.first_line, mutation.last_line + 1))
+
+
+class Mutants:
+    """The plugin of pytest that runs *chosen* instead of the session; *seeds* of the simulator
+    judge what no test notices. It begins no mutation after *until*, by the monotonic clock.
+    """
+
+    def __init__(
+        self, chosen: Sequence[Mutation], seeds: int, processes: int, until: float = math.inf
+    ) -> None:
+        self.chosen = chosen
+        self.until = until
+        self.seeds = seeds
+        self.processes = processes
+        self.outcomes: list[Outcome] = []
+        self.tests = 0
+        self._modules = {str(path_of(each.module)): each.module for each in chosen}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self) -> None:
+        """Let hypothesis try the same examples each time, and not look for a shorter one."""
+        settings.register_profile(
+            "mutants",
+            derandomize=True,
+            database=None,
+            deadline=None,
+            max_examples=30,
+            phases=(Phase.explicit, Phase.generate),
+        )
+
+    def pytest_collectstart(self) -> None:
+        """Use that profile, whatever the tests have loaded."""
+        settings.load_profile("mutants")
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """See what each test reaches, then run the mutations."""
+        reporter: Any = session.config.pluginmanager.unregister(name="terminalreporter")
+        session.config.pluginmanager.register(_Terminal(reporter._tw), "terminalreporter")
+        # Else each child would make this directory, and remove that of another one.
+        session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        reaches = self._reaches(session)
+        self.tests = len(reaches)
+        kills: Counter[str] = Counter()
+
+        def first_killers(mutation: Mutation) -> list[Reach]:
+            """What reaches it: the fast tests first, and those that have noticed much so far."""
+            found = [each for each in reaches if each.runs(mutation)]
+            spent = list(accumulate(each.seconds for each in found))
+            found = found[: bisect_right(spent, MOST_TIME)]
+            return sorted(found, key=lambda each: each.seconds / (1 + kills[each.item.nodeid]))
+
+        in_time = takewhile(lambda _: time.monotonic() < self.until, self.chosen)
+        jobs = ((each, first_killers(each)) for each in in_time)
+        for number, outcome in enumerate(self._played(jobs), 1):
+            self.outcomes.append(outcome)
+            kills[outcome.how] += 1
+            if not outcome.how or number % 50 == 0:
+                told = f"survives: {outcome.name}" if not outcome.how else ""
+                print(f"{number}/{len(self.chosen)} {told}", file=sys.stderr, flush=True)
+        return True
+
+    # -- what each test reaches ------------------------------------------------------------------
+
+    def _reaches(self, session: pytest.Session) -> list[Reach]:
+        """The tests that pass and reach a mutated module, by a file of an earlier run with the same
+        sources if there is one.
+        """
+        digest = hashlib.sha256(" ".join(item.nodeid for item in session.items).encode())
+        for path in sorted({*self._modules, *(str(item.path) for item in session.items)}):
+            digest.update(Path(path).read_bytes())
+        known = ROOT / "build" / "mutants" / f"reach-{digest.hexdigest()[:16]}.json"
+        if not known.exists():
+            traced = list(_lines_of(_forked(lambda: self._trace(session))))
+            known.parent.mkdir(parents=True, exist_ok=True)
+            known.write_text(json.dumps(traced))
+        found = []
+        for number, seconds, lines in json.loads(known.read_text()):
+            each = Reach(session.items[number], seconds)
+            for module, some in lines.items():
+                each.lines[module] = set(some)
+            found.append(each)
+        return sorted(found, key=lambda each: each.seconds)
+
+    def _trace(self, session: pytest.Session) -> Iterator[Any]:
+        for number, item in enumerate(session.items):
+            lines: dict[str, set[int]] = defaultdict(set)
+            trace = _tracer(self._modules, lines)
+            began = time.process_time()
+            threading.settrace(trace)
+            sys.settrace(trace)
+            try:
+                failed = _fails(session, [item])
+            finally:
+                sys.settrace(None)
+                threading.settrace(None)  # type: ignore[arg-type]
+            seconds = time.process_time() - began
+            if failed is None and lines and seconds < SLOWEST_TEST:
+                yield [number, seconds, {module: sorted(each) for module, each in lines.items()}]
+
+    # -- the mutations ---------------------------------------------------------------------------
+
+    def _played(self, jobs: Iterable[tuple[Mutation, list[Reach]]]) -> Iterator[Outcome]:
+        """Run the jobs, some at a time."""
+        waiting = iter(jobs)
+        running: dict[int, tuple[_Fork, Mutation, int, float, float]] = {}
+        with selectors.DefaultSelector() as selector:
+            while True:
+                while len(running) < self.processes and (job := next(waiting, None)):
+                    mutation, reaches = job
+                    fork = _forked(lambda m=mutation, r=reaches: self._judge(m, r))  # type: ignore[misc]
+                    began = time.monotonic()
+                    limit = 20 * sum(each.seconds for each in reaches) + 2.0 * self.seeds
+                    until = began + max(SHORTEST_LIMIT, limit)
+                    running[fork.output] = (fork, mutation, len(reaches), began, until)
+                    selector.register(fork.output, selectors.EVENT_READ)
+                if not running:
+                    return
+                ready = {key.fd for key, _ in selector.select(1.0)}
+                for output in list(running):
+                    fork, mutation, tests, began, until = running[output]
+                    now = time.monotonic()
+                    if output not in ready and now < until:
+                        continue
+                    selector.unregister(output)
+                    del running[output]
+                    said = list(_lines_of(fork)) if output in ready else []
+                    fork.end()
+                    how = said[0] if said else "its tests do not end" if now >= until else "crash"
+                    yield Outcome(mutation.name, mutation.module, how, tests, now - began)
+
+    def _judge(self, mutation: Mutation, reaches: list[Reach]) -> Iterator[str]:
+        """Yield what notices the mutation, or an empty text."""
+        try:
+            apply(mutation)
+        except SyntaxError as error:
+            yield f"does not compile: {error}"
+            return
+        session = reaches[0].item.session if reaches else None
+        if session is not None and (failed := _fails(session, [each.item for each in reaches])):
+            yield failed
+            return
+        for seed in range(1, self.seeds + 1):
+            if (failure := run(seed)) is not None:
+                yield f"seed {seed}: {failure.violation.promise}"
+                return
+        yield ""
+
+
+def _fails(session: pytest.Session, items: Sequence[pytest.Item]) -> str | None:
+    """Run tests until one fails; returns its name."""
+    seen = _Reports()
+    session.config.pluginmanager.register(seen)
+    try:
+        for number, item in enumerate(items, 1):
+            following = items[number] if number < len(items) else None
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if seen.failed is not None:
+                return seen.failed
+    finally:
+        session.config.pluginmanager.unregister(seen)
+    return None
+
+
+class _Reports:
+    def __init__(self) -> None:
+        self.failed: str | None = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and self.failed is None:
+            self.failed = report.nodeid
+
+
+class _Terminal:
+    """Instead of the reporter, for who writes to the terminal."""
+
+    def __init__(self, writer: Any) -> None:
+        self._tw = writer
+
+
+def _tracer(files: dict[str, str], lines: dict[str, set[int]]) -> Any:
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        module = files.get(frame.f_code.co_filename)
+        if module is None:
+            return None
+        seen = lines[module]
+
+        def line(frame: FrameType, event: str, _: object) -> Any:
+            seen.add(frame.f_lineno)
+            return line
+
+        return line
+
+    return trace
+
+
+# -- forks -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Fork:
+    pid: int
+    output: int
+
+    def end(self) -> None:
+        """End the process and all that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+        with suppress(OSError):
+            os.close(self.output)
+
+
+def _forked(work: Any) -> _Fork:
+    """Run *work*, which yields what the parent reads as lines of JSON, in a process of its own."""
+    output, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        with suppress(OSError):
+            os.setpgid(pid, pid)
+        return _Fork(pid, output)
+    try:
+        os.setpgid(0, 0)
+        os.close(output)
+        for each in work():
+            os.write(writing, json.dumps(each).encode() + b"\n")
+    except BaseException:  # noqa: BLE001 - it must not go on as the parent
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+    raise AssertionError  # never reached
+
+
+def _lines_of(fork: _Fork) -> Iterator[Any]:
+    with os.fdopen(os.dup(fork.output)) as lines:
+        for line in lines:
+            yield json.loads(line)
+            if not line.endswith("\n"):
+                break
+    fork.end()
