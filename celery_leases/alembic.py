@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Engine, text
 
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.stores.sql.migrations import migrate
-from celery_leases.stores.sql.schema import Tables
+from celery_leases.stores.sql.schema import RECORDS, Tables
 
 if TYPE_CHECKING:
     from sqlalchemy.schema import SchemaItem
@@ -29,16 +29,15 @@ def include_object(
     reflected: bool,  # noqa: ARG001 - Alembic passes it
     compare_to: SchemaItem | None,  # noqa: ARG001 - as above
 ) -> bool:
-    """Whether autogenerate compares *object*: not the tables of celery_leases, nor their columns,
-    indexes and constraints.
+    """Whether autogenerate compares *object*: not the tables of celery_leases and their partitions,
+    nor their columns, indexes and constraints.
 
     Pass this function to ``context.configure(include_object=…)``, or to Flask-Migrate's
     ``Migrate(app, db, include_object=…)``.
     """
-    if type_ == "table":
-        return name not in _TABLES
-    table = getattr(object, "table", None)
-    return getattr(table, "name", None) not in _TABLES
+    if type_ != "table":
+        name = getattr(getattr(object, "table", None), "name", None)
+    return name not in _TABLES and not (name or "").startswith(f"{RECORDS}_")
 
 
 def upgrade(op: Any, *, schema: str | None = None) -> None:
