@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from celery_leases.attempt.process import lease_store, open_effects, open_records
 from celery_leases.decide.answers import Holder
+from celery_leases.decide.claim import finished_by
+from celery_leases.decide.latest import replaced_mark
 from celery_leases.errors import (
     AlreadyDone,
     LeaseConfigurationError,
@@ -152,12 +154,15 @@ class LeaseClient:
         task: str | None = None,
         group: str | None = None,
         waiting: bool = False,
+        call: str | None = None,
     ) -> LeaseStatus:
         """The status of *key*; a key without a record is ``absent``.
 
         *group* is the cooldown group of the key; a key that has failed because of its group does
         not need it. *waiting*: also read which calls of the key wait; for that, Redis is scanned.
-        If only the lease store does not answer, ``reason`` says so.
+        *call*: the id of a call with ``lease_runs="latest"``, for which another status is given as
+        long as another call has the record: ``pending``, or ``replaced`` if that call has answered
+        it. If only the lease store does not answer, ``reason`` says so.
         """
         stored = self._stored(key, task)
         record = self._records.read(stored, lenient=True)
@@ -176,7 +181,22 @@ class LeaseClient:
             trouble=trouble,
             wall_time=self._wall_time(),
         )
+        if call is not None and record is not None and record.arrived:
+            status = self._of_call(status, stored, record, call)
         return self._with_waiting(status, key, stored) if waiting else status
+
+    def _of_call(self, status: LeaseStatus, stored: str, record: Record, call: str) -> LeaseStatus:
+        """The *status* of a key for the person who waits for one of its calls."""
+        if record.call_id == call or finished_by(call, record):
+            return status
+        try:
+            if self._leases.mark(stored, replaced_mark(call)) is not None:
+                return replace(status, replaced=True)
+        except StoreUnavailable:
+            return status
+        if status.state == State.RUNNING:
+            return status
+        return LeaseStatus(status.key, status.task, State.PENDING.value, call_id=call)
 
     def _now(
         self,

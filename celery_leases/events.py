@@ -113,10 +113,13 @@ class CallDropped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultReplayed(Event):
-    """The delivery got the saved result of ``first_call_id``."""
+    """The delivery got the saved result of ``first_call_id``; ``replaced``: because that call is
+    newer, with ``lease_runs="latest"``.
+    """
 
-    level, line = INFO, "answered with the saved result of call {first_call_id}"
+    level, line = INFO, "{more}answered with the saved result of call {first_call_id}"
     first_call_id: str
+    replaced: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

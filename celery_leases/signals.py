@@ -274,9 +274,11 @@ def _shown(name: str, value: str) -> str:
 
 
 def _more(event: Event) -> str:
-    """The end of a log line that is computed from several fields: how long the key waits and by
-    which rule, or what happened to the record.
+    """The part of a log line that is computed from several fields: how long the key waits and by
+    which rule, what happened to the record, or that a newer call runs instead.
     """
+    if isinstance(event, events.ResultReplayed):
+        return "replaced by a newer call, " if event.replaced else ""
     if isinstance(event, events.OutcomeRefused):
         if event.state is None:
             return "the record was deleted (by an operator, or because its retention was over)"

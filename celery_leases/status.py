@@ -54,6 +54,7 @@ class MessageCode(StrEnum):
 
     NOT_STARTED = "not_started", "Not started yet"
     QUEUED = "queued", "Queued"
+    REPLACED = "replaced", "Replaced by a newer call"
     WAITING = "waiting", "Waiting: start it again if it does not begin"
     STARTING = "starting", "Starting"
     RUNNING = "running", "Running (attempt {attempt})"
@@ -158,7 +159,9 @@ class LeaseStatus:
     key. ``queued_at``: when the call was published together with its record; ``None`` once a worker
     has begun it. ``message_stored``: the record has the message of the call, so ``leases retry``
     and ``leases rescue`` can publish it. ``waiting``: the ids of calls of the key that wait, as far
-    as the lease store notes them; only ``status(…, waiting=True)`` reads them.
+    as the lease store notes them; only ``status(…, waiting=True)`` reads them. ``replaced``: the
+    call for which ``status(…, call=…)`` was asked did not run, because that of a newer call
+    answered it.
     """
 
     key: str
@@ -196,10 +199,13 @@ class LeaseStatus:
     queued_at: datetime | None = None
     message_stored: bool = False
     waiting: tuple[str, ...] = ()
+    replaced: bool = False
 
     @property
     def message_code(self) -> MessageCode:
         """The code of :meth:`message`, for programs that have texts of their own."""
+        if self.replaced:
+            return MessageCode.REPLACED
         if self.state in _CODE_OF_STATE:
             return _CODE_OF_STATE[self.state]
         unsure = self.error is not None and self.error.ambiguous

@@ -39,7 +39,7 @@ from celery_leases.decide.before_run import (
     before_run,
     holder_of_row,
 )
-from celery_leases.decide.claim import finished_by
+from celery_leases.decide.claim import finished_by, replaces
 from celery_leases.decide.copies import callbacks_mark
 from celery_leases.decide.endings import (
     ControlFlow,
@@ -51,7 +51,7 @@ from celery_leases.decide.endings import (
     Terminated,
     error_text,
 )
-from celery_leases.decide.latest import ORDER_TTL, Burst, arrival_mark, until_turn
+from celery_leases.decide.latest import ORDER_TTL, Burst, arrival_mark, replaced_mark, until_turn
 from celery_leases.decide.verdicts import (
     Drop,
     Facts,
@@ -115,6 +115,8 @@ class Execution:
     _begins_at: float = field(init=False, default=0.0)
     #: This attempt has, or may have, a slot of its group.
     _may_have_slot: bool = field(init=False, default=False)
+    #: A newer call has run instead.
+    _replaced: bool = field(init=False, default=False)
 
     def run(self, body: Body, store_failures: int = 0) -> Verdict:
         """Handle the call to its end.
@@ -464,7 +466,13 @@ class Execution:
             room=room,
             wall_time=process.wall_time(),
         )
-        return before_run(call, facts)
+        verdict = before_run(call, facts)
+        if record is not None and replaces(record, call) and isinstance(verdict, Return | Raise):
+            self._replaced = True
+            with suppress(StoreUnavailable):  # then the status of the call says that it waits
+                mark = replaced_mark(call.call_id)
+                process.leases.swap_mark(call.key.stored, mark, None, record.call_id, ORDER_TTL)
+        return verdict
 
     def _close(self, outcome: Outcome) -> None:
         """Close an attempt whose body never ran.
@@ -780,7 +788,8 @@ class Execution:
         call, observe = self.call, self.process.observer.observe
         match verdict:
             case Return(_, first_call_id):
-                observe(events.ResultReplayed(**call.subject, first_call_id=first_call_id))
+                replayed = partial(events.ResultReplayed, first_call_id=first_call_id)
+                observe(replayed(**call.subject, replaced=self._replaced))
             case Raise(error):
                 observe(events.CallRefused(**call.subject, error=str(error)))
             case Drop(reason):

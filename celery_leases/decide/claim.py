@@ -73,6 +73,14 @@ def covers(row: Record, call: Call) -> bool:
     return 0 < call.order <= row.order or (by_arrival and call.arrived <= row.arrived)
 
 
+def replaces(row: Record, call: Call) -> bool:
+    """Whether the last run of the key was that of another call, which answers *call* because it is
+    newer (``lease_runs="latest"``).
+    """
+    of_other = row.call_id != call.call_id and not finished_by(call.call_id, row)
+    return call.options.latest_runs and of_other and covers(row, call)
+
+
 def has_message_of(row: Record, call_id: str) -> bool:
     """Whether the message in *row* was published, and is that of the call *call_id*."""
     if row.message is None or row.published_at is None:

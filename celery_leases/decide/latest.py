@@ -76,6 +76,11 @@ def until_turn(
     )
 
 
+def replaced_mark(call_id: str) -> str:
+    """The name of the mark with the call that has run instead of a call."""
+    return bounded(f"replaced:{call_id}")
+
+
 def arrival_mark(call_id: str) -> str:
     """The name of the mark with the first arrival of a call that has no order."""
     return bounded(f"arrival:{call_id}")

@@ -58,7 +58,7 @@ def submit(
     try:
         sent = submitting.submit(
             *(task, args, kwargs),
-            location=location or (lambda status: _location(status.key, task.name)),
+            location=location or (lambda status: _location(status, task)),
             idempotent=idempotent,
             session=session,
             publish=partial(_after_commit, task),
@@ -103,7 +103,8 @@ def leases_urls(
         if not allowed:
             return response(forbidden())
         try:
-            found = submitting.requested_status(current_app, key, of_task)
+            call = request.GET.get("call")
+            found = submitting.requested_status(current_app, key, of_task, call)
         except LeasesError as error:
             return _of_error(error, request.path)
         return response(answer(found, poll_after=poll_after))
@@ -128,12 +129,12 @@ def _after_commit(task: Any, args: Any, kwargs: Any, **options: Any) -> None:
     transaction.on_commit(publish)
 
 
-def _location(key: str, task: str) -> str | None:
+def _location(status: LeaseStatus, task: Any) -> str | None:
     try:
-        url = reverse(URL_NAME, kwargs={"key": key})
+        url = reverse(URL_NAME, kwargs={"key": status.key})
     except NoReverseMatch:
         return None
-    return f"{url}?{urlencode({'task': task})}"
+    return f"{url}?{urlencode(submitting.query_of(status, task))}"
 
 
 def _of_error(error: LeasesError, where: str) -> HttpResponse:

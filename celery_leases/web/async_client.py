@@ -90,9 +90,10 @@ class AsyncLeaseClient:
         *,
         task: str | None = None,
         group: str | None = None,
+        call: str | None = None,
     ) -> LeaseStatus:
         """The status of *key*; see :meth:`celery_leases.LeaseClient.status`."""
-        return await self.run(lambda: self._client().status(key, task=task, group=group))
+        return await self.run(lambda: self._client().status(key, task=task, group=group, call=call))
 
     async def wait_for(
         self,
@@ -134,6 +135,7 @@ class AsyncLeaseClient:
         key: str,
         *,
         task: str | None = None,
+        call: str | None = None,
         until: Sequence[str] = ENDED,
         slowest: float = LONGEST_POLL,
     ) -> AsyncGenerator[LeaseStatus]:
@@ -145,7 +147,7 @@ class AsyncLeaseClient:
         """
         seen, pause = None, SHORTEST_POLL
         while True:
-            status = await self.status(key, task=task)
+            status = await self.status(key, task=task, call=call)
             if (version := version_of(status)) != seen:
                 seen, pause = version, SHORTEST_POLL
                 yield status

@@ -151,6 +151,7 @@ def leases_router(
         allowed: Any = is_allowed,
         leases: Any = a_client,
         asked_task: str | None = Query(None, alias="task"),
+        call: str | None = None,
         last_event_id: str | None = Header(None),
     ) -> Response:
         """The status of a key, or with ``Accept: text/event-stream`` its changes."""
@@ -164,7 +165,7 @@ def leases_router(
         ):
             # It would find the key of another task than authorise has checked.
             return response(answer(UnknownKey(key=key)))
-        identity = {"task": of_task}
+        identity = {"task": of_task, "call": call}
         try:
             found: LeaseStatus = await leases.status(key, **identity)
         except LeasesError as error:

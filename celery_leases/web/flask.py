@@ -18,7 +18,7 @@ from celery_leases.errors import LeaseConfigurationError, LeasesError
 from celery_leases.stores.urls import escaped_url
 from celery_leases.task import LeasedMixin
 from celery_leases.web.http import POLL_AFTER, HttpAnswer, answer, forbidden
-from celery_leases.web.submitting import requested_status, submit
+from celery_leases.web.submitting import query_of, requested_status, submit
 
 if TYPE_CHECKING:
     from celery_leases.status import LeaseStatus
@@ -123,7 +123,7 @@ class CeleryLeases:
         """
         sent = submit(
             *(task, args, kwargs),
-            location=location or (lambda status: _location(status.key, task.name)),
+            location=location or (lambda status: _location(status, task)),
             idempotent=idempotent,
             session=session,
             poll_after=poll_after,
@@ -175,7 +175,7 @@ def leases_blueprint(
         if not allowed:
             return response(forbidden())
         celery: Celery = current_app.extensions["celery"]
-        found = requested_status(celery, key, of_task)
+        found = requested_status(celery, key, of_task, request.args.get("call"))
         return response(answer(found, poll_after=poll_after))
 
     return blueprint
@@ -185,11 +185,11 @@ async def _awaited(awaitable: Awaitable[object]) -> object:
     return await awaitable
 
 
-def _location(key: str, task: str) -> str | None:
+def _location(status: LeaseStatus, task: Any) -> str | None:
     endpoint = current_app.extensions.get(f"{EXTENSION}.status")
     if endpoint is None or not has_request_context():
         return None
-    url: str = url_for(endpoint, key=key, task=task)
+    url: str = url_for(endpoint, key=status.key, **query_of(status, task))
     return url
 
 

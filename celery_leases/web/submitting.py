@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
+from uuid import uuid4
 
 from celery import Celery
 from kombu.exceptions import OperationalError
@@ -22,11 +23,14 @@ from celery_leases.errors import (
 from celery_leases.keys import is_shared, may_be_stored, stored_key
 from celery_leases.outbox import calls as outbox
 from celery_leases.record import State
-from celery_leases.status import ABSENT, LeaseStatus
+from celery_leases.status import ABSENT, UNREADABLE, LeaseStatus
 from celery_leases.text.redaction import redact
 from celery_leases.web.http import POLL_AFTER, HttpAnswer, answer
 
-__all__ = ["requested_status", "submit"]
+__all__ = ["query_of", "requested_status", "submit"]
+
+_BY_HAND: Final = (State.UNCERTAIN.value, UNREADABLE)
+"""The states in which no call of a key runs until a person has acted."""
 
 
 def submit(
@@ -45,7 +49,8 @@ def submit(
     outstanding, and return the HTTP response; see ``docs/reference/http.md``.
 
     The call is published only if the status code is 202 and no message and no worker has the work
-    already. *location* is the URL of the status, or a function of the status that returns it.
+    already. *location* is the URL of the status, or a function of the status that returns it; with
+    ``lease_runs="latest"`` the ``call_id`` of that status is the id of the new call.
     *idempotent*: the key is made of an ``Idempotency-Key``. With *session*, a SQLAlchemy session or
     a connection on the records' database, the call is published by ``apply_async_in`` after the
     caller's commit. *publish* is called instead of ``task.apply_async``, with the same arguments.
@@ -63,6 +68,10 @@ def submit(
             f"{getattr(task, 'name', task)!s} is not a leased task: give it base=LeasedTask and a lease_key"
         )
 
+    runs = task.lease_options
+    if runs.latest_runs and session is None:
+        options.setdefault("task_id", str(uuid4()))
+
     def answered(status: LeaseStatus, *, idempotent: bool) -> HttpAnswer:
         where = location(status) if callable(location) else location
         asked: Any = {"asked": "work", "idempotent": idempotent, "poll_after": poll_after}
@@ -70,7 +79,9 @@ def submit(
 
     def look() -> tuple[LeaseStatus, HttpAnswer]:
         status: LeaseStatus = task.lease_status(*given, **named)
-        if status.state == State.DONE and task.lease_options.reruns:
+        if runs.latest_runs and not idempotent and status.state not in _BY_HAND:
+            status = LeaseStatus(status.key, status.task, ABSENT)  # the new call waits, or runs
+        elif runs.reruns and status.state in (State.DONE, State.FAILED):
             status = replace(status, state=ABSENT, result=None)  # the next call runs
         return status, answered(status, idempotent=idempotent)
 
@@ -91,12 +102,22 @@ def submit(
                 status.key,
             ) from error
         queued = replace(status, state=State.PENDING.value, error=None, queued_at=datetime.now(UTC))
+        queued = replace(queued, call_id=options.get("task_id", status.call_id))
         return answered(queued, idempotent=False)
     return sent
 
 
-def requested_status(app: Celery, key: str, task: str | None) -> LeaseStatus:
-    """The status of a *key* that a URL names, for a request that may see this key of this *task*.
+def query_of(status: LeaseStatus, task: Any) -> dict[str, str]:
+    """The query of the URL at which the *status* of a key of *task* is read."""
+    call = status.call_id if task.lease_options.latest_runs else None
+    return {"task": task.name} | ({"call": call} if call else {})
+
+
+def requested_status(
+    app: Celery, key: str, task: str | None, call: str | None = None
+) -> LeaseStatus:
+    """The status of a *key* that a URL names, for a request that may see this key of this *task*;
+    *call* is that of :meth:`LeaseClient.status`.
 
     Raises :class:`~celery_leases.errors.UnknownKey` for what is no key of the task, and the errors
     of :meth:`LeaseClient.status`.
@@ -115,4 +136,4 @@ def requested_status(app: Celery, key: str, task: str | None) -> LeaseStatus:
             shares and not may_be_stored(stored_key(task, key), task, options)
         ):
             raise UnknownKey(f"{key} is no key of {task}", key)
-    return LeaseClient.from_app(app).status(key, task=task)
+    return LeaseClient.from_app(app).status(key, task=task, call=call)

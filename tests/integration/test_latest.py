@@ -25,6 +25,18 @@ def test_r1_of_ten_changes_during_a_run_only_the_last_one_runs(stage: Stage, nam
     gate.touch()
     assert [got(call) for call in calls] == [0, *[10] * 10]
     assert numbers(stage, name) == [0, 10]
+    task = stage.tasks.newest.name
+    of_calls = [stage.client.status(f"newest:{name}", task=task, call=c.id) for c in calls]
+    assert [status.message() for status in of_calls] == [
+        "Done",
+        *["Replaced by a newer call"] * 9,
+        "Done",
+    ]
+    assert stage.log(calls[5].id)[-2].endswith(
+        f"replaced by a newer call, answered with the saved result of call {calls[10].id}"
+    )
+    unknown = stage.client.status(f"newest:{name}", task=task, call="another")
+    assert (unknown.state, unknown.result) == ("pending", None)
     stage.wait_until_drained()
 
 

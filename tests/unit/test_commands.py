@@ -179,7 +179,7 @@ def test_runs_saved_are_shown_by_task(
     assert "No run was saved so far." in types("stats").out
     counter = EventCounter()
     for task, replayed, dropped in ((NAME, 7, 1), ("other", 0, 4)):
-        subject = {"task": task, "key": "k", "call_id": "c"}
+        subject: Any = {"task": task, "key": "k", "call_id": "c"}
         for _ in range(replayed):
             counter.receive(ResultReplayed(**subject, first_call_id="f"))
         for _ in range(dropped):

@@ -24,11 +24,14 @@ from celery import Celery  # noqa: E402
 from fastapi import FastAPI, Header, HTTPException, Request  # noqa: E402
 
 from celery_leases import LeasedTask  # noqa: E402
+from celery_leases.decide.latest import replaced_mark  # noqa: E402
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable  # noqa: E402
+from celery_leases.keys import stored_key  # noqa: E402
 from celery_leases.web import fastapi as ours  # noqa: E402
 from celery_leases.web.async_client import AsyncLeaseClient, version_of  # noqa: E402
 from celery_leases.web.fastapi import add_exception_handlers, leases_router, submit  # noqa: E402
 from celery_leases.web.http import idempotency_key  # noqa: E402
+from celery_leases.worker.processes import process_of  # noqa: E402
 from tests.unit.celery_apps import apps  # noqa: E402
 from tests.unit.test_async_client import KEY, LONG, Scripted, a_status  # noqa: E402
 
@@ -325,3 +328,22 @@ def test_the_authoriser_is_asked_about_the_task_that_is_shown(shop: Any) -> None
     ]
     assert found == [403, 403, 403, 200, 404, 404]
     assert told == [("shop.order", ["shop.order"])] * 4
+
+
+def test_a_call_that_a_newer_one_has_replaced_has_a_status_of_its_own(shop: Any) -> None:
+    """Also in a stream."""
+
+    @shop.celery.task(
+        base=LeasedTask, name="shop.index", lease_key="index:{page}", lease_runs="latest"
+    )
+    def index(page):
+        return page
+
+    index.delay("1")
+    marks, key = process_of(shop.celery).leases, stored_key(index.name, "index:1")
+    marks.swap_mark(key, replaced_mark("older"), None, "newer", 60.0)
+    url = "/leases/index:1?task=shop.index&call="
+    for call, code in (("older", "replaced"), ("not-begun", "waiting")):
+        assert ask(shop.app, "GET", f"{url}{call}", ME).json()["message_code"] == code
+    stream = ask(shop.app, "GET", f"{url}older", STREAM).text
+    assert events(stream)[-1]["data"]["message_code"] == "replaced"

@@ -22,9 +22,12 @@ from flask_sqlalchemy import SQLAlchemy  # noqa: E402
 from sqlalchemy import Column, Integer, String, func, make_url, select  # noqa: E402
 
 from celery_leases import cli  # noqa: E402
+from celery_leases.decide.latest import replaced_mark  # noqa: E402
 from celery_leases.errors import KeyReused, LeaseConfigurationError, StoreUnavailable  # noqa: E402
+from celery_leases.keys import stored_key  # noqa: E402
 from celery_leases.web.flask import CeleryLeases, FlaskTask, LeasedTask, leases_blueprint  # noqa: E402
 from celery_leases.web.http import idempotency_key  # noqa: E402
+from celery_leases.worker.processes import process_of  # noqa: E402
 from tests.unit.celery_apps import apps  # noqa: E402
 
 __all__ = ["apps"]
@@ -307,3 +310,29 @@ def test_flask_leases_exits_as_its_command_does(shop, monkeypatch, code) -> None
     monkeypatch.setitem(cli.leases.commands, "doctor", click.Command("doctor", callback=ends))
     assert shop.app.test_cli_runner().invoke(args=["leases", "doctor"]).exit_code == code
     assert asked == ["doctor"]
+
+
+def test_a_call_that_a_newer_one_has_replaced_has_a_status_of_its_own(shop: Any) -> None:
+    @shop.celery.task(
+        base=LeasedTask, name="shop.index", lease_key="index:{page}", lease_runs="latest"
+    )
+    def index(page):
+        return page
+
+    @shop.app.post("/pages/<page>")
+    def change(page: str) -> Any:
+        return shop.leases.submit(index, (page,))
+
+    where = shop.http.post("/pages/1").headers["Location"]
+    marks, key = process_of(shop.celery).leases, stored_key(index.name, "index:1")
+    marks.swap_mark(key, replaced_mark("older"), None, "newer", 60.0)
+    own = where.partition("call=")[2]
+    codes = {}
+    for call in (own, "older", "not-begun"):
+        sent = shop.http.get(where.replace(own, call), headers={"Authorization": "me"})
+        codes[call] = (sent.json["state"], sent.json["message_code"])
+    assert codes == {
+        own: ("done", "done"),
+        "older": ("done", "replaced"),
+        "not-begun": ("pending", "waiting"),
+    }

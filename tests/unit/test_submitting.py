@@ -15,7 +15,7 @@ from celery_leases.errors import (
     LeaseConfigurationError,
 )
 from celery_leases.web.http import answer
-from celery_leases.web.submitting import submit
+from celery_leases.web.submitting import query_of, submit
 from tests.unit.celery_apps import apps
 
 __all__ = ["apps"]
@@ -47,6 +47,12 @@ def app(apps: None) -> Any:
     @made.task(base=LeasedTask, name="shop.sync", lease_key="sync:{key}", lease_runs="each")
     def sync(key):
         RAN.append(key)
+
+    @made.task(base=LeasedTask, name="shop.index", lease_key="index:{key}", lease_runs="latest")
+    def index(key, error=None):
+        RAN.append(key)
+        if error is not None:
+            raise PermanentFailure(key) if error == "final" else ValueError(key)
 
     return made
 
@@ -178,3 +184,25 @@ def test_an_outage_of_the_broker_is_an_error_of_celery_leases(app, monkeypatch) 
     assert "hunter2" not in str(caught.value)
     sent = answer(caught.value)
     assert (sent.status, sent.headers["Retry-After"]) == (503, "5")
+
+
+def test_each_call_of_a_key_whose_calls_run_is_published(app: Any) -> None:
+    """Also if the last one has failed for good. With "latest" a call of a cooling key waits."""
+    index, sync = app.tasks["shop.index"], app.tasks["shop.sync"]
+    assert codes(sync, ("1",), ("1",)) == [202, 202]
+    assert codes(index, ("2",), ("2", "final"), ("2",), ("2", "cooling")) == [202] * 4
+    assert len(RAN) == 6
+    assert codes(index, ("2",)) == [202]
+
+
+def test_the_status_of_a_call_that_may_be_replaced_is_asked_for_by_its_id(app: Any) -> None:
+    index, order, asked = app.tasks["shop.index"], app.tasks["shop.order"], []
+
+    def location(task: Any) -> Any:
+        return lambda status: asked.append(query_of(status, task))
+
+    sent: list[Any] = []
+    submit(index, ("1",), location=location(index), publish=lambda *_, **given: sent.append(given))
+    assert asked[-1] == {"task": "shop.index", "call": sent[-1]["task_id"]}
+    submit(order, ("1",), location=location(order))
+    assert asked[-1] == {"task": "shop.order"}

@@ -32,3 +32,9 @@ def plain(number: int) -> int:
 def late(number: int) -> int:
     """Find an order that may not be there yet."""
     return Order.objects.get(number=number).charges
+
+
+@shared_task(base=LeasedTask, lease_key="index:{number}", lease_runs="latest")
+def index(number: int) -> int:
+    """Index an order as it is now."""
+    return number

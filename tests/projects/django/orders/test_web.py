@@ -5,8 +5,9 @@ from unittest import mock
 from django.test import TestCase
 
 from celery_leases import LeasedTask
+from celery_leases.django.web import submit
 from orders.models import Order
-from orders.tasks import charge
+from orders.tasks import charge, index
 from orders.tests import Eager
 
 TASK = "orders.tasks.charge"
@@ -63,6 +64,14 @@ class SubmitTests(Eager, TestCase):
         with self.captureOnCommitCallbacks(execute=True):
             self.client.post("/atomic/905")
         self.assertEqual(Order.objects.get(number=905).charges, 1)
+
+    def test_the_status_is_that_of_the_call(self) -> None:
+        """If calls of the key replace each other."""
+        with self.captureOnCommitCallbacks(execute=True):
+            where = submit(index, (906,))["Location"]
+        self.assertEqual(self.client.get(where, headers=SHOP).json()["result"], 906)
+        other = self.client.get(f"{where}-another", headers=SHOP).json()
+        self.assertEqual((other["state"], other["result"]), ("pending", None))
 
     def test_an_error_is_a_problem(self) -> None:
         """Whatever raised it."""
