@@ -53,7 +53,12 @@ class LeaseHeld(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRescheduled(Event):
     """A fresh message of the call was published, which is due in ``delay`` seconds; or
-    (``confirmed=False``) the delivery was returned to the broker.
+    (``confirmed=False``) the delivery was returned to the broker. The old delivery ends.
+
+    At WARNING if ``unavailable``: a store did not answer or refused. For each cause the first one
+    is logged, then at most one a minute.
+
+    What to do: nothing while a call waits for another; for a store run ``leases doctor``.
     """
 
     level, line = INFO, "rescheduled in {delay:.1f} s: {reason}"
@@ -146,7 +151,11 @@ class LeaseRenewed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenewalFailed(Event):
-    """A renewal failed and will be retried; the lease expires in ``remaining`` seconds."""
+    """A renewal failed and will be retried; the lease expires in ``remaining`` seconds.
+
+    What to do: look at the lease store, which is slow or does not answer. The body is interrupted
+    before the lease ends.
+    """
 
     level, line = WARNING, "lease not renewed, it expires in {remaining:.1f} s: {error}"
     error: str
@@ -155,8 +164,14 @@ class RenewalFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseLost(Event):
-    """The lease is lost: another owner took it, it was not renewed in time, the store lost it, or
-    it was held too long.
+    """The lease is lost: another owner took it, it was not renewed in time, an operator released
+    it, or it was held too long.
+
+    The call is rescheduled, unless it was held for its ``time_limit``, or 24 h without one: that is
+    a failure with the rule ``time-or-memory-limit``.
+
+    What to do: nothing if it is rare. If not, look for processes that stand still, raise
+    ``lease_ttl``, or mend a body that hangs.
     """
 
     level, line = WARNING, "lease lost: {reason}"
@@ -169,6 +184,9 @@ class OutcomeRefused(Event):
     the row was deleted (``None``).
 
     ``was_suspected``: the attempt counted as a suspected crash, and does not count any more.
+
+    What to do: nothing if it is rare: the body of an attempt that had lost its lease ran on.
+    If not, call ``lease.check()`` in the body, or raise ``lease_ttl``.
     """
 
     level, line = WARNING, "outcome of fence {fence} refused: {more}"
@@ -224,7 +242,10 @@ class AttemptSettled(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateClosed(Event):
     """A failure closed the gate of a cooldown group, which is closed for ``closed_for`` seconds
-    now.
+    now. No key of the group begins until then.
+
+    What to do: nothing after a rate limit; else mend what ``rule`` names, then run ``leases group
+    open``.
     """
 
     level, line = (
@@ -250,6 +271,8 @@ class GateOpened(Event):
 class CrashSeen(Event):
     """The process of an attempt died without reporting an outcome, as its worker has seen: the
     crash number ``crashes`` in a row.
+
+    What to do: look for the kernel's out-of-memory killer on that host.
     """
 
     level, line = (
@@ -264,6 +287,8 @@ class CrashSeen(Event):
 class AttemptAbandoned(Event):
     """The lease of the previous attempt ended, nothing was heard of it, and this attempt has taken
     over its key: a suspected crash, the number ``crashes`` in a row.
+
+    What to do: look at that host: its worker died, stood still, or did not reach the lease store.
     """
 
     level, line = (
@@ -276,7 +301,10 @@ class AttemptAbandoned(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionStands(Event):
-    """The body committed its done record by ``complete()``, and then ended with ``error``."""
+    """The body committed its done record by ``complete()``, and then ended with ``error``.
+
+    What to do: mend the end of the body; the work is done.
+    """
 
     level, line = (
         WARNING,

@@ -71,20 +71,25 @@ class Failures:
     A value out of range raises :class:`LeaseConfigurationError`.
     """
 
-    #: The rules that classify failures; ``None``: the default rules. Read :attr:`classifier`.
+    #: The rules that classify failures (docs/how-to/rules.md); ``None``: ``Rules.default()``.
     rules: Rules | None
-    #: The cooldown if neither a rule nor the server names a time. A duration is its base.
+    #: How long a key cools down if neither a rule nor the server names a time. A duration is the
+    #: first wait; ``CooldownPolicy(base, factor, cap, jitter)`` sets all values. A random part, up
+    #: to half, is taken off.
     cooldown: CooldownPolicy
     #: Quick retries before a failure becomes a cooldown.
     retries: int
     #: Counted failures before the key is ``failed``; failures of its group are not counted.
     failures: int
-    #: Crashes in a row before the key is ``failed``.
+    #: Crashes in a row before the key is ``failed``. The key waits 5 s after the second crash, and
+    #: 30 s after each later one.
     crashes: int
     #: A second request does no harm, so a call whose outcome is unknown is retried soon.
     idempotent: bool
-    #: Which failed calls run again by themselves after the cooldown; see
-    #: :func:`~celery_leases.decide.after_failure.resumes_after_cooldown`.
+    #: Which failed calls run again by themselves after the cooldown
+    #: (docs/explanation/failures.md#the-call-that-failed). ``"transient"``: those whose failure a
+    #: rule knows to be transient; all others end with their error now. ``"always"``: all.
+    #: ``"never"``: none, for work that a person starts again.
     resume: Resume
 
     def __init__(
@@ -155,7 +160,8 @@ class LeaseOptions:
 
     key: KeyMaker = None
     fingerprint: FingerprintMaker = None
-    #: The tenant of a call, as a function of the headers of its message; it begins the key.
+    #: A function of the message's headers that returns the tenant, with which every key begins
+    #: (docs/how-to/tenants.md).
     tenant: TenantMaker = None
     ttl: float = DEFAULT_TTL
     renew: bool = True
@@ -223,19 +229,58 @@ class TaskOptions(TypedDict, total=False):
     ``@app.task``. For editors and type checkers; :func:`gather` checks the values.
     """
 
+    #: Names the business action: ``"invoice:{customer_id}:{month}"``, or a callable of the
+    #: arguments that returns a str. Calls with the same key are the same work
+    #: (docs/reference/keys.md). Without it, one *call* runs once, however often it is delivered.
     lease_key: KeyMaker
+    #: Which arguments must be equal in all calls of a key, or the later call raises ``KeyReused``:
+    #: a list of names, a callable, or ``False`` for none. By default all except those equal to
+    #: their default (docs/reference/keys.md#fingerprints).
     lease_fingerprint: Callable[..., Any] | list[str] | tuple[str, ...] | Literal[False] | None
+    #: Which calls of a key run. ``"once"``: the work is done once, and other calls get its result.
+    #: ``"latest"``: of the calls that wait only the newest runs, and the others get its result.
+    #: ``"each"``: each call runs, one after the other.
     lease_runs: Runs
+    #: With ``"latest"``: a run begins once no newer call was published for that time.
     lease_debounce: Duration | None
+    #: But at the latest that time after the first call of the burst; by default 10 times
+    #: ``lease_debounce``.
     lease_debounce_max: Duration | None
+    #: How long the lease lasts unless it is renewed; below 1 s is refused, below 10 s warns
+    #: (docs/how-to/choosing-a-ttl.md).
     lease_ttl: Duration
+    #: ``False``: only ``lease.extend()`` and ``lease.save_progress()`` extend the lease.
     lease_renew: bool
+    #: When the lease is lost. ``"interrupt"``: raise ``LeaseLost`` in the body, where the pool
+    #: allows it (docs/how-to/operating.md#pools). ``"flag"``: only ``lease.lost`` and
+    #: ``lease.check()`` say so. ``"kill"`` (prefork on Linux): as ``"interrupt"``, and the kernel
+    #: kills a body that still runs when the lease ends.
     lease_on_lost: OnLost
+    #: What happens to a call while *another* call holds the key, or while the key or its group
+    #: cools down. ``"wait"``: it runs, or gets the result, when the key is free. ``"raise"``:
+    #: ``LeaseHeld`` or ``CoolingDown`` at once. ``"ignore"``: it ends without a result. By default
+    #: ``"raise"`` for a key that cools down itself, else ``"wait"``; a call with a chain, chord,
+    #: group or link always waits, unless the option is ``"raise"``.
     lease_on_busy: OnBusy
+    #: What a call gets if *another* call has finished the key. ``"replay"``: the saved result, or
+    #: ``ResultMissing`` if it was not JSON or larger than 1 MiB. ``"raise"``: ``AlreadyDone``.
+    #: ``"ignore"``: it ends without a result.
     lease_on_done: OnDone
+    #: What failures mean: rules, cooldowns and limits; usually one for all tasks, in
+    #: ``leases_failures``.
     lease_failures: Failures
+    #: What several keys share: ``"openai:{model}"``, a callable, or ``Group("openai:{model}",
+    #: limit=5, rate="60/m")``. After a rate limit or an outage all keys of the group wait
+    #: (docs/explanation/failures.md#groups); with numbers at most so many bodies run at a time, and
+    #: begin in a time, over all workers (docs/how-to/limit-calls.md).
     lease_group: Group | str | Callable[..., str] | None
+    #: How long a record counts; afterwards its key is new, and workers delete the record.
     lease_retention: Duration
+    #: ``"store"``: the record stores the message of its call, so that ``leases rescue`` can publish
+    #: it again (docs/how-to/enqueue.md). ``"once"``: publishing a call also writes its record, and
+    #: a call of a key that is queued, runs, cools down or has ended is not published: its caller
+    #: gets the ``AsyncResult`` of the call that the key belongs to, or with
+    #: ``lease_on_busy="raise"`` the error ``AlreadyQueued``.
     lease_outbox: Outbox
 
     # Celery's, as of its stubs; acks_late and reject_on_worker_lost are set by the lease.

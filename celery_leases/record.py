@@ -21,34 +21,54 @@ MAY_HAVE_BEEN_EXECUTED: Final = "the call may have been executed"
 class State(StrEnum):
     """The state of a key's work."""
 
+    #: It waits: for a worker, a retry, or another attempt.
     PENDING = "pending"
+    #: An attempt has the key.
     RUNNING = "running"
+    #: The work is done, and later calls get its result.
     DONE = "done"
+    #: A failure lets the key wait until its time.
     COOLING = "cooling"
+    #: The work has failed for good; ``leases retry`` lets it run again.
     FAILED = "failed"
+    #: It is unknown whether an effect has happened; an operator must decide: ``leases resolve``.
     UNCERTAIN = "uncertain"
 
 
 class Ended(StrEnum):
     """How an attempt ended."""
 
+    #: The body returned.
     RETURNED = "returned"
+    #: The body raised, and the rules classified the exception.
     FAILED = "failed"
-    #: Its process died.
+    #: Its process died without reporting an outcome, and its worker saw that.
     CRASHED = "crashed"
-    #: Its lease ended, nothing was heard of it, and another attempt took its row over: a suspected
+    #: Its lease ended, nothing was heard of it, and another attempt took its key over: a suspected
     #: crash.
     ABANDONED = "abandoned"
+    #: The hard time limit, or the body ended its process. Counts as a crash.
     TERMINATED = "terminated"
+    #: It no longer held its lease. Does not count as an attempt.
     LOST = "lost"
+    #: A shutdown or a revoke. Does not count as an attempt.
     INTERRUPTED = "interrupted"
+    #: ``self.retry()``, or ``autoretry_for``.
     RETRIED = "retried"
+    #: The body raised ``Reject``. With ``requeue=False`` the call has failed, and the next one
+    #: runs.
     REJECTED = "rejected"
+    #: The body raised ``Snooze``. Does not count as an attempt.
     SNOOZED = "snoozed"
+    #: The body raised ``Ignore``.
     IGNORED = "ignored"
+    #: The task called ``replace()``: the replacement continues the call, and the key is free.
     REPLACED = "replaced"
+    #: An operator took the key from its holder, or let it run again.
     RELEASED = "released"
+    #: An operator entered the outcome.
     RESOLVED = "resolved"
+    #: No attempt has run yet; the call was rescheduled.
     WAITING = "waiting"
 
 

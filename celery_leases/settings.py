@@ -42,16 +42,27 @@ _VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "
 class Settings:
     """The ``leases_*`` settings of an app, with defaults. Times are seconds."""
 
+    #: The lease store: a Redis or Valkey server, its Sentinels or a cluster
+    #: (docs/reference/stores.md#urls), or ``"database"``: the claimed row is the lease. By default
+    #: the broker if it is Redis, else ``"database"``.
     leases_url: str = field(repr=False)
+    #: The database of the records: PostgreSQL, MySQL, MariaDB or SQLite
+    #: (docs/reference/databases.md). By default ``sqlite:///celery_leases.db`` with a broker on
+    #: this machine; otherwise it must be set.
     database_url: str = field(repr=False)
+    #: The schema of the tables, or another database of the same MySQL server.
     database_schema: str | None = None
     #: Connections of one process to the database, at most; and as many to a lease store in Redis.
+    #: At least 3 (docs/how-to/operating.md#connections).
     pool_size: int = POOL_SIZE
+    #: The beginning of every Redis key. Applications that share a Redis need different ones.
     prefix: str = "celery_leases"
-    #: Whether eager calls use the stores of the settings instead of stores in memory.
+    #: ``True``: eager calls, and under ``task_always_eager`` also ``lease_status()``,
+    #: ``delay_in()`` and ``LeaseClient.from_app()``, use the stores of the settings instead of
+    #: stores in memory.
     eager_stores: bool = False
-    #: kombu's transport options for the lease store: its own, or those of the broker if the broker
-    #: is the lease store.
+    #: kombu's transport options for the lease store, such as ``master_name``
+    #: (docs/reference/stores.md#options). By default those of the broker, if it is the lease store.
     transport_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     #: The longest countdown of a reschedule: half the visibility timeout, on RabbitMQ a third of
     #: the consumer timeout, at most 10 minutes.

@@ -34,6 +34,7 @@ from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.events import Event
 from celery_leases.record import MAY_HAVE_BEEN_EXECUTED
 from celery_leases.text.cleaning import SHOWN, printable
+from celery_leases.text.notices import coded
 from celery_leases.text.redaction import shortened
 from celery_leases.tracing import SDK, annotate_span, recording_span
 
@@ -183,7 +184,7 @@ class Announcer:
             signal.send(sender=self._tasks.get(event.task, event.task), event=event)
         except BaseException:  # a receiver may even raise SystemExit, and must not end the task
             with _harmless():
-                logger.exception("a receiver of %s raised", signal.name)
+                logger.exception(coded("receiver-raised", "a receiver of %s raised"), signal.name)
 
 
 class _Outages:

@@ -137,68 +137,85 @@ class AttemptStatus:
 
 @dataclass(frozen=True, slots=True)
 class LeaseStatus:
-    """The status of a key.
-
-    ``state`` is the state of the record, or ``absent`` (there is no record), ``abandoned`` (running
-    without a live lease) or ``unreadable`` (a column of the record cannot be read). The ``*_at``
-    are aware datetimes in UTC; ``retry_after``, ``lease_remaining``, ``age`` (since the key entered
-    its state) and ``runtime`` (of the latest attempt) are seconds.
-
-    ``reason`` is a stable code: :class:`~celery_leases.failures.actions.Reason` for a failure, how
-    the last attempt ended (:class:`~celery_leases.record.Ended`), why a result is
-    missing, ``worker_lost``, ``record_unreadable`` or ``lease_store_unavailable``. ``detail``
-    explains it, and ``rule`` is the name of the rule that decided. ``scope`` says what the key
-    waits for: ``"key"``, or ``"group"`` with the name of the ``group``. ``resumes``: the call runs
-    again by itself.
-
-    ``holder`` is ``hostname/pid``. ``progress`` is the value that the body saved, or how many items
-    its loops have finished, such as ``{"items": 120}``. ``effects`` are in the order of their
-    intents, and only ``status()`` reads them; ``reference`` is the last reference among them.
-    ``attempts`` are the last ten, the oldest first. ``traceback`` is that of the last failure,
-    shortened and without secrets. ``stored_key`` identifies the record if several tasks have the
-    key. ``queued_at``: when the call was published together with its record; ``None`` once a worker
-    has begun it. ``message_stored``: the record has the message of the call, so ``leases retry``
-    and ``leases rescue`` can publish it. ``waiting``: the ids of calls of the key that wait, as far
-    as the lease store notes them; only ``status(…, waiting=True)`` reads them. ``replaced``: the
-    call for which ``status(…, call=…)`` was asked did not run, because that of a newer call
-    answered it.
+    """The status of a key. Durations are seconds; the ``*_at`` are aware datetimes in UTC. A field
+    without a value is ``None``, empty, or 0.
     """
 
     key: str
     task: str | None
+    #: That of the record (:class:`~celery_leases.record.State`); or ``absent``: there is no record,
+    #: ``abandoned``: running without a live lease, ``unreadable``: a column of the record cannot be
+    #: read.
     state: str
+    #: The number of the latest attempt, from 1.
     attempt: int = 0
+    #: Counted failures since the last success.
     failures: int = 0
+    #: Crashes in a row.
     crashes: int = 0
+    #: Celery's id of the call that had the key last.
     call_id: str | None = None
+    #: The fence of the latest attempt.
     fence: int = 0
+    #: When the key may run again; ``None``: there is nothing to wait for.
     retry_at: datetime | None = None
+    #: In how many seconds that is.
     retry_after: float | None = None
+    #: What the key waits for: the ``"key"`` itself, or its ``"group"``.
     scope: str | None = None
+    #: The name of that group.
     group: str | None = None
+    #: Why, as a stable code (docs/reference/status.md#reasons).
     reason: str | None = None
+    #: More about the wait of a group, a ``Snooze``, or a store that does not answer. The text of
+    #: the body's exception is in ``error``.
     detail: str | None = None
+    #: The name of the rule that decided.
     rule: str | None = None
+    #: Whether the call runs again by itself.
     resumes: bool = False
+    #: The process that runs the key, as ``hostname/pid``.
     holder: str | None = None
+    #: Seconds until its lease ends, unless it is renewed.
     lease_remaining: float | None = None
+    #: The saved result.
     result: Any = None
+    #: The other system's name for the latest effect.
     reference: str | None = None
+    #: The value that the body saved last; if it saved none, how many items its loops have finished,
+    #: such as ``{"items": 120}``.
     progress: Any = None
+    #: The effects of the key in the order of their intents; only ``status()`` reads them.
     effects: tuple[EffectStatus, ...] = ()
+    #: The last failure: ``type``, ``message``, ``rule``, ``reason``, ``group``, ``ambiguous`` (it
+    #: may have been executed) and ``operator`` (waiting does not help).
     error: Failure | None = None
+    #: How the attempt before the latest ended.
     previous: Attempt | None = None
     created_at: datetime | None = None
     started_at: datetime | None = None
     finished_at: datetime | None = None
+    #: Seconds since the key entered its state.
     age: float | None = None
+    #: Seconds that the latest attempt took, or has taken so far.
     runtime: float | None = None
+    #: The last ten attempts, the oldest first: start, end, ``ended``, host, error.
     attempts: tuple[AttemptStatus, ...] = ()
+    #: That of the last failure, shortened and without secrets.
     traceback: str | None = None
+    #: Identifies the record if several tasks have the key.
     stored_key: str | None = None
+    #: When the call was published together with its record; ``None`` once a worker has begun it.
     queued_at: datetime | None = None
+    #: Whether the record has the message of the call, so that ``leases retry`` and ``leases
+    #: rescue`` can publish it.
     message_stored: bool = False
+    #: The ids of calls of the key that wait, as far as the lease store notes them; only
+    #: ``status(…, waiting=True)`` reads them.
     waiting: tuple[str, ...] = ()
+    #: Whether the call for which ``status(…, call=…)`` was asked did not run, because a newer one
+    #: has answered it (``lease_runs="latest"``). Before that its ``state`` is ``pending``, whatever
+    #: the run before it has left.
     replaced: bool = False
 
     @property

@@ -78,6 +78,7 @@ from celery_leases.record import Ended, Outcome, Record, State
 from celery_leases.results import decode, failure_of
 from celery_leases.stores.interfaces import Clock, SlotStore
 from celery_leases.text.cleaning import printable
+from celery_leases.text.notices import coded
 
 logger = logging.getLogger("celery_leases")
 
@@ -606,7 +607,13 @@ class Execution:
         """
         call = self.call
         described = _type_and_text(error)
-        logger.error("%s[%s] did not begin: %s", call.task, call.call_id, described, exc_info=error)
+        logger.error(
+            coded("did-not-begin", "%s[%s] did not begin: %s"),
+            call.task,
+            call.call_id,
+            described,
+            exc_info=error,
+        )
         return replace(self._after_store_failure(described, store_failures), prior=call.token)
 
     def _release_unstarted(self, error: Exception, store_failures: int) -> Reschedule:
@@ -731,7 +738,7 @@ class Execution:
         def repeatable(error: Exception, failures: int) -> bool:
             if not failures and not isinstance(error, StoreUnavailable):
                 logger.error(
-                    "%s[%s] could not be closed yet: %s",
+                    coded("outcome-not-written", "%s[%s] could not be closed yet: %s"),
                     call.task,
                     call.call_id,
                     _type_and_text(error),

@@ -22,6 +22,7 @@ from django.views.decorators.http import require_safe
 
 from celery_leases.errors import AlreadyQueued, LeaseConfigurationError, LeasesError
 from celery_leases.status import LeaseStatus
+from celery_leases.text.notices import coded
 from celery_leases.web import submitting
 from celery_leases.web.http import POLL_AFTER, HttpAnswer, answer, forbidden
 
@@ -140,5 +141,5 @@ def _location(status: LeaseStatus, task: Any) -> str | None:
 def _of_error(error: LeasesError, where: str) -> HttpResponse:
     sent = answer(error)
     if sent.status >= 500:
-        logger.error("%s: %s", where, error, exc_info=error)
+        logger.error(coded("request-failed", "%s: %s"), where, error, exc_info=error)
     return response(sent)

@@ -21,24 +21,44 @@ RETRY_CAP = 300.0
 class Reason(StrEnum):
     """Why a key cools down, is retried or has failed: stable codes, stored in the record."""
 
+    #: The body raised ``Cooldown``, ``RetryLater`` or ``PermanentFailure``; for a gate also: an
+    #: operator closed it.
     ASKED = "asked"
+    #: The input's fault: the other system, or the database, will never accept it.
     REFUSED = "refused"
+    #: The account's: a person must pay, or raise a limit.
     OUT_OF_QUOTA = "out_of_quota"
+    #: The input's: the payment was declined.
     DECLINED = "declined"
+    #: The account's: a key is wrong, expired or revoked.
     UNAUTHORIZED = "unauthorized"
+    #: The account's: too many requests at once; nothing to do.
     RATE_LIMITED = "rate_limited"
+    #: Nobody's: another process uses the resource at this moment.
     CONFLICT = "conflict"
+    #: Your own: a database or Redis is unavailable or busy.
     INFRASTRUCTURE = "infrastructure"
+    #: The dependency's, or the network's; nothing was executed.
     UNREACHABLE = "unreachable"
+    #: Most likely the caller's: a row is not there; publish after the commit.
     NOT_FOUND = "not_found"
+    #: The dependency's; the request may have been executed.
     OUTCOME_UNKNOWN = "outcome_unknown"
+    #: The last of ``Failures.retries`` quick retries failed; ``rule`` names the cause.
     RETRIES_USED_UP = "retries_used_up"
+    #: The input's: the soft time limit, or memory.
     LIMIT_HIT = "limit_hit"
+    #: Nobody's: as many calls of the group run as its ``limit`` allows.
     GROUP_FULL = "group_full"
+    #: Nobody's: the ``rate`` of the group lets no call begin yet.
     GROUP_RATE = "group_rate"
+    #: Most likely the task's: an exception that no rule knows, or one of your own rules.
     ERROR = "error"
+    #: The key is ``failed`` after ``Failures.failures``.
     TOO_MANY_FAILURES = "too_many_failures"
+    #: The key is ``failed`` after ``Failures.crashes``.
     CRASH_LOOP = "crash_loop"
+    #: It is unknown whether an effect has happened: an operator must decide.
     UNCERTAIN = "uncertain"
 
 

@@ -26,6 +26,7 @@ from celery_leases.failures.exception_chain import error_chain
 from celery_leases.failures.rule import Hook, Phase, Rule, RuleFunction, matching
 from celery_leases.failures.rule_functions import action_by
 from celery_leases.failures.safe_attribute_reader import Reader
+from celery_leases.text.notices import coded
 from celery_leases.text.redaction import message_of
 
 __all__ = ["Hook", "Rule", "RuleFunction", "Rules"]
@@ -131,7 +132,10 @@ class Rules:
                     return _asked(one, now)
             return self._classified(facts_from(errors, read, _headers(self.written)), now, error)
         except Exception:  # noqa: BLE001 - an error here must not hide the failure
-            _log.exception("could not classify %s; it is handled as an unknown error", type(error))
+            _log.exception(
+                coded("not-classified", "could not classify %s; it is handled as an unknown error"),
+                type(error),
+            )
             return _unknown("it could not be classified")
 
     def classify_facts(self, facts: ErrorFacts, now: float) -> RuleMatch:
@@ -141,7 +145,10 @@ class Rules:
         try:
             return self._classified(facts, now, None)
         except Exception:  # noqa: BLE001 - as above
-            _log.exception("could not classify %r; it is handled as an unknown error", facts)
+            _log.exception(
+                coded("not-classified", "could not classify %r; it is handled as an unknown error"),
+                facts,
+            )
             return _unknown("it could not be classified")
 
     def _classified(self, facts: ErrorFacts, now: float, error: BaseException | None) -> RuleMatch:

@@ -1,7 +1,66 @@
 """The default rules, as data: errors of common client libraries, and the action for each.
 
-The comments give the row of the table in docs/explanation/failures.md. Within a phase the first
-match wins. A rule on a code comes before a rule on a status that contradicts it.
+Within a phase the first match wins. A rule on a code comes before a rule on a status that
+contradicts it. In their order the rules match
+
+=========================  =========================================================================
+rule                       what it matches
+=========================  =========================================================================
+``asked-cooldown``         the body raised ``Cooldown``
+``asked-retry``            the body raised ``RetryLater``
+``asked-permanent``        the body raised ``PermanentFailure``
+``asked-snooze``           the body raised ``Snooze``
+``time-or-memory-limit``   the soft time limit (``SoftTimeLimitExceeded``), ``MemoryError``
+``certificate-rejected``   the server's TLS certificate was not accepted
+``broken-answer``          aiohttp could not read the response as HTTP
+``not-retryable``          an attribute of the error says so: ``retryable`` or ``should_retry`` is
+                           false, or ``non_retryable`` is true
+``told-not-to-retry``      a 5xx with the header ``x-should-retry: false`` or ``stripe-should-retry:
+                           false``
+``out-of-quota``           billing codes of OpenAI (``insufficient_quota``, …), Anthropic
+                           (``billing_error``, …, an empty balance); 402 from Google
+``lock-timeout``           Stripe's code ``lock_timeout``
+``already-exists``         gRPC ``ALREADY_EXISTS``
+``declined``               402; Stripe's ``CardError``
+``bad-credentials``        401; AWS ``ExpiredToken*``, ``UnrecognizedClient*``,
+                           ``InvalidClientTokenId``, ``InvalidAccessKeyId``, or no credentials at
+                           all; Google ``API_KEY_INVALID``; gRPC ``UNAUTHENTICATED``; SMTP 530, 534,
+                           535; a login that Redis refuses
+``rate-limited``           429, 509, 529; also 403, 413 or 503 with ``Retry-After``, 403 with
+                           ``x-ratelimit-remaining: 0``; throttling codes of AWS at any status,
+                           limits of Google, OpenAI and Anthropic by code, also inside a stream;
+                           gRPC ``RESOURCE_EXHAUSTED``; SMTP 421
+``conflict``               409, 421, 423, 425; gRPC ``ABORTED``
+``infrastructure``         your own database or Redis: SQLSTATE 08…, 40…, 53…, 25006, 55P03, 57P01
+                           to 57P03; MySQL's deadlocks, lock waits and lost connections; SQLite is
+                           locked; a connection that was lost or closed, with each driver; Redis
+                           unavailable, loading, read-only, failing over, full (``OOM``), busy with
+                           a script, unable to save (``MISCONF``), or without replicas
+                           (``NOREPLICAS``)
+``connect-phase``          no connection, so nothing was executed: refused, timed out while
+                           connecting, no route, no such host, no free connection in the pool, proxy
+``outcome-unknown``        408, 499, 500, 502, 503, 504, 520 to 524, 598, 599; timed out while
+                           reading or writing, connection reset or closed; gRPC ``CANCELLED``,
+                           ``DATA_LOSS``, ``DEADLINE_EXCEEDED``, ``INTERNAL``, ``UNAVAILABLE``,
+                           ``UNKNOWN``; AWS ``RequestTimeout``; server errors inside a stream, by
+                           code
+``request-refused``        any other 4xx, 501, 505; an invalid URL or header; gRPC
+                           ``INVALID_ARGUMENT``, ``NOT_FOUND``, ``PERMISSION_DENIED``,
+                           ``FAILED_PRECONDITION``, ``OUT_OF_RANGE``, ``UNIMPLEMENTED``; SMTP 5…;
+                           arguments that do not fit the task, or that pydantic refuses before the
+                           body runs
+``refused-here``           SQLSTATE 22…, 23…, 42…, ``IntegrityError``, ``DataError``;
+                           ``FileNotFoundError``, ``PermissionError``. None of these is the response
+                           to a request, so an effect stays in doubt
+``not-there-yet``          a query for one row found none: Django's ``DoesNotExist``, SQLAlchemy's
+                           ``NoResultFound``, peewee's ``DoesNotExist``
+``connect-phase``          ``URLError`` and botocore's ``ConnectionError``, and no other rule
+                           matches an error inside
+``infrastructure``         a database driver's ``OperationalError``, in the same case
+``outcome-unknown``        ``ConnectionError``, ``TimeoutError`` and similar errors, OpenAI's
+                           ``APIConnectionError``, …, in the same case
+``anything-else``          anything else: ``KeyError``, ``TypeError``, …
+=========================  =========================================================================
 """
 
 from __future__ import annotations
@@ -80,7 +139,7 @@ ASKED_SNOOZE: Final[Action] = replace(retry("1s"), server_delay="instead")
 
 _RETRY_AFTER: Final = (HasHeader("retry-after"), HasHeader("retry-after-ms"))
 
-# -- row 2 -----------------------------------------------------------------------------------------
+# -- raised on purpose -----------------------------------------------------------------------------
 
 CONTROL_FLOW: Final = (
     Rule(
@@ -116,10 +175,10 @@ CONTROL_FLOW: Final = (
 exception.
 """
 
-# -- rows 3 to 13 ----------------------------------------------------------------------------------
+# -- defaults --------------------------------------------------------------------------------------
 
 DEFAULTS: Final = (
-    # 13. Every library wraps it in a connection error, which would be retried.
+    # Every library wraps it in a connection error, which would be retried.
     Rule(
         "certificate-rejected",
         _any(library_errors.INVALID_CERTIFICATE),
@@ -127,7 +186,7 @@ DEFAULTS: Final = (
         Reason.REFUSED,
         Phase.FIRST,
     ),
-    # 12. aiohttp gives a response that is not HTTP the status 400, which no server has sent.
+    # aiohttp gives a response that is not HTTP the status 400, which no server has sent.
     Rule(
         "broken-answer",
         _any(_named("aiohttp.http_exceptions.HttpProcessingError")),
@@ -135,9 +194,7 @@ DEFAULTS: Final = (
         Reason.OUTCOME_UNKNOWN,
         Phase.FIRST,
     ),
-    # 3
     Rule("not-retryable", _any(FactIs("retryable", value=False)), permanent(), Reason.REFUSED),
-    # 4
     Rule(
         "told-not-to-retry",
         _any(
@@ -147,7 +204,6 @@ DEFAULTS: Final = (
         cooldown(ambiguous=True, operator=True),
         Reason.OUTCOME_UNKNOWN,
     ),
-    # 5
     Rule(
         "out-of-quota",
         _any(
@@ -167,13 +223,11 @@ DEFAULTS: Final = (
         OUT_OF_QUOTA,
         Reason.OUT_OF_QUOTA,
     ),
-    # 9, before 8: Stripe sends it with 429.
+    # Before rate-limited: Stripe sends it with 429.
     Rule("lock-timeout", _any(_code("lock_timeout")), CONFLICT, Reason.CONFLICT),
-    # 13, before 9: Google sends it with 409, but a retry would find the same.
+    # Before conflict: Google sends it with 409, but a retry would find the same.
     Rule("already-exists", _any(_grpc("ALREADY_EXISTS")), permanent(), Reason.REFUSED),
-    # 6
     Rule("declined", _any(_named("stripe.CardError"), _status(402)), permanent(), Reason.DECLINED),
-    # 7
     Rule(
         "bad-credentials",
         _any(
@@ -186,7 +240,6 @@ DEFAULTS: Final = (
         UNAUTHORIZED,
         Reason.UNAUTHORIZED,
     ),
-    # 8
     Rule(
         "rate-limited",
         _any(
@@ -205,11 +258,9 @@ DEFAULTS: Final = (
         RATE_LIMITED,
         Reason.RATE_LIMITED,
     ),
-    # 9
     Rule(
         "conflict", _any(_status(409, 421, 423, 425), _grpc("ABORTED")), CONFLICT, Reason.CONFLICT
     ),
-    # 10
     Rule(
         "infrastructure",
         _any(
@@ -229,7 +280,6 @@ DEFAULTS: Final = (
         INFRASTRUCTURE,
         Reason.INFRASTRUCTURE,
     ),
-    # 11
     Rule(
         "connect-phase",
         _any(
@@ -243,7 +293,6 @@ DEFAULTS: Final = (
         UNREACHABLE,
         Reason.UNREACHABLE,
     ),
-    # 12
     Rule(
         "outcome-unknown",
         _any(
@@ -258,7 +307,6 @@ DEFAULTS: Final = (
         OUTCOME_UNKNOWN,
         Reason.OUTCOME_UNKNOWN,
     ),
-    # 13
     Rule(
         "request-refused",
         _any(
@@ -279,7 +327,7 @@ DEFAULTS: Final = (
         permanent(),
         Reason.REFUSED,
     ),
-    # 13, from one's own side: it does not show what another system did before.
+    # From one's own side: it does not show what another system did before.
     Rule(
         REFUSED_HERE,
         _any(
@@ -290,9 +338,9 @@ DEFAULTS: Final = (
         permanent(),
         Reason.REFUSED,
     ),
-    # 14. The caller has published the call before its transaction was committed.
+    # The caller has published the call before its transaction was committed.
     Rule("not-there-yet", _any(library_errors.NO_SUCH_ROW), NOT_COMMITTED, Reason.NOT_FOUND),
-    # 11. urllib wraps errors that occur before it reads a response.
+    # urllib wraps errors that occur before it reads a response.
     Rule(
         "connect-phase",
         _any(
@@ -303,7 +351,6 @@ DEFAULTS: Final = (
         Reason.UNREACHABLE,
         Phase.LAST,
     ),
-    # 10
     Rule(
         "infrastructure",
         _any(library_errors.DATABASE_WRAPPERS),
@@ -311,7 +358,6 @@ DEFAULTS: Final = (
         Reason.INFRASTRUCTURE,
         Phase.LAST,
     ),
-    # 12
     Rule(
         "outcome-unknown",
         _any(library_errors.NETWORK_WRAPPERS),
@@ -321,7 +367,7 @@ DEFAULTS: Final = (
     ),
 )
 
-# -- rows 15 and 16 --------------------------------------------------------------------------------
+# -- the first and the last ------------------------------------------------------------------------
 
 LIMITS: Final = Rule(
     "time-or-memory-limit",

@@ -10,6 +10,7 @@ from celery_leases.errors import LeaseConfigurationError
 from celery_leases.failures.actions import Action, permanent, retry, retry_exactly
 from celery_leases.failures.error_facts import ErrorFacts
 from celery_leases.failures.rule import RuleFunction
+from celery_leases.text.notices import coded
 
 _log: Final = logging.getLogger("celery_leases")
 
@@ -25,7 +26,10 @@ def action_by(
     except KeyboardInterrupt:
         raise
     except BaseException:  # noqa: BLE001 - the function may raise anything, and must not hide the failure
-        _log.exception("the failure rule %r raised; the next rule decides", rule_function.name)
+        _log.exception(
+            coded("rule-function-wrong", "the failure rule %r raised; the next rule decides"),
+            rule_function.name,
+        )
         return None
     if returned is None or isinstance(returned, Action):
         return returned
@@ -38,7 +42,10 @@ def action_by(
             pass
     kind = type(returned).__name__  # the value itself may be secret
     _log.error(
-        "the failure rule %r returned a %s, which is no action; the next rule decides",
+        coded(
+            "rule-function-wrong",
+            "the failure rule %r returned a %s, which is no action; the next rule decides",
+        ),
         rule_function.name,
         kind,
     )

@@ -27,6 +27,7 @@ from celery_leases.errors import LeasesError
 from celery_leases.ops.client import OperatorClient
 from celery_leases.ops.metrics import PREFIX
 from celery_leases.ops.reports import Stats
+from celery_leases.text.notices import coded
 from celery_leases.worker import processes
 
 logger = logging.getLogger("celery_leases")
@@ -88,7 +89,9 @@ class RecordGauges(Collector):
                     self._records.now()
                 families = [_gauge("up", 1.0), *self._states()]
             except LeasesError as error:
-                logger.warning("the gauges could not be read: %s", error)
+                logger.warning(
+                    coded("gauges-unreadable", "the gauges could not be read: %s"), error
+                )
                 families = [_gauge("up", 0.0)]
         yield from families
 

@@ -38,6 +38,7 @@ from celery_leases.record import Ended, Record, State
 from celery_leases.results import decode_stored, unreadable
 from celery_leases.signals import logger
 from celery_leases.text.cleaning import printable
+from celery_leases.text.notices import coded
 from celery_leases.worker import processes
 from celery_leases.worker.headers import HEADER, call_id_of, celery_id_of
 from celery_leases.worker.stored_messages import (
@@ -558,7 +559,7 @@ def _publish_if_due(process: Process, outbox: Outbox, stored_key: str, done: Rel
         else:
             (done.published if _publish(process, outbox, record) else done.refused).append(record)
     except RecordUnreadable as error:
-        logger.error("not published: %s", error)
+        logger.error(coded("stored-message-unreadable", "not published: %s"), error)
         done.refused.append(record)
 
 
@@ -606,7 +607,7 @@ def _can_be_published(record: Record) -> bool:
     try:
         return not _has_expired(record)
     except RecordUnreadable as error:
-        logger.error("not published: %s", error)
+        logger.error(coded("stored-message-unreadable", "not published: %s"), error)
         return False
 
 
@@ -745,7 +746,10 @@ def _publish_after_commit(app: Celery, stored_key: str, rows: _RowAccess | None 
             _publish(process, outbox, record, rows)
     except Exception as error:  # noqa: BLE001 - the user's commit has succeeded, and must not seem to have failed
         logger.warning(
-            "%s is enqueued, but could not be published; the next relay or rescue will: %s",
+            coded(
+                "not-published",
+                "%s is enqueued, but could not be published; the next relay or rescue will: %s",
+            ),
             stored_key,
             error,
         )
@@ -799,7 +803,12 @@ def _publish(
             process.publisher.publish(message)
     except Exception as error:  # noqa: BLE001 - whatever the broker said, the record still has the message
         logger.warning(
-            "%s could not be published, the next relay or rescue tries again: %s", record.key, error
+            coded(
+                "not-published",
+                "%s could not be published, the next relay or rescue tries again: %s",
+            ),
+            record.key,
+            error,
         )
         return False
     with suppress(StoreUnavailable):  # the relay publishes it once more, which does no harm

@@ -23,6 +23,7 @@ from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnav
 from celery_leases.keys import is_shared
 from celery_leases.status import LeaseStatus
 from celery_leases.text.durations import Duration, seconds
+from celery_leases.text.notices import coded
 from celery_leases.web.async_client import ENDED, AsyncLeaseClient, version_of
 from celery_leases.web.http import (
     POLL_AFTER,
@@ -70,7 +71,13 @@ def _error_response(request: Request, error: LeasesError) -> Response:
     """The response for an error; one with a 5xx status is logged."""
     sent = answer(error)
     if sent.status >= 500:
-        logger.error("%s %s: %s", request.method, request.url.path, error, exc_info=error)
+        logger.error(
+            coded("request-failed", "%s %s: %s"),
+            request.method,
+            request.url.path,
+            error,
+            exc_info=error,
+        )
     return response(sent)
 
 

@@ -17,6 +17,7 @@ from celery_leases.client import LeaseClient
 from celery_leases.errors import LeaseConfigurationError, LeasesError
 from celery_leases.stores.urls import escaped_url
 from celery_leases.task import LeasedMixin
+from celery_leases.text.notices import coded
 from celery_leases.web.http import POLL_AFTER, HttpAnswer, answer, forbidden
 from celery_leases.web.submitting import query_of, requested_status, submit
 
@@ -196,7 +197,13 @@ def _location(status: LeaseStatus, task: Any) -> str | None:
 def _handle(error: LeasesError) -> Response:
     sent = answer(error)
     if sent.status >= 500:
-        current_app.logger.error("%s %s: %s", request.method, request.path, error, exc_info=error)
+        current_app.logger.error(
+            coded("request-failed", "%s %s: %s"),
+            request.method,
+            request.path,
+            error,
+            exc_info=error,
+        )
     return response(sent)
 
 

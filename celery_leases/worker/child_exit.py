@@ -27,6 +27,7 @@ from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.signals import logger
 from celery_leases.stores.interfaces import SlotStore
 from celery_leases.stores.sql.outbox import Outbox
+from celery_leases.text.notices import coded
 from celery_leases.worker import processes
 from celery_leases.worker.headers import Header, group_of, key_of
 
@@ -114,7 +115,10 @@ class ChildExit:
                 _close(self.dead, call)
         except BaseException as error:  # noqa: BLE001 - the lease expires, and the next claim counts the crash
             logger.warning(
-                "the process of %s[%s] died, but its key could not be released: %r",
+                coded(
+                    "key-not-released",
+                    "the process of %s[%s] died, but its key could not be released: %r",
+                ),
                 task,
                 call_id,
                 error,
@@ -140,7 +144,9 @@ def close_dead(dead: EndedDelivery) -> None:
     if killed and not child_exit.wait(timeout):
         _unfinished.append(child_exit)
         logger.warning(
-            "the process of %s[%s] died, and its key is not released yet",
+            coded(
+                "key-not-released", "the process of %s[%s] died, and its key is not released yet"
+            ),
             dead.task.name,
             dead.call_id,
         )
@@ -173,7 +179,9 @@ def close_at_exit() -> None:
             try:
                 _close_in_stores(ended, call)
             except BaseException as error:  # noqa: BLE001 - see above
-                logger.warning("a key could not be released at the end: %r", error)
+                logger.warning(
+                    coded("key-not-released", "a key could not be released at the end: %r"), error
+                )
                 return
 
 
@@ -184,7 +192,10 @@ def _close_ended(ended: EndedDelivery) -> None:
             _close_in_stores(ended, call)
     except BaseException as error:  # noqa: BLE001 - a task's own lease_key may raise anything
         logger.warning(
-            "%s[%s] has ended (%s), but its record could not be updated: %r",
+            coded(
+                "record-not-updated",
+                "%s[%s] has ended (%s), but its record could not be updated: %r",
+            ),
             ended.task.name,
             ended.call_id,
             ended.cause.value,

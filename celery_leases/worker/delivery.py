@@ -56,6 +56,7 @@ from celery_leases.record import Ended, Record
 from celery_leases.results import NOT_JSON, encode
 from celery_leases.signals import logger
 from celery_leases.text.cleaning import printable
+from celery_leases.text.notices import coded
 from celery_leases.worker import body_exceptions, processes, requeue
 from celery_leases.worker.body_exceptions import BODY_STATE, as_exception, body_state_of
 from celery_leases.worker.errbacks import rebuilt
@@ -187,7 +188,12 @@ class Delivery(Rescheduling):
         until = time.monotonic() + wait_limit.bounded(
             publish_retry_time(*returns, LONGEST_PUBLISH_RETRY_TIME)
         )
-        logger.error("%s[%s] did not begin, retrying: %s", self.task.name, self.call_id, error)
+        logger.error(
+            coded("did-not-begin", "%s[%s] did not begin, retrying: %s"),
+            self.task.name,
+            self.call_id,
+            error,
+        )
         failures = 0
         while True:
             pause = publish_retry_pause(failures)
@@ -379,7 +385,10 @@ class Delivery(Rescheduling):
         """
         goes_on: Retry | Ignore = state.goes_on
         if error is not None and not isinstance(error, Retry | Ignore):
-            text = "%s[%s] raised after retry() or replace(), and goes on in another message"
+            text = coded(
+                "raised-after-retry",
+                "%s[%s] raised after retry() or replace(), and goes on in another message",
+            )
             logger.warning(text, call.task, call.call_id, exc_info=error)
         if isinstance(goes_on, Retry) and goes_on.sig is not None:
             publisher, before = self.process.publisher, self._requeue_count(call)

@@ -21,6 +21,7 @@ from kombu.serialization import dumps
 
 from celery_leases.keys import OF_ERRBACK
 from celery_leases.signals import logger
+from celery_leases.text.notices import coded
 from celery_leases.worker.headers import OURS
 
 _FOLLOWING: Final = {"callbacks", "errbacks", "chain", "chord", "reply_to"}
@@ -76,7 +77,12 @@ def _publish(
         else:
             errback.apply_async(arguments, add_to_parent=False, **origin)
     except Exception:  # noqa: BLE001 - logged, as Celery logs the error of an errback
-        logger.exception("%s[%s]: its errback %s is lost", request.task, request.id, errback.task)
+        logger.exception(
+            coded("errback-lost", "%s[%s]: its errback %s is lost"),
+            request.task,
+            request.id,
+            errback.task,
+        )
 
 
 def _as_message(

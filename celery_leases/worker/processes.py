@@ -18,6 +18,7 @@ from celery_leases.options import DATABASE, DEFAULT_TTL
 from celery_leases.settings import IN_MEMORY, Settings
 from celery_leases.signals import Announcer, logger
 from celery_leases.stores.interfaces import Observer
+from celery_leases.text.notices import coded
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.interrupts import interrupt_guard_here
 from celery_leases.worker.publisher import Publisher
@@ -100,7 +101,11 @@ def _count_events() -> None:
     try:
         import_module("celery_leases.ops.metrics").count_events()
     except (ImportError, OSError) as error:
-        logger.warning("%s is set, but nothing is counted: %s", METRICS_DIRECTORY, error)
+        logger.warning(
+            coded("metrics-not-counted", "%s is set, but nothing is counted: %s"),
+            METRICS_DIRECTORY,
+            error,
+        )
 
 
 def open_for(app: Celery, settings: Settings, observer: Observer, **given: Any) -> Process:

@@ -20,6 +20,7 @@ from celery_leases.decide.copies import Copy, waiter_mark
 from celery_leases.errors import StoreUnavailable
 from celery_leases.signals import logger
 from celery_leases.stores.interfaces import MarkStore
+from celery_leases.text.notices import coded
 from celery_leases.worker.headers import HEADER, ORDER, OURS, TASK_EVENTS, Header
 from celery_leases.worker.routes import (
     FixedRoute,
@@ -123,7 +124,9 @@ class Publisher:
             )
         except Exception:  # noqa: BLE001 - the broker has the copy
             logger.exception(
-                "%s[%s]: its copy is published, but its mark could not be set",
+                coded(
+                    "mark-not-set", "%s[%s]: its copy is published, but its mark could not be set"
+                ),
                 task.name,
                 task.request.id,
             )
@@ -177,7 +180,10 @@ class Publisher:
             if task.name not in self._warned:
                 self._warned.add(task.name)
                 logger.warning(
-                    "%s: the call could not be stored, so it cannot be rescued: %s",
+                    coded(
+                        "not-rescuable",
+                        "%s: the call could not be stored, so it cannot be rescued: %s",
+                    ),
                     task.name,
                     error,
                 )
@@ -322,7 +328,9 @@ def _noted(marks: MarkStore, stored_key: str, mark: str) -> str | None:
     except StoreUnavailable:
         return None
     except Exception:  # noqa: BLE001 - a call must not be lost because a mark cannot be read
-        logger.exception("%s: the mark of a waiting copy could not be read", stored_key)
+        logger.exception(
+            coded("mark-unreadable", "%s: the mark of a waiting copy could not be read"), stored_key
+        )
         return None
 
 

@@ -29,6 +29,7 @@ from celery_leases.record import Failure, Record, State
 from celery_leases.results import failure_of
 from celery_leases.signals import logger
 from celery_leases.text.cleaning import printable
+from celery_leases.text.notices import coded
 from celery_leases.worker import requeue
 from celery_leases.worker.headers import MAX_PRIOR, Header
 from celery_leases.worker.interrupts import InterruptGuard
@@ -128,7 +129,7 @@ class Rescheduling:
             level = logging.ERROR if again.unknown else logging.WARNING
             logger.log(
                 level,
-                "%s[%s] raised, and will run again",
+                coded("raised-and-resumes", "%s[%s] raised, and will run again"),
                 call.task,
                 call.call_id,
                 exc_info=again.cause,
@@ -198,7 +199,10 @@ class Rescheduling:
                 raise NotConfirmed(why)
             if not failures:
                 logger.error(
-                    "%s[%s] could not be rescheduled, retrying: %s", call.task, call.call_id, why
+                    coded("not-rescheduled", "%s[%s] could not be rescheduled, retrying: %s"),
+                    call.task,
+                    call.call_id,
+                    why,
                 )
             failures += 1
             self._sleep(pause)
@@ -246,7 +250,10 @@ class Rescheduling:
                 self._sleep(self._publish_deadline(call) - self.process.clock.now())
                 self._requeue(call, again, f"{why}; {unavailable}")
             logger.error(
-                "%s[%s] cannot be rescheduled, and its record could not be closed: %s",
+                coded(
+                    "not-rescheduled",
+                    "%s[%s] cannot be rescheduled, and its record could not be closed: %s",
+                ),
                 call.task,
                 call.call_id,
                 unavailable,

@@ -33,6 +33,7 @@ from celery_leases import deadlines
 from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.options import DAY
 from celery_leases.signals import logger
+from celery_leases.text.notices import coded
 from celery_leases.text.redaction import redact
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.headers import HEADER, ORDER
@@ -221,8 +222,11 @@ class WorkerLease:
         if self._refused:
             self._log(
                 logging.INFO,
-                "this worker has no lease of its own, so its messages wait for the visibility timeout "
-                "if it is killed: the broker does not allow it: %s",
+                coded(
+                    "workers-not-registered",
+                    "this worker has no lease of its own, so its messages wait for the visibility "
+                    "timeout if it is killed: the broker does not allow it: %s",
+                ),
                 redact(str(error)),
             )
         return self._refused
@@ -233,7 +237,7 @@ class WorkerLease:
             kind, text = type(error).__name__, redact(str(error))
             self._log(
                 logging.WARNING,
-                "the worker's own lease could not be renewed: %s: %s",
+                coded("worker-not-renewed", "the worker's own lease could not be renewed: %s: %s"),
                 kind,
                 text,
             )

@@ -441,7 +441,7 @@ def test_a_page_reads_what_it_shows(client: OperatorClient, sql_records: SqlReco
 
 
 def test_the_docs_example_retries_rate_limits(client: OperatorClient, put: Put) -> None:
-    (source,) = (block for block in blocks(page("command-line"), "python") if "as_of_now" in block)
+    (source,) = (block for block in blocks(page("repair-keys"), "python") if "as_of_now" in block)
     names: dict[str, Any] = {}
     exec(source, names)  # noqa: S102 - our own page
     put("a", State.COOLING, failure=LIMIT, reason="rate_limited", retry_after=60.0)

@@ -169,7 +169,7 @@ def test_a_demo_that_is_stopped_leaves_nothing_behind(
 
 def test_the_examples_for_real_workers_pass(pytester: pytest.Pytester) -> None:
     page = (ROOT / "docs/how-to/testing.md").read_text()
-    _, crash, contract = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    crash, contract = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     # Workers run in pytest's root directory, where the project would be.
     (pytester.path / "example_project").symlink_to(ROOT / "example_project")
     plugin = 'pytest_plugins = ["tests.support.plugin"]\n'

@@ -296,7 +296,7 @@ def test_migrations_make_the_commands_tables(database_url: str, manage: Manage) 
 def test_every_check_is_explained() -> None:
     source = (ROOT / "celery_leases" / "django" / "checks.py").read_text()
     given = set(re.findall(r'id="celery_leases\.(\w+)"', source))
-    assert given == set(re.findall(r"`celery_leases\.([EW]\d+)`", page("django")))
+    assert given == set(re.findall(r"### celery_leases\.([EW]\d+)", page("warnings")))
 
 
 BUY = """

@@ -2,7 +2,6 @@
 their examples run.
 """
 
-import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +10,7 @@ from typing import Any
 
 import celery
 
-from celery_leases import errors
 from celery_leases.decide import before_run as decisions
-from celery_leases.text.base_errors import DescribedError
-from celery_leases.web.http import IdempotencyKeyRefused
 
 ROOT = Path(__file__).parents[2]
 TOP = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")]
@@ -70,7 +66,7 @@ def rest_rows(text: str) -> list[list[str]]:
 
 def with_decisions(text: str) -> str:
     """docs/reference/decisions.md, whose first two tables are those of the docstring of the
-    decisions; ``python -m tests.unit.doc_pages`` writes them.
+    decisions; ``python -m tests.unit.reference_pages`` writes them.
     """
     parts = (decisions.__doc__ or "").split("\nAfter the run\n")
     found = [[f"| {left} | {right} |\n" for left, right in rest_rows(part)] for part in parts]
@@ -111,50 +107,3 @@ def eagerly(source: str, tmp_path: Path, database: str) -> str:
         assert theirs in source
         source = source.replace(theirs, ours)
     return source
-
-
-def every_error() -> list[Any]:
-    """The error classes of the package, in the order of their source."""
-    found = [
-        *(kind for kind in vars(errors).values() if isinstance(kind, type)),
-        IdempotencyKeyRefused,
-    ]
-    public = [kind for kind in found if issubclass(kind, DescribedError)]
-    return [kind for kind in public if not kind.__name__.startswith(("_", "Described"))]
-
-
-def error_page() -> str:
-    """docs/reference/errors.md: a section for each error class, from the class;
-    ``python -m tests.unit.doc_pages`` writes it.
-    """
-    sections = [
-        f"## {kind.code}\n\n`{kind.__module__}.{kind.__name__}`\n\n{_in_markdown(kind)}\n\n"
-        f"What to do: {kind.advice}.\n"
-        for kind in every_error()
-    ]
-    return "\n".join([ERRORS, *sections])
-
-
-def _in_markdown(kind: type) -> str:
-    """The docstring of a class, one sentence a line."""
-    text = inspect.cleandoc(kind.__doc__ or "").replace("``", "`")
-    text = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", text)
-    paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
-    return "\n\n".join(re.sub(r"(?<=[.:]) (?=[A-Z`])", "\n", part) for part in paragraphs)
-
-
-ERRORS = """# Errors and warnings
-
-Each error has a stable `code`, and an `advice` that says what to write.
-A traceback ends with both.
-In a program, read `error.code` and the details of the error, not its text.
-
-The codes of warnings are in two tables.
-Those of a starting worker and of `leases doctor` are in [the command line](command-line.md#the-doctor).
-Those of `manage.py check` are in [Django](../how-to/django.md#system-checks).
-"""
-
-if __name__ == "__main__":
-    (ROOT / "docs/reference/errors.md").write_text(error_page())
-    DECISIONS = ROOT / "docs/reference/decisions.md"
-    DECISIONS.write_text(with_decisions(page("decisions")))

@@ -4,29 +4,21 @@ lead somewhere.
 
 import re
 import time
-import tomllib
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-import click
 import pytest
 from celery.events.state import Task as WatchedTask
 
 import celery_leases
-from celery_leases import CoolingDown, LeaseClient, LeaseStatus, cli, signals
+from celery_leases import LeaseClient, signals
 from celery_leases.decide import before_run as decisions
 from celery_leases.decide.verdicts import Verdict
 from celery_leases.events import AttemptSettled, CrashSeen
-from celery_leases.failures.actions import Reason
 from celery_leases.groups.group import Gate
-from celery_leases.options import APP_ONLY, OPTION_NAMES, Failures, LeaseOptions
-from celery_leases.record import Ended, Failure, State
-from celery_leases.rules import CooldownPolicy, Rules
-from celery_leases.settings import _SETTINGS, read_settings
-from celery_leases.status import MessageCode, status_of_group
+from celery_leases.record import Failure, State
+from celery_leases.status import status_of_group
 from celery_leases.stores.sql.schema import Tables
 from tests.unit.doc_pages import (
     PAGES,
@@ -41,20 +33,11 @@ from tests.unit.doc_pages import (
     section,
     with_decisions,
 )
+from tests.unit.reference_pages import PAGES as REFERENCE_PAGES
+from tests.unit.reference_pages import description, members
 
-
-def spelled(name: str, value: object) -> str:
-    """A default as the option table writes it."""
-    if name == "ttl":
-        return f"{value:g} s"
-    if isinstance(value, CooldownPolicy):
-        return f"{value.base:g} s, doubling to {value.cap / 3600:g} h"
-    if name == "retention":
-        assert isinstance(value, float)
-        return f"{value / 86_400:g} days"
-    if isinstance(value, str):
-        return f'`"{value}"`'
-    return f"`{value}`" if isinstance(value, bool) else str(value)
+WORDS = 43_000
+"""Words of docs that people have written, at most."""
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -63,46 +46,48 @@ def spelled(name: str, value: object) -> str:
 def test_the_decision_tables_are_those_of_the_code() -> None:
     text = page("decisions")
     assert len(rest_rows(decisions.__doc__ or "")) > 15
-    assert with_decisions(text) == text, "run python -m tests.unit.doc_pages"
+    assert with_decisions(text) == text, "run python -m tests.unit.reference_pages"
 
 
-def test_the_option_table_names_every_option_with_its_default() -> None:
-    rows = {
-        row[0].strip("`"): row[1]
-        for row in markdown_rows(section(page("options"), "Task options"))[1:]
+@pytest.mark.parametrize("name", REFERENCE_PAGES)
+def test_a_generated_page_is_what_the_code_says(name: str) -> None:
+    """The generator refuses a part of the code that has no description."""
+    made = REFERENCE_PAGES[name]()
+    assert page(name) == made, "run python -m tests.unit.reference_pages"
+    assert len(made) > 1000
+
+
+def test_the_generator_refuses_what_has_no_description() -> None:
+    class Undescribed:
+        #: It has one.
+        first: int
+        second: int
+
+        def method(self) -> None: ...
+
+    assert description(Undescribed, "first") == "It has one."
+    with pytest.raises(AssertionError, match=r"Undescribed\.second"):
+        description(Undescribed, "second")
+    with pytest.raises(AssertionError, match=r"Undescribed\.method"):
+        [*members(Undescribed)]
+
+
+def written_by_hand(path: Path) -> str:
+    """A page of docs without the tables that a program has written into it."""
+    text = re.sub(
+        r"<!-- .*?written by .*? -->.*?<!-- end of .*? -->", "", path.read_text(), flags=re.DOTALL
+    )
+    return "" if path.stem in REFERENCE_PAGES and path.parent.name == "reference" else text
+
+
+def test_pages_are_short_and_the_documentation_is_too() -> None:
+    """Bounds that may only fall: a page that grows makes another one shorter."""
+    pages = {path: written_by_hand(path) for path in (ROOT / "docs").rglob("*.md")}
+    long = {
+        path.name: len(text.splitlines()) for path, text in pages.items() if text.count("\n") > 250
     }
-    assert rows.keys() == {f"lease_{name}" for name in OPTION_NAMES if name not in APP_ONLY}
-    worded = {
-        "key": "none",
-        "fingerprint": "all arguments but defaults",
-        "on_busy": '`"raise"` for a cooling key, else `"wait"`',
-        "group": "none",
-        "failures": "`Failures()`",
-        "debounce": "none",
-        "debounce_max": "none",
-    }
-    for name in OPTION_NAMES:
-        if name not in APP_ONLY:
-            assert rows[f"lease_{name}"] == worded.get(
-                name, spelled(name, getattr(LeaseOptions(), name))
-            )
-    assert LeaseOptions().max_hold == 24 * 3600
-    assert LeaseOptions().on_busy is None
-    assert LeaseOptions().group is None
-
-
-def test_the_table_of_failures_names_every_part_with_its_default() -> None:
-    """The page has all parts of ``lease_failures``, and their defaults."""
-    rows = {
-        row[0].strip("`"): row[1] for row in markdown_rows(section(page("options"), "Failures"))[1:]
-    }
-    assert rows.keys() == {part.name for part in fields(Failures)}
-    failures = Failures()
-    worded = {"rules": "`Rules.default()`", "cooldown": "300 s, doubling to 6 h"}
-    for name, default in rows.items():
-        assert default == worded.get(name, spelled(name, getattr(failures, name)))
-    assert failures.classifier == Rules.default()
-    assert failures.cooldown == CooldownPolicy(300.0, factor=2.0, cap=6 * 3600.0, jitter=0.5)
+    assert long == {}
+    assert sum(len(text.split()) for text in pages.values()) <= WORDS
 
 
 def test_the_rights_are_those_of_every_table() -> None:
@@ -112,28 +97,6 @@ def test_the_rights_are_those_of_every_table() -> None:
     assert len(written) == 2
     for block in written:
         assert set(re.findall(r"celery_leases_\w+", block)) == tables
-
-
-def test_the_settings_table_names_every_setting() -> None:
-    rows = {
-        row[0].strip("`"): row[1] for row in markdown_rows(section(page("options"), "Settings"))[1:]
-    }
-    assert rows.keys() == {f"leases_{name}" for name in {*_SETTINGS, *APP_ONLY}}
-    local = read_settings({}, "redis://localhost//")
-    assert local.database_url in rows["leases_database_url"]
-    assert local.prefix in rows["leases_prefix"]
-
-
-def test_the_signals_table_names_every_signal_with_its_fields_and_level() -> None:
-    rows = {row[0].strip("`"): row for row in markdown_rows(section(page("events"), "Signals"))[1:]}
-    known = {signal.name: (event, event.level) for event, signal in signals.SIGNALS.items()}
-    assert rows.keys() == known.keys()
-    for name, (event, level) in known.items():
-        own = [
-            field.name for field in fields(event) if field.name not in ("task", "key", "call_id")
-        ]
-        assert re.findall(r"`(\w+)`", rows[name][2]) == own, name
-        assert rows[name][3] == {10: "DEBUG", 20: "INFO", 30: "WARNING"}[level], name
 
 
 def drawn(diagram: str) -> set[str]:
@@ -161,11 +124,6 @@ def test_every_verdict_is_explained() -> None:
     assert rows == [kind.__name__ for kind in get_args(Verdict)]
 
 
-def test_every_reason_is_explained() -> None:
-    rows = [row[0].strip("`") for row in markdown_rows(section(page("events"), "Reasons"))[1:]]
-    assert rows == list(Reason)
-
-
 def test_the_task_events_are_sent_under_their_names() -> None:
     source = "".join(path.read_text() for path in (ROOT / "celery_leases").rglob("*.py"))
     rows = [
@@ -183,69 +141,20 @@ def test_the_task_events_are_sent_under_their_names() -> None:
         assert watched.state == state  # as the page says: it stays until the call ends
 
 
-def test_the_rooms_are_those_of_the_import_contract() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (contract,) = (
-        one for one in project["tool"]["importlinter"]["contracts"] if one["id"] == "layers"
-    )
-    layers = [set(re.findall(r"(?<!\()\b\w+\b(?!\))", layer)) for layer in contract["layers"]]
-    rooms = [
-        set(re.findall(r"`(\w+)`", row[0]))
-        for row in markdown_rows(
-            section(page("how-it-works"), "The packages").split("### Inside worker")[0]
-        )
-    ]
-    assert rooms[1:] == layers
-
-
-def test_the_status_table_names_every_field() -> None:
-    rows = markdown_rows(section(page("client"), "The status"))
-    start = next(number for number, row in enumerate(rows) if "message()" in row[0])
-    named = [name for row in rows[start + 1 :] for name in re.findall(r"`(\w+)`", row[0])]
-    assert Counter(named) == Counter(field.name for field in fields(LeaseStatus))
-    assert callable(LeaseStatus.message)
-
-
-def test_every_message_is_listed_with_its_code() -> None:
-    rows = markdown_rows(section(page("events"), "Messages"))[1:]
-    assert {row[0].strip("`"): row[1] for row in rows} == {
-        code.value: code.text for code in MessageCode
-    }
-
-
-def test_every_method_of_the_client_is_named() -> None:
-    for name in vars(LeaseClient).keys() - {"on", "close"}:
-        assert name.startswith("_") or f"{name}(" in page("client"), name
-
-
-def test_every_way_an_attempt_ends_is_explained() -> None:
-    rows = {
-        row[0].strip("`") for row in markdown_rows(section(page("events"), "How attempts end"))[1:]
-    }
-    assert rows == set(Ended)
-
-
-def test_every_command_is_shown_with_its_options() -> None:
-    text = page("command-line")
-    for name in cli.leases.list_commands(None):
-        command = cli.leases.get_command(None, name)
-        assert command is not None
-        assert f"leases {name}" in text
-        for option in command.params:
-            if isinstance(option, click.Option) and not option.hidden:
-                assert any(word in text for word in option.opts), (name, option.opts)
-
-
 # -- examples --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The names that the examples of the README, and then of the pages on options and on the
-    client, define.
+    """The names that the examples of the README, and of the pages on the status and on signals,
+    define.
     """
     monkeypatch.delenv("CELERY_BROKER_URL", raising=False)
-    first, *others = blocks("".join([README, page("options"), page("client")]), "python")
+    signals_of_page = blocks(page("monitor"), "python")[-1]
+    first, *others = [
+        *blocks("".join([README, page("show-retry-available")]), "python"),
+        signals_of_page,
+    ]
     stores = (
         'app.conf.leases_url = "redis://localhost/2"\n'
         'app.conf.leases_database_url = "postgresql+psycopg://localhost/billing"\n'
@@ -254,7 +163,8 @@ def readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
     source = eagerly("".join([first, *others]), tmp_path, "postgresql+psycopg://localhost/billing")
     with executed(source, "billing") as names:
         yield names
-        signals.crash_seen.disconnect(names["alert"])
+        signals.crash_seen.disconnect(names["tell_of_crash"])
+        signals.attempt_settled.disconnect(names["alert"])
 
 
 def test_the_first_example_sends_one_mail_for_two_calls(readme: dict[str, Any], capsys) -> None:
@@ -289,16 +199,9 @@ def test_the_signal_example_receives_a_crash(readme, capsys) -> None:
     assert capsys.readouterr().out == "invoice:1:2026-04: 2 crashes in a row, the last on h/1\n"
 
 
-def test_the_reminder_example_cools_down_on_request(readme: dict[str, Any]) -> None:
-    assert readme["send_reminder"].lease_options.failures.rules is readme["RULES"]
-    with pytest.raises(CoolingDown, match=r"Retry available in 60 minutes: .*: draft not ready"):
-        readme["send_reminder"].delay(7, "")
-    assert readme["send_reminder"].lease_status(7, "").state == "cooling"
-
-
 def test_the_alert_example_reports_failures_that_need_an_operator(capsys) -> None:
     names: dict[str, Any] = {}
-    (source,) = (block for block in blocks(page("events"), "python") if "def alert" in block)
+    (source,) = (block for block in blocks(page("monitor"), "python") if "def alert" in block)
     exec(source, names)  # noqa: S102 - our own page
     told: dict[str, Any] = {
         "task": "t", "call_id": "c", "ended": "failed", "attempt": 1, "runtime": 0.1,
@@ -311,6 +214,7 @@ def test_the_alert_example_reports_failures_that_need_an_operator(capsys) -> Non
         failure = Failure("E", "no credit", "r", "out_of_quota", operator=operator)
         signals.Announcer().observe(AttemptSettled(key=key, state=state, failure=failure, **told))
     signals.attempt_settled.disconnect(names["alert"])
+    signals.crash_seen.disconnect(names["tell_of_crash"])
     assert capsys.readouterr().out.splitlines() == [
         "b is cooling: no credit (out_of_quota)",
         "c is failed: no credit (out_of_quota)",
@@ -375,7 +279,7 @@ def _renamed(source: str, tmp_path: Path, *, old: bool = False) -> str:
 
 
 def test_the_eager_example_for_unit_tests_passes() -> None:
-    with executed(blocks(page("testing"), "python")[0], "shop") as names:
+    with executed(blocks(page("eager-mode"), "python")[0], "shop") as names:
         examples = [value for name, value in names.items() if name.startswith("test_")]
         assert len(examples) == 2
         for example in examples:

@@ -3,151 +3,43 @@ documentation.
 """
 
 import json
-import re
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases import CoolingDown, LeaseStatus, PermanentFailure, Uncertain, errors
-from celery_leases.errors import LeaseMisuse, LeasesError, RecordUnreadable
-from celery_leases.record import Attempt, Ended, Failure
-from celery_leases.status import EffectStatus
+from celery_leases import CoolingDown, LeaseStatus
+from celery_leases.errors import LeaseMisuse
 from celery_leases.web.http import (
+    _ERRORS,
     HttpAnswer,
     IdempotencyKeyRefused,
     answer,
     idempotency_key,
-    public,
 )
-from tests.unit.doc_pages import blocks, markdown_rows, page, section
-
-SECRET = "s3cret-of-the-exception"
-NOW = datetime(2026, 4, 1, 12, tzinfo=UTC)
-EPOCH = NOW.timestamp()
+from tests.unit.doc_pages import blocks, page
+from tests.unit.http_cases import EPOCH, RAISED, SECRET, a_status, situations
 
 
-def a_status(state: str, wait: float | None = None, scope: str | None = None) -> LeaseStatus:
-    """A status with everything in it that a client must not see."""
-    retry_at = NOW + timedelta(seconds=wait) if wait else None
-    return LeaseStatus(
-        "order:7",
-        "shop.order",
-        state,
-        attempt=2,
-        retry_at=retry_at,
-        retry_after=wait,
-        scope=scope or ("key" if wait else None),
-        group=SECRET,
-        reason="rate_limited",
-        detail=SECRET,
-        rule=SECRET,
-        holder=SECRET,
-        resumes=True,
-        result={"paid": 3} if state == "done" else None,
-        effects=(EffectStatus(SECRET, "sent", SECRET, SECRET, NOW, None),),
-        error=Failure(SECRET, SECRET),
-        previous=Attempt(Ended.FAILED, Failure(SECRET, SECRET), SECRET),
-        call_id=SECRET,
-    )
+@pytest.mark.parametrize("situation", [*situations()], ids=lambda one: f"{one[0]}: {one[1]}")
+def test_no_answer_tells_what_is_for_operators(situation: tuple[str, str, HttpAnswer]) -> None:
+    sent = situation[2]
+    problem = sent.status >= 400
+    kind = "application/problem+json" if problem else "application/json"
+    assert sent.headers["Content-Type"] == kind
+    assert sent.accepted == (sent.status == 202)
+    assert SECRET not in sent.content().decode() + str(sent.headers)
+    assert sent.status != 425
+    assert sent.headers["Cache-Control"] == "no-store"
+    assert json.loads(sent.content()) == sent.body
 
 
-def statuses(state: str, told: str) -> LeaseStatus:
-    """The status that a row of the table speaks of."""
-    if "group is closed" in told:
-        return a_status(state, 299.2, "group")
-    return a_status(state, 299.2) if state == "cooling" else a_status(state)
-
-
-RAISED: dict[str, LeasesError] = {
-    "KeyReused": errors.KeyReused(SECRET, "order:7", ["amount"]),
-    "CoolingDown of the key": CoolingDown(SECRET, "order:7", EPOCH + 299.2, 299.2, "rate_limited", "r", "key"),
-    "CoolingDown of its group": CoolingDown(SECRET, "order:7", EPOCH + 299.2, 299.2, "rate_limited", "r", "group"),
-    "CoolingDown of a full group": CoolingDown(SECRET, "order:7", EPOCH + 299.2, 299.2, "group_rate", None, "group"),
-    "LeaseHeld": errors.LeaseHeld(SECRET, "order:7", 9.1, SECRET),
-    "LeaseIsLive": errors.LeaseIsLive(SECRET, "order:7", 9.1),
-    "AlreadyQueued": errors.AlreadyQueued(SECRET, "order:7", SECRET, "pending"),
-    "AlreadyQueued of a key that is done": errors.AlreadyQueued(SECRET, "k", SECRET, "done"),
-    "AlreadyQueued of a key that has failed": errors.AlreadyQueued(SECRET, "k", SECRET, "failed"),
-    "AlreadyDone": errors.AlreadyDone(SECRET, "order:7", SECRET),
-    "ResultMissing": errors.ResultMissing(SECRET, "order:7", SECRET),
-    "PermanentFailure": PermanentFailure(SECRET, "r", SECRET),
-    "Uncertain": Uncertain(SECRET, "order:7", SECRET, SECRET),
-    "IdempotencyKeyRefused": IdempotencyKeyRefused("The request needs an Idempotency-Key header."),
-    "KeyUnusable": errors.KeyUnusable(SECRET),
-    "UnknownKey": errors.UnknownKey(SECRET, "order:7"),
-    "StoreUnavailable": errors.StoreUnavailable(SECRET, False),
-    "BrokerUnavailable": errors.BrokerUnavailable(SECRET, "order:7"),
-    "RescheduleFailed": errors.RescheduleFailed(SECRET, "order:7", SECRET),
-    "RecordUnreadable": RecordUnreadable(SECRET, False, "order:7", SECRET),
-    "any other LeasesError": errors.LeaseConfigurationError(SECRET),
-}  # fmt: skip
-WAITS = {"": None, "2 s": "2", "5 s": "5", "what is left": "300", "what the lease has left": "10"}
-
-
-def table() -> list[list[str]]:
-    return markdown_rows(section(page("http"), "The answers"))[1:]
-
-
-def answers_of(row: list[str]) -> list[HttpAnswer]:
-    """What the code answers in the situations of a row."""
-    asked, what = row[:2]
-    location = "/orders/7"
-    if asked == "either":
-        names = re.findall(r"`(\w+)`", what)
-        found = [
-            RAISED[name]
-            for name in (names if what[0] == "`" and what[-1] == "`" else [what.replace("`", "")])
-        ]
-        return [answer(error, location=location, now=EPOCH) for error in found]
-    states = re.findall(r"\w+", what.partition(", and ")[0].replace(" or ", ", "))
-    how: Any = {"asked": asked.partition(",")[0], "idempotent": "Idempotency-Key" in asked}
-    return [answer(statuses(state, what), location=location, **how) for state in states]
-
-
-@pytest.mark.parametrize("row", table(), ids=lambda row: f"{row[0]}: {row[1]}")
-def test_every_row_of_the_table_is_what_the_code_answers(row: list[str]) -> None:
-    answers = answers_of(row)
-    assert answers
-    for sent in answers:
-        code, _, place = row[2].partition(", ")
-        assert sent.status == int(code)
-        assert sent.headers.get("Retry-After") == WAITS[row[3]]
-        assert sent.headers.get("Location") == ("/orders/7" if place else None)
-        assert sent.body.get("code") == (row[4].strip("`") or None)
-        problem = sent.status >= 400
-        assert sent.headers["Content-Type"] == (
-            "application/problem+json" if problem else "application/json"
-        )
-        assert sent.accepted == (sent.status == 202)
-        assert SECRET not in sent.content().decode() + str(sent.headers)
-        assert sent.status != 425
-        assert sent.headers["Cache-Control"] == "no-store"
-        assert json.loads(sent.content()) == sent.body
-
-
-def test_the_table_has_every_state_and_every_error() -> None:
-    told = " ".join(row[1] for row in table())
-    for state in (
-        "absent",
-        "pending",
-        "running",
-        "abandoned",
-        "done",
-        "cooling",
-        "failed",
-        "uncertain",
-        "unreadable",
-    ):
-        for asked in ("status", "work"):
-            assert any(row[0].startswith(asked) and state in row[1] for row in table()), (
-                asked,
-                state,
-            )
-    assert all(name.split()[0] in told for name in RAISED)
+def test_every_error_with_an_answer_of_its_own_is_among_the_situations() -> None:
+    told = " ".join(what for _, what, _ in situations())
+    for kind in _ERRORS:
+        assert f"`{kind.__name__}`" in told
 
 
 def test_a_problem_has_the_members_of_rfc_9457_and_the_time_of_the_next_try() -> None:
@@ -158,16 +50,8 @@ def test_a_problem_has_the_members_of_rfc_9457_and_the_time_of_the_next_try() ->
         "state": "cooling", "retry_at": "2026-04-01T12:04:59.200000+00:00", "retry_after": 300,
         "reason": "rate_limited", "scope": "key",
     }  # fmt: skip
-    told = answer(RAISED["CoolingDown of the key"], location="/orders/7").body
+    told = answer(RAISED["`CoolingDown` of the key"], location="/orders/7").body
     assert told == sent.body
-
-
-def test_the_fields_of_a_body_are_those_of_the_page() -> None:
-    first = section(page("http"), "The bodies").strip().splitlines()[0].partition(": ")[2]
-    assert set(re.findall(r"`(\w+)`", first)) == public(a_status("done")).keys()
-    problem = section(page("http"), "The bodies")
-    for name in answer(a_status("cooling", 5.0), asked="work", location="/x").body:
-        assert f"`{name}`" in problem
 
 
 def test_what_failed_for_its_caller_may_be_asked_for_again_under_the_same_idempotency_key() -> None:
@@ -182,7 +66,7 @@ def test_a_reason_that_is_no_code_is_not_sent() -> None:
 
 
 def test_the_wait_of_an_error_that_comes_late_is_what_is_left() -> None:
-    error = RAISED["CoolingDown of the key"]
+    error = RAISED["`CoolingDown` of the key"]
     assert answer(error, now=EPOCH + 240).headers["Retry-After"] == "60"
     assert answer(error, now=EPOCH + 9000).headers["Retry-After"] == "1"
     assert answer(CoolingDown("later"), now=EPOCH).headers["Retry-After"] == "1"
@@ -272,7 +156,7 @@ def test_two_callers_never_share_a_key(one: tuple[str, str], other: tuple[str, s
 
 def test_the_examples_of_the_page_run() -> None:
     names: dict[str, Any] = {}
-    for source in blocks(page("http"), "python"):
+    for source in blocks(page("http-requests"), "python"):
         exec(source, names)  # noqa: S102 - our own page
 
     class Client:

@@ -99,7 +99,7 @@ def test_the_longest_ttl_for_an_slo_just_meets_it(slo: float, delivery: Delivery
 
 
 def test_the_page_names_the_numbers_of_the_formula() -> None:
-    text = page("tuning")
+    text = page("choosing-a-ttl")
     assert f"{1.0 / shortest_ttl(0.0, 1.0 * 100) * 100:.3f}" in text
     longest = Delivery(20.0, False, 90.0).longest_ttl(40.0)
     assert longest is not None

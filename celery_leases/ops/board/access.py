@@ -25,6 +25,7 @@ from starlette.responses import Response
 
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.text.cleaning import printable
+from celery_leases.text.notices import coded
 
 logger = logging.getLogger("celery_leases.ops.board")
 
@@ -104,7 +105,7 @@ class Passwords:
         if known is None or not same:
             if password:
                 logger.warning(
-                    "refused: a wrong name or password for %s from %s",
+                    coded("wrong-password", "refused: a wrong name or password for %s from %s"),
                     printable(name),
                     address_of(request),
                 )
@@ -202,7 +203,7 @@ class AccessMiddleware:
             await self._refuse(request, error)(scope, receive, send_with_headers)
             return
         except Exception:
-            logger.exception("the authoriser of the board failed")
+            logger.exception(coded("authoriser-failed", "the authoriser of the board failed"))
             await self._refuse(request, HTTPException(500))(scope, receive, send_with_headers)
             return
         if isinstance(operator, Response):
@@ -241,7 +242,11 @@ class AccessMiddleware:
             return
         if any(urlsplit(origin).netloc == host.lower() for origin in self._origins):
             return
-        logger.warning("refused: the host %s from %s", printable(host), address_of(request))
+        logger.warning(
+            coded("host-refused", "refused: the host %s from %s"),
+            printable(host),
+            address_of(request),
+        )
         raise HTTPException(
             403,
             "The board is not served under this name: give its URL with --origin, or use a password file.",
@@ -257,7 +262,7 @@ class AccessMiddleware:
         own = bool(host) and _netloc_of(origin) == host
         if not own and origin not in self._origins:
             logger.warning(
-                "refused: %s %s by the origin %s from %s",
+                coded("origin-refused", "refused: %s %s by the origin %s from %s"),
                 request.method,
                 printable(request.url.path),
                 printable(origin) or "-",

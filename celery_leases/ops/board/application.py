@@ -38,6 +38,7 @@ from celery_leases.ops.board.bulk_jobs import Jobs, Step, TooManyJobs
 from celery_leases.ops.board.cached_reads import CachedRead
 from celery_leases.ops.board.forms import Fields, bad_request, form_of
 from celery_leases.ops.client import OperatorClient
+from celery_leases.text.notices import coded
 from celery_leases.text.redaction import redact
 from celery_leases.web.async_client import AsyncLeaseClient
 
@@ -160,7 +161,11 @@ class Board:
             except HTTPException as error:
                 return self.refused(request, error)
             except Exception:
-                logger.exception("%s %s", request.method, formatting.printed(request.url.path))
+                logger.exception(
+                    coded("board-error", "%s %s failed"),
+                    request.method,
+                    formatting.printed(request.url.path),
+                )
                 return self.refused(request, HTTPException(500))
 
         return answer
@@ -175,7 +180,11 @@ class Board:
         except LeasesError as error:
             status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
             if status == 500:
-                logger.exception("%s %s", request.method, formatting.printed(request.url.path))
+                logger.exception(
+                    coded("board-error", "%s %s failed"),
+                    request.method,
+                    formatting.printed(request.url.path),
+                )
             raise HTTPException(status, redact(str(error))) from None
         if isinstance(page, Redirect):
             return RedirectResponse(request.scope.get("root_path", "") + page.path, 303)

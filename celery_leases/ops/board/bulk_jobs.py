@@ -17,6 +17,7 @@ from celery_leases.errors import LeasesError
 from celery_leases.ops.reports import Change
 from celery_leases.status import LeaseStatus
 from celery_leases.text.cleaning import printable
+from celery_leases.text.notices import coded
 from celery_leases.text.redaction import redact
 
 logger = logging.getLogger("celery_leases.ops.board")
@@ -117,7 +118,7 @@ class Jobs:
         except LeasesError as error:
             job.problem = redact(str(error))
         except Exception:
-            logger.exception("%s: %s", job.who, job.name)
+            logger.exception(coded("board-error", "%s: %s failed"), job.who, job.name)
             job.problem = "It ended with an error, which is in the log of the board."
         finally:
             logger.info(

@@ -38,6 +38,7 @@ from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.record_statements import is_running
 from celery_leases.stores.sql.rows import Row, attempt_parameters, microseconds
 from celery_leases.stores.sql.schema import Tables
+from celery_leases.text.notices import coded
 
 logger = logging.getLogger("celery_leases")
 
@@ -134,7 +135,7 @@ class SqlEffectStore:
             return self._finished(effect, result, reference)
         except ValueRefused as error:
             logger.error(
-                "the reply of effect %s of %s is not stored: %s",
+                coded("reply-not-stored", "the reply of effect %s of %s is not stored: %s"),
                 effect.name,
                 effect.stored_key,
                 error,

@@ -60,6 +60,7 @@ from celery_leases.stores.sql.record_queries import in_subquery
 from celery_leases.stores.sql.record_statements import RecordStatements, is_running
 from celery_leases.stores.sql.rows import MICROSECONDS, Row, microseconds
 from celery_leases.stores.sql.schema import Tables
+from celery_leases.text.notices import coded
 
 logger = logging.getLogger("celery_leases")
 
@@ -234,7 +235,9 @@ class SqlRecordStore:
                 raise
             # The message is only for a rescue, and may be what the database refuses.
             answer = self._claim(replace(call, message=None), lease_store, age, groups)
-            text = "%s: the call could not be stored, so it cannot be rescued: %s"
+            text = coded(
+                "not-rescuable", "%s: the call could not be stored, so it cannot be rescued: %s"
+            )
             logger.warning(text, call.key.key, error)
             return answer
         except StoreUnavailable as error:
@@ -409,7 +412,10 @@ class SqlRecordStore:
             written = self.database.count(*self.settlement(record, outcome))
         except ValueRefused as error:
             logger.error(
-                "%s: its outcome was written without result, reason and message: %s",
+                coded(
+                    "outcome-shortened",
+                    "%s: its outcome was written without result, reason and message: %s",
+                ),
                 record.key,
                 error,
             )

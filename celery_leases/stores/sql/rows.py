@@ -24,6 +24,7 @@ from celery_leases.keys import FINGERPRINT_LENGTH, fingerprint_of
 from celery_leases.record import FIELDS, SETTLED, Attempt, Ended, Failure, Outcome, Record, State
 from celery_leases.results import decode, unreadable
 from celery_leases.text.cleaning import storable
+from celery_leases.text.notices import coded
 
 logger = logging.getLogger("celery_leases")
 
@@ -329,7 +330,7 @@ def _problem(row: Row, column: str, error: Exception) -> str:
 
 @lru_cache(1000)
 def _warn(problem: str) -> None:
-    logger.warning("%s; it counts as empty", problem)
+    logger.warning(coded("column-unreadable", "%s; it counts as empty"), problem)
 
 
 def _progress(text: str) -> str:

@@ -10,6 +10,7 @@ from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnav
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import logger
 from celery_leases.stores.interfaces import SlotStore
+from celery_leases.text.notices import coded
 from celery_leases.worker import processes
 from celery_leases.worker.app_settings import leased_tasks
 from celery_leases.worker.arrivals import arrivals
@@ -74,17 +75,17 @@ def _check_records(process: Process) -> None:
     except StoreUnavailable as error:
         if process.settings.database_url.startswith("sqlite") and error.executed is not False:
             raise LeaseConfigurationError(f"the records file cannot be used: {error}") from None
-        logger.warning("the records database does not answer yet: %s", error)
+        logger.warning(coded("records-away", "the records database does not answer yet: %s"), error)
 
 
 def _check_lease_store(process: Process, *, latest: bool) -> None:
     try:
         if warning := process.leases.check():
-            logger.warning("%s", warning)
+            logger.warning(coded("lease-store-warning", "%s"), warning)
         if latest:
             arrivals.compare(process)
     except StoreUnavailable as error:
-        logger.warning("the lease store does not answer yet: %s", error)
+        logger.warning(coded("lease-store-away", "the lease store does not answer yet: %s"), error)
 
 
 def _refuse_limits(process: Process, tasks: Mapping[str, Any]) -> None:
