@@ -18,7 +18,7 @@ app.conf.update(
     task_acks_late=True,
     task_ignore_result=True,
     broker_connection_retry_on_startup=True,
-    broker_transport_options={"visibility_timeout": 3600},
+    broker_transport_options={"visibility_timeout": 3600, "max_connections": 200},
 )
 contender.configure(app)
 

@@ -148,10 +148,12 @@ def open_process(
     *,
     clock: Clock | None = None,
     renewed_by: type[Renewer] = Renewer,
+    shares_trips: bool = False,
 ) -> Process:
     """Create what this process has for one app; connections are opened on first use.
 
-    *shortest_ttl* is that of the app's tasks.
+    *shortest_ttl* is that of the app's tasks. *shares_trips*: this process runs many bodies at
+    once, whose steps share statements.
     """
     wait, within = connection_timeout(shortest_ttl), call_timeout(shortest_ttl)
     in_memory = settings.database_url == IN_MEMORY
@@ -169,6 +171,8 @@ def open_process(
     for_bodies = Stores(_bounded(leases, records, within, wait), records)
     # The thread that purges is a system thread too.
     purged = open_records(settings, 1) if os_threads.uses_greenlets() and not in_memory else records
+    if shares_trips:
+        records.share_trips()
     clock = clock or BootClock()
     renewer = renewed_by(for_renewals, for_bodies, observer, clock, None if in_memory else purged)
     return Process(

@@ -62,7 +62,9 @@ def _make(app: Celery, *, eager: bool) -> Process:
             if eager:
                 in_memory = replace(settings, leases_url=DATABASE, database_url=IN_MEMORY)
                 settings = settings_of(app) if settings.eager_stores else in_memory
-            process = prepared or open_for(app, settings, Announcer(app.tasks))
+            # In the worker's own process, bodies run in threads or greenlets.
+            many = not eager and current_worker() is not None
+            process = prepared or open_for(app, settings, Announcer(app.tasks), shares_trips=many)
             if eager and settings.eager_stores:
                 process.records.check()  # an eager call cannot wait until the tables exist
             elif not process.records.database.dialect.has_server:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import (
+    JSON,
     BigInteger,
     BindParameter,
+    Boolean,
     Column,
     ColumnElement,
     Executable,
@@ -21,19 +23,40 @@ from sqlalchemy import (
     bindparam,
     case,
     cast,
+    column,
     exists,
+    false,
     func,
     literal_column,
     null,
     select,
+    true,
+    union_all,
     update,
 )
+from sqlalchemy.types import TypeEngine
 
 from celery_leases.record import Record, State
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.rows import DETAILS, WHEN_CLAIMED, WHEN_NEW, WHEN_SETTLED
 from celery_leases.stores.sql.schema import Tables
+
+SUCCESS: Final = ("state", "result")
+"""The columns that a success sets to its own values, if it leaves all others as they were claimed.
+"""
+LOCK_TIMEOUT: Final = "50ms"
+"""For how long a statement for several calls waits for a locked row. All its calls wait meanwhile;
+afterwards each has a statement of its own, which waits as long as usual.
+"""
+
+Given = Callable[[str, TypeEngine[Any]], ColumnElement[Any]]
+"""Where a statement has a value from, by its name and type: a parameter, or a column."""
+
+
+def bindparam_of(name: str, kind: TypeEngine[Any]) -> ColumnElement[Any]:
+    """A parameter of the statement."""
+    return bindparam(name, type_=kind)
 
 
 class RecordStatements:
@@ -62,7 +85,7 @@ class RecordStatements:
         #: Writes an outcome under the attempt's fence.
         self.settle = self._settle_statement((*WHEN_SETTLED, DETAILS))
         #: The same for an outcome that leaves all other columns as the claim wrote them.
-        self.settle_success = self._settle_statement(("state", "result"), also_waits=False)
+        self.settle_success = self._settle_statement(SUCCESS, also_waits=False)
 
     @cached_property
     def insert_or_read_again(self) -> Mapping[bool, Executable]:
@@ -80,11 +103,71 @@ class RecordStatements:
         return self._read_statement(gated=True, with_slots=True)
 
     @cached_property
+    def claim_together(self) -> Executable:
+        """``insert_or_read`` for several new rows, each an object of the JSON array ``given``.
+        Returns those that were inserted, and the rows that exist; another claim may have inserted a
+        row that is neither.
+        """
+        columns = {f"new_{name}": self.table.c[name].type for name in WHEN_NEW}
+        wanted = self._given(columns, "new_owner")
+        row = self.table.alias("r")
+        of_key = row.c.stored_key == wanted.selected_columns.new_stored_key
+        seen = select(_as_json("r")).where(of_key).scalar_subquery().label("document")
+        given = wanted.add_columns(self._now.label("now"), seen).cte("wanted")
+        fresh = self._new_row(given.c.now, lambda name, _: given.c[name])
+        inserted = (
+            self._dialect.insert(self.table)
+            .from_select(list(fresh), select(*fresh.values()).where(given.c.document.is_(None)))
+            .on_conflict_do_nothing()
+            .returning(self.table.c.owner, self.table.c.fence)
+            .cte("inserted")
+        )
+        return union_all(
+            select(
+                inserted.c.owner,
+                inserted.c.fence.label("now"),
+                true().label("inserted"),
+                null().label("record"),
+            ),
+            select(given.c.new_owner, given.c.now, false(), given.c.document).where(
+                given.c.document.is_not(None)
+            ),
+        )
+
+    @cached_property
+    def succeed_together(self) -> Executable:
+        """``settle_success`` for several attempts, each an object of the JSON array ``given``.
+        Returns the owners of the rows that were written.
+        """
+        of_row, number = self.table.c, BigInteger()
+        columns = {"for_key": of_row.stored_key.type, "for_fence": number}
+        columns |= {"for_owner": of_row.owner.type, "keep": number, "keep_at_least": number}
+        columns |= {f"new_{name}": of_row[name].type for name in SUCCESS}
+        given = self._given(columns, "for_owner").cte("wanted")
+        statement = self._settle_statement(SUCCESS, lambda name, _: given.c[name], also_waits=False)
+        return statement.returning(of_row.owner)
+
+    def _given(self, columns: Mapping[str, TypeEngine[Any]], owner: str) -> Select[Any]:
+        """The objects of the JSON array ``given`` as rows with these *columns*; they wait for locks
+        only for a moment.
+
+        PostgreSQL would expect 100 rows, for which it would read a whole table of a few thousand
+        rows. Of a comparison of two values of a row it expects that one row meets it, so that it
+        uses the index.
+        """
+        array = cast(bindparam("given", type_=Text), JSON)
+        typed = [column(name, kind) for name, kind in columns.items()]
+        rows = func.json_to_recordset(array).table_valued(*typed).render_derived(with_types=True)
+        limit = f"(SELECT set_config('lock_timeout', '{LOCK_TIMEOUT}', true)) = '{LOCK_TIMEOUT}'"
+        always = rows.c[owner] == rows.c[owner] + literal_column("''", Text)
+        return select(*rows.c).where(literal_column(limit, Boolean), always)
+
+    @cached_property
     def insert(self) -> Executable:
         """Insert a new row, where the first step of a claim only reads. Its fence is the time of
         the insert.
         """
-        return self._dialect.insert_now(self.table, self._new_row(self._now), "fence")
+        return self._dialect.insert_now(self.table, self._new_row(self._now, bindparam_of), "fence")
 
     def usual(self) -> list[Executable]:
         """The statements that most calls need on this database."""
@@ -131,7 +214,7 @@ class RecordStatements:
         gate = select(_as_json("g")).where(self._is_gate(gates)).cte("gate")
         absent = [~exists(select(seen.c.document))] + [~exists(select(gate.c.document))] * gated
         moment = select(self._now.label("now")).subquery("moment")
-        fresh = self._new_row(moment.c.now)
+        fresh = self._new_row(moment.c.now, bindparam_of)
         made = self._dialect.insert(self.table).from_select(
             list(fresh),
             select(*(value.label(name) for name, value in fresh.items())).where(*absent),
@@ -164,11 +247,9 @@ class RecordStatements:
         row = self.table.c.stored_key == bindparam("new_stored_key")
         return select(*columns).select_from(always.outerjoin(self.table, row))
 
-    def _new_row(self, now: ColumnElement[int]) -> dict[str, ColumnElement[Any]]:
-        """The columns of a new row by name; its times are relative to *now*."""
-        values: dict[str, ColumnElement[Any]] = {
-            name: self._bound("new", name) for name in WHEN_NEW
-        }
+    def _new_row(self, now: ColumnElement[int], given: Given) -> dict[str, ColumnElement[Any]]:
+        """The columns of a new row by name, from *given*; its times are relative to *now*."""
+        values = {name: given(f"new_{name}", self.table.c[name].type) for name in WHEN_NEW}
         spans = {name: now + values[name] for name in ("lease_until", "expires_at")}
         moments: dict[str, ColumnElement[Any]] = dict.fromkeys(
             ("fence", "created_at", "started_at"), now
@@ -186,14 +267,15 @@ class RecordStatements:
             .values(values)
         )
 
-    def _settle_statement(self, names: tuple[str, ...], *, also_waits: bool = True) -> Update:
-        """Write the columns *names* and the times of the end. Unless it *also_waits*, ``retry_at``
-        and the progress stay as they are.
+    def _settle_statement(
+        self, names: tuple[str, ...], given: Given = bindparam_of, *, also_waits: bool = True
+    ) -> Update:
+        """Write the columns *names*, as *given*, and the times of the end. Unless it *also_waits*,
+        ``retry_at`` and the progress stay as they are.
         """
-        columns, now = self.table.c, self._now
-        keep: BindParameter[int] = bindparam("keep", type_=BigInteger)
-        least: BindParameter[int] = bindparam("keep_at_least", type_=BigInteger)
-        values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in names}
+        columns, now, number = self.table.c, self._now, BigInteger()
+        keep, least = given("keep", number), given("keep_at_least", number)
+        values: dict[str, Any] = {name: given(f"new_{name}", columns[name].type) for name in names}
         values |= {
             "expires_at": case(
                 (columns.expires_at.between(now + least, now + keep), columns.expires_at),
@@ -204,13 +286,10 @@ class RecordStatements:
             "lease_store": "",  # the name is only needed in running rows
         }
         if also_waits:
-            wait: BindParameter[int | None] = bindparam("wait", type_=BigInteger)
-            progress: BindParameter[str | None] = bindparam(
-                "new_progress", type_=columns.progress.type
-            )
+            wait, progress = given("wait", number), given("new_progress", columns.progress.type)
             values["retry_at"] = case((wait.is_not(None), now + wait), else_=null())
             values["progress"] = case((progress.is_not(None), progress), else_=columns.progress)
-        return update(self.table).where(*is_running(self.table)).values(values)
+        return update(self.table).where(*is_running(self.table, given)).values(values)
 
     def _bound(self, prefix: str, name: str) -> BindParameter[Any]:
         return bindparam(f"{prefix}_{name}", type_=self.table.c[name].type)
@@ -220,13 +299,13 @@ class RecordStatements:
         return and_(gates.c.name == bindparam("gate"), gates.c.opens_at > self._now)
 
 
-def is_running(table: Table) -> tuple[ColumnElement[bool], ...]:
+def is_running(table: Table, given: Given = bindparam_of) -> tuple[ColumnElement[bool], ...]:
     """The condition that a row is still running under the attempt's fence and owner."""
     return (
-        table.c.stored_key == bindparam("for_key"),
+        table.c.stored_key == given("for_key", table.c.stored_key.type),
         table.c.state == State.RUNNING,
-        table.c.fence == bindparam("for_fence"),
-        table.c.owner == bindparam("for_owner"),
+        table.c.fence == given("for_fence", table.c.fence.type),
+        table.c.owner == given("for_owner", table.c.owner.type),
     )
 
 

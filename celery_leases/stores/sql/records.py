@@ -41,6 +41,7 @@ from sqlalchemy import (
 
 from celery_leases.call import Call
 from celery_leases.concurrency import os_threads
+from celery_leases.concurrency.shared_trips import SharedTrips
 from celery_leases.decide import attempt_history, repairs
 from celery_leases.decide import claim as rule
 from celery_leases.decide.answers import Acquired, Refusal, Refused
@@ -111,6 +112,8 @@ class SqlRecordStore:
         #: Decides whether an expired row that is itself the lease may be taken over.
         self.availability = Availability(database=self.tables_location)
         self.statements = RecordStatements(self.database, self.tables)
+        self._claims: SharedTrips[Mapping[str, Any], Row] | None = None
+        self._successes: SharedTrips[Mapping[str, Any], bool] | None = None
         records = self.tables.records
         #: Locks the row of a running attempt, and extends the lease if the row is the lease; its
         #: parameters: :func:`celery_leases.stores.sql.rows.guard_parameters`.
@@ -149,6 +152,16 @@ class SqlRecordStore:
         other.database = self.database.with_engine(engine)
         other.availability = Availability(database=self.tables_location)
         return other
+
+    def share_trips(self) -> None:
+        """Let calls of this process share statements on PostgreSQL: first claims, and successes.
+
+        A shared statement waits for a locked row only for a moment. A call that it did not serve
+        has a statement of its own, as on the other databases.
+        """
+        if self.database.dialect.reads_or_inserts:
+            self._claims = SharedTrips(self._claim_together)
+            self._successes = SharedTrips(self._succeed_together)
 
     def compile_statements(self) -> None:
         """Compile the usual statements; :meth:`check` was called before."""
@@ -348,7 +361,11 @@ class SqlRecordStore:
             values["gate"] = gate_name(group)
         try:
             gated, unless_present = group is not None, self.database.unless_present
-            found = unless_present(statements.insert_or_read[gated], values)
+            found = None
+            if self._claims is not None and not gated:
+                found = self._claims.run(values)
+            if found is None:
+                found = unless_present(statements.insert_or_read[gated], values)
             if found is None:
                 found = unless_present(statements.insert_or_read_again[gated], values)
             assert found is not None  # the statement always returns one row
@@ -376,6 +393,15 @@ class SqlRecordStore:
             rows.to_record({**row, "now": now}) if row is not None else None,
             gate_of(group, gate, now) if group is not None and gate is not None else None,
         )
+
+    def _claim_together(self, given: Sequence[Mapping[str, Any]]) -> list[Row | None]:
+        """The row of :attr:`RecordStatements.claim_together` for each claim; ``None``: it needs a
+        statement of its own.
+        """
+        statement = self.statements.claim_together
+        found = self.database.all(statement, {"given": json.dumps(given)})
+        answers = {row["owner"]: row for row in found}
+        return [answers.get(each["new_owner"]) for each in given]
 
     def swap(self, seen: Record, new: Record) -> bool:
         """Replace *seen* by *new* if the :data:`~celery_leases.stores.sql.rows.COMPARED` columns of
@@ -408,8 +434,12 @@ class SqlRecordStore:
         If no row matches, the row is read: an earlier try may have been executed whose reply was
         lost. If the database refuses a text of the outcome, the outcome is written without texts.
         """
+        statement, values = self.settlement(record, outcome)
+        shared = self._successes if statement is self.statements.settle_success else None
+        if shared is not None and shared.run(values):
+            return True
         try:
-            written = self.database.count(*self.settlement(record, outcome))
+            written = self.database.count(statement, values)
         except ValueRefused as error:
             logger.error(
                 coded(
@@ -422,6 +452,13 @@ class SqlRecordStore:
             record, outcome = replace(record, finished_results=None), rows.without_texts(outcome)
             written = self.database.count(*self.settlement(record, outcome))
         return written > 0 or self._was_settled(record, outcome)
+
+    def _succeed_together(self, given: Sequence[Mapping[str, Any]]) -> list[bool | None]:
+        """Write successes; ``None`` for one that was not written."""
+        statement = self.statements.succeed_together
+        written = self.database.all(statement, {"given": json.dumps(given)})
+        owners = {row["owner"] for row in written}
+        return [each["for_owner"] in owners or None for each in given]
 
     def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
         """The statement of :meth:`settle` and its parameters, also for a transaction of the
