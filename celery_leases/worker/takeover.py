@@ -18,7 +18,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 BATCH_TIME: Final = 0.05
 """Seconds in which changes of the registered messages are gathered for one round trip."""
 PAGE: Final = 20
-"""Messages that one request to the broker looks at, at most."""
+"""Messages that one request to the broker reads or returns, at most."""
 STOP_TIMEOUT: Final = 2.0
 """Seconds that a shutdown waits until the worker has removed its lease."""
 
@@ -359,8 +359,8 @@ class WorkerLease:
         return written
 
     def _return_messages(self, workers: Workers, channel: Any, name: str) -> Iterator[bool]:
-        """Return the messages of a worker whose lease has ended to their queues, one with each
-        step.
+        """Return the messages of a worker whose lease has ended to their queues, some with each
+        step. Each goes to the front of its queue, so the oldest is returned last.
         """
         from celery_leases.stores.redis.workers import own_name
 
@@ -371,15 +371,12 @@ class WorkerLease:
         left = returned = 0
         if ended == name:  # another worker has begun, and does not end within a ttl: help it
             tags = random.sample(tags, len(tags))
-        for tag in chain(tags, self._unregistered(workers, channel, ended)):
-            if tag is None:
-                pass
-            elif not _has_queue(channel, tag):
-                left += 1
-            else:
-                client = _Unregistering(channel.client, workers.messages(ended), tag)
-                channel.qos.restore_by_tag(tag, client)
-                returned += client.returned
+        pages = (tags[place : place + PAGE] for place in range(0, len(tags), PAGE))
+        for page in chain(pages, self._unregistered(workers, channel, ended)):
+            if page:
+                done, unknown = _return_page(channel, workers.messages(ended), page)
+                returned += done
+                left += unknown
             yield True
         if not left:
             workers.forget(ended)
@@ -389,9 +386,9 @@ class WorkerLease:
             )
             self._log(logging.INFO, text, own_name(ended), returned)
 
-    def _unregistered(self, workers: Workers, channel: Any, ended: str) -> Iterator[str | None]:
+    def _unregistered(self, workers: Workers, channel: Any, ended: str) -> Iterator[Sequence[str]]:
         """The leased messages that an *ended* worker may have fetched without registering them,
-        registered now; ``None`` after each request.
+        registered now; none after each look.
 
         If another worker has fetched one of them, its call is delivered twice.
         """
@@ -402,9 +399,9 @@ class WorkerLease:
             found = workers.unregistered(page, f"{prefix}{channel.unacked_key}")
             tasks = {tag: self._leased_task(message) for tag, message in found.items()}
             leased = {tag: task for tag, task in tasks.items() if task is not None}
-            yield None
+            yield ()
             if leased:
-                yield from workers.register(ended, DAY, leased)
+                yield workers.register(ended, DAY, leased)
 
     def _leased_task(self, stored: bytes) -> str | None:
         """The name of the task of a message in kombu's form; ``None`` if it has no lease."""
@@ -431,43 +428,64 @@ def _return(qos: Any, delivery: _Delivery) -> None:
     QoS.ack(delivery.message.channel.qos, delivery.tag)  # kombu returns it no second time
 
 
-class _Unregistering:
-    """Stands for the Redis client of kombu, which returns the message *tag* to its queue.
+def _return_page(channel: Any, messages: str, tags: Sequence[str]) -> tuple[int, int]:
+    """Return some messages of an ended worker to their queues, in one transaction that also removes
+    them from *messages*, the key of all that it has.
 
-    The transaction also removes the message from *messages*, those of an ended worker. It does
-    nothing if the message is not there, because then another worker has returned it.
+    A message that is not there was returned by another worker. A message whose exchange this worker
+    does not know stays: kombu would drop it, and another worker may know it. Returns how many
+    messages were returned, and how many stay.
+    """
+    client = channel.client
+    messages = messages.removeprefix(getattr(client, "global_keyprefix", ""))  # the client adds it
+    queues = cache(channel._lookup)  # noqa: SLF001 - as kombu's restore does
+    returned = left = 0
+
+    def restore(pipe: Any) -> None:
+        nonlocal returned, left
+        returned = left = 0
+        with client.pipeline(transaction=False) as reading:
+            for tag in tags:
+                reading.hget(messages, tag).hget(channel.unacked_key, tag)
+            found = reading.execute()
+        pipe.multi()
+        for tag, task, stored in zip(tags, found[::2], found[1::2], strict=True):
+            if task is None:
+                continue
+            if stored is not None:  # otherwise it was acknowledged
+                _, exchange, routing_key = loads(bytes_to_str(stored))
+                if not queues(exchange, routing_key):
+                    left += 1
+                    continue
+                channel.qos.restore_by_tag(tag, _Restoring(pipe, stored))
+                returned += 1
+            pipe.hdel(messages, tag)
+
+    # It watches this key alone: all workers change kombu's own keys all the time.
+    client.transaction(restore, messages)
+    return returned, left
+
+
+class _Restoring:
+    """Stands for the Redis client of kombu that returns one message, and for its transaction, which
+    is a part of a larger one: *pipe*. The message was read before.
     """
 
-    def __init__(self, client: Any, messages: str, tag: str) -> None:
-        self._client = client
-        # The client adds the prefix to all keys.
-        self._messages = messages.removeprefix(getattr(client, "global_keyprefix", ""))
-        self._tag = tag
-        self.returned = False
+    def __init__(self, pipe: Any, stored: bytes) -> None:
+        self._pipe = pipe
+        self._stored = stored
 
     def transaction(self, restore: Callable[[Any], None], *_: str) -> None:
-        """Run *restore* in a transaction that watches *messages* alone: all workers change kombu's
-        own keys all the time.
-        """
+        restore(self)
 
-        def unregistering(pipe: Any) -> None:
-            self.returned = pipe.hget(self._messages, self._tag) is not None
-            if self.returned:
-                restore(pipe)
-                pipe.hdel(self._messages, self._tag)
+    def hget(self, *_: str) -> bytes:
+        return self._stored
 
-        self._client.transaction(unregistering, self._messages)
+    def multi(self) -> None:
+        """It has begun."""
 
-
-def _has_queue(channel: Any, tag: str) -> bool:
-    """Whether kombu finds the queue of a message. Otherwise it would drop the message: this worker
-    does not know the exchange, and another one may know it.
-    """
-    stored = channel.client.hget(channel.unacked_key, tag)
-    if stored is None:
-        return True  # nothing is left to return
-    _, exchange, routing_key = loads(bytes_to_str(stored))
-    return bool(channel._lookup(exchange, routing_key))  # noqa: SLF001 - as kombu's restore does
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipe, name)
 
 
 current: WorkerLease | None = None

@@ -2,6 +2,7 @@
 worker, and that each message is returned once.
 """
 
+import math
 import os
 import re
 import threading
@@ -18,7 +19,7 @@ from redis.exceptions import AuthenticationError, ResponseError
 from celery_leases.stores.redis.workers import Workers, own_name
 from celery_leases.testing.waits import wait_until
 from celery_leases.worker import takeover
-from celery_leases.worker.takeover import WorkerLease, _Unregistering
+from celery_leases.worker.takeover import WorkerLease, _return_page
 from tests.support.servers import RedisServer
 from tests.unit.doc_pages import page
 
@@ -433,11 +434,30 @@ def test_messages_are_returned_while_the_broker_is_busy(
     assert waiting(connection) == list(range(20))
 
 
+def test_one_transaction_returns_many_messages(
+    connection: Connection, workers: Workers, channel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a worker that has prefetched thousands must not take minutes. The one that waited
+    for longest comes first.
+    """
+    messages = fetched(connection, 45)
+    dies(workers, "a", *messages)
+    transaction = Mock(wraps=channel.client.transaction)
+    monkeypatch.setattr(channel.client, "transaction", transaction)
+    take_over(workers, channel, "a")
+    assert transaction.call_count == math.ceil(45 / takeover.PAGE) < 5
+    oldest = connection.SimpleQueue("work").get(timeout=5)
+    assert oldest.payload == {"n": 0}
+    oldest.requeue()
+    assert waiting(connection) == list(range(45))
+
+
 def test_a_worker_keeps_its_lease_while_it_returns_many_messages(
     connection: Connection, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = takeover._has_queue
-    monkeypatch.setattr(takeover, "_has_queue", lambda *args: (time.sleep(0.1), look(*args))[1])
+    its = takeover._return_page
+    monkeypatch.setattr(takeover, "PAGE", 2)
+    monkeypatch.setattr(takeover, "_return_page", lambda *args: (time.sleep(0.2), its(*args))[1])
     messages = fetched(connection, 40)
     dies(workers, "dead", *messages)
     workers.forget("b")
@@ -605,16 +625,16 @@ def test_the_documented_rights_are_enough(leases_redis: RedisServer) -> None:
     with Connection(url) as admin:
         admin.default_channel.client.flushdb()
         admin.default_channel.client.execute_command(
-            *("ACL", "SETUSER", "worker", "reset", "on", ">secret", "~celery_leases:*", "+select"),
-            *("+ping", "+client", "+hello", *rights.split()),
+            *("ACL", "SETUSER", "worker", "reset", "on", ">secret", "~celery_leases:*"),
+            *("~unacked*", "+select", "+ping", "+client", "+hello", *rights.split()),
         )
     with Connection(url.replace("redis://", "redis://worker:secret@")) as connection:
         workers = Workers(connection.default_channel.pool, PREFIX)
         dies(workers, "a", "t1", "t2")
         workers.renew("b", 60, 60, {}, ["t9"])
         taken, _ = workers.take("a", 60) or ("", [])
-        client = _Unregistering(connection.default_channel.client, workers.messages(taken), "t1")
-        client.transaction(lambda pipe: pipe.multi())
-        assert client.returned
-        assert len(workers.listed()) == 2
+        channel = connection.default_channel
+        channel.qos._remove_from_indices("t1").execute()
+        assert _return_page(channel, workers.messages(taken), ["t1"]) == (0, 0)
+        assert [one.messages for one in workers.listed() if one.name == "a"] == [1]
         workers.forget("b")

@@ -243,21 +243,23 @@ class Workers:
         return None if dead is None else [as_text(one) for one in dead]
 
     def take(self, name: str, ttl: float) -> tuple[str, Sequence[str]] | None:
-        """The messages of a worker whose lease has ended, and the name under which they are now;
-        ``None`` if it has not ended. For *ttl* seconds, no other caller gets them.
+        """The messages of a worker whose lease has ended, the newest first, and the name under
+        which they are now; ``None`` if it has not ended. For *ttl* seconds, no other caller gets
+        them.
         """
         now = self._run(TAKE, name, name, round(ttl * 1000))
         if now is None:
             return None
         ended = as_text(now)
-        return ended, [as_text(tag) for tag in self._client.hkeys(self.messages(ended))]
+        return ended, [as_text(tag) for tag in self._client.hkeys(self.messages(ended))[::-1]]
 
     def fetched(self, ended: str, index: str) -> Sequence[str]:
         """The tags of the messages that were fetched when the *ended* worker may have lived without
-        registering them; *index* is kombu's key of the times at which messages were fetched.
+        registering them, the newest first; *index* is kombu's key of the times at which messages
+        were fetched.
         """
         found = self._client.eval(FETCHED.text, FETCHED.keys, index, *_fetched_between(ended))
-        return [as_text(tag) for tag in found]
+        return [as_text(tag) for tag in found[::-1]]
 
     def unregistered(self, tags: Sequence[str], unacked: str) -> Mapping[str, bytes]:
         """Those of these messages that no worker has registered, by tag; *unacked* is kombu's key
