@@ -282,6 +282,8 @@ class Stage:
                 wait_until(
                     lambda: not _waits_for_messages(client, worker), PATIENCE, "the end of BRPOP"
                 )
+            for _ in range(2):  # a message that has ended it is read and returned by then
+                assert self.app.control.ping(destination=[host], timeout=PATIENCE)
 
     def redeliver_expired(self, task: str, *args: Any, **options: Any) -> Any:
         """Deliver a message a second time after its ``expires``; returns its result.
