@@ -7,6 +7,8 @@ that waits asks here: for a connection of the pool, to connect, for a reply.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
 
@@ -29,6 +31,17 @@ def set_seconds(seconds: float) -> None:
     global in_use  # noqa: PLW0603 - once in a process
     in_use = True
     until.set(seconds if seconds == math.inf else boot_clock() + seconds)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Let the waits of the enclosed code end *seconds* from now, if they do not end sooner."""
+    before = until.get()
+    set_seconds(min(seconds, before - boot_clock()))
+    try:
+        yield
+    finally:
+        until.set(before)
 
 
 def bounded(seconds: float) -> float:

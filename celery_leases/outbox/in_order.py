@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 from uuid import uuid4
 
 from celery.result import AsyncResult
 
+from celery_leases.concurrency import wait_limit
 from celery_leases.errors import LeasesError
 from celery_leases.keys import call_key
 from celery_leases.outbox.calls import arguments_of, headers_of, is_published_before
@@ -15,6 +16,9 @@ from celery_leases.signals import logger
 from celery_leases.text.notices import coded
 from celery_leases.worker import processes
 from celery_leases.worker.headers import ORDER, call_id_of
+
+LONGEST_WAIT: Final = 1.0
+"""Seconds for which a publisher waits for the lease store."""
 
 
 def publish(
@@ -42,7 +46,8 @@ def publish(
         if options.tenant is not None:
             headers = headers_of(task, args, kwargs, given.get("headers"))
         key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs, headers)
-        order = processes.process_of(task.app).leases.new_order(key.stored)
+        with wait_limit.within(LONGEST_WAIT):
+            order = processes.process_of(task.app).leases.new_order(key.stored)
     except LeasesError as error:
         order = round(task.app.now().timestamp() * 1e6)
         text = coded(

@@ -14,6 +14,8 @@ from celery_leases.worker import processes
 
 COMPARE_EVERY: Final = 600.0
 """Seconds after which the clock is compared with that of the lease store again."""
+TRY_EVERY: Final = 1.0
+"""Seconds between two tries while that clock is not known."""
 REQUESTS: Final = 3
 """How often the lease store is asked then."""
 
@@ -41,7 +43,8 @@ class Arrivals:
         store is not known yet.
         """
         now = round(os_threads.boot_clock() * 1e6)
-        if now - self._compared_at > COMPARE_EVERY * 1e6:
+        every = TRY_EVERY if self._ahead is None else COMPARE_EVERY
+        if now - self._compared_at > every * 1e6:
             self._compared_at = now
             ask = os_threads.start_thread if not os_threads.uses_greenlets() else greenlets.spawn
             ask(lambda: self._compare(app))  # the worker's loop must not wait for the store

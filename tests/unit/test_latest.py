@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from celery_leases import LeasedTask
 from celery_leases.attempt.run import Execution
 from celery_leases.call import Call
-from celery_leases.concurrency import os_threads
+from celery_leases.concurrency import os_threads, wait_limit
 from celery_leases.decide.after_run import after_run
 from celery_leases.decide.answers import Refusal
 from celery_leases.decide.before_run import before_run
@@ -220,6 +221,44 @@ def test_without_the_lease_store_a_call_is_published_in_the_order_of_the_local_c
     call_id, order = published[0]["headers"][ORDER]
     assert call_id == "a"
     assert before <= order / 1e6 + 1e-6 <= time.time() + 1e-5
+
+
+@pytest.mark.usefixtures("apps")
+def test_a_lease_store_that_is_frozen_delays_a_publisher_by_a_second() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        app = Celery("frozen", set_as_current=False)
+        app.conf.leases_url = f"redis://127.0.0.1:{frozen.getsockname()[1]}/0"
+        app.conf.leases_database_url = "sqlite:///never-opened.db"
+
+        @app.task(base=LeasedTask, lease_key="k", lease_runs="latest")
+        def task() -> None:
+            pass
+
+        published: list[dict[str, Any]] = []
+        until = wait_limit.until.get()
+        began = time.monotonic()
+        in_order.publish(task, lambda *_, **given: published.append(given), (), {})
+        assert 1.0 <= (time.monotonic() - began) / in_order.LONGEST_WAIT < 1.5
+    assert published[0]["headers"][ORDER][1] > 0
+    assert wait_limit.until.get() == until
+
+
+def test_the_clock_of_the_lease_store_is_read_again_soon_if_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call without an order counts from its arrival."""
+    now, asked = [10.0], []
+    monkeypatch.setattr(os_threads, "boot_clock", lambda: now[0])
+    monkeypatch.setattr(os_threads, "start_thread", asked.append)
+    arrivals = Arrivals()
+    for moment in (10.0, 10.5, 11.5):
+        now[0] = moment
+        assert arrivals.order(None) == 0
+    assert len(asked) == 2
+    arrivals.compare(SimpleNamespace(leases=SimpleNamespace(burst=lambda _: Burst(NOW))))  # type: ignore[arg-type]
+    now[0] = 100.0
+    assert arrivals.order(None) > NOW
+    assert len(asked) == 2
 
 
 def test_a_slow_request_does_not_make_arrivals_look_late(monkeypatch: pytest.MonkeyPatch) -> None:
