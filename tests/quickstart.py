@@ -41,13 +41,25 @@ def started(folder: Path, name: str, *command: str) -> "tuple[subprocess.Popen[b
     return process, log
 
 
+def ran(folder: Path, *args: str) -> str:
+    """What the interpreter with these arguments prints; it must succeed."""
+    command = (sys.executable, *args)
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=PATIENCE
+    )
+    if done.returncode:
+        raise SystemExit(f"{command} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
 def main(readme: str, folder: Path) -> None:
-    """Write the example, start a worker, call the task twice, and count the mails."""
+    """Write the example, start a worker, call it twice, count the mails, and forget the key."""
     server = shutil.which("redis-server") or shutil.which("valkey-server")
     if server is None:
         raise SystemExit("the quickstart needs redis-server or valkey-server")
     (example,) = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
-    celery, calls = re.findall(r"^    (celery .*|python .*)$", readme, re.MULTILINE)[:2]
+    commands = re.findall(r"^    (celery .*|python .*)$", readme, re.MULTILINE)
+    celery, calls, listed, forgotten = map(shlex.split, commands[:4])
     port = free_port()
     address = f"redis://127.0.0.1:{port}/"
     (folder / "billing.py").write_text(example.replace("redis://localhost/", address))
@@ -55,23 +67,20 @@ def main(readme: str, folder: Path) -> None:
     try:
         running.append(started(folder, "redis", server, "--port", str(port), "--save", ""))
         wait_for("Ready to accept", running[0][1], running[0][0])
-        worker = (sys.executable, "-m", *shlex.split(celery), "--loglevel", "info")
+        worker = (sys.executable, "-m", *celery, "--loglevel", "info")
         running.append(started(folder, "worker", *worker))
         wait_for(" ready.", running[1][1], running[1][0])
-        answers = subprocess.run(
-            [sys.executable, *shlex.split(calls)[1:]],
-            cwd=folder, capture_output=True, text=True, check=False, timeout=PATIENCE,
-        )  # fmt: skip
+        answers = ran(folder, *calls[1:])
+        ran(folder, "-m", *listed)
+        ran(folder, "-m", *forgotten[: forgotten.index("#")])
         mails = running[1][1].read_text().count("mail: customer")
     finally:
         for process, _ in reversed(running):
             process.send_signal(signal.SIGTERM)
             process.wait(PATIENCE)
     expected = "{'customer': 1842} {'customer': 1842}"
-    if (answers.stdout.strip(), mails) != (expected, 1):
-        raise SystemExit(
-            f"{mails} mails, {answers.stdout}{answers.stderr}{running[1][1].read_text()}"
-        )
+    if (answers.strip(), mails) != (expected, 1):
+        raise SystemExit(f"{mails} mails, {answers}{running[1][1].read_text()}")
     names = ("celery-leases", "celery", "kombu", "redis", "sqlalchemy")
     print("one mail, two results:", *(f"{name} {metadata.version(name)}" for name in names))
 
