@@ -47,7 +47,8 @@ def for_the_site(app: Sphinx, name: str, source: list[str]) -> None:
         return link[0] if not path or PAGES in (here / path).resolve().parents else link[1]
 
     text = re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:)([^)\s]+)\)", in_site, source[0])
-    text = text.replace("```mermaid", "```text")
+    # Pygments knows the quotes of PostgreSQL under its name only.
+    text = text.replace("```mermaid", "```text").replace("```sql", "```postgresql")
     if name == "index":
         text += "".join(TOCTREE.format(part, part.lower()) for part in PARTS)
     source[0] = text
