@@ -88,7 +88,7 @@ _CODE_OF_STATE: Final[Mapping[str, MessageCode]] = {
 
 
 _RESUMES: Final = "The call runs again by itself."
-_NEXT: Final[Mapping[str, str]] = {
+_NEXT: Final[Mapping[str | tuple[str, str | None], str]] = {
     ABSENT: "The next call of the task runs the body, unless the gate of its group is closed.",
     ABANDONED: (
         "The call runs again when the broker delivers its message again: at once on RabbitMQ, on Redis after "
@@ -97,6 +97,9 @@ _NEXT: Final[Mapping[str, str]] = {
     ),
     State.DONE: "A further call gets the saved result; `leases forget` lets the body run again.",
     State.FAILED: "It is not retried until `leases retry`.",
+    (State.DONE, "each"): "The next call runs the body.",
+    (State.DONE, "latest"): "A newer call runs the body; other calls get the saved result.",
+    (State.FAILED, "latest"): "A newer call runs the body; this one is not retried until `leases retry`.",
     State.UNCERTAIN: "Look in the other system, then write what you found: `leases resolve`.",
     UNREADABLE: "Repair the column that `detail` names, or run `leases forget`.",
 }
@@ -217,6 +220,8 @@ class LeaseStatus:
     #: has answered it (``lease_runs="latest"``). Before that its ``state`` is ``pending``, whatever
     #: the run before it has left.
     replaced: bool = False
+    #: ``"each"`` or ``"latest"``, if the record shows that its task has that ``lease_runs``.
+    runs: str | None = None
 
     @property
     def message_code(self) -> MessageCode:
@@ -269,6 +274,8 @@ class LeaseStatus:
         """
         wait = in_words(self.retry_after) if self.retry_after else None
         waiting = f"{_calls(len(self.waiting))} for it" if self.waiting else ""
+        if waiting and self.runs == "latest":
+            waiting += ", of which the newest runs and answers the others"
         match self.state:
             case State.RUNNING:
                 dies = "If its process dies, the call runs again when the broker delivers its message again."
@@ -278,7 +285,7 @@ class LeaseStatus:
             case _ if self.state == ABSENT and waiting:
                 return f"{waiting}: until another call releases the key, or until the gate of its group is open."
             case _ if self.state in _NEXT:
-                return _NEXT[self.state]
+                return _NEXT.get((self.state, self.runs), _NEXT[self.state])
         if self.scope == "group":
             if self.reason in (Reason.GROUP_FULL, Reason.GROUP_RATE):
                 return f"It waits for its turn in its group {self.group}: {self.detail}."
@@ -439,6 +446,7 @@ def status_of(
         stored_key=record.stored_key,
         queued_at=_time(record.started_at) if record.queued else None,
         message_stored=record.message is not None,
+        runs="latest" if record.arrived else "each" if record.finished_calls else None,
         **{"call_id": record.call_id, **shared},
     )
 

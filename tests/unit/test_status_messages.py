@@ -131,6 +131,16 @@ def test_a_key_without_a_record_at_a_closed_gate_says_what_it_waits_for() -> Non
     assert shown.what_next().startswith("Its group openai:x opens in 60 seconds")
 
 
+def test_an_operator_reads_what_a_further_call_of_the_key_does() -> None:
+    done, failed = replace(ROW, state=State.DONE), replace(ROW, state=State.FAILED)
+    assert told(done).what_next().startswith("A further call gets the saved result")
+    latest = [told(replace(row, arrived=1, finished_calls=("c",))) for row in (done, failed)]
+    assert all(status.what_next().startswith("A newer call runs") for status in latest)
+    assert told(replace(done, finished_calls=("c",))).what_next() == "The next call runs the body."
+    running = told(replace(ROW, state=State.RUNNING, arrived=1), HOLDER)
+    assert "the newest runs and answers the others" in replace(running, waiting=("a",)).what_next()
+
+
 def test_no_message_has_the_words_of_an_operator() -> None:
     words = re.compile(r"process|broker|deliver|message|worker|record|lease|revoke", re.IGNORECASE)
     assert not [code for code in MessageCode if words.search(code.text)]
