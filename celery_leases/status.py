@@ -99,7 +99,10 @@ _NEXT: Final[Mapping[str | tuple[str, str | None], str]] = {
     State.FAILED: "It is not retried until `leases retry`.",
     (State.DONE, "each"): "The next call runs the body.",
     (State.DONE, "latest"): "A newer call runs the body; other calls get the saved result.",
-    (State.FAILED, "latest"): "A newer call runs the body; this one is not retried until `leases retry`.",
+    (
+        State.FAILED,
+        "latest",
+    ): "A newer call runs the body; this one is not retried until `leases retry`.",
     State.UNCERTAIN: "Look in the other system, then write what you found: `leases resolve`.",
     UNREADABLE: "Repair the column that `detail` names, or run `leases forget`.",
 }

@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 from celery import Celery
 from celery.beat import BeatLazyFunc, Scheduler, _evaluate_entry_kwargs
-from celery.schedules import BaseSchedule, crontab
+from celery.schedules import BaseSchedule, crontab, solar
 
 from celery_leases import LeasedTask
 from celery_leases.worker.checks.periodic import all_entries, periodic_findings
 from celery_leases.worker.checks.settings import Finding, Severity
 
 TODAY = BeatLazyFunc(lambda: datetime.now(UTC).date().isoformat())
+
+
+SUNRISE: Any = solar.__new__(solar)
+BaseSchedule.__init__(SUNRISE)
+"""To make it as one should, Celery needs another package."""
 
 
 class Clocked(BaseSchedule):
@@ -54,6 +59,7 @@ def found(entry: dict[str, Any] | None = None, **options: Any) -> list[Finding]:
         ({"kwargs": {"day": TODAY}}, {"lease_key": "report:{region}"}),
         ({"kwargs": {"other": TODAY}}, {"lease_key": "report:{region}"}),
         ({"schedule": timedelta(days=6)}, {}),
+        ({"schedule": SUNRISE}, {}),
         ({}, {"lease_on_done": "ignore"}),
     ],
 )

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from celery import Celery
 from celery.beat import BeatLazyFunc, ScheduleEntry
-from celery.schedules import crontab, schedule
+from celery.schedules import crontab, schedule, solar
 
 from celery_leases.keys import names_in
 from celery_leases.signals import logger
@@ -29,6 +29,7 @@ ADVICE: Final = (
     'such as lease_key="report:{day}"'
 )
 _TABLES: Final = "django_celery_beat.models"
+_DAY: Final = 86_400.0
 _STEPS: Final = 8
 """From how many times of a crontab its shortest gap is taken."""
 
@@ -38,7 +39,7 @@ def periodic_findings(tasks: Mapping[str, Any], entries: Iterable[ScheduleEntry]
     each time, although the work of a key is done once.
 
     Nothing is known of a key that a callable makes, and of a schedule that is neither an interval
-    nor a crontab.
+    nor a crontab nor solar.
     """
     found: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
@@ -150,6 +151,8 @@ def _shortest_gap(every: Any) -> float:
     """The shortest time between two calls in seconds; infinity if it is not known."""
     if isinstance(every, schedule) and every.run_every is not None:
         return float(every.run_every.total_seconds())
+    if isinstance(every, solar):
+        return _DAY
     if not isinstance(every, crontab):
         return math.inf
     due = [datetime.now(UTC)]
