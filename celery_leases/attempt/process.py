@@ -173,6 +173,7 @@ def open_process(
     purged = open_records(settings, 1) if os_threads.uses_greenlets() and not in_memory else records
     if shares_trips:
         records.share_trips()
+        leases.share_trips()
     clock = clock or BootClock()
     renewer = renewed_by(for_renewals, for_bodies, observer, clock, None if in_memory else purged)
     return Process(

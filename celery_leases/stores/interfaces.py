@@ -128,6 +128,11 @@ class LeaseStore(ABC):
     def close(self) -> None:  # noqa: B027 - a store without connections has nothing to close
         """Close the connections; the next call opens new ones."""
 
+    def share_trips(self) -> None:  # noqa: B027 - a store may have no connections
+        """Let threads or greenlets of this process that call the store at the same moment share
+        round trips. Each still gets its own answer or error.
+        """
+
     def end(self, stored_key: str, token: str) -> None:
         """Free the lease of an attempt whose row is closed. The result does not matter, because the
         lease expires by itself.

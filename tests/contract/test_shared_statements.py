@@ -2,7 +2,7 @@
 only that one.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,6 @@ import pytest
 from sqlalchemy import text, update
 
 from celery_leases.call import Call
-from celery_leases.concurrency.shared_trips import SharedTrips
 from celery_leases.decide.answers import Acquired, Refused
 from celery_leases.errors import KeyUnusable, RecordUnreadable, StoreUnavailable
 from celery_leases.options import DATABASE
@@ -24,7 +23,7 @@ from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.claims import ClaimContract
 from celery_leases.testing.contracts.record_case import STORE, outcome, row
 from celery_leases.testing.contracts.settling import SettleContract
-from celery_leases.testing.waits import wait_until
+from tests.contract.shared_trips import at_once
 from tests.contract.sql_stores import migrated, statements_of, wait_for_locks
 from tests.crash.cutting_proxy import CuttingProxy
 from tests.support.servers import PostgresServer
@@ -62,34 +61,6 @@ class TestSettling(SettleContract):
     @pytest.fixture
     def records(self, shared: SqlRecordStore) -> SqlRecordStore:
         return shared
-
-
-def at_once(
-    trips: SharedTrips[Any, Any] | None, steps: Sequence[Callable[[], object]]
-) -> list[Any]:
-    """What the *steps* return or raise, if one goes first and all others in the next trip."""
-    assert trips is not None
-    together, first = trips._together, True
-
-    def begun(given: Sequence[Any]) -> Sequence[Any]:
-        nonlocal first
-        if first:
-            first = False
-            wait_until(lambda: len(trips._waiting) == len(steps) - 1, 20, "all others to wait")
-        return together(given)
-
-    def answer(step: Callable[[], object]) -> object:
-        try:
-            return step()
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            return error
-
-    trips._together = begun
-    try:
-        with ThreadPoolExecutor(len(steps)) as threads:
-            return list(threads.map(answer, steps))
-    finally:
-        trips._together = together
 
 
 def claims(records: SqlRecordStore, calls: Sequence[Call], lease_store: str = STORE) -> list[Any]:

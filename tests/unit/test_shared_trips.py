@@ -9,6 +9,7 @@ import pytest
 
 from celery_leases.concurrency import shared_trips
 from celery_leases.concurrency.shared_trips import SharedTrips
+from celery_leases.errors import StoreUnavailable
 from celery_leases.testing.waits import wait_until
 
 
@@ -106,6 +107,52 @@ def test_after_an_error_all_of_the_trip_and_all_that_wait_go_alone() -> None:
     assert server.trips == [[1], [2, 13]]
     assert found == {1: 2, 2: None, 13: None, 4: None}
     assert trips.run(5) == 10, "the next one shares again"
+
+
+def test_a_step_without_a_wait_goes_in_the_next_trip() -> None:
+    server = Server(1)
+    with under_way(server, 1, 2) as (trips, _, found):
+        assert trips.send(5)
+    assert server.trips == [[1], [2, 5]]
+    assert found == {1: 2, 2: 4}
+    assert not trips.send(6), "no trip is under way"
+
+
+def test_if_nobody_waits_who_made_the_trip_makes_the_next_one_too() -> None:
+    server = Server(1)
+    with under_way(server, 1) as (trips, _, found):
+        assert trips.send(5)
+        assert trips.send(6)
+    assert server.trips == [[1], [5, 6]]
+    assert found == {1: 2}
+    assert not trips._under_way
+
+
+def test_if_nobody_knows_what_was_executed_each_step_of_the_trip_fails() -> None:
+    answers: list[object] = []
+
+    def lost(given: Sequence[int]) -> list[int | None]:
+        if given == [1]:
+            wait_until(lambda: len(trips._waiting) == 2, 10, "the others to wait")
+            return [2]
+        raise StoreUnavailable("the reply is lost", None)
+
+    def take(number: int) -> None:
+        try:
+            answers.append(trips.run(number))
+        except StoreUnavailable as error:
+            answers.append((str(error), error.executed))
+
+    trips = SharedTrips(lost)
+    threads = [threading.Thread(target=take, args=[number], daemon=True) for number in (1, 2, 3)]
+    threads[0].start()
+    wait_until(lambda: trips._under_way, 10, "the first trip")
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert answers.count(("the reply is lost", None)) == 2
+    assert 2 in answers
 
 
 def test_an_interrupt_of_who_makes_the_trip_is_raised_and_lets_the_others_go_alone() -> None:

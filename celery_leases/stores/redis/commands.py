@@ -45,6 +45,15 @@ class RedisCommands:
         """
         self.run(script, *keys_and_args)
 
+    def run_together(self, script: Script, *keys_and_args: Any) -> Any:
+        """Run a script that may be repeated, together with those of other callers if they
+        :meth:`share_trips`.
+        """
+        return self.run(script, *keys_and_args)
+
+    def share_trips(self) -> None:
+        """Let :meth:`run_together` and :meth:`run_unawaited` share round trips, if they can."""
+
     def execute(self, *command: Any) -> Any:
         """Send one command; returns its reply."""
         return self._with_permit(self._execute, *command)

@@ -9,6 +9,8 @@ import redis
 from redis.exceptions import NoScriptError, ResponseError
 
 from celery_leases.concurrency import os_threads, wait_limit
+from celery_leases.concurrency.shared_trips import SharedTrips
+from celery_leases.errors import StoreUnavailable
 from celery_leases.stores.redis.commands import SCAN_COUNT, RedisCommands
 from celery_leases.stores.redis.errors import REDIS_ERRORS
 from celery_leases.stores.redis.lease_scripts import Script
@@ -151,6 +153,28 @@ class DirectCommands(RedisCommands):
     """The commands on a :class:`DirectClient`, without redis-py's pool."""
 
     _client: DirectClient
+    _trips: SharedTrips[tuple[Any, ...], tuple[Any]] | None = None
+
+    def share_trips(self) -> None:
+        """Let callers share round trips."""
+        self._trips = SharedTrips(self._run_together)
+
+    def run_together(self, script: Script, *keys_and_args: Any) -> Any:
+        """Run a script; see :meth:`RedisCommands.run_together`."""
+        answer = self._trips.run((script, *keys_and_args)) if self._trips is not None else None
+        return answer[0] if answer is not None else self.run(script, *keys_and_args)
+
+    def _run_together(self, calls: Sequence[tuple[Any, ...]]) -> list[tuple[Any] | None]:
+        """The reply to each script; ``None``: the server refused it. Repeated once if the server
+        has closed the connection.
+        """
+        try:
+            replies = self.run_all(calls)
+        except StoreUnavailable as error:
+            if not isinstance(error.__context__, redis.ConnectionError):
+                raise
+            replies = self.run_all(calls)
+        return [None if isinstance(reply, Exception) else (reply,) for reply in replies]
 
     def run(self, script: Script, *keys_and_args: Any) -> Any:
         """Run a script; see :meth:`RedisCommands.run`."""
@@ -163,6 +187,8 @@ class DirectCommands(RedisCommands):
 
     def run_unawaited(self, script: Script, *keys_and_args: Any) -> None:
         """Run a script whose reply is not needed; see :meth:`RedisCommands.run_unawaited`."""
+        if self._trips is not None and self._trips.send((script, *keys_and_args)):
+            return
 
         def with_text() -> bytes:
             return packed(("EVAL", script.text, script.keys, *keys_and_args))

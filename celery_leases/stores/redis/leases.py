@@ -190,6 +190,12 @@ class RedisLeaseStore(MarkedLeaseStore):
         """
         self._commands.close()
 
+    def share_trips(self) -> None:
+        """Send leases that are taken and freed at the same moment in one pipeline, to a server that
+        is neither behind Sentinel nor in a cluster.
+        """
+        self._commands.share_trips()
+
     # -- leases ------------------------------------------------------------------------------------
 
     def acquire(self, call: Call) -> Acquired | Refused:
@@ -207,7 +213,7 @@ class RedisLeaseStore(MarkedLeaseStore):
             *(token_prefix(call.token), value_of(call), milliseconds(call.options.ttl)),
         )
         if call.group is None:
-            reply = self._commands.run(lease_scripts.ACQUIRE, *given)
+            reply = self._commands.run_together(lease_scripts.ACQUIRE, *given)
         else:
             reply = self._acquire_in_group(call, call.group, given)
         if isinstance(reply, int):

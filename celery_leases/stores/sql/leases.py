@@ -243,6 +243,10 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
         """Claim the row, which is the lease. The same statement reads the group's gate."""
         return self.records.claim(call, self.name, groups=self.groups)
 
+    def share_trips(self) -> None:
+        """Let claims share statements."""
+        self.records.share_trips()
+
     def end(self, stored_key: str, token: str) -> None:
         """Do nothing: closing the row has released it."""
 
