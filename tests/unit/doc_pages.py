@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import celery
+import celery._state
 
 from celery_leases.decide import before_run as decisions
 
