@@ -21,7 +21,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Try again in this process after ``delay`` seconds."""
+    """Try again in this process after ``delay`` seconds: another call reads the record, or the
+    holder of an expired lease may still write its outcome.
+    """
 
     delay: float
 
@@ -40,7 +42,7 @@ class TaskEvent:
 
 @value_class(frozen=True, slots=True)
 class Return:
-    """Celery gets this value as the task's result.
+    """Celery gets this value as the task's result, and sends the callbacks of this delivery.
 
     ``first_call_id``: the call whose saved result it is; empty if the body has just returned it.
     """
@@ -51,7 +53,7 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """Celery gets this exception.
+    """Celery gets this exception; an attempt that was claimed is closed as ``failed`` first.
 
     ``own``: it is the saved failure of this call. The delivery is dropped instead if Celery already
     has an outcome of the call.
@@ -64,7 +66,9 @@ class Raise:
 
 @dataclass(frozen=True, slots=True)
 class Reschedule:
-    """Publish a fresh message that is due in ``delay`` seconds, then end this delivery."""
+    """Publish a fresh message that is due in ``delay`` seconds, then end this delivery; an attempt
+    that was claimed is given back first.
+    """
 
     delay: float
     reason: str

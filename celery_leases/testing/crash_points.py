@@ -2,7 +2,21 @@
 
 The stores, the commits and the watched functions of an attempt report each point to a
 :class:`CrashPlan`. From the chosen point on the process counts as dead: what the body still does,
-for example in a ``finally``, reaches neither a store nor a watched function.
+for example in a ``finally``, reaches neither a store nor a watched function. The points:
+
+=======================================  ===========================================================
+point                                    the process dies
+=======================================  ===========================================================
+``before:NAME``                          in an effect, after the intent is committed and before the
+                                         call; or just before a call of a watched function
+``after:NAME``                           in an effect, after the call and before its reply is saved;
+                                         or just after a call of a watched function
+``saved:NAME``                           in an effect, after the reply is saved
+``before:progress``, ``after:progress``  around a save of ``save_progress()`` or ``each()``
+``before:commit``, ``after:commit``      around the commit of a SQLAlchemy ``Session``, or of
+                                         Django's connection (a ``TestCase`` commits nothing)
+``before:return``, ``after:return``      around the write of the outcome
+=======================================  ===========================================================
 """
 
 from __future__ import annotations

@@ -2,15 +2,17 @@
 their examples run.
 """
 
+import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import celery._state
 
 from celery_leases.decide import before_run as decisions
+from celery_leases.decide.verdicts import Verdict
 
 ROOT = Path(__file__).parents[2]
 TOP = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")]
@@ -66,12 +68,20 @@ def rest_rows(text: str) -> list[list[str]]:
 
 def with_decisions(text: str) -> str:
     """docs/reference/decisions.md, whose first two tables are those of the docstring of the
-    decisions; ``python -m tests.unit.reference_pages`` writes them.
+    decisions, and the third those of the verdicts; ``python -m tests.unit.reference_pages`` writes
+    them.
     """
+    verdicts = [
+        f"| `{one.__name__}` | {inspect.cleandoc(one.__doc__ or '')} |\n"
+        for one in get_args(Verdict)
+    ]
+    of_verdicts = re.sub(r"\n\n[^|]*(?= \|\n)", "", "".join(verdicts))
+    of_verdicts = re.sub(r"\n(?!\|)", " ", of_verdicts).replace("``", "`") + "\n"
     parts = (decisions.__doc__ or "").split("\nAfter the run\n")
     found = [[f"| {left} | {right} |\n" for left, right in rest_rows(part)] for part in parts]
-    tables = iter(["".join([head, "|---|---|\n", *rows]) for head, *rows in found])
-    return re.sub(r"(?:^\|.*\n)+", lambda _: next(tables), text, count=2, flags=re.MULTILINE)
+    written = ["".join([head, "|---|---|\n", *rows]) for head, *rows in found]
+    tables = iter([*written, f"| verdict | what happens |\n|---|---|\n{of_verdicts.strip()}\n"])
+    return re.sub(r"(?:^\|.*\n)+", lambda _: next(tables), text, count=3, flags=re.MULTILINE)
 
 
 def section(text: str, title: str) -> str:

@@ -32,6 +32,8 @@ from celery_leases.rules import CooldownPolicy, Rules
 from celery_leases.settings import _SETTINGS, Settings, read_settings
 from celery_leases.status import GroupStatus, LeaseStatus, MessageCode
 from celery_leases.task import LeasedMixin
+from celery_leases.testing import crash_points
+from celery_leases.testing.kit import CrashedCall, LeaseKit
 from celery_leases.text.base_errors import DescribedError
 from celery_leases.text.notices import NOTICES
 from celery_leases.web.async_client import AsyncLeaseClient
@@ -663,8 +665,8 @@ def testing_page() -> str:
     for name in testing.__all__:
         function = getattr(testing, name)
         parts.append(f"**`{name}{signature(function)}`**\n\n{markdown(function.__doc__)}\n")
-    from celery_leases.testing.kit import CrashedCall, LeaseKit
-
+    points = rest_rows(crash_points.__doc__ or "")[1:]
+    parts += ["## Points\n", "The points for `crash()`:\n", table("point|the process dies", points)]
     parts += ["## The kit\n", markdown(LeaseKit.__doc__), "", "## A crashed call\n"]
     return "\n".join((*parts, markdown(CrashedCall.__doc__), "", *members(CrashedCall)))
 
