@@ -200,12 +200,15 @@ def closed_for_celery(
     *token*; ``None`` if nothing has to be changed.
 
     The body was killed while it closed its attempt as an interrupted one: a hard time limit ended
-    it. Or the call still waits in the row, and no delivery of it will come.
+    it. Or the call still waits in the row, and no delivery of it will come: the process was killed
+    before it had published a copy. Only the message of a ``Retry`` is published before the row is
+    closed.
     """
     if cause is ExitCause.TIME_LIMIT and row.is_attempt(State.PENDING, token):
         if row.ended is Ended.INTERRUPTED:
             return child_exited(call, replace(row, attempt=row.attempt + 1), cause, final=final)
-        return None
+        if row.ended is Ended.RETRIED:
+            return None
     waits = row.state in (State.PENDING, State.COOLING) and (row.resumes or row.queued)
     if not (final and waits and row.call_id == call.call_id):
         return None

@@ -14,6 +14,7 @@ from celery_leases.decide.after_run import (
     CRASH_LOOP,
     ExitCause,
     child_exited,
+    closed_for_celery,
     crash_pause,
     settle_pause,
     settle_until,
@@ -88,6 +89,26 @@ UNCHANGED: dict[str, Any] = {
 def died(cause: ExitCause, **row: Any) -> Outcome:
     """The outcome that the main process writes for a dead child."""
     return child_exited(a_call(), replace(RUNNING, **row), cause)
+
+
+def killed_while_closed(ended: Ended) -> Outcome | None:
+    """What the main process writes if the hard time limit has killed the child after it closed its
+    attempt so.
+    """
+    row = replace(RUNNING, state=State.PENDING, ended=ended, resumes=True)
+    limit, failure = ExitCause.TIME_LIMIT, FAILURE
+    return closed_for_celery(a_call(), row, row.owner, limit, final=True, failure=failure)
+
+
+def test_a_child_that_was_killed_after_it_published_a_retry_changes_nothing() -> None:
+    assert killed_while_closed(Ended.RETRIED) is None
+
+
+@pytest.mark.parametrize("ended", [Ended.FAILED, Ended.SNOOZED, Ended.LOST])
+def test_a_child_that_was_killed_before_it_published_a_copy_ends_the_call(ended: Ended) -> None:
+    closed = killed_while_closed(ended)
+    assert closed is not None
+    assert (closed.state, closed.ended, closed.resumes) == (State.PENDING, Ended.FAILED, False)
 
 
 def case(name: str, outcome: Outcome, **expected: Any) -> Any:
