@@ -365,7 +365,10 @@ def publish_once(
         keeps["headers"] = headers
     outbox = _outbox(process)
     message = _message(task, args, kwargs, task_id, keeps, "lease_outbox='once'")
-    other = _write_queued(outbox, process.records, _NewCall(task, key, call_id, message))
+    call = _NewCall(task, key, call_id, message)
+    other = _write_queued(outbox, process.records, call)
+    while other is not None and other.state is State.PENDING and not outbox.share(other):
+        other = _write_queued(outbox, process.records, call)
     if other is not None:
         return _result_of_other(task, publish, other, args, kwargs)
     if app.conf.task_always_eager:

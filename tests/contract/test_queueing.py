@@ -73,6 +73,24 @@ def test_an_unpublished_call_frees_its_key(outbox: Outbox, sql_records: SqlRecor
     assert row(sql_records, other).state is State.RUNNING
 
 
+def test_an_unpublished_call_on_which_another_caller_relies_stays_due(
+    outbox: Outbox, sql_records: SqlRecordStore
+) -> None:
+    """The relay publishes it at once. A caller that has seen an older row reads it again."""
+    key, other = fresh_key(), fresh_key()
+    queue(outbox, key, "call-1")
+    seen = row(sql_records, key)
+    assert outbox.share(seen)
+    assert outbox.share(row(sql_records, key))
+    outbox.withdraw(key, "call-1", 3600.0)
+    assert row(sql_records, key).call_id == "call-1"
+    assert key in outbox.due(1000)
+    queue(outbox, other, "call-1")
+    seen = row(sql_records, other)
+    outbox.withdraw(other, "call-1", 3600.0)
+    assert not outbox.share(seen)
+
+
 def test_a_key_without_a_call_is_taken(outbox: Outbox, sql_records: SqlRecordStore) -> None:
     key = fresh_key()
     record = won(sql_records, make_call(key, call_id="call-1"), DATABASE)

@@ -331,6 +331,25 @@ def test_a_message_that_the_broker_does_not_take_leaves_the_key_free(shop, monke
     assert shop.work.lease_status(7).call_id == first.id
 
 
+def test_a_call_that_another_caller_has_got_is_published_although_its_publisher_fails(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other caller was told that the work is queued."""
+    others: list[Any] = []
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        others.append(shop.work.delay(7))
+        raise ConnectionError("no broker")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shop.app.amqp, "send_task_message", refuse)
+        with pytest.raises(ConnectionError):
+            shop.work.delay(7)
+    assert shop.work.lease_status(7).call_id == others[0].id
+    assert shop.client().relay()
+    assert shop.published == [others[0].id]
+
+
 def test_a_published_call_is_not_published_by_the_relay(shop: Shop) -> None:
     shop.work.delay(7)
     record = processes.process_of(shop.app).records.read("t:work|work:7")

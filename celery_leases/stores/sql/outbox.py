@@ -130,13 +130,25 @@ class Outbox:
 
     def withdraw(self, stored_key: str, call_id: str, retention: float) -> None:
         """Record that the broker has not accepted the message of that call. If the call has not
-        begun, the key then belongs to no call.
+        begun, the key then belongs to no call; unless the message is shared, which stays due.
         """
-        own = self._to_be_published(stored_key, call_id).where(self._table.c.state == State.PENDING)
+        own, table = self._to_be_published(stored_key, call_id), self._table
+        own = own.where(table.c.state == State.PENDING, table.c.publish_at > table.c.started_at)
         until = self.database.now + microseconds(retention)
         self.database.count(
             own.values(message=None, publish_at=None, call_id="", expires_at=until), {}
         )
+
+    def share(self, record: Record) -> bool:
+        """Make the message of a pending and unchanged row due since it was written: another caller
+        relies on it, so it is published also if its publisher fails.
+
+        Returns whether it is published in any case; ``False`` if the row has changed.
+        """
+        if record.publish_at is None or record.publish_at <= record.started_at:
+            return True
+        own = self._unchanged(record).values(publish_at=self._table.c.started_at)
+        return self.database.count(own, {}) == 1
 
     def forget_message(self, stored_key: str, call_id: str) -> None:
         """Forget the message of that call in a row of another one, because it does not run any
