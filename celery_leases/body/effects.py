@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -334,7 +333,7 @@ class Effects:
         process, classifier = self.process, self.call.options.failures.classifier
         return was_executed(
             DEFAULT_RULES.classify(error, 0.0, process.clock.now),
-            classifier.classify(error, process.wall_time(), time.monotonic),
+            classifier.classify(error, process.wall_time(), process.clock.now),
         )
 
     def _withdraw(self, effect: Effect) -> None:

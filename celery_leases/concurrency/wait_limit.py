@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
 
-from celery_leases.concurrency.os_threads import boot_clock
+from celery_leases.concurrency import os_threads
 
 SHORTEST: Final = 0.2
 """Seconds that a store gets to answer when the time is over: the delivery must still be
@@ -30,14 +30,14 @@ def set_seconds(seconds: float) -> None:
     """Let the waits that follow in this thread or greenlet end *seconds* from now."""
     global in_use  # noqa: PLW0603 - once in a process
     in_use = True
-    until.set(seconds if seconds == math.inf else boot_clock() + seconds)
+    until.set(seconds if seconds == math.inf else os_threads.boot_clock() + seconds)
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
     """Let the waits of the enclosed code end *seconds* from now, if they do not end sooner."""
     before = until.get()
-    set_seconds(min(seconds, before - boot_clock()))
+    set_seconds(min(seconds, before - os_threads.boot_clock()))
     try:
         yield
     finally:
@@ -49,4 +49,4 @@ def bounded(seconds: float) -> float:
     limit = until.get()
     if limit == math.inf:
         return seconds
-    return min(seconds, max(SHORTEST, limit - boot_clock()))
+    return min(seconds, max(SHORTEST, limit - os_threads.boot_clock()))

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -177,7 +176,7 @@ def _classified(
     delivery: Rescheduling, call: Call, error: BaseException, traceback: str | None
 ) -> Raised:
     matched = call.options.failures.classifier.classify(
-        error, delivery.process.wall_time(), time.monotonic
+        error, delivery.process.wall_time(), delivery.process.clock.now
     )
     return Raised(error, failure_of(error), matched, traceback)
 

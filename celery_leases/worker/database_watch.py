@@ -6,12 +6,12 @@ a short time limit: then it cannot wait, and the next child would begin anew.
 
 from __future__ import annotations
 
-import threading
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 from celery import Celery
 
-from celery_leases.concurrency.os_threads import boot_clock
+from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.errors import StoreUnavailable
 from celery_leases.options import DATABASE
 from celery_leases.worker import processes
@@ -36,26 +36,25 @@ def watch(app: Celery, longest_wait: float) -> None:
     if longest_wait > 2 * GRACE:
         return
     running = id(app) in _until
-    _until[id(app)] = boot_clock() + WATCH_FOR
+    _until[id(app)] = os_threads.boot_clock() + WATCH_FOR
     if not running:
-        threading.Thread(
-            target=_watch, args=(app,), name="celery_leases database", daemon=True
-        ).start()
+        start = greenlets.spawn if os_threads.uses_greenlets() else os_threads.start_thread
+        start(partial(_watch, app))
 
 
 def _watch(app: Celery) -> None:
-    pause: Any = threading.Event()
     try:
-        while boot_clock() < _until[id(app)]:
-            records = processes.process_of(app, eager=False).records
-            sent = boot_clock()
+        process = processes.process_of(app, eager=False)
+        records, clock = process.records, process.clock
+        while clock.now() < _until[id(app)]:
+            sent = clock.now()
             try:
                 now = records.now()
             except StoreUnavailable:
-                records.availability.failed(boot_clock())
+                records.availability.failed(clock.now())
             else:
-                records.availability.answered(sent, boot_clock(), now)
+                records.availability.answered(sent, clock.now(), now)
                 records.availability.share()
-            pause.wait(INTERVAL)
+            clock.sleep(INTERVAL)
     finally:
         del _until[id(app)]

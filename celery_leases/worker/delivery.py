@@ -185,7 +185,7 @@ class Delivery(Rescheduling):
         memory or file descriptors left.
         """
         returns = requeue.requeue_count(self.request, self.call_id, Routes(self.task.app))
-        until = time.monotonic() + wait_limit.bounded(
+        until = os_threads.boot_clock() + wait_limit.bounded(
             publish_retry_time(*returns, LONGEST_PUBLISH_RETRY_TIME)
         )
         logger.error(
@@ -198,7 +198,7 @@ class Delivery(Rescheduling):
         while True:
             pause = publish_retry_pause(failures)
             failures += 1
-            if self.interrupt_guard.stopping or time.monotonic() + pause > until:
+            if self.interrupt_guard.stopping or os_threads.boot_clock() + pause > until:
                 self._fail_to_begin(f"{type(error).__name__}: {error}", *returns)
             time.sleep(pause)
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,7 +14,7 @@ from celery.exceptions import Ignore, QueueNotFound
 from kombu.exceptions import EncodeError, SerializerNotInstalled
 from kombu.pools import ProducerPool
 
-from celery_leases.concurrency import wait_limit
+from celery_leases.concurrency import os_threads, wait_limit
 from celery_leases.decide.copies import Copy, waiter_mark
 from celery_leases.errors import StoreUnavailable
 from celery_leases.signals import logger
@@ -218,7 +217,7 @@ class Publisher:
             raise NotPublishable(f"{error} (serializer {serializer})") from error
 
     def _with_second_try(self, publish: Callable[[], None]) -> None:
-        began = time.monotonic()
+        began = os_threads.boot_clock()
         for last in (False, True):
             try:
                 return publish()
@@ -228,7 +227,7 @@ class Publisher:
                 self.close()
                 # An immediate failure comes from a connection that was lost while idle, so publish
                 # again; an extra copy does no harm.
-                if last or time.monotonic() - began > min(FAILED_AT_ONCE, self._within / 2):
+                if last or os_threads.boot_clock() - began > min(FAILED_AT_ONCE, self._within / 2):
                     raise
         return None
 

@@ -5,10 +5,9 @@ how Celery ends it.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import timedelta
 from typing import Any, assert_never
 
 from billiard.einfo import ExceptionWithTraceback
@@ -79,7 +78,7 @@ class LeaseRequest(Request):
 
     #: The waiting calls of its key, if this request belongs to them.
     waiters: KeyWaiters | None = None
-    #: Until when it waits at most, by the monotonic clock.
+    #: Until when it waits at most, by the boot clock.
     waits_until = 0.0
     _scheduled: Any = None
     _eta: Any
@@ -137,18 +136,17 @@ class LeaseRequest(Request):
         Otherwise the broker would deliver the waiting message again and again, and this process
         would hold each delivery until the countdown is over.
         """
-        now, due = time.time(), self._eta.timestamp()
-        longest = settings_of(self._app).longest_countdown
-        carried = self._request_dict
-        if due - now <= longest:
+        latest = self._app.now() + timedelta(seconds=settings_of(self._app).longest_countdown)
+        carried, due = self._request_dict, self._eta
+        if due <= latest:
             return
         call_id = call_id_of(self.id, carried.get("replaced_task_nesting"))
         header = read_header(carried, self.task.name, call_id)
         if header is None and HEADER in carried:
             return
-        header = replace(header or Header(self.task.name, call_id), due=due)
+        header = replace(header or Header(self.task.name, call_id), due=due.timestamp())
         carried[HEADER] = header.written()
-        self._eta = datetime.fromtimestamp(now + longest, UTC)
+        self._eta = latest
 
     def _leave_out_arrival(self, header: Any) -> None:
         """Leave out the log line about the arrival of a copy whose call waits on."""

@@ -15,6 +15,7 @@ from celery.app.task import Context, Task
 from celery.exceptions import Reject
 
 from celery_leases.body.effects import DEFAULT_RULES
+from celery_leases.concurrency import os_threads
 from celery_leases.decide.waiting import may_be_returned
 from celery_leases.failures.default_rules import ANYTHING_ELSE
 from celery_leases.signals import logger
@@ -114,7 +115,7 @@ def return_unstored(
     request, name = Context(fields), task.name
     call_id = call_id_of(request.id, request.replaced_task_nesting)
     before, limit = requeue_count(request, call_id, Routes(task.app))
-    rule = DEFAULT_RULES.classify(error, time.time(), time.monotonic).rule
+    rule = DEFAULT_RULES.classify(error, 0.0, os_threads.boot_clock).rule
     refused = rule == ANYTHING_ELSE.name and before >= MAX_REFUSED
     if refused or not may_be_returned(before, limit):
         return

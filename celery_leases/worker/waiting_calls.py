@@ -27,11 +27,10 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
-from time import monotonic, time
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -221,7 +220,7 @@ class KeyWaiters:
 class GroupWaiters(KeyWaiters):
     """The calls of one group with a limit or a rate that wait in this worker for their turn."""
 
-    def __init__(self, group: str, now: float, *, longest: float) -> None:
+    def __init__(self, group: str, now: float, *, longest: float, ahead: float) -> None:
         super().__init__(group, now, longest=longest)
         #: The smallest limit of its tasks, 0 without one; the longest pause, in milliseconds.
         self.limit, self.pause = 0, 0.0
@@ -230,7 +229,7 @@ class GroupWaiters(KeyWaiters):
         self._begun_at: deque[float] = deque(maxlen=MAX_FINGERPRINTS)
         #: The time of the store less that of this process, in milliseconds; by the clock of this
         #: machine until the store is asked.
-        self._ahead = (time() - monotonic()) * 1000
+        self._ahead = ahead * 1000
 
     def needs(self, group: Group) -> None:
         """Note the limit and the rate of a task."""
@@ -240,7 +239,7 @@ class GroupWaiters(KeyWaiters):
 
     def now_of_store(self) -> float:
         """The time of the store in milliseconds, about."""
-        return float(round(monotonic() * 1000 + self._ahead))
+        return float(round(os_threads.boot_clock() * 1000 + self._ahead))
 
     def wait_since(self, request: Any, since: float | None) -> float:
         """Note since when a call waits, in milliseconds by the clock of the store; ``None``: it
@@ -291,7 +290,7 @@ class GroupWaiters(KeyWaiters):
 
     def may_begin(self) -> bool:
         """Whether a call that has just arrived may begin at once."""
-        return not self.must_wait(monotonic())
+        return not self.must_wait(os_threads.boot_clock())
 
     def needs_lookup(self, now: float) -> bool:
         """Whether to look up the room of the group."""
@@ -303,7 +302,7 @@ class GroupWaiters(KeyWaiters):
             _, _, request = heappop(self.waiting)
             if _waits(request):
                 self.room -= 1
-                self._begun_at.append(monotonic())
+                self._begun_at.append(os_threads.boot_clock())
                 self.begun.add(request)
                 return request
         if not self.waiting:
@@ -388,14 +387,14 @@ class WaitingCalls:
                 return
             if isinstance(waiters, GroupWaiters):
                 fields[SINCE] = waiters.wait_since(request, None)
-            request._eta = datetime.now(UTC) + timedelta(seconds=min(_countdown(), waiters.longest))  # noqa: SLF001
+            request._eta = task.app.now() + timedelta(seconds=min(_countdown(), waiters.longest))  # noqa: SLF001
             logger.info(
                 "%s[%s] %s",
                 task.name,
                 request.id,
                 why,
             )
-        request.waits_until = monotonic() + waiters.longest * random.uniform(0.7, 1.0)
+        request.waits_until = os_threads.boot_clock() + waiters.longest * random.uniform(0.7, 1.0)
         self._observe_end(request, waiters)
 
     def scheduled(self, request: Any) -> None:
@@ -434,7 +433,7 @@ class WaitingCalls:
             if request in waiters.begun:
                 waiters.rescheduled_in_a_row += 1
                 waiters.begun.discard(request)
-            waiters.seen_held(monotonic())
+            waiters.seen_held(os_threads.boot_clock())
         self._start_ticking(consumer)
 
     def ended(self, request: Any, *, answered: bool = False) -> None:
@@ -443,7 +442,7 @@ class WaitingCalls:
             waiters, request.waiters = request.waiters, None
             if waiters is None or request not in waiters.begun:
                 return
-            waiters.call_ended(request, monotonic(), answered=answered)
+            waiters.call_ended(request, os_threads.boot_clock(), answered=answered)
             if waiters.latest_runs and not waiters.waiting and not waiters.begun:
                 self.by_key.pop(waiters.stored_key, None)
         consumer = _consumer()
@@ -454,7 +453,7 @@ class WaitingCalls:
         waiters = self.by_key.get(stored_key)
         if waiters is None:
             waiters = KeyWaiters(
-                stored_key, monotonic(), longest=settings_of(task.app).longest_countdown
+                stored_key, os_threads.boot_clock(), longest=settings_of(task.app).longest_countdown
             )
             self.by_key[stored_key] = waiters
         self._tasks.add(task.name)
@@ -470,7 +469,9 @@ class WaitingCalls:
         waiters = self.by_key.get(_group_key(name))
         if not isinstance(waiters, GroupWaiters):
             longest = settings_of(task.app).longest_countdown
-            waiters = GroupWaiters(_group_key(name), monotonic(), longest=longest)
+            now = os_threads.boot_clock()
+            ahead = task.app.now().timestamp() - now
+            waiters = GroupWaiters(_group_key(name), now, longest=longest, ahead=ahead)
             self.by_key[waiters.stored_key] = waiters
         self._tasks.add(task.name)
         waiters.needs(group)
@@ -547,7 +548,7 @@ class WaitingCalls:
         """
         entry = _entry_of(request)
         with self._lock:
-            waiters, now = request.waiters, monotonic()
+            waiters, now = request.waiters, os_threads.boot_clock()
             if waiters is not None and request not in waiters.begun:
                 rest = request.waits_until - now
                 if rest > TICK and waiters.must_wait(now):
@@ -566,7 +567,7 @@ class WaitingCalls:
         lost connection, so rounds that are late are started again.
         """
         with self._lock:
-            now = monotonic()
+            now = os_threads.boot_clock()
             if now < self._due + 1.0 or consumer is None or consumer.timer is None:
                 return
             self._due = now + TICK
@@ -582,7 +583,7 @@ class WaitingCalls:
         with self._lock:
             if number != self._tick_number or consumer is None or consumer.timer is None:
                 return
-            now = monotonic()
+            now = os_threads.boot_clock()
             for stored_key, waiters in list(self.by_key.items()):
                 waiters.remove_dropped()
                 if waiters.waiting or waiters.begun:
@@ -647,7 +648,7 @@ class WaitingCalls:
             return
         begun = []
         with self._lock:
-            now = monotonic()
+            now = os_threads.boot_clock()
             while self._lookup_results:
                 asked, held = self._lookup_results.popleft()
                 for waiters in (

@@ -3,13 +3,14 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from time import monotonic, time
+from time import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery.worker import state
 
+from celery_leases.concurrency import os_threads
 from celery_leases.groups.slots import (
     AHEAD,
     OVERTAKING,
@@ -22,7 +23,6 @@ from celery_leases.groups.slots import (
     without_slot,
 )
 from celery_leases.options import Group, LeaseOptions
-from celery_leases.worker import waiting_calls
 from celery_leases.worker.publisher import GroupIsFull, KeyIsHeld
 from celery_leases.worker.waiting_calls import (
     ANSWER_VALID_FOR,
@@ -213,7 +213,9 @@ def test_two_messages_of_one_call_wait_together() -> None:
 
 def test_a_call_that_comes_before_the_store_was_asked_overtakes_nobody() -> None:
     """Those before it have times of the store."""
-    here = GroupWaiters("openai", monotonic(), longest=600.0)
+    here = GroupWaiters(
+        "openai", os_threads.boot_clock(), longest=600.0, ahead=time() - os_threads.boot_clock()
+    )
     first, second = Call(here, 1), Call(here, 2)
     asked = time() * 1000 - 1
     here.wait_since(first, asked)
@@ -226,7 +228,7 @@ def test_a_call_that_comes_before_the_store_was_asked_overtakes_nobody() -> None
 
 def group_of(*calls: float, limit: int = 0, rate: str | None = None) -> GroupWaiters:
     """The calls of a group, which wait since these times, in milliseconds."""
-    here = GroupWaiters(_group_key("openai"), 0.0, longest=600.0)
+    here = GroupWaiters(_group_key("openai"), 0.0, longest=600.0, ahead=0.0)
     here.needs(Group("openai", limit=limit or None, rate=rate))
     for number, since in enumerate(calls):
         call = Call(here, number)
@@ -252,7 +254,7 @@ def test_half_of_the_room_is_left_to_other_workers() -> None:
     """Calls that have begun a moment ago, and have no slot yet, count too."""
     here = group_of(*range(1, 20), limit=9)
     assert begun(here) == []
-    now = monotonic()
+    now = os_threads.boot_clock()
     here.looked_up(Room(5, 0.0, 4, 9, now * 1000), now)
     assert [call.id for call in begun(here)] == ["call-0", "call-1", "call-2"]
     here.looked_up(Room(5, 0.0, 4, 9, now * 1000), now)
@@ -304,7 +306,7 @@ def test_no_call_of_a_full_group_starves(monkeypatch: pytest.MonkeyPatch) -> Non
     ends: list[tuple[float, str, Call]] = []
     began: list[float] = []
     number = 0
-    monkeypatch.setattr(waiting_calls, "monotonic", lambda: now / 1000)
+    monkeypatch.setattr(os_threads, "boot_clock", lambda: now / 1000)
 
     def arrives(name: str, since: float) -> None:
         nonlocal number
@@ -441,10 +443,10 @@ def test_a_call_that_celery_drops_just_before_its_early_begin_does_not_begin(tim
 def test_a_call_whose_countdown_ends_while_its_key_is_held_waits_on(timer: Timer) -> None:
     calls, here = a_held_key()
     call = Scheduled(calls, here, timer)
-    here.still_held(monotonic())
+    here.still_held(os_threads.boot_clock())
     call._eta_timer_entry()
     assert call.begins == 0
-    call.waits_until = monotonic()
+    call.waits_until = os_threads.boot_clock()
     call._eta_timer_entry()
     assert call.begins == 1
 
@@ -465,7 +467,7 @@ def test_a_group_that_is_full_for_ever_costs_no_memory(timer: Timer) -> None:
     options = LeaseOptions(group=group)
     app = SimpleNamespace(conf={})
     task = SimpleNamespace(name="shop.work", lease_options=options, app=app)
-    here = GroupWaiters(_group_key("openai"), monotonic(), longest=600.0)
+    here = GroupWaiters(_group_key("openai"), os_threads.boot_clock(), longest=600.0, ahead=0.0)
     calls.by_key[here.stored_key] = here
     calls._waiters_of = lambda *_: waiters(each_runs=True)  # type: ignore[method-assign]
     full = GroupIsFull("full", "openai", 1.8e12)

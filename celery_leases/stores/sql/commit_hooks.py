@@ -15,7 +15,7 @@ from sqlalchemy import Connection, CursorResult, Executable, RootTransaction, ev
 from sqlalchemy.orm import Session, SessionTransaction
 
 from celery_leases import deadlines
-from celery_leases.concurrency.os_threads import boot_clock
+from celery_leases.concurrency import os_threads
 from celery_leases.record import Record
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.records import SqlRecordStore
@@ -58,7 +58,7 @@ def extend_at_commit(connection: Connection, store: SqlRecordStore, record: Reco
     transaction = connection.get_transaction()
     if guarded is None or guarded.transaction is not transaction:
         guarded = connection.info[GUARDED] = _Guarded(transaction, {})
-    guarded.records[record.stored_key] = (store, record, boot_clock())
+    guarded.records[record.stored_key] = (store, record, os_threads.boot_clock())
     event.listen(connection, "commit", _before_commit)  # SQLAlchemy adds a listener only once
 
 
@@ -67,7 +67,7 @@ def _before_commit(connection: Connection) -> None:
     if guarded is None or guarded.transaction is not connection.get_transaction():
         return
     for store, record, since in guarded.records.values():
-        if boot_clock() - since > deadlines.renewal_due(0.0, record.lease_ttl):
+        if os_threads.boot_clock() - since > deadlines.renewal_due(0.0, record.lease_ttl):
             values = store.database.timed(rows.guard_parameters(record))
             execute_in(connection, store.guard, values)
 
