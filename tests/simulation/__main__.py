@@ -10,7 +10,7 @@ from itertools import count
 
 from tests.simulation.search import Failure, run, shrunk
 from tests.simulation.story import story, told
-from tests.simulation.world import World
+from tests.simulation.world import DAY, World
 
 
 def main() -> int:
@@ -23,15 +23,16 @@ def main() -> int:
     given = parser.parse_args()
     if given.seed is not None:
         return _tell(given.seed, frozenset(given.without))
-    began, done, failures = time.process_time(), 0, 0
+    began, done, failures, days = time.process_time(), 0, 0, 0.0
     for seed in _seeds(given.seeds, given.minutes):
         failure = run(seed)
         done += 1
+        days += World(seed).shape.span / DAY
         if failure is not None:
             failures += 1
             print(f"== seed {seed}\n{story(shrunk(failure))}\n", flush=True)
     spent = time.process_time() - began
-    print(f"{done} seeds in {spent:.1f} s of CPU: {failures} break a promise")
+    print(f"{done} seeds, {days:.1f} days, in {spent:.1f} s of CPU: {failures} break a promise")
     return failures > 0
 
 

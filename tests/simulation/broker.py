@@ -81,6 +81,13 @@ class Broker(Server):
             self._tags += 1
             self._offer(Queued(self._tags, chosen.payload, True))
 
+    def lose_one(self) -> None:
+        """Lose one message, whether a worker has it or not."""
+        if self.waiting:
+            del self.waiting[self.world.random.randrange(len(self.waiting))]
+        elif self.unacknowledged:
+            del self.unacknowledged[self.world.random.choice(sorted(self.unacknowledged))]
+
     # -- consuming ---------------------------------------------------------------------------------
 
     def take(self, worker: Any) -> Queued | None:

@@ -6,7 +6,8 @@ A history is a list of notes. Those that count:
 * ``row``: the row of a key has changed (key, old and new state, fence, owner and call; result).
 * ``body`` and ``body ended``: a body runs (key, call, fence, token, process).
 * ``killed``, ``paused``: a process (process, span); ``emptied``, ``clock``: the lease store.
-* ``charged``: the outside world has executed an effect (effect).
+* ``charges``, ``charged``, ``has charged``: a body calls the outside world for an effect, which has
+  executed it, and whose reply the body gets.
 * ``final``: what is left at the end (rows, leases, results, messages).
 """
 
@@ -27,9 +28,10 @@ SEVERAL_RUNS = ("each", "latest", "limited")
 """Tasks of which a key is done more than once."""
 FAULTS = (
     *("refused", "lost request", "lost reply", "late request", "slow request"),
-    *("killed", "paused", "host paused", "emptied", "clock"),
+    *("killed", "paused", "host paused", "emptied", "evicted", "clock"),
 )
 """The notes of what has gone wrong for a process, its host, or all leases."""
+ENDED_BY_CELERY = ("revoked", "refused before the start", "time limit")
 SLACK = 0.3
 """Seconds in which an interrupted body ends: one step of the protocol may have to end before."""
 
@@ -55,6 +57,10 @@ class Body:
     process: str
     began: Note
     ended: float = math.inf
+    #: When it lost its lease.
+    lost: float = math.inf
+    #: A lost lease interrupts it.
+    interrupted: bool = True
 
 
 @dataclass
@@ -75,10 +81,13 @@ class History:
             given = note.details
             if note.what == "body":
                 body = Body(given["key"], given["token"], given["process"], note)
+                body.interrupted = given.get("interrupted", True)
                 running[body.token] = body
                 self.bodies.append(body)
             elif note.what == "body ended" and given["token"] in running:
                 running.pop(given["token"]).ended = note.at
+            elif note.what == "lost" and given["token"] in running:
+                running[given["token"]].lost = note.at
             elif note.what == "killed":
                 for token in [t for t, body in running.items() if body.process == given["process"]]:
                     running.pop(token).ended = note.at
@@ -196,12 +205,22 @@ def no_overlap(history: History) -> Iterator[Violation]:
         for other in by_key[body.key]:
             if (
                 other.ended > body.began.at + SLACK
-                and not disturbed(history, other.process, body.began.at)
+                and not may_overlap(history, other, body.began.at)
                 and not _lease_lost_before_claim(history, other)
             ):
                 why = f"beside {other.token} of {other.process}, begun at {other.began.at:.4f}"
                 yield Violation("no overlap", body.began, why)
         by_key[body.key].append(body)
+
+
+def may_overlap(history: History, body: Body, at: float) -> bool:
+    """Whether a documented window excuses that *body* still runs while another one begins."""
+    evicted = (note for note in history.of("evicted") if note.details["key"] == body.key)
+    return (
+        disturbed(history, body.process, at)
+        or (not body.interrupted and body.lost <= at)
+        or any(body.began.at - 2.0 <= note.at <= at for note in evicted)
+    )
 
 
 def _lease_lost_before_claim(history: History, body: Body) -> bool:
@@ -330,39 +349,113 @@ def without_faults_no_lease_is_lost(history: History) -> Iterator[Violation]:
             yield Violation("without faults no lease is lost", note, f"after {faults}")
 
 
+def effect_is_stored(history: History) -> Iterator[Violation]:
+    """When a body gets the reply of an effect, the database has it."""
+    for note in history.of("has charged"):
+        if note.details["state"] != "done":
+            yield Violation("the reply of an effect is stored", note, "no later attempt knows it")
+
+
 def body_begins_under_its_lease(history: History) -> Iterator[Violation]:
-    """When a body begins, the store still knows its lease, unless a window excuses it."""
-    for note in history.of("body"):
+    """When a body begins, or makes the call of an effect, the store still knows its lease, also
+    after a pause: the process has just looked at its clock.
+    """
+    for note in history.of("body", "charges"):
         until, process = note.details.get("store_until", math.inf), note.details["process"]
         faults = history.faults(process, note.at - TTL, note.at)
-        emptied = any(fault.what == "emptied" for fault in faults)
-        excused = emptied or disturbed(history, process, note.at)
+        excused = any(fault.what in ("emptied", "clock") for fault in faults)
         if (until is None or until < note.at) and not excused:
-            yield Violation("a body begins under its lease", note, f"the lease ended at {until}")
+            promise = "a body begins" if note.what == "body" else "an effect is called"
+            why = f"the lease ended at {until}"
+            yield Violation(f"{promise} under its lease", note, why)
 
 
 def nothing_lost(history: History) -> Iterator[Violation]:
-    """In the end each confirmed call has an answer, and each key rests."""
+    """In the end each confirmed call has an answer, and each key rests, unless Celery has ended the
+    call.
+    """
     rows = {row.key: row for row in history.final["rows"]}
+    withdrawn = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
+    expires = {note.details["call"] for note in history.of("calls") if "expires" in note.details}
+    answers = history.final["answers"]
+    gone = withdrawn | {call for call in expires if answers.get(call) == "REVOKED"}
     for note in history.of("published"):
-        row = rows.get(note.details["key"])
-        if row is None or row.state not in RESTS:
+        row, call = rows.get(note.details["key"]), note.details["call"]
+        answer = answers.get(call)
+        expired = answer == "REVOKED" and call in expires
+        if answer not in ("SUCCESS", "FAILURE", "REVOKED"):
+            yield Violation("nothing is lost", note, f"the caller has no answer, but {answer}")
+        elif expired or call in withdrawn or (row is not None and row.call in gone):
+            continue
+        elif row is None or row.state not in RESTS:
             yield Violation("nothing is lost", note, f"the row is {row}")
         elif row.state == State.COOLING and row.resumes:
             yield Violation("nothing is lost", note, "the key waits for a call that does not come")
-        elif history.final["answers"].get(note.details["call"]) not in ("SUCCESS", "FAILURE"):
-            yield Violation("nothing is lost", note, "the caller has no answer")
+        elif answer == "REVOKED":
+            yield Violation("nothing is lost", note, "nobody has revoked it")
 
 
 def nothing_left(history: History) -> Iterator[Violation]:
-    """In the end nothing runs, nothing is held, and no message is left."""
+    """In the end nothing runs, nothing is held, and no message is left.
+
+    The row of a dead attempt still says that it runs if Celery ends the call before it begins
+    again. The next call of the key takes the row over.
+    """
+    ended = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
+    ended |= {note.details["call"] for note in history.of("calls") if "expires" in note.details}
     for row in history.final["rows"]:
-        if row.state == State.RUNNING:
+        if row.state == State.RUNNING and row.call not in ended:
             yield Violation("nothing is left", None, f"the row still runs: {row}")
+        elif row.state == State.PENDING and row.resumes:
+            yield Violation("nothing is left", None, f"the row waits for ever: {row}")
     for key in history.final["held"]:
         yield Violation("nothing is left", None, f"the lease of {key} is still held")
     if not history.final["quiet"]:
         yield Violation("nothing is left", None, "messages circulate for ever")
+
+
+def completed_with_its_rows(history: History) -> Iterator[Violation]:
+    """A call whose body completes it in a transaction is done if that transaction is committed."""
+    tokens = {note.details["token"]: note for note in history.of("rolled back", "committed")}
+    done = {
+        note.details["new"].owner
+        for note in history.of("row")
+        if note.details["new"] is not None and note.details["new"].state == State.DONE
+    }
+    for token, note in tokens.items():
+        if (note.what == "committed") != (token in done):
+            yield Violation("completed with its rows", note, f"done: {token in done}")
+
+
+def withdrawn_calls_do_not_run(history: History) -> Iterator[Violation]:
+    """A call whose transaction was rolled back does not run."""
+    withdrawn = {note.details["call"] for note in history.of("withdrawn")}
+    published = {note.details["call"] for note in history.of("published")}
+    for note in history.of("body"):
+        if note.details["call"] in withdrawn - published:
+            yield Violation("a withdrawn call does not run", note, "it was rolled back")
+
+
+def queued_once(history: History) -> Iterator[Violation]:
+    """While a call of a key is queued or runs, no other call of it is published, unless something
+    has gone wrong.
+    """
+    queued: dict[str, Note] = {}
+    for note in history.of("published", "row", *FAULTS, *ENDED_BY_CELERY, "down", "message lost"):
+        if note.what == "published":
+            if note.details["task"] != "queued" or not note.details["own"]:
+                continue
+            if note.details["key"] in queued:
+                why = f"after {queued[note.details['key']].details['call']}"
+                yield Violation("queued once", note, why)
+            if not note.details.get("expires"):
+                queued[note.details["key"]] = note
+        elif note.what == "row":
+            new = note.details["new"]
+            if new is None or new.state in RESTS or (new.ended and not new.resumes):
+                queued.pop(note.details["key"], None)
+        else:
+            queued.clear()
 
 
 def one_result(history: History) -> Iterator[Violation]:
@@ -403,7 +496,7 @@ def limit_holds(history: History) -> Iterator[Violation]:
             other
             for other in bodies[:number]
             if other.ended > body.began.at + SLACK
-            and not disturbed(history, other.process, body.began.at)
+            and not may_overlap(history, other, body.began.at)
         ]
         if len(beside) >= LIMIT:
             yield Violation("a limit holds", body.began, f"{len(beside)} others run")
@@ -419,6 +512,7 @@ CHECKS: tuple[Check, ...] = (
     lease_is_believed_too_long,
     lost_stays_lost,
     effects_once,
+    effect_is_stored,
     cooldown_holds,
     cooldown_lasts,
     without_faults_nothing_runs_twice,
@@ -426,6 +520,9 @@ CHECKS: tuple[Check, ...] = (
     body_begins_under_its_lease,
     nothing_lost,
     nothing_left,
+    completed_with_its_rows,
+    withdrawn_calls_do_not_run,
+    queued_once,
     one_result,
     last_change_seen,
     limit_holds,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
+
+from celery.worker import state as worker_state
 
 if TYPE_CHECKING:
     from tests.simulation.servers import Server
@@ -53,9 +56,9 @@ def _span(world: World) -> float:
 
 def kill_child(world: World) -> None:
     """``kill -9`` of a pool child, likely one that works."""
-    children = [child for worker in world.workers for child in worker.children]
-    busy = [child for child in children if child.request is not None]
-    world.end_child(world.random.choice(busy or children))
+    places = [place for worker in world.workers for place in worker.places]
+    busy = [place for place in places if place.job is not None]
+    world.end_process(world.random.choice(busy or places).process)
 
 
 def kill_worker(world: World) -> None:
@@ -135,6 +138,43 @@ def step_clock(world: World) -> None:
         world.note("clock", by=by)
 
 
+def revoke_call(world: World) -> None:
+    """An operator revokes a call, and perhaps terminates it."""
+    number = world.random.randrange(1, world.shape.calls + 1)
+    call, terminate = f"call-{number}", world.random.random() < 0.5
+    world.note("revoked", call=call, terminate=terminate)
+    worker_state.revoked.add(call)
+    for worker in world.workers:
+        world.later(
+            world.latency(0.01), partial(worker.revoke, call, terminate=terminate), worker.main
+        )
+
+
+def evict_key(world: World) -> None:
+    """The lease store drops one lease or cooldown, because it has too little memory."""
+    if world.leases is not None and (keys := sorted(world.leases.memory.leases)):
+        call = world.leases.evict(world.random.choice(keys))
+        world.note("evicted", key=f"{call.task} {call.key.key}" if call is not None else None)
+
+
+def fail_over(world: World) -> None:
+    """A replica that lags behind is promoted: the latest changes of the lease store are lost."""
+    if (leases := world.leases) is not None:
+        replica = leases.replica()
+
+        def promote() -> None:
+            leases.restore(replica)
+            world.note("emptied")
+
+        world.later(world.random.choice((0.05, 0.5, 2.0)), promote)
+
+
+def lose_message(world: World) -> None:
+    """The broker loses a message."""
+    world.broker.lose_one()
+    world.note("message lost")
+
+
 def copy_message(world: World) -> None:
     """The broker delivers a message twice."""
     world.broker.copy_one()
@@ -144,7 +184,7 @@ def copy_message(world: World) -> None:
 ACCIDENTS: tuple[Accident, ...] = (
     *(kill_child, kill_child, kill_worker, pause_process, pause_process, pause_host),
     *(stop_server, empty_leases, freeze_server, cut, copy_message, copy_message),
+    *(fail_over, evict_key, revoke_call),
 )
-#: Accidents after which bodies of one key may overlap; docs/explanation/guarantees.md names the
-#: windows.
+#: Accidents after which bodies of one key may overlap at any time.
 UNSAFE: tuple[Accident, ...] = (step_clock,)

@@ -34,6 +34,7 @@ EFFECTS = "celery_leases.body.effects"
 
 AFTER_RUN, CHILD_EXIT = "celery_leases.decide.after_run", "celery_leases.worker.child_exit"
 STATEMENTS, ROWS = "celery_leases.stores.sql.record_statements", "celery_leases.stores.sql.rows"
+REQUEST = "celery_leases.worker.request"
 DEADLINES = "celery_leases.deadlines"
 
 BUGS = (
@@ -136,11 +137,11 @@ BUGS = (
     Bug(
         "an outcome is written without fence and owner",
         STATEMENTS,
-        """        table.c.fence == bindparam("for_fence"),
-        table.c.owner == bindparam("for_owner"),
+        """        table.c.fence == given("for_fence", table.c.fence.type),
+        table.c.owner == given("for_owner", table.c.owner.type),
 """,
-        """        bindparam("for_fence") == bindparam("for_fence"),
-        bindparam("for_owner") == bindparam("for_owner"),
+        """        given("for_fence", table.c.fence.type) != -1,
+        given("for_owner", table.c.owner.type) != "",
 """,
     ),
     Bug(
@@ -178,6 +179,44 @@ BUGS = (
         CHILD_EXIT,
         "    if not record.is_attempt(State.RUNNING, ended.token):\n        if ended.pid:",
         "    if record.state is not State.RUNNING:\n        if ended.pid:",
+    ),
+    Bug(
+        "a call whose transaction was rolled back has succeeded",
+        RUN,
+        """            ending = self._not_committed(ending, "the body returned after complete(), but")
+""",
+        "            pass\n",
+    ),
+    Bug(
+        "a body that raises after its commit has failed",
+        RUN,
+        "            if done is not None and done.is_attempt(State.DONE, record.owner, record.fence):\n",
+        "            if isinstance(ending, Returned):\n",
+    ),
+    # -- calls that Celery ends
+    Bug(
+        "a revoked call that waited seems to wait for ever",
+        REQUEST,
+        "        if revoked and not before and (queued or HEADER in self._request_dict):\n",
+        "        if False:\n",
+    ),
+    Bug(
+        "a call that was refused before its start seems to wait for ever",
+        REQUEST,
+        "            child_exit.close_ended(self._ended(ExitCause.ERROR, 0, error))\n",
+        "            pass\n",
+    ),
+    Bug(
+        "the row of a call that has ended by its time limit runs on",
+        REQUEST,
+        "                child_exit.close_dead(self._ended(cause, pid))\n",
+        "                pass\n",
+    ),
+    Bug(
+        "a soft time limit ends a step of the protocol",
+        "celery_leases.worker.interrupts",
+        "        elif self._raises:\n            self._handlers",
+        "        elif True:\n            self._handlers",
     ),
     # -- messages
     Bug(

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionInfo
-from billiard.exceptions import WorkerLostError
+from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
+from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError
 from celery.worker import state as worker_state
 from celery.worker import strategy
 
-from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.process import STORE_TIMEOUT, Process
 from celery_leases.attempt.renewal import Renewer, Stores
 from celery_leases.deadlines import call_timeout
 from celery_leases.worker.arrivals import Arrivals
-from celery_leases.worker.interrupts import InterruptGuard
+from celery_leases.worker.interrupts import InterruptGuard, SignalGuard, _exit_code
 from celery_leases.worker.publisher import Publisher
+from celery_leases.worker.waiting_calls import WaitingCalls
 from tests.simulation.broker import Delivered
 from tests.simulation.scheduler import Strand
 
@@ -33,7 +38,7 @@ class Consumer(SimpleNamespace):
 
 
 class SimulatedClock:
-    """The clock of a process: it may be wrong by a constant, and run slightly fast or slow."""
+    """The clock of a host: it may be wrong by a constant, and run slightly fast or slow."""
 
     def __init__(self, world: World, offset: float, rate: float) -> None:
         self._scheduler = world.scheduler
@@ -61,10 +66,13 @@ class SimulatedProcess:
         self.pid = world.new_pid()
         self.alive = True
         self.paused_until = -math.inf
-        self.clock = SimulatedClock(
-            world, world.random.uniform(0, 1e6), 1 + world.random.uniform(-0.004, 0.004)
-        )
-        self.guards: dict[Strand, SimulatedGuard] = {}
+        self.clock = world.clock_of(host)
+        self.guards: dict[Strand, InterruptGuard] = {}
+        #: It runs bodies in threads, which nothing interrupts.
+        self.has_threads = False
+        #: Celery's worker, and the calls that wait in it, in a main process.
+        self.worker: Any = None
+        self.waiting = WaitingCalls()
         self.arrivals = Arrivals()
         self.library: Process = self._library()
         world.processes[self.pid] = self
@@ -93,18 +101,19 @@ class SimulatedProcess:
             host=f"{self.host}/{self.pid}",
             rand=world.random.random,
             wall_time=world.wall_time,
-            stopping=lambda: self.guard(None).stopping,
+            stopping=lambda: self.guard().stopping,
             app=world.app,
         )
         process.publisher = Publisher(world.app)
         return process
 
-    def guard(self, token: str | None) -> SimulatedGuard:
-        """The interrupt guard of the running thread."""
-        strand = self.world.scheduler.current
+    def guard(self, strand: Strand | None = None) -> InterruptGuard:
+        """The interrupt guard of a thread; by default the running one."""
+        strand = strand or self.world.scheduler.current
         assert strand is not None
         if strand not in self.guards:
-            self.guards[strand] = SimulatedGuard(self, strand)
+            threads = self.has_threads
+            self.guards[strand] = InterruptGuard() if threads else SimulatedGuard(self, strand)
         return self.guards[strand]
 
     def kill(self) -> None:
@@ -114,84 +123,150 @@ class SimulatedProcess:
         self.world.note("killed", process=self.name, pid=self.pid)
 
 
-class SimulatedGuard(InterruptGuard):
-    """Interrupts a body as prefork's children do: an exception is raised at the next step."""
+class SimulatedGuard(SignalGuard):
+    """Interrupts a body as prefork's children do: a signal is handled at the next step."""
 
     def __init__(self, process: SimulatedProcess, strand: Strand) -> None:
         self._process = process
         self._strand = strand
-        self._kill_at = math.inf
+        self.busy = False
+        self._kill_timer: Any = None
+        self._loss_signal = signal.SIGRTMAX
+        self._handlers = {signal.SIGTERM: _exit, signal.SIGUSR1: _time_is_over}
 
-    def body_begins(self, held_lease: HeldLease, on_lost: str) -> None:
-        """Allow interrupts from now on."""
-        if on_lost != "flag":
-            self._held_lease = held_lease
-            held_lease.interrupt = self._interrupt
-        held_lease.check()
-        if on_lost == "kill":
-            held_lease.move_kill_timer = self._set_kill_timer
-            self._set_kill_timer(held_lease.kill_deadline)
-        self._raises = True
-
-    def body_ended(self) -> None:
-        """Defer interrupts."""
-        self._kill_at = math.inf
-        super().body_ended()
+    def receive(self, signum: int) -> None:
+        """Handle a signal of the main process."""
+        self._process.world.scheduler.signal(self._strand, partial(self._on_signal, signum, None))
 
     def _interrupt(self) -> None:
-        self._process.world.scheduler.signal(self._strand, self._raise_pending)
+        on_loss = partial(self._on_loss, self._loss_signal, None)
+        self._process.world.scheduler.signal(self._strand, on_loss)
 
-    def _set_kill_timer(self, at: float) -> None:
-        world, clock = self._process.world, self._process.clock
-        self._kill_at = at
 
-        def expired() -> None:
-            if self._kill_at <= clock.now() + 1e-6 and self._process.alive:
-                world.note("kill timer", process=self._process.name)
-                world.end_child(self._process)
+def _exit(signum: int, frame: Any) -> None:
+    raise SystemExit(_exit_code(signum))
 
-        after = max(0.0, clock.true_time(at) - world.scheduler.now)
-        world.scheduler.spawn(world.kernel, expired, "kill timer", after)
+
+def _time_is_over(signum: int, frame: Any) -> None:
+    raise SoftTimeLimitExceeded
+
+
+class SimulatedKillTimer:
+    """Kills the running process at a time of its clock."""
+
+    def __init__(self, world: World, moment: float) -> None:
+        self._world = world
+        self._process = world.here
+        self.set(moment)
+
+    def set(self, moment: float) -> None:
+        """Move it."""
+        world, clock = self._world, self._process.clock
+        self._at = moment
+        after = max(0.0, clock.true_time(moment) - world.scheduler.now)
+        world.scheduler.spawn(world.kernel, self._expired, "kill timer", after)
+
+    def cancel(self) -> None:
+        """Stop it."""
+        self._at = math.inf
+
+    def _expired(self) -> None:
+        if self._at <= self._process.clock.now() + 1e-6 and self._process.alive:
+            self._world.note("kill timer", process=self._process.name)
+            self._world.end_process(self._process)
 
 
 # -- workers ---------------------------------------------------------------------------------------
 
 
-class Child(SimulatedProcess):
-    """A process of the pool, which has at most one delivery."""
+@dataclass
+class TimerEntry:
+    """An entry of Celery's timer."""
 
-    request: Any = None
-    strand: Strand | None = None
+    fun: Callable[..., None]
+    args: Any
+    cancelled: bool = False
+
+    def __call__(self) -> None:
+        if not self.cancelled:
+            self.fun(*self.args)
+
+    def cancel(self) -> None:
+        """Do nothing when the time comes."""
+        self.cancelled = True
+
+
+class Place:
+    """A place of a pool, a process or a thread, which has at most one delivery."""
+
+    def __init__(self, process: SimulatedProcess) -> None:
+        self.process = process
+        #: The request, its arguments and its callbacks.
+        self.job: Job | None = None
+        self.strand: Strand | None = None
+        #: The main process has sent SIGTERM because of a revoke.
+        self.revoked = False
+
+
+@dataclass(eq=False)
+class Job:
+    """A delivery in the pool."""
+
+    target: Callable[..., Any]
+    args: Any
+    callbacks: dict[str, Any]
+
+    @property
+    def request(self) -> Any:
+        """Celery's request in the main process."""
+        return self.callbacks["error_callback"].__self__
 
 
 class Worker:
-    """A worker of *children* processes on its own host, with Celery's strategy and requests."""
+    """A worker with *places* in its pool, on its own host, with Celery's strategy and requests."""
 
-    def __init__(self, world: World, name: str, children: int) -> None:
+    def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = self.host = name
         self.alive = True
         self.main = SimulatedProcess(world, name, f"{name}/main")
-        self.children = [self._new_child() for _ in range(children)]
-        self._jobs: list[tuple[Any, dict[str, Any]]] = []
+        self.main.has_threads = world.shape.threads
+        self.places = [self._new_place() for _ in range(world.shape.places)]
+        self._jobs: list[Job] = []
         self._reserved = 0
-        self._prefetch = children * 2
+        self._prefetch = world.shape.places * 2
+        consumer = self._consumer()
+        self.main.worker = SimpleNamespace(
+            app=world.app,
+            consumer=consumer,
+            hostname=name,
+            concurrency=world.shape.places,
+            time_limit=None,
+            soft_time_limit=None,
+        )
         self._strategies = {
-            task.name: strategy.default(task, world.app, self._consumer()) for task in world.tasks
+            task.name: strategy.default(task, world.app, consumer) for task in world.tasks
         }
         self._consuming = world.scheduler.spawn(self.main, self._consume, f"{name} consumes")
         world.broker.consumers[self] = self._consuming
 
-    def _new_child(self) -> Child:
-        return Child(self.world, self.host, f"{self.host}/child-{self.world.numbered('child')}")
+    def _new_place(self) -> Place:
+        if self.main.has_threads:
+            return Place(self.main)
+        name = f"{self.host}/child-{self.world.numbered('child')}"
+        return Place(SimulatedProcess(self.world, self.host, name))
 
     def _consumer(self) -> Any:
         """What Celery's strategy asks of its consumer."""
+        connection = SimpleNamespace(transport=SimpleNamespace(driver_type="simulated"))
         return Consumer(
             hostname=self.name,
             connection_errors=(),
             event_dispatcher=None,
-            timer=SimpleNamespace(call_at=self._call_at),
+            app=self.world.app,
+            connection=connection if self.world.shape.early else None,
+            qos_global=True,
+            timer=SimpleNamespace(call_at=self._call_at, call_after=self._call_after),
             apply_eta_task=self._begin_later,
             disable_rate_limits=True,
             task_buckets={},
@@ -220,52 +295,66 @@ class Worker:
             )
 
     def _call_at(self, at: float, work: Callable[..., None], args: Any, **_: Any) -> Any:
-        after = at - self.world.wall_time()
-        return self.world.scheduler.spawn(self.main, lambda: work(*args), "timer", max(0.0, after))
+        return self._call_after(max(0.0, at - self.world.wall_time()), work, args)
+
+    def _call_after(self, after: float, work: Callable[..., None], args: Any = ()) -> Any:
+        entry = TimerEntry(work, args)
+        self.world.scheduler.spawn(self.main, entry, "timer", after)
+        return entry
 
     def _begin_later(self, request: Any) -> None:
         worker_state.task_reserved(request)
         self._begin(request)
 
     def _begin(self, request: Any) -> None:
-        self._reserved += 1
-        request.execute_using_pool(None)
+        with suppress(TaskRevokedError):
+            request.execute_using_pool(None)
 
     def _apply_async(self, target: Any, args: Any, **callbacks: Any) -> Any:
-        self._jobs.append((args, {"target": target, **callbacks}))
+        self._reserved += 1
+        self._jobs.append(Job(target, args, callbacks))
         self._assign()
         return None
 
     def _assign(self) -> None:
-        for child in self.children:
-            if self._jobs and child.request is None and child.alive:
-                args, callbacks = self._jobs.pop(0)
-                child.request = (args, callbacks)
-                child.strand = self.world.scheduler.spawn(
-                    child, self._job(child, args, callbacks), f"{child.name} runs", 0.001
+        for place in self.places:
+            if self._jobs and place.job is None and place.process.alive:
+                place.job = job = self._jobs.pop(0)
+                place.strand = self.world.scheduler.spawn(
+                    place.process, partial(self._run, place, job), f"{self.name} runs", 0.001
                 )
 
-    def _job(self, child: Child, args: Any, callbacks: dict[str, Any]) -> Callable[[], None]:
-        def run() -> None:
-            in_main = self._in_main
-            in_main(lambda: callbacks["accept_callback"](child.pid, 0.0))
-            try:
-                answer = callbacks["target"](*args)
-            except Exception as error:  # noqa: BLE001 - as the pool does it
-                information = ExceptionInfo()
-                in_main(lambda: self._done(child, callbacks["error_callback"], information))
-                del error
-            except SystemExit:
-                self.world.end_child(child)
-            else:
-                in_main(lambda: self._done(child, callbacks["callback"], answer))
+    def _run(self, place: Place, job: Job) -> None:
+        self._in_main(lambda: self._accepted(place, job))
+        try:
+            answer = job.target(*job.args)
+        except Exception as error:  # noqa: BLE001 - as the pool does it
+            information = ExceptionInfo()
+            self._in_main(lambda: self._done(place, job, "error_callback", information))
+            del error
+        except SystemExit:
+            self.world.end_process(place.process)
+        else:
+            self._in_main(lambda: self._done(place, job, "callback", answer))
 
-        return run
+    def _accepted(self, place: Place, job: Job) -> None:
+        job.callbacks["accept_callback"](place.process.pid, self.world.scheduler.now)
+        if self.main.has_threads:  # Celery has no time limits then
+            return
+        for name, ended in (("soft_timeout", self._soft_limit), ("timeout", self._hard_limit)):
+            limit = job.callbacks[name]
+            if limit:
+                at_limit = partial(ended, place, job, limit)
+                self.world.scheduler.spawn(self.main, at_limit, name, limit)
 
-    def _done(self, child: Child, callback: Callable[[Any], object], value: Any) -> None:
-        child.request = None
+    def _done(self, place: Place, job: Job, callback: str, value: Any) -> None:
+        if place.job is job:
+            place.job = None
+            self._end(job, callback, value)
+
+    def _end(self, job: Job, callback: str, value: Any) -> None:
         self._reserved -= 1
-        callback(value)
+        job.callbacks[callback](value)
         self._assign()
         self.world.scheduler.wake(self._consuming)
 
@@ -274,30 +363,69 @@ class Worker:
 
     # -- ends --------------------------------------------------------------------------------------
 
-    def child_died(self, child: Child) -> None:
+    def _soft_limit(self, place: Place, job: Job, limit: float) -> None:
+        if place.job is job:
+            job.callbacks["timeout_callback"](soft=True, timeout=limit)
+            self._signal(place, signal.SIGUSR1)
+
+    def _hard_limit(self, place: Place, job: Job, limit: float) -> None:
+        if place.job is not job:
+            return
+        place.job = None
+        self.world.note("time limit", call=job.args[1], process=place.process.name)
+        self._end(job, "error_callback", _raised(TimeLimitExceeded(limit)))
+        job.callbacks["timeout_callback"](soft=False, timeout=limit)
+        self._signal(place, signal.SIGTERM)
+        self.world.later(0.1, lambda: self.world.end_process(place.process))
+
+    def _signal(self, place: Place, signum: int) -> None:
+        assert place.strand is not None
+        guard: Any = place.process.guard(place.strand)
+        if place.process.alive:
+            guard.receive(signum)
+
+    def revoke(self, call: str, *, terminate: bool) -> None:
+        """Handle Celery's ``revoke``, whose id is noted already."""
+        for place in self.places:
+            job = place.job
+            if terminate and job and job.args[1] == call and not self.main.has_threads:
+                job.request.terminate(SimpleNamespace(terminate_job=self._terminate_job))
+
+    def _terminate_job(self, pid: int, signum: int) -> None:
+        for place in self.places:
+            if place.process.pid == pid and place.strand is not None:
+                place.revoked = True
+                self._signal(place, signum)
+
+    def process_died(self, process: SimulatedProcess) -> None:
         """Handle the death of a child as Celery's pool does; another one begins."""
-        child.kill()
-        job = child.request
-        self.children[self.children.index(child)] = self._new_child()
-        if job is not None and self.alive:
-            _, callbacks = job
-            try:
-                raise WorkerLostError("Worker exited prematurely: signal 9 (SIGKILL)")
-            except WorkerLostError:
-                information = ExceptionInfo()
+        place = next(place for place in self.places if place.process is process)
+        job, place.job = place.job, None
+        process.kill()
+        self.places[self.places.index(place)] = self._new_place()
+        if not self.alive:
+            return
+        lost: Exception = WorkerLostError("Worker exited prematurely: signal 9 (SIGKILL)")
+        error = _raised(Terminated(-signal.SIGTERM) if place.revoked else lost)
 
-            def notice() -> None:
-                self._reserved -= 1
-                callbacks["error_callback"](information)
-                self._assign()
-                self.world.scheduler.wake(self._consuming)
+        def notice() -> None:
+            if job is not None:
+                self._end(job, "error_callback", error)
+            self._assign()
 
-            self.world.scheduler.spawn(self.main, notice, f"{self.name} notices", 0.01)
+        self.world.scheduler.spawn(self.main, notice, f"{self.name} notices", 0.01)
 
     def kill(self) -> None:
         """Kill the worker with all its processes."""
         self.alive = False
-        for process in (self.main, *self.children):
+        for process in {self.main: None} | {place.process: None for place in self.places}:
             process.kill()
         self.world.broker.consumers.pop(self, None)
         self.world.broker.disconnected(self)
+
+
+def _raised(error: Exception) -> ExceptionInfo:
+    try:
+        raise error
+    except Exception:  # noqa: BLE001 - as the pool reports it
+        return ExceptionInfo()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import Executable
 
+from celery_leases.call import Call
 from celery_leases.errors import StoreUnavailable
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.database import Availability, Database
@@ -66,7 +67,8 @@ class Server:
         executed, as far as the client knows. *wait*: seconds until the client gives up.
         """
         world, scheduler = self.world, self.world.scheduler
-        if scheduler.current is None:  # the checker, before or after the run
+        # The checker, before or after the run, and a transaction, which is one step.
+        if scheduler.current is None or world.uncommitted is not None:
             return do()
         process = world.here
         who = {"server": self.name, "op": what, "process": process.name}
@@ -211,6 +213,19 @@ class DatabaseServer(Server):
             )
             return [row for values in found if (row := _noted_row(tuple(values))) is not None]
 
+    def has_due_messages(self) -> bool:
+        """Whether a record has a message that is to be published."""
+        query = f"SELECT 1 FROM {self.records.tables.records} WHERE publish_at IS NOT NULL"  # noqa: S608
+        with self.records.database.engine.connect() as connection:
+            return connection.exec_driver_sql(query).first() is not None
+
+    def effect_state(self, idempotency_key: str) -> str | None:
+        """What is stored of an effect."""
+        query = f"SELECT state FROM {self.records.tables.effects} WHERE idempotency_key = ?"  # noqa: S608
+        with self.records.database.engine.connect() as connection:
+            found = connection.exec_driver_sql(query, (idempotency_key,)).first()
+        return found[0] if found is not None else None
+
     def lease_until(self, stored_key: str, token: str) -> float | None:
         """When the lease of *token* ends, in true time."""
         record = self.records.read(stored_key)
@@ -257,6 +272,8 @@ class LeaseServer(Server):
     def __init__(self, world: World) -> None:
         super().__init__(world, "leases")
         self.memory = Memory(now=self.now, began=-math.inf)
+        #: It has evicted keys.
+        self.evicts = False
 
     def lease_store(self, wait: float) -> SimulatedLeases:
         """The store of one process, whose calls take at most *wait* seconds."""
@@ -274,6 +291,21 @@ class LeaseServer(Server):
         now = self.now()
         leases = self.memory.leases.items()
         return [key for key, found in leases if found.call is not None and found.until > now]
+
+    def evict(self, stored_key: str) -> Call | None:
+        """Lose one lease, as a server with too little memory; returns the call that held it."""
+        self.evicts = True
+        return self.memory.leases.pop(stored_key).call
+
+    def replica(self) -> tuple[Any, Any, Any]:
+        """What a replica has now."""
+        leases = {key: copy(lease) for key, lease in self.memory.leases.items()}
+        return leases, dict(self.memory.marks), dict(self.memory.gates)
+
+    def restore(self, replica: tuple[Any, Any, Any]) -> None:
+        """Go on with what a replica has."""
+        self.memory.leases, self.memory.marks, self.memory.gates = replica
+        self.memory.began = self.now()
 
     def empty(self) -> None:
         """Lose all data, as a server without persistence that restarts."""
@@ -313,5 +345,5 @@ class SimulatedLeases(ToyLeaseStore):
         return SimulatedLeases(self._server, timeout)
 
     def may_have_lost_leases(self, stored_key: str, seconds: float) -> bool:
-        """Whether the server was emptied within the last *seconds*."""
-        return self.age(stored_key) < seconds
+        """Whether the server lost data within the last *seconds*, or has evicted keys."""
+        return self._server.evicts or self.age(stored_key) < seconds

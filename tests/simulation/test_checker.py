@@ -258,6 +258,84 @@ GOOD: dict[str, Callable[[], Story]] = {
         .write(state="pending", ended="lost")
         .run("b", 2)
     ),
+    "an effect whose reply is stored": lambda: (
+        called()
+        .claim()
+        .body()
+        .note("charges", key=KEY, token="a", process="w0/c1", store_until=9.0)
+        .note("has charged", key=KEY, token="a", state="done")
+        .ends()
+        .done()
+    ),
+    "an effect under a lease that its store has lost": lambda: (
+        called()
+        .claim()
+        .body()
+        .note("emptied")
+        .note("charges", key=KEY, token="a", process="w0/c1", store_until=None)
+        .ends()
+        .done()
+    ),
+    "an overlap after the lease was evicted": lambda: (
+        called()
+        .claim()
+        .body()
+        .note("evicted", key=KEY)
+        .claim("b", 2)
+        .body("b", 2, "w1/c1")
+        .ends()
+        .ends("b")
+        .done()
+    ),
+    "an overlap of a body that cannot be interrupted": lambda: (
+        called()
+        .claim()
+        .body(interrupted=False)
+        .note("lost request", process="w0/c1")
+        .loses()
+        .claim("b", 2)
+        .body("b", 2, "w1/c1")
+        .ends()
+        .ends("b")
+        .done()
+    ),
+    "a call that is revoked before it runs": lambda: (
+        Story().call(answer="REVOKED").note("revoked", call="c1")
+    ),
+    "a call that expires": lambda: (
+        Story().note("calls", call="c1", expires=5.0).call(answer="REVOKED")
+    ),
+    "a call that is refused before its start, and another one": lambda: (
+        Story()
+        .call(answer="FAILURE")
+        .note("refused before the start", call="c1")
+        .call("c2")
+        .claim(call="c2")
+        .body()
+        .ends()
+        .done()
+    ),
+    "a call that ends by its time limit in a cooldown": lambda: (
+        Story()
+        .call(answer="FAILURE")
+        .claim()
+        .body()
+        .ends()
+        .write(state="pending", ended="failed")
+        .note("time limit", call="c1")
+    ),
+    "a transaction that is committed": lambda: (
+        called().claim().body().done().note("committed", token="a").ends()
+    ),
+    "a transaction that is rolled back": lambda: (
+        called()
+        .claim()
+        .body()
+        .note("rolled back", token="a")
+        .ends()
+        .write(state="pending", ended="failed")
+        .run("b", 2)
+    ),
     "an unconfirmed call that never came": lambda: Story().note("unconfirmed", call="c1"),
 }
 
@@ -397,6 +475,52 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a body whose lease has ended": (
         "a body begins under its lease", 3,
         lambda: called().claim().body(store_until=2.5).ends().done(),
+    ),
+    "an effect whose reply is not stored": (
+        "the reply of an effect is stored", 4,
+        lambda: called().claim().body().note("has charged", key=KEY, token="a", state="sent").ends().done(),
+    ),
+    "an effect after its lease has ended": (
+        "an effect is called under its lease", 4,
+        lambda: called().claim().body()
+        .note("charges", key=KEY, token="a", process="w0/c1", store_until=3.5).ends().done(),
+    ),
+    "an effect after a pause in which its lease has ended": (
+        "an effect is called under its lease", 5,
+        lambda: called().claim().body().note("paused", process="w0/c1", span=1.0)
+        .note("charges", key=KEY, token="a", process="w0/c1", store_until=3.5).ends().done(),
+    ),
+    "two bodies after another lease was evicted": (
+        "no overlap", 6,
+        lambda: called().claim().body().note("evicted", key="once other").claim("b", 2)
+        .body("b", 2, "w1/c1").ends().ends("b").done(),
+    ),
+    "two bodies, the first of which cannot be interrupted, and has not lost its lease": (
+        "no overlap", 5,
+        lambda: called().claim().body(interrupted=False).claim("b", 2).body("b", 2, "w1/c1")
+        .ends().ends("b").done(),
+    ),
+    "a call that nobody has revoked": (
+        "nothing is lost", 1, lambda: Story().call(answer="REVOKED").run(),
+    ),
+    "a call that expires although it never should": (
+        "nothing is lost", 1, lambda: Story().call(answer="REVOKED").note("revoked", call="c2").run(),
+    ),
+    "a revoked call whose caller has no answer": (
+        "nothing is lost", 1, lambda: Story().call(answer="PENDING").note("revoked", call="c1"),
+    ),
+    "a row that waits for a revoked call": (
+        "nothing is left", 0,
+        lambda: Story().call(answer="REVOKED").claim().body().ends()
+        .write(state="pending", ended="failed", resumes=True).note("revoked", call="c1"),
+    ),
+    "a transaction that is committed without the record": (
+        "completed with its rows", 4,
+        lambda: called().claim().body().note("committed", token="a").ends().claim("b", 2).body("b", 2).ends("b").done(),
+    ),
+    "a record that is done although its transaction was rolled back": (
+        "completed with its rows", 4,
+        lambda: called().claim().body().note("rolled back", token="a").ends().done(),
     ),
     "a call without a row": ("nothing is lost", 1, called),
     "a call whose row is pending": (

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import celery_leases
 from tests.simulation import planted
 from tests.simulation.regressions import REGRESSIONS
 from tests.simulation.search import first_failure, run, shrunk
@@ -41,6 +44,33 @@ def test_a_seed_has_the_same_history_in_each_process() -> None:
         return done.stdout
 
     assert told("1", "3") == told("2", "13") != ""
+
+
+STEPS_OF_A_CALL = ("attempt", "body", "decide", "outbox", "worker", "concurrency", "stores/sql")
+OTHER_CLOCKS = (
+    *(
+        r"\btime\.(time|monotonic|perf_counter|clock_gettime)\(",
+        r"from time import",
+        r"\bnow\(UTC\)",
+    ),
+    *(r"\bthreading\.(Thread|Event|Timer|Condition)\b", r"import boot_clock"),
+)
+"""What the simulator could not replace."""
+NOT_SIMULATED = ("stores/sql/dialects", "stores/sql/migrations", "stores/sql/conn", "worker/checks")
+
+
+def test_the_steps_of_a_call_read_only_clocks_that_can_be_replaced() -> None:
+    """Those of their process, and ``os_threads.boot_clock`` before there is one."""
+    root = Path(celery_leases.__file__).parent
+    found = [
+        f"{path.relative_to(root)}: {line.strip()}"
+        for folder in STEPS_OF_A_CALL
+        for path in sorted((root / folder).rglob("*.py"))
+        if not path.relative_to(root).as_posix().startswith(NOT_SIMULATED)
+        for line in path.read_text().splitlines()
+        if any(re.search(pattern, line) for pattern in OTHER_CLOCKS)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("bug", planted.BUGS, ids=lambda bug: bug.name)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import celery
@@ -80,7 +82,7 @@ def app() -> SimulatedCelery:
     """The app with its tasks, made once in a Python process."""
     made = SimulatedCelery("simulated", broker="simulated://", backend=None, set_as_current=True)
     made.conf.update(
-        leases_database_url="sqlite://",
+        leases_database_url="sqlite:///simulated",  # not the memory of one process
         leases_url="database",
         broker_pool_limit=None,
         task_publish_retry=False,
@@ -107,6 +109,11 @@ def app() -> SimulatedCelery:
     made.task(name="limited", lease_group=group, lease_runs="each", **common)(body)
     made.task(name="killed", lease_on_lost="kill", **once)(body)
     made.task(name="charged", **once)(charging_body)
+    made.task(name="queued", lease_outbox="once", **once)(body)
+    made.task(name="enqueued", **once)(body)
+    made.task(name="completed", **once)(completing_body)
+    made.task(name="timed", time_limit=5.0, soft_time_limit=4.0, **once)(body)
+    made.task(name="picky", before_start=before_start, **once)(body)
     others, celery._state._on_app_finalizers = celery._state._on_app_finalizers, set()
     made.finalize()  # without the shared tasks of other tests in this process
     celery._state._on_app_finalizers = others
@@ -114,38 +121,58 @@ def app() -> SimulatedCelery:
     return made
 
 
+def before_start(task: Any, call: str, args: Any, kwargs: Any) -> None:
+    """Refuse some calls before their body."""
+    if world().random.random() < 0.3:
+        world().note("refused before the start", call=call, key=f"{task.name} {args[0]}")
+        raise TypeError("simulated")
+
+
 def body(self: Any, key: str, number: int) -> Any:
     """Work in steps, then end as the simulation wants it."""
-    return _body(self, key, number, charges=False)
+    with _noted(self, key) as end:
+        return end(number)
 
 
 def charging_body(self: Any, key: str, number: int) -> Any:
     """The same, and charge once for the key."""
-    return _body(self, key, number, charges=True)
+    with _noted(self, key) as end:
+        here, lease, who = world(), self.lease, end.who
+        charge = partial(here.charge, who, lease._call.key.stored)
+        here.scheduler.sleep(here.random.choice((0.0, 0.5, 2.0, 4.0)))
+        made = lease.effect("charge", charge, verify=here.find_charge, verify_after=1.0)
+        here.has_charged(made.idempotency_key, **who)
+        return end(number)
 
 
-def _body(task: Any, key: str, number: int, *, charges: bool) -> Any:
-    here, lease = world(), task.lease
-    assert isinstance(lease, Lease)
-    who = {
-        "key": f"{task.name} {key}",
-        "call": task.request.id,
-        "fence": lease.fence,
-        "token": lease._call.token,
-    }
-    here.body_began(lease._call.key.stored, **who)
-    ending = "interrupted"
-    try:
-        if charges:
-            lease.effect("charge", here.charge, verify=here.find_charge, verify_after=1.0)
+def completing_body(self: Any, key: str, number: int) -> Any:
+    """The same, and complete the call in a transaction of its own."""
+    with _noted(self, key) as end:
+        result = end(number)
+        if not world().complete(self.lease, result, **end.who):
+            end.ending = "rolled back"
+        return result
+
+
+class _Body:
+    """One run of a body."""
+
+    def __init__(self, lease: Lease, who: dict[str, Any]) -> None:
+        self.lease = lease
+        self.who = who
+        self.ending = "interrupted"
+
+    def __call__(self, number: int) -> Any:
+        """Do its steps, and end it."""
+        here = world()
         plan = here.plan()
         for seconds in plan.steps:
             here.scheduler.sleep(seconds)
             if plan.checks:
-                lease.check()
-                here.note("checked", **who)
-        ending = plan.ending
-        match ending:
+                self.lease.check()
+                here.note("checked", **self.who)
+        self.ending = plan.ending
+        match plan.ending:
             case "retry":
                 raise ConnectionError("simulated")
             case "cooldown":
@@ -156,6 +183,26 @@ def _body(task: Any, key: str, number: int, *, charges: bool) -> Any:
                 raise Snooze(2.0)
             case "permanent":
                 raise TypeError("simulated")
-        return json.dumps([number, lease.fence])
+        return json.dumps([number, self.lease.fence])
+
+
+@contextmanager
+def _noted(task: Any, key: str) -> Iterator[_Body]:
+    here, lease = world(), task.lease
+    assert isinstance(lease, Lease)
+    who = {
+        "key": f"{task.name} {key}",
+        "call": task.request.id,
+        "fence": lease.fence,
+        "token": lease._call.token,
+    }
+    here.body_began(lease._call.key.stored, **who)
+    made = _Body(lease, who)
+    try:
+        yield made
+    except BaseException:
+        if made.ending == "return":
+            made.ending = "interrupted"
+        raise
     finally:
-        here.body_ended(ending=ending, **who)
+        here.body_ended(ending=made.ending, **who)

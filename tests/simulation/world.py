@@ -6,9 +6,9 @@ import json
 import os
 import random as random_module
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from itertools import count
@@ -18,26 +18,47 @@ from unittest.mock import Mock, patch
 
 from celery.worker import state as worker_state
 from celery.worker import strategy
+from sqlalchemy.orm import Session
 
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.concurrency import os_threads, wait_limit
+from celery_leases.concurrency import os_threads
+from celery_leases.errors import StoreUnavailable
 from celery_leases.events import LeaseAcquired, LeaseLost, LeaseRenewed
-from celery_leases.worker import child_exit, delivery, processes, request, requeue
+from celery_leases.outbox.calls import relay, rescue
+from celery_leases.stores.sql import database
+from celery_leases.worker import (
+    child_exit,
+    database_watch,
+    delivery,
+    interrupts,
+    processes,
+    request,
+    requeue,
+    waiting_calls,
+)
 from celery_leases.worker.app_settings import settings_of
 from tests.simulation import broker as broker_module
 from tests.simulation import work
 from tests.simulation.broker import Broker
-from tests.simulation.faults import ACCIDENTS, Accident, Faults
+from tests.simulation.faults import ACCIDENTS, UNSAFE, Accident, Faults, lose_message
 from tests.simulation.history import Note, Row
-from tests.simulation.processes import Child, SimulatedProcess, Worker
+from tests.simulation.processes import SimulatedClock, SimulatedKillTimer, SimulatedProcess, Worker
 from tests.simulation.scheduler import Scheduler, Strand
 from tests.simulation.servers import EPOCH, DatabaseServer, LeaseServer, Server
 
-TASKS = ("once", "each", "latest", "limited", "killed", "charged")
-HORIZON = 60.0
-"""Seconds in which calls are published and accidents happen."""
+TASKS = (
+    *("once", "each", "latest", "limited", "killed", "charged"),
+    *("timed", "picky", "completed", "queued", "enqueued"),
+)
+OUTBOX_TASKS = ("queued", "enqueued")
+"""Tasks whose records have the messages, which the broker may lose."""
+RESCUE_AFTER = 20.0
+"""Seconds without a change after which a message counts as lost."""
+PREFORK_TASKS = ("killed", "timed")
+"""Tasks that other pools do not support."""
+DAY = 86_400.0
 PATIENCE = 4 * 3600.0
-"""Seconds after which everything must be quiet."""
+"""Seconds after the last fault after which everything must be quiet."""
 
 
 @dataclass
@@ -64,28 +85,46 @@ class Shape:
     """What a cluster is made of."""
 
     workers: int
-    children: int
+    #: Processes or threads of each worker.
+    places: int
+    threads: bool
     keys: int
     calls: int
     accidents: int
     database_leases: bool
     visibility: float | None
     tasks: tuple[str, ...]
+    #: Seconds in which calls are published and accidents happen.
+    span: float = 60.0
+    #: The clock of the lease store steps.
+    unsafe: bool = False
+    #: The broker loses messages.
+    loses: bool = False
+    #: Workers begin waiting calls as soon as their key is free.
+    early: bool = False
 
     @classmethod
     def drawn(cls, random: Random) -> Shape:
         """The cluster of one seed."""
-        tasks = tuple(random.sample(TASKS, random.choice((1, 1, 2))))
+        threads = random.random() < 0.25
+        possible = [name for name in TASKS if not (threads and name in PREFORK_TASKS)]
+        tasks = tuple(random.sample(possible, random.choice((1, 1, 2))))
+        span = random.choice((60.0,) * 54 + (600.0,) * 5 + (DAY,))
         # The lease store in memory has no slots, so that limits are those of the database.
         return cls(
-            workers=random.choice((1, 2, 3)),
-            children=random.choice((1, 2, 3)),
-            keys=random.choice((1, 1, 2, 4)),
-            calls=random.choice((4, 8, 12)),
-            accidents=random.choice((0, 2, 5, 10)),
+            span=span,
+            workers=random.choice((1, 2, 3)) if span < DAY else 3,
+            places=random.choice((1, 2, 3)),
+            threads=threads,
+            keys=random.choice((1, 1, 2, 4)) if span < DAY else 20,
+            calls=random.choice((4, 8, 12)) if span < DAY else 60,
+            accidents=random.choice((0, 2, 5, 10)) if span < DAY else 10,
             database_leases=random.random() < 0.5 or "limited" in tasks,
             visibility=random.choice((None, None, 10.0, 60.0)),
             tasks=tasks,
+            unsafe=random.random() < 0.1,
+            loses=random.random() < 0.5 and set(tasks) <= set(OUTBOX_TASKS),
+            early=random.random() < 0.5,
         )
 
 
@@ -103,6 +142,7 @@ class World:
     without: frozenset[str] = frozenset()
     given: Shape | None = None
     accidents: tuple[Accident, ...] = ACCIDENTS
+    bodies: int = 0
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
@@ -113,10 +153,13 @@ class World:
         self.outside = work.Outside()
         self.app = work.app()
         self.shortest_ttl = work.TTL
+        self._clocks: dict[str, SimulatedClock] = {}
         self._numbers: dict[str, Iterator[int]] = {}
         self._published = 0
         self._bytes = Random(self.seed)
         self._recording = True
+        #: The writes of an open transaction.
+        self.uncommitted: list[tuple[Row | None, Row | None]] | None = None
 
     # -- what happens ------------------------------------------------------------------------------
 
@@ -138,9 +181,11 @@ class World:
             self.tasks = [self.app.tasks[name] for name in self.shape.tasks]
             self.client = SimulatedProcess(self, "client", "client")
             for number in range(self.shape.workers):
-                self.workers.append(Worker(self, f"worker-{number}", self.shape.children))
+                self.workers.append(Worker(self, f"worker-{number}"))
             self._plan_calls_and_accidents()
-            self.later(HORIZON, self._heal)
+            self.later(self.shape.span, self._heal)
+            if set(self.shape.tasks) & set(OUTBOX_TASKS):
+                self.scheduler.spawn(self.client, self._keep_outbox, "outbox")
             self.scheduler.run(self._is_over)
             self._note_final()
             self._recording = False
@@ -153,25 +198,74 @@ class World:
         at = 0.0
         for number in range(1, self.shape.calls + 1):
             if self.random.random() < 0.6:  # otherwise it comes together with the call before
-                at = self.random.uniform(0, HORIZON * 0.8)
+                at = self.random.uniform(0, self.shape.span * 0.8)
             task, key = self.random.choice(self.shape.tasks), self.random.randrange(self.shape.keys)
             if f"call {number}" not in self.without:
                 self.later(at, partial(self._call, number, task, f"k{key}"), self.client)
         for number in range(1, self.shape.accidents + 1):
-            accident, at = self.random.choice(self.accidents), self.random.uniform(0, HORIZON)
+            possible = self.accidents
+            possible += UNSAFE if self.shape.unsafe else ()
+            possible += (lose_message,) * 4 if self.shape.loses else ()
+            accident, at = self.random.choice(possible), self.random.uniform(0, self.shape.span)
             if f"accident {number}" not in self.without:
                 self.later(at, partial(accident, self))
 
     def _call(self, number: int, name: str, key: str) -> None:
         task, call_id = self.app.tasks[name], f"call-{number}"
+        expires = self.random.random() < 0.1 and self.scheduler.now < self.shape.span
+        options = {"expires": self.random.choice((1.0, 5.0, 15.0))} if expires else {}
         who = {"task": task.name, "key": f"{task.name} {key}", "call": call_id, "number": number}
+        who |= options
         self.note("calls", **who)
         try:
-            task.apply_async((key, number), task_id=call_id)
+            if name == "enqueued":
+                result = self._enqueue(task, key, number)
+            else:
+                result = task.apply_async((key, number), task_id=call_id, **options)
         except Exception as error:  # noqa: BLE001 - the caller learns that it was not confirmed
             self.note("unconfirmed", error=type(error).__name__, **who)
         else:
-            self.note("published", **who)
+            if result is not None:
+                who["call"] = result.id
+                self.note("published", own=result.id == call_id, **who)
+
+    def _enqueue(self, task: Any, key: str, number: int) -> Any:
+        """Enqueue a call in a transaction; returns its result if that is committed."""
+        drawn = self.random.random()
+        with Session(self.database.records.database.engine) as session, self._transaction() as done:
+            result = task.delay_in(session, key, number)
+            if drawn < 0.15:
+                self.note("withdrawn", key=f"{task.name} {key}", call=result.id)
+                done(False)
+                return session.rollback()
+            done(True)
+            session.commit()
+        return result
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Callable[[bool], None]]:
+        """A transaction, in which nothing else happens. Call the function with whether it is
+        committed, just before.
+        """
+        written = self.uncommitted = []
+
+        def ends(committed: bool) -> None:
+            self.uncommitted = None
+            for old, new in written * committed:
+                self.row_changed(old, new)
+
+        try:
+            yield ends
+        finally:
+            self.uncommitted = None
+
+    def _keep_outbox(self) -> None:
+        """What an operator's timer does: publish the messages that are due or lost."""
+        while True:
+            self.scheduler.sleep(max(5.0, self.shape.span / 200))
+            with suppress(StoreUnavailable):
+                relay(self.app)
+                rescue(self.app, older=RESCUE_AFTER)
 
     def _heal(self) -> None:
         self.faults.active = False
@@ -186,13 +280,13 @@ class World:
 
     def _is_over(self) -> bool:
         # Leases of dead processes end by themselves.
-        quiet = self.scheduler.now > HORIZON + 10 * self.shortest_ttl and self._is_quiet()
-        return quiet or self.scheduler.now > PATIENCE
+        wait = 10 * self.shortest_ttl + (4 * RESCUE_AFTER + self.shape.span / 50) * self.shape.loses
+        quiet = self.scheduler.now > self.shape.span + wait and self._is_quiet()
+        return quiet or self.scheduler.now > self.shape.span + PATIENCE
 
     def _is_quiet(self) -> bool:
-        return self.broker.is_empty() and not any(
-            child.request for worker in self.workers for child in worker.children
-        )
+        busy = any(place.job for worker in self.workers for place in worker.places)
+        return self.broker.is_empty() and not busy and not self.database.has_due_messages()
 
     def _note_final(self) -> None:
         answers, values = {}, {}
@@ -213,6 +307,9 @@ class World:
 
     def row_changed(self, old: Row | None, new: Row | None) -> None:
         """Note a write of the database to a record."""
+        if self.uncommitted is not None:
+            self.uncommitted.append((old, new))
+            return
         row, by = new or old, self.here
         assert row is not None
         by = getattr(by, "client", None) or by
@@ -223,7 +320,7 @@ class World:
         random = self.random
         endings = ("return",) * 12 + ("retry", "retry", "cooldown", "later", "snooze", "permanent")
         lengths = random.choice(((0.01,), (0.2, 0.3), (1.0, 1.0, 1.0), (2.0,) * 5, (8.0,)))
-        ending = random.choice(endings) if self.scheduler.now < HORIZON else "return"
+        ending = random.choice(endings) if self.scheduler.now < self.shape.span else "return"
         return Plan(list(lengths), ending, random.random() < 0.7)
 
     # -- what bodies do ----------------------------------------------------------------------------
@@ -231,16 +328,19 @@ class World:
     def body_began(self, stored_key: str, **who: Any) -> None:
         """A body begins."""
         until = self._lease_until(stored_key, who["token"])
-        self.note("body", process=self.here.name, store_until=until, **who)
+        alone = not self.shape.threads
+        self.note("body", process=self.here.name, store_until=until, interrupted=alone, **who)
 
     def body_ended(self, **who: Any) -> None:
         """A body has ended."""
         self.note("body ended", process=self.here.name, **who)
 
-    def charge(self, idempotency_key: str) -> str:
+    def charge(self, who: dict[str, Any], stored_key: str, idempotency_key: str) -> str:
         """Call the outside world, which takes a moment."""
+        until = self._lease_until(stored_key, who["token"])
+        self.note("charges", process=self.here.name, store_until=until, **who)
         self.scheduler.sleep(self.latency(0.05))
-        drawn = self.random.random() if self.scheduler.now < HORIZON else 1.0
+        drawn = self.random.random() if self.scheduler.now < self.shape.span else 1.0
         if drawn < 0.05:
             raise ConnectionRefusedError("simulated")
         reply = self.outside.charge(idempotency_key)
@@ -249,6 +349,29 @@ class World:
             raise TimeoutError("simulated")
         self.scheduler.sleep(self.latency(0.05))
         return reply
+
+    def complete(self, lease: Any, result: Any, **who: Any) -> bool:
+        """Complete the call in a transaction; returns whether that is committed."""
+        drawn = self.random.random() if self.scheduler.now < self.shape.span else 1.0
+        engine = self.database.records.database.engine
+        with engine.connect() as connection, self._transaction() as ends:
+            lease.complete(result, connection)
+            if drawn < 0.2:
+                ends(False)
+                connection.rollback()
+                self.note("rolled back", **who)
+            else:
+                ends(True)
+                connection.commit()
+                self.note("committed", **who)
+        if drawn > 0.9 and self.scheduler.now < self.shape.span:
+            raise ConnectionError("simulated, after the commit")
+        return drawn >= 0.2
+
+    def has_charged(self, idempotency_key: str, **who: Any) -> None:
+        """The effect has returned to the body."""
+        state = self.database.effect_state(idempotency_key)
+        self.note("has charged", process=self.here.name, state=state, **who)
 
     def find_charge(self, idempotency_key: str) -> str | None:
         """Ask the outside world what has become of a charge."""
@@ -305,11 +428,13 @@ class World:
         strand = self.scheduler.current
         return strand.process if strand is not None else self.kernel
 
-    def end_child(self, child: SimulatedProcess) -> None:
-        """Kill a child, or the process that a kill timer ends."""
-        for worker in self.workers:
-            if isinstance(child, Child) and child in worker.children:
-                worker.child_died(child)
+    def end_process(self, process: SimulatedProcess) -> None:
+        """Kill a process: a child, or a whole worker with its threads."""
+        for worker in list(self.workers):
+            if process is worker.main:
+                self.replace_worker(worker)
+            elif any(place.process is process for place in worker.places):
+                worker.process_died(process)
 
     def replace_worker(self, worker: Worker) -> None:
         """Kill a worker; another one starts in a while."""
@@ -318,7 +443,7 @@ class World:
         name = f"worker-{self.shape.workers + self.numbered('worker')}"
 
         def start() -> None:
-            self.workers.append(Worker(self, name, self.shape.children))
+            self.workers.append(Worker(self, name))
 
         if self.workers:
             self.later(self.random.uniform(0.5, 5.0), start)
@@ -337,6 +462,13 @@ class World:
     def wall_time(self) -> float:
         """What wall clocks of processes show."""
         return EPOCH + self.scheduler.now
+
+    def clock_of(self, host: str) -> SimulatedClock:
+        """The clock of a host, which all its processes share."""
+        if host not in self._clocks:
+            offset, rate = self.random.uniform(0, 1e6), 1 + self.random.uniform(-0.004, 0.004)
+            self._clocks[host] = SimulatedClock(self, offset, rate)
+        return self._clocks[host]
 
     def new_pid(self) -> int:
         """The number of a new process."""
@@ -360,7 +492,7 @@ class World:
 def _warm_up() -> None:
     """Run what happens once in a Python process, so that all seeds of it meet the same."""
     for database_leases in (False, True):
-        everything = Shape(2, 2, 2, 20, 10, database_leases, None, TASKS)
+        everything = Shape(2, 2, False, 2, 20, 10, database_leases, None, TASKS)
         if not database_leases:
             everything.tasks = tuple(name for name in TASKS if name != "limited")
         World(0, given=everything)._run()
@@ -420,6 +552,54 @@ class Wakeup:
         self._notified = False
 
 
+class OfProcess(MutableMapping[Any, Any]):
+    """A dictionary of a module, of which each process has its own."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._all: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._all[self._world.here][key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._all[self._world.here][key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._all[self._world.here][key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._all[self._world.here])
+
+    def __len__(self) -> int:
+        return len(self._all[self._world.here])
+
+
+class WaitingOfWorker:
+    """The calls that wait in the worker whose main process runs."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._world.here.waiting, name)
+
+
+class MemoryOfWorker:
+    """The memory that the main process of a worker shares with its children."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        size = len(database._memory)
+        self._all: defaultdict[str, bytearray] = defaultdict(lambda: bytearray(size))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._all[self._world.here.host][key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._all[self._world.here.host][key] = value
+
+
 @contextmanager
 def simulated(world: World) -> Iterator[None]:
     """Replace clocks, randomness, threads and processes by those of *world*."""
@@ -445,10 +625,10 @@ def simulated(world: World) -> Iterator[None]:
         (os_threads, "Wakeup", Wakeup),
         (os_threads, "start_thread", start_thread),
         (os_threads, "boot_clock", now),
-        (wait_limit, "boot_clock", now),
         (processes, "process_of", lambda *_, **__: world.here.library),
-        (processes, "current_worker", lambda: None),
-        (delivery, "interrupt_guard_here", lambda _, token=None: world.here.guard(token)),
+        (processes, "current_worker", lambda: getattr(world.here, "worker", None)),
+        (delivery, "interrupt_guard_here", lambda *_: world.here.guard()),
+        (interrupts, "_kill_timer", lambda held: SimulatedKillTimer(world, held.kill_deadline)),
         (child_exit, "_exists", lambda pid: pid in world.processes),
         (child_exit, "watch", lambda _: None),
         (child_exit, "_stores_lock", Lock()),
@@ -456,7 +636,10 @@ def simulated(world: World) -> Iterator[None]:
         (requeue, "_requeued", OrderedDict()),
         (strategy, "to_timestamp", lambda moment: moment.timestamp()),
         (request, "arrivals", Mock(order=order)),
-        (request, "waiting_calls", Mock(by_key={}, **{"begins_early.return_value": False})),
+        (database_watch, "_until", OfProcess(world)),
+        (database, "_memory", MemoryOfWorker(world)),
+        (request, "waiting_calls", WaitingOfWorker(world)),
+        (waiting_calls, "random", world.random),
         (work, "current", world),
     ]
     worker_state.reset_state()
