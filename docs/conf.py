@@ -27,15 +27,26 @@ SUMMARY = (
     "Celery tasks that are safe to run twice: leases decide who may run, records what is done."
 )
 PARTS = ("Tutorial", "How-to", "Explanation", "Reference")
+FIRST = (
+    *("tutorial/first-task", "how-to/add-to-your-project", "how-to/choosing"),
+    *("explanation/guarantees", "explanation/how-it-works", "explanation/failures"),
+    *("reference/options", "reference/client", "reference/status", "reference/command-line"),
+)
+"""The pages with which their parts begin; the others follow by name."""
 TOCTREE = """
 ```{{toctree}}
 :hidden:
-:glob:
 :caption: {}
 
-{}/*
+{}
 ```
 """
+
+
+def pages_of(part: str) -> list[str]:
+    """The pages of a part, in the order in which a reader needs them."""
+    found = sorted(f"{part.lower()}/{path.stem}" for path in (PAGES / part.lower()).glob("*.md"))
+    return sorted(found, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
 
 
 def for_the_site(app: Sphinx, name: str, source: list[str]) -> None:
@@ -50,7 +61,7 @@ def for_the_site(app: Sphinx, name: str, source: list[str]) -> None:
     # Pygments knows the quotes of PostgreSQL under its name only.
     text = text.replace("```mermaid", "```text").replace("```sql", "```postgresql")
     if name == "index":
-        text += "".join(TOCTREE.format(part, part.lower()) for part in PARTS)
+        text += "".join(TOCTREE.format(part, "\n".join(pages_of(part))) for part in PARTS)
     source[0] = text
 
 
@@ -61,9 +72,9 @@ def put_markdown_beside(app: Sphinx, error: Exception | None) -> None:
     lines = [f"# {project}", "", f"> {SUMMARY}"]
     for part in PARTS:
         lines += ["", f"## {part}", ""]
-        for path in sorted((PAGES / part.lower()).glob("*.md")):
-            title = path.read_text().partition("\n")[0].removeprefix("# ")
-            lines.append(f"- [{title}]({path.relative_to(PAGES)})")
+        for name in pages_of(part):
+            title = (PAGES / f"{name}.md").read_text().partition("\n")[0].removeprefix("# ")
+            lines.append(f"- [{title}]({name}.md)")
     (app.outdir / "llms.txt").write_text("\n".join(lines) + "\n")
     for path in PAGES.rglob("*.md"):
         copy = app.outdir / path.relative_to(PAGES)
