@@ -13,8 +13,8 @@ from celery_leases.errors import StoreUnavailable
 G = TypeVar("G")
 A = TypeVar("A")
 
-PATIENCE: Final = 2.0
-"""Seconds for which a step waits at most for a trip that others have begun. Then it goes alone."""
+PATIENCE: Final = 0.1
+"""Seconds after which those that wait no longer wait for the trip that is under way."""
 
 
 class _Step(Generic[G, A]):
@@ -36,23 +36,25 @@ class _Step(Generic[G, A]):
 class SharedTrips(Generic[G, A]):
     """Steps that go to a server together.
 
-    A caller goes at once if no trip is under way. Those that come during a trip go together in the
-    next one. *together* gets what the callers have given, and returns an answer for each; ``None``:
-    that step must go alone. If it raises an error after which nothing was executed, all steps of
-    the trip must go alone, so that what is wrong with one of them fails only that one; after any
-    other :class:`StoreUnavailable` nobody knows, and each step fails. Those that wait go alone.
+    A caller goes at once, and alone, if no trip is under way. Those that come during a trip go
+    together in the next one, which begins when that trip ends, or is late. *together* gets what the
+    callers have given, and returns an answer for each; ``None``: that step must go alone. If it
+    raises an error after which nothing was executed, all steps of the trip must go alone, so that
+    what is wrong with one of them fails only that one; after any other :class:`StoreUnavailable`
+    nobody knows, and each step fails.
     """
 
     def __init__(self, together: Callable[[Sequence[G]], Sequence[A | None]]) -> None:
         self._together = together
         self._lock = threading.Lock()
         self._waiting: list[_Step[G, A]] = []
-        self._under_way = False
+        #: The trip for whose end those that come must wait.
+        self._under_way: list[_Step[G, A]] = []
 
-    def run(self, given: G) -> A | None:
-        """The answer to *given*; ``None``: the caller must go alone.
+    def run(self, given: G, alone: Callable[[], A]) -> A:
+        """The answer to *given*, from a shared trip or from *alone*, whose errors it raises.
 
-        Raises :class:`StoreUnavailable` if it may have been executed.
+        Raises :class:`StoreUnavailable` if a shared trip has failed and may have been executed.
         """
         step: _Step[G, A] = _Step(given)
         with self._lock:
@@ -61,15 +63,18 @@ class SharedTrips(Generic[G, A]):
                 step.wakeup.acquire()
                 self._waiting.append(step)
             else:
-                self._under_way = True
-                step.trip = [step]
+                self._under_way = step.trip = [step]
         if step.wakeup is not None:
             self._wait(step)
-        if step.trip:
-            self._go(step)
+        if len(step.trip) == 1:
+            try:
+                return alone()
+            finally:
+                self._go_on(step, self._end(step, step.trip))
+        self._go_on(step, step.trip)
         if step.failure is not None:
             raise step.failure
-        return step.answer
+        return step.answer if step.answer is not None else alone()
 
     def send(self, given: G) -> bool:
         """Let *given* go in the next trip, and do not wait for an answer; ``False``: no trip is
@@ -78,34 +83,36 @@ class SharedTrips(Generic[G, A]):
         with self._lock:
             if self._under_way:
                 self._waiting.append(_Step(given))
-            return self._under_way
+            return bool(self._under_way)
 
     def _wait(self, step: _Step[G, A]) -> None:
+        """Return when *step* has an answer, must go alone, or is to begin a trip."""
         try:
             if step.wakeup.acquire(timeout=wait_limit.bounded(PATIENCE)):
                 return
             with self._lock:
-                if step in self._waiting:
+                if step in self._waiting:  # the trip is late
                     self._waiting.remove(step)
+                    step.trip = self._under_way = [step, *self._waiting]
+                    self._waiting = []
+                    return
+            step.wakeup.acquire()  # it is in a trip, or is to begin one
         except BaseException:
             with self._lock:
                 if step in self._waiting:
                     self._waiting.remove(step)
             if step.trip:  # its turn has come meanwhile
-                self._end(step, step.trip, alone=True)
+                self._go_on(step, self._end(step, step.trip))
             raise
 
-    def _go(self, step: _Step[G, A]) -> None:
-        """Make the trip of *step*, and then the next one if nobody waits for it."""
-        trip = step.trip
+    def _go_on(self, step: _Step[G, A], trip: list[_Step[G, A]]) -> None:
+        """Make a *trip*, if there is any, and then the next one if nobody waits for it."""
         while trip:
-            alone = True
             try:
                 with suppress(Exception):  # each step meets its own error when it goes alone
                     self._make(trip)
-                    alone = False
             finally:
-                trip = self._end(step, trip, alone=alone)
+                trip = self._end(step, trip)
 
     def _make(self, trip: list[_Step[G, A]]) -> None:
         try:
@@ -118,18 +125,23 @@ class SharedTrips(Generic[G, A]):
         for step, answer in zip(trip, answers, strict=True):
             step.answer = answer
 
-    def _end(self, own: _Step[G, A], trip: list[_Step[G, A]], *, alone: bool) -> list[_Step[G, A]]:
-        """Wake the others of a *trip* that has ended, and let those that wait begin the next one,
-        or go *alone*. If nobody waits for the next one, return it.
+    def _end(self, own: _Step[G, A], trip: list[_Step[G, A]]) -> list[_Step[G, A]]:
+        """Wake the others of a *trip* that has ended, and one of those that wait, to begin the next
+        one. If nobody waits for it, return it.
         """
+        ended, ours = trip, list[_Step[G, A]]()
         with self._lock:
-            waiting, self._waiting = self._waiting, []
-            goes_on = self._under_way = bool(waiting) and not alone
-            ended = trip if goes_on else [*trip, *waiting]
-            next_one = next((step for step in waiting if step.wakeup is not None), None)
-            if goes_on and next_one is not None:
-                next_one.trip, ended, waiting = waiting, [*trip, next_one], []
+            if self._under_way is trip:  # no later one has begun meanwhile
+                waiting, self._waiting = self._waiting, []
+                self._under_way = waiting
+                first = next((step for step in waiting if step.wakeup is not None), None)
+                if first is None:
+                    ours = waiting
+                else:
+                    waiting.remove(first)
+                    waiting.insert(0, first)
+                    first.trip, ended = waiting, [*trip, first]
         for step in ended:
             if step is not own and step.wakeup is not None:
                 step.wakeup.release()
-        return waiting if goes_on else []
+        return ours

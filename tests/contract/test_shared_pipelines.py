@@ -15,8 +15,7 @@ from celery_leases.stores.redis.direct import DirectCommands
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts import SeparateLeaseStoreContract
 from celery_leases.testing.contracts.calls import fresh_key, make_call
-from celery_leases.testing.waits import wait_until
-from tests.contract.shared_trips import at_once
+from tests.contract.shared_trips import at_once, trip_under_way
 from tests.crash.cutting_proxy import CuttingProxy
 from tests.support.servers import RedisServer
 
@@ -45,7 +44,7 @@ def store(leases_redis_url: str) -> Iterator[RedisLeaseStore]:
 
 
 class TestLeases(SeparateLeaseStoreContract):
-    """Each trip has one call."""
+    """Its calls come one after the other, or in threads."""
 
     @pytest.fixture
     def store(self, store: RedisLeaseStore) -> RedisLeaseStore:
@@ -72,7 +71,7 @@ def test_leases_that_are_taken_at_once_share_a_trip(
         before = client.info("stats")["total_reads_processed"]  # type: ignore[index]
         *answers, refused = acquired(store, [*calls, make_call(taken.key.stored)])
         after = client.info("stats")["total_reads_processed"]  # type: ignore[index]
-    assert after - before == 3, "two trips, and that of the test"
+    assert after - before == 2, "one trip, and that of the test"
     assert answers == [Acquired()] * MANY
     assert isinstance(refused, Refused)
     assert refused.why is Refusal.HELD
@@ -81,26 +80,14 @@ def test_leases_that_are_taken_at_once_share_a_trip(
     ]
 
 
-def test_a_lease_that_is_freed_during_a_trip_goes_in_the_next_one(
-    store: RedisLeaseStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine, other = new_calls(2)
-    assert store.acquire(mine) == Acquired()
-    trips: Any = store._commands._trips  # type: ignore[attr-defined]
-    together, made = trips._together, []
-
-    def freed(given: Sequence[Any]) -> Any:
-        made.append(len(given))
-        if len(made) == 1:
-            store.end(mine.key.stored, mine.token)
-            assert store.holder(mine.key.stored) is not None
-        return together(given)
-
-    monkeypatch.setattr(trips, "_together", freed)
-    assert store.acquire(other) == Acquired()
-    assert made == [1, 1]
-    assert store.holder(mine.key.stored) is None
-    assert store.holder(other.key.stored) is not None
+def test_a_lease_that_is_freed_during_a_trip_goes_in_the_next_one(store: RedisLeaseStore) -> None:
+    calls = new_calls(3)
+    assert [store.acquire(call) for call in calls] == [Acquired()] * 3
+    with trip_under_way(store._commands._trips):  # type: ignore[attr-defined]
+        for call in calls:
+            store.end(call.key.stored, call.token)
+        assert len(store.held([call.key.stored for call in calls])) == 3
+    assert store.held([call.key.stored for call in calls]) == set()
 
 
 def test_a_key_of_another_program_fails_alone(
@@ -121,11 +108,10 @@ def test_lost_scripts_are_sent_again(store: RedisLeaseStore, leases_redis_url: s
         client.script_flush()
         assert acquired(store, calls) == [Acquired()] * MANY
         client.script_flush()
-    for call in calls:
-        store.end(call.key.stored, call.token)
-    wait_until(
-        lambda: not store.held([call.key.stored for call in calls]), 10, "the leases to be freed"
-    )
+    with trip_under_way(store._commands._trips):  # type: ignore[attr-defined]
+        for call in calls:
+            store.end(call.key.stored, call.token)
+    assert store.held([call.key.stored for call in calls]) == set()
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["its reply", "the request"])

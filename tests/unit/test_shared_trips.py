@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +16,20 @@ from celery_leases.testing.waits import wait_until
 
 class Server:
     """Doubles numbers. A trip that begins with a number in *held* waits until it is released; 13
-    cannot be doubled, and 7 only alone.
+    cannot be doubled, and 7 only alone. A number that goes alone is a tuple among the trips.
     """
 
     def __init__(self, *held: int) -> None:
         self.trips: list[Sequence[int]] = []
         self.held = {number: threading.Event() for number in held}
+
+    def alone(self, number: int) -> int:
+        self.trips.append((number,))
+        if number in self.held:
+            assert self.held[number].wait(10)
+        if number == 13:
+            raise ValueError(number)
+        return 2 * number
 
     def double(self, numbers: Sequence[int]) -> list[int | None]:
         self.trips.append(numbers)
@@ -29,6 +38,14 @@ class Server:
         if 13 in numbers:
             raise ValueError(13)
         return [None if number == 7 else 2 * number for number in numbers]
+
+
+def run(trips: SharedTrips[int, int], server: Server, number: int) -> int | None:
+    """What *number* becomes; ``None`` for an error."""
+    try:
+        return trips.run(number, partial(server.alone, number))
+    except ValueError:
+        return None
 
 
 @contextmanager
@@ -43,7 +60,7 @@ def under_way(
 
     def take(number: int) -> None:
         def answer() -> None:
-            found[number] = trips.run(number)
+            found[number] = run(trips, server, number)
 
         threads.append(threading.Thread(target=answer, daemon=True))
         threads[-1].start()
@@ -69,15 +86,24 @@ def under_way(
 def test_who_is_alone_goes_at_once() -> None:
     server = Server()
     trips = SharedTrips(server.double)
-    assert [trips.run(1), trips.run(2)] == [2, 4]
-    assert server.trips == [[1], [2]]
+    assert [run(trips, server, 1), run(trips, server, 2)] == [2, 4]
+    assert server.trips == [(1,), (2,)]
+
+
+def test_the_error_of_who_is_alone_is_its_own() -> None:
+    server = Server()
+    trips = SharedTrips(server.double)
+    with pytest.raises(ValueError, match="13"):
+        trips.run(13, partial(server.alone, 13))
+    assert server.trips == [(13,)], "it is not repeated"
+    assert run(trips, server, 1) == 2
 
 
 def test_those_that_come_during_a_trip_go_together_in_the_next_one() -> None:
     server = Server(1)
     with under_way(server, 1, 2, 3, 4) as (_, _, found):
         pass
-    assert server.trips == [[1], [2, 3, 4]]
+    assert server.trips == [(1,), [2, 3, 4]]
     assert found == {1: 2, 2: 4, 3: 6, 4: 8}
 
 
@@ -87,35 +113,45 @@ def test_those_that_come_during_the_second_trip_go_in_the_third() -> None:
         server.held[1].set()
         wait_until(lambda: len(server.trips) == 2, 10, "the second trip")
         take(4)
-    assert server.trips == [[1], [2, 3], [4]]
-    assert found == {1: 2, 2: 4, 3: 6, 4: 8}
+        take(5)
+    assert server.trips == [(1,), [2, 3], [4, 5]]
+    assert found == {1: 2, 2: 4, 3: 6, 4: 8, 5: 10}
 
 
 def test_a_step_without_an_answer_goes_alone_and_the_others_have_theirs() -> None:
     server = Server(1)
     with under_way(server, 1, 2, 7, 3) as (_, _, found):
         pass
-    assert found == {1: 2, 2: 4, 7: None, 3: 6}
+    assert server.trips == [(1,), [2, 7, 3], (7,)]
+    assert found == {1: 2, 2: 4, 7: 14, 3: 6}
 
 
-def test_after_an_error_all_of_the_trip_and_all_that_wait_go_alone() -> None:
-    server = Server(1, 2)
-    with under_way(server, 1, 2, 13) as (trips, take, found):
-        server.held[1].set()
-        wait_until(lambda: len(server.trips) == 2, 10, "the second trip")
-        take(4)
-    assert server.trips == [[1], [2, 13]]
-    assert found == {1: 2, 2: None, 13: None, 4: None}
-    assert trips.run(5) == 10, "the next one shares again"
+def test_after_an_error_each_step_of_the_trip_goes_alone() -> None:
+    server = Server(1)
+    with under_way(server, 1, 2, 13) as (trips, _, found):
+        pass
+    assert server.trips[:2] == [(1,), [2, 13]]
+    assert sorted(map(tuple, server.trips[2:])) == [(2,), (13,)]
+    assert found == {1: 2, 2: 4, 13: None}
+    assert not trips._under_way
 
 
 def test_a_step_without_a_wait_goes_in_the_next_trip() -> None:
     server = Server(1)
     with under_way(server, 1, 2) as (trips, _, found):
         assert trips.send(5)
-    assert server.trips == [[1], [2, 5]]
+    assert server.trips == [(1,), [2, 5]]
     assert found == {1: 2, 2: 4}
     assert not trips.send(6), "no trip is under way"
+
+
+def test_who_waits_makes_the_trip_of_a_step_that_came_before() -> None:
+    server = Server(1)
+    with under_way(server, 1) as (trips, take, found):
+        assert trips.send(5)
+        take(2)
+    assert server.trips == [(1,), [2, 5]]
+    assert found == {1: 2, 2: 4}
 
 
 def test_if_nobody_waits_who_made_the_trip_makes_the_next_one_too() -> None:
@@ -123,73 +159,74 @@ def test_if_nobody_waits_who_made_the_trip_makes_the_next_one_too() -> None:
     with under_way(server, 1) as (trips, _, found):
         assert trips.send(5)
         assert trips.send(6)
-    assert server.trips == [[1], [5, 6]]
+    assert server.trips == [(1,), [5, 6]]
     assert found == {1: 2}
     assert not trips._under_way
 
 
 def test_if_nobody_knows_what_was_executed_each_step_of_the_trip_fails() -> None:
-    answers: list[object] = []
+    server, answers = Server(1), list[object]()
 
-    def lost(given: Sequence[int]) -> list[int | None]:
-        if given == [1]:
-            wait_until(lambda: len(trips._waiting) == 2, 10, "the others to wait")
-            return [2]
+    def lost(_: Sequence[int]) -> list[int | None]:
         raise StoreUnavailable("the reply is lost", None)
 
-    def take(number: int) -> None:
+    def take(trips: SharedTrips[int, int], number: int) -> None:
         try:
-            answers.append(trips.run(number))
+            answers.append(run(trips, server, number))
         except StoreUnavailable as error:
             answers.append((str(error), error.executed))
 
-    trips = SharedTrips(lost)
-    threads = [threading.Thread(target=take, args=[number], daemon=True) for number in (1, 2, 3)]
-    threads[0].start()
-    wait_until(lambda: trips._under_way, 10, "the first trip")
-    for thread in threads[1:]:
-        thread.start()
+    with under_way(server, 1) as (trips, _, _):
+        trips._together = lost
+        threads = [threading.Thread(target=take, args=[trips, number]) for number in (2, 3)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(trips._waiting) == 2, 10, "the others to wait")
     for thread in threads:
         thread.join(10)
-    assert answers.count(("the reply is lost", None)) == 2
-    assert 2 in answers
+    assert answers == [("the reply is lost", None)] * 2
+    assert server.trips == [(1,)]
 
 
-def test_an_interrupt_of_who_makes_the_trip_is_raised_and_lets_the_others_go_alone() -> None:
-    trips: SharedTrips[int, int] = SharedTrips(lambda _: pytest.fail("not called"))
-    waiting, raised = threading.Event(), threading.Event()
-
-    def interrupted(_: Sequence[int]) -> list[int | None]:
-        waiting.set()
-        wait_until(lambda: len(trips._waiting) == 1, 10, "the other to wait")
-        raise KeyboardInterrupt
-
-    trips._together = interrupted
-
-    def first() -> None:
-        with pytest.raises(KeyboardInterrupt):
-            trips.run(1)
-        raised.set()
-
-    thread = threading.Thread(target=first, daemon=True)
-    thread.start()
-    assert waiting.wait(10)
-    assert trips.run(2) is None
-    thread.join(10)
-    assert raised.is_set()
-    assert not trips._under_way
-
-
-def test_a_step_does_not_wait_for_a_silent_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_trips, "PATIENCE", 0.05)
+def test_who_waits_for_a_late_trip_begins_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(1)
     with under_way(server, 1) as (trips, take, found):
-        assert trips.run(2) is None
-        assert trips._waiting == []
+        monkeypatch.setattr(shared_trips, "PATIENCE", 0.05)
+        assert run(trips, server, 2) == 4
+        assert not trips._under_way
+        assert run(trips, server, 3) == 6
+        server.held[4] = threading.Event()
+        take(4)
         monkeypatch.setattr(shared_trips, "PATIENCE", 30.0)
+        take(5)
+        server.held[1].set()
+        wait_until(lambda: 1 in found, 10, "the late trip to end")
+        assert [step.given for step in trips._waiting] == [5], "it waits for the trip of 4"
+    assert server.trips == [(1,), (2,), (3,), (4,), (5,)]
+    assert found == {1: 2, 4: 8, 5: 10}
+
+
+def test_an_interrupt_of_who_makes_the_trip_is_raised_and_the_others_go_alone() -> None:
+    server, raised = Server(1), threading.Event()
+
+    def interrupted(_: Sequence[int]) -> list[int | None]:
+        raise KeyboardInterrupt
+
+    with under_way(server, 1) as (trips, take, found):
+        trips._together = interrupted
+
+        def lead() -> None:
+            with pytest.raises(KeyboardInterrupt):
+                run(trips, server, 2)
+            raised.set()
+
+        threading.Thread(target=lead, daemon=True).start()
+        wait_until(lambda: len(trips._waiting) == 1, 10, "the first to wait")
         take(3)
-    assert server.trips == [[1], [3]]
+    assert raised.wait(10)
+    assert server.trips == [(1,), (3,)]
     assert found == {1: 2, 3: 6}
+    assert not trips._under_way
 
 
 class InterruptedWait:
@@ -223,13 +260,13 @@ def test_an_interrupt_of_who_waits_does_not_hold_up_the_others(
         with monkeypatch.context() as patched:
             patched.setattr(shared_trips, "threading", SimpleNamespace(Lock=InterruptedWait))
             with pytest.raises(KeyboardInterrupt):
-                trips.run(2)
+                run(trips, server, 2)
         take(3)
-    assert server.trips == [[1], [3]]
+    assert server.trips == [(1,), (3,)]
     assert found == {1: 2, 3: 6}
 
 
-def test_an_interrupt_of_who_is_to_begin_the_next_trip_lets_the_others_go_alone(
+def test_an_interrupt_of_who_is_to_begin_the_next_trip_lets_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server, raised = Server(1), threading.Event()
@@ -237,7 +274,7 @@ def test_an_interrupt_of_who_is_to_begin_the_next_trip_lets_the_others_go_alone(
 
         def interrupted() -> None:
             with pytest.raises(KeyboardInterrupt):
-                trips.run(2)
+                run(trips, server, 2)
             raised.set()
 
         with monkeypatch.context() as patched:
@@ -246,6 +283,6 @@ def test_an_interrupt_of_who_is_to_begin_the_next_trip_lets_the_others_go_alone(
             wait_until(lambda: len(trips._waiting) == 1, 10, "the other to wait")
         take(3)
     assert raised.wait(10)
-    assert server.trips == [[1]]
-    assert found == {1: 2, 3: None}
+    assert server.trips == [(1,), (3,)]
+    assert found == {1: 2, 3: 6}
     assert not trips._under_way

@@ -161,8 +161,11 @@ class DirectCommands(RedisCommands):
 
     def run_together(self, script: Script, *keys_and_args: Any) -> Any:
         """Run a script; see :meth:`RedisCommands.run_together`."""
-        answer = self._trips.run((script, *keys_and_args)) if self._trips is not None else None
-        return answer[0] if answer is not None else self.run(script, *keys_and_args)
+        if self._trips is None:
+            return self.run(script, *keys_and_args)
+        call = (script, *keys_and_args)
+        (reply,) = self._trips.run(call, lambda: (self.run(*call),))
+        return reply
 
     def _run_together(self, calls: Sequence[tuple[Any, ...]]) -> list[tuple[Any] | None]:
         """The reply to each script; ``None``: the server refused it. Repeated once if the server

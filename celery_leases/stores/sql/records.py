@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, Self
 
 from sqlalchemy import (
@@ -113,7 +113,7 @@ class SqlRecordStore:
         self.availability = Availability(database=self.tables_location)
         self.statements = RecordStatements(self.database, self.tables)
         self._claims: SharedTrips[Mapping[str, Any], Row] | None = None
-        self._successes: SharedTrips[Mapping[str, Any], bool] | None = None
+        self._successes: SharedTrips[Mapping[str, Any], int] | None = None
         records = self.tables.records
         #: Locks the row of a running attempt, and extends the lease if the row is the lease; its
         #: parameters: :func:`celery_leases.stores.sql.rows.guard_parameters`.
@@ -360,15 +360,11 @@ class SqlRecordStore:
         if group is not None:
             values["gate"] = gate_name(group)
         try:
-            gated, unless_present = group is not None, self.database.unless_present
-            found = None
+            gated = group is not None
             if self._claims is not None and not gated:
-                found = self._claims.run(values)
-            if found is None:
-                found = unless_present(statements.insert_or_read[gated], values)
-            if found is None:
-                found = unless_present(statements.insert_or_read_again[gated], values)
-            assert found is not None  # the statement always returns one row
+                found = self._claims.run(values, partial(self._claim_alone, values, gated))
+            else:
+                found = self._claim_alone(values, gated)
             now = int(found["now"])
             row: Mapping[Any, Any] | None
             if self.database.dialect.reads_or_inserts:
@@ -383,7 +379,7 @@ class SqlRecordStore:
                 moment = None
                 if row is None and gate is None:
                     read = self.database.dialect.inserted_at or first_value
-                    moment = unless_present(statements.insert, values, read)
+                    moment = self.database.unless_present(statements.insert, values, read)
                 inserted, now = moment is not None, moment or now
         except ValueRefused as error:
             raise _key_unusable(error) from error
@@ -393,6 +389,15 @@ class SqlRecordStore:
             rows.to_record({**row, "now": now}) if row is not None else None,
             gate_of(group, gate, now) if group is not None and gate is not None else None,
         )
+
+    def _claim_alone(self, values: Mapping[str, Any], gated: bool) -> Row:
+        statements, unless_present = self.statements, self.database.unless_present
+        found = unless_present(statements.insert_or_read[gated], values)
+        if found is None:
+            found = unless_present(statements.insert_or_read_again[gated], values)
+        assert found is not None  # the statement always returns one row
+        row: Row = found
+        return row
 
     def _claim_together(self, given: Sequence[Mapping[str, Any]]) -> list[Row | None]:
         """The row of :attr:`RecordStatements.claim_together` for each claim; ``None``: it needs a
@@ -436,10 +441,9 @@ class SqlRecordStore:
         """
         statement, values = self.settlement(record, outcome)
         shared = self._successes if statement is self.statements.settle_success else None
-        if shared is not None and shared.run(values):
-            return True
+        alone = partial(self.database.count, statement, values)
         try:
-            written = self.database.count(statement, values)
+            written = shared.run(values, alone) if shared is not None else alone()
         except ValueRefused as error:
             logger.error(
                 coded(
@@ -453,12 +457,12 @@ class SqlRecordStore:
             written = self.database.count(*self.settlement(record, outcome))
         return written > 0 or self._was_settled(record, outcome)
 
-    def _succeed_together(self, given: Sequence[Mapping[str, Any]]) -> list[bool | None]:
-        """Write successes; ``None`` for one that was not written."""
+    def _succeed_together(self, given: Sequence[Mapping[str, Any]]) -> list[int | None]:
+        """Write successes: 1 row each; ``None`` for one that was not written."""
         statement = self.statements.succeed_together
         written = self.database.all(statement, {"given": json.dumps(given)})
         owners = {row["owner"] for row in written}
-        return [each["for_owner"] in owners or None for each in given]
+        return [1 if each["for_owner"] in owners else None for each in given]
 
     def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
         """The statement of :meth:`settle` and its parameters, also for a transaction of the
