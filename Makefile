@@ -4,6 +4,8 @@
 #   make simulate        clusters in one process, each from its seed, with everything that can go wrong (SIMULATE_ARGS)
 #   make planted         the bugs that the simulator must find, and how many seeds it takes
 #   make mutants         changes of one token in attempts and decisions, and which of them no test notices (MUTANTS_ARGS)
+#   make faults          each request of a delivery to a real server, cut before and after it (FAULTS_ARGS)
+#   make soak            three workers and faults of all kinds for MINUTES=10 (SOAK_ARGS)
 #   make docs            the documentation as a site, in build/site; its links and anchors are checked
 #   make release-check   what a release uploads, built, and installed with the oldest and newest dependencies (TAG=v1.2.3)
 #   make lowest | lint | check | demo | demo-cooldown | play | peers | bench | clean       PYTHON=python3.12 chooses the interpreter
@@ -20,7 +22,7 @@ TEST_GROUPS := test $(if $(CI),clients)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-again test-all simulate planted mutants lowest lint check demo demo-cooldown play peers docs release-check bench clean
+.PHONY: help test test-again test-all simulate planted mutants faults soak lowest lint check demo demo-cooldown play peers docs release-check bench clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -66,6 +68,13 @@ planted: $(VENV)/.group-test
 # MUTANTS_ARGS="--minutes 10" runs as many as fit, in random order; --only "decide.claim" those of one module.
 mutants: $(VENV)/.group-test
 	@$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
+
+# FAULTS_ARGS="--on redis --only replay" plays one scenario on one combination.
+faults: $(VENV)/.group-test
+	@$(BIN)/python -m tests.faults $(FAULTS_ARGS)
+
+soak: $(VENV)/.group-test
+	@$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) $(SOAK_ARGS)
 
 # The oldest release of everything the package allows, on the tests that see a difference.
 lowest: $(VENV)/.group-matrix

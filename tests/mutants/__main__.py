@@ -28,12 +28,10 @@ KILLERS = (
     "deadlines",
     "decisions",
     "eager_stores",
-    "ends_by_celery",
     "execution",
     "failures",
     "gates",
     "guarded_leases",
-    "interleavings",
     "kills_between_steps",
     "lapsed_leases",
     "latest",
@@ -43,9 +41,7 @@ KILLERS = (
     "renewal",
     "rerun",
     "rows",
-    "sequences",
     "slots",
-    "survival",
     "unstored_outcomes",
     "waiting",
 )
@@ -91,14 +87,18 @@ def main() -> int:
     if given.minutes is not None:
         random.Random(1).shuffle(chosen)
         until = began + given.minutes * 60
-    plugin = Mutants(chosen, given.seeds, given.processes, until)
+
+    def note() -> None:
+        if given.record:
+            _record(plugin, given, time.monotonic() - began)
+
+    plugin = Mutants(chosen, modules(), given.seeds, given.processes, until, note)
     killers = [f"tests/unit/test_{name}.py" for name in KILLERS]
     arguments = ["-q", "--no-header", "-p", "no:randomly", *(given.tests or killers)]
     pytest.main([*arguments, "-W", "ignore"], plugins=[plugin])
     seconds = time.monotonic() - began
     _tell(plugin, seconds)
-    if given.record:
-        _record(plugin, given, seconds)
+    note()
     return any(not each.how for each in plugin.outcomes)
 
 
@@ -136,7 +136,7 @@ def _record(plugin: Mutants, given: argparse.Namespace, seconds: float) -> None:
         "modules": {module: dict(counts) for module, counts in sorted(by_module.items())},
         "survivors": sorted(each.name for each in plugin.outcomes if not each.how),
     }
-    print(record("mutants", found))
+    record("mutants", found)
 
 
 def _way(outcome: Outcome) -> str:

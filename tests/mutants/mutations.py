@@ -13,7 +13,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -40,7 +40,8 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Div: ast.Mult,
 }
 FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
-LOGGERS = ("logger", "log", "_log", "warnings")
+NOT_LEFT_OUT = ("logger", "log", "_log", "warnings", "assert_never")
+"""Calls that only write to a log, or are never reached."""
 LONGEST = 90
 
 
@@ -72,40 +73,62 @@ def path_of(module: str) -> Path:
 
 def mutations(module: str, source: str | None = None) -> list[Mutation]:
     """All mutations of a module, in the order of its text; *source*: instead of its file."""
-    text = path_of(module).read_text() if source is None else source
+    places = _places_of(module) if source is None else _Places(ast.parse(source))
     return [
         Mutation(module, each.function, number, *each.lines, each.old, each.new)
-        for number, each in enumerate(_Places(ast.parse(text)).found)
+        for number, each in enumerate(places.found)
     ]
 
 
 def mutated(mutation: Mutation, source: str | None = None) -> ast.Module:
     """The tree of the module with the mutation in it."""
     text = path_of(mutation.module).read_text() if source is None else source
-    tree = ast.parse(text)
-    _Places(tree).found[mutation.number].change()
-    return ast.fix_missing_locations(tree)
+    return _changed(_Places(ast.parse(text)), mutation)
 
 
-def apply(mutation: Mutation) -> None:
+@cache
+def _places_of(module: str) -> _Places:
+    return _Places(ast.parse(path_of(module).read_text()))
+
+
+def _changed(places: _Places, mutation: Mutation) -> ast.Module:
+    places.found[mutation.number].change()
+    return ast.fix_missing_locations(places.tree)
+
+
+Functions = dict[tuple[str, str, int], list[FunctionType]]
+"""The imported functions by module, qualified name and first line."""
+
+
+def imported_functions() -> Functions:
+    """All functions that are imported. To look for them takes a second."""
+    found: Functions = {}
+    gc.unfreeze()
+    for each in gc.get_objects():
+        if type(each) is FunctionType and "<locals>" not in each.__qualname__:
+            code = each.__code__
+            place = (each.__module__, code.co_qualname, code.co_firstlineno)
+            found.setdefault(place, []).append(each)
+    gc.freeze()
+    return found
+
+
+def apply(mutation: Mutation, functions: Functions) -> None:
     """Put the mutation into the imported module; there is no way back in this process.
 
     Raises ``LookupError`` if nothing was changed, as in a function that nobody has imported.
     """
-    tree = mutated(mutation)
+    tree = _changed(_places_of(mutation.module), mutation)
     if not mutation.function:
         _apply_to_constant(mutation, tree)
         return
     outer = mutation.function.partition(".<locals>")[0]
     code = compile(tree, str(path_of(mutation.module)), "exec", dont_inherit=True)
-    wanted = {(each.co_qualname, each.co_firstlineno): each for each in _codes(code)}
-    gc.unfreeze()
     changed = 0
-    for each in gc.get_objects():
-        if type(each) is FunctionType and each.__module__ == mutation.module:
-            now = each.__code__
-            other = wanted.get((now.co_qualname, now.co_firstlineno))
-            if other is not None and now.co_qualname == outer:
+    for other in _codes(code):
+        if other.co_qualname == outer:
+            place = (mutation.module, outer, other.co_firstlineno)
+            for each in functions.get(place, []):
                 each.__code__ = other
                 changed += 1
     if not changed:
@@ -152,6 +175,7 @@ class _Places:
     """Finds all places of a tree, always in the same order."""
 
     def __init__(self, tree: ast.Module) -> None:
+        self.tree = tree
         self.found: list[_Place] = []
         self._function = ""
         self._lines = (0, 0)
@@ -324,7 +348,7 @@ def _last_line_of_head(statement: ast.stmt) -> int:
 def _may_be_left_out(statement: ast.stmt) -> bool:
     match statement:
         case ast.Expr(value=ast.Call(func=called)):
-            return not ast.unparse(called).startswith(LOGGERS)
+            return not ast.unparse(called).startswith(NOT_LEFT_OUT)
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]) | ast.AugAssign():
             return True
         case ast.AnnAssign(target=ast.Attribute(), value=ast.expr()):

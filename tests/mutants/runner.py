@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import resource
 import selectors
 import signal
 import sys
@@ -14,9 +15,10 @@ import time
 import traceback
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
 from types import FrameType
@@ -25,14 +27,16 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 
-from tests.mutants.mutations import ROOT, Mutation, apply, path_of
+from tests.mutants.mutations import ROOT, Functions, Mutation, apply, imported_functions, path_of
 from tests.simulation.search import run
 
-SHORTEST_LIMIT = 20.0
-"""Seconds after which the tests of a mutation are ended, at least; a mutation may wait for ever."""
+SHORTEST_LIMIT = 20
+"""Seconds of CPU after which the tests of a mutation are ended, at least: it may loop for ever."""
+LONGEST_WAIT = 30.0
+"""Seconds without any CPU after which they are ended: a mutation may wait for ever."""
 SLOWEST_TEST = 2.0
 """Seconds of CPU of a test above which it judges no mutation."""
-MOST_TIME = 10.0
+MOST_TIME = 4.0
 """Seconds of CPU for the tests of one mutation; the fastest are chosen."""
 
 
@@ -65,19 +69,27 @@ class Reach:
 
 class Mutants:
     """The plugin of pytest that runs *chosen* instead of the session; *seeds* of the simulator
-    judge what no test notices. It begins no mutation after *until*, by the monotonic clock.
+    judge what no test notices. It begins no mutation after *until*, by the monotonic clock, and
+    calls *note* now and then.
     """
 
     def __init__(
-        self, chosen: Sequence[Mutation], seeds: int, processes: int, until: float = math.inf
+        self,
+        chosen: Sequence[Mutation],
+        modules: Sequence[str],
+        seeds: int,
+        processes: int,
+        until: float = math.inf,
+        note: Callable[[], object] = lambda: None,
     ) -> None:
+        self.note = note
         self.chosen = chosen
         self.until = until
         self.seeds = seeds
         self.processes = processes
         self.outcomes: list[Outcome] = []
         self.tests = 0
-        self._modules = {str(path_of(each.module)): each.module for each in chosen}
+        self._modules = {str(path_of(each)): each for each in modules}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self) -> None:
@@ -116,6 +128,8 @@ class Mutants:
         jobs = ((each, first_killers(each)) for each in in_time)
         for number, outcome in enumerate(self._played(jobs), 1):
             self.outcomes.append(outcome)
+            if number % 10 == 0:
+                self.note()
             kills[outcome.how] += 1
             if not outcome.how or number % 50 == 0:
                 told = f"survives: {outcome.name}" if not outcome.how else ""
@@ -164,37 +178,40 @@ class Mutants:
 
     def _played(self, jobs: Iterable[tuple[Mutation, list[Reach]]]) -> Iterator[Outcome]:
         """Run the jobs, some at a time."""
-        waiting = iter(jobs)
-        running: dict[int, tuple[_Fork, Mutation, int, float, float]] = {}
+        waiting, functions = iter(jobs), imported_functions()
+        running: dict[int, tuple[_Fork, Mutation, int, float]] = {}
         with selectors.DefaultSelector() as selector:
             while True:
                 while len(running) < self.processes and (job := next(waiting, None)):
                     mutation, reaches = job
-                    fork = _forked(lambda m=mutation, r=reaches: self._judge(m, r))  # type: ignore[misc]
-                    began = time.monotonic()
-                    limit = 20 * sum(each.seconds for each in reaches) + 2.0 * self.seeds
-                    until = began + max(SHORTEST_LIMIT, limit)
-                    running[fork.output] = (fork, mutation, len(reaches), began, until)
+                    limit = 5 * sum(each.seconds for each in reaches) + 2.0 * self.seeds
+                    fork = _forked(
+                        partial(self._judge, mutation, reaches, functions),
+                        max(SHORTEST_LIMIT, int(limit)),
+                    )
+                    running[fork.output] = fork, mutation, len(reaches), time.monotonic()
                     selector.register(fork.output, selectors.EVENT_READ)
                 if not running:
                     return
                 ready = {key.fd for key, _ in selector.select(1.0)}
                 for output in list(running):
-                    fork, mutation, tests, began, until = running[output]
-                    now = time.monotonic()
-                    if output not in ready and now < until:
+                    fork, mutation, tests, began = running[output]
+                    if output not in ready and not fork.stands_still():
                         continue
                     selector.unregister(output)
                     del running[output]
                     said = list(_lines_of(fork)) if output in ready else []
                     fork.end()
-                    how = said[0] if said else "its tests do not end" if now >= until else "crash"
-                    yield Outcome(mutation.name, mutation.module, how, tests, now - began)
+                    how = said[0] if said else "its tests do not end"
+                    seconds = time.monotonic() - began
+                    yield Outcome(mutation.name, mutation.module, how, tests, seconds)
 
-    def _judge(self, mutation: Mutation, reaches: list[Reach]) -> Iterator[str]:
+    def _judge(
+        self, mutation: Mutation, reaches: list[Reach], functions: Functions
+    ) -> Iterator[str]:
         """Yield what notices the mutation, or an empty text."""
         try:
-            apply(mutation)
+            apply(mutation, functions)
         except SyntaxError as error:
             yield f"does not compile: {error}"
             return
@@ -263,6 +280,17 @@ def _tracer(files: dict[str, str], lines: dict[str, set[int]]) -> Any:
 class _Fork:
     pid: int
     output: int
+    _spent: float = 0.0
+    _since: float = field(default_factory=time.monotonic)
+
+    def stands_still(self) -> bool:
+        """Whether it has used no CPU for long."""
+        parts = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        spent = float(parts[11]) + float(parts[12])
+        now = time.monotonic()
+        if spent != self._spent:
+            self._spent, self._since = spent, now
+        return now - self._since > LONGEST_WAIT
 
     def end(self) -> None:
         """End the process and all that it has started."""
@@ -274,8 +302,10 @@ class _Fork:
             os.close(self.output)
 
 
-def _forked(work: Any) -> _Fork:
-    """Run *work*, which yields what the parent reads as lines of JSON, in a process of its own."""
+def _forked(work: Any, cpu: int | None = None) -> _Fork:
+    """Run *work*, which yields what the parent reads as lines of JSON, in a process of its own; end
+    it after so many seconds of *cpu*.
+    """
     output, writing = os.pipe()
     pid = os.fork()
     if pid:
@@ -286,6 +316,8 @@ def _forked(work: Any) -> _Fork:
     try:
         os.setpgid(0, 0)
         os.close(output)
+        if cpu is not None:
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
         for each in work():
             os.write(writing, json.dumps(each).encode() + b"\n")
     except BaseException:  # noqa: BLE001 - it must not go on as the parent

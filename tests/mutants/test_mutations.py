@@ -14,8 +14,7 @@ import pytest
 
 from celery_leases import deadlines
 from celery_leases.attempt import process
-from tests.mutants.__main__ import modules
-from tests.mutants.mutations import Mutation, apply, mutated, mutations, path_of
+from tests.mutants.mutations import Mutation, apply, imported_functions, mutated, mutations, path_of
 
 MODULE = "celery_leases.deadlines"
 
@@ -65,21 +64,21 @@ def test_a_condition_is_negated_and_a_constant_of_a_module_changes() -> None:
         def f(self, c=4):
             if self.a:
                 return
-            assert_never(c)
+            give(c)
     """
     names = [each.name for each in mutations("any", dedent(source).strip())]
     assert names == [
         "any (module): 5.0  ->  6.0",
         "any C.f: self.a  ->  not self.a",
-        "any C.f: assert_never(c)  ->  pass",
+        "any C.f: give(c)  ->  pass",
     ]
 
 
-def test_every_mutation_of_the_library_compiles_and_is_one() -> None:
-    for module in modules():
-        for each in mutations(module)[::40]:
-            assert ast.dump(mutated(each)) != ast.dump(ast.parse(path_of(module).read_text()))
-            compile(mutated(each), module, "exec")
+def test_a_mutation_of_the_library_compiles_and_is_one() -> None:
+    before = ast.dump(ast.parse(path_of(MODULE).read_text()))
+    for each in mutations(MODULE):
+        assert ast.dump(mutated(each)) != before, each.name
+        compile(mutated(each), MODULE, "exec")
 
 
 def in_a_fork(work: Callable[[], bool]) -> bool:
@@ -105,7 +104,7 @@ def test_a_mutation_of_a_function_is_seen_by_who_has_imported_it() -> None:
     before = imported(100.0, 9.0)
 
     def changed() -> bool:
-        apply(mutation)
+        apply(mutation, imported_functions())
         return imported(100.0, 9.0) == 200.0 - before
 
     assert in_a_fork(changed)
@@ -116,7 +115,7 @@ def test_a_mutation_of_a_constant_is_seen_by_who_has_imported_it() -> None:
     mutation = one("", "10.0")
 
     def changed() -> bool:
-        apply(mutation)
+        apply(mutation, imported_functions())
         return bool(vars(process)["LONGEST_CONNECTION_TIMEOUT"] == 11.0)
 
     assert in_a_fork(changed)
@@ -125,18 +124,17 @@ def test_a_mutation_of_a_constant_is_seen_by_who_has_imported_it() -> None:
 def test_what_nobody_has_imported_is_an_error() -> None:
     mutation = one("renewal_due", "sent + ttl / RENEWALS_PER_TTL")
     with pytest.raises(LookupError, match="is imported"):
-        apply(replace(mutation, function="nobody"))
+        apply(replace(mutation, function="nobody"), imported_functions())
 
 
-@pytest.mark.parametrize(
-    ("part", "status", "told"),
-    [
-        ("claim refusal: row.state is State.DONE  ->", 0, "1 by a test"),
-        ("deadlines renewal_due: sent + ttl", 1, "survives (0 tests)"),
-    ],
-)
-def test_the_command_tells_what_survives(part: str, status: int, told: str) -> None:
-    command = [sys.executable, "-m", "tests.mutants", "--seeds", "0", "--only", part]
-    command += ["--tests", "tests/unit/test_claim_rules.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, told in done.stdout) == (status, True), done.stdout + done.stderr
+@pytest.mark.timeout(600)
+def test_the_command_tells_what_survives() -> None:
+    """One mutation is noticed by a test, the other is reached by none."""
+    argv = [sys.executable, "-m", "tests.mutants", "--seeds", "0"]
+    argv += ["--tests", "tests/unit/test_claim_rules.py"]
+    argv += ["--only", "claim refusal: row.state is State.DONE  ->"]
+    argv += ["--only", "deadlines renewal_due: sent + ttl"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 by a test" in done.stdout
+    assert "survives (0 tests): celery_leases.deadlines renewal_due" in done.stdout

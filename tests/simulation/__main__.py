@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 
+from tests.reliability.runs import record
 from tests.simulation.search import Failure, run, shrunk
 from tests.simulation.story import story, told
 from tests.simulation.world import DAY, World
@@ -20,20 +22,28 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="run seeds for so long")
     parser.add_argument("--seed", type=int, help="run one seed, and tell what happens")
     parser.add_argument("--without", action="append", default=[], help='such as "call 3"')
+    parser.add_argument("--record", action="store_true", help="write it to tests/reliability")
     given = parser.parse_args()
     if given.seed is not None:
         return _tell(given.seed, frozenset(given.without))
-    began, done, failures, days = time.process_time(), 0, 0, 0.0
+    began, done, days = time.process_time(), 0, 0.0
+    failed: list[int] = []
+    total: Counter[str] = Counter()
     for seed in _seeds(given.seeds, given.minutes):
-        failure = run(seed)
+        failure = run(seed, total=total)
         done += 1
         days += World(seed).shape.span / DAY
         if failure is not None:
-            failures += 1
+            failed.append(seed)
             print(f"== seed {seed}\n{story(shrunk(failure))}\n", flush=True)
     spent = time.process_time() - began
-    print(f"{done} seeds, {days:.1f} days, in {spent:.1f} s of CPU: {failures} break a promise")
-    return failures > 0
+    told = f"{done} seeds, {days:.1f} days, in {spent:.1f} s of CPU"
+    print(f"{told}: {len(failed)} break a promise")
+    if given.record:
+        found = {"first": int(given.seeds.partition("-")[0]), "seeds": done, "failed": failed}
+        found |= {"days": round(days, 2), "steps": total["steps"], "cpu_seconds": round(spent)}
+        print(record("simulation", found))
+    return bool(failed)
 
 
 def _seeds(given: str, minutes: float | None) -> Iterator[int]:

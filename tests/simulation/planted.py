@@ -14,6 +14,8 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+from tests.reliability.runs import record, recorded
+
 MOST_SEEDS = 20_000
 
 
@@ -325,9 +327,11 @@ def seeds_to_find(bug: Bug, most: int = MOST_SEEDS) -> tuple[int, str] | None:
 def main(names: list[str], most: int = MOST_SEEDS) -> int:
     """Search each bug in a process of its own; returns how many were not found.
 
-    *names*: only bugs whose name contains one of these.
+    *names*: only bugs whose name contains one of these. ``--record`` writes what was found.
     """
-    missed = 0
+    missed, found = 0, recorded("planted").get("bugs", {})
+    keep = "--record" in names
+    names = [name for name in names if name != "--record"]
     for bug in BUGS:
         if names and not any(name in bug.name for name in names):
             continue
@@ -340,6 +344,9 @@ def main(names: list[str], most: int = MOST_SEEDS) -> int:
         line = (done.stdout or done.stderr).strip().splitlines()[-1:]
         missed += done.returncode != 0
         print(f"{bug.name}: {''.join(line)}", flush=True)
+        found[bug.name] = "".join(line)
+        if keep:
+            record("planted", {"most": most, "bugs": found})
     return missed
 
 

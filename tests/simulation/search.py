@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,8 +29,10 @@ class Failure:
         return f"python -m tests.simulation --seed {self.seed}{left_out}"
 
 
-def run(seed: int, without: frozenset[str] = frozenset()) -> Failure | None:
-    """Run one seed."""
+def run(
+    seed: int, without: frozenset[str] = frozenset(), total: Counter[str] | None = None
+) -> Failure | None:
+    """Run one seed; *total* counts the steps."""
     logging.disable(logging.CRITICAL)
     world = World(seed, without=without)
     try:
@@ -41,6 +44,8 @@ def run(seed: int, without: frozenset[str] = frozenset()) -> Failure | None:
         return Failure(seed, without, world.history, wrong)
     finally:
         logging.disable(logging.NOTSET)
+        if total is not None:
+            total["steps"] += world.scheduler.steps
     found = violations(notes)
     return Failure(seed, without, notes, found[0]) if found else None
 

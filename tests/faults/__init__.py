@@ -1,0 +1,1 @@
+"""Cuts the connection at each request of a delivery to a real server, before and after it."""
