@@ -176,13 +176,15 @@ class Execution:
                 again = until_turn(call, burst, process.rand(), record)
         if again is not None:
             return again
-        if burst is not None and burst.newest > call.order > 0 and call.reschedulable:
-            # The newest call has not come. No other call needs to wait for it.
-            process.leases.note_order(call.key.stored, call.order, burst.newest)
         began = process.clock.now()
         while True:
             verdict = self._acquire_once(process.clock.now() - began)
             if not isinstance(verdict, Wait):
+                missing = burst.newest if burst is not None and call.reschedulable else 0
+                if isinstance(verdict, Run) and missing > call.order > 0:
+                    # The newest call has not come. No other call needs to wait for it.
+                    with suppress(StoreUnavailable):
+                        process.leases.note_order(call.key.stored, call.order, missing)
                 return verdict
             if process.stopping():
                 return Reschedule(waiting.SHORTEST_DELAY, "the worker is stopping")

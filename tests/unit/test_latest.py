@@ -142,6 +142,24 @@ def test_a_call_that_has_waited_for_a_long_run_lets_the_newest_run() -> None:
     assert bench.ran == [first.token, newest.token]
 
 
+def test_the_newest_call_stays_the_newest_during_a_long_run() -> None:
+    """An older one that has waited for long finds the key held."""
+    bench, left = Bench(), []
+
+    def during(_: object) -> None:
+        orders = [bench.stores.new_order(KEY.stored) for _ in range(2)]
+        older = bench.call(call_id="older", runs="latest", group=None, order=orders[0])
+        again = Execution(bench.process, older).acquire()
+        bench.clock.sleep(PATIENCE + 0.001)
+        assert isinstance(again, Reschedule)
+        copy = bench.again(older, started=False, superseded_at=again.superseded_at)
+        assert isinstance(Execution(bench.process, copy).acquire(), Reschedule)
+        left.append(bench.stores.burst(KEY.stored).newest - orders[1])
+
+    bench.run(bench.call(runs="latest", group=None, order=1), during=during)
+    assert left == [0]
+
+
 def test_one_call_waits_in_vain_for_a_message_that_never_comes() -> None:
     """Its publisher has died. The other calls that wait run at once, the newest of them last."""
     bench = Bench()
