@@ -170,7 +170,7 @@ def options_page() -> str:
     names = [name for name in TaskOptions.__annotations__ if name.startswith("lease_")]
     assert {f"lease_{name}" for name in {*OPTION_NAMES} - APP_ONLY} == {*names}
     task = [
-        (f"`{name}`", spelled(bare, getattr(options, bare)), description(TaskOptions, name))
+        _option_section(name, spelled(bare, getattr(options, bare)), described(TaskOptions)[name])
         for name in names
         for bare in [name.removeprefix("lease_")]
     ]
@@ -183,20 +183,22 @@ def options_page() -> str:
         for part in fields(Failures)
     ]
     of_app = [
-        (f"`leases_{name}`", _setting(settings, name), description(Settings, _field(name)))
+        _option_section(
+            f"leases_{name}", _setting(settings, name), described(Settings)[_field(name)]
+        )
         for name in _SETTINGS
     ]
-    of_app += [(f"`leases_{name}`", "", description(LeaseOptions, name)) for name in APP_ONLY]
-    return "\n".join(
-        (
-            OPTIONS,
-            table("option|default|meaning", task),
-            TASK_CLASSES,
-            table("part|default|meaning", failures),
-            "## Settings\n",
-            table("setting|default|meaning", of_app),
-        )
-    )
+    of_app += [
+        _option_section(f"leases_{name}", "", described(LeaseOptions)[name]) for name in APP_ONLY
+    ]
+    parts = (OPTIONS, *task, TASK_CLASSES, table("part|default|meaning", failures))
+    return "\n".join((*parts, "## Settings\n", *of_app))
+
+
+def _option_section(name: str, default: str, meaning: str) -> str:
+    """A section of its own, so that a link leads to an option, and a phone shows it."""
+    shown = f"Default: {default}.\n\n" if default else ""
+    return f"### {name}\n\n{shown}{markdown(meaning)}\n"
 
 
 def _field(setting: str) -> str:
@@ -218,7 +220,9 @@ A wrong value, options that contradict each other, and any other name that begin
 `app.conf.leases_<option>` is the default of the app for every option but `lease_key` and `lease_fingerprint`.
 If the settings of the app have a prefix, such as Django's `CELERY_`, these have it too: `CELERY_LEASES_URL`.
 """
-TASK_CLASSES = """`lease_on_busy` and `lease_on_done` speak of *another* call: a second delivery of the same call is rescheduled, gets the saved result, or is dropped, whatever they say.
+TASK_CLASSES = """## Leased tasks
+
+`lease_on_busy` and `lease_on_done` speak of *another* call: a second delivery of the same call is rescheduled, gets the saved result, or is dropped, whatever they say.
 `"ignore"` never applies to a call with a chain, chord, group or link, because what follows the call would wait for ever.
 
 A leased task has `acks_late` and `reject_on_worker_lost` switched on; a task that switches one of them off is refused, because a killed process would lose the message.
