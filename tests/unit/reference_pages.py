@@ -333,7 +333,7 @@ def events_page() -> str:
             f"### {signal.name}\n",
             markdown(event.__doc__) + "\n",
             f"Fields: {', '.join(own)}.\n",
-            f"{LEVELS[event.level]}: `{event.line}`\n",
+            f"{LEVELS[event.level]}: `{event.line.replace('{more}', '…')}`\n",
         ]
     dropped = ((f"`{one}`", one.words) for one in Dropped)
     return "\n".join(
