@@ -105,10 +105,15 @@ def described(kind: Any) -> Mapping[str, str]:
     return found
 
 
-def description(kind: Any, name: str) -> str:
+def said_of(kind: Any, name: str) -> str:
     """What is said of an attribute: an error if nothing is."""
     assert name in described(kind), f"write a comment #: above {kind.__name__}.{name}"
-    return cell(described(kind)[name])
+    return described(kind)[name]
+
+
+def description(kind: Any, name: str) -> str:
+    """What is said of an attribute, in one cell of a table."""
+    return cell(said_of(kind, name))
 
 
 def signature(function: Any) -> str:
@@ -170,7 +175,7 @@ def options_page() -> str:
     names = [name for name in TaskOptions.__annotations__ if name.startswith("lease_")]
     assert {f"lease_{name}" for name in {*OPTION_NAMES} - APP_ONLY} == {*names}
     task = [
-        _option_section(name, spelled(bare, getattr(options, bare)), described(TaskOptions)[name])
+        _option_section(name, spelled(bare, getattr(options, bare)), said_of(TaskOptions, name))
         for name in names
         for bare in [name.removeprefix("lease_")]
     ]
@@ -183,13 +188,11 @@ def options_page() -> str:
         for part in fields(Failures)
     ]
     of_app = [
-        _option_section(
-            f"leases_{name}", _setting(settings, name), described(Settings)[_field(name)]
-        )
+        _option_section(f"leases_{name}", _setting(settings, name), said_of(Settings, _field(name)))
         for name in _SETTINGS
     ]
     of_app += [
-        _option_section(f"leases_{name}", "", described(LeaseOptions)[name]) for name in APP_ONLY
+        _option_section(f"leases_{name}", "", said_of(LeaseOptions, name)) for name in APP_ONLY
     ]
     parts = (OPTIONS, *task, TASK_CLASSES, table("part|default|meaning", failures))
     return "\n".join((*parts, "## Settings\n", *of_app))
