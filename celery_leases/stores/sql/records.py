@@ -112,7 +112,7 @@ class SqlRecordStore:
         #: Decides whether an expired row that is itself the lease may be taken over.
         self.availability = Availability(database=self.tables_location)
         self.statements = RecordStatements(self.database, self.tables)
-        self._claims: SharedTrips[Mapping[str, Any], Row] | None = None
+        self._claims: SharedTrips[Mapping[str, Any], Any] | None = None
         self._successes: SharedTrips[Mapping[str, Any], int] | None = None
         records = self.tables.records
         #: Locks the row of a running attempt, and extends the lease if the row is the lease; its
@@ -360,11 +360,15 @@ class SqlRecordStore:
         if group is not None:
             values["gate"] = gate_name(group)
         try:
-            gated = group is not None
+            gated, unless_present = group is not None, self.database.unless_present
+            statement = statements.insert_or_read[gated]
             if self._claims is not None and not gated:
-                found = self._claims.run(values, partial(self._claim_alone, values, gated))
+                found = self._claims.run(values, partial(unless_present, statement, values))
             else:
-                found = self._claim_alone(values, gated)
+                found = unless_present(statement, values)
+            if found is None:
+                found = unless_present(statements.insert_or_read_again[gated], values)
+            assert found is not None  # the statement always returns one row
             now = int(found["now"])
             row: Mapping[Any, Any] | None
             if self.database.dialect.reads_or_inserts:
@@ -379,7 +383,7 @@ class SqlRecordStore:
                 moment = None
                 if row is None and gate is None:
                     read = self.database.dialect.inserted_at or first_value
-                    moment = self.database.unless_present(statements.insert, values, read)
+                    moment = unless_present(statements.insert, values, read)
                 inserted, now = moment is not None, moment or now
         except ValueRefused as error:
             raise _key_unusable(error) from error
@@ -389,15 +393,6 @@ class SqlRecordStore:
             rows.to_record({**row, "now": now}) if row is not None else None,
             gate_of(group, gate, now) if group is not None and gate is not None else None,
         )
-
-    def _claim_alone(self, values: Mapping[str, Any], gated: bool) -> Row:
-        statements, unless_present = self.statements, self.database.unless_present
-        found = unless_present(statements.insert_or_read[gated], values)
-        if found is None:
-            found = unless_present(statements.insert_or_read_again[gated], values)
-        assert found is not None  # the statement always returns one row
-        row: Row = found
-        return row
 
     def _claim_together(self, given: Sequence[Mapping[str, Any]]) -> list[Row | None]:
         """The row of :attr:`RecordStatements.claim_together` for each claim; ``None``: it needs a
