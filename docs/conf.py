@@ -27,12 +27,6 @@ SUMMARY = (
     "Celery tasks that are safe to run twice: leases decide who may run, records what is done."
 )
 PARTS = ("Tutorial", "How-to", "Explanation", "Reference")
-FIRST = (
-    *("tutorial/first-task", "how-to/add-to-your-project", "how-to/choosing"),
-    *("explanation/guarantees", "explanation/how-it-works", "explanation/failures"),
-    *("reference/options", "reference/client", "reference/status", "reference/command-line"),
-)
-"""The pages with which their parts begin; the others follow by name."""
 TOCTREE = """
 ```{{toctree}}
 :hidden:
@@ -44,9 +38,10 @@ TOCTREE = """
 
 
 def pages_of(part: str) -> list[str]:
-    """The pages of a part, in the order in which a reader needs them."""
-    found = sorted(f"{part.lower()}/{path.stem}" for path in (PAGES / part.lower()).glob("*.md"))
-    return sorted(found, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+    """The pages of a part, in the order in which the first page lists them."""
+    listed = (PAGES / "index.md").read_text()
+    found = [f"{part.lower()}/{path.stem}" for path in (PAGES / part.lower()).glob("*.md")]
+    return sorted(found, key=lambda name: listed.index(f"({name}.md)"))
 
 
 def for_the_site(app: Sphinx, name: str, source: list[str]) -> None:

@@ -32,7 +32,7 @@ from celery_leases.rules import CooldownPolicy, Rules
 from celery_leases.settings import _SETTINGS, Settings, read_settings
 from celery_leases.status import GroupStatus, LeaseStatus, MessageCode
 from celery_leases.task import LeasedMixin
-from celery_leases.testing import crash_points
+from celery_leases.testing import contracts, crash_points
 from celery_leases.testing.kit import CrashedCall, LeaseKit
 from celery_leases.text.base_errors import DescribedError
 from celery_leases.text.notices import NOTICES
@@ -675,7 +675,13 @@ def testing_page() -> str:
     points = rest_rows(crash_points.__doc__ or "")[1:]
     parts += ["## Points\n", "The points for `crash()`:\n", table("point|the process dies", points)]
     parts += ["## The kit\n", markdown(LeaseKit.__doc__), "", "## A crashed call\n"]
-    return "\n".join((*parts, markdown(CrashedCall.__doc__), "", *members(CrashedCall)))
+    parts += [markdown(CrashedCall.__doc__), "", *members(CrashedCall)]
+    suites = [
+        (name, inspect.cleandoc(getattr(contracts, name).__doc__)) for name in contracts.__all__
+    ]
+    rows = ((f"`{name}`", cell(text.split("\n\n")[0])) for name, text in suites)
+    parts += ["## Contracts\n", markdown(contracts.__doc__), "", table("contract|for", rows)]
+    return "\n".join(parts)
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from celery_leases.testing.contracts.progress import ProgressContract
 
 
 class EffectStoreContract(IntentContract, ReplyContract, ScopeContract, ProgressContract):
-    """For every ``SqlEffectStore``, together with its record store.
+    """For every ``SqlEffectStore``, together with its record store: effects and saved progress.
 
     Override the fixtures ``records`` and ``effects``. Also override ``pass_time`` if the store's
     clock can be moved.

@@ -9,7 +9,7 @@ from celery_leases.testing.contracts.settling import SettleContract
 
 
 class RecordStoreContract(ClaimContract, SettleContract, FailureContract, RepairContract):
-    """For every ``SqlRecordStore``.
+    """For every ``SqlRecordStore``: claims, settling, failures, repair.
 
     Override the fixture ``records``. Also override ``pass_time``, a function of seconds, if the
     store's clock can be moved; otherwise the tests wait ``short`` seconds. The store may be shared,
