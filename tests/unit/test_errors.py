@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import logging
 import pickle
 import re
 import traceback
@@ -35,6 +36,7 @@ from celery_leases.errors import (
     Snooze,
     WrongDatabase,
 )
+from celery_leases.signals import SIGNALS
 from tests.unit.doc_pages import page
 from tests.unit.reference_pages import (
     calls,
@@ -289,6 +291,12 @@ def test_every_log_line_that_asks_for_attention_has_a_code_of_the_page() -> None
     for code in noted_lines():
         assert re.fullmatch("[a-z]+(-[a-z]+)*", code)
         assert f"### {code}\n" in text, code
+
+
+def test_every_event_that_is_a_warning_says_what_to_do() -> None:
+    warned = [event for event in SIGNALS if event.level >= logging.WARNING]
+    assert len(warned) > 6
+    assert [event.__name__ for event in warned if "What to do:" not in (event.__doc__ or "")] == []
 
 
 def test_every_finding_of_the_doctor_says_what_to_write_and_is_documented() -> None:
