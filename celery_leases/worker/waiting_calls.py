@@ -70,7 +70,7 @@ MAX_LOOKUP_INTERVAL: Final = 1.0
 looked up less often.
 """
 MAX_RETRY_PAUSE: Final = 10.0
-"""The most seconds until a key is looked up again that seemed to be free, but whose calls were
+"""The most seconds until a call begins again if the key seemed to be free, but its calls were
 rescheduled.
 """
 ANSWERED_TOGETHER: Final = 16
@@ -121,8 +121,10 @@ class KeyWaiters:
         self.answered_to = -math.inf
         self.held_since = self.last_used = now
         self.next_lookup = now + MIN_LOOKUP_INTERVAL
-        #: How often in a row a call that was begun here found the key held.
+        #: How often in a row a call that was begun here was rescheduled.
         self.rescheduled_in_a_row = 0
+        #: No call begins before, unless a lookup finds the key held until then.
+        self.not_before = now
         self._known_held = now
         self._count = count()
         self._places: dict[str, int] = {}
@@ -151,7 +153,8 @@ class KeyWaiters:
         """Note that a call was rescheduled because another call holds the key."""
         pause = MIN_LOOKUP_INTERVAL * 2.0 ** min(self.rescheduled_in_a_row, 10)
         self.key_is_free, self.may_run, self.last_used, self._known_held = False, 1, now, now
-        self.next_lookup = now + min(pause, MAX_RETRY_PAUSE)
+        self.not_before = now + min(pause, MAX_RETRY_PAUSE)
+        self.next_lookup = now + min(pause, MAX_LOOKUP_INTERVAL)
 
     def call_ended(self, request: Any, now: float, *, answered: bool) -> None:
         """Note that a call that was begun here has ended and was not rescheduled, so that the key
@@ -171,10 +174,18 @@ class KeyWaiters:
 
     def still_held(self, now: float) -> None:
         """Note that a lookup found the key held."""
-        self._known_held = now
+        self._known_held = self.not_before = now
+        self.rescheduled_in_a_row = 0
         self.next_lookup = now + min(
             max((now - self.held_since) / 100, MIN_LOOKUP_INTERVAL), MAX_LOOKUP_INTERVAL
         )
+
+    def seen_free(self, now: float) -> None:
+        """Note that a lookup found the key free."""
+        if now >= self.not_before:
+            self.key_is_free = True
+        else:
+            self.next_lookup = min(self.not_before, now + MAX_LOOKUP_INTERVAL)
 
     def must_wait(self, now: float) -> bool:
         """Whether a call of the key that began now would find the key held, as far as known."""
@@ -657,7 +668,7 @@ class WaitingCalls:
                     if waiters.stored_key in held:
                         waiters.still_held(now)
                     elif not waiters.begun:
-                        waiters.key_is_free = True
+                        waiters.seen_free(now)
             while self._rooms:
                 for name, room in self._rooms.popleft().items():
                     in_group = self.by_key.get(_group_key(name))

@@ -122,19 +122,34 @@ def test_a_call_that_is_rescheduled_retains_its_place() -> None:
     assert calls[0] is not again
 
 
-def test_a_key_that_seems_to_be_free_and_is_not_is_asked_for_ever_more_seldom() -> None:
+def test_calls_of_a_key_that_seems_to_be_free_and_is_not_begin_ever_more_seldom() -> None:
     here = waiters(each_runs=True)
     waiting(here, 1)
     pauses = []
     for number in range(12):
         here.rescheduled_in_a_row = number
         here.seen_held(100.0)
-        pauses.append(here.next_lookup - 100.0)
+        pauses.append(here.not_before - 100.0)
+        assert here.next_lookup - 100.0 == min(pauses[-1], MAX_LOOKUP_INTERVAL)
     assert pauses[0] == pytest.approx(MIN_LOOKUP_INTERVAL)
     assert pauses == sorted(pauses)
     assert pauses[-1] == MAX_RETRY_PAUSE
     here.call_ended(Call(here, 1), 100.0, answered=True)
     assert here.rescheduled_in_a_row == 0
+
+
+def test_a_call_begins_at_once_after_a_run_in_another_worker() -> None:
+    """Also if calls of its key were rescheduled in a row before, for a newer call there."""
+    here = waiters(each_runs=True)
+    (call,) = waiting(here, 1)
+    here.rescheduled_in_a_row = 12
+    here.seen_held(100.0)
+    here.seen_free(101.0)
+    assert begun(here) == []
+    assert here.next_lookup == 102.0
+    here.still_held(102.0)
+    here.seen_free(103.0)
+    assert begun(here) == [call]
 
 
 def test_the_longer_a_key_is_held_the_more_seldom_the_store_is_asked() -> None:
