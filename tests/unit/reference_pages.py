@@ -135,7 +135,7 @@ def signature(function: Any) -> str:
 
 
 def members(kind: Any, *, but: Iterable[str] = ()) -> Iterator[str]:
-    """The public methods and properties that a class itself defines, each in a paragraph."""
+    """The public methods and properties that a class itself defines, each in a section."""
     found: dict[str, Any] = {}
     for name, value in vars(kind).items():
         if not name.startswith("_") and name not in but and (callable(value) or _is_member(value)):
@@ -145,7 +145,7 @@ def members(kind: Any, *, but: Iterable[str] = ()) -> Iterator[str]:
     for name, inner in sorted(found.items(), key=lambda one: one[1].__code__.co_firstlineno):
         assert inner.__doc__, f"write a docstring: {kind.__name__}.{name}"
         shown = name if isinstance(vars(kind)[name], property) else f"{name}{signature(inner)}"
-        yield f"**`{shown}`**\n\n{markdown(inner.__doc__)}\n"
+        yield f"### {name}\n\n`{shown}`\n\n{markdown(inner.__doc__)}\n"
 
 
 def _is_member(value: object) -> bool:
@@ -291,6 +291,7 @@ def status_page() -> str:
             "# The status of a key\n",
             markdown(LeaseStatus.__doc__) + "\n",
             table("field|meaning", status),
+            "## Methods\n",
             *members(LeaseStatus),
             "## States\n",
             table("state|meaning", ((f"`{one}`", description(State, one.name)) for one in State)),
@@ -668,10 +669,13 @@ def testing_page() -> str:
     parts = [
         "# The test kit\n",
         "`from celery_leases import testing`; [test your tasks](../how-to/testing-your-tasks.md) shows it at work.\n",
+        "## Functions\n",
     ]
     for name in testing.__all__:
         function = getattr(testing, name)
-        parts.append(f"**`{name}{signature(function)}`**\n\n{markdown(function.__doc__)}\n")
+        parts.append(
+            f"### {name}\n\n`{name}{signature(function)}`\n\n{markdown(function.__doc__)}\n"
+        )
     points = rest_rows(crash_points.__doc__ or "")[1:]
     parts += ["## Points\n", "The points for `crash()`:\n", table("point|the process dies", points)]
     parts += ["## The kit\n", markdown(LeaseKit.__doc__), "", "## A crashed call\n"]
