@@ -18,8 +18,10 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from functools import cache, partial
 from itertools import chain
+from queue import Empty
 from typing import TYPE_CHECKING, Any, Final
 
 from celery import Celery
@@ -129,8 +131,9 @@ class WorkerLease:
 
     # -- in the threads of the worker --------------------------------------------------------------
 
-    def watch_loop(self, worker: Any) -> None:
-        """Renew the lease only while the event loop of *worker* runs.
+    def watch_loop(self, worker: Any, channel: Any) -> None:
+        """Renew the lease only while the event loop of *worker* runs; *channel* is that by which it
+        gets its messages.
 
         A pool that runs bodies in the loop, or has no event loop of Celery, is not watched.
         """
@@ -138,13 +141,19 @@ class WorkerLease:
             return
         if self._loop_timer is not None:
             self._loop_timer.cancel()  # Celery before 5.7 has cancelled it with the connection
-        self._loop_runs()
+        self._loop_runs(channel)
         self._loop_timer = worker.hub.call_repeatedly(
-            self._ttl / deadlines.RENEWALS_PER_TTL, self._loop_runs
+            self._ttl / deadlines.RENEWALS_PER_TTL, self._loop_runs, channel
         )
 
-    def _loop_runs(self) -> None:
+    def _loop_runs(self, channel: Any) -> None:
         self._loop_seen = self._clock()
+        # If the prefetch limit falls while kombu waits for a message, kombu does not read it from
+        # its connection before another message has ended, and nobody could return it.
+        connection = channel._in_poll  # noqa: SLF001
+        if connection and not channel.qos.can_consume() and connection.can_read(0):
+            with suppress(Empty):
+                channel.handlers["BRPOP"]()
 
     def received(self, message: Any, task: str) -> None:
         """Register a *message* of a leased *task*, until it is acknowledged or rejected."""
@@ -520,7 +529,7 @@ def start(consumer: Any) -> None:
         atexit.register(stop)  # after a cold shutdown Celery sends no worker_shutdown
     else:
         current.reconnected()
-    current.watch_loop(worker)
+    current.watch_loop(worker, consumer.connection.default_channel)
     consumer.init_callback = start  # Celery calls it once, and again when it has reconnected
 
 

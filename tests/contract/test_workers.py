@@ -583,12 +583,12 @@ def test_the_lease_of_a_worker_whose_loop_stands_still_ends(
 ) -> None:
     lease = opened(connection, "a", 1.0)
     worker = Mock()
-    lease.watch_loop(worker)
-    (_, loop_runs), _ = worker.hub.call_repeatedly.call_args
+    lease.watch_loop(worker, connection.default_channel)
+    (_, loop_runs, channel), _ = worker.hub.call_repeatedly.call_args
     lease.start()
     wait_until(lambda: len(workers.listed()) == 1, 5, "the lease")
     wait_until(lambda: (workers.listed()[0].remaining or 0) < 0, 10, "the lease to end")
-    loop_runs()
+    loop_runs(channel)
     wait_until(lambda: (workers.listed()[0].remaining or 0) > 0, 5, "the lease to be renewed")
     lease.stop()
 

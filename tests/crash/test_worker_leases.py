@@ -102,6 +102,29 @@ def test_what_a_worker_has_just_fetched_runs_soon_too(
         assert not scene.events("plain")
 
 
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_a_message_that_came_as_the_prefetch_limit_fell_runs_soon_too(
+    scene_factory: MakeScene, name: str, pool: str
+) -> None:
+    """It is out of its queue, and kombu would leave it unread until another message ends."""
+    waits = {"BROKER_OPTIONS": json.dumps({"polling_interval": 60})}
+    scene = scene_factory(REDIS_REDIS_POSTGRES, ttl=TTL, visibility=AN_HOUR, start=False, env=waits)
+    scene.workers.clear()
+    scene.worker = scene.another(pool=pool)
+    gate = scene.gate()
+    first = scene.tasks.work.apply_async((f"{name}-0",), {"gate": str(gate)}, countdown=1)
+    scene.wait_for("begin", name=f"{name}-0")
+    second = scene.tasks.work.delay(f"{name}-1")
+    with redis.Redis.from_url(scene.redis_url) as client:
+        wait_until(lambda: client.hlen("unacked") == 2, SOON, "both messages to be noted")
+        scene.kill_worker()
+        gate.touch()
+        scene.another(pool=pool)
+        for one in (first, second):
+            one.get(timeout=2 * SOON)
+        assert begins(scene, name) == [0, 0, 1]
+
+
 def test_a_frozen_worker_that_comes_back_loses_and_doubles_nothing(
     scene_factory: MakeScene, name: str
 ) -> None:
