@@ -22,6 +22,7 @@ def test_each_key_sees_its_last_change(scene_factory: MakeScene, name: str) -> N
             scene.wait_for("begin")
             kill(scene.events("begin")[-1]["pid"])
         if number == LAST:
+            scene.stop_consuming(scene.worker)
             kill(scene.worker.pid)
     for number, call in calls:
         assert call.get(timeout=60) >= number

@@ -282,7 +282,7 @@ class Stage:
                 wait_until(
                     lambda: not _waits_for_messages(client, worker), PATIENCE, "the end of BRPOP"
                 )
-            for _ in range(2):  # a message that has ended it is read and returned by then
+            for _ in range(2):  # what it has read is noted by then
                 assert self.app.control.ping(destination=[host], timeout=PATIENCE)
 
     def redeliver_expired(self, task: str, *args: Any, **options: Any) -> Any:
@@ -449,13 +449,18 @@ class Stage:
 
 
 def _waits_for_messages(client: redis.Redis, worker: LocalWorker) -> bool:
-    """Whether the main process of *worker* has a BRPOP that Redis has not answered."""
+    """Whether the main process of *worker* has a BRPOP that Redis has not answered, or has not read
+    the answer.
+    """
     sockets = set()
     for entry in Path(f"/proc/{worker.pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
             sockets.add(str(entry.readlink()))
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    ports = {int(row[1].partition(":")[2], 16) for row in rows if f"socket:[{row[9]}]" in sockets}
+    its = [row for row in rows if f"socket:[{row[9]}]" in sockets]
+    ports = {int(row[1].partition(":")[2], 16) for row in its}
+    if any(int(row[4].partition(":")[2], 16) for row in its):
+        return True
     clients: Any = client.client_list()
     return any(
         "b" in each["flags"] and int(each["addr"].rpartition(":")[2]) in ports for each in clients
