@@ -22,7 +22,7 @@ from celery_leases.testing.contracts.record_case import closed, won
 from tests.contract.sql_stores import migrated, new_database
 from tests.unit.doc_pages import blocks, page
 
-PARTITIONED, DROPPED = blocks(page("partitions"), "sql")
+PARTITIONED, SETTINGS, DROPPED = blocks(page("partitions"), "sql")
 PARTITIONS = 16
 
 
@@ -39,6 +39,10 @@ def partitioned(request: pytest.FixtureRequest) -> Iterator[SqlRecordStore]:
     with migrated(new_database(request, "postgresql")) as store:
         before = closed(store, won(store, make_call("t:contract|before")), result="1")
         run(store, PARTITIONED)
+        # For this database alone, as others of the server belong to other tests.
+        name = store.database.engine.url.database
+        run(store, SETTINGS.replace("ALTER ROLE worker", f"ALTER DATABASE {name}"))
+        store.database.engine.dispose()  # the settings of a role are those of new connections
         assert store.migrate().before == store.migrate().after
         assert (store.read("t:contract|before") or before).result == "1"
         yield store
@@ -118,3 +122,9 @@ def test_a_backlog_is_dropped_with_its_effects_and_nothing_else(
 def test_autogenerate_leaves_the_partitions_out() -> None:
     assert not include_object(None, "celery_leases_records_7", "table", True, None)  # type: ignore[arg-type]
     assert include_object(None, "orders_7", "table", True, None)  # type: ignore[arg-type]
+
+
+def test_the_plans_of_statements_are_kept(partitioned: SqlRecordStore) -> None:
+    with partitioned.database.engine.connect() as connection:
+        for name, value in (("plan_cache_mode", "force_generic_plan"), ("jit", "off")):
+            assert connection.execute(text(f"SHOW {name}")).scalar_one() == value

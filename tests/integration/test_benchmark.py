@@ -2,17 +2,20 @@
 count what they should.
 """
 
+import re
 import sys
 from collections.abc import Iterator
 
 import pytest
 
+from benchmarks import scale
 from benchmarks.performance import bench as benches
 from benchmarks.performance import roster
 from benchmarks.performance.bench import Bench, keys
 from benchmarks.performance.draining import drained
 from benchmarks.performance.measures import mutex, renewals, writes
 from tests.integration.test_budgets import REPLAY
+from tests.unit.doc_pages import markdown_rows
 
 TASKS = 40
 
@@ -74,3 +77,18 @@ def test_a_mutex_runs_every_call_alone(bench: Bench, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mutex, "QUICK", (3, 0.05))
     for _, ran, _, _, _, at_once, _ in mutex.measure(bench, quick=True).tables[0][1:]:
         assert (ran, at_once) == ("3 of 3", "1")
+
+
+@pytest.mark.nightly
+def test_a_partitioned_table_is_measured_beside_a_plain_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, number in (("ROUNDS", 3), ("CALLS", 10), ("LEASES", 500)):
+        monkeypatch.setattr(scale, name, number)
+    scale.main(4000, write=False)
+    printed = capsys.readouterr().out
+    rows = {row[0]: row[1:] for row in markdown_rows(printed)}
+    assert len(rows["a replay, CPU of PostgreSQL, µs"]) == 4
+    gone, total = re.findall(r"(\d+) of (\d+)", printed)[-1]
+    assert 0.85 * int(total) < int(gone) < 0.95 * int(total)
+    assert 50 < float(rows["memory of a held lease, bytes"][0]) < 1000
