@@ -182,6 +182,7 @@ def test_a_deadlock_fails_no_call(shared: SqlRecordStore, monkeypatch: pytest.Mo
     with shared.database.engine.connect() as user, ThreadPoolExecutor(2) as threads:
         user.execute(text("BEGIN"))
         user.execute(text("SET LOCAL lock_timeout = 0"))
+        user.execute(text("SET LOCAL deadlock_timeout = '60s'"))  # the other one is ended
         user.execute(shared.lock_row, _of(other))
         written = threads.submit(settled, shared, attempts)
         wait_for_locks(shared)
