@@ -22,7 +22,17 @@ from tests.support.process import NotReady
 from tests.support.servers import ServerMissing
 
 MEASUREMENTS: Final = (
-    *("throughput", "replay", "latency", "ring", "writes", "memory", "connections", "renewals"),
+    *(
+        "throughput",
+        "pools",
+        "replay",
+        "latency",
+        "ring",
+        "writes",
+        "memory",
+        "connections",
+        "renewals",
+    ),
     *("mutex", "storms", "growth", "imports"),
 )
 QUICK: Final = "--quick"

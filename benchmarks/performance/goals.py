@@ -47,6 +47,13 @@ def _of_both(
         yield Goal(f"{mode}: {title}", fact.format(name), bound, aim, digits=digits, sized=sized)
 
 
+def _of_pool(pool: str, *limits: tuple[float, float]) -> Iterator[Goal]:
+    """CPU beside plain Celery's; *limits* are bound and aim of both modes."""
+    for (mode, name), (bound, aim) in zip(BOTH, limits, strict=True):
+        title = f"{mode}: worker CPU of `-P {pool}`, 100 ms / plain"
+        yield Goal(title, f"-P {pool} 100 ms cpu / plain {name}", bound, aim)
+
+
 GOALS: Final = (
     Goal("Redis + PostgreSQL: worker CPU / by hand", "no-op cpu leases / tight", 1.25, 1.08),
     Goal(
@@ -76,6 +83,25 @@ GOALS: Final = (
         1.9,
         2.0,
         more=True,
+    ),
+    *_of_pool("gevent -c 100", (1.25, 1.15), (1.2, 1.1)),
+    *_of_pool("threads -c 40", (1.4, 1.2), (1.35, 1.15)),
+    *_of_both(
+        "PostgreSQL's CPU on `-P gevent -c 100`, 100 ms, µs",
+        "-P gevent -c 100 100 ms postgres {}",
+        250,
+        120,
+        digits=0,
+    ),
+    *(
+        Goal(
+            f"{mode}: throughput of `-P gevent -c 64`, 100 ms / DBOS with 64 jobs at once",
+            f"-P gevent -c 64 100 ms rate / dbos {name}",
+            2,
+            3,
+            more=True,
+        )
+        for mode, name in BOTH
     ),
     Goal("Redis + PostgreSQL: Python calls per task", "calls leases", 1100, 900, digits=0),
     Goal("database leases: Python calls per task", "calls leases_database", 650, 500, digits=0),

@@ -19,11 +19,13 @@ from benchmarks.peers.columns import PACKAGES
 from benchmarks.peers.table import BEGIN, END, NUMBERS, differences, on_page, put_on_page
 from benchmarks.performance import goals, machine, page, roster, summary
 from benchmarks.performance.__main__ import MEASUREMENTS, QUICK
-from benchmarks.performance.draining import drained
+from benchmarks.performance.draining import Turn, drained
 from benchmarks.performance.figures import Figure, figure, quantile, ratio
 from benchmarks.performance.findings import drawn
 from benchmarks.performance.goals import GOALS, Goal
 from benchmarks.performance.journal import BEGUN, ENDED, Entry, Journal, Writer
+from benchmarks.performance.measures import pools
+from benchmarks.performance.measures.pools import Pool
 from tests.unit.doc_pages import ROOT, markdown_rows, section
 from tests.unit.doc_pages import page as doc_page
 
@@ -103,6 +105,26 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert quantile(range(100), 0.99) == 99
     with pytest.raises(ValueError, match="shorter"):
         ratio([1, 2], [1])
+
+
+def test_contenders_of_a_pool_are_compared_within_rounds() -> None:
+    def turn(rate: float, cpu: float) -> Turn:
+        return Turn(rate, worker=cpu, main=0, redis=1, postgres=2, publisher=0, others=0)
+
+    made = {
+        roster.PLAIN: [turn(10, 100), turn(20, 200)],
+        roster.LEASES: [turn(5, 150), turn(10, 300)],
+    }
+    facts = pools._facts(roster.LEASES, made)
+    assert facts["rate / plain"] == Figure(0.5, 0.5, 0.5, 2)
+    assert facts["cpu / plain"] == Figure(1.5, 1.5, 1.5, 2)
+    assert facts.keys() >= pools.SHOWN.keys()
+
+
+def test_a_turn_fills_its_pool() -> None:
+    assert Pool("gevent", 100).tasks(0.1) == 600
+    assert Pool("gevent", 300).tasks(0.1) == 900
+    assert Pool("prefork", 2).tasks(0.1) == 20
 
 
 def test_a_journal_gives_back_what_was_wanted_of_it(tmp_path: Path) -> None:
