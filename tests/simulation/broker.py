@@ -35,6 +35,8 @@ class Unacknowledged:
 
     queued: Queued
     worker: Any
+    #: When the worker fetched it, in seconds since 1970.
+    at: float
 
 
 class Broker(Server):
@@ -50,6 +52,9 @@ class Broker(Server):
         self.waiting: deque[Queued] = deque()
         self.unacknowledged: dict[int, Unacknowledged] = {}
         self.consumers: dict[Any, Any] = {}
+        #: The leases of workers, until when they last, and what each has registered.
+        self.leases: dict[str, float] = {}
+        self.registered: dict[str, dict[Any, bytes]] = {}
         self._tags = 0
         #: The workers whose connection was lost.
         self._interrupted: set[Any] = set()
@@ -99,9 +104,9 @@ class Broker(Server):
         if not self.up or self.frozen_until > now or worker.host in self.cut or not self.waiting:
             return None
         queued = self.waiting.popleft()
-        self.unacknowledged[queued.tag] = found = Unacknowledged(queued, worker)
+        self.unacknowledged[queued.tag] = found = Unacknowledged(queued, worker, self.now())
         if self.visibility is not None:
-            self.world.later(self.visibility, lambda: self._return(found), self)
+            self.world.later(self.visibility, lambda: self.give_back(found), self)
         return queued
 
     def acknowledge(self, worker: Any, tag: int) -> None:
@@ -111,6 +116,8 @@ class Broker(Server):
         """
         found = self.unacknowledged.get(tag)
         if not self._is_reached_by(worker):
+            if self.visibility is not None:
+                raise OperationalError("the simulated broker does not answer")
             self._interrupted.add(worker)
         elif found is not None and (self.visibility is not None or found.worker is worker):
             del self.unacknowledged[tag]
@@ -130,13 +137,14 @@ class Broker(Server):
         if self.visibility is None:
             for found in list(self.unacknowledged.values()):
                 if found.worker is worker:
-                    self._return(found)
+                    self.give_back(found)
 
     def is_empty(self) -> bool:
         """Whether it has no message, delivered or not."""
         return not self.waiting and not self.unacknowledged
 
-    def _return(self, found: Unacknowledged) -> None:
+    def give_back(self, found: Unacknowledged) -> None:
+        """Return a message to the queue, unless it was acknowledged."""
         tag = found.queued.tag
         if self.unacknowledged.get(tag) is found:
             del self.unacknowledged[tag]
@@ -194,6 +202,7 @@ class Delivered:
     def __init__(self, broker: Broker, worker: Any) -> None:
         self._broker = broker
         self._worker = worker
+        self.qos = worker.qos
 
     def message(self, queued: Queued) -> virtual.Message:
         """The message as Celery's consumer gets it."""

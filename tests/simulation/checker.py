@@ -363,7 +363,7 @@ def body_begins_under_its_lease(history: History) -> Iterator[Violation]:
     for note in history.of("body", "charges"):
         until, process = note.details.get("store_until", math.inf), note.details["process"]
         faults = history.faults(process, note.at - TTL, note.at)
-        excused = any(fault.what in ("emptied", "clock") for fault in faults)
+        excused = any(fault.what in ("emptied", "evicted", "clock") for fault in faults)
         if (until is None or until < note.at) and not excused:
             promise = "a body begins" if note.what == "body" else "an effect is called"
             why = f"the lease ended at {until}"
@@ -410,6 +410,8 @@ def nothing_left(history: History) -> Iterator[Violation]:
             yield Violation("nothing is left", None, f"the row waits for ever: {row}")
     for key in history.final["held"]:
         yield Violation("nothing is left", None, f"the lease of {key} is still held")
+    if history.final.get("late"):
+        yield Violation("nothing is left", None, "a message waited for the visibility timeout")
     if not history.final["quiet"]:
         yield Violation("nothing is left", None, "messages circulate for ever")
 

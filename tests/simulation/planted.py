@@ -36,6 +36,7 @@ EFFECTS = "celery_leases.body.effects"
 
 AFTER_RUN, CHILD_EXIT = "celery_leases.decide.after_run", "celery_leases.worker.child_exit"
 STATEMENTS, ROWS = "celery_leases.stores.sql.record_statements", "celery_leases.stores.sql.rows"
+TAKEOVER = "celery_leases.worker.takeover"
 REQUEST = "celery_leases.worker.request"
 DEADLINES = "celery_leases.deadlines"
 
@@ -214,11 +215,36 @@ BUGS = (
         "                child_exit.close_dead(self._ended(cause, pid))\n",
         "                pass\n",
     ),
+    # -- workers and callers
     Bug(
-        "a soft time limit ends a step of the protocol",
-        "celery_leases.worker.interrupts",
-        "        elif self._raises:\n            self._handlers",
-        "        elif True:\n            self._handlers",
+        "the messages of a dead worker are not returned",
+        TAKEOVER,
+        "            if page:\n",
+        "            if False:\n",
+    ),
+    Bug(
+        "a message that a dead worker had not registered is not returned",
+        TAKEOVER,
+        "in chain(pages, self._unregistered(workers, channel, ended)):\n",
+        "in pages:\n",
+    ),
+    Bug(
+        "a queued call that another caller has got is withdrawn",
+        "celery_leases.stores.sql.outbox",
+        "table.c.state == State.PENDING, table.c.publish_at > table.c.started_at)",
+        "table.c.state == State.PENDING)",
+    ),
+    Bug(
+        "a call in a transaction that is rolled back is published",
+        "celery_leases.outbox.calls",
+        """    transaction.join(key.key)
+    other = _write_record(_outbox(process), transaction, call)
+""",
+        """    transaction.join(key.key)
+    other = _write_record(_outbox(process), transaction, call)
+    publish = Signature.from_dict({"task": task.name, "args": args, "options": {"task_id": call_id}}, app=app)
+    publish.apply_async()
+""",
     ),
     # -- messages
     Bug(

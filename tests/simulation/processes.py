@@ -16,6 +16,7 @@ from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError
 from celery.worker import state as worker_state
 from celery.worker import strategy
+from kombu.exceptions import OperationalError
 
 from celery_leases.attempt.process import STORE_TIMEOUT, Process
 from celery_leases.attempt.renewal import Renewer, Stores
@@ -23,9 +24,11 @@ from celery_leases.deadlines import call_timeout
 from celery_leases.worker.arrivals import Arrivals
 from celery_leases.worker.interrupts import InterruptGuard, SignalGuard, _exit_code
 from celery_leases.worker.publisher import Publisher
+from celery_leases.worker.takeover import WorkerLease
 from celery_leases.worker.waiting_calls import WaitingCalls
 from tests.simulation.broker import Delivered
 from tests.simulation.scheduler import Strand
+from tests.simulation.worker_leases import lease_of
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -73,6 +76,7 @@ class SimulatedProcess:
         #: Celery's worker, and the calls that wait in it, in a main process.
         self.worker: Any = None
         self.waiting = WaitingCalls()
+        self.lease: WorkerLease | None = None
         self.arrivals = Arrivals()
         self.library: Process = self._library()
         world.processes[self.pid] = self
@@ -235,6 +239,9 @@ class Worker:
         self._jobs: list[Job] = []
         self._reserved = 0
         self._prefetch = world.shape.places * 2
+        self.qos = SimpleNamespace(_delivered=set(), _quick_ack=lambda _: None)
+        if world.shape.takeover:
+            self.main.lease = lease_of(self, world.shortest_ttl)
         consumer = self._consumer()
         self.main.worker = SimpleNamespace(
             app=world.app,
@@ -261,7 +268,7 @@ class Worker:
         connection = SimpleNamespace(transport=SimpleNamespace(driver_type="simulated"))
         return Consumer(
             hostname=self.name,
-            connection_errors=(),
+            connection_errors=(OperationalError,),
             event_dispatcher=None,
             app=self.world.app,
             connection=connection if self.world.shape.early else None,
@@ -289,6 +296,7 @@ class Worker:
                 continue
             scheduler.sleep(self.world.latency(0.002))
             message = Delivered(broker, self).message(queued)
+            self.qos._delivered.add(queued.tag)
             # A message that waits for its time does not count.
             self._strategies[message.headers["task"]](
                 message, None, message.ack_log_error, message.reject_log_error, []

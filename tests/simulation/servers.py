@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sqlalchemy import Executable
 
 from celery_leases.call import Call
+from celery_leases.concurrency import wait_limit
 from celery_leases.errors import StoreUnavailable
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.database import Availability, Database
@@ -78,25 +79,26 @@ class Server:
             world.note("refused", **who)
             raise error(False)
         if fate == "lost request" or process.host in self.cut:
-            world.note("lost request", **who)
+            world.note("lost request", span=wait, **who)
             scheduler.sleep(wait)
             raise error(None)
         frozen = max(0.0, self.frozen_until - scheduler.now)
         if fate == "late" or frozen > wait:
             late = max(frozen, world.random.uniform(0, 10) if fate == "late" else 0.0)
-            world.note("late request", late=late, **who)
+            world.note("late request", late=late, span=wait, **who)
             scheduler.spawn(
                 self, lambda: self._execute_late(do, process), f"{self.name} {what}", late
             )
             scheduler.sleep(wait)
             raise error(None)
         if frozen:
-            world.note("slow request", slow=frozen, **who)
+            world.note("slow request", span=frozen, **who)
             scheduler.sleep(frozen)
         result = do()
         if fate == "lost reply":
-            world.note("lost reply", **who)
-            scheduler.sleep(world.random.choice((wait, QUICK)))
+            span = world.random.choice((wait, QUICK))
+            world.note("lost reply", span=span, **who)
+            scheduler.sleep(span)
             raise error(None)
         scheduler.sleep(world.latency(QUICK))
         return result
@@ -130,7 +132,10 @@ class SimulatedDatabase(Database):
             return run(statement, values, read)
         what = type(statement).__name__.lower()
         return self.server.request(
-            what, lambda: run(statement, values, read), _database_error, self.waits
+            what,
+            lambda: run(statement, values, read),
+            _database_error,
+            wait_limit.bounded(self.waits),
         )
 
 

@@ -27,6 +27,7 @@ class Story:
         self.values: dict[str, str] = {}
         self.held: list[str] = []
         self.quiet = True
+        self.late = False
 
     def note(self, what: str, **details: Any) -> Story:
         self.at += 1.0
@@ -44,12 +45,14 @@ class Story:
         by = int((self.row.owner or "-0").rpartition("-")[2], 16)
         return self.note("row", key=KEY, old=old, new=self.row, by="w0/c1", pid=pid or by)
 
-    def call(self, call: str = "c1", task: str = "once", answer: str = "SUCCESS") -> Story:
+    def call(
+        self, call: str = "c1", task: str = "once", answer: str = "SUCCESS", *, own: bool = True
+    ) -> Story:
         """A confirmed call, and what its caller gets in the end."""
         self.answers[call] = answer
         if answer == "SUCCESS":
             self.values.setdefault(call, "r")
-        return self.note("published", task=task, key=KEY, call=call, number=1)
+        return self.note("published", task=task, key=KEY, call=call, number=1, own=own)
 
     def claim(self, owner: str = "a", fence: int = 1, call: str = "c1", **changes: Any) -> Story:
         return self.write(state="running", owner=owner, fence=fence, call=call, **changes)
@@ -93,6 +96,7 @@ class Story:
                     "answers": self.answers,
                     "values": self.values,
                     "quiet": self.quiet,
+                    "late": self.late,
                 },
             ),
         ]
@@ -336,6 +340,29 @@ GOOD: dict[str, Callable[[], Story]] = {
         .write(state="pending", ended="failed")
         .run("b", 2)
     ),
+    "a call that is queued once for two callers": lambda: (
+        Story().call(task="queued").call(task="queued", own=False).run()
+    ),
+    "a queued call after the end of another": lambda: (
+        Story()
+        .call(task="queued", answer="FAILURE")
+        .claim()
+        .body()
+        .ends()
+        .write(state="failed", ended="failed")
+        .call("c2", task="queued", answer="FAILURE")
+    ),
+    "a queued call after one that was revoked": lambda: (
+        Story()
+        .call(task="queued", answer="REVOKED")
+        .note("revoked", call="c1")
+        .call("c2", task="queued")
+        .claim(call="c2")
+        .body()
+        .ends()
+        .done()
+    ),
+    "a transaction that is rolled back by a caller": lambda: Story().note("withdrawn", call="c1"),
     "an unconfirmed call that never came": lambda: Story().note("unconfirmed", call="c1"),
 }
 
@@ -521,6 +548,21 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a record that is done although its transaction was rolled back": (
         "completed with its rows", 4,
         lambda: called().claim().body().note("rolled back", token="a").ends().done(),
+    ),
+    "two queued calls of a key": (
+        "queued once", 2,
+        lambda: Story().call(task="queued").call("c2", task="queued").run(),
+    ),
+    "a queued call while another one runs": (
+        "queued once", 4,
+        lambda: Story().call(task="queued").claim().body().call("c2", task="queued").ends().done(),
+    ),
+    "a call that runs although its transaction was rolled back": (
+        "a withdrawn call does not run", 3,
+        lambda: Story().note("withdrawn", call="c1").claim().body().ends().done(),
+    ),
+    "a message of a dead worker that waits for the visibility timeout": (
+        "nothing is left", 0, lambda: having(called().run(), late=True),
     ),
     "a call without a row": ("nothing is lost", 1, called),
     "a call whose row is pending": (

@@ -25,6 +25,7 @@ from celery_leases.concurrency import os_threads
 from celery_leases.errors import StoreUnavailable
 from celery_leases.events import LeaseAcquired, LeaseLost, LeaseRenewed
 from celery_leases.outbox.calls import relay, rescue
+from celery_leases.stores.redis import workers as redis_workers
 from celery_leases.stores.sql import database
 from celery_leases.worker import (
     child_exit,
@@ -34,6 +35,7 @@ from celery_leases.worker import (
     processes,
     request,
     requeue,
+    takeover,
     waiting_calls,
 )
 from celery_leases.worker.app_settings import settings_of
@@ -45,6 +47,7 @@ from tests.simulation.history import Note, Row
 from tests.simulation.processes import SimulatedClock, SimulatedKillTimer, SimulatedProcess, Worker
 from tests.simulation.scheduler import Scheduler, Strand
 from tests.simulation.servers import EPOCH, DatabaseServer, LeaseServer, Server
+from tests.simulation.worker_leases import SimulatedWorkers
 
 TASKS = (
     *("once", "each", "latest", "limited", "killed", "charged"),
@@ -100,6 +103,8 @@ class Shape:
     unsafe: bool = False
     #: The broker loses messages.
     loses: bool = False
+    #: Workers have leases of their own.
+    takeover: bool = False
     #: Workers begin waiting calls as soon as their key is free.
     early: bool = False
 
@@ -109,6 +114,7 @@ class Shape:
         threads = random.random() < 0.25
         possible = [name for name in TASKS if not (threads and name in PREFORK_TASKS)]
         tasks = tuple(random.sample(possible, random.choice((1, 1, 2))))
+        takeover = random.random() < 0.25
         span = random.choice((60.0,) * 54 + (600.0,) * 5 + (DAY,))
         # The lease store in memory has no slots, so that limits are those of the database.
         return cls(
@@ -120,7 +126,8 @@ class Shape:
             calls=random.choice((4, 8, 12)) if span < DAY else 60,
             accidents=random.choice((0, 2, 5, 10)) if span < DAY else 10,
             database_leases=random.random() < 0.5 or "limited" in tasks,
-            visibility=random.choice((None, None, 10.0, 60.0)),
+            visibility=3600.0 if takeover else random.choice((None, None, 10.0, 60.0)),
+            takeover=takeover,
             tasks=tasks,
             unsafe=random.random() < 0.1,
             loses=random.random() < 0.5 and set(tasks) <= set(OUTBOX_TASKS),
@@ -303,6 +310,7 @@ class World:
             answers=answers,
             values=values,
             quiet=self._is_quiet(),
+            late=self.shape.takeover and self.scheduler.now > self.shape.span + 900.0,
         )
 
     def row_changed(self, old: Row | None, new: Row | None) -> None:
@@ -585,6 +593,18 @@ class WaitingOfWorker:
         return getattr(self._world.here.waiting, name)
 
 
+class LeaseOfWorker:
+    """The lease of the worker whose main process runs."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def received(self, message: Any, task: str) -> None:
+        """A message has come."""
+        if (lease := self._world.here.lease) is not None:
+            lease.received(message, task)
+
+
 class MemoryOfWorker:
     """The memory that the main process of a worker shares with its children."""
 
@@ -640,6 +660,9 @@ def simulated(world: World) -> Iterator[None]:
         (database, "_memory", MemoryOfWorker(world)),
         (request, "waiting_calls", WaitingOfWorker(world)),
         (waiting_calls, "random", world.random),
+        (takeover, "random", world.random),
+        (takeover, "current", LeaseOfWorker(world)),
+        (redis_workers, "Workers", SimulatedWorkers),
         (work, "current", world),
     ]
     worker_state.reset_state()
