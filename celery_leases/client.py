@@ -44,7 +44,7 @@ from celery_leases.status import (
     status_of_group,
     status_of_open_group,
 )
-from celery_leases.stores.interfaces import MarkedLeaseStore, SlotStore, WaiterStore
+from celery_leases.stores.interfaces import MarkedLeaseStore, WaiterStore
 from celery_leases.text.durations import Duration, seconds
 
 __all__ = [
@@ -222,9 +222,6 @@ class LeaseClient:
 
     def _gate_of(self, group: str) -> Gate | None:
         """The gate of *group* if it is not open, or else what shows that the group is full."""
-        gate = self._leases.groups.get(group)
-        if gate is not None or not isinstance(self._leases.groups, SlotStore):
-            return gate
         slots, now = self._leases.groups.slots([group]).get(group, (NO_SLOTS, 0.0))
         return full_gate(group, slots, now)
 
@@ -270,7 +267,7 @@ class LeaseClient:
         self._ready()
         gates, store = [*self._leases.groups.all()], self._leases.groups
         past = store.history(None if opened else [gate.group for gate in gates])
-        in_use = store.slots() if isinstance(store, SlotStore) else {}
+        in_use = store.slots()
         named = {gate.group: gate for gate in gates}
         names = [*named, *sorted({*past, *in_use} - {*named})]
         found = [self._group(named.get(name), name, past, in_use) for name in names]

@@ -463,7 +463,7 @@ def status_of_group(
     known = (gate.group, state, gate.trips, gate.reason, gate.rule, gate.message)
     closed_for = gate.closed_for or None
     return GroupStatus(
-        *known, _time(until), closed_for, _closings(past), len(slots.held), _limit(slots)
+        *known, _time(until), closed_for, _closings(past), len(slots.held), slots.limit
     )
 
 
@@ -479,11 +479,7 @@ def status_of_open_group(
     is_full = full is not None and full.reason == Reason.GROUP_FULL
     reason, error = (full.reason, full.message) if full is not None else ("", "")
     known = (group, "full" if is_full else "open", 0, reason, None, error, None, None)
-    return GroupStatus(*known, _closings(past), len(slots.held), _limit(slots))
-
-
-def _limit(slots: Slots) -> int | None:
-    return min((limit for _, limit in slots.held.values()), default=None)
+    return GroupStatus(*known, _closings(past), len(slots.held), slots.limit)
 
 
 def _closings(past: Sequence[PastClosing]) -> tuple[ClosingStatus, ...]:

@@ -136,11 +136,10 @@ class HeldLease:
         self.since = sent
         self.fence = 0
         self.body_state = BodyState()
-        #: The cooldown group whose probe this attempt is. The probe's slot is renewed together with
-        #: the lease.
-        self.probe: str | None = None
-        #: The group of which this attempt holds a slot, and its limit; renewed in the same way.
+        #: The group of which this attempt holds a slot, and its limit; renewed with the lease.
         self.slot: tuple[str, int] | None = None
+        #: The slot is the only one, so that the success of this attempt opens the gate.
+        self.probes = False
         if call.ask is not None and call.ask.limit:
             self.slot = (call.group or "", call.ask.limit)
         self.hard_deadline = deadlines.hard_deadline(sent, call.options.ttl)
@@ -174,6 +173,11 @@ class HeldLease:
         self._hold_until = sent + max_hold
         self._renews = renew
         self._renew_until = self._hold_until if renew else sent
+
+    def probe(self) -> None:
+        """Note that the attempt got the only slot of its group."""
+        limit = self.call.ask.limit if self.call.ask is not None else 0
+        self.slot, self.probes = (self.call.group or "", limit), True
 
     # -- by the clock ------------------------------------------------------------------------------
 

@@ -413,7 +413,6 @@ def _renewal(held_lease: HeldLease, ttl: float) -> Renewal:
         held_lease.call.key.stored,
         held_lease.call.token,
         ttl,
-        held_lease.probe,
         guarded=held_lease.body_state.guarded,
         slot=held_lease.slot,
     )

@@ -76,7 +76,7 @@ from celery_leases.groups.group import Gate
 from celery_leases.groups.slots import Room
 from celery_leases.record import Ended, Outcome, Record, State
 from celery_leases.results import decode, failure_of
-from celery_leases.stores.interfaces import Clock, SlotStore
+from celery_leases.stores.interfaces import Clock
 from celery_leases.text.cleaning import printable
 from celery_leases.text.notices import coded
 
@@ -250,12 +250,17 @@ class Execution:
     def _acquire(self) -> Acquired | Refused:
         try:
             answer = self.process.leases.acquire(self.call)
-            self._may_have_slot = self.call.ask is not None and isinstance(answer, Acquired)
-            return answer
         except StoreUnavailable:
-            self._may_have_slot = self.call.ask is not None
-            self._free(self.call.group)
+            self._may_have_slot = self.call.group is not None
+            self._free()
             raise
+        self._may_have_slot = isinstance(answer, Acquired) and (answer.probe or self._asks)
+        return answer
+
+    @property
+    def _asks(self) -> bool:
+        """Whether the body takes a slot in any case."""
+        return self.call.ask is not None and self.call.ask.limit > 0
 
     def _key_is_held(self, holder: Holder, waited: float) -> Verdict:
         """Decide on a call whose key is held.
@@ -286,8 +291,10 @@ class Execution:
         self.held_lease = held_lease = HeldLease(
             call, sent, process.clock, renew=options.renew, max_hold=options.max_hold
         )
-        held_lease.probe = call.group if probes else None
-        self._may_have_slot = call.ask is not None
+        if probes:
+            held_lease.probe()
+        if process.leases.row_groups is not None:
+            self._may_have_slot = call.group is not None  # until the claim has answered
         resource_pool.max_wait.set(held_lease.connection_wait)
         try:
             if not process.leases.in_records and process.clock.now() >= held_lease.own_stop:
@@ -301,17 +308,10 @@ class Execution:
                 else self._claim_refused(answer, waited)
             )
         except (StoreUnavailable, LeaseStoreMismatch, KeyUnusable):
-            self._free(held_lease.probe)
-            raise
-        except RowMayBeOpen:
-            # The lease is not released, because it protects the row that may be open. The probe's
-            # slot protects nothing.
-            with suppress(StoreUnavailable):
-                if call.group is not None:
-                    process.leases.groups.release_probe(call.group, call.token)
+            self._free()
             raise
         if not isinstance(verdict, Run):
-            self._free(held_lease.probe)
+            self._free()
         elif options.debounce:
             with suppress(StoreUnavailable):  # then the next run begins earlier
                 process.leases.end_burst(call.key.stored, call.order or call.arrived)
@@ -371,8 +371,9 @@ class Execution:
 
     def _claim_refused(self, answer: Refused, waited: float) -> Verdict:
         record, rand = answer.record, self.process.rand()
+        if self.process.leases.row_groups is not None:
+            self._may_have_slot = False  # the claim has given it back
         if answer.why in (Refusal.GATE, Refusal.FULL):
-            self._may_have_slot = False
             return self._decide(record, answer.gate, answer.room)
         if answer.why is Refusal.EMPTIED and record is not None:
             return waiting.after_store_was_emptied(self.call, record, answer.emptied, rand)
@@ -390,7 +391,8 @@ class Execution:
         call, process, held_lease, record = self.call, self.process, self.held_lease, answer.record
         assert record is not None  # it is claimed
         if answer.probe:
-            held_lease.probe = call.group
+            held_lease.probe()
+        self._may_have_slot = held_lease.slot is not None
         self.record, held_lease.fence = record, record.fence
         if answer.starts_in:
             self._begin_in(answer.starts_in)
@@ -489,24 +491,17 @@ class Execution:
             again = replace(self._after_store_failure(error, 0), prior=self.record.owner)
             raise RowMayBeOpen(again) from error
 
-    def _free(self, probe: str | None) -> None:
-        """Release the lease, and the slot of the group *probe*. If the store does not answer, both
-        expire by themselves.
-        """
+    def _free(self) -> None:
+        """Release the lease. If the store does not answer, it expires by itself."""
         call, leases = self.call, self.process.leases
-        if probe is not None:
-            with suppress(StoreUnavailable):
-                leases.groups.release_probe(probe, call.token)
         if not leases.in_records:  # else closing the row has released it
             with suppress(StoreUnavailable):
                 leases.end(call.key.stored, call.token)
 
     def _free_slot(self) -> None:
         """Release the slot of an attempt that has ended, or never ran."""
-        call, groups = self.call, self.process.leases.groups
-        if call.ask is not None and call.ask.limit and isinstance(groups, SlotStore):
-            with suppress(StoreUnavailable):  # it expires by itself
-                groups.release_slot(call.group or "", call.token)
+        with suppress(StoreUnavailable):  # it expires by itself
+            self.process.leases.groups.release_slot(self.call.group or "", self.call.token)
 
     def _after_store_failure(self, error: Exception | str, failures: int) -> Reschedule:
         """Reschedule the delivery because a store did not answer; *failures*: how often in a row
@@ -622,7 +617,7 @@ class Execution:
         """Close an attempt whose lease cannot be renewed, and release its key."""
         with suppress(StoreUnavailable):  # the next attempt of the call knows the token
             self.process.records.settle(self.record, unrun(self.call, self.record, 0.0))
-        self._free(self.held_lease.probe)
+        self._free()
         return self._after_unknown_error(error, store_failures)
 
     def _outcome_not_written(self, ending: Ending, store_failures: int) -> Verdict:
@@ -690,37 +685,29 @@ class Execution:
 
     def _release(self, outcome: Outcome | None) -> None:
         """Release the key or replace its lease by a cooldown. If the attempt was the probe of its
-        group, open the gate or free the probe's slot.
+        group, open the gate, or leave it to the next probe.
         """
         call, process, held_lease = self.call, self.process, self.held_lease
         if held_lease.lost is not None:
-            return  # another attempt may hold the key, and the probe's slot
+            return  # another attempt may hold the key
         cooling = (
             outcome.retry_after if outcome is not None and outcome.state is State.COOLING else None
         )
-        if held_lease.probe is None and cooling is None:
-            self._free(held_lease.probe)
-            return
         # If the store does not answer, lease and slot expire by themselves, and the record has the
         # cooldown.
         with suppress(StoreUnavailable):
-            opens = held_lease.probe is not None and outcome is not None and _opens_gate(outcome)
-            if (
-                held_lease.probe is not None
-                and opens
-                and process.leases.groups.open(held_lease.probe, call.token)
-            ):
-                process.observer.observe(events.GateOpened(**call.subject, group=held_lease.probe))
-                held_lease.probe = None
+            if held_lease.probes and outcome is not None and _opens_gate(outcome):
+                group = call.group or ""
+                if process.leases.groups.open(group, call.token):  # which frees the slot
+                    self._may_have_slot = False
+                    process.observer.observe(events.GateOpened(**call.subject, group=group))
             if (
                 cooling is not None
                 and cooling > RETRY_GRACE
                 and process.leases.cool(call.key.stored, call.token, cooling - RETRY_GRACE)
             ):
-                if held_lease.probe is not None:
-                    process.leases.groups.release_probe(held_lease.probe, call.token)
                 return
-        self._free(held_lease.probe)
+        self._free()
 
     def _until_settled(self, ending: Ending, step: Callable[[], T]) -> tuple[T] | None:
         """Call *step*, which uses the database, until it succeeds or the time to settle is over;

@@ -67,8 +67,8 @@ class Acquired:
     """The attempt has the lease, or the row. ``record``: the claimed row; ``None`` from a lease
     store outside the records, under which it must still be claimed.
 
-    ``probe``: the attempt also has the probe's slot of the group's gate. ``starts_in``: the body
-    must not begin sooner than in so many seconds, because of the rate of its group.
+    ``probe``: the attempt also has the only slot of its group, whose limit is one. ``starts_in``:
+    the body must not begin sooner than in so many seconds, because of the rate of its group.
     """
 
     record: Record | None = None
@@ -112,9 +112,8 @@ class RenewalResult(Enum):
 class Renewal:
     """One lease to renew, for ``ttl`` seconds from now; a longer remaining time is not cut.
 
-    ``probe``: the cooldown group whose probe's slot the same token holds. The slot is renewed too,
-    and does not affect the result. ``slot``: the group of which the same token holds a slot, and
-    the limit of the attempt. It is renewed too, and written again if the store has lost it; if that
+    ``slot``: the group of which the same token holds a slot, and the limit of the attempt, 0
+    without one. It is renewed too, and written again if the store has lost it; if that
     fails, the result is the error. ``guarded``: a transaction of the body may have locked the row.
     A store whose row is the lease does not wait for that lock, and may answer
     :attr:`RenewalResult.LOCKED`.
@@ -123,6 +122,5 @@ class Renewal:
     stored_key: str
     token: str
     ttl: float
-    probe: str | None = None
     guarded: bool = False
     slot: tuple[str, int] | None = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from django.contrib import admin
 
-from celery_leases.django.admin_groups import LeaseGateAdmin
+from celery_leases.django.admin_groups import LeaseGroupAdmin
 from celery_leases.django.admin_records import LeaseRecordAdmin
-from celery_leases.django.models import LeaseGate, LeaseRecord
+from celery_leases.django.models import LeaseGroup, LeaseRecord
 
 admin.site.register(LeaseRecord, LeaseRecordAdmin)
-admin.site.register(LeaseGate, LeaseGateAdmin)
+admin.site.register(LeaseGroup, LeaseGroupAdmin)

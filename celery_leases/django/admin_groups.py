@@ -19,7 +19,7 @@ from celery_leases.text.durations import in_words
 PERMISSION: Final = "operate"
 
 
-class LeaseGateAdmin(ReadOnlyAdmin):
+class LeaseGroupAdmin(ReadOnlyAdmin):
     """The page of the cooldown groups.
 
     It asks the client and not the table, because the gates may be in Redis.
@@ -77,7 +77,7 @@ class LeaseGateAdmin(ReadOnlyAdmin):
             "leases_board": self.board_url(),
             **(extra_context or {}),
         }
-        return TemplateResponse(request, "admin/celery_leases/leasegate/groups.html", context)
+        return TemplateResponse(request, "admin/celery_leases/leasegroup/groups.html", context)
 
     def _act(self, request: Any) -> Any:
         if not self.is_permitted(request, PERMISSION):
@@ -106,7 +106,7 @@ class LeaseGateAdmin(ReadOnlyAdmin):
             "span": request.POST.get("span") or DEFAULT_DURATION,
             "why": request.POST.get("why", ""),
         }
-        return TemplateResponse(request, "admin/celery_leases/leasegate/confirm.html", context)
+        return TemplateResponse(request, "admin/celery_leases/leasegroup/confirm.html", context)
 
     def _do(self, request: Any, what: str, group: str) -> None:
         leases = client()

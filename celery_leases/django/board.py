@@ -15,10 +15,10 @@ from django.http import HttpRequest
 
 from celery_leases.ops.board import Operator
 
-VIEW_PERMISSIONS: Final = ("celery_leases.view_leaserecord", "celery_leases.view_leasegate")
+VIEW_PERMISSIONS: Final = ("celery_leases.view_leaserecord", "celery_leases.view_leasegroup")
 CHANGE_PERMISSIONS: Final = (
     *(f"celery_leases.{what}_leaserecord" for what in ("retry", "release", "forget", "resolve")),
-    "celery_leases.operate_leasegate",
+    "celery_leases.operate_leasegroup",
 )
 
 

@@ -186,48 +186,28 @@ class LeaseMark(_ReadOnly):
         return str(self.name)
 
 
-class LeaseSlots(_ReadOnly):
-    """The slots of a group with a limit or a rate, if the lease store is the database."""
+class LeaseGroup(_ReadOnly):
+    """A group that has running or waiting calls, a rate, or has had failures, if the lease store is
+    the database.
+    """
 
     name = models.CharField(max_length=255, primary_key=True)
     version = models.BigIntegerField()
+    limited_until = models.BigIntegerField()
     slots = models.TextField()
-    expires_at = models.BigIntegerField()
-
-    class Meta:
-        """The table."""
-
-        db_table = "celery_leases_slots"
-        default_permissions = ()
-
-    def __str__(self) -> str:
-        """The name of the group."""
-        return str(self.name)
-
-
-class LeaseGate(_ReadOnly):
-    """A cooldown group that has had failures, if the lease store is the database."""
-
-    name = models.CharField(max_length=255, primary_key=True)
-    trips = models.IntegerField()
-    why = models.TextField()
-    closed_until = models.BigIntegerField()
-    probe = models.CharField(max_length=64)
-    probe_until = models.BigIntegerField()
-    opens_at = models.BigIntegerField()
     history = models.TextField()
     expires_at = models.BigIntegerField()
 
     class Meta:
         """The table, and the name of its rows in the admin."""
 
-        db_table = "celery_leases_gates"
+        db_table = "celery_leases_groups"
         default_permissions = ("view",)
         permissions: ClassVar[list[tuple[str, str]]] = [
-            ("operate_leasegate", "Can open and close groups")
+            ("operate_leasegroup", "Can open and close groups")
         ]
-        verbose_name = "cooldown group"
-        verbose_name_plural = "cooldown groups"
+        verbose_name = "group"
+        verbose_name_plural = "groups"
 
     def __str__(self) -> str:
         """The name of the group."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from celery_leases.failures.cooldown_policies import CooldownPolicy
@@ -43,16 +43,29 @@ class Gate:
         """Whether an attempt may probe, or probes now."""
         return self.closed_for <= 0
 
-    def is_probed_by(self, token: str) -> bool:
-        """Whether the gate is half-open and *token* holds the slot of the probe."""
-        return self.half_open and self.probe == token
-
     @property
     def blocked_for(self) -> float:
         """For how long no attempt may start: until the gate is half-open, or until the slot of the
         probe ends.
         """
         return self.closed_for if self.closed_for > 0 else self.probe_for
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """What a store has of a gate that is not open; times are milliseconds by its clock.
+
+    The gate is closed until ``ends``. From then on the limit of the group is one, until ``counts``
+    if it is not opened before. ``alone``: the token of the last attempt that took a slot under this
+    limit; it is the probe as long as it holds that slot. ``why``: the result of
+    :func:`reason_json`.
+    """
+
+    trips: int
+    ends: float
+    counts: float
+    why: str
+    alone: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,45 +91,6 @@ class Closing:
         return max(self.server_delay or 0.0, self.policy.longest(trips))
 
 
-def closed(group: str, gate: Gate | None, closing: Closing, token: str) -> Gate:
-    """The gate after *closing*; *gate* is the gate before, *token* the owner token of the attempt
-    that failed.
-
-    A longer time replaces the current one, a shorter one does not. Only the failure of a probe
-    counts a trip more: attempts that had begun before the gate closed count none.
-    """
-    if gate is None:
-        trips, current = 1, 0.0
-    else:
-        trips, current = gate.trips + gate.is_probed_by(token), gate.closed_for
-    wait = closing.wait(trips)
-    after = Gate(group, trips, wait, closing.reason, closing.rule, closing.message)
-    if gate is None:
-        return after
-    if current >= wait:
-        after = gate
-    probe_ends = gate.probe == token
-    return replace(
-        after,
-        probe=None if probe_ends else gate.probe,
-        probe_for=0.0 if probe_ends else gate.probe_for,
-    )
-
-
-def admits(gate: Gate | None, token: str) -> bool:
-    """Whether the attempt with *token* may start: the gate is open, or half-open and the probe's
-    slot is free or its own.
-    """
-    return gate is None or (gate.half_open and gate.probe in (None, token))
-
-
-def gate_retention(gate: Gate, policy: CooldownPolicy) -> float:
-    """Seconds after which a store may delete a closed gate: the time for which it is closed, and
-    then the quiet time after which its trips no longer count.
-    """
-    return gate.closed_for + policy.quiet
-
-
 # -- the stored form ------------------------------------------------------------------------------
 
 
@@ -136,27 +110,30 @@ def gate_name(group: str) -> str:
     return f"{plain[: GATE_NAME_MAX - 1 - len(digest)]}#{digest}"
 
 
-def reason_json(gate: Gate) -> str:
-    """Why *gate* was closed, as JSON without empty fields."""
-    fields = {"reason": gate.reason, "rule": gate.rule, "message": gate.message}
+def reason_json(closing: Closing) -> str:
+    """Why *closing* closed the gate, as JSON without empty fields."""
+    fields = {"reason": closing.reason, "rule": closing.rule, "message": closing.message}
     return json.dumps(
         {name: value for name, value in fields.items() if value}, separators=(",", ":")
     )
 
 
-def gate_from(
-    group: str, trips: int, closed_for: float, text: str, probe: tuple[str, float] | None
-) -> Gate:
-    """A gate from the JSON *text* of :func:`reason_json`. *probe* is the token in the probe slot,
-    and for how long it still holds the slot.
+def gate_from(group: str, closed: Closed, closed_for: float, probe_for: float) -> Gate:
+    """The gate of *group*; ``probe_for``: for how long its probe still holds its slot, 0 without
+    one.
     """
     try:
-        fields = json.loads(text)
+        fields = json.loads(closed.why)
     except ValueError:
         fields = None
     if not isinstance(fields, dict):
         fields = {}
     reason, message = (str(fields.get(name) or "") for name in ("reason", "message"))
-    token, probe_for = probe or (None, 0.0)
-    closed = trips, max(0.0, closed_for), reason, fields.get("rule"), message
-    return Gate(group, *closed, token, max(0.0, probe_for))
+    why = reason, fields.get("rule"), message
+    probe = closed.alone if probe_for > 0 else None
+    return Gate(group, closed.trips, _known(closed_for), *why, probe, _known(probe_for))
+
+
+def _known(seconds: float) -> float:
+    """A rest of time, without the digits that the difference of two times has too many."""
+    return round(max(0.0, seconds), 6)

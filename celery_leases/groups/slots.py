@@ -1,11 +1,12 @@
-"""The slots and the rate of a group: how many of its bodies run, and when the next one may begin.
-Pure.
+"""The state of a group: how many of its bodies run, when the next one may begin, and whether a
+failure has closed it. Pure.
 
 A body of a group with a limit holds a slot, which is a lease: it has the attempt's owner token,
 expires by itself, and is renewed together with the lease of the key. A rate keeps two begins apart.
 Workers with waiting calls register the time of the oldest one, so that a call that came later waits
-for its turn. All times are milliseconds by the clock of the store, except where a name says
-otherwise.
+for its turn. After the time for which a failure has closed its gate, the limit of any group is one:
+the attempt that takes the slot is the probe. All times are milliseconds by the clock of the store,
+except where a name says otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from celery_leases.failures.actions import Reason
-from celery_leases.groups.group import Gate
+from celery_leases.groups.group import Closed, Closing, Gate, gate_from, reason_json
 from celery_leases.value_class import value_class
 
 AHEAD: Final = 400.0
@@ -56,25 +57,32 @@ class Ask:
     worker: str = ""
 
 
+NOTHING: Final = Ask()
+"""What a call of a group without limit and rate asks of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The slots of a group, its last begin, and its waiting list, as a store has them.
+    """The state of a group, as a store has it.
 
-    ``held``: by owner token, when the slot expires, and the limit of its holder. ``began`` and
-    ``pause``: the last begin, and the pause after it. ``places``: by worker, since when its oldest
-    call waits, and until when that counts.
+    ``held``: by owner token, when the slot expires, and the limit of its holder, 0 without one.
+    ``began`` and ``pause``: the last begin, and the pause after it. ``places``: by worker, since
+    when its oldest call waits, and until when that counts. ``closed``: ``None`` if the gate is
+    open.
     """
 
     held: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     began: float = 0.0
     pause: float = 0.0
     places: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    closed: Closed | None = None
 
     def at(self, now: float) -> Slots:
         """Without what has expired by *now*."""
         held = {token: slot for token, slot in self.held.items() if slot[0] > now}
         places = {worker: place for worker, place in self.places.items() if place[1] > now}
-        return replace(self, held=held, places=places)
+        closed = self.closed if self.closed is not None and self.closed.counts > now else None
+        return replace(self, held=held, places=places, closed=closed)
 
     @property
     def expires_at(self) -> float:
@@ -83,7 +91,27 @@ class Slots:
         ends += [place[1] for place in self.places.values()]
         if self.began:
             ends.append(self.began + max(self.pause, BEGIN_KEPT))
+        if self.closed is not None:
+            ends.append(self.closed.counts)
         return max(ends, default=0.0)
+
+    @property
+    def limit(self) -> int | None:
+        """The smallest limit of the bodies that run; ``None`` without one."""
+        return min((limit for _, limit in self.held.values() if limit), default=None)
+
+    def gate(self, group: str, now: float) -> Gate | None:
+        """The gate of *group*; ``None`` if it is open. Nothing of the state has expired."""
+        if self.closed is None:
+            return None
+        until, _ = self.held.get(self.closed.alone, (now, 0))
+        return gate_from(group, self.closed, (self.closed.ends - now) / 1000, (until - now) / 1000)
+
+    def probes(self, token: str, now: float) -> bool:
+        """Whether *token* has the only slot, since the time of the closing is over."""
+        closed = self.closed
+        alone = closed is not None and closed.ends <= now and closed.alone == token
+        return alone and token in self.held
 
 
 NO_SLOTS: Final = Slots()
@@ -107,10 +135,13 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The slots after a call was admitted, whose body may begin in ``starts_in`` seconds."""
+    """The slots after a call was admitted, whose body may begin in ``starts_in`` seconds.
+    ``probe``: the limit of the group is one.
+    """
 
     slots: Slots
     starts_in: float
+    probe: bool = False
 
 
 def room(slots: Slots, ask: Ask, now: float) -> Room:
@@ -120,13 +151,15 @@ def room(slots: Slots, ask: Ask, now: float) -> Room:
     slots = slots.at(now)
     places, limit, begins = MANY, 0, now
     if ask.limit:
-        limit = min([ask.limit, *(limit for _, limit in slots.held.values())])
+        limit = min(ask.limit, slots.limit or ask.limit)
         places = limit - len(slots.held)
     if ask.pause:
         gap = max(ask.pause, slots.pause)
         lead = LEAD if now - slots.began < BUSY else 0.0
         begins = max(now + lead, slots.began + gap)
         places = min(places, math.floor((now + AHEAD - begins) / gap) + 1)
+    if slots.closed is not None:
+        places = min(places, int(may_begin(slots, "", now)))
     since = ask.since or now
     before = sum(
         worker != ask.worker and came < since - OVERTAKING
@@ -136,34 +169,55 @@ def room(slots: Slots, ask: Ask, now: float) -> Room:
     return Room(max(0, places - before), wait, len(slots.held), limit, now)
 
 
-def take(slots: Slots, ask: Ask, token: str, ttl: float, now: float) -> Taken | Room:
+def may_begin(slots: Slots, token: str, now: float) -> bool:
+    """Whether the gate lets the attempt with *token* begin: it is open, or its time is over, and
+    no other attempt has the only slot. Nothing of the state has expired.
+    """
+    closed = slots.closed
+    return closed is None or (
+        closed.ends <= now and (closed.alone == token or closed.alone not in slots.held)
+    )
+
+
+def take(
+    group: str, slots: Slots, ask: Ask, token: str, ttl: float, now: float
+) -> Taken | Room | Gate:
     """The slots once the attempt with *token* has what it asks for, or why it does not get it.
 
     An attempt that has a slot keeps it: the reply to its first try may have been lost. *ttl* is in
     seconds.
     """
     slots = slots.at(now)
+    if not may_begin(slots, token, now):
+        gate = slots.gate(group, now)
+        assert gate is not None  # an open gate lets it begin
+        return gate
     if token in slots.held:
         starts_in = max(0.0, slots.began - now) / 1000
-        return Taken(with_slot(slots, token, ttl, ask.limit, now), starts_in)
+        slots = with_slot(slots, token, ttl, ask.limit, now)
+        return Taken(slots, starts_in, slots.probes(token, now))
     found = room(slots, ask, now)
     if found.places <= 0:
         return found
-    if ask.limit:
+    if slots.closed is not None:
+        slots = replace(slots, closed=replace(slots.closed, alone=token))
+    if ask.limit or slots.closed is not None:
         slots = with_slot(slots, token, ttl, ask.limit, now)
     if ask.pause:
         slots = replace(slots, began=now + found.wait * 1000, pause=ask.pause)
     if ask.since and slots.places.get(ask.worker, (0.0, 0.0))[0] == ask.since:
         slots = with_place(slots, replace(ask, since=0.0), now)  # its worker had it in the list
-    return Taken(slots, found.wait)
+    return Taken(slots, found.wait, slots.closed is not None)
 
 
 def full_gate(group: str, slots: Slots, now: float) -> Gate | None:
-    """Why calls of *group* wait for their turn, in the form of a gate without trips; ``None`` if
-    nothing shows that they do.
+    """Why calls of *group* wait: its gate, or in the form of a gate without trips what shows that
+    they wait for their turn; ``None`` if nothing does.
     """
     slots = slots.at(now)
-    running, limit = len(slots.held), min((limit for _, limit in slots.held.values()), default=0)
+    if slots.closed is not None:
+        return slots.gate(group, now)
+    running, limit = len(slots.held), slots.limit
     if limit and running >= limit:
         return Gate(group, 0, 0.0, Reason.GROUP_FULL, message=f"{running} of {limit} calls run")
     wait = slots.began + slots.pause - now
@@ -171,6 +225,36 @@ def full_gate(group: str, slots: Slots, now: float) -> Gate | None:
         message = "as many have begun as its rate allows"
         return Gate(group, 0, wait / 1000, Reason.GROUP_RATE, message=message)
     return None
+
+
+def close(slots: Slots, closing: Closing, token: str, now: float) -> Slots:
+    """The slots after *closing*; *token*: the owner token of the attempt that failed, whose slot is
+    freed.
+
+    A longer time replaces the current one, a shorter one does not. Only the failure of a probe
+    counts a trip more: attempts that had begun before the gate closed count none.
+    """
+    slots = slots.at(now)
+    before = slots.closed
+    trips = 1 if before is None else before.trips + slots.probes(token, now)
+    wait = closing.wait(trips) * 1000
+    slots = without_slot(slots, token)
+    if before is not None and now + wait <= before.ends:
+        return slots
+    # The trips no longer count after a quiet time.
+    counts = max(now + wait + closing.policy.quiet * 1000, before.counts if before else 0.0)
+    alone = before.alone if before is not None else ""
+    return replace(slots, closed=Closed(trips, now + wait, counts, reason_json(closing), alone))
+
+
+def opened(slots: Slots, token: str | None, now: float) -> Slots | None:
+    """The slots with an open gate, and without the slot of *token*; ``None`` if the gate was open,
+    or if *token* is given and is not the probe.
+    """
+    slots = slots.at(now)
+    if slots.closed is None or (token is not None and not slots.probes(token, now)):
+        return None
+    return replace(without_slot(slots, token or ""), closed=None)
 
 
 def with_slot(slots: Slots, token: str, ttl: float, limit: int, now: float) -> Slots:
@@ -204,11 +288,13 @@ def with_place(slots: Slots, ask: Ask, now: float) -> Slots:
 
 def dump(slots: Slots) -> str:
     """The slots as JSON."""
+    closed = slots.closed
     fields = {
         "held": slots.held,
         "began": slots.began,
         "pause": slots.pause,
         "places": slots.places,
+        "closed": closed and {name: getattr(closed, name) for name in Closed.__slots__},
     }
     return json.dumps({name: value for name, value in fields.items() if value})
 
@@ -217,8 +303,11 @@ def load(text: str | None) -> Slots:
     """The slots in the JSON that :func:`dump` or the scripts of Redis have written; none if it
     cannot be read.
     """
+    if not text:
+        return NO_SLOTS
     try:
-        found: Any = json.loads(text or "{}")
+        found: Any = json.loads(text)
+        closed = found.get("closed")
         return Slots(
             {
                 str(name): (float(until), int(limit))
@@ -230,9 +319,17 @@ def load(text: str | None) -> Slots:
                 str(name): (float(came), float(ends))
                 for name, (came, ends) in _pairs(found, "places")
             },
+            closed
+            and Closed(
+                int(closed["trips"]),
+                float(closed["ends"]),
+                float(closed["counts"]),
+                str(closed["why"]),
+                str(closed.get("alone") or ""),
+            ),
         )
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return Slots()
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
+        return NO_SLOTS
 
 
 def _pairs(found: Any, name: str) -> Any:

@@ -38,7 +38,6 @@ from celery_leases.ops.tuning import Lateness
 from celery_leases.record import Record, State
 from celery_leases.record_filters import Order, Position, RecordFilter
 from celery_leases.status import ABANDONED, GroupStatus, LeaseStatus, status_of
-from celery_leases.stores.interfaces import SlotStore
 from celery_leases.text.durations import Duration, seconds
 from celery_leases.text.redaction import redact
 from celery_leases.worker.processes import METRICS_DIRECTORY
@@ -390,7 +389,7 @@ class OperatorClient(LeaseClient):
 
     def _group_now(self, gate: Gate | None, group: str) -> GroupStatus:
         store = self._leases.groups
-        in_use = store.slots([group]) if isinstance(store, SlotStore) else {}
+        in_use = store.slots([group])
         return self._group(gate, group, store.history([group]), in_use)
 
     def _check_group(self, group: str) -> None:

@@ -37,8 +37,7 @@ def check_writes(records: SqlRecordStore) -> None:
             records.statements.table,
             tables.effects,
             tables.marks,
-            tables.gates,
-            tables.slots,
+            tables.groups,
         ):
             try:
                 _touch_nothing(connection, table)

@@ -1,52 +1,44 @@
-"""Closes a gate in any store: compute the new gate and write it by compare-and-set, together with
-its history for operators.
+"""Closes and opens groups in any store: compute the new state and write it by compare-and-set,
+together with its history for operators.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
-from celery_leases.errors import StoreUnavailable
-from celery_leases.groups.group import Closing, Gate, closed, gate_retention
+from celery_leases.groups.group import Closing, Gate
 from celery_leases.groups.history import PastClosing, dump, load, with_closing, with_opening
+from celery_leases.groups.slots import Slots, close, opened
 
-CLOSE_TRIES: Final = 10
-"""How often a compare-and-set is retried when other workers close the same gate concurrently."""
+Change: TypeAlias = Callable[[Slots, float], Slots | None]
+"""Makes new slots from those at a time; ``None``: nothing is to be changed."""
 
 
 class ClosingGroups(ABC):
-    """A :class:`~celery_leases.stores.interfaces.GroupStore` that can replace a gate by
-    compare-and-set.
+    """A :class:`~celery_leases.stores.interfaces.GroupStore` that can replace the state of a group
+    by compare-and-set.
     """
 
     def close(self, group: str, closing: Closing, token: str) -> Gate:
         """Close the gate; see :class:`~celery_leases.stores.interfaces.GroupStore`."""
-        for _ in range(CLOSE_TRIES):
-            before, past = self._read(group)
-            after = closed(group, before, closing, token)
-            if before is not None and after.closed_for == before.closed_for:  # closed long enough
-                if before.probe == token:
-                    self.release_probe(group, token)
-                return after
-            noted = dump(with_closing(load(past), after, time.time()))
-            if self._swap(before, after, gate_retention(after, closing.policy), token, noted):
-                return after
-        raise StoreUnavailable(
-            f"the gate of {group} changed {CLOSE_TRIES} times while it was being closed", False
+        closed = self._change_gate(
+            group, token, lambda slots, now: close(slots, closing, token, now)
         )
+        assert closed is not None  # a closing always has a result
+        slots, now = closed
+        gate = slots.gate(group, now)
+        assert gate is not None
+        return gate
 
     def open(self, group: str, token: str | None = None) -> bool:
-        """Open a gate and reset its trips. With *token*, open only a half-open gate whose probe
-        slot *token* holds.
+        """Open a gate and reset its trips. With *token*, open only a half-open gate whose probe is
+        *token*.
         """
-        before, past = self._read(group)
-        if before is None or (token is not None and not before.is_probed_by(token)):
-            return False
-        noted = dump(with_opening(load(past), time.time()))
-        return self._open(group, token, noted)
+        change = self._change_gate(group, token or "", lambda slots, now: opened(slots, token, now))
+        return change is not None
 
     def history(
         self, groups: Sequence[str] | None = None, limit: int = 1000
@@ -60,15 +52,14 @@ class ClosingGroups(ABC):
 
     def get(self, group: str) -> Gate | None:
         """The gate of *group*; ``None`` when it is open."""
-        return self._read(group)[0]
+        slots, now = self.slots([group]).get(group, (None, 0.0))
+        return slots.gate(group, now) if slots is not None else None
 
     @abstractmethod
-    def release_probe(self, group: str, token: str) -> bool:
-        """Free the probe slot if *token* holds it; the gate stays half-open."""
-
-    @abstractmethod
-    def _read(self, group: str) -> tuple[Gate | None, str | None]:
-        """The gate of *group*, ``None`` when it is open, and the text of its history."""
+    def slots(
+        self, groups: Sequence[str] | None = None, limit: int = 1000
+    ) -> Mapping[str, tuple[Slots, float]]:
+        """The slots by group; see :class:`~celery_leases.stores.interfaces.GroupStore`."""
 
     @abstractmethod
     def _read_histories(self, groups: Sequence[str] | None, limit: int) -> Mapping[str, str]:
@@ -78,17 +69,20 @@ class ClosingGroups(ABC):
         """
 
     @abstractmethod
-    def _open(self, group: str, token: str | None, past: str) -> bool:
-        """As :meth:`open`, with *past* as the text of the history."""
-
-    @abstractmethod
-    def _swap(
-        self, before: Gate | None, after: Gate, remembered: float, token: str, past: str
-    ) -> bool:
-        """Write *after*, which expires after at least *remembered* seconds, and *past* as the text
-        of its history, and free the probe slot if *token* holds it.
-
-        Writes only if three values are still those of *before*: the trips, the state (closed or
-        half-open), and whether *token* holds the slot. Does not write over a gate that is closed
-        for longer than *after*.
+    def _change_gate(self, group: str, token: str, change: Change) -> tuple[Slots, float] | None:
+        """Apply *change*, which closes or opens the gate and frees the slot of *token*, and note it
+        in the history; returns the slots afterwards and their time, or ``None`` if nothing is to be
+        changed.
         """
+
+
+def noted(past: str | None, before: Slots, after: Slots, group: str, now: float) -> str | None:
+    """The text of the history after a change of the gate at *now*, by the clock of the store;
+    ``None`` if it stays closed for the same time.
+    """
+    gate = after.gate(group, now)
+    if gate is None:
+        return dump(with_opening(load(past), time.time()))
+    if before.closed is not None and after.closed == before.closed:
+        return None
+    return dump(with_closing(load(past), gate, time.time()))

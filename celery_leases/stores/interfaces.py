@@ -49,10 +49,8 @@ class LeaseStore(ABC):
 
         Otherwise it is refused: ``HELD`` with the holder, ``COOLING``, ``GATE`` with the gate, or
         ``FULL`` with the room of its group.
-        If the lease is free, a store with ``groups`` reads in the same round trip the gate of
-        ``call.group``. If the gate is half-open and no attempt probes, the call takes
-        the probe's slot for its ttl together with the lease. If the call has ``ask``, and the store
-        is a :class:`SlotStore`, it also takes a slot of the group, or its turn by the rate, as
+        If the lease is free, a store with ``groups`` reads in the same round trip the state of
+        ``call.group``, and takes a slot of it, or the turn by its rate, as
         :func:`celery_leases.groups.slots.take` says. Raises ``LeaseStoreMismatch`` if the
         holder has its records in another database than the call.
         """
@@ -190,7 +188,7 @@ class WaiterStore(Protocol):
 
 
 class GroupStore(Protocol):
-    """The gates of cooldown groups. Every call raises ``StoreUnavailable`` if the store fails."""
+    """The state of groups. Every call raises ``StoreUnavailable`` if the store fails."""
 
     def get(self, group: str) -> Gate | None:
         """The gate of *group*; ``None`` if it is open."""
@@ -201,21 +199,15 @@ class GroupStore(Protocol):
         ...
 
     def close(self, group: str, closing: Closing, token: str) -> Gate:
-        """Close the gate as :func:`celery_leases.groups.group.closed` computes, by
-        compare-and-set; returns the gate afterwards.
-
-        If *token* holds the probe's slot, the slot is released.
+        """Close the gate as :func:`celery_leases.groups.slots.close` computes, by
+        compare-and-set; returns the gate afterwards. The slot of *token* is freed.
         """
         ...
 
     def open(self, group: str, token: str | None = None) -> bool:
         """Open a gate and delete its trips; returns whether that was done. With *token*: only if
-        the gate is half-open and *token* holds the probe's slot.
+        the gate is half-open and *token* is the probe. The slot of *token* is freed.
         """
-        ...
-
-    def release_probe(self, group: str, token: str) -> bool:
-        """Release the probe's slot if *token* holds it; the gate stays half-open."""
         ...
 
     def history(
@@ -227,11 +219,6 @@ class GroupStore(Protocol):
         If no groups are given, a long name may be shortened.
         """
         ...
-
-
-@runtime_checkable
-class SlotStore(Protocol):
-    """A :class:`GroupStore` whose groups may have a limit and a rate."""
 
     def slots(
         self, groups: Sequence[str] | None = None, limit: int = 1000

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 from celery_leases import events
 from celery_leases.attempt.process import Process
@@ -25,7 +25,6 @@ from celery_leases.decide.after_run import ExitCause, child_exited, closed_for_c
 from celery_leases.errors import StoreUnavailable
 from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.signals import logger
-from celery_leases.stores.interfaces import SlotStore
 from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.text.notices import coded
 from celery_leases.worker import processes
@@ -280,10 +279,7 @@ def _close_in_stores(ended: EndedDelivery, call: Call) -> None:
     if ended.pid:
         process.leases.end(call.key.stored, ended.token)
         if call.group is not None:
-            groups = process.leases.groups
-            groups.release_probe(call.group, ended.token)
-            if call.options.group is not None and call.options.group.limit:
-                cast(SlotStore, groups).release_slot(call.group, ended.token)
+            process.leases.groups.release_slot(call.group, ended.token)
     if unsettled is not None:
         raise unsettled
 

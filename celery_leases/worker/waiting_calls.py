@@ -44,7 +44,6 @@ from celery_leases.groups.group import gate_name
 from celery_leases.groups.slots import AHEAD, Ask, Room
 from celery_leases.options import Group
 from celery_leases.signals import logger
-from celery_leases.stores.interfaces import SlotStore
 from celery_leases.text.notices import coded
 from celery_leases.worker import processes
 from celery_leases.worker.app_settings import settings_of
@@ -640,7 +639,7 @@ class WaitingCalls:
             leases = processes.process_of(app, eager=False).leases
             for some in _chunks(stored_keys, LOOKUP_BATCH):
                 self._lookup_results.append((some, leases.held(some)))
-            if asks and isinstance(leases.groups, SlotStore):
+            if asks:
                 names = {name.removeprefix(GROUP_KEY): ask for name, ask in asks.items()}
                 self._rooms.append(leases.groups.room(names))
         except LeasesError as error:

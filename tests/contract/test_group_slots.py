@@ -1,4 +1,4 @@
-"""Limits and rates of groups, in each lease store, with the published suite."""
+"""What operators see of a group with a limit or a rate, in each lease store."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,30 +9,12 @@ import pytest
 from celery_leases.groups.slots import Ask
 from celery_leases.ops.client import OperatorClient
 from celery_leases.stores.interfaces import MarkedLeaseStore
-from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts import GroupSlotsContract
 from celery_leases.testing.contracts.calls import acquired, fresh_key, make_call
 from celery_leases.testing.waits import wait_until
 from tests.contract.redis_stores import OpenStore
 from tests.contract.sql_stores import migrated
-
-
-class TestSlotsInRedis(GroupSlotsContract):
-    """The script that takes a lease takes the slot too."""
-
-    @pytest.fixture
-    def store(self, open_store: OpenStore) -> RedisLeaseStore:
-        return open_store()
-
-
-class TestSlotsInDatabases(GroupSlotsContract):
-    """The claim reads the slots, and takes one by compare-and-set."""
-
-    @pytest.fixture
-    def store(self, sql_records: SqlRecordStore) -> DatabaseLeaseStore:
-        return DatabaseLeaseStore(sql_records)
 
 
 class _WhatOperatorsSee:
@@ -51,7 +33,7 @@ class _WhatOperatorsSee:
         assert (waiting.scope, waiting.group, waiting.reason) == ("group", group, "group_full")
         assert waiting.retry_after is None
         assert "waits for its turn" in waiting.what_next()
-        client._leases.groups.release_slot(group, holder.token)  # type: ignore[attr-defined]
+        client._leases.groups.release_slot(group, holder.token)
         wait_until(lambda: client.group(group).state == "open", 10, "the slot to be freed")
         assert client.status("absent", group=group).scope is None
 

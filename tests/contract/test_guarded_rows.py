@@ -134,7 +134,9 @@ def test_the_slot_of_a_probe_is_renewed_though_its_row_is_locked(
     with Session(engine) as session:
         if guarded:
             JoinedTransaction(session, leases.records).guard(claimed_row(answer))
-        leases.renew([Renewal(call.key.stored, call.token, 4 * TTL, GROUP, guarded=guarded)])
+        leases.renew(
+            [Renewal(call.key.stored, call.token, 4 * TTL, guarded=guarded, slot=(GROUP, 0))]
+        )
         gate = leases.groups.get(GROUP)
         assert gate is not None
         assert gate.probe_for > 2 * TTL

@@ -81,7 +81,7 @@ def group_apart(cluster: RedisCluster, store: RedisLeaseStore, call: Call) -> st
     return next(
         name
         for name in map(str, range(100))
-        if cluster.node_of(store._keys.gate(name)[0]) is not node
+        if cluster.node_of(store._keys.slots(name)) is not node
     )
 
 
@@ -90,7 +90,7 @@ def group_apart(cluster: RedisCluster, store: RedisLeaseStore, call: Call) -> st
 def test_a_lease_shares_its_slot_with_its_epoch(prefix: str, stored_key: str) -> None:
     keys = Keys(prefix, clustered=True)
     assert key_slot(keys.epoch(stored_key).encode()) == key_slot(keys.lease(stored_key).encode())
-    assert len({key_slot(name.encode()) for name in keys.gate("a{b}c")}) == 1
+    assert len({key_slot(name.encode()) for name in (keys.slots("a{b}c"), keys.past("a{b}c"))}) == 1
 
 
 @pytest.mark.parametrize("prefix", ["{}", "a{b", "{}{x}"])
@@ -119,7 +119,7 @@ def test_a_request_in_a_group_takes_two_round_trips_and_three_at_a_closed_gate(
             for script in (
                 lease_scripts.ACQUIRE,
                 lease_scripts.RELEASE,
-                cooldown_group_scripts.ENTER,
+                cooldown_group_scripts.TAKE,
             ):
                 admin.script_load(script.text)
     leases_on(cluster, store)
@@ -168,13 +168,13 @@ def test_a_silent_gate_refuses_every_request(cluster: RedisCluster, store: Redis
     call = make_call(fresh_key())
     group = group_apart(cluster, store, call)
     half_open(store, group)
-    gate = cluster.node_of(store._keys.gate(group)[0])
+    gate = cluster.node_of(store._keys.slots(group))
     gate.pause()
     with pytest.raises(StoreUnavailable):
         store.acquire(make_call(call.key.stored, call.token, group=group))
     assert store.release(call.key.stored, call.token)
     gate.resume()
-    store.groups.release_probe(group, call.token)
+    store.groups.release_slot(group, call.token)
     assert found(store, group).probe is None
     lease = cluster.node_of(store._keys.lease(call.key.stored))
     lease.pause()

@@ -8,7 +8,6 @@ from celery_leases.stores.interfaces import LeaseStore, MarkStore
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts import (
     GroupHistoryContract,
-    GroupSlotsContract,
     GroupStoreContract,
     MarkStoreContract,
     SeparateLeaseStoreContract,
@@ -27,7 +26,7 @@ class TestMarks(MarkStoreContract):
         return store_elsewhere
 
 
-class TestGates(GroupStoreContract, GroupHistoryContract, GroupSlotsContract):
+class TestGates(GroupStoreContract, GroupHistoryContract):
     """The published suites for groups. In a cluster their keys are read and written separately from
     the lease.
     """

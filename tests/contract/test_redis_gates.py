@@ -13,13 +13,18 @@ from celery_leases.stores.redis.clients import limited
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts import GroupHistoryContract, GroupStoreContract
 from celery_leases.testing.contracts.calls import fresh_key, held, make_call, why
-from celery_leases.testing.contracts.group_case import POLICY, closed, closing, found, half_open
+from celery_leases.testing.contracts.group_case import (
+    POLICY,
+    closed,
+    closing,
+    found,
+    freed,
+    half_open,
+)
 from tests.contract.redis_stores import OpenStore
 
 GROUP = "openai:gpt"
-TRIPS, CLOSED, PROBE, PAST = (
-    f"celery_leases:{{gate:{GROUP}}}:{part}" for part in ("trips", "closed", "probe", "past")
-)
+SLOTS, PAST = (f"celery_leases:{{group:{GROUP}}}:{part}" for part in ("slots", "past"))
 
 
 @pytest.fixture
@@ -52,7 +57,7 @@ def test_a_new_server_is_noticed_at_a_gate_too(store: RedisLeaseStore) -> None:
     call = make_call(fresh_key(), group=GROUP)
     assert store.acquire(call) == Acquired(probe=True)
     assert store.age(call.key.stored) < 0.5
-    assert store.groups.release_probe(GROUP, call.token)
+    freed(store, GROUP, call.token)
     closed(store, GROUP, 60.0)
     assert why(store.acquire(make_call(fresh_key(), group=GROUP))) is Refusal.GATE
 
@@ -79,10 +84,10 @@ def test_each_step_is_one_trip_or_two(
     half_open(store, GROUP)
     call, plain = (make_call(fresh_key(), group=GROUP), make_call(fresh_key()))
     store.acquire(call)
-    store.groups.release_probe(GROUP, "x")
+    store.groups.release_slot(GROUP, "x")
     store.cool("x", "x", 1.0)
     store.end_cooldown("x")
-    store.renew([Renewal(call.key.stored, call.token, 15.0, GROUP)])
+    store.renew([Renewal(call.key.stored, call.token, 15.0, slot=(GROUP, 0))])
     closed(store, "opened", 60.0)
     store.groups.open("opened")
     sent: list[bytes] = []
@@ -100,13 +105,16 @@ def test_each_step_is_one_trip_or_two(
         (1, lambda: store.acquire(make_call(fresh_key(), group="closed"))),
         (1, lambda: store.acquire(call)),
         (1, lambda: store.acquire(make_call(fresh_key(), group=GROUP))),
-        (1, lambda: store.renew([Renewal(call.key.stored, call.token, 15.0, GROUP)] * 20)),
+        (
+            1,
+            lambda: store.renew([Renewal(call.key.stored, call.token, 15.0, slot=(GROUP, 0))] * 20),
+        ),
         (1, lambda: store.groups.get(GROUP)),
         (2, lambda: store.groups.close(GROUP, closing(60.0), call.token)),
         (1, lambda: store.groups.close(GROUP, closing(30.0), "another")),
         (1, lambda: store.groups.open(GROUP, call.token)),
         (2, lambda: store.groups.open(GROUP)),
-        (1, lambda: store.groups.release_probe(GROUP, call.token)),
+        (1, lambda: store.groups.release_slot(GROUP, call.token)),
         (1, lambda: store.cool(call.key.stored, call.token, 60.0)),
         (1, lambda: store.end_cooldown(call.key.stored)),
     ):
@@ -114,7 +122,7 @@ def test_each_step_is_one_trip_or_two(
         step()
         assert len(sent) == trips
         if trips == 1 and plain.key.stored.encode() in sent[0]:
-            assert b"gate:" not in sent[0]
+            assert b"group:" not in sent[0]
     store.close()
 
 
@@ -126,7 +134,7 @@ def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
     for step in (
         lambda: found(store, GROUP).probe == call.token,
         lambda: [gate.group for gate in store.groups.all()] == [GROUP],
-        lambda: store.groups.release_probe(GROUP, call.token),
+        lambda: freed(store, GROUP, call.token).probe is None,
         lambda: closed(store, GROUP, 60.0).trips == 1,
         lambda: store.cool(call.key.stored, call.token, 60.0),
         lambda: store.end_cooldown(call.key.stored),
@@ -138,15 +146,13 @@ def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
 
 def test_trips_are_forgotten_after_a_quiet_time(store: RedisLeaseStore) -> None:
     closed(store, GROUP, 3600.0)
-    assert 3600 + POLICY.quiet - 60 < store._client.pttl(TRIPS) / 1000 <= 3600 + POLICY.quiet
+    assert 3600 + POLICY.quiet - 60 < store._client.pttl(SLOTS) / 1000 <= 3600 + POLICY.quiet
     long = CooldownPolicy(60, 2, 30 * 86_400, 0)
     closed(store, GROUP, 7200.0, policy=long)
     for server_delay in (7300.0, 7200.0):
         closed(store, GROUP, server_delay)
-        assert store._client.pttl(TRIPS) / 1000 > long.quiet
-    store._client.delete(CLOSED)
-    assert found(store, GROUP).half_open
-    store._client.pexpire(TRIPS, 1)
+        assert store._client.pttl(SLOTS) / 1000 > long.quiet
+    store._client.pexpire(SLOTS, 1)
     call = make_call(fresh_key(), group=GROUP)
     while store.groups.get(GROUP) is not None:
         pass
@@ -174,9 +180,7 @@ def test_the_keys_of_a_gate_share_a_hash_tag_and_end(store: RedisLeaseStore) -> 
     closed(store, GROUP, 60.0)
     found_keys = {name.decode() for name in store._client.keys("*")}
     assert found_keys == {
-        TRIPS,
-        CLOSED,
-        PROBE,
+        SLOTS,
         PAST,
         "celery_leases:{t:x|y}:lease",
         "celery_leases:epoch",
@@ -184,26 +188,16 @@ def test_the_keys_of_a_gate_share_a_hash_tag_and_end(store: RedisLeaseStore) -> 
     assert all(store._client.pttl(name) > 0 for name in found_keys)
 
 
-@pytest.mark.parametrize(
-    "value", [b"garbage", b"", b"7 {not json", b"7 [1, 2]", b"\xff\xfe \x00", b'-3 {"reason":5}']
-)
-def test_a_foreign_value_is_a_gate_too(store: RedisLeaseStore, value: bytes) -> None:
-    store._client.set(TRIPS, value, px=60_000)
-    store._client.set(PROBE, b"stranger", px=60_000)
-    gate = found(store, GROUP)
-    assert gate.trips == (7 if value.startswith(b"7") else 1)
-    assert (gate.probe, gate.half_open) == ("stranger", True)
-    assert why(store.acquire(make_call(fresh_key(), group=GROUP))) is Refusal.GATE
-    assert closed(store, GROUP, 60.0).trips == gate.trips
-    assert [gate.group for gate in store.groups.all()] == [GROUP]
-    assert store.groups.open(GROUP)
-    assert store._client.keys("*gate*") == [PAST.encode()]
-
-
-def test_a_foreign_type_is_no_gate(store: RedisLeaseStore) -> None:
-    for name in (TRIPS, PROBE):
-        store._client.hset(name, "a", "b")
+@pytest.mark.parametrize("value", [b"garbage", b"", b"[1, 2]", b"7", b"\xff\xfe \x00", None])
+def test_a_value_of_another_program_is_no_gate(store: RedisLeaseStore, value: bytes | None) -> None:
+    """A closing replaces it."""
+    if value is None:
+        store._client.hset(SLOTS, "a", "b")
+    else:
+        store._client.set(SLOTS, value, px=60_000)
     assert store.groups.get(GROUP) is None
     assert store.acquire(make_call(fresh_key(), group=GROUP)) == Acquired()
     half_open(store, GROUP)
     assert store.acquire(make_call(fresh_key(), group=GROUP)) == Acquired(probe=True)
+    assert [gate.group for gate in store.groups.all()] == [GROUP]
+    assert store.groups.open(GROUP)

@@ -12,6 +12,7 @@ import redis
 
 from celery_leases.decide.answers import Acquired, Renewal, RenewalResult
 from celery_leases.errors import StoreUnavailable
+from celery_leases.groups.slots import Ask
 from celery_leases.stores.redis.clients import limited
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
@@ -64,7 +65,8 @@ def steps(store: RedisLeaseStore, key: str = "") -> dict[str, Callable[[], Any]]
         "gates": lambda: list(store.groups.all()),
         "past_closings": lambda: store.groups.history(["g"]),
         "all past_closings": store.groups.history,
-        "release_probe": lambda: store.groups.release_probe("g", call.token),
+        "slots": lambda: store.groups.slots(["g"]),
+        "room": lambda: store.groups.room({"g": Ask(1)}),
         "open_gate as probe": lambda: store.groups.open("g", call.token),
         "open_gate": lambda: store.groups.open("g"),
     }

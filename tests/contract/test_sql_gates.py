@@ -4,11 +4,13 @@ and records with gates.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import select, text
 
+from celery_leases.call import Call
 from celery_leases.decide.answers import (
     Acquired,
     Refusal,
@@ -16,7 +18,9 @@ from celery_leases.decide.answers import (
     Renewal,
     RenewalResult,
 )
+from celery_leases.errors import StoreUnavailable
 from celery_leases.failures.cooldown_policies import CooldownPolicy
+from celery_leases.groups.slots import Taken, dump, load
 from celery_leases.options import DATABASE
 from celery_leases.record import (
     Ended,
@@ -84,7 +88,10 @@ def test_an_open_gate_costs_no_statement(store: DatabaseLeaseStore) -> None:
         assert statements == sent
     for sent, renewals in (
         (["UPDATE"], [Renewal(probe.key.stored, probe.token, 15.0)]),
-        (["UPDATE", "UPDATE"], [Renewal(probe.key.stored, probe.token, 15.0, GROUP)]),
+        (
+            ["SELECT", "UPDATE", "UPDATE"],
+            [Renewal(probe.key.stored, probe.token, 15.0, slot=(GROUP, 0))],
+        ),
     ):
         with counted(store) as statements:
             assert store.renew(renewals) == [RenewalResult.OURS]
@@ -101,7 +108,7 @@ def test_closings_are_remembered_for_a_month_after_the_last(store: DatabaseLease
     store.groups.open(GROUP)
     store.records.purge(100)
     assert [*store.groups.history()] == [GROUP]
-    later = text("UPDATE celery_leases_gates SET expires_at = expires_at - 86400000000 * :days")
+    later = text("UPDATE celery_leases_groups SET expires_at = expires_at - 86400000000 * :days")
     for days, left in ((29, [GROUP]), (1, [])):
         with store.database.engine.connect() as connection:
             connection.execute(later, {"days": days})
@@ -229,17 +236,15 @@ def test_an_expired_row_is_probed(store: DatabaseLeaseStore) -> None:
 def test_a_probe_that_never_claimed_is_the_probe_again(store: DatabaseLeaseStore) -> None:
     half_open(store, GROUP)
     call = make_call(fresh_key(), group=GROUP)
-    assert store.groups.take_probe(GROUP, call.token, 15.0)
-    with counted(store) as statements:
-        assert probing(store.acquire(call))
-    assert "UPDATE" not in statements
+    assert takes_slot(store, call)
+    assert probing(store.acquire(call))
     assert probing(store.acquire(call))
 
 
 def test_an_expired_slot_admits_no_request(store: DatabaseLeaseStore) -> None:
     half_open(store, GROUP)
     call = make_call(fresh_key(), group=GROUP)
-    assert store.groups.take_probe(GROUP, call.token, 0.01)
+    assert takes_slot(store, make_call(call.key.stored, call.token, group=GROUP, ttl=0.01))
     wait_until(lambda: found(store, GROUP).probe is None, 10, "the slot to end")
     assert probing(store.acquire(call))
     assert found(store, GROUP).probe == call.token
@@ -248,20 +253,26 @@ def test_an_expired_slot_admits_no_request(store: DatabaseLeaseStore) -> None:
 def test_a_slot_at_a_gate_closed_meanwhile_is_given_back(store: DatabaseLeaseStore) -> None:
     half_open(store, GROUP)
     call = make_call(fresh_key(), group=GROUP)
-    assert store.groups.take_probe(GROUP, call.token, 15.0)
+    assert takes_slot(store, call)
     closed(store, GROUP, 60.0)
     answer = store.acquire(call)
     assert isinstance(answer, Refused)
     assert found(store, GROUP).probe is None
-    assert not store.groups.take_probe(GROUP, call.token, 15.0)
+    assert not takes_slot(store, call)
 
 
-def test_leases_are_renewed_even_if_their_slots_cannot_be(store: DatabaseLeaseStore) -> None:
+def takes_slot(store: DatabaseLeaseStore, call: Call) -> bool:
+    """Take the slot of the probe, as a claim does before it writes the row."""
+    return isinstance(store.groups.take(call, store.groups._seen(GROUP))[0], Taken)
+
+
+def test_a_lease_counts_as_not_renewed_if_its_slot_cannot_be(store: DatabaseLeaseStore) -> None:
     call = make_call(fresh_key())
     store.acquire(call)
     with store.database.engine.connect() as connection:
-        connection.execute(text("DROP TABLE celery_leases_gates"))
-    assert store.renew([Renewal(call.key.stored, call.token, 15.0, GROUP)]) == [RenewalResult.OURS]
+        connection.execute(text("DROP TABLE celery_leases_groups"))
+    (result,) = store.renew([Renewal(call.key.stored, call.token, 15.0, slot=(GROUP, 0))])
+    assert isinstance(result, StoreUnavailable)
 
 
 def test_a_gate_is_forgotten_after_a_quiet_time(store: DatabaseLeaseStore) -> None:
@@ -270,32 +281,36 @@ def test_a_gate_is_forgotten_after_a_quiet_time(store: DatabaseLeaseStore) -> No
         lambda: closed(store, GROUP, 60.0).trips == 1,
         lambda: store.records.purge(10) == 0,
     ):
-        with store.database.engine.connect() as connection:
-            connection.execute(
-                text(
-                    "UPDATE celery_leases_gates SET trips = 5, opens_at = 1, expires_at = 1, probe = 'x'"
-                )
-            )
+        forget(store)
         assert store.groups.get(GROUP) is None
         assert list(store.groups.all()) == []
         assert not store.groups.open(GROUP)
-        assert not store.groups.take_probe(GROUP, "y", 15.0)
         answer = store.acquire(make_call(fresh_key(), group=GROUP))
         assert isinstance(answer, Acquired)
+        assert not answer.probe
         assert forgotten()
     with store.database.engine.connect() as connection:
-        assert connection.execute(text("SELECT count(*) FROM celery_leases_gates")).scalar() == 0
+        assert connection.execute(text("SELECT count(*) FROM celery_leases_groups")).scalar() == 0
+
+
+def forget(store: DatabaseLeaseStore) -> None:
+    """Let all times of the group be over."""
+    with store.database.engine.connect() as connection:
+        groups = store.groups._groups
+        ((slots,),) = connection.execute(select(groups.c.slots))
+        closed = replace(load(slots).closed, ends=1.0, counts=1.0)  # type: ignore[type-var]
+        past = {"slots": dump(replace(load(slots), closed=closed)), "limited_until": 1}
+        connection.execute(groups.update().values(past | {"expires_at": 1}))
 
 
 def test_a_closing_with_a_shorter_memory_shortens_nothing(store: DatabaseLeaseStore) -> None:
     long = CooldownPolicy(60, 2, 30 * 86_400, 0)
     closed(store, GROUP, 60.0, policy=long)
     closed(store, GROUP, 120.0)
-    with store.database.engine.connect() as connection:
-        opens_at = connection.execute(
-            text("SELECT opens_at - closed_until FROM celery_leases_gates")
-        ).scalar_one()
-    assert long.quiet - 120 < opens_at / 1e6 < long.quiet
+    slots, _ = store.groups.slots([GROUP])[GROUP]
+    assert slots.closed is not None
+    counts = (slots.closed.counts - slots.closed.ends) / 1000
+    assert long.quiet - 120 < counts < long.quiet
 
 
 def test_a_gate_is_purged_no_sooner(store: DatabaseLeaseStore) -> None:

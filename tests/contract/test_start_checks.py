@@ -37,7 +37,7 @@ from tests.contract.sql_stores import operator_of
 from tests.support.servers import RedisServer
 from tests.unit.doc_pages import blocks, page, section
 
-TABLES = ("records", "effects", "marks", "gates", "slots")
+TABLES = ("records", "effects", "marks", "groups")
 PASSWORD = "a-secret-password"
 
 
@@ -206,7 +206,7 @@ def test_a_read_only_role_stops_the_worker(app: Celery, leases_postgres_url: str
 @pytest.mark.parametrize("table", TABLES)
 def test_a_column_that_is_missing_stops_the_worker(app: Celery, owner: Engine, table: str) -> None:
     with owner.connect() as connection:
-        columns = {"records": "reason", "effects": "reference", "marks": "value", "gates": "why"}
+        columns = {"records": "reason", "effects": "reference", "marks": "value", "groups": "slots"}
         column = columns.get(table, "version")
         connection.execute(text(f"ALTER TABLE celery_leases_{table} DROP COLUMN {column}"))
     said = refusal(app, leases_url="database", leases_database_url=_url(owner))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 
 from celery_leases.call import Call
@@ -19,8 +19,23 @@ from celery_leases.decide.answers import (
 )
 from celery_leases.decide.latest import Burst
 from celery_leases.errors import LeaseStoreMismatch
-from celery_leases.groups.group import Closing, Gate, admits, closed, gate_retention
+from celery_leases.groups.group import Closing, Gate, gate_name
 from celery_leases.groups.history import PastClosing
+from celery_leases.groups.slots import (
+    NO_SLOTS,
+    NOTHING,
+    Ask,
+    Room,
+    Slots,
+    Taken,
+    close,
+    opened,
+    room,
+    take,
+    with_place,
+    with_slot,
+    without_slot,
+)
 from celery_leases.stores.interfaces import LeaseStoreSettings, MarkedLeaseStore
 
 
@@ -35,9 +50,7 @@ class Lease:
 
 @dataclass
 class Memory:
-    """What all stores of one URL and prefix share. ``gates`` have the times they were seen and are
-    forgotten at.
-    """
+    """What all stores of one URL and prefix share."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     now: Callable[[], float] = time.monotonic
@@ -45,7 +58,7 @@ class Memory:
     leases: dict[str, Lease] = field(default_factory=dict)
     marks: dict[tuple[str, str], tuple[str, float]] = field(default_factory=dict)
     bursts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    gates: dict[str, tuple[Gate, float, float]] = field(default_factory=dict)
+    groups: dict[str, Slots] = field(default_factory=dict)
 
 
 _memories: dict[tuple[str, str], Memory] = {}
@@ -78,7 +91,6 @@ class ToyLeaseStore(MarkedLeaseStore):
         key, token = call.key.stored, call.token
         with self._memory.lock:
             found = self._found(key)
-            gate = self.groups.found(call.group) if call.group is not None else None
             if found is not None and found.call is None:
                 return Refused(Refusal.COOLING, remaining=found.until - self._memory.now())
             if found is not None and found.token != token:
@@ -86,16 +98,15 @@ class ToyLeaseStore(MarkedLeaseStore):
                 if holder.database != call.database:
                     raise LeaseStoreMismatch(f"{key} is held for another database, {holder.host}")
                 return Refused(Refusal.HELD, holder)
-            if found is None and not admits(gate, token):
-                assert gate is not None
-                return Refused(Refusal.GATE, gate=gate)
-            if gate is not None and (gate.probe == token or found is None):
-                probe_for = max(gate.probe_for, call.options.ttl)
-                self.groups.note(replace(gate, probe=token, probe_for=probe_for))
+            taken = self.groups.taken(call, ours=found is not None)
+            if isinstance(taken, Gate):
+                return Refused(Refusal.GATE, gate=taken)
+            if isinstance(taken, Room):
+                return Refused(Refusal.FULL, room=taken)
             until = self._memory.now() + call.options.ttl
             until = max(until, found.until) if found is not None else until
             self._memory.leases[key] = Lease(token, call, until)
-            return Acquired(probe=gate is not None and (gate.probe == token or found is None))
+            return Acquired(probe=taken.probe, starts_in=taken.starts_in)
 
     def age(self, stored_key: str) -> float:
         """Seconds since the memory was made."""
@@ -113,9 +124,10 @@ class ToyLeaseStore(MarkedLeaseStore):
         if found.call is None or found.token != renewal.token:
             return RenewalResult.OTHER
         found.until = max(found.until, self._memory.now() + renewal.ttl)
-        gate = self.groups.found(renewal.probe) if renewal.probe is not None else None
-        if gate is not None and gate.probe == renewal.token:
-            self.groups.note(replace(gate, probe_for=max(gate.probe_for, renewal.ttl)))
+        if renewal.slot is not None:
+            group, limit = renewal.slot
+            slots, now = self.groups.found(group)
+            self.groups.note(group, with_slot(slots, renewal.token, renewal.ttl, limit, now))
         return RenewalResult.OURS
 
     def reassert(self, call: Call) -> bool:
@@ -230,10 +242,23 @@ class ToyLeaseStore(MarkedLeaseStore):
 
 
 class ToyGroups:
-    """The gates of cooldown groups."""
+    """The state of groups."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
+
+    def taken(self, call: Call, *, ours: bool) -> Taken | Room | Gate:
+        """What *call* gets of its group; *ours*: it has its lease already."""
+        if call.group is None:
+            return Taken(NO_SLOTS, 0.0)
+        slots, now = self.found(call.group)
+        if ours and call.ask is None and call.token not in slots.held:
+            return Taken(slots, 0.0)
+        ask = call.ask or NOTHING
+        answer = take(call.group, slots, ask, call.token, call.options.ttl, now)
+        if isinstance(answer, Taken):
+            self.note(call.group, answer.slots)
+        return answer
 
     def history(
         self, groups: Sequence[str] | None = None, limit: int = 1000
@@ -244,58 +269,64 @@ class ToyGroups:
     def get(self, group: str) -> Gate | None:
         """The gate of *group*."""
         with self._memory.lock:
-            return self.found(group)
+            slots, now = self.found(group)
+            return slots.gate(group, now)
 
     def all(self, limit: int = 1000) -> Iterator[Gate]:
         """All gates that are not open."""
-        with self._memory.lock:
-            found = [self.found(group) for group in list(self._memory.gates)]
+        found = (self.get(group) for group in list(self._memory.groups))
         return islice((gate for gate in found if gate is not None), limit)
 
     def close(self, group: str, closing: Closing, token: str) -> Gate:
         """Close the gate as the protocol requires."""
         with self._memory.lock:
-            gate = closed(group, self.found(group), closing, token)
-            return self.note(gate, gate_retention(gate, closing.policy))
+            slots, now = self.found(group)
+            slots = close(slots, closing, token, now)
+            self.note(group, slots)
+            gate = slots.gate(group, now)
+            assert gate is not None
+            return gate
 
     def open(self, group: str, token: str | None = None) -> bool:
         """Open the gate; with *token* only that of its probe."""
         with self._memory.lock:
-            gate = self.found(group)
-            if gate is None or (token is not None and not (gate.half_open and gate.probe == token)):
-                return False
-            del self._memory.gates[group]
-            return True
+            slots, now = self.found(group)
+            new = opened(slots, token, now)
+            if new is not None:
+                self.note(group, new)
+            return new is not None
 
-    def release_probe(self, group: str, token: str) -> bool:
-        """Free the probe's slot if *token* has it."""
+    def slots(
+        self, groups: Sequence[str] | None = None, limit: int = 1000
+    ) -> Mapping[str, tuple[Slots, float]]:
+        """Of these groups, or of all that have any."""
         with self._memory.lock:
-            gate = self.found(group)
-            if gate is None or gate.probe != token:
-                return False
-            self.note(replace(gate, probe=None, probe_for=0.0))
-            return True
+            names = groups if groups is not None else list(self._memory.groups)
+            found = {name: self.found(name) for name in names}
+        counts = (item for item in found.items() if groups or item[1][0].expires_at > item[1][1])
+        return dict(islice(counts, limit))
 
-    def found(self, group: str) -> Gate | None:
-        """The gate of *group* now."""
-        gate, seen, forgotten = self._memory.gates.get(group, (None, 0.0, 0.0))
-        now = self._memory.now()
-        if gate is None or forgotten <= now:
-            return None
-        probe_for = max(0.0, gate.probe_for - (now - seen))
-        return replace(
-            gate,
-            closed_for=max(0.0, gate.closed_for - (now - seen)),
-            probe=gate.probe if probe_for else None,
-            probe_for=probe_for,
-        )
+    def room(self, asked: Mapping[str, Ask]) -> Mapping[str, Room]:
+        """The room of each group."""
+        rooms = {}
+        with self._memory.lock:
+            for group, ask in asked.items():
+                slots, now = self.found(group)
+                self.note(group, with_place(slots, ask, now))
+                rooms[group] = room(slots, ask, now)
+        return rooms
 
-    def note(self, gate: Gate, remembered: float | None = None) -> Gate:
-        """Store *gate*."""
-        now = self._memory.now()
-        known = self._memory.gates.get(gate.group)
-        forgotten = known[2] if known is not None else 0.0
-        if remembered is not None:
-            forgotten = max(forgotten, now + remembered)
-        self._memory.gates[gate.group] = gate, now, max(forgotten, now + gate.probe_for)
-        return gate
+    def release_slot(self, group: str, token: str) -> None:
+        """Free the slot of *token*."""
+        with self._memory.lock:
+            slots, _ = self.found(group)
+            self.note(group, without_slot(slots, token))
+
+    def found(self, group: str) -> tuple[Slots, float]:
+        """The slots of *group*, and the time in milliseconds."""
+        now = self._memory.now() * 1000
+        return self._memory.groups.get(gate_name(group), NO_SLOTS).at(now), now
+
+    def note(self, group: str, slots: Slots) -> None:
+        """Store the slots of *group*."""
+        self._memory.groups[gate_name(group)] = slots

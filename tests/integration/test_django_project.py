@@ -289,7 +289,7 @@ def test_migrations_make_the_commands_tables(database_url: str, manage: Manage) 
     Tables().create(ours)
     ours.dispose()
     assert by_django == reflected(engine)
-    assert len(by_django) == 6
+    assert len(by_django) == 5
     engine.dispose()
 
 

@@ -205,7 +205,7 @@ class DatabaseServer(Server):
         database: Any = self.records.database
         database.server = None
         with database.engine.connect() as connection:
-            for table in ("records", "effects", "marks", "gates"):
+            for table in ("records", "effects", "marks", "groups"):
                 connection.exec_driver_sql(f"DELETE FROM {getattr(self.records.tables, table)}")  # noqa: S608
         self.records.identity()
         database.server, database.host_now = self, lambda: round(self.now() * 1e6)
@@ -268,7 +268,7 @@ _STEPS = (
     "swap_mark",
     "age",
 )
-_GROUP_STEPS = ("get", "close", "open", "release_probe")
+_GROUP_STEPS = ("get", "close", "open", "release_slot")
 
 
 class LeaseServer(Server):
@@ -305,18 +305,18 @@ class LeaseServer(Server):
     def replica(self) -> tuple[Any, Any, Any]:
         """What a replica has now."""
         leases = {key: copy(lease) for key, lease in self.memory.leases.items()}
-        return leases, dict(self.memory.marks), dict(self.memory.gates)
+        return leases, dict(self.memory.marks), dict(self.memory.groups)
 
     def restore(self, replica: tuple[Any, Any, Any]) -> None:
         """Go on with what a replica has."""
-        self.memory.leases, self.memory.marks, self.memory.gates = replica
+        self.memory.leases, self.memory.marks, self.memory.groups = replica
         self.memory.began = self.now()
 
     def empty(self) -> None:
         """Lose all data, as a server without persistence that restarts."""
         self.memory.leases.clear()
         self.memory.marks.clear()
-        self.memory.gates.clear()
+        self.memory.groups.clear()
         self.memory.began = self.now()
 
 

@@ -17,13 +17,13 @@ from typing import Any
 from celery_leases.call import Call
 from celery_leases.decide.answers import Refused
 from celery_leases.decide.claim import claimed, decide
-from celery_leases.groups.group import Gate
 from celery_leases.options import DATABASE
 from celery_leases.record import (
     Ended,
     Record,
     State,
 )
+from celery_leases.stores.sql.cooldown_groups import SeenSlots
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.rows import COMPARED
 from celery_leases.testing.contracts.calls import make_call
@@ -37,7 +37,7 @@ KEPT = ("created_at", "resumes", "progress", "publish_at", "published_at", "fini
 """The fields of a record that no claim writes."""
 
 
-Look = tuple[int, bool, Record | None, Gate | None]
+Look = tuple[int, bool, Record | None, SeenSlots | None]
 """The reply of ``insert_or_read``."""
 
 

@@ -164,7 +164,7 @@ class MemoryRecords(SqlRecordStore):
         self.availability: Any = FixedAvailability()
         self.database.host_now = lambda: EPOCH + round(clock.now() * SECOND)
         with self.database.engine.connect() as connection:
-            for table in ("records", "effects", "marks", "gates", "slots"):
+            for table in ("records", "effects", "marks", "groups"):
                 connection.exec_driver_sql(f"DELETE FROM {getattr(self.tables, table)}")  # noqa: S608
         #: The same records, for steps of others that are not recorded.
         self.others = copy(_in_memory())

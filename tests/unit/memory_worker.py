@@ -92,11 +92,10 @@ class Bench:
 
     def _stores(self) -> DatabaseLeaseStore | ToyLeaseStore:
         names = ["age", "release", "cool", "end_cooldown"]
-        steps = {"close": "close_gate", "open": "open_gate", "release_probe": "release_probe"}
+        steps = {"close": "close_gate", "open": "open_gate", "release_slot": "release_slot"}
         store: DatabaseLeaseStore | ToyLeaseStore
         if self.in_records:
             store = self.records.leases()
-            steps["take_probe"] = "take_probe"
         else:
             store = ToyLeaseStore(self.memory, "toy")
             names.append("acquire")

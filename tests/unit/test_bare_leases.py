@@ -112,7 +112,7 @@ def test_the_probes_slot_is_renewed_with_its_lease(bench: BareBench) -> None:
 
     def renewed(_: object) -> None:
         bench.clock.sleep(call.options.ttl * 0.9)
-        renewal = Renewal(KEY.stored, call.token, call.options.ttl, probe=GROUP)
+        renewal = Renewal(KEY.stored, call.token, call.options.ttl, slot=(GROUP, 0))
         assert bench.stores.renew([renewal]) == [RenewalResult.OURS]
         bench.clock.sleep(call.options.ttl * 0.9)
         assert bench.gate is not None

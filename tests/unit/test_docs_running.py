@@ -233,7 +233,7 @@ def test_the_revision_of_the_alembic_page_makes_and_drops_the_tables(tmp_path: P
     for table, wanted in (
         ("orders", True),
         ("legacy_orders", False),
-        ("celery_leases_gates", False),
+        ("celery_leases_groups", False),
     ):
         assert names["include_object"](None, table, "table", True, None) is wanted
     tables = Tables()

@@ -298,7 +298,7 @@ class TestALostLease:
             held_lease.lost = "held by another owner"
 
         bench.run(bench.call(), ending, during=lose)
-        assert bench.steps("cool", "release", "release_probe", "open_gate") == []
+        assert bench.steps("cool", "release", "open_gate") == []
 
     def test_an_outcome_that_is_refused_releases_but_does_not_cool(self, bench: Bench) -> None:
         """An operator has reset the row; the retry must not wait for this cooldown."""

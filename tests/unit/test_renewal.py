@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -211,16 +211,18 @@ def test_extend_finds_another_owner(bench: Bench) -> None:
     assert held_lease.lost == HELD_BY_OTHER
 
 
-@pytest.mark.parametrize("group", [None, "openai:large"])
-def test_a_probes_slot_is_renewed_along_with_its_lease(bench: Bench, group: str | None) -> None:
-    """By the renewal thread and by ``extend`` alike: a gate must not take a long probe for dead."""
+@pytest.mark.parametrize("slot", [None, ("openai:large", 0)])
+def test_a_probes_slot_is_renewed_along_with_its_lease(bench: Bench, slot: Any) -> None:
+    """By the renewal thread and by ``extend`` alike: a long probe must not be taken for dead."""
     held_lease = bench.held_lease()
-    held_lease.probe = group
+    if slot is not None:
+        held_lease.call = replace(held_lease.call, group=slot[0])
+        held_lease.probe()
     bench.renew(held_lease)
     bench.renewer.extend(held_lease, 60)
-    assert [(renewal.probe, renewal.ttl) for renewal in bench.leases.renewed] == [
-        (group, TTL),
-        (group, 60),
+    assert [(renewal.slot, renewal.ttl) for renewal in bench.leases.renewed] == [
+        (slot, TTL),
+        (slot, 60),
     ]
 
 

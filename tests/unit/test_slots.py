@@ -44,7 +44,7 @@ STEPS = st.lists(
 
 def taken(slots: Slots, ask: Ask, token: str, now: float = NOW) -> Slots:
     """The slots once the attempt has what it asks for."""
-    answer = take(slots, ask, token, TTL, now)
+    answer = take("g", slots, ask, token, TTL, now)
     assert isinstance(answer, Taken)
     return answer.slots
 
@@ -58,7 +58,7 @@ def test_a_body_never_runs_beside_more_than_its_limit_allows(steps) -> None:
         now += passed * 5
         running = {each: body for each, body in running.items() if body[0] > now}
         if step == "take" and token not in running:
-            answer = take(slots, Ask(limit), token, TTL, now)
+            answer = take("g", slots, Ask(limit), token, TTL, now)
             if isinstance(answer, Taken):
                 slots, running[token] = answer.slots, (now + TTL * 1000, limit)
         elif step == "renew" and token in running:
@@ -79,12 +79,13 @@ def test_begins_are_never_closer_than_the_pause(gaps, pause) -> None:
     slots, now, begins = Slots(), NOW, []
     for gap in gaps:
         now += gap
-        answer = take(slots, Ask(pause=pause), f"{now}", TTL, now)
+        answer = take("g", slots, Ask(pause=pause), f"{now}", TTL, now)
         if isinstance(answer, Taken):
             slots = answer.slots
             begins.append(now + answer.starts_in * 1000)
             assert answer.starts_in * 1000 <= AHEAD + 0.001
         else:
+            assert isinstance(answer, Room)
             assert answer.wait * 1000 > AHEAD - 0.001
     assert all(other - one >= pause - 0.01 for one, other in pairwise(begins))
 
@@ -92,10 +93,10 @@ def test_begins_are_never_closer_than_the_pause(gaps, pause) -> None:
 def test_a_turn_has_some_time_ahead_only_while_the_group_is_busy() -> None:
     ask = Ask(pause=50.0)
     slots = taken(Slots(), ask, "a")
-    answer = take(slots, ask, "b", TTL, NOW + 60)
+    answer = take("g", slots, ask, "b", TTL, NOW + 60)
     assert isinstance(answer, Taken)
     assert answer.starts_in > 0.1
-    later = take(slots, ask, "c", TTL, NOW + BUSY + 60)
+    later = take("g", slots, ask, "c", TTL, NOW + BUSY + 60)
     assert isinstance(later, Taken)
     assert later.starts_in == 0.0
 

@@ -6,14 +6,13 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery
 
-from celery_leases import Group, LeaseClient, LeasedTask
+from celery_leases import LeaseClient, LeasedTask
 from celery_leases.errors import LeaseConfigurationError, LeaseHeld
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.worker import processes
@@ -110,18 +109,6 @@ def test_a_worker_starts_with_it_and_logs_its_warning(toy, plugged, caplog) -> N
         startup.check_before_work(AWorker(plugged("toy://shop").app))
     assert "toy://shop" in caplog.text
     assert "is in the memory of this process" in caplog.text
-
-
-def test_a_worker_refuses_limits_that_its_lease_store_does_not_have(toy, plugged) -> None:
-    shop = plugged("toy://shop")
-    startup.check_before_work(AWorker(shop.app))
-    shop.work.lease_options = replace(shop.work.lease_options, group=Group("g", limit=2))
-    with pytest.raises(
-        SystemExit, match=r"has no limits and rates of groups: plugged\.work; write"
-    ):
-        startup.check_before_work(AWorker(shop.app))
-    shop.work.lease_options = replace(shop.work.lease_options, group=Group("g"))
-    startup.check_before_work(AWorker(shop.app))
 
 
 def test_a_client_finds_it_too(toy: None, tmp_path: Path) -> None:

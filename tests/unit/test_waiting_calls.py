@@ -17,6 +17,7 @@ from celery_leases.groups.slots import (
     Ask,
     Room,
     Slots,
+    Taken,
     room,
     take,
     with_place,
@@ -344,8 +345,8 @@ def test_no_call_of_a_full_group_starves(monkeypatch: pytest.MonkeyPatch) -> Non
             here.looked_up(room(slots, ask, now), now / 1000)
             for call in begun(here):
                 own = replace(ask, since=float(here._places[call.id]))
-                answer = take(slots, own, call.id, 15.0, now)
-                if isinstance(answer, Room):
+                answer = take("g", slots, own, call.id, 15.0, now)
+                if not isinstance(answer, Taken):
                     here.add(call)
                     continue
                 places = [since for other, (since, _) in slots.places.items() if other != name]

@@ -49,45 +49,26 @@ class Migration(migrations.Migration):
                     },
                 ),
                 migrations.CreateModel(
-                    name="LeaseGate",
-                    fields=[
-                        (
-                            "name",
-                            models.CharField(max_length=255, primary_key=True, serialize=False),
-                        ),
-                        ("trips", models.IntegerField()),
-                        ("why", models.TextField()),
-                        ("closed_until", models.BigIntegerField()),
-                        ("probe", models.CharField(max_length=64)),
-                        ("probe_until", models.BigIntegerField()),
-                        ("opens_at", models.BigIntegerField()),
-                        ("history", models.TextField()),
-                        ("expires_at", models.BigIntegerField()),
-                    ],
-                    options={
-                        "verbose_name": "cooldown group",
-                        "verbose_name_plural": "cooldown groups",
-                        "db_table": "celery_leases_gates",
-                        "default_permissions": ("view",),
-                        "permissions": [
-                            ("operate_leasegate", "Can open and close groups"),
-                        ],
-                    },
-                ),
-                migrations.CreateModel(
-                    name="LeaseSlots",
+                    name="LeaseGroup",
                     fields=[
                         (
                             "name",
                             models.CharField(max_length=255, primary_key=True, serialize=False),
                         ),
                         ("version", models.BigIntegerField()),
+                        ("limited_until", models.BigIntegerField()),
                         ("slots", models.TextField()),
+                        ("history", models.TextField()),
                         ("expires_at", models.BigIntegerField()),
                     ],
                     options={
-                        "db_table": "celery_leases_slots",
-                        "default_permissions": (),
+                        "verbose_name": "group",
+                        "verbose_name_plural": "groups",
+                        "db_table": "celery_leases_groups",
+                        "default_permissions": ("view",),
+                        "permissions": [
+                            ("operate_leasegroup", "Can open and close groups"),
+                        ],
                     },
                 ),
                 migrations.CreateModel(

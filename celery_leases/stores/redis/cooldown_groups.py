@@ -1,30 +1,33 @@
-"""The gates of cooldown groups in Redis."""
+"""The state of groups in Redis."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 from redis.exceptions import ResponseError
 
+from celery_leases.errors import StoreUnavailable
 from celery_leases.groups.group import Gate
 from celery_leases.groups.history import RETENTION
-from celery_leases.groups.slots import Ask, Room, Slots, load
-from celery_leases.stores.group_closing import ClosingGroups
-from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
+from celery_leases.groups.slots import Ask, Room, Slots
+from celery_leases.stores.group_closing import Change, ClosingGroups, noted
+from celery_leases.stores.redis import cooldown_group_scripts
 from celery_leases.stores.redis.commands import RedisCommands
 from celery_leases.stores.redis.lease_scripts import Script
 from celery_leases.stores.redis.values import (
     Keys,
     as_text,
     ask_values,
-    gate_of,
     milliseconds,
     room_of,
-    token_prefix,
-    trips_value,
+    slots_of,
 )
+
+CHANGE_TRIES: Final = 10
+"""How often a compare-and-set is retried when other workers change the same gate concurrently."""
 
 
 class RedisGroups(ClosingGroups):
@@ -40,28 +43,17 @@ class RedisGroups(ClosingGroups):
 
     def all(self, limit: int = 1000) -> Iterator[Gate]:
         """At most *limit* gates that are not open; scans the database with ``SCAN``."""
-        return islice(self._not_open(), limit)
-
-    def release_probe(self, group: str, token: str) -> bool:
-        """Free the probe slot if *token* holds it; the gate stays half-open."""
-        return bool(
-            self._commands.run(
-                lease_scripts.RELEASE, self._keys.gate(group)[2], token_prefix(token)
-            )
-        )
+        gates = (slots.gate(group, now) for group, slots, now in self._all_slots())
+        return islice((gate for gate in gates if gate is not None), limit)
 
     def slots(
         self, groups: Sequence[str] | None = None, limit: int = 1000
     ) -> Mapping[str, tuple[Slots, float]]:
         """The slots of the groups, and the time of their servers."""
         if groups is None:
-            pages = self._commands.scan(self._keys.slots_pattern)
-            groups = [*islice((self._keys.group(name) for page in pages for name in page), limit)]
+            return {group: (slots, now) for group, slots, now in islice(self._all_slots(), limit)}
         found = self._run_each(cooldown_group_scripts.READ_SLOTS, dict.fromkeys(groups, ()))
-        return {
-            group: (load(as_text(text) if text else None).at(now), float(now))
-            for group, (text, now) in found.items()
-        }
+        return {group: slots_of(reply) for group, reply in found.items()}
 
     def room(self, asked: Mapping[str, Ask]) -> Mapping[str, Room]:
         """The room of each group, in one round trip."""
@@ -85,37 +77,45 @@ class RedisGroups(ClosingGroups):
                 raise self._commands.unavailable(reply) from None
         return dict(zip(calls, replies, strict=True))
 
-    def _read(self, group: str) -> tuple[Gate | None, str | None]:
-        keys = *self._keys.gate(group), self._keys.past(group)
-        seen, past = self._commands.run(cooldown_group_scripts.READ_WITH_HISTORY, *keys)
-        return gate_of(group, seen) if seen else None, as_text(past) if past else None
-
-    def _open(self, group: str, token: str | None, past: str) -> bool:
-        keys = *self._keys.gate(group), self._keys.past(group)
-        who = "" if token is None else token_prefix(token)
-        given = who, past, milliseconds(RETENTION)
-        return bool(self._commands.run(cooldown_group_scripts.OPEN, *keys, *given))
-
-    def _swap(
-        self, before: Gate | None, after: Gate, remembered: float, token: str, past: str
-    ) -> bool:
-        as_seen: tuple[int, int, int] = (0, 0, 0)
-        if before is not None:
-            as_seen = before.trips, int(not before.half_open), int(before.probe == token)
-        times = milliseconds(after.closed_for), milliseconds(remembered)
-        return bool(
-            self._commands.run(
-                cooldown_group_scripts.CLOSE,
-                *self._keys.gate(after.group),
-                self._keys.past(after.group),
-                token_prefix(token),
-                *as_seen,
-                trips_value(after),
-                *times,
-                past,
-                milliseconds(RETENTION),
-            )
+    def _change_gate(self, group: str, token: str, change: Change) -> tuple[Slots, float] | None:
+        keys = self._keys.slots(group), self._keys.past(group)
+        for _ in range(CHANGE_TRIES):
+            *seen, past = self._commands.run(cooldown_group_scripts.READ_WITH_HISTORY, *keys)
+            before, now = slots_of(seen)
+            after = change(before, now)
+            if after is None:
+                return None
+            known = as_text(past) if past else None
+            note = noted(known, before, after, group, now)
+            if note is None:  # it stays closed for as long
+                if token in before.held:
+                    self.release_slot(group, token)
+                return after, now
+            if self._swap_gate(keys, token, before, after, now, note):
+                return after, now
+        raise StoreUnavailable(
+            f"the gate of {group} changed {CHANGE_TRIES} times while it was being changed", False
         )
+
+    def _swap_gate(
+        self,
+        keys: tuple[str, str],
+        token: str,
+        before: Slots,
+        after: Slots,
+        now: float,
+        past: str,
+    ) -> bool:
+        history, closed = (past, milliseconds(RETENTION)), after.closed
+        if closed is None:
+            who = token if before.probes(token, now) else ""
+            return bool(self._commands.run(cooldown_group_scripts.OPEN, *keys, who, *history))
+        as_seen = (0, 0)
+        if before.closed is not None:
+            as_seen = before.closed.trips, int(before.closed.ends > now)
+        times = (math.ceil(until - now) for until in (closed.ends, closed.counts))
+        given = (token, *as_seen, int(before.probes(token, now)), closed.trips, *times, closed.why)
+        return bool(self._commands.run(cooldown_group_scripts.CLOSE, *keys, *given, *history))
 
     def _read_histories(self, groups: Sequence[str] | None, limit: int) -> Mapping[str, str]:
         if groups is not None:
@@ -138,14 +138,9 @@ class RedisGroups(ClosingGroups):
             if found is not None:
                 yield group, as_text(found)
 
-    def _not_open(self) -> Iterator[Gate]:
-        for names in self._commands.scan(self._keys.gate_pattern):
+    def _all_slots(self) -> Iterator[tuple[str, Slots, float]]:
+        for names in self._commands.scan(self._keys.slots_pattern):
             groups = [self._keys.group(name) for name in names]
-            calls = [self._keys.gate(group) for group in groups]
-            for group, seen in zip(
-                groups, self._commands.run_many(cooldown_group_scripts.READ, calls), strict=True
-            ):
-                if isinstance(seen, Exception):
-                    raise self._commands.unavailable(seen) from None
-                if seen:
-                    yield gate_of(group, seen)
+            found = self._run_each(cooldown_group_scripts.READ_SLOTS, dict.fromkeys(groups, ()))
+            for group, reply in found.items():
+                yield group, *slots_of(reply)

@@ -9,15 +9,13 @@ space, and never parse the JSON. The value of a cooling key is the same with the
 ``cooling:``, so it never matches an owner token. A key that is not a string was written by another
 program and counts as held. Any other error of a command, such as one of the ACL, ends the script.
 
-The gate of a cooldown group has three keys. ``trips`` exists unless the gate is open; its value is
-the number of consecutive closings, a space, and the reason as JSON. ``closed`` exists while no body
-may start. ``probe`` is the probe slot, in the form of a lease.
+The state of a group is one key, with the JSON that :func:`celery_leases.groups.slots.load` reads.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
@@ -82,21 +80,6 @@ _COOLING = f"""
 local cooling = type(found) == 'string' and string.sub(found, 1, {len(COOLING)}) == '{COOLING}'
 """
 
-READ_GATE: Final = """
-local function read_gate(trips, closed, probe)
-    local tally, slot = get(trips), get(probe)
-    if type(tally) ~= 'string' then return nil end
-    if type(slot) ~= 'string' then slot = '' end
-    return {tally, math.max(redis.call('PTTL', closed), 0), slot, math.max(redis.call('PTTL', probe), 0)}
-end
-local function holds_probe(gate) return gate and string.sub(gate[3], 1, #ARGV[1]) == ARGV[1] end
-"""
-"""``read_gate`` returns the value of ``trips``, how long the gate stays closed, the value of
-``probe``, and the TTL of ``probe``; ``nil`` for an open gate. It uses ``get``.
-
-``holds_probe`` returns whether the token in ``ARGV[1]`` holds the probe slot.
-"""
-
 _BEGIN_EPOCH = f"""
 local function replication_id()
     local info = redis.pcall('INFO', 'replication')
@@ -119,20 +102,30 @@ local function read_slots(key, now)
     for worker, place in pairs(slots.places or {{}}) do
         if place[2] > now then state.places[worker] = place end
     end
+    if slots.closed and slots.closed.counts > now then state.closed = slots.closed end
     return state
 end
 local function write_slots(key, slots, now)
     local ends = slots.began > 0 and slots.began + math.max(slots.pause, {BEGIN_KEPT}) or 0
     for _, slot in pairs(slots.held) do ends = math.max(ends, slot[1]) end
     for _, place in pairs(slots.places) do ends = math.max(ends, place[2]) end
+    if slots.closed then ends = math.max(ends, slots.closed.counts) end
     if ends <= now then return redis.call('DEL', key) end
     redis.call('SET', key, cjson.encode(slots), 'PX', math.ceil(ends - now))
+end
+local function may_begin(slots, token, now)
+    local closed = slots.closed
+    return not closed or closed.ends <= now and (closed.alone == token or not slots.held[closed.alone])
+end
+local function probes(slots, token, now)
+    local closed = slots.closed
+    return closed and closed.ends <= now and closed.alone == token and slots.held[token]
 end
 local function room_in(slots, now, limit, pause, since, worker)
     local places, running, begins = {MANY}, 0, now
     for _, slot in pairs(slots.held) do
         running = running + 1
-        if limit > 0 then limit = math.min(limit, slot[2]) end
+        if limit > 0 and slot[2] > 0 then limit = math.min(limit, slot[2]) end
     end
     if limit > 0 then places = limit - running end
     if pause > 0 then
@@ -141,51 +134,59 @@ local function room_in(slots, now, limit, pause, since, worker)
         begins = math.max(now + lead, slots.began + gap)
         places = math.min(places, math.floor((now + {AHEAD} - begins) / gap) + 1)
     end
+    if slots.closed then places = math.min(places, may_begin(slots, '', now) and 1 or 0) end
     if since == 0 then since = now end
     for name, place in pairs(slots.places) do
         if name ~= worker and place[1] < since - {OVERTAKING} then places = places - 1 end
     end
     return {{math.max(0, places), tostring(begins - now), running, limit, now}}, begins
 end
-local function take_slot(key, token, ttl, limit, pause, since, worker)
+local function take_slot(key, token, ours, ttl, limit, pause, since, worker)
+    if limit == 0 and pause == 0 and not get(key) then return {{'taken', 0, 0}} end
     local now = time_in_ms()
     local slots = read_slots(key, now)
-    local mine = slots.held[token]
+    local closed, mine = slots.closed, slots.held[token]
+    if ours and not mine and limit == 0 and pause == 0 then return {{'taken', 0, 0}} end
+    if not ours and not may_begin(slots, token, now) then return {{'shut', cjson.encode(slots), now}} end
     local starts_in = math.max(0, slots.began - now)
     if not mine then
         local room, begins = room_in(slots, now, limit, pause, since, worker)
-        if room[1] <= 0 then return nil, room end
+        if room[1] <= 0 then return {{'full', unpack(room)}} end
         starts_in = begins - now
+        if closed then closed.alone = token end
         if pause > 0 then slots.began, slots.pause = begins, pause end
         local place = slots.places[worker]
         if since > 0 and place and place[1] == since then slots.places[worker] = nil end
     end
-    if limit > 0 then slots.held[token] = {{math.max(now + ttl, mine and mine[1] or 0), limit}} end
+    if limit > 0 or closed or mine then
+        slots.held[token] = {{math.max(now + ttl, mine and mine[1] or 0), limit}}
+    end
     write_slots(key, slots, now)
-    return math.ceil(starts_in)
+    return {{'taken', math.ceil(starts_in), probes(slots, token, now) and 1 or 0}}
 end
 """
-"""``take_slot`` returns in how many milliseconds the body may begin, or ``nil`` and the room. It
-does what :func:`celery_leases.groups.slots.take` does, with the same names.
+"""``take_slot`` returns ``taken``, in how many milliseconds the body may begin, and 1 if the
+attempt is the probe; or ``full`` and the room; or ``shut``, the slots and the time. It does what
+:func:`celery_leases.groups.slots.take` does, with the same names. *ours*: the token holds the
+lease, so a closing is too late.
 """
 
 
-def _acquire(*, with_slot: bool) -> str:
-    """The script that takes a lease; *with_slot*, also a slot of the group."""
+def _acquire(*, in_group: bool) -> str:
+    """The script that takes a lease; *in_group*, also what it needs of its group."""
     take = """
-local starts_in, room = take_slot(KEYS[6], string.sub(ARGV[1], 1, -2), ttl,
+local taken = take_slot(KEYS[3], string.sub(ARGV[1], 1, -2), ours, ttl,
     tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7])
-if not starts_in then return {'full', unpack(room)} end
+if taken[1] ~= 'taken' then return taken end
+local starts_in, probe = taken[2], taken[3]
 """
     return (
         _OURS
         + _COOLING
-        + READ_GATE
         + _BEGIN_EPOCH
-        + (TAKE_SLOT if with_slot else "")
+        + (TAKE_SLOT if in_group else "")
         + f"""
 local ttl = tonumber(ARGV[3])
-local gate = KEYS[3] and read_gate(KEYS[3], KEYS[4], KEYS[5])
 if not ours and cooling then
     return {{'cooling', string.sub(found, {len(COOLING)} + 1), redis.call('PTTL', KEYS[1])}}
 end
@@ -194,44 +195,28 @@ if not ours and found then
     return {{'held', found, redis.call('PTTL', KEYS[1])}}
 end
 if not get(KEYS[2]) then begin_epoch(KEYS[2], replication_id()) end
-if ours then
-    {take if with_slot else ""}
-    redis.call('SET', KEYS[1], ARGV[2], 'PX', math.max(ttl, redis.call('PTTL', KEYS[1])))
-    if not holds_probe(gate) then return {{'acquired', 0, 1, {"starts_in" if with_slot else "0"}}} end
-    if gate[4] < ttl then redis.call('PEXPIRE', KEYS[5], ttl) end
-    return {{'acquired', 1, 1, {"starts_in" if with_slot else "0"}}}
-end
-if gate and (gate[2] > 0 or gate[3] ~= '' and not holds_probe(gate)) then
-    return {{'shut', gate[1], gate[2], gate[3], gate[4]}}
-end
-{take if with_slot else ""}
-if gate then redis.call('SET', KEYS[5], ARGV[2], 'PX', ttl) end
-redis.call('SET', KEYS[1], ARGV[2], 'PX', ttl)
-return {"{'acquired', gate and 1 or 0, 0, starts_in}" if with_slot else "gate and {'acquired', 1, 0, 0} or 1"}
+{take if in_group else "local starts_in, probe = 0, 0"}
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ours and math.max(ttl, redis.call('PTTL', KEYS[1])) or ttl)
+if not ours and starts_in == 0 and probe == 0 then return 1 end
+return {{'acquired', starts_in, probe, ours and 1 or 0}}
 """
     )
 
 
-ACQUIRE: Final = Script(_acquire(with_slot=False), keys=2)
+ACQUIRE: Final = Script(_acquire(in_group=False), keys=2)
 """KEYS: lease, epoch. ARGV: token and space, value, ttl.
 
-Returns 1 if the key was free and its gate, if any, is open. Otherwise a word and details:
+Returns 1 if the key was free and the body may begin at once. Otherwise a word and details:
 
-* ``acquired``: 1 if the token holds the probe slot; 1 if the token held the lease before; in how
-  many milliseconds the body may begin
+* ``acquired``: in how many milliseconds the body may begin; 1 if the attempt is the probe; 1 if the
+  token held the lease before
 * ``held``: the value of the lease; its TTL
 * ``cooling``: the value of the lease before the cooldown; the TTL
-* ``shut``: the result of ``read_gate``
 """
 
-ACQUIRE_IN_GROUP: Final = replace(ACQUIRE, keys=5)
-"""The same for a call with a cooldown group. KEYS: lease, epoch, and the trips, closed and
-probe of the group's gate.
-"""
-
-ACQUIRE_WITH_SLOT: Final = Script(_acquire(with_slot=True), keys=6)
-"""The same for a call whose group has a limit or a rate. A further key: the slots of the group.
-Further ARGV: limit, pause, since, worker. A further word is ``full``, with the room.
+ACQUIRE_IN_GROUP: Final = Script(_acquire(in_group=True), keys=3)
+"""The same for a call with a group. A further key: the slots of the group. Further ARGV: limit,
+pause, since, worker. Further words are those of ``take_slot``: ``full`` and ``shut``.
 """
 
 AGE: Final = Script(

@@ -1,4 +1,4 @@
-"""Leases, marks and gates in Redis 6.2 or later, or in Valkey. Each step is one Lua script, called
+"""Leases, marks and groups in Redis 6.2 or later, or in Valkey. Each step is one Lua script, called
 by its SHA.
 """
 
@@ -27,6 +27,7 @@ from celery_leases.decide.answers import (
 from celery_leases.decide.copies import waiting_call
 from celery_leases.decide.latest import NEWEST, ORDER_TTL, Burst
 from celery_leases.errors import LeaseConfigurationError, LeaseStoreMismatch, StoreUnavailable
+from celery_leases.groups.slots import NOTHING
 from celery_leases.keys import bounded
 from celery_leases.stores.interfaces import MarkedLeaseStore
 from celery_leases.stores.redis import cooldown_group_scripts, lease_scripts
@@ -40,10 +41,10 @@ from celery_leases.stores.redis.values import (
     Keys,
     as_text,
     ask_values,
-    gate_of,
     holder_of,
     milliseconds,
     room_of,
+    slots_of,
     token_prefix,
     value_of,
 )
@@ -56,7 +57,7 @@ name leaves the default out.
 
 
 class RedisLeaseStore(MarkedLeaseStore):
-    """A :class:`~celery_leases.stores.interfaces.LeaseStore` with marks and gates in Redis.
+    """A :class:`~celery_leases.stores.interfaces.LeaseStore` with marks and groups in Redis.
 
     *client* is a redis-py client of one server, or a :class:`Cluster`. It must not retry commands,
     because ``StoreUnavailable.executed`` would be wrong. Every key begins with *prefix*. *name*
@@ -204,8 +205,8 @@ class RedisLeaseStore(MarkedLeaseStore):
 
         The first of these that exists decides: the call's own lease, another lease, a cooldown,
         the group's gate, its limit, its rate. On a cluster the group may be on another node: a
-        second round trip reads its gate, one more takes a slot, and another one releases the lease
-        if the group does not let the body start.
+        second round trip asks it, and another one releases the lease if the group does not let the
+        body start.
         """
         key = self._keys.lease(call.key.stored)
         given = (
@@ -221,7 +222,7 @@ class RedisLeaseStore(MarkedLeaseStore):
         word, *details = reply
         match as_text(word):
             case "acquired" | "taken":
-                return Acquired(probe=bool(details[0]), starts_in=details[2] / 1000)
+                return Acquired(probe=bool(details[1]), starts_in=details[0] / 1000)
             case "full":
                 return Refused(Refusal.FULL, room=room_of(details))
             case "held":
@@ -230,33 +231,24 @@ class RedisLeaseStore(MarkedLeaseStore):
                 left = self._ours(call, key, holder_of(*details)).remaining
                 return Refused(Refusal.COOLING, remaining=left)
             case _:
-                return Refused(Refusal.GATE, gate=gate_of(call.group or "", details))
+                slots, now = slots_of(details)
+                return Refused(Refusal.GATE, gate=slots.gate(call.group or "", now))
 
     def _acquire_in_group(self, call: Call, group: str, given: Sequence[Any]) -> Any:
         """The reply of the script that takes a lease and what it needs of its group."""
-        keys, asked, gate = given[:2], given[2:], self._keys.gate(group)
-        slots = self._keys.slots(group)
+        slots, asked = self._keys.slots(group), ask_values(call.ask or NOTHING)
         if not self._commands.clustered:
-            if call.ask is None:
-                return self._commands.run(lease_scripts.ACQUIRE_IN_GROUP, *keys, *gate, *asked)
-            asked = (*asked, *ask_values(call.ask))
-            return self._commands.run(lease_scripts.ACQUIRE_WITH_SLOT, *keys, *gate, slots, *asked)
+            keys, asks = given[:2], given[2:]
+            script = lease_scripts.ACQUIRE_IN_GROUP
+            return self._commands.run(script, *keys, slots, *asks, *asked)
         reply = self._commands.run(lease_scripts.ACQUIRE, *given)
-        word, *details = reply if not isinstance(reply, int) else ("acquired", 0, 0)
+        word, *details = reply if not isinstance(reply, int) else ("acquired", 0, 0, 0)
         if as_text(word) != "acquired":
             return reply
-        word, *seen = self._commands.run(cooldown_group_scripts.ENTER, *gate, *asked, details[1])
-        probe, answer = int(as_text(word) == "probe"), [word, *seen]
-        if as_text(word) != "shut":
-            answer = ["acquired", probe, 0, 0]
-            if call.ask is not None:
-                who = call.token, milliseconds(call.options.ttl), *ask_values(call.ask)
-                word, *taken = self._commands.run(cooldown_group_scripts.TAKE, slots, *who)
-                answer = [word, *([probe, 0] if as_text(word) == "taken" else []), *taken]
-        if as_text(word) in ("shut", "full"):
+        who = call.token, details[2], milliseconds(call.options.ttl)
+        answer = self._commands.run(cooldown_group_scripts.TAKE, slots, *who, *asked)
+        if as_text(answer[0]) != "taken":
             self.release(call.key.stored, call.token)
-            if probe:
-                self.groups.release_probe(group, call.token)
         return answer
 
     def _ours(self, call: Call, key: str, holder: Holder) -> Holder:
@@ -303,29 +295,27 @@ class RedisLeaseStore(MarkedLeaseStore):
         never shortened.
 
         If a lease's server does not answer or refuses the command, for example by its ACL, the
-        result is the error. If all leases fail, the first error is raised. A probe slot has the
-        form of a lease and is renewed like one.
+        result is the error. If all leases fail, the first error is raised.
         """
         if self._asks_sentinels:
             with suppress(*REDIS_ERRORS):  # without an answer the known primary counts
                 # Closes the connection to a former primary.
                 self._client.connection_pool.get_master_address()
-        leases = [(self._keys.lease(renewal.stored_key), renewal) for renewal in renewals]
-        probes = [
-            (self._keys.gate(renewal.probe)[2], renewal)
-            for renewal in renewals
-            if renewal.probe is not None
-        ]
         in_groups = [place for place, renewal in enumerate(renewals) if renewal.slot is not None]
         calls: list[tuple[Any, ...]] = [
             self._renewal_of_slot(renewals[place]) for place in in_groups
         ]
         calls += [
-            (lease_scripts.RENEW, key, token_prefix(renewal.token), milliseconds(renewal.ttl))
-            for key, renewal in leases + probes
+            (
+                lease_scripts.RENEW,
+                self._keys.lease(renewal.stored_key),
+                token_prefix(renewal.token),
+                milliseconds(renewal.ttl),
+            )
+            for renewal in renewals
         ]
         found = self._commands.run_all(calls)
-        replies = found[len(in_groups) : len(in_groups) + len(leases)]
+        replies = found[len(in_groups) :]
         for place, reply in zip(in_groups, found, strict=False):
             if isinstance(reply, Exception):  # the body would outlive its slot
                 replies[place] = reply

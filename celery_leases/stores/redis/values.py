@@ -1,4 +1,4 @@
-"""The names and values of the keys of leases and gates in Redis."""
+"""The names and values of the keys of leases and groups in Redis."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from celery_leases.call import Call
 from celery_leases.decide.answers import Holder
-from celery_leases.groups.group import Gate, gate_from, gate_name, reason_json
-from celery_leases.groups.slots import Ask, Room
+from celery_leases.groups.group import gate_name
+from celery_leases.groups.slots import Ask, Room, Slots, load
 from celery_leases.stores.redis.lease_scripts import COOLING
 
 VERSION: Final = 1
@@ -30,7 +30,7 @@ key is read again after that time.
 
 class Keys:
     """The names of keys, which begin with *prefix*. All keys of a task key share a Redis Cluster
-    hash tag, and so do all keys of a gate.
+    hash tag, and so do all keys of a group.
 
     *clustered*: there is one epoch key for each slot, so that a lease and its epoch share a slot.
     """
@@ -41,12 +41,10 @@ class Keys:
         literally = _literally(prefix)
         #: A pattern for ``SCAN`` that matches every lease.
         self.lease_pattern = literally + ":{*}:lease"
-        #: The same for every gate that is not open.
-        self.gate_pattern = literally + ":{gate:*}:trips"
         #: The same for the slots of every group.
-        self.slots_pattern = literally + ":{gate:*}:slots"
-        #: The same for the history of every gate.
-        self.history_pattern = literally + ":{gate:*}:past"
+        self.slots_pattern = literally + ":{group:*}:slots"
+        #: The same for the history of every group.
+        self.history_pattern = literally + ":{group:*}:past"
 
     def lease(self, stored_key: str) -> str:
         """The key of a lease."""
@@ -72,22 +70,17 @@ class Keys:
         """The name of the mark with this key."""
         return unquote(key[key.rindex("}:mark:") + len("}:mark:") :])
 
-    def gate(self, group: str) -> tuple[str, str, str]:
-        """The keys ``trips``, ``closed`` and ``probe`` of a gate."""
-        stem = f"{self.prefix}:{{gate:{_escaped(gate_name(group))}}}"
-        return f"{stem}:trips", f"{stem}:closed", f"{stem}:probe"
-
     def slots(self, group: str) -> str:
         """The key of a group's slots."""
-        return f"{self.prefix}:{{gate:{_escaped(gate_name(group))}}}:slots"
+        return f"{self.prefix}:{{group:{_escaped(gate_name(group))}}}:slots"
 
     def past(self, group: str) -> str:
-        """The key of a gate's history."""
-        return f"{self.prefix}:{{gate:{_escaped(gate_name(group))}}}:past"
+        """The key of a group's history."""
+        return f"{self.prefix}:{{group:{_escaped(gate_name(group))}}}:past"
 
     def group(self, key: str) -> str:
-        """The name of the gate that *key* belongs to."""
-        return unquote(key[len(f"{self.prefix}:{{gate:") : key.rindex("}:")])
+        """The name of the group that *key* belongs to."""
+        return unquote(key[len(f"{self.prefix}:{{group:") : key.rindex("}:")])
 
 
 @cache
@@ -175,20 +168,10 @@ def room_of(reply: Sequence[Any]) -> Room:
     return Room(places, float(as_text(wait)) / 1000, running, limit, now)
 
 
-def trips_value(gate: Gate) -> str:
-    """The value of the key ``trips``: the number of trips, a space, and the reason as JSON."""
-    return f"{gate.trips} {reason_json(gate)}"
-
-
-def gate_of(group: str, seen: Sequence[Any]) -> Gate:
-    """The gate of *group* from the result of the Lua function ``read_gate``."""
-    tally, closed_for, slot, left = seen
-    text = as_text(tally)
-    trips = re.match("[1-9][0-9]*", text)
-    probe = (as_text(slot).partition(" ")[0], left / 1000) if slot else None
-    return gate_from(
-        group, int(trips[0]) if trips else 1, closed_for / 1000, text.partition(" ")[2], probe
-    )
+def slots_of(reply: Sequence[Any]) -> tuple[Slots, float]:
+    """The slots that still count, and the time of their server, from their text and that time."""
+    text, now = reply[0], float(reply[1])
+    return load(as_text(text) if text else None).at(now), now
 
 
 def as_text(reply: Any) -> str:

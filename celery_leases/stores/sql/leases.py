@@ -1,4 +1,4 @@
-"""Leases in the records database, where the claimed row is the lease; and the marks and gates of a
+"""Leases in the records database, where the claimed row is the lease; and the marks and groups of a
 lease store that has none of its own.
 """
 
@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 from sqlalchemy import (
@@ -50,7 +49,7 @@ _ORDER_TTL: Final = microseconds(ORDER_TTL)
 
 
 class RowMarks:
-    """Marks, and the gates of cooldown groups, in the tables of *records*."""
+    """Marks, and the state of groups, in the tables of *records*."""
 
     def __init__(self, records: SqlRecordStore) -> None:
         self.records = records
@@ -144,18 +143,6 @@ class RowMarks:
                     failed[renewal.token] = error
         return failed
 
-    def _renew_probes(self, renewals: Sequence[Renewal]) -> None:
-        """Renew the probe slots. An error is ignored, because a slot that expires does not
-        affect the lease.
-        """
-        slots: defaultdict[float, list[Renewal]] = defaultdict(list)
-        for renewal in renewals:
-            if renewal.probe is not None:
-                slots[renewal.ttl].append(renewal)
-        for ttl, probes in slots.items():
-            with suppress(StoreUnavailable):
-                self.groups.renew_probes(probes, ttl)
-
     def _burst_statements(self) -> tuple[Executable, Writes, Executable]:
         """Those that give a new order, note a given one, and read the burst.
 
@@ -200,8 +187,8 @@ class RowMarks:
 
 
 class LeasesWithRowMarks(RowMarks):
-    """A lease store without marks and gates of its own: both are in the tables of *records*. So the
-    claim reads the gate, and the lease is held meanwhile.
+    """A lease store without marks and groups of its own: both are in the tables of *records*. So
+    the claim reads the group, and the lease is held meanwhile.
     """
 
     in_records = False
@@ -215,10 +202,9 @@ class LeasesWithRowMarks(RowMarks):
         return getattr(self.leases, name)
 
     def renew(self, renewals: Sequence[Renewal]) -> Sequence[RenewalResult | StoreUnavailable]:
-        """Renew the leases, and the probe slots with statements of their own."""
+        """Renew the leases, and the slots with statements of their own."""
         failed = self._renew_slots_of_groups(renewals)
         results = self.leases.renew(renewals)
-        self._renew_probes(renewals)
         return [
             failed.get(renewal.token, result)
             for renewal, result in zip(renewals, results, strict=True)
@@ -252,7 +238,7 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
 
     def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult | StoreUnavailable]:
         """Extend ``lease_until``; never shorten it. There is one statement for all leases with the
-        same ttl, and one for their probe slots.
+        same ttl, and two for each slot.
 
         A transaction of the body may have locked a guarded row. A query finds the rows that are not
         locked, and only those are renewed.
@@ -268,8 +254,6 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
                 by_ttl[renewal.ttl].append(renewal)
         for ttl, group in by_ttl.items():
             renewed |= self._renewed(ttl, group)
-        if not locked or self.database.dialect.has_server:
-            self._renew_probes(renewals)
         return [
             failed[renewal.token]
             if renewal.token in failed

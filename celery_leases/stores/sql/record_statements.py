@@ -65,7 +65,7 @@ class RecordStatements:
     def __init__(self, database: Database, tables: Tables) -> None:
         self.table: Table = tables.records
         self._now = database.now
-        self._gates, self._slots = tables.gates, tables.slots
+        self._groups = tables.groups
         self._dialect = database.dialect
         make = (
             self._insert_or_read_statement
@@ -76,8 +76,8 @@ class RecordStatements:
         self.select_rows = select(*self.table.c, self._now.label("now"))
         #: Selects the row of a key.
         self.select_row = self.select_rows.where(self.table.c.stored_key == bindparam("stored_key"))
-        #: The first step of a claim; with the key ``True`` the statement also reads a gate. On
-        #: PostgreSQL it fails if another claim inserts the row at the same time, and is then
+        #: The first step of a claim; with ``True`` it also reads a group whose gate is not open.
+        #: On PostgreSQL it fails if another claim inserts the row at the same time, and is then
         #: repeated by ``insert_or_read_again``.
         self.insert_or_read = {gated: make(gated=gated) for gated in (False, True)}
         #: The second step of a claim.
@@ -96,11 +96,9 @@ class RecordStatements:
         }
 
     @cached_property
-    def read_with_slots(self) -> Executable:
-        """Read the row of a key, and the gate and the slots of its group. The columns of a missing
-        one are NULL.
-        """
-        return self._read_statement(gated=True, with_slots=True)
+    def read_with_group(self) -> Executable:
+        """Read the row of a key, and that of its group. The columns of a missing one are NULL."""
+        return self._read_statement(gated=True, also_open=True)
 
     @cached_property
     def claim_together(self) -> Executable:
@@ -205,13 +203,14 @@ class RecordStatements:
         row that was inserted after the snapshot not an error: ``ON CONFLICT`` writes 48 bytes more
         to the write-ahead log for each inserted row.
         """
-        records, gates = self.table.alias("r"), self._gates.alias("g")
+        records, groups = self.table.alias("r"), self._groups.alias("g")
         seen = (
             select(_as_json("r"))
             .where(records.c.stored_key == bindparam("new_stored_key"))
             .cte("seen")
         )
-        gate = select(_as_json("g")).where(self._is_gate(gates)).cte("gate")
+        closed = select(*self._columns_of(groups)).where(self._is_closed(groups)).subquery("closed")
+        gate = select(_as_json("closed")).select_from(closed).cte("gate")
         absent = [~exists(select(seen.c.document))] + [~exists(select(gate.c.document))] * gated
         moment = select(self._now.label("now")).subquery("moment")
         fresh = self._new_row(moment.c.now, bindparam_of)
@@ -228,24 +227,27 @@ class RecordStatements:
             select(seen.c.document).scalar_subquery().label("record"),
         ]
         return select(
-            *found, *([select(gate.c.document).scalar_subquery().label("gate")] if gated else [])
+            *found, *([select(gate.c.document).scalar_subquery().label("closed")] if gated else [])
         )
 
-    def _read_statement(self, *, gated: bool, with_slots: bool = False) -> Select[Any]:
-        """A statement that reads the row, the gate and the slots. The columns of a missing one are
-        NULL.
+    def _read_statement(self, *, gated: bool, also_open: bool = False) -> Select[Any]:
+        """A statement that reads the row, and that of the group, if its gate is not open or if
+        *also_open*. The columns of a missing one are NULL.
         """
         always: FromClause = select(literal_column("1").label("one")).subquery("always")
         columns: list[ColumnElement[Any]] = [self._now.label("now"), *self.table.c]
         if gated:
-            columns += [column.label(f"gate_{column.name}") for column in self._gates.c]
-            always = always.outerjoin(self._gates, self._is_gate(self._gates))
-        if with_slots:
-            slots = self._slots.c
-            columns += [slots.version.label("slots_version"), slots.slots]
-            always = always.outerjoin(self._slots, slots.name == bindparam("gate"))
+            groups = self._groups
+            name = groups.c.name == bindparam("group")
+            columns += self._columns_of(groups)
+            always = always.outerjoin(groups, name if also_open else self._is_closed(groups))
         row = self.table.c.stored_key == bindparam("new_stored_key")
         return select(*columns).select_from(always.outerjoin(self.table, row))
+
+    def _columns_of(self, groups: FromClause) -> list[ColumnElement[Any]]:
+        """What a claim needs of the row of its group."""
+        columns = groups.c
+        return [columns.version, columns.slots, columns.expires_at.label("kept_until")]
 
     def _new_row(self, now: ColumnElement[int], given: Given) -> dict[str, ColumnElement[Any]]:
         """The columns of a new row by name, from *given*; its times are relative to *now*."""
@@ -294,9 +296,9 @@ class RecordStatements:
     def _bound(self, prefix: str, name: str) -> BindParameter[Any]:
         return bindparam(f"{prefix}_{name}", type_=self.table.c[name].type)
 
-    def _is_gate(self, gates: FromClause) -> ColumnElement[bool]:
-        """Whether a row is the group's gate and has not expired, so that the gate is not open."""
-        return and_(gates.c.name == bindparam("gate"), gates.c.opens_at > self._now)
+    def _is_closed(self, groups: FromClause) -> ColumnElement[bool]:
+        """Whether a row is that of the group, and its gate is not open."""
+        return and_(groups.c.name == bindparam("group"), groups.c.limited_until > self._now)
 
 
 def is_running(table: Table, given: Given = bindparam_of) -> tuple[ColumnElement[bool], ...]:

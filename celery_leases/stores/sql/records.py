@@ -47,15 +47,14 @@ from celery_leases.decide import claim as rule
 from celery_leases.decide.answers import Acquired, Refusal, Refused
 from celery_leases.decide.claim import ALWAYS
 from celery_leases.errors import KeyUnusable, StoreUnavailable, ValueRefused
-from celery_leases.groups.group import Gate, admits, gate_name
-from celery_leases.groups.slots import Room, Taken
-from celery_leases.groups.slots import load as load_slots
+from celery_leases.groups.group import Gate, gate_name
+from celery_leases.groups.slots import Room, Taken, may_begin
 from celery_leases.options import DATABASE
 from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.record_filters import Order, Position, RecordFilter
 from celery_leases.stores.sql import migrations, record_queries, rows
 from celery_leases.stores.sql.connections import with_other_connections
-from celery_leases.stores.sql.cooldown_groups import SeenSlots, SqlGroups, gate_of
+from celery_leases.stores.sql.cooldown_groups import SeenSlots, SqlGroups, seen_in
 from celery_leases.stores.sql.database import Availability, Database, first_value
 from celery_leases.stores.sql.record_queries import in_subquery
 from celery_leases.stores.sql.record_statements import RecordStatements, is_running
@@ -128,7 +127,7 @@ class SqlRecordStore:
             marks, key, values, where=marks.c.expires_at <= now
         )
         self._set_purge_mark = update(marks).where(*is_mark).values(expires_at=until)
-        others = (self.tables.effects, marks, self.tables.gates, self.tables.slots)
+        others = (self.tables.effects, marks, self.tables.groups)
         expired = [
             exists().where(records.c.expires_at <= now, records.c.state != State.RUNNING),
             *(exists().where(table.c.expires_at <= now) for table in others),
@@ -234,12 +233,11 @@ class SqlRecordStore:
         :class:`KeyUnusable` if the database refuses a value of the call, and
         :class:`RecordUnreadable` for a row that cannot be read, which is not changed.
 
-        With *groups*, the claim is also refused if the gate of the call's group does not let the
-        body start. At a half-open gate the claim takes the probe slot before it writes the row, and
-        gives the slot back if the claim fails. So at most one body starts at a half-open gate. A
-        call with ``ask`` takes its slot, or its turn by the rate, in the same way. That needs a
-        statement of its own, because no insert can depend on a row that the same statement locks
-        and counts.
+        With *groups*, the claim is also refused if the call's group does not let the body start. If
+        the call has ``ask``, or the limit of the group is one, the claim takes a slot, or its turn
+        by the rate, before it writes the row, and gives the slot back if the claim fails. That
+        needs a statement of its own, because no insert can depend on a row that the same statement
+        locks and counts.
         """
         try:
             return self._claim(call, lease_store, age, groups)
@@ -262,15 +260,15 @@ class SqlRecordStore:
         self, call: Call, lease_store: str, age: Callable[[], float], groups: SqlGroups | None
     ) -> Acquired | Refused:
         emptied, group = 0.0, call.group if groups is not None else None
-        taken: Taken | Room | None = None
+        taken: Taken | Room | Gate | None = None
         read_at = 0.0
         for _ in range(CLAIM_TRIES):
             new, sent = rule.claimed(None, call, lease_store, 0), os_threads.boot_clock()
-            seen, inserted = None, False
+            inserted = False
             if groups is None or call.ask is None:
-                now, inserted, row, gate = self.insert_or_read(new, group)
+                now, inserted, row, seen = self.insert_or_read(new, group)
             else:
-                now, row, gate, seen = self._read_in_group(call)
+                now, row, seen = self._read_in_group(call)
             until = (
                 self.availability.answered(sent, os_threads.boot_clock(), now)
                 if lease_store == DATABASE
@@ -282,7 +280,7 @@ class SqlRecordStore:
                 # The reply to the write was lost. If its turn by the rate was too, the last begin
                 # of the group is the earliest one that is known to be no sooner.
                 began = seen.slots.began - now / 1000 if seen is not None else 0.0
-                probes = gate is not None and gate.probe == call.token
+                probes = seen is not None and seen.slots.probes(call.token, now / 1000)
                 return Acquired(row, probes, max(0.0, began / 1000))
             why = rule.decide(row, call, lease_store, takeover_until=until)
             if why is Refusal.EMPTIED:
@@ -290,48 +288,40 @@ class SqlRecordStore:
                 why = rule.decide(row, call, lease_store, emptied=emptied)
             if row is not None and why is Refusal.LAPSED:
                 self.await_lock(row)
-            if why is not None or not admits(gate, call.token):
+            if why is not None:
                 break
-            if groups is not None and gate is not None and gate.probe is None:
-                if not groups.take_probe(gate.group, call.token, call.options.ttl):
-                    continue
-                gate = replace(gate, probe=call.token, probe_for=call.options.ttl)
             if groups is not None and seen is not None:
                 taken, read_at = groups.take(call, seen)
-                if isinstance(taken, Room):
+                if not isinstance(taken, Taken):
                     break
             if (won := self._write(call, lease_store, row, now)) is not None:
-                starts_in = 0.0
-                if isinstance(taken, Taken) and taken.starts_in:
-                    starts_in = max(0.0, taken.starts_in - (os_threads.boot_clock() - read_at))
-                return Acquired(won, gate is not None and gate.probe == call.token, starts_in)
-        if not admits(gate, call.token):
-            why = Refusal.GATE
-        room = taken if isinstance(taken, Room) else None
-        if room is not None:
-            why = Refusal.FULL
-        if groups is not None and isinstance(taken, Taken):
+                if not isinstance(taken, Taken):
+                    return Acquired(won)
+                starts_in = taken.starts_in and max(
+                    0.0, taken.starts_in - (os_threads.boot_clock() - read_at)
+                )
+                return Acquired(won, taken.probe, starts_in)
+        gate = room = None
+        if isinstance(taken, Gate):
+            why, gate = Refusal.GATE, taken
+        elif isinstance(taken, Room):
+            why, room = Refusal.FULL, taken
+        elif seen is not None and not may_begin(seen.slots, call.token, seen.now / 1000):
+            why, gate = Refusal.GATE, seen.slots.gate(call.group or "", seen.now / 1000)
+        given = isinstance(taken, Taken) or (seen is not None and call.token in seen.slots.held)
+        if groups is not None and given:
             groups.release_slot(call.group or "", call.token)
-        if groups is not None and gate is not None and gate.probe == call.token:
-            groups.release_probe(gate.group, call.token)
         return Refused(why or Refusal.CHANGED, gate=gate, record=row, emptied=emptied, room=room)
 
-    def _read_in_group(self, call: Call) -> tuple[int, Record | None, Gate | None, SeenSlots]:
-        """The time of the database, the row of a key, and the gate and the slots of its group."""
-        group = call.group or ""
-        values = {"new_stored_key": call.key.stored, "gate": gate_name(group)}
+    def _read_in_group(self, call: Call) -> tuple[int, Record | None, SeenSlots]:
+        """The time of the database, the row of a key, and the slots of its group."""
+        values = {"new_stored_key": call.key.stored, "group": gate_name(call.group or "")}
         with KEY_UNUSABLE_ERRORS:
-            found = self.database.first(self.statements.read_with_slots, values)
+            found = self.database.first(self.statements.read_with_group, values)
         assert found is not None  # the statement always returns one row
-        now, gate = int(found["now"]), self._gate_in(found)
-        return (
-            now,
-            rows.to_record({**found, "now": now}) if found["stored_key"] is not None else None,
-            gate_of(group, gate, now) if gate is not None else None,
-            SeenSlots(
-                found["slots_version"], load_slots(found["slots"]), now, os_threads.boot_clock()
-            ),
-        )
+        now = int(found["now"])
+        row = rows.to_record({**found, "now": now}) if found["stored_key"] is not None else None
+        return now, row, seen_in(found)
 
     def _write(self, call: Call, lease_store: str, row: Record | None, now: int) -> Record | None:
         """The row that the claim has written; ``None`` if the row has changed since it was read."""
@@ -344,21 +334,21 @@ class SqlRecordStore:
 
     def insert_or_read(
         self, new: Record, group: str | None
-    ) -> tuple[int, bool, Record | None, Gate | None]:
+    ) -> tuple[int, bool, Record | None, SeenSlots | None]:
         """Insert *new* if its key has no row and the gate of *group*, if given, is open; otherwise
-        read the row and the gate.
+        read the row and the group.
 
-        Returns the time of the database, whether *new* was inserted, the existing row, and the gate
-        if it is not open. If *new* was not inserted, and there is neither row nor gate, another
-        claim has inserted a row that this statement could not see yet. An existing row is neither
-        locked nor written. The times of *new* are relative to the insert. Raises
-        :class:`RecordUnreadable` for a row that cannot be read, and :class:`KeyUnusable` if the
-        database refuses a value of *new*.
+        Returns the time of the database, whether *new* was inserted, the existing row, and the
+        slots of the group if its gate is not open. If *new* was not inserted, and there is neither
+        row nor group, another claim has inserted a row that this statement could not see yet. An
+        existing row is neither locked nor written. The times of *new* are relative to the insert.
+        Raises :class:`RecordUnreadable` for a row that cannot be read, and :class:`KeyUnusable` if
+        the database refuses a value of *new*.
         """
         statements = self.statements
         values = rows.insert_parameters(new)
         if group is not None:
-            values["gate"] = gate_name(group)
+            values["group"] = gate_name(group)
         try:
             gated, unless_present = group is not None, self.database.unless_present
             statement = statements.insert_or_read[gated]
@@ -371,17 +361,17 @@ class SqlRecordStore:
             assert found is not None  # the statement always returns one row
             now = int(found["now"])
             row: Mapping[Any, Any] | None
+            closed: Mapping[Any, Any] | None = None
             if self.database.dialect.reads_or_inserts:
-                row, gate = (
-                    _from_json(found["record"]),
-                    _from_json(found["gate"]) if group is not None else None,
-                )
+                row = _from_json(found["record"])
+                closed = _from_json(found["closed"]) if group is not None else None
                 inserted = bool(found["inserted"])
             else:
                 row = found if found["stored_key"] is not None else None
-                gate = self._gate_in(found) if group is not None else None
+                if group is not None and found["version"] is not None:
+                    closed = found
                 moment = None
-                if row is None and gate is None:
+                if row is None and closed is None:
                     read = self.database.dialect.inserted_at or first_value
                     moment = unless_present(statements.insert, values, read)
                 inserted, now = moment is not None, moment or now
@@ -391,7 +381,7 @@ class SqlRecordStore:
             now,
             inserted,
             rows.to_record({**row, "now": now}) if row is not None else None,
-            gate_of(group, gate, now) if group is not None and gate is not None else None,
+            seen_in({**closed, "now": now}) if closed is not None else None,
         )
 
     def _claim_together(self, given: Sequence[Mapping[str, Any]]) -> list[Row | None]:
@@ -423,10 +413,6 @@ class SqlRecordStore:
         holder's transaction is still open, and the delivery is rescheduled.
         """
         self.database.first(self._lock, {"for_key": row.stored_key})
-
-    def _gate_in(self, found: Mapping[Any, Any]) -> Mapping[Any, Any] | None:
-        gate = {column.name: found[f"gate_{column.name}"] for column in self.tables.gates.c}
-        return gate if gate["name"] is not None else None
 
     def settle(self, record: Record, outcome: Outcome) -> bool:
         """Write *outcome* if the row is still running under the record's fence and owner.
@@ -741,11 +727,11 @@ class SqlRecordStore:
         )
 
     def purge(self, limit: int) -> int:
-        """Delete expired rows: at most *limit* each of records, marks, gates and effects of calls.
+        """Delete expired rows: at most *limit* each of records, marks, groups and effects of calls.
 
         Returns the number of deleted records or of deleted effects, whichever is greater.
         """
-        for table in (self.tables.gates, self.tables.slots, self.tables.marks):
+        for table in (self.tables.groups, self.tables.marks):
             key, over = table.primary_key.columns[0], table.c.expires_at <= self.database.now
             found = in_subquery(select(key).where(over).limit(limit))
             self.database.count(delete(table).where(key.in_(found), over), {})

@@ -130,29 +130,16 @@ class Tables:
             Column("expires_at", BigInteger, nullable=False),
             **TABLE_OPTIONS,
         )
-        self.gates = Table(
-            "celery_leases_gates",
-            self.metadata,
-            Column("name", String(255), primary_key=True),
-            Column("trips", Integer, nullable=False),
-            Column("why", Text, nullable=False),
-            Column("closed_until", BigInteger, nullable=False),
-            # NOT NULL, because conditions compare the columns by <> and =.
-            Column("probe", String(64), nullable=False, server_default=""),
-            Column("probe_until", BigInteger, nullable=False, server_default="0"),
-            # From then on the gate is open; the row remains for its history, until it expires.
-            Column("opens_at", BigInteger, nullable=False),
-            Column("history", LONG, nullable=False),
-            Column("expires_at", BigInteger, nullable=False),
-            **TABLE_OPTIONS,
-        )
-        # The slots of groups with a limit or a rate: JSON, compared by its version.
-        self.slots = Table(
-            "celery_leases_slots",
+        # The slots of a group, and whether its gate is closed: JSON, compared by its version.
+        self.groups = Table(
+            "celery_leases_groups",
             self.metadata,
             Column("name", String(255), primary_key=True),
             Column("version", BigInteger, nullable=False),
+            # Until then the gate is not open; the row remains for its history, until it expires.
+            Column("limited_until", BigInteger, nullable=False),
             Column("slots", LONG, nullable=False),
+            Column("history", LONG, nullable=False),
             Column("expires_at", BigInteger, nullable=False),
             **TABLE_OPTIONS,
         )

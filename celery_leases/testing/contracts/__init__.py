@@ -10,10 +10,10 @@ To test a store of your own, subclass a suite in a test module, and override its
         def store(self):
             return MyLeaseStore(...)
 
-``GroupStoreContract``, ``GroupSlotsContract`` (for limits and rates of groups) and
-``GroupHistoryContract`` (for stores that remember when gates were closed) also use the fixture
-``store``. ``MarkStoreContract`` uses ``marks``, ``RecordStoreContract`` uses ``records``, and
-``EffectStoreContract`` uses ``records`` and ``effects``.
+``GroupStoreContract`` and ``GroupHistoryContract`` (for stores that remember when gates were
+closed) also use the fixture ``store``. ``MarkStoreContract`` uses ``marks``,
+``RecordStoreContract`` uses ``records``, and ``EffectStoreContract`` uses ``records`` and
+``effects``.
 
 A store may be shared with other tests, because every test makes its own keys. Times are real;
 increase the class attributes ``ttl`` and ``short`` for a slow store.
@@ -28,7 +28,6 @@ pytest.register_assert_rewrite(*(f"{__name__}.{module.name}" for module in iter_
 
 from celery_leases.testing.contracts.effects import EffectStoreContract  # noqa: E402
 from celery_leases.testing.contracts.group_history import GroupHistoryContract  # noqa: E402
-from celery_leases.testing.contracts.group_slots import GroupSlotsContract  # noqa: E402
 from celery_leases.testing.contracts.groups import GroupStoreContract  # noqa: E402
 from celery_leases.testing.contracts.leases import LeaseStoreContract  # noqa: E402
 from celery_leases.testing.contracts.marks import MarkStoreContract  # noqa: E402
@@ -38,7 +37,6 @@ from celery_leases.testing.contracts.separate_leases import SeparateLeaseStoreCo
 __all__ = [
     "EffectStoreContract",
     "GroupHistoryContract",
-    "GroupSlotsContract",
     "GroupStoreContract",
     "LeaseStoreContract",
     "MarkStoreContract",

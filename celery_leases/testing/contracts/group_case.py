@@ -84,6 +84,14 @@ def found(store: MarkedLeaseStore, group: str) -> Gate:
     return gate
 
 
+def freed(store: MarkedLeaseStore, group: str, token: str) -> Gate:
+    """The gate after *token*, which must be the probe, has freed its slot."""
+    assert found(store, group).probe == token
+    store.groups.release_slot(group, token)
+    wait_until(lambda: found(store, group).probe != token, PATIENCE, "the slot to be free")
+    return found(store, group)
+
+
 def shut(store: LeaseStore, call: Call) -> Gate:
     """The gate that refuses *call*, which it must."""
     answer = store.acquire(call)

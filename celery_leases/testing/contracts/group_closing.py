@@ -31,9 +31,7 @@ ODD = [
     "",
     "{x}",
     "}",
-    "}:trips",
-    "}:closed",
-    "}:probe",
+    "}:slots",
     "%",
     "%7D",
     "*",
@@ -102,7 +100,7 @@ class GateClosingContract(GateCase):
         changed with the gate.
         """
         calls = [
-            self.call(None, key=key) for key in (group, f"gate:{group}", f"gate:{group}}}:probe")
+            self.call(None, key=key) for key in (group, f"group:{group}", f"group:{group}}}:slots")
         ]
         for call in calls:
             admitted(store, call)

@@ -27,6 +27,7 @@ from celery_leases.testing.contracts.group_case import (
     closed,
     closing,
     found,
+    freed,
     half_open,
     probe,
     probing,
@@ -82,7 +83,7 @@ class GateProbeContract(GateCase):
         assert acquired(answer)
         assert probing(answer)
         assert found(store, group).probe_for > self.ttl
-        assert store.groups.release_probe(group, call.token)
+        freed(store, group, call.token)
         answer = store.acquire(call)
         assert acquired(answer)
         assert not probing(answer)
@@ -106,7 +107,7 @@ class GateProbeContract(GateCase):
         half_open(store, group)
         call = probe(store, self.call(group, ttl=self.short))
         for ttl in (2 * self.ttl, self.ttl):
-            assert store.renew([Renewal(call.key.stored, call.token, ttl, group)]) == [
+            assert store.renew([Renewal(call.key.stored, call.token, ttl, slot=(group, 0))]) == [
                 RenewalResult.OURS
             ]
         time.sleep(1.5 * self.short)
@@ -114,20 +115,18 @@ class GateProbeContract(GateCase):
         assert gate.probe == call.token
         assert self.ttl < gate.probe_for <= 2 * self.ttl
 
-    def test_a_slot_that_is_not_ours_changes_nothing_for_the_lease(
+    def test_a_renewal_makes_no_other_token_the_probe(
         self, store: MarkedLeaseStore, group: str
     ) -> None:
-        """Nor does the renewal change the slot: that of another token, that of an open gate, and
-        with a missing lease.
-        """
+        """Nor does it close an open gate, or renew the slot of another token."""
         half_open(store, group)
         call = probe(store, self.call(group))
         other = admitted(store, self.call(None))
         gone = self.call(None)
         renewals = [
-            Renewal(other.key.stored, other.token, 4 * self.ttl, group),
-            Renewal(other.key.stored, other.token, 4 * self.ttl, f"{group}-open"),
-            Renewal(gone.key.stored, gone.token, 4 * self.ttl, group),
+            Renewal(other.key.stored, other.token, 4 * self.ttl, slot=(group, 0)),
+            Renewal(other.key.stored, other.token, 4 * self.ttl, slot=(f"{group}-open", 0)),
+            Renewal(gone.key.stored, gone.token, 4 * self.ttl, slot=(group, 0)),
             Renewal(call.key.stored, call.token, 4 * self.ttl),
         ]
         assert store.renew(renewals) == [
@@ -152,12 +151,10 @@ class GateProbeContract(GateCase):
             call.token[1:],
             call.token + "0",
         ):
-            assert not store.groups.release_probe(group, token)
-        assert not store.groups.release_probe(f"{group}-other", call.token)
-        shut(store, self.call(group))
-        assert store.groups.release_probe(group, call.token)
-        assert not store.groups.release_probe(group, call.token)
-        gate = found(store, group)
+            store.groups.release_slot(group, token)
+        store.groups.release_slot(f"{group}-other", call.token)
+        assert shut(store, self.call(group)).probe == call.token
+        gate = freed(store, group, call.token)
         assert (gate.trips, gate.half_open, gate.probe) == (1, True, None)
         probe(store, self.call(group))
 
@@ -205,7 +202,7 @@ class GateProbeContract(GateCase):
         call = self.call(group)
         wait_until(lambda: probing(store.acquire(call)), self.short + PATIENCE, "the slot to end")
         assert not store.groups.open(group, lost.token)
-        assert not store.groups.release_probe(group, lost.token)
+        store.groups.release_slot(group, lost.token)
         assert store.groups.close(group, closing(0.0), lost.token).trips == 1
         assert found(store, group).probe == call.token
         assert store.groups.open(group, call.token)
@@ -265,9 +262,9 @@ class GateProbeContract(GateCase):
                     failures += 1
                     store.groups.close(group, closing(0.005), call.token)
                 else:
-                    assert store.groups.release_probe(group, call.token)
+                    store.groups.release_slot(group, call.token)
                 assert not store.groups.open(group, rand.choice(former))
-                assert not store.groups.release_probe(group, rand.choice(former))
+                store.groups.release_slot(group, rand.choice(former))
                 former.append(call.token)
             return failures
 

@@ -16,7 +16,7 @@ import pytest
 from celery_leases.call import Call
 from celery_leases.decide.answers import Acquired, Refusal, Refused, Renewal, RenewalResult
 from celery_leases.groups.slots import AHEAD, OVERTAKING, Ask, Room
-from celery_leases.stores.interfaces import MarkedLeaseStore, SlotStore
+from celery_leases.stores.interfaces import MarkedLeaseStore
 from celery_leases.testing.contracts.calls import acquired, held, why
 from celery_leases.testing.contracts.group_case import GateCase, closed, found, half_open, probing
 from celery_leases.testing.waits import wait_until
@@ -59,9 +59,9 @@ class GroupSlotsContract(GateCase):
         call = self.asking(group, 1)
         assert acquired(store.acquire(call))
         for name, token in ((group, call.token + "0"), (group, ""), (group + "x", call.token)):
-            slots(store).release_slot(name, token)
+            store.groups.release_slot(name, token)
             assert full(store.acquire(self.asking(group, 1))).running == 1
-        slots(store).release_slot(group, call.token)
+        store.groups.release_slot(group, call.token)
         wait_until(lambda: acquired(store.acquire(self.asking(group, 1))), PATIENCE, "the slot")
 
     def test_a_request_that_asks_again_has_one_slot(
@@ -72,7 +72,7 @@ class GroupSlotsContract(GateCase):
         for _ in range(3):
             assert acquired(store.acquire(call))
         assert acquired(store.acquire(self.asking(group, 2))) is False
-        assert len(slots(store).slots([group])[group][0].held) == 1
+        assert len(store.groups.slots([group])[group][0].held) == 1
 
     def test_a_slot_ends_by_itself_and_not_before(
         self, store: MarkedLeaseStore, group: str
@@ -95,7 +95,7 @@ class GroupSlotsContract(GateCase):
             assert store.renew([renewal]) == [RenewalResult.OURS]
         time.sleep(1.5 * self.short)
         assert why(store.acquire(self.asking(group, 1))) is Refusal.FULL
-        slots(store).release_slot(group, call.token)
+        store.groups.release_slot(group, call.token)
         store.renew([Renewal(call.key.stored, call.token, self.ttl, slot=(group, 1))])
         assert why(store.acquire(self.asking(group, 1))) is Refusal.FULL
 
@@ -124,7 +124,7 @@ class GroupSlotsContract(GateCase):
         half_open(store, group)
         assert why(store.acquire(self.asking(group, 1))) is Refusal.FULL
         assert found(store, group).probe is None
-        slots(store).release_slot(group, early.token)
+        store.groups.release_slot(group, early.token)
         late = self.asking(group, 1)
         wait_until(lambda: probing(store.acquire(late)), PATIENCE, "the probe")
 
@@ -149,13 +149,13 @@ class GroupSlotsContract(GateCase):
                 with lock:
                     running.remove(call.token)
                 for token in (call.token, call.token, rand.choice(former)):
-                    slots(store).release_slot(group, token)
+                    store.groups.release_slot(group, token)
                 former.append(call.token)
 
         with ThreadPoolExecutor(THREADS) as threads:
             list(threads.map(take_turns, range(THREADS)))
         assert max(most) <= 3
-        assert slots(store).slots([group])[group][0].held == {}
+        assert store.groups.slots([group])[group][0].held == {}
 
     # -- the rate ----------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class GroupSlotsContract(GateCase):
         """The request that gets no turn takes no slot."""
         assert acquired(store.acquire(self.asking(group, 3, pause=60_000.0)))
         assert why(store.acquire(self.asking(group, 3, pause=60_000.0))) is Refusal.FULL
-        assert len(slots(store).slots([group])[group][0].held) == 1
+        assert len(store.groups.slots([group])[group][0].held) == 1
 
     # -- the waiting list --------------------------------------------------------------------------
 
@@ -212,20 +212,20 @@ class GroupSlotsContract(GateCase):
         self, store: MarkedLeaseStore, group: str
     ) -> None:
         """Those that came at about the same time, and those of the own worker, do not."""
-        asked = slots(store).room({group: Ask(1, since=EARLY, worker="first")})[group]
+        asked = store.groups.room({group: Ask(1, since=EARLY, worker="first")})[group]
         assert (asked.places, asked.limit, asked.running) == (1, 1, 0)
         assert full(store.acquire(self.asking(group, 1, worker="second"))).running == 0
         late: dict[str, Any] = {"since": EARLY + OVERTAKING + 1, "worker": "second"}
-        assert slots(store).room({group: Ask(1, **late)})[group].places == 0
+        assert store.groups.room({group: Ask(1, **late)})[group].places == 0
         assert why(store.acquire(self.asking(group, 1, **late))) is Refusal.FULL
         assert acquired(store.acquire(self.asking(group, 2, **late)))
-        slots(store).room({group: Ask(2, worker="first")})
+        store.groups.room({group: Ask(2, worker="first")})
         # The call that got its slot has left the waiting list too.
         assert acquired(store.acquire(self.asking(group, 2, worker="third")))
 
     def test_the_place_of_a_dead_worker_ends(self, store: MarkedLeaseStore, group: str) -> None:
         """So that it does not hold up other calls."""
-        slots(store).room({group: Ask(1, since=EARLY, worker="dead")})
+        store.groups.room({group: Ask(1, since=EARLY, worker="dead")})
         call = self.asking(group, 1, worker="alive")
         assert why(store.acquire(call)) is Refusal.FULL
         wait_until(lambda: acquired(store.acquire(call)), PATIENCE, "the place to end")
@@ -234,21 +234,14 @@ class GroupSlotsContract(GateCase):
         """With their tokens, until nothing of the group counts."""
         call = self.asking(group, 2)
         store.acquire(call)
-        (listed, now), *_ = slots(store).slots([group]).values()
+        (listed, now), *_ = store.groups.slots([group]).values()
         assert [*listed.held] == [call.token]
         assert 0 < listed.held[call.token][0] - now <= self.ttl * 1000
-        assert group in slots(store).slots(None, 100_000)
-        slots(store).release_slot(group, call.token)
+        assert group in store.groups.slots(None, 100_000)
+        store.groups.release_slot(group, call.token)
         wait_until(
-            lambda: group not in slots(store).slots(None, 100_000), PATIENCE, "the end of the group"
+            lambda: group not in store.groups.slots(None, 100_000), PATIENCE, "the end of the group"
         )
-
-
-def slots(store: MarkedLeaseStore) -> SlotStore:
-    """The groups of the store, which must have slots."""
-    groups: object = store.groups
-    assert isinstance(groups, SlotStore)
-    return groups
 
 
 def full(answer: Acquired | Refused) -> Room:

@@ -1,12 +1,13 @@
-"""The contract of gate stores: subclass it, and override the fixture ``store``."""
+"""The contract of group stores: subclass it, and override the fixture ``store``."""
 
 from __future__ import annotations
 
 from celery_leases.testing.contracts.group_closing import GateClosingContract
 from celery_leases.testing.contracts.group_probes import GateProbeContract
+from celery_leases.testing.contracts.group_slots import GroupSlotsContract
 
 
-class GroupStoreContract(GateClosingContract, GateProbeContract):
-    """For every lease store with gates: a ``LeaseStore`` that is also a ``GroupStore``, and whose
-    ``acquire()`` reads the gate.
+class GroupStoreContract(GateClosingContract, GateProbeContract, GroupSlotsContract):
+    """For every lease store with groups: a ``LeaseStore`` whose ``groups`` are a ``GroupStore``,
+    and whose ``acquire()`` asks the group of the call.
     """

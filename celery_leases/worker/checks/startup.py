@@ -9,7 +9,6 @@ from celery_leases.attempt.process import Process
 from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnavailable
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import logger
-from celery_leases.stores.interfaces import SlotStore
 from celery_leases.text.notices import coded
 from celery_leases.worker import processes
 from celery_leases.worker.app_settings import leased_tasks
@@ -45,7 +44,6 @@ def check_before_work(sender: Any) -> None:
         _check_lease_store(
             process, latest=any(each.lease_options.latest_runs for each in tasks.values())
         )
-        _refuse_limits(process, tasks)
     except LeasesError as error:
         raise SystemExit(f"celery_leases: {error}") from None
     limits = TimeLimits(
@@ -86,17 +84,6 @@ def _check_lease_store(process: Process, *, latest: bool) -> None:
             arrivals.compare(process)
     except StoreUnavailable as error:
         logger.warning(coded("lease-store-away", "the lease store does not answer yet: %s"), error)
-
-
-def _refuse_limits(process: Process, tasks: Mapping[str, Any]) -> None:
-    """Refuse groups with a limit or a rate if the lease store has none."""
-    groups = {name: task.lease_options.group for name, task in tasks.items()}
-    limited = sorted(name for name, group in groups.items() if group is not None and group.limited)
-    if limited and not isinstance(process.leases.groups, SlotStore):
-        raise LeaseConfigurationError(
-            f"the lease store {process.leases.name} has no limits and rates of groups: {', '.join(limited)}; "
-            "write lease_group as a text, or use another leases_url"
-        )
 
 
 def _refuse_kill_option(tasks: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ from orders.tests import IN_MEMORY, configured
 
 RECORDS = reverse("admin:celery_leases_leaserecord_changelist")
 REFUSED = r"<script(?![^>]*\bsrc=)[^>]*>(?!\s*</script>)|<style|\sstyle=|\son\w+="
-GROUPS = reverse("admin:celery_leases_leasegate_changelist")
+GROUPS = reverse("admin:celery_leases_leasegroup_changelist")
 
 
 @contextmanager
@@ -66,7 +66,7 @@ class AdminTests(TransactionTestCase):
         user = User.objects.create_user(
             f"user{User.objects.count()}", password="secret", is_staff=True
         )
-        names = {"view_leaserecord", "view_leasegate", *permissions}
+        names = {"view_leaserecord", "view_leasegroup", *permissions}
         user.user_permissions.set(Permission.objects.filter(codename__in=names))
         self.client.force_login(user)
 
@@ -212,7 +212,7 @@ class AdminTests(TransactionTestCase):
 
     def test_pages_have_nothing_that_a_content_security_policy_refuses(self) -> None:
         """No script, style or handler stands in them."""
-        self.login("retry_leaserecord", "operate_leasegate")
+        self.login("retry_leaserecord", "operate_leasegroup")
         asked = self.client.post(RECORDS, {"action": "retry", "_selected_action": [self.failed.pk]})
         closing = self.client.post(GROUPS, {"action": "close", "group": "openai"})
         for response in (
@@ -339,7 +339,7 @@ class AdminTests(TransactionTestCase):
         self.assertEqual(
             self.client.post(GROUPS, {"action": "open", "group": "g"}).status_code, 403
         )
-        self.login("retry_leaserecord", "operate_leasegate")
+        self.login("retry_leaserecord", "operate_leasegroup")
         self.client.get(RECORDS, selected)
         self.client.get(GROUPS, {"action": "close", "group": "g", "confirmed": "yes"})
         self.client.handler.enforce_csrf_checks = True
@@ -367,7 +367,7 @@ class AdminTests(TransactionTestCase):
 
     def test_groups_are_closed_and_opened(self) -> None:
         """Each with a page that asks, and an entry in the log."""
-        self.login("operate_leasegate")
+        self.login("operate_leasegroup")
         self.assertIn("All gates are open", self.client.get(GROUPS).content.decode())
         closing = {
             "action": "close",
