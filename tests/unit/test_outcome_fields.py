@@ -1,0 +1,215 @@
+"""Single fields of outcomes, rows, marks and deadlines, at their bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from celery_leases import deadlines
+from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
+from celery_leases.decide import attempt_history, repairs
+from celery_leases.decide.after_run import (
+    ExitCause,
+    after_gate_closed,
+    after_outcome,
+    after_run,
+    call_has_ended,
+    closed_for_celery,
+    unrun,
+)
+from celery_leases.decide.claim import claimed
+from celery_leases.decide.copies import UNCOPIED, callbacks_mark, waiter_mark, waiting_call
+from celery_leases.decide.endings import ControlFlow, Lost, Returned
+from celery_leases.decide.verdicts import Follow
+from celery_leases.decide.waiting import countdown_until_free
+from celery_leases.errors import LeaseLost, ResultMissing
+from celery_leases.failures.actions import cooldown
+from celery_leases.record import Attempt, Ended, PastAttempt, State
+from tests.unit.decision_inputs import (
+    FAILURE,
+    KEY,
+    NOW,
+    OURS,
+    RUNNING,
+    SECOND,
+    THEIRS,
+    a_call,
+    a_record,
+    cooled,
+    decide,
+    raised,
+    reschedule,
+    waiting,
+)
+from tests.unit.memory_stores import ManualClock
+
+LIMIT = ExitCause.TIME_LIMIT
+
+
+def test_a_longer_gate_makes_the_cooldown_and_its_retention_longer() -> None:
+    outcome = cooled(raised(cooldown("60s", jitter=0.0)))
+    assert outcome.retention is not None
+    longer = after_gate_closed(outcome, 90.0)
+    assert longer.retry_after == 90.0
+    assert longer.retention == outcome.retention + 30.0
+    forever = after_gate_closed(replace(outcome, retry_after=None, retention=1.0), 90.0)
+    assert forever.retention == 91.0
+
+
+def test_a_success_leaves_the_crashes_of_another_call() -> None:
+    crashed = replace(RUNNING, crashes=2, crashed_call=THEIRS)
+    outcome = after_run(a_call(runs="each"), crashed, Returned(1, "1"))
+    assert (outcome.crashes, outcome.crashed_call) == (2, THEIRS)
+
+
+def test_a_call_that_lost_its_lease_sends_no_task_event() -> None:
+    ending = Lost("stolen")
+    outcome = after_run(a_call(), RUNNING, ending)
+    again = reschedule(after_outcome(a_call(), ending, outcome, 0.5, 0.0))
+    assert (again.task_event, again.started, again.delay) == (None, True, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("ended", "reason", "expected"),
+    [
+        (Ended.TERMINATED, LIMIT.value, True),
+        (Ended.TERMINATED, ExitCause.REVOKED.value, True),
+        (Ended.TERMINATED, "another", False),
+        (Ended.INTERRUPTED, LIMIT.value, False),
+        (Ended.CRASHED, None, True),
+        (Ended.FAILED, None, True),
+        (Ended.SNOOZED, None, False),
+    ],
+)
+def test_what_ends_a_call_although_its_key_waits(
+    ended: Ended, reason: str | None, expected: bool
+) -> None:
+    row = a_record(State.PENDING, ended=ended, reason=reason)
+    assert call_has_ended(row) is expected
+    assert not call_has_ended(replace(row, resumes=True))
+    assert not call_has_ended(replace(row, state=State.DONE))
+
+
+def ended_by_a_limit(row: Any, token: str | None = None) -> Any:
+    given = row.owner if token is None else token
+    return closed_for_celery(a_call(), row, given, LIMIT, final=True, failure=None)
+
+
+def test_a_limit_counts_the_attempt_that_was_closed_as_interrupted() -> None:
+    row = replace(RUNNING, state=State.PENDING, ended=Ended.INTERRUPTED, attempt=3)
+    outcome = ended_by_a_limit(row)
+    assert (outcome.attempt, outcome.ended, outcome.resumes) == (4, Ended.TERMINATED, False)
+    assert ended_by_a_limit(row, "another token") is None
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_limit_ends_a_call_that_waits_and_leaves_its_wait(begun: bool) -> None:
+    row = waiting(State.PENDING, 5.0, OURS, ended=Ended.FAILED if begun else None, resumes=begun)
+    outcome = ended_by_a_limit(row)
+    assert (outcome.retry_after, outcome.unrun) == (5.0, not begun)
+    assert ended_by_a_limit(replace(row, retry_at=None)).retry_after is None
+    assert ended_by_a_limit(replace(row, call_id=THEIRS)) is None
+
+
+@pytest.mark.parametrize("reschedulable", [True, False])
+def test_an_attempt_that_does_not_run_resumes_if_it_can(reschedulable: bool) -> None:
+    assert unrun(a_call(reschedulable=reschedulable), RUNNING, 1.0).resumes is reschedulable
+
+
+def test_an_ignored_call_leaves_no_failures() -> None:
+    failed = replace(RUNNING, failures=3, quick_retries=2, cooldowns=4)
+    ending = ControlFlow(ValueError(), False, 0.0, Ended.IGNORED, None, None)
+    outcome = after_run(a_call(), failed, ending)
+    assert (outcome.failures, outcome.quick_retries, outcome.cooldowns) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("ended", [Ended.ABANDONED, Ended.CRASHED])
+def test_only_an_abandoned_attempt_is_corrected_later(ended: Ended) -> None:
+    past = PastAttempt(NOW, None, ended, "host-a/17", None, None, "token-0")
+    row = replace(RUNNING, previous=Attempt(ended, None, "host-a/17"), history=(past,), crashes=1)
+    known = attempt_history.with_end(row, "token-0", Ended.LOST)
+    assert known is not None
+    assert known.previous is not None
+    assert known.previous.ended is (Ended.LOST if ended is Ended.ABANDONED else ended)
+
+
+def test_a_call_that_follows_another_task_says_that_the_result_is_missing() -> None:
+    row = a_record(State.DONE, ended=Ended.REPLACED, reason=Ended.REPLACED.value, finished_at=NOW)
+    verdict = decide(a_call(), row)
+    assert isinstance(verdict, Follow)
+    assert isinstance(verdict.again.refusal, ResultMissing)
+    assert verdict.again.refusal is verdict.missing
+
+
+def test_a_claim_takes_the_retention_of_its_call() -> None:
+    row = waiting(State.PENDING, 0.0, retention=77.0)
+    assert claimed(row, a_call(retention=500.0), "redis://one", NOW).retention == 500.0
+
+
+def test_a_mark_names_the_call_that_waits_only_while_it_has_a_copy() -> None:
+    copy = str(UNCOPIED.after("0" * 32))
+    assert waiting_call(waiter_mark(OURS, 0), copy) == OURS
+    assert waiting_call(waiter_mark(OURS, 2, NOW), copy) == OURS
+    assert waiting_call(waiter_mark(OURS, 0), "ended") is None
+    assert waiting_call(callbacks_mark(OURS), copy) is None
+
+
+def test_a_published_call_begins_a_generation() -> None:
+    given: Any = {"ttl": 5.0, "retention": 9.0}
+    expired = a_record(State.DONE, generation=4)
+    new = repairs.enqueued(expired, "t", KEY, OURS, "{}", **given)
+    assert (new.generation, new.digests) == (5, KEY.digests)
+    assert repairs.enqueued(None, "t", KEY, OURS, "{}", **given).generation == 0
+    row = a_record(State.DONE, generation=4, failures=3, digests=None, result="1")
+    for begins, generation, failures in ((True, 5, 0), (False, 4, 3)):
+        moved = repairs.reassigned(row, "t", KEY, OURS, "{}", new_generation=begins, **given)
+        assert (moved.generation, moved.failures) == (generation, failures)
+        assert moved.digests == KEY.digests
+
+
+def test_resolved_work_has_the_result_of_the_operator() -> None:
+    row = a_record(State.UNCERTAIN, failure=FAILURE)
+    resolved = repairs.resolved(row, "[1]")
+    assert (resolved.state, resolved.result, resolved.failure) == (State.DONE, "[1]", None)
+
+
+def test_no_call_waits_longer_than_ten_seconds_for_a_connection() -> None:
+    assert deadlines.connection_timeout(60.0) == 10.0
+    assert deadlines.connection_timeout(15.0) == 5.0
+    assert deadlines.connection_timeout(60.0, 100.0) == 10.0
+    assert deadlines.connection_timeout(60.0, 1.0) == 2.0
+
+
+def test_the_countdown_of_a_call_that_begins_when_free_doubles_and_spreads_by_a_quarter() -> None:
+    assert countdown_until_free(a_call(), 0.0) == 45.0
+    assert countdown_until_free(a_call(), 1.0) == 60.0
+    assert countdown_until_free(a_call(reschedules=2), 1.0) == 240.0
+
+
+def test_a_body_that_was_told_is_not_interrupted_at_once() -> None:
+    clock = ManualClock()
+    held = HeldLease(a_call(), clock.now(), clock)
+    assert not held.interrupted_recently()
+    clock.sleep(60.0)
+    with pytest.raises(LeaseLost):
+        held.check()
+    assert held.interrupted_recently()
+    clock.sleep(0.5)
+    assert not held.interrupted_recently()
+
+
+@pytest.mark.parametrize(("renew", "before"), [(True, DEADLINE), (False, NOT_EXTENDED)])
+def test_a_lease_is_held_too_long_from_its_longest_hold_on(renew: bool, before: str) -> None:
+    clock = ManualClock()
+    now = clock.now()
+    held = HeldLease(a_call(), now, clock, renew=renew, max_hold=100.0)
+    assert held.overdue(now + 1.0) is None
+    assert held.overdue(now + 99.0) == before
+    assert held.overdue(now + 100.0) == HELD_TOO_LONG
+
+
+def test_the_wait_of_a_row_is_that_of_its_retry_time() -> None:
+    assert waiting(State.COOLING, 3.0).waits == 3.0
+    assert a_record(State.COOLING, retry_at=NOW - SECOND).waits == 0.0
