@@ -36,6 +36,7 @@ KILLERS = (
     "lapsed_leases",
     "latest",
     "limited_runs",
+    "outcome_fields",
     "outcomes",
     "probes",
     "renewal",
@@ -46,6 +47,10 @@ KILLERS = (
     "waiting",
 )
 """The tests of attempts and decisions, which need no server: ``tests/unit/test_….py``."""
+
+
+AT_IMPORT = ("outcomes", "failures")
+"""Those whose cases are decided while the module is imported."""
 
 
 def modules() -> list[str]:
@@ -92,7 +97,12 @@ def main() -> int:
         if given.record:
             _record(plugin, given, time.monotonic() - began)
 
-    plugin = Mutants(chosen, modules(), given.seeds, given.processes, until, note)
+    anew = (
+        [f"tests/unit/test_{name}.py" for name in AT_IMPORT]
+        if given.survivors or not given.tests
+        else []
+    )
+    plugin = Mutants(chosen, modules(), given.seeds, given.processes, until, note, anew)
     killers = [f"tests/unit/test_{name}.py" for name in KILLERS]
     arguments = ["-q", "--no-header", "-p", "no:randomly", *(given.tests or killers)]
     pytest.main([*arguments, "-W", "ignore"], plugins=[plugin])
@@ -115,12 +125,9 @@ def _tell(plugin: Mutants, seconds: float) -> None:
 def _record(plugin: Mutants, given: argparse.Namespace, seconds: float) -> None:
     if given.survivors:  # the others stay as they were
         found = recorded("mutants")
-        found["survivors"] = sorted(each.name for each in plugin.outcomes if not each.how)
-        gone = [each for each in plugin.outcomes if each.how]
-        for each in gone:
-            found["modules"][each.module]["survive"] -= 1
-            of_module = found["modules"][each.module]
-            of_module[_way(each)] = of_module.get(_way(each), 0) + 1
+        gone = {each.name for each in plugin.outcomes if each.how}
+        left = {each.name for each in plugin.outcomes if not each.how}
+        found["survivors"] = sorted({*found["survivors"]} - (gone - left))
         record("mutants", found)
         return
     by_module: dict[str, Counter[str]] = {}
@@ -134,7 +141,7 @@ def _record(plugin: Mutants, given: argparse.Namespace, seconds: float) -> None:
         "seeds": given.seeds,
         "minutes": round(seconds / 60, 1),
         "modules": {module: dict(counts) for module, counts in sorted(by_module.items())},
-        "survivors": sorted(each.name for each in plugin.outcomes if not each.how),
+        "survivors": sorted({each.name for each in plugin.outcomes if not each.how}),
     }
     record("mutants", found)
 

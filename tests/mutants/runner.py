@@ -70,7 +70,8 @@ class Reach:
 class Mutants:
     """The plugin of pytest that runs *chosen* instead of the session; *seeds* of the simulator
     judge what no test notices. It begins no mutation after *until*, by the monotonic clock, and
-    calls *note* now and then.
+    calls *note* now and then. *anew* are files of tests that decide much while they are imported,
+    and so are imported again for what no other test notices.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class Mutants:
         processes: int,
         until: float = math.inf,
         note: Callable[[], object] = lambda: None,
+        anew: Sequence[str] = (),
     ) -> None:
+        self.anew = anew
         self.note = note
         self.chosen = chosen
         self.until = until
@@ -219,6 +222,9 @@ class Mutants:
         if session is not None and (failed := _fails(session, [each.item for each in reaches])):
             yield failed
             return
+        if self.anew and _fail_anew(self.anew):
+            yield "::".join(self.anew)
+            return
         for seed in range(1, self.seeds + 1):
             if (failure := run(seed)) is not None:
                 yield f"seed {seed}: {failure.violation.promise}"
@@ -239,6 +245,18 @@ def _fails(session: pytest.Session, items: Sequence[pytest.Item]) -> str | None:
     finally:
         session.config.pluginmanager.unregister(seen)
     return None
+
+
+def _fail_anew(files: Sequence[str]) -> bool:
+    """Whether a test of these files fails, whose modules are imported anew."""
+    for file in files:
+        sys.modules.pop(file.removesuffix(".py").replace("/", "."), None)
+    with Path(os.devnull).open("w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    code = pytest.main(["-q", "-x", "-W", "ignore", *files])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
+        raise RuntimeError(f"pytest ended with {code!r}")
+    return code != pytest.ExitCode.OK
 
 
 class _Reports:

@@ -353,11 +353,14 @@ def seeds_to_find(bug: Bug, most: int = MOST_SEEDS) -> tuple[int, str] | None:
 def main(names: list[str], most: int = MOST_SEEDS) -> int:
     """Search each bug in a process of its own; returns how many were not found.
 
-    *names*: only bugs whose name contains one of these. ``--record`` writes what was found.
+    *names*: only bugs whose name contains one of these. ``--record`` writes what was found, and
+    ``--seconds=60`` searches each bug for so long at most.
     """
     missed, found = 0, recorded("planted").get("bugs", {})
     keep = "--record" in names
-    names = [name for name in names if name != "--record"]
+    limits = [name.partition("=")[2] for name in names if name.startswith("--seconds=")]
+    seconds = float(limits[0]) if limits else None
+    names = [name for name in names if not name.startswith("--")]
     for bug in BUGS:
         if names and not any(name in bug.name for name in names):
             continue
@@ -366,11 +369,18 @@ def main(names: list[str], most: int = MOST_SEEDS) -> int:
             bug.name,
             str(most),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        line = (done.stdout or done.stderr).strip().splitlines()[-1:]
-        missed += done.returncode != 0
-        print(f"{bug.name}: {''.join(line)}", flush=True)
-        found[bug.name] = "".join(line)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=seconds
+            )
+        except subprocess.TimeoutExpired:
+            line, failed = f"not found within {seconds:g} s", True
+        else:
+            line = "".join((done.stdout or done.stderr).strip().splitlines()[-1:])
+            failed = done.returncode != 0
+        missed += failed
+        print(f"{bug.name}: {line}", flush=True)
+        found[bug.name] = line
         if keep:
             record("planted", {"most": most, "bugs": found})
     return missed
