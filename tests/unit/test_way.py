@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, signals
 
 from celery_leases import LeasedTask
 from celery_leases.attempt.held_lease import HeldLease
@@ -42,7 +42,9 @@ def hold_another_lease(process: Process) -> None:
 def test_a_first_run_with_database_leases_enters_few_files_and_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Other tests in this process have set these off.
+    # Other tests in this process have set these off, and have connected receivers.
+    monkeypatch.setattr(signals.task_success, "receivers", [])
+    monkeypatch.setattr(signals.task_success, "sender_receivers_cache", {})
     monkeypatch.setattr(wait_limit, "in_use", False)
     monkeypatch.delitem(sys.modules, SDK, raising=False)
     app = Celery("way", broker="memory://", backend="cache+memory://")
