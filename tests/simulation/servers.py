@@ -11,7 +11,7 @@ from copy import copy
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import Executable
+from sqlalchemy import Engine, Executable
 
 from celery_leases.call import Call
 from celery_leases.concurrency import wait_limit
@@ -217,6 +217,13 @@ class DatabaseServer(Server):
                 f"SELECT {', '.join(_COLUMNS)} FROM {self.records.tables.records}"  # noqa: S608
             )
             return [row for values in found if (row := _noted_row(tuple(values))) is not None]
+
+    def transactional(self) -> Engine:
+        """What callers and bodies use for transactions of their own; the records commit each
+        statement.
+        """
+        engine = self.records.database.engine
+        return engine.execution_options(isolation_level="SERIALIZABLE")
 
     def has_due_messages(self) -> bool:
         """Whether a record has a message that is to be published."""

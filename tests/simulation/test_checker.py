@@ -363,6 +363,15 @@ GOOD: dict[str, Callable[[], Story]] = {
         .done()
     ),
     "a transaction that is rolled back by a caller": lambda: Story().note("withdrawn", call="c1"),
+    "a lease that the lock of a transaction prolongs": lambda: (
+        called()
+        .claim()
+        .body()
+        .note("locks", token="a")
+        .note("holds", key=KEY, token="a", until=9.0, store_until=5.0)
+        .ends()
+        .done()
+    ),
     "an unconfirmed call that never came": lambda: Story().note("unconfirmed", call="c1"),
 }
 

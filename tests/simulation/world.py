@@ -239,7 +239,7 @@ class World:
     def _enqueue(self, task: Any, key: str, number: int) -> Any:
         """Enqueue a call in a transaction; returns its result if that is committed."""
         drawn = self.random.random()
-        with Session(self.database.records.database.engine) as session, self._transaction() as done:
+        with Session(self.database.transactional()) as session, self._transaction() as done:
             result = task.delay_in(session, key, number)
             if drawn < 0.15:
                 self.note("withdrawn", key=f"{task.name} {key}", call=result.id)
@@ -361,8 +361,8 @@ class World:
     def complete(self, lease: Any, result: Any, **who: Any) -> bool:
         """Complete the call in a transaction; returns whether that is committed."""
         drawn = self.random.random() if self.scheduler.now < self.shape.span else 1.0
-        engine = self.database.records.database.engine
-        with engine.connect() as connection, self._transaction() as ends:
+        with self.database.transactional().connect() as connection, self._transaction() as ends:
+            self.note("locks", **who)
             lease.complete(result, connection)
             if drawn < 0.2:
                 ends(False)
