@@ -81,7 +81,7 @@ def test_a_key_of_a_task_of_the_app_is_found_without_reading_all_records(
     app = Celery("operated", broker="memory://", set_as_current=False)
     app.conf.update(leases_url="database", leases_database_url=database_url)
     for name, lease_key in {"t": "{key}", "other": "{key}", "shared": "/all/{key}"}.items():
-        app.task(name=name, base=LeasedTask, lease_key=lease_key)(_key_of)
+        app.task(name=name, base=LeasedTask, lease_key=lease_key, shared=False)(_key_of)
     put("of t")
     put("of all", task="all")
     put("removed", task="no longer there")
