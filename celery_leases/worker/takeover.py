@@ -147,7 +147,10 @@ class WorkerLease:
         )
 
     def _loop_runs(self, channel: Any) -> None:
-        self._loop_seen = self._clock()
+        now = self._clock()
+        stood, self._loop_seen = now - self._loop_seen > self._ttl, now
+        if stood:  # it gets messages again, and has no lease
+            self._wakeup.notify()
         # If the prefetch limit falls while kombu waits for a message, kombu does not read it from
         # its connection before another message has ended, and nobody could return it.
         connection = channel._in_poll  # noqa: SLF001
@@ -272,7 +275,9 @@ class WorkerLease:
         while not self._stopping:
             now = self._clock()
             due = deadlines.renewal_due(now, self._ttl)
-            if now - self._loop_seen <= self._ttl:
+            if now - self._loop_seen > self._ttl:
+                self._wakeup.wait(due - now)
+            else:
                 ended = self._renew(workers, channel)
                 self._failing = False
                 busy = next(returning, False)
@@ -287,7 +292,7 @@ class WorkerLease:
                 due = min(due, self._clock() + BATCH_TIME)
                 while busy and self._clock() < due:
                     busy = next(returning, False)
-            self._sleep(due - self._clock())
+                self._sleep(due - self._clock())
         # Celery acknowledges nothing from now on. Kombu has returned what it could.
         self._changes.append(partial(self._return_all_but, frozenset()))
         self._renew(workers, channel)

@@ -593,6 +593,23 @@ def test_the_lease_of_a_worker_whose_loop_stands_still_ends(
     lease.stop()
 
 
+def test_a_worker_whose_loop_runs_again_has_a_lease_at_once(
+    connection: Connection, workers: Workers
+) -> None:
+    """It gets messages again, which nobody would return if it were killed without a lease."""
+    lease = opened(connection, "a", 60.0)
+    worker = Mock()
+    lease.watch_loop(worker, connection.default_channel)
+    (_, loop_runs, channel), _ = worker.hub.call_repeatedly.call_args
+    lease._loop_seen -= 61.0
+    lease.start()
+    wait_until(lambda: lease._renewed_since < math.inf, 5, "the thread to wait for the loop")
+    assert not workers.listed()
+    loop_runs(channel)
+    wait_until(lambda: len(workers.listed()) == 1, 5, "the lease")
+    lease.stop()
+
+
 def test_a_broker_that_forbids_it_leaves_all_as_in_celery(
     leases_redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
