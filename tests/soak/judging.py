@@ -60,6 +60,7 @@ def judged(deployment: Deployment, published: Counter[Key]) -> Judgement:
         found.violations.append(f"nothing left: {error}")
         for key in undone[:3]:
             found.violations += _story(deployment, key.partition(": ")[0])
+        found.violations += _queues(deployment)
     found.drained_in = time.monotonic() - began
     notes = _rows(deployment)
     found.versions = len(notes)
@@ -87,6 +88,17 @@ def _story(deployment: Deployment, key: str) -> list[str]:
         lines = worker.full_log().splitlines()
         told += [f"{worker.pool}: {line}" for line in lines if f"key {key}:" in line][-8:]
     return told
+
+
+def _queues(deployment: Deployment) -> list[str]:
+    """How many messages wait in the queues of the workers, and how many consumers these have."""
+    with deployment.stage.app.connection_for_read() as connection:
+        channel = connection.default_channel
+        found = [
+            queue(channel).queue_declare(passive=True)
+            for queue in deployment.stage.app.amqp.queues.values()
+        ]
+    return [f"queue {each}" for each in found]
 
 
 def _rows(deployment: Deployment) -> list[Note]:
