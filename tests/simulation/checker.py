@@ -21,7 +21,7 @@ from typing import Any
 
 from celery_leases.record import State
 from tests.simulation.history import Note
-from tests.simulation.work import COOLDOWN, LIMIT, TTL
+from tests.simulation.work import COOLDOWN, LIMIT, TIME_LIMIT, TTL
 
 RESTS = (State.DONE, State.FAILED, State.COOLING, State.UNCERTAIN)
 SEVERAL_RUNS = ("each", "latest", "limited")
@@ -346,9 +346,19 @@ def without_faults_nothing_runs_twice(history: History) -> Iterator[Violation]:
 
 
 def without_faults_no_lease_is_lost(history: History) -> Iterator[Violation]:
-    """A lease is lost only through a fault; one refused renewal is none, because it is repeated."""
+    """A lease is lost only through a fault; one refused renewal is none, because it is repeated.
+
+    A lease is given up too when its body has taken longer than its time limit allows.
+    """
     ended = {body.token: body.ended for body in history.bodies}
+    limits = {
+        body.token: body.began.at + TIME_LIMIT
+        for body in history.bodies
+        if body.key.partition(" ")[0] == "timed"
+    }
     for note in history.of("lost"):
+        if note.at >= limits.get(note.details["token"], math.inf):
+            continue
         # The outcome may be on its way for longer, and ends the lease before its reply comes.
         after = min(note.at, ended.get(note.details["token"], math.inf)) - TTL
         faults = history.faults(note.details["process"], after, note.at)

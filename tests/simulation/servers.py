@@ -68,8 +68,9 @@ class Server:
         executed, as far as the client knows. *wait*: seconds until the client gives up.
         """
         world, scheduler = self.world, self.world.scheduler
-        # The checker, before or after the run, and a transaction, which is one step.
-        if scheduler.current is None or world.uncommitted is not None:
+        # The checker, before or after the run; a transaction, which is one step; and what a server
+        # does of itself, such as the parts of a late request.
+        if scheduler.current in (None, world.writer) or world.here is self:
             return do()
         process = world.here
         who = {"server": self.name, "op": what, "process": process.name}
@@ -94,6 +95,7 @@ class Server:
         if frozen:
             world.note("slow request", span=frozen, **who)
             scheduler.sleep(frozen)
+        self._wait_for_transaction(process, who)
         result = do()
         if fate == "lost reply":
             span = world.random.choice((wait, QUICK))
@@ -103,8 +105,21 @@ class Server:
         scheduler.sleep(world.latency(QUICK))
         return result
 
+    def _wait_for_transaction(self, process: Any, who: dict[str, Any]) -> None:
+        """SQLite has one connection, so others wait for a transaction that is open."""
+        world, since = self.world, self.world.scheduler.now
+        while (
+            self is world.database
+            and world.writer is not None
+            and world.writer.process is not process
+        ):
+            world.scheduler.sleep(QUICK)
+        if (span := world.scheduler.now - since) > QUICK:
+            world.note("slow request", span=span, **who)
+
     def _execute_late(self, do: Callable[[], object], client: Any) -> None:
         if self.up:
+            self._wait_for_transaction(self, {"server": self.name, "process": self.name})
             self.client = client
             try:
                 do()
@@ -298,9 +313,9 @@ class LeaseServer(Server):
             return None
         return found.until - EPOCH - self.ahead
 
-    def held_keys(self) -> list[str]:
-        """The keys that are held now."""
-        now = self.now()
+    def held_keys(self, later: float) -> list[str]:
+        """The keys that are still held in *later* seconds if nothing happens."""
+        now = self.now() + later
         leases = self.memory.leases.items()
         return [key for key, found in leases if found.call is not None and found.until > now]
 

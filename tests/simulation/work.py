@@ -26,6 +26,8 @@ TTL = 3.0
 COOLDOWN = 8.0
 LIMIT = 2
 """Bodies of the tasks named ``limited`` at a time."""
+TIME_LIMIT = 5.0
+"""Seconds that bodies of the tasks named ``timed`` may take."""
 current: World | None = None
 """The running simulation."""
 
@@ -112,7 +114,7 @@ def app() -> SimulatedCelery:
     made.task(name="queued", lease_outbox="once", **once)(body)
     made.task(name="enqueued", **once)(body)
     made.task(name="completed", **once)(completing_body)
-    made.task(name="timed", time_limit=5.0, soft_time_limit=4.0, **once)(body)
+    made.task(name="timed", time_limit=TIME_LIMIT, soft_time_limit=4.0, **once)(body)
     made.task(name="picky", before_start=before_start, **once)(body)
     others, celery._state._on_app_finalizers = celery._state._on_app_finalizers, set()
     made.finalize()  # without the shared tasks of other tests in this process

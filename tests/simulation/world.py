@@ -46,7 +46,7 @@ from tests.simulation.faults import ACCIDENTS, UNSAFE, Accident, Faults, lose_me
 from tests.simulation.history import Note, Row
 from tests.simulation.processes import SimulatedClock, SimulatedKillTimer, SimulatedProcess, Worker
 from tests.simulation.scheduler import Scheduler, Strand
-from tests.simulation.servers import EPOCH, DatabaseServer, LeaseServer, Server
+from tests.simulation.servers import EPOCH, QUICK, DatabaseServer, LeaseServer, Server
 from tests.simulation.worker_leases import SimulatedWorkers
 
 TASKS = (
@@ -166,7 +166,9 @@ class World:
         self._bytes = Random(self.seed)
         self._recording = True
         #: The writes of an open transaction.
-        self.uncommitted: list[tuple[Row | None, Row | None]] | None = None
+        #: The thread that has a transaction open, and what its process has written meanwhile.
+        self.writer: Strand | None = None
+        self.uncommitted: list[tuple[Row | None, Row | None]] = []
 
     # -- what happens ------------------------------------------------------------------------------
 
@@ -251,20 +253,22 @@ class World:
 
     @contextmanager
     def _transaction(self) -> Iterator[Callable[[bool], None]]:
-        """A transaction, in which nothing else happens. Call the function with whether it is
-        committed, just before.
+        """A transaction, in which other processes write nothing. Call the function with whether it
+        is committed, just before.
         """
-        written = self.uncommitted = []
+        while self.writer is not None:
+            self.scheduler.sleep(QUICK)
+        self.writer = self.scheduler.current
 
         def ends(committed: bool) -> None:
-            self.uncommitted = None
+            written, self.uncommitted, self.writer = self.uncommitted, [], None
             for old, new in written * committed:
                 self.row_changed(old, new)
 
         try:
             yield ends
         finally:
-            self.uncommitted = None
+            self.uncommitted, self.writer = [], None
 
     def _keep_outbox(self) -> None:
         """What an operator's timer does: publish the messages that are due or lost."""
@@ -285,10 +289,14 @@ class World:
         self.broker.wake_all()
         self.note("healed")
 
-    def _is_over(self) -> bool:
-        # Leases of dead processes end by themselves.
+    @property
+    def _settled_at(self) -> float:
+        """When what dead processes have left must have ended by itself."""
         wait = 10 * self.shortest_ttl + (4 * RESCUE_AFTER + self.shape.span / 50) * self.shape.loses
-        quiet = self.scheduler.now > self.shape.span + wait and self._is_quiet()
+        return self.shape.span + wait
+
+    def _is_over(self) -> bool:
+        quiet = self.scheduler.now > self._settled_at and self._is_quiet()
         return quiet or self.scheduler.now > self.shape.span + PATIENCE
 
     def _is_quiet(self) -> bool:
@@ -296,6 +304,8 @@ class World:
         return self.broker.is_empty() and not busy and not self.database.has_due_messages()
 
     def _note_final(self) -> None:
+        # With nothing left to do, a run ends before leases have ended that nobody holds any more.
+        later = max(0.0, self._settled_at - self.scheduler.now)
         answers, values = {}, {}
         for key, stored in self.results.items():
             meta = json.loads(stored)
@@ -306,7 +316,7 @@ class World:
         self.note(
             "final",
             rows=self.database.rows(),
-            held=[] if self.leases is None else self.leases.held_keys(),
+            held=[] if self.leases is None else self.leases.held_keys(later),
             answers=answers,
             values=values,
             quiet=self._is_quiet(),
@@ -315,7 +325,7 @@ class World:
 
     def row_changed(self, old: Row | None, new: Row | None) -> None:
         """Note a write of the database to a record."""
-        if self.uncommitted is not None:
+        if self.writer is not None and self.writer.process is self.here:
             self.uncommitted.append((old, new))
             return
         row, by = new or old, self.here
