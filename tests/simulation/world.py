@@ -320,7 +320,7 @@ class World:
             answers=answers,
             values=values,
             quiet=self._is_quiet(),
-            late=self.shape.takeover and self.scheduler.now > self.shape.span + 900.0,
+            late=self.shape.takeover and self.scheduler.now > self._settled_at + 900.0,
         )
 
     def row_changed(self, old: Row | None, new: Row | None) -> None:
