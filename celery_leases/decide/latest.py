@@ -21,6 +21,8 @@ PATIENCE: Final = 10.0
 """Seconds for which a call waits for a newer one that has not begun. Its publisher may have died
 before it published the message, or a revoke has ended it.
 """
+BEGUN: Final = 0.001
+"""Seconds for which a call has waited that has just begun to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ def until_turn(
     the older one then runs after :data:`PATIENCE`, which begins again when a run in *record* has
     ended: the newer one could not begin before. Then the note of the newer one is replaced, so only
     one call waits for it in vain. If the clock of the lease store was set back, no call waits until
-    it has caught up.
+    it has caught up. Time in which no worker had the message does not count: the newer one had none
+    either, and may come right after this one.
     """
     if not call.reschedulable:
         return None
@@ -60,11 +63,12 @@ def until_turn(
             return Reschedule(countdown(call, left), reason, event_type="")
     if burst.newest <= (call.order or call.arrived):
         return None
-    since = min(call.superseded_at or burst.now, burst.now)
-    waited = burst.now - (since if burst.newest > burst.now else max(since, burst.newest))
+    waited = call.waited_for_newer
+    if burst.newest <= burst.now:
+        waited = min(waited, (burst.now - burst.newest) / MICROSECONDS)
     if record is not None and record.finished_at is not None:
-        waited = min(waited, record.now - record.finished_at)
-    if waited >= PATIENCE * MICROSECONDS:
+        waited = min(waited, (record.now - record.finished_at) / MICROSECONDS)
+    if waited >= PATIENCE:
         return None
     backoff = min(2.0 ** min(call.reschedules, 20), PATIENCE) * (0.75 + 0.25 * rand)
     return Reschedule(
@@ -72,7 +76,7 @@ def until_turn(
         "a newer call of the key runs instead, and answers this one",
         event_type="held",
         held=True,
-        superseded_at=since,
+        waited_for_newer=call.waited_for_newer or BEGUN,
     )
 
 

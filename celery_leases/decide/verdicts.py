@@ -89,8 +89,8 @@ class Reschedule:
     #: The group is full, and the call waits for its turn since then, in milliseconds by the clock
     #: of the store.
     full_since: float | None = None
-    #: Another call is newer and runs instead: since when, see :attr:`Call.superseded_at`.
-    superseded_at: int = 0
+    #: Another call is newer and runs instead; see :attr:`Call.waited_for_newer`.
+    waited_for_newer: float = 0.0
     #: A store did not answer.
     unavailable: bool = False
     #: The owner token of an attempt that did not crash, but may have left its row running.

@@ -30,6 +30,9 @@ def publish(
     """Publish a call of *task* by *publish*, Celery's own ``apply_async``, with its order among the
     calls of its key, for which the lease store is asked once.
 
+    The store notes a call with a countdown as the newest when that is over: until then an older one
+    need not wait for it.
+
     If that fails, the time of this machine is its order, which may differ by a little. The time of
     its arrival at a worker would be later than that of calls published while it was queued.
     """
@@ -47,7 +50,12 @@ def publish(
             headers = headers_of(task, args, kwargs, given.get("headers"))
         key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs, headers)
         with wait_limit.within(LONGEST_WAIT):
-            order = processes.process_of(task.app).leases.new_order(key.stored)
+            leases = processes.process_of(task.app).leases
+            if given.get("countdown") or given.get("eta"):
+                burst = leases.burst(key.stored)
+                order = max(burst.now, burst.newest + 1)
+            else:
+                order = leases.new_order(key.stored)
     except LeasesError as error:
         order = round(task.app.now().timestamp() * 1e6)
         text = coded(

@@ -28,7 +28,7 @@ from celery_leases.signals import logger
 from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.text.notices import coded
 from celery_leases.worker import processes
-from celery_leases.worker.headers import Header, group_of, key_of
+from celery_leases.worker.headers import Header, group_of, key_of, order_of
 
 CLOSE_TIMEOUT: Final = 1.0
 """The most seconds for which the main process delays the return of the message to the broker. The
@@ -81,6 +81,8 @@ class EndedDelivery:
             self.task.lease_options,
             token=self.token,
             group=group,
+            order=order_of(self.headers or {}, self.call_id),
+            arrived=self.header.arrived if self.header is not None else 0,
         )
 
 
@@ -274,6 +276,8 @@ def _close_in_stores(ended: EndedDelivery, call: Call) -> None:
     unsettled: StoreUnavailable | None = None
     try:
         _settle(process, call, ended)
+        if call.options.debounce and ended.cause is ExitCause.REVOKED:
+            _end_burst(process, call)
     except StoreUnavailable as error:
         unsettled = error
     if ended.pid:
@@ -306,6 +310,13 @@ def _settle(process: Process, call: Call, ended: EndedDelivery) -> None:
         )
     took = (record.now - record.started_at) / 1e6
     process.observer.observe(events.AttemptSettled.by(call.subject, record, outcome, took, took))
+
+
+def _end_burst(process: Process, call: Call) -> None:
+    """End the burst whose newest call was revoked: the time of its first call no longer counts."""
+    order, key = call.order or call.arrived, call.key.stored
+    if process.leases.burst(key).newest <= order:
+        process.leases.end_burst(key, order)
 
 
 def _note_end(

@@ -62,6 +62,7 @@ from celery_leases.worker.body_exceptions import BODY_STATE, as_exception, body_
 from celery_leases.worker.errbacks import rebuilt
 from celery_leases.worker.headers import (
     ARRIVED,
+    CAME,
     ENDED_UNDER,
     HEADER,
     LIMITS,
@@ -279,8 +280,13 @@ class Delivery(Rescheduling):
             starts_when_free=WOKEN in request.__dict__,
             order=order_of(request.__dict__, self.call_id) if self.options.latest_runs else 0,
             arrived=header.arrived,
-            superseded_at=header.superseded_at,
+            waited_for_newer=header.waited_for_newer and self._waited_for_newer(),
         )
+
+    def _waited_for_newer(self) -> float:
+        now = self.process.clock.now()
+        here: float = max(0.0, now - self.request.__dict__.get(CAME, now))
+        return self.header.waited_for_newer + here
 
     def _ask(self, group: Group) -> Ask:
         since = self.header.since or self.request.__dict__.get(SINCE) or 0.0

@@ -63,6 +63,11 @@ ARRIVED: Final = "celery_leases_arrived"
 publisher has given it none; see :mod:`~celery_leases.worker.arrivals`.
 """
 
+CAME: Final = "celery_leases_came"
+"""The field of the request that says, in the same way, when the message of a call with
+``lease_runs="latest"`` came to this worker, by :func:`os_threads.boot_clock`.
+"""
+
 ENDED_UNDER: Final = "celery_leases_ended_under"
 """The attribute of an exception that has passed through a delivery, with the owner token: the main
 process need not look at the record.
@@ -109,9 +114,9 @@ class Header:
     ``failure_fence``: see :class:`~celery_leases.call.Call`. ``held``: the call waits
     because another call holds its key; ``full``: because its group is full, ``since`` then, in
     milliseconds by the clock of the store. ``due``: the user's countdown ends then, in seconds
-    since 1970; the call waits for it in hops. ``arrived`` and ``superseded_at``: see
-    :class:`~celery_leases.call.Call`. ``cause``: what the call waits for, see
-    :func:`~celery_leases.worker.waiting_log.cause_after`.
+    since 1970; the call waits for it in hops. ``arrived`` and
+    ``waited_for_newer``: see :class:`~celery_leases.call.Call`. ``cause``: what the call waits for,
+    see :func:`~celery_leases.worker.waiting_log.cause_after`.
     """
 
     task: str
@@ -132,7 +137,7 @@ class Header:
     due: float | None = None
     cause: str = ""
     arrived: int = 0
-    superseded_at: int = 0
+    waited_for_newer: float = 0.0
 
     def of_key(self, key: CallKey, group: str | None) -> Self:
         """This header for a call of that key and cooldown group."""
@@ -203,7 +208,9 @@ class Header:
         if self.failure_fence is not None:
             written["met"] = self.failure_fence
         if self.arrived:
-            written |= {"arrived": self.arrived, "superseded": self.superseded_at}
+            written["arrived"] = self.arrived
+        if self.waited_for_newer:
+            written["waited"] = self.waited_for_newer
         return written
 
     @classmethod
@@ -237,7 +244,7 @@ class Header:
             due=found.time("due"),
             cause=found.text("cause", LONGEST_CAUSE, ""),
             arrived=found.fence("arrived") or 0,
-            superseded_at=found.fence("superseded") or 0,
+            waited_for_newer=found.time("waited") or 0.0,
         )
 
 

@@ -30,6 +30,7 @@ from celery_leases.worker.arrivals import arrivals
 from celery_leases.worker.child_exit import EndedDelivery
 from celery_leases.worker.headers import (
     ARRIVED,
+    CAME,
     ENDED_UNDER,
     HEADER,
     LIMITS,
@@ -123,7 +124,7 @@ class LeaseRequest(Request):
             self._leave_out_arrival(carried[HEADER])
         latest = self._task.lease_options.latest_runs
         if latest:
-            carried[ARRIVED] = arrivals.order(self._app)
+            carried[ARRIVED], carried[CAME] = arrivals.order(self._app), os_threads.boot_clock()
         if waiting_calls.by_key or HEADER in carried or latest:
             waiting_calls.received(self)
         if limits is not None and (HEADER in carried or self.delivery_info.get("redelivered")):
@@ -224,8 +225,9 @@ class LeaseRequest(Request):
         revoked = bool(super().revoked())
         if revoked:
             waiting_calls.ended(self)
-        queued = self.task.lease_options.queues_once and not self._expired
-        if revoked and not before and (queued or HEADER in self._request_dict):
+        options = self.task.lease_options
+        queued = options.queues_once and not self._expired
+        if revoked and not before and (queued or options.debounce or HEADER in self._request_dict):
             child_exit.close_ended(self._ended(ExitCause.REVOKED, 0))
         return revoked
 

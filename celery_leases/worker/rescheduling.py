@@ -102,7 +102,7 @@ class Rescheduling:
             full=again.full_since is not None,
             since=again.full_since or self.header.since,
             arrived=call.arrived,
-            superseded_at=again.superseded_at,
+            waited_for_newer=again.waited_for_newer,
             cause=cause,
         )
         retry, began = _retry_of(again), self.process.clock.now()

@@ -135,3 +135,31 @@ def test_a_debounced_run_begins_once_the_burst_is_over(stage: Stage, name: str) 
         until(lambda: stage.log(calls[-1].id), "the call to arrive")
     assert [got(call) for call in calls] == [4] * 5
     assert numbers(stage, name) == [4]
+
+
+def test_no_call_waits_for_a_newer_one_whose_countdown_is_not_over(stage: Stage, name: str) -> None:
+    """The newer one has the newest arguments all the same, once it is due."""
+    gate, task = stage.gate(), stage.tasks.newest
+    calls = [task.delay(name, 0, gate=str(gate))]
+    stage.wait_for("begin", name=name)
+    calls += [task.delay(name, 1), task.apply_async((name, 2), countdown=4)]
+    gate.touch()
+    assert [got(call) for call in calls] == [0, 1, 2]
+    assert not any("newer call" in line for line in stage.log(calls[1].id))
+    overtaken, newest = task.apply_async((name, 3), countdown=2), task.delay(name, 4)
+    assert [got(overtaken), got(newest)] == [4, 4]
+    assert numbers(stage, name) == [0, 1, 2, 4]
+    stage.wait_until_drained()
+
+
+def test_a_burst_ends_when_its_newest_call_is_revoked(stage: Stage, name: str) -> None:
+    """Otherwise the next burst would begin too early: the time of its first call would be old."""
+    task, leases = stage.tasks.quiet, process_of(stage.app).leases
+    key = stored_key(task.name, f"quiet:{name}")
+    calls = [task.delay(name, number) for number in range(3)]
+    assert leases.burst(key).first > 0
+    stage.app.control.revoke([call.id for call in calls])
+    for call in calls:
+        stage.wait_for_log(call.id, "Discarding revoked task")
+    until(lambda: leases.burst(key).first == 0, "the end of the burst")
+    assert numbers(stage, name) == []

@@ -45,6 +45,7 @@ FULL = Header(
     started=True,
     failure_fence=17,
     due=1795745140.5,
+    waited_for_newer=2.5,
 )
 PLAIN = Header("billing.send", "call")
 

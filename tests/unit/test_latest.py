@@ -33,7 +33,8 @@ from celery_leases.outbox import in_order
 from celery_leases.record import Ended, Record, State
 from celery_leases.worker import processes
 from celery_leases.worker.arrivals import Arrivals
-from celery_leases.worker.headers import ORDER, Header
+from celery_leases.worker.delivery import Delivery
+from celery_leases.worker.headers import CAME, ORDER, Header
 from celery_leases.worker.rescheduling import Rescheduling
 from tests.unit.celery_apps import apps
 from tests.unit.decision_inputs import KEY, NOW, OURS, SECOND, THEIRS, a_call, a_record
@@ -57,20 +58,34 @@ class TestItsTurn:
     def test_an_older_call_waits_for_the_newer_one(self) -> None:
         again = until_turn(latest(OLDER), Burst(NOW, NEWER, OLDER), 0.5)
         assert again is not None
-        assert (again.held, again.superseded_at) == (True, NOW)
+        assert again.held
+        assert again.waited_for_newer > 0
         assert "newer call" in again.reason
 
     @pytest.mark.parametrize("waited", [PATIENCE - 0.001, PATIENCE])
     def test_it_runs_itself_if_the_newer_one_does_not_come(self, waited: float) -> None:
-        call = latest(OLDER, superseded_at=NOW + 1)
-        now = NOW + 1 + round(waited * SECOND)
-        again = until_turn(call, Burst(now, NEWER, OLDER), 0.5)
+        call = latest(OLDER, waited_for_newer=waited)
+        again = until_turn(call, Burst(NOW + 60 * SECOND, NEWER, OLDER), 0.5)
         assert (again is None) is (waited == PATIENCE)
-        assert again is None or again.superseded_at == NOW + 1
+        assert again is None or again.waited_for_newer == waited
+
+    def test_the_time_for_which_no_worker_had_its_message_does_not_count(self) -> None:
+        """An outage of all workers: the newer one may be the next message."""
+        delivery: Any = object.__new__(Delivery)
+        came = os_threads.boot_clock() - 2.0
+        for waited, fields, known in (
+            (3.0, {CAME: came}, 5.0),
+            (3.0, {}, 3.0),
+            (3.0, {CAME: came + 60.0}, 3.0),
+        ):
+            delivery.header = Header("billing.send", OURS, waited_for_newer=waited)
+            delivery.request = SimpleNamespace(**fields)
+            delivery.process = SimpleNamespace(clock=SimpleNamespace(now=lambda: came + 2.0))
+            assert delivery._waited_for_newer() == pytest.approx(known, abs=0.1)
 
     def test_its_patience_begins_again_with_each_newer_call(self) -> None:
         now = NOW + 20 * SECOND
-        call = latest(OLDER, superseded_at=NOW)
+        call = latest(OLDER, waited_for_newer=20.0)
         assert until_turn(call, Burst(now, now - SECOND, OLDER), 0.5) is not None
 
     @pytest.mark.parametrize(
@@ -81,7 +96,7 @@ class TestItsTurn:
         """The newer one could not begin before. The row of a dead process says nothing."""
         ended = None if state is State.RUNNING else NOW - round(idle * SECOND)
         row = a_record(state, THEIRS, order=OLDER - 1, finished_at=ended)
-        call = latest(OLDER, superseded_at=NOW + 1)
+        call = latest(OLDER, waited_for_newer=60.0)
         burst = Burst(NOW + 60 * SECOND, NEWER, OLDER)
         assert (until_turn(call, burst, 0.5, row) is not None) is waits
 
@@ -89,11 +104,8 @@ class TestItsTurn:
         ahead = NOW + 3600 * SECOND
         assert until_turn(latest(ahead, debounce=5.0), Burst(NOW, ahead, ahead), 0.5) is None
         behind = Burst(NOW, ahead + 1, ahead)
-        again = until_turn(latest(ahead, superseded_at=ahead), behind, 0.5)
-        assert again is not None
-        assert again.superseded_at == NOW
-        later = replace(behind, now=NOW + round(PATIENCE * SECOND))
-        assert until_turn(latest(ahead, superseded_at=NOW), later, 0.5) is None
+        assert until_turn(latest(ahead), behind, 0.5) is not None
+        assert until_turn(latest(ahead, waited_for_newer=PATIENCE), behind, 0.5) is None
 
     @pytest.mark.parametrize(
         ("newest", "first", "left"),
@@ -129,7 +141,7 @@ def test_a_call_that_has_waited_for_a_long_run_lets_the_newest_run() -> None:
         older, newest = publish("older"), publish("newest")
         again = Execution(bench.process, older).acquire()
         assert isinstance(again, Reschedule)
-        copy = bench.again(older, started=False, superseded_at=again.superseded_at)
+        copy = bench.again(older, started=False, waited_for_newer=60.0)
         later.extend([copy, newest])
         bench.clock.sleep(60.0)
 
@@ -152,7 +164,7 @@ def test_the_newest_call_stays_the_newest_during_a_long_run() -> None:
         again = Execution(bench.process, older).acquire()
         bench.clock.sleep(PATIENCE + 0.001)
         assert isinstance(again, Reschedule)
-        copy = bench.again(older, started=False, superseded_at=again.superseded_at)
+        copy = bench.again(older, started=False, waited_for_newer=PATIENCE)
         assert isinstance(Execution(bench.process, copy).acquire(), Reschedule)
         left.append(bench.stores.burst(KEY.stored).newest - orders[1])
 
@@ -172,7 +184,7 @@ def test_one_call_waits_in_vain_for_a_message_that_never_comes() -> None:
     def copy_of(call: Call) -> Call:
         again = Execution(bench.process, call).acquire()
         assert isinstance(again, Reschedule)
-        return bench.again(call, started=False, superseded_at=again.superseded_at)
+        return bench.again(call, started=False, waited_for_newer=PATIENCE)
 
     copies = [copy_of(call) for call in calls]
     bench.clock.sleep(PATIENCE + 0.001)
@@ -193,7 +205,7 @@ def test_a_message_of_a_finished_call_that_comes_again_does_not_run() -> None:
     bench.run(calls[0])
     bench.run(calls[1], SOON)
     bench.clock.sleep(60.0)
-    again = bench.again(calls[0], superseded_at=1, started=False)
+    again = bench.again(calls[0], waited_for_newer=60.0, started=False)
     assert isinstance(bench.run(again), Return)
     assert bench.ran == [call.token for call in calls]
 
@@ -439,7 +451,7 @@ class Key(RuleBasedStateMachine):
             repeat=True,
             reschedules=call.reschedules + 1,
             started=call.started or verdict.started,
-            superseded_at=verdict.superseded_at,
+            waited_for_newer=verdict.waited_for_newer and verdict.waited_for_newer + verdict.delay,
         )
         self.messages.append(Message(copied, self.now + round(verdict.delay * SECOND)))
 
