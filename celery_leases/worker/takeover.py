@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from queue import Empty
 from typing import TYPE_CHECKING, Any, Final
@@ -388,7 +388,7 @@ class WorkerLease:
         pages = (tags[place : place + PAGE] for place in range(0, len(tags), PAGE))
         for page in chain(pages, self._unregistered(workers, channel, ended)):
             if page:
-                done, unknown = _return_page(channel, workers.messages(ended), page)
+                done, unknown = _return_page(workers, channel, ended, page)
                 returned += done
                 left += unknown
             yield True
@@ -406,11 +406,10 @@ class WorkerLease:
 
         If another worker has fetched one of them, its call is delivered twice.
         """
-        prefix = channel.global_keyprefix
-        tags = workers.fetched(ended, f"{prefix}{channel.unacked_index_key}")
+        unacked, index = _unacked(channel)
+        tags = workers.fetched(ended, index)
         for place in range(0, len(tags), PAGE):
-            page = tags[place : place + PAGE]
-            found = workers.unregistered(page, f"{prefix}{channel.unacked_key}")
+            found = workers.unregistered(tags[place : place + PAGE], unacked)
             tasks = {tag: self._leased_task(message) for tag, message in found.items()}
             leased = {tag: task for tag, task in tasks.items() if task is not None}
             yield ()
@@ -442,64 +441,38 @@ def _return(qos: Any, delivery: _Delivery) -> None:
     QoS.ack(delivery.message.channel.qos, delivery.tag)  # kombu returns it no second time
 
 
-def _return_page(channel: Any, messages: str, tags: Sequence[str]) -> tuple[int, int]:
-    """Return some messages of an ended worker to their queues, in one transaction that also removes
-    them from *messages*, the key of all that it has.
+def _return_page(
+    workers: Workers, channel: Any, ended: str, tags: Sequence[str]
+) -> tuple[int, int]:
+    """Return some messages of an *ended* worker to their queues, in one step of the broker.
 
-    A message that is not there was returned by another worker. A message whose exchange this worker
-    does not know stays: kombu would drop it, and another worker may know it. Returns how many
-    messages were returned, and how many stay.
+    It returns none that another worker, or kombu after the visibility timeout, has returned. A
+    message whose exchange this worker does not know stays: kombu would drop it, and another worker
+    may know it. Returns how many messages were returned, and how many stay.
     """
-    client = channel.client
-    messages = messages.removeprefix(getattr(client, "global_keyprefix", ""))  # the client adds it
-    queues = cache(channel._lookup)  # noqa: SLF001 - as kombu's restore does
-    returned = left = 0
-
-    def restore(pipe: Any) -> None:
-        nonlocal returned, left
-        returned = left = 0
-        with client.pipeline(transaction=False) as reading:
-            for tag in tags:
-                reading.hget(messages, tag).hget(channel.unacked_key, tag)
-            found = reading.execute()
-        pipe.multi()
-        for tag, task, stored in zip(tags, found[::2], found[1::2], strict=True):
-            if task is None:
-                continue
-            if stored is not None:  # otherwise it was acknowledged
-                _, exchange, routing_key = loads(bytes_to_str(stored))
-                if not queues(exchange, routing_key):
-                    left += 1
-                    continue
-                channel.qos.restore_by_tag(tag, _Restoring(pipe, stored))
-                returned += 1
-            pipe.hdel(messages, tag)
-
-    # It watches this key alone: all workers change kombu's own keys all the time.
-    client.transaction(restore, messages)
-    return returned, left
+    unacked = _unacked(channel)
+    moves = []
+    found = workers.unacknowledged(ended, tags, *unacked)
+    for tag, fetched, stored in found:
+        pushes = _Pushes()
+        channel._do_restore_message(*loads(bytes_to_str(stored)), pushes)  # noqa: SLF001 - as kombu
+        if pushes:
+            moves.append((tag, fetched, pushes))
+    returned = workers.give_back(ended, moves, *unacked, channel.global_keyprefix)
+    return returned, len(found) - len(moves)
 
 
-class _Restoring:
-    """Stands for the Redis client of kombu that returns one message, and for its transaction, which
-    is a part of a larger one: *pipe*. The message was read before.
-    """
+class _Pushes(list[tuple[str, str]]):
+    """Stands for a pipeline of Redis to which kombu adds what returns a message."""
 
-    def __init__(self, pipe: Any, stored: bytes) -> None:
-        self._pipe = pipe
-        self._stored = stored
+    def rpush(self, queue: str, message: str) -> None:
+        self.append((queue, message))
 
-    def transaction(self, restore: Callable[[Any], None], *_: str) -> None:
-        restore(self)
 
-    def hget(self, *_: str) -> bytes:
-        return self._stored
-
-    def multi(self) -> None:
-        """It has begun."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pipe, name)
+def _unacked(channel: Any) -> tuple[str, str]:
+    """Kombu's keys of the unacknowledged messages and of the times at which they were fetched."""
+    prefix = channel.global_keyprefix
+    return f"{prefix}{channel.unacked_key}", f"{prefix}{channel.unacked_index_key}"
 
 
 current: WorkerLease | None = None

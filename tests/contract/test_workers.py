@@ -393,6 +393,36 @@ def test_a_message_is_returned_or_stays_registered(
     assert waiting(connection) == [0]
 
 
+@pytest.mark.parametrize("fetched_again", [False, True])
+def test_a_message_that_kombu_returns_at_the_same_moment_is_returned_once(
+    connection: Connection,
+    workers: Workers,
+    channel: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    fetched_again: bool,
+) -> None:
+    """Its visibility timeout is over. Whoever has fetched it since then keeps it."""
+    (message,) = fetched(connection, 1)
+    dies(workers, "a", message)
+    its = channel._do_restore_message
+    held = []
+
+    def restored(*args: Any) -> None:
+        with connection.clone() as other:
+            other.default_channel.qos.restore_by_tag(message.delivery_tag)
+        if fetched_again:
+            held.append(connection.SimpleQueue("work").get(timeout=5))
+        its(*args)
+
+    monkeypatch.setattr(channel, "_do_restore_message", restored)
+    take_over(workers, channel, "a")
+    assert [one.name for one in workers.listed()] == ["b"]
+    assert channel.client.hlen("unacked") == len(held)
+    for one in held:
+        one.ack()
+    assert waiting(connection) == ([] if held else [0])
+
+
 def test_it_logs_in_the_thread_of_the_greenlets(
     connection: Connection, workers: Workers, channel: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -434,7 +464,7 @@ def test_messages_are_returned_while_the_broker_is_busy(
     assert waiting(connection) == list(range(20))
 
 
-def test_one_transaction_returns_many_messages(
+def test_one_request_returns_many_messages(
     connection: Connection, workers: Workers, channel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of a worker that has prefetched thousands must not take minutes. The one that waited
@@ -442,10 +472,10 @@ def test_one_transaction_returns_many_messages(
     """
     messages = fetched(connection, 45)
     dies(workers, "a", *messages)
-    transaction = Mock(wraps=channel.client.transaction)
-    monkeypatch.setattr(channel.client, "transaction", transaction)
+    returned = Mock(wraps=workers.give_back)
+    monkeypatch.setattr(workers, "give_back", returned)
     take_over(workers, channel, "a")
-    assert transaction.call_count == math.ceil(45 / takeover.PAGE) < 5
+    assert returned.call_count == math.ceil(45 / takeover.PAGE) < 5
     oldest = connection.SimpleQueue("work").get(timeout=5)
     assert oldest.payload == {"n": 0}
     oldest.requeue()
@@ -652,6 +682,6 @@ def test_the_documented_rights_are_enough(leases_redis: RedisServer) -> None:
         taken, _ = workers.take("a", 60) or ("", [])
         channel = connection.default_channel
         channel.qos._remove_from_indices("t1").execute()
-        assert _return_page(channel, workers.messages(taken), ["t1"]) == (0, 0)
+        assert _return_page(workers, channel, taken, ["t1"]) == (0, 0)
         assert [one.messages for one in workers.listed() if one.name == "a"] == [1]
         workers.forget("b")

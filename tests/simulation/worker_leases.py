@@ -34,7 +34,7 @@ def lease_of(worker: Worker, ttl: float) -> WorkerLease:
 
 
 class LeaseChannel:
-    """A channel to the broker; as ``client`` and as ``pipe`` it is what a transaction uses."""
+    """A channel to the broker."""
 
     unacked_key = "unacked"
     unacked_index_key = "unacked_index"
@@ -43,41 +43,11 @@ class LeaseChannel:
     def __init__(self, broker: Broker, ttl: float) -> None:
         self.broker = broker
         self.wait = ttl / 3
-        self.pool = self.client = self.qos = self
-        self._read: list[bytes | None] = []
+        self.pool = self.qos = self
 
     def request(self, what: str, do: Callable[[], T]) -> T:
         """Execute *do*."""
         return self.broker.request(what, do, lambda _: OSError("no answer"), self.wait)
-
-    def transaction(self, change: Callable[[Any], None], *_: str) -> None:
-        """One step of the broker."""
-        self.request("return", lambda: change(self))
-
-    @contextmanager
-    def pipeline(self, *, transaction: bool) -> Iterator[LeaseChannel]:
-        """Reads in a transaction."""
-        self._read = []
-        yield self
-
-    def hget(self, name: str, tag: Any) -> LeaseChannel:
-        """Read the task of a registered message, or an unacknowledged message."""
-        if name == self.unacked_key:
-            self._read.append(self.stored(tag))
-        else:
-            self._read.append(self.broker.registered.get(name, {}).get(tag))
-        return self
-
-    def execute(self) -> list[bytes | None]:
-        """What was read."""
-        return self._read
-
-    def multi(self) -> None:
-        """Nothing else happens meanwhile."""
-
-    def hdel(self, name: str, tag: Any) -> None:
-        """Unregister a message."""
-        self.broker.registered.get(name, {}).pop(tag, None)
 
     def stored(self, tag: Any) -> bytes | None:
         """An unacknowledged message in kombu's form."""
@@ -86,20 +56,17 @@ class LeaseChannel:
             return None
         return json.dumps([json.loads(found.queued.payload), "", "work"]).encode()
 
-    def _lookup(self, exchange: str, routing_key: str) -> list[str]:
-        return [routing_key]
+    def _do_restore_message(self, _: Any, exchange: str, routing_key: str, pipe: Any) -> None:
+        pipe.rpush(routing_key, "")
 
-    def restore_by_tag(self, tag: Any, client: Any = None, *, leftmost: bool = False) -> None:
+    def restore_by_tag(self, tag: Any, *, leftmost: bool = False) -> None:
         """Return a message to its queue."""
 
         def restore() -> None:
             if (found := self.broker.unacknowledged.get(tag)) is not None:
                 self.broker.give_back(found)
 
-        if client is None:
-            self.request("restore", restore)
-        else:
-            restore()
+        self.request("restore", restore)
 
     def _remove_from_indices(self, tag: Any) -> Any:
         forget = self.broker.unacknowledged.pop
@@ -191,6 +158,41 @@ class SimulatedWorkers(redis_workers.Workers):
             return new
 
         return self._channel.request("register", register)
+
+    def unacknowledged(
+        self, ended: str, tags: Sequence[Any], unacked: str, index: str
+    ) -> Sequence[tuple[str, bytes, bytes]]:
+        def read() -> Sequence[tuple[str, bytes, bytes]]:
+            registered, found = self._broker.registered.get(self.messages(ended), {}), []
+            for tag in tags:
+                if (message := self._channel.stored(tag)) is None:
+                    registered.pop(tag, None)
+                elif tag in registered:
+                    fetched = repr(self._broker.unacknowledged[tag].at).encode()
+                    found.append((tag, fetched, message))
+            return found
+
+        return self._channel.request("read", read)
+
+    def give_back(
+        self,
+        ended: str,
+        moves: Sequence[Any],
+        unacked: str,
+        index: str,
+        prefix: str,
+    ) -> int:
+        def give_back() -> int:
+            registered, returned = self._broker.registered.get(self.messages(ended), {}), 0
+            for tag, fetched, _ in moves:
+                mine = registered.pop(tag, None) is not None
+                found = self._broker.unacknowledged.get(tag)
+                if mine and found is not None and repr(found.at).encode() == fetched:
+                    self._broker.give_back(found)
+                    returned += 1
+            return returned
+
+        return self._channel.request("return", give_back)
 
     def forget(self, name: str) -> None:
         def forget() -> None:

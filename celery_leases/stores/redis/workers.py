@@ -13,12 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 import redis
 
 from celery_leases.stores.redis.lease_scripts import Script
 from celery_leases.stores.redis.values import as_text
+
+Move = tuple[str, bytes, Sequence[tuple[str, str]]]
+"""A message that is to be returned: its tag, when it was fetched, and what is to be pushed to which
+queues.
+"""
 
 BATCH: Final = 10
 """Ended workers that one call returns, at most."""
@@ -144,6 +150,51 @@ return added
 of further messages. Adds those that no worker has registered, and returns their tags.
 """
 
+UNACKNOWLEDGED: Final = Script(
+    """
+local found = {}
+for _, tag in ipairs(ARGV) do
+    local message = redis.call('HGET', KEYS[2], tag)
+    if not message then
+        redis.call('HDEL', KEYS[1], tag)
+    elseif redis.call('HGET', KEYS[1], tag) then
+        found[#found + 1] = {tag, redis.call('ZSCORE', KEYS[3], tag) or '', message}
+    end
+end
+return found
+""",
+    keys=3,
+)
+"""KEYS: the messages of an ended worker, kombu's unacknowledged messages, kombu's index of these.
+ARGV: tags. Returns tag, time of the fetch and message of those that are registered there; removes
+the registrations of acknowledged ones.
+"""
+
+GIVE_BACK: Final = Script(
+    """
+local returned, place = 0, 2
+while place <= #ARGV do
+    local tag, fetched, pushes = ARGV[place], ARGV[place + 1], 2 * ARGV[place + 2]
+    local mine = redis.call('HDEL', KEYS[1], tag) == 1
+    if mine and (redis.call('ZSCORE', KEYS[3], tag) or '') == fetched
+        and redis.call('HDEL', KEYS[2], tag) == 1 then
+        redis.call('ZREM', KEYS[3], tag)
+        for push = place + 3, place + 2 + pushes, 2 do
+            redis.call('RPUSH', ARGV[1] .. ARGV[push], ARGV[push + 1])
+        end
+        returned = returned + 1
+    end
+    place = place + 3 + pushes
+end
+return returned
+""",
+    keys=3,
+)
+"""KEYS: as for ``UNACKNOWLEDGED``. ARGV: the prefix of all queues; for each message: tag, time of
+the fetch, number of the pushes that follow, and for each of them queue and message. Returns how
+many messages are in their queues now: those that nobody else has returned.
+"""
+
 FORGET: Final = Script(
     """
 redis.call('ZREM', KEYS[1], ARGV[1])
@@ -220,7 +271,7 @@ class Workers:
         If that fails, enter under another name: a request that arrives late must not revive a
         worker whose messages were returned.
         """
-        self._client.eval(ENTER.text, ENTER.keys, self._workers, name, round(ttl * 1000))
+        self._eval(ENTER, self._workers, name, round(ttl * 1000))
 
     def renew(
         self,
@@ -258,15 +309,14 @@ class Workers:
         registering them, the newest first; *index* is kombu's key of the times at which messages
         were fetched.
         """
-        found = self._client.eval(FETCHED.text, FETCHED.keys, index, *_fetched_between(ended))
+        found = self._eval(FETCHED, index, *_fetched_between(ended))
         return [as_text(tag) for tag in found[::-1]]
 
     def unregistered(self, tags: Sequence[str], unacked: str) -> Mapping[str, bytes]:
         """Those of these messages that no worker has registered, by tag; *unacked* is kombu's key
         of the unacknowledged messages.
         """
-        script = UNREGISTERED
-        found = self._client.eval(script.text, script.keys, self._workers, unacked, *tags)
+        found = self._eval(UNREGISTERED, self._workers, unacked, *tags)
         return dict(zip(map(as_text, found[::2]), found[1::2], strict=True))
 
     def register(self, ended: str, kept: float, added: Mapping[str, str]) -> Sequence[str]:
@@ -275,6 +325,28 @@ class Workers:
         """
         pairs = [part for pair in added.items() for part in pair]
         return [as_text(tag) for tag in self._run(REGISTER, ended, round(kept * 1000), *pairs)]
+
+    def unacknowledged(
+        self, ended: str, tags: Sequence[str], unacked: str, index: str
+    ) -> Sequence[tuple[str, bytes, bytes]]:
+        """Those of these messages that an *ended* worker has registered and nobody acknowledged:
+        tag, when it was fetched, and message. *unacked* and *index* are kombu's keys.
+        """
+        found = self._eval(UNACKNOWLEDGED, self.messages(ended), unacked, index, *tags)
+        return [(as_text(tag), fetched, message) for tag, fetched, message in found]
+
+    def give_back(
+        self, ended: str, moves: Sequence[Move], unacked: str, index: str, prefix: str
+    ) -> int:
+        """Return messages of an *ended* worker to queues whose keys begin with *prefix*, except
+        those that somebody has returned since they were read; return how many.
+        """
+        parts = (
+            (tag, fetched, len(pushes), *chain.from_iterable(pushes))
+            for tag, fetched, pushes in moves
+        )
+        keys = (self.messages(ended), unacked, index)
+        return int(self._eval(GIVE_BACK, *keys, prefix, *chain.from_iterable(parts)))
 
     def forget(self, name: str) -> None:
         """Remove a worker and its messages."""
@@ -288,7 +360,7 @@ class Workers:
 
     def listed(self) -> Sequence[WorkerState]:
         """All workers."""
-        found = self._client.eval(LIST.text, LIST.keys, self._workers)
+        found = self._eval(LIST, self._workers)
         states = []
         for (name, messages), left in zip(found[::2], found[1::2], strict=True):
             text = as_text(name)
@@ -301,6 +373,7 @@ class Workers:
         return f"{self._workers}:{name}"
 
     def _run(self, script: Script, name: str, *args: Any) -> Any:
-        return self._client.eval(
-            script.text, script.keys, self._workers, self.messages(name), *args
-        )
+        return self._eval(script, self._workers, self.messages(name), *args)
+
+    def _eval(self, script: Script, *args: Any) -> Any:
+        return self._client.eval(script.text, script.keys, *args)
