@@ -343,7 +343,7 @@ class Execution:
                     call,
                     leases.name,
                     age=self._age,
-                    groups=leases.row_groups,
+                    groups=leases.row_groups if call.group is not None else None,
                 ),
                 lambda: min(process.clock.now() + held_lease.remaining(), call.begin_by),
                 process.clock,

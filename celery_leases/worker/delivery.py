@@ -420,7 +420,8 @@ class Delivery(Rescheduling):
     # -- what Celery gets --------------------------------------------------------------------------
 
     def _answer_celery(self, call: Call, answer: Verdict) -> Any:
-        if isinstance(answer, Return | Raise) and not self.request.is_eager:
+        is_copy = self.header.copy.number > 0
+        if is_copy and isinstance(answer, Return | Raise) and not self.request.is_eager:
             process = self.process
             process.publisher.mark_ended(
                 self.task, self.header, process.leases, call.key.stored, self.options.ttl

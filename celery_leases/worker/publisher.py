@@ -137,8 +137,6 @@ class Publisher:
         """Mark that the call of a copy has ended, so that the mark does not apply to another
         message that is published under the same id later.
         """
-        if not header.copy.number:
-            return  # the call was never rescheduled
         with suppress(Exception):  # the mark expires by itself
             mark = waiter_mark(header.id, task.request.retries, header.failure_fence)
             marks.swap_mark(stored_key, mark, str(header.copy), OVER, ttl)

@@ -23,7 +23,7 @@ from tests.unit.decision_inputs import a_call
 from tests.unit.doc_pages import ROOT
 
 PACKAGE = f"{ROOT / 'celery_leases'}/"
-MOST = {"files": 18, "functions": 90, "changes of file": 46, "classes": 30}
+MOST = {"files": 18, "functions": 90, "changes of file": 46, "classes": 29}
 """Lower these when they fall. In Python 3.11 a comprehension is a function too."""
 
 
