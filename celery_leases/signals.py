@@ -34,7 +34,7 @@ from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.events import Event
 from celery_leases.record import MAY_HAVE_BEEN_EXECUTED
 from celery_leases.text.cleaning import SHOWN, printable
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.text.redaction import shortened
 from celery_leases.tracing import SDK, annotate_span, recording_span
 
@@ -95,8 +95,7 @@ class _Redaction(logging.Filter):
         return True
 
 
-logger = logging.getLogger("celery_leases")
-logger.addFilter(_Redaction())
+logger.logger.addFilter(_Redaction())
 
 _FIELDS: Final = {
     kind: (names := tuple(field.name for field in dataclass_fields(kind)), attrgetter(*names))
@@ -182,9 +181,9 @@ class Announcer:
         signal = SIGNALS[type(event)]
         try:
             signal.send(sender=self._tasks.get(event.task, event.task), event=event)
-        except BaseException:  # a receiver may even raise SystemExit, and must not end the task
+        except BaseException:  # noqa: BLE001 - a receiver may even raise SystemExit, and must not end the task
             with _harmless():
-                logger.exception(coded("receiver-raised", "a receiver of %s raised"), signal.name)
+                logger.exception("a receiver of %s raised", signal.name, code="receiver-raised")
 
 
 class _Outages:

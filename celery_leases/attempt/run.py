@@ -5,7 +5,6 @@ Applies the decisions, and is independent of Celery.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -78,9 +77,7 @@ from celery_leases.record import Ended, Outcome, Record, State
 from celery_leases.results import decode, failure_of
 from celery_leases.stores.interfaces import Clock
 from celery_leases.text.cleaning import printable
-from celery_leases.text.notices import coded
-
-logger = logging.getLogger("celery_leases")
+from celery_leases.text.notices import logger
 
 T = TypeVar("T")
 Body = Callable[[HeldLease, Record], Ending]
@@ -605,11 +602,12 @@ class Execution:
         call = self.call
         described = _type_and_text(error)
         logger.error(
-            coded("did-not-begin", "%s[%s] did not begin: %s"),
+            "%s[%s] did not begin: %s",
             call.task,
             call.call_id,
             described,
             exc_info=error,
+            code="did-not-begin",
         )
         return replace(self._after_store_failure(described, store_failures), prior=call.token)
 
@@ -727,11 +725,12 @@ class Execution:
         def repeatable(error: Exception, failures: int) -> bool:
             if not failures and not isinstance(error, StoreUnavailable):
                 logger.error(
-                    coded("outcome-not-written", "%s[%s] could not be closed yet: %s"),
+                    "%s[%s] could not be closed yet: %s",
                     call.task,
                     call.call_id,
                     _type_and_text(error),
                     exc_info=error,
+                    code="outcome-not-written",
                 )
             return retried and not process.stopping()
 

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from inspect import isawaitable
@@ -20,9 +19,8 @@ from django.http import HttpRequest, HttpResponse
 from django.urls import NoReverseMatch, path, reverse
 from django.views.decorators.http import require_safe
 
-from celery_leases.errors import AlreadyQueued, LeaseConfigurationError, LeasesError
+from celery_leases.errors import AlreadyQueued, LeasesError
 from celery_leases.status import LeaseStatus
-from celery_leases.text.notices import coded
 from celery_leases.web import submitting
 from celery_leases.web.http import POLL_AFTER, HttpAnswer, answer, forbidden
 
@@ -33,8 +31,6 @@ Authoriser = Callable[[HttpRequest, str, str | None], object]
 see the key.
 """
 URL_NAME: Final = "celery_leases_status"
-
-logger = logging.getLogger("celery_leases")
 
 
 def submit(
@@ -67,7 +63,7 @@ def submit(
             **options,
         )
     except LeasesError as error:
-        return _of_error(error, f"submit({getattr(task, 'name', task)})")
+        return response(submitting.answer_of_error(error, f"submit({getattr(task, 'name', task)})"))
     return response(sent)
 
 
@@ -88,11 +84,8 @@ def leases_urls(
     keys are shown. Without it, ``?task=`` names the task; that is needed for keys that several
     tasks have. Raises :class:`~celery_leases.errors.LeaseConfigurationError` without an authoriser.
     """
-    if not callable(authorise):
-        raise LeaseConfigurationError(
-            f"leases_urls({authorise!r}): give a function of the request, the key and the task's name that returns "
-            "whether the request may see it; without one, anyone could see every result"
-        )
+    needed = "a function of the request, the key and the task's name that returns whether the request may see it"
+    submitting.checked_authoriser("leases_urls", authorise, needed)
 
     @require_safe
     def status(request: HttpRequest, key: str) -> HttpResponse:
@@ -100,21 +93,17 @@ def leases_urls(
         of_task = task or request.GET.get("task") or None
         allowed = authorise(request, key, of_task)
         if isawaitable(allowed):
-            allowed = async_to_sync(_awaited)(allowed)
+            allowed = async_to_sync(submitting.decided)(allowed)
         if not allowed:
             return response(forbidden())
         try:
             call = request.GET.get("call")
             found = submitting.requested_status(current_app, key, of_task, call)
         except LeasesError as error:
-            return _of_error(error, request.path)
+            return response(submitting.answer_of_error(error, request.path))
         return response(answer(found, poll_after=poll_after))
 
     return [path("<path:key>", status, name=URL_NAME)]
-
-
-async def _awaited(awaitable: Awaitable[object]) -> object:
-    return await awaitable
 
 
 def _after_commit(task: Any, args: Any, kwargs: Any, **options: Any) -> None:
@@ -136,10 +125,3 @@ def _location(status: LeaseStatus, task: Any) -> str | None:
     except NoReverseMatch:
         return None
     return f"{url}?{urlencode(submitting.query_of(status, task))}"
-
-
-def _of_error(error: LeasesError, where: str) -> HttpResponse:
-    sent = answer(error)
-    if sent.status >= 500:
-        logger.error(coded("request-failed", "%s: %s"), where, error, exc_info=error)
-    return response(sent)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 from celery_leases.errors import Cooldown, LeaseConfigurationError, RetryLater, Snooze
 from celery_leases.failures import rule_syntax
@@ -26,12 +24,10 @@ from celery_leases.failures.exception_chain import error_chain
 from celery_leases.failures.rule import Hook, Phase, Rule, RuleFunction, matching
 from celery_leases.failures.rule_functions import action_by
 from celery_leases.failures.safe_attribute_reader import Reader
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.text.redaction import message_of
 
 __all__ = ["Hook", "Rule", "RuleFunction", "Rules"]
-
-_log: Final = logging.getLogger("celery_leases")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +128,10 @@ class Rules:
                     return _asked(one, now)
             return self._classified(facts_from(errors, read, _headers(self.written)), now, error)
         except Exception:  # noqa: BLE001 - an error here must not hide the failure
-            _log.exception(
-                coded("not-classified", "could not classify %s; it is handled as an unknown error"),
+            logger.exception(
+                "could not classify %s; it is handled as an unknown error",
                 type(error),
+                code="not-classified",
             )
             return _unknown("it could not be classified")
 
@@ -145,9 +142,10 @@ class Rules:
         try:
             return self._classified(facts, now, None)
         except Exception:  # noqa: BLE001 - as above
-            _log.exception(
-                coded("not-classified", "could not classify %r; it is handled as an unknown error"),
+            logger.exception(
+                "could not classify %r; it is handled as an unknown error",
                 facts,
+                code="not-classified",
             )
             return _unknown("it could not be classified")
 

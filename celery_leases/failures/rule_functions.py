@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from datetime import timedelta
-from typing import Final
 
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.failures.actions import Action, permanent, retry, retry_exactly
 from celery_leases.failures.error_facts import ErrorFacts
 from celery_leases.failures.rule import RuleFunction
-from celery_leases.text.notices import coded
-
-_log: Final = logging.getLogger("celery_leases")
+from celery_leases.text.notices import logger
 
 
 def action_by(
@@ -26,9 +22,10 @@ def action_by(
     except KeyboardInterrupt:
         raise
     except BaseException:  # noqa: BLE001 - the function may raise anything, and must not hide the failure
-        _log.exception(
-            coded("rule-function-wrong", "the failure rule %r raised; the next rule decides"),
+        logger.exception(
+            "the failure rule %r raised; the next rule decides",
             rule_function.name,
+            code="rule-function-wrong",
         )
         return None
     if returned is None or isinstance(returned, Action):
@@ -41,12 +38,10 @@ def action_by(
         except LeaseConfigurationError:
             pass
     kind = type(returned).__name__  # the value itself may be secret
-    _log.error(
-        coded(
-            "rule-function-wrong",
-            "the failure rule %r returned a %s, which is no action; the next rule decides",
-        ),
+    logger.error(
+        "the failure rule %r returned a %s, which is no action; the next rule decides",
         rule_function.name,
         kind,
+        code="rule-function-wrong",
     )
     return None

@@ -11,7 +11,6 @@ Needs the extra ``[metrics]``.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,10 +26,8 @@ from celery_leases.errors import LeasesError
 from celery_leases.ops.client import OperatorClient
 from celery_leases.ops.metrics import PREFIX
 from celery_leases.ops.reports import Stats
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.worker import processes
-
-logger = logging.getLogger("celery_leases")
 
 COUNT_EVERY: Final = 60.0
 """Seconds between two counts of the records, at least."""
@@ -89,9 +86,7 @@ class RecordGauges(Collector):
                     self._records.now()
                 families = [_gauge("up", 1.0), *self._states()]
             except LeasesError as error:
-                logger.warning(
-                    coded("gauges-unreadable", "the gauges could not be read: %s"), error
-                )
+                logger.warning("the gauges could not be read: %s", error, code="gauges-unreadable")
                 families = [_gauge("up", 0.0)]
         yield from families
 

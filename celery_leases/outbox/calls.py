@@ -36,9 +36,8 @@ from celery_leases.keys import (
 )
 from celery_leases.record import Ended, Record, State
 from celery_leases.results import decode_stored, unreadable
-from celery_leases.signals import logger
 from celery_leases.text.cleaning import printable
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.worker import processes
 from celery_leases.worker.headers import HEADER, call_id_of, celery_id_of
 from celery_leases.worker.stored_messages import (
@@ -562,7 +561,7 @@ def _publish_if_due(process: Process, outbox: Outbox, stored_key: str, done: Rel
         else:
             (done.published if _publish(process, outbox, record) else done.refused).append(record)
     except RecordUnreadable as error:
-        logger.error(coded("stored-message-unreadable", "not published: %s"), error)
+        logger.error("not published: %s", error, code="stored-message-unreadable")
         done.refused.append(record)
 
 
@@ -610,7 +609,7 @@ def _can_be_published(record: Record) -> bool:
     try:
         return not _has_expired(record)
     except RecordUnreadable as error:
-        logger.error(coded("stored-message-unreadable", "not published: %s"), error)
+        logger.error("not published: %s", error, code="stored-message-unreadable")
         return False
 
 
@@ -749,12 +748,10 @@ def _publish_after_commit(app: Celery, stored_key: str, rows: _RowAccess | None 
             _publish(process, outbox, record, rows)
     except Exception as error:  # noqa: BLE001 - the user's commit has succeeded, and must not seem to have failed
         logger.warning(
-            coded(
-                "not-published",
-                "%s is enqueued, but could not be published; the next relay or rescue will: %s",
-            ),
+            "%s is enqueued, but could not be published; the next relay or rescue will: %s",
             stored_key,
             error,
+            code="not-published",
         )
 
 
@@ -806,12 +803,10 @@ def _publish(
             process.publisher.publish(message)
     except Exception as error:  # noqa: BLE001 - whatever the broker said, the record still has the message
         logger.warning(
-            coded(
-                "not-published",
-                "%s could not be published, the next relay or rescue tries again: %s",
-            ),
+            "%s could not be published, the next relay or rescue tries again: %s",
             record.key,
             error,
+            code="not-published",
         )
         return False
     with suppress(StoreUnavailable):  # the relay publishes it once more, which does no harm

@@ -12,8 +12,7 @@ from celery_leases.concurrency import wait_limit
 from celery_leases.errors import LeasesError
 from celery_leases.keys import call_key
 from celery_leases.outbox.calls import arguments_of, headers_of, is_published_before
-from celery_leases.signals import logger
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.worker import processes
 from celery_leases.worker.headers import ORDER, call_id_of
 
@@ -58,9 +57,12 @@ def publish(
                 order = leases.new_order(key.stored)
     except LeasesError as error:
         order = round(task.app.now().timestamp() * 1e6)
-        text = coded(
-            "order-of-own-clock", "%s[%s] is published in the order of this machine's clock: %s"
+        logger.warning(
+            "%s[%s] is published in the order of this machine's clock: %s",
+            task.name,
+            task_id,
+            error,
+            code="order-of-own-clock",
         )
-        logger.warning(text, task.name, task_id, error)
     given["headers"] = {**(given.get("headers") or {}), ORDER: [call_id, order]}
     return publish(args, kwargs, task_id=task_id, **given)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+import logging
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Final
 
 NOTICES: Final[Mapping[str, str]] = {
     # calls and their messages
@@ -50,6 +51,15 @@ NOTICES: Final[Mapping[str, str]] = {
 """The codes, and what to do: docs/reference/warnings.md shows them with their texts."""
 
 
-def coded(code: str, text: str) -> str:
-    """The format *text* of a log line, with its *code* at the end."""
-    return f"{text} ({code})"
+class NoticeLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose lines end with the ``code=`` that they are given, if any."""
+
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
+        """The format of the line with its code, and what logging knows."""
+        code = kwargs.pop("code", None)
+        return (f"{msg} ({code})" if code is not None else msg), kwargs
+
+
+logger: Final = NoticeLogger(logging.getLogger("celery_leases"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final
@@ -19,11 +18,10 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response, StreamingResponse
 from fastapi.routing import APIRoute
 
-from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnavailable, UnknownKey
+from celery_leases.errors import LeasesError, StoreUnavailable, UnknownKey
 from celery_leases.keys import is_shared
 from celery_leases.status import LeaseStatus
 from celery_leases.text.durations import Duration, seconds
-from celery_leases.text.notices import coded
 from celery_leases.web.async_client import ENDED, AsyncLeaseClient, version_of
 from celery_leases.web.http import (
     POLL_AFTER,
@@ -33,11 +31,11 @@ from celery_leases.web.http import (
     forbidden,
     public,
 )
+from celery_leases.web.submitting import answer_of_error, checked_authoriser
 from celery_leases.web.submitting import submit as submitted
 
 __all__ = ["AsyncLeaseClient", "add_exception_handlers", "leases_router", "response", "submit"]
 
-logger = logging.getLogger("celery_leases")
 
 EVENTS: Final = "text/event-stream"
 HEARTBEAT: Final = 15.0
@@ -69,16 +67,7 @@ def add_exception_handlers(app: FastAPI) -> None:
 
 def _error_response(request: Request, error: LeasesError) -> Response:
     """The response for an error; one with a 5xx status is logged."""
-    sent = answer(error)
-    if sent.status >= 500:
-        logger.error(
-            coded("request-failed", "%s %s: %s"),
-            request.method,
-            request.url.path,
-            error,
-            exc_info=error,
-        )
-    return response(sent)
+    return response(answer_of_error(error, f"{request.method} {request.url.path}"))
 
 
 async def submit(
@@ -135,11 +124,8 @@ def leases_router(
     ``Last-Event-ID``: that event is not sent again, and 204 means that no more will follow.
     Raises :class:`~celery_leases.errors.LeaseConfigurationError` without an authoriser.
     """
-    if not callable(authorise):
-        raise LeaseConfigurationError(
-            f"leases_router({authorise!r}): give a dependency that returns whether the request may see the key; "
-            "without one, anyone could see every result"
-        )
+    needed = "a dependency that returns whether the request may see the key"
+    checked_authoriser("leases_router", authorise, needed)
     router = APIRouter(
         prefix=prefix,
         tags=["leases"],

@@ -5,7 +5,7 @@ Needs the extra ``flask``. ``docs/how-to/flask.md`` explains how to use it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,9 +17,16 @@ from celery_leases.client import LeaseClient
 from celery_leases.errors import LeaseConfigurationError, LeasesError
 from celery_leases.stores.urls import escaped_url
 from celery_leases.task import LeasedMixin
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import NoticeLogger
 from celery_leases.web.http import POLL_AFTER, HttpAnswer, answer, forbidden
-from celery_leases.web.submitting import query_of, requested_status, submit
+from celery_leases.web.submitting import (
+    answer_of_error,
+    checked_authoriser,
+    decided,
+    query_of,
+    requested_status,
+    submit,
+)
 
 if TYPE_CHECKING:
     from celery_leases.status import LeaseStatus
@@ -155,11 +162,8 @@ def leases_blueprint(
     is needed for keys that several tasks have. Raises
     :class:`~celery_leases.errors.LeaseConfigurationError` without an authoriser.
     """
-    if not callable(authorise):
-        raise LeaseConfigurationError(
-            f"leases_blueprint({authorise!r}): give a function of the key and the task's name that returns whether the "
-            "current request may see it; without one, anyone could see every result"
-        )
+    needed = "a function of the key and the task's name that returns whether the current request may see it"
+    checked_authoriser("leases_blueprint", authorise, needed)
     blueprint = Blueprint(name, __name__, url_prefix=url_prefix)
 
     @blueprint.record
@@ -172,7 +176,7 @@ def leases_blueprint(
         of_task = task or request.args.get("task") or None
         allowed = authorise(key, of_task)
         if isawaitable(allowed):
-            allowed = current_app.async_to_sync(_awaited)(allowed)
+            allowed = current_app.async_to_sync(decided)(allowed)
         if not allowed:
             return response(forbidden())
         celery: Celery = current_app.extensions["celery"]
@@ -180,10 +184,6 @@ def leases_blueprint(
         return response(answer(found, poll_after=poll_after))
 
     return blueprint
-
-
-async def _awaited(awaitable: Awaitable[object]) -> object:
-    return await awaitable
 
 
 def _location(status: LeaseStatus, task: Any) -> str | None:
@@ -195,16 +195,8 @@ def _location(status: LeaseStatus, task: Any) -> str | None:
 
 
 def _handle(error: LeasesError) -> Response:
-    sent = answer(error)
-    if sent.status >= 500:
-        current_app.logger.error(
-            coded("request-failed", "%s %s: %s"),
-            request.method,
-            request.path,
-            error,
-            exc_info=error,
-        )
-    return response(sent)
+    where, log = f"{request.method} {request.path}", NoticeLogger(current_app.logger)
+    return response(answer_of_error(error, where, log))
 
 
 def _celery_from_config(app: Flask) -> Celery:

@@ -74,18 +74,8 @@ JSON: Final = "application/json"
 PROBLEM: Final = "application/problem+json"
 
 _PUBLIC: Final = (
-    *(
-        "key",
-        "state",
-        "message",
-        "message_code",
-        "attempt",
-        "retry_at",
-        "scope",
-        "resumes",
-        "progress",
-        "result",
-    ),
+    *("key", "state", "message", "message_code", "attempt", "retry_at", "scope", "resumes"),
+    *("progress", "result"),
     *("reference", "created_at", "queued_at", "started_at", "finished_at"),
 )
 _CODES: Final = frozenset(
@@ -305,6 +295,12 @@ def _of_cooldown(error: CoolingDown, location: str | None, now: float | None) ->
 _FULL: Final = (Reason.GROUP_FULL, Reason.GROUP_RATE)
 """The reasons of a call that waits for its turn in its group."""
 _HELD: Final = "The same work is queued or running"
+_UNAVAILABLE: Final = (
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "unavailable",
+    "The service does not answer now",
+    UNAVAILABLE_AFTER,
+)
 _ERRORS: Final[Mapping[type[LeasesError], tuple[HTTPStatus, str, str, float | None]]] = {
     KeyReused: (
         HTTPStatus.UNPROCESSABLE_ENTITY,
@@ -327,24 +323,7 @@ _ERRORS: Final[Mapping[type[LeasesError], tuple[HTTPStatus, str, str, float | No
         MessageCode.UNREADABLE.text,
         None,
     ),
-    StoreUnavailable: (
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "unavailable",
-        "The service does not answer now",
-        UNAVAILABLE_AFTER,
-    ),
-    BrokerUnavailable: (
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "unavailable",
-        "The service does not answer now",
-        UNAVAILABLE_AFTER,
-    ),
-    RescheduleFailed: (
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "unavailable",
-        "The service does not answer now",
-        UNAVAILABLE_AFTER,
-    ),
+    **dict.fromkeys((StoreUnavailable, BrokerUnavailable, RescheduleFailed), _UNAVAILABLE),
     LeasesError: (HTTPStatus.INTERNAL_SERVER_ERROR, "error", "The server met an error", None),
 }
 """By class, of which the first that matches counts: status code, problem code, text for people, and

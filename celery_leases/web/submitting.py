@@ -4,7 +4,7 @@ response; ``requested_status()`` reads the status of a key that a URL names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -18,16 +18,25 @@ from celery_leases.errors import (
     AlreadyQueued,
     BrokerUnavailable,
     LeaseConfigurationError,
+    LeasesError,
     UnknownKey,
 )
 from celery_leases.keys import is_shared, may_be_stored, stored_key
 from celery_leases.outbox import calls as outbox
 from celery_leases.record import State
 from celery_leases.status import ABSENT, UNREADABLE, LeaseStatus
+from celery_leases.text.notices import NoticeLogger, logger
 from celery_leases.text.redaction import redact
 from celery_leases.web.http import POLL_AFTER, HttpAnswer, answer
 
-__all__ = ["query_of", "requested_status", "submit"]
+__all__ = [
+    "answer_of_error",
+    "checked_authoriser",
+    "decided",
+    "query_of",
+    "requested_status",
+    "submit",
+]
 
 _BY_HAND: Final = (State.UNCERTAIN.value, UNREADABLE)
 """The states in which no call of a key runs until a person has acted."""
@@ -137,3 +146,26 @@ def requested_status(
         ):
             raise UnknownKey(f"{key} is no key of {task}", key)
     return LeaseClient.from_app(app).status(key, task=task, call=call)
+
+
+def answer_of_error(error: LeasesError, where: str, log: NoticeLogger = logger) -> HttpAnswer:
+    """The response for an *error* of the request *where*; one with a 5xx status is logged."""
+    sent = answer(error)
+    if sent.status >= 500:
+        log.error("%s: %s", where, error, exc_info=error, code="request-failed")
+    return sent
+
+
+def checked_authoriser(name: str, authorise: object, needed: str) -> None:
+    """Raise :class:`~celery_leases.errors.LeaseConfigurationError` unless *authorise*, the argument
+    of the function *name*, can be called; *needed* says what to give.
+    """
+    if not callable(authorise):
+        raise LeaseConfigurationError(
+            f"{name}({authorise!r}): give {needed}; without one, anyone could see every result"
+        )
+
+
+async def decided(allowed: Awaitable[object]) -> object:
+    """What an authoriser decides that is ``async def``."""
+    return await allowed

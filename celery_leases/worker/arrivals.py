@@ -9,7 +9,7 @@ from typing import Any, Final
 from celery_leases.attempt.process import Process
 from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.errors import LeasesError
-from celery_leases.signals import logger
+from celery_leases.text.notices import logger
 from celery_leases.worker import processes
 
 COMPARE_EVERY: Final = 600.0

@@ -24,9 +24,8 @@ from celery_leases.decide import after_run
 from celery_leases.decide.after_run import ExitCause, child_exited, closed_for_celery
 from celery_leases.errors import StoreUnavailable
 from celery_leases.record import Ended, Failure, Outcome, Record, State
-from celery_leases.signals import logger
 from celery_leases.stores.sql.outbox import Outbox
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.worker import processes
 from celery_leases.worker.headers import Header, group_of, key_of, order_of
 
@@ -116,13 +115,11 @@ class ChildExit:
                 _close(self.dead, call)
         except BaseException as error:  # noqa: BLE001 - the lease expires, and the next claim counts the crash
             logger.warning(
-                coded(
-                    "key-not-released",
-                    "the process of %s[%s] died, but its key could not be released: %r",
-                ),
+                "the process of %s[%s] died, but its key could not be released: %r",
                 task,
                 call_id,
                 error,
+                code="key-not-released",
             )
         finally:
             self.ended, self.uses_stores = True, False
@@ -145,11 +142,10 @@ def close_dead(dead: EndedDelivery) -> None:
     if killed and not child_exit.wait(timeout):
         _unfinished.append(child_exit)
         logger.warning(
-            coded(
-                "key-not-released", "the process of %s[%s] died, and its key is not released yet"
-            ),
+            "the process of %s[%s] died, and its key is not released yet",
             dead.task.name,
             dead.call_id,
+            code="key-not-released",
         )
 
 
@@ -181,7 +177,7 @@ def close_at_exit() -> None:
                 _close_in_stores(ended, call)
             except BaseException as error:  # noqa: BLE001 - see above
                 logger.warning(
-                    coded("key-not-released", "a key could not be released at the end: %r"), error
+                    "a key could not be released at the end: %r", error, code="key-not-released"
                 )
                 return
 
@@ -193,14 +189,12 @@ def _close_ended(ended: EndedDelivery) -> None:
             _close_in_stores(ended, call)
     except BaseException as error:  # noqa: BLE001 - a task's own lease_key may raise anything
         logger.warning(
-            coded(
-                "record-not-updated",
-                "%s[%s] has ended (%s), but its record could not be updated: %r",
-            ),
+            "%s[%s] has ended (%s), but its record could not be updated: %r",
             ended.task.name,
             ended.call_id,
             ended.cause.value,
             error,
+            code="record-not-updated",
         )
 
 

@@ -54,9 +54,8 @@ from celery_leases.lease import Lease, enter_body, leave_body
 from celery_leases.options import Group
 from celery_leases.record import Ended, Record
 from celery_leases.results import NOT_JSON, encode
-from celery_leases.signals import logger
 from celery_leases.text.cleaning import printable
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.worker import body_exceptions, processes, requeue
 from celery_leases.worker.body_exceptions import BODY_STATE, as_exception, body_state_of
 from celery_leases.worker.errbacks import rebuilt
@@ -190,10 +189,11 @@ class Delivery(Rescheduling):
             publish_retry_time(*returns, LONGEST_PUBLISH_RETRY_TIME)
         )
         logger.error(
-            coded("did-not-begin", "%s[%s] did not begin, retrying: %s"),
+            "%s[%s] did not begin, retrying: %s",
             self.task.name,
             self.call_id,
             error,
+            code="did-not-begin",
         )
         failures = 0
         while True:
@@ -391,11 +391,13 @@ class Delivery(Rescheduling):
         """
         goes_on: Retry | Ignore = state.goes_on
         if error is not None and not isinstance(error, Retry | Ignore):
-            text = coded(
-                "raised-after-retry",
+            logger.warning(
                 "%s[%s] raised after retry() or replace(), and goes on in another message",
+                call.task,
+                call.call_id,
+                exc_info=error,
+                code="raised-after-retry",
             )
-            logger.warning(text, call.task, call.call_id, exc_info=error)
         if isinstance(goes_on, Retry) and goes_on.sig is not None:
             publisher, before = self.process.publisher, self._requeue_count(call)
             try:

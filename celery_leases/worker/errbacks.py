@@ -20,8 +20,7 @@ from kombu.exceptions import EncodeError
 from kombu.serialization import dumps
 
 from celery_leases.keys import OF_ERRBACK
-from celery_leases.signals import logger
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.worker.headers import OURS
 
 _FOLLOWING: Final = {"callbacks", "errbacks", "chain", "chord", "reply_to"}
@@ -78,10 +77,11 @@ def _publish(
             errback.apply_async(arguments, add_to_parent=False, **origin)
     except Exception:  # noqa: BLE001 - logged, as Celery logs the error of an errback
         logger.exception(
-            coded("errback-lost", "%s[%s]: its errback %s is lost"),
+            "%s[%s]: its errback %s is lost",
             request.task,
             request.id,
             errback.task,
+            code="errback-lost",
         )
 
 

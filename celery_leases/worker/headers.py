@@ -26,9 +26,8 @@ from celery_leases.keys import (
     unfit,
 )
 from celery_leases.options import LeaseOptions
-from celery_leases.signals import logger
 from celery_leases.text.cleaning import text_of
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.value_class import value_class
 from celery_leases.worker.waiting_log import LONGEST_CAUSE
 
@@ -329,11 +328,12 @@ def read_header(headers: object, task: str, call_id: str) -> Header | None:
         header = Header.read(value)
     except HeaderUnusable as error:
         logger.warning(
-            coded("header-ignored", "%s[%s]: its message header %r is ignored: %s"),
+            "%s[%s]: its message header %r is ignored: %s",
             task,
             call_id,
             HEADER,
             error,
+            code="header-ignored",
         )
         return None
     return header if (header.task, header.id) == (task, call_id) else None
@@ -357,12 +357,10 @@ def retries_of(given: object, task: str, call_id: str) -> int:
         return 0
     if type(given) is not int or given < 0:
         logger.warning(
-            coded(
-                "header-ignored",
-                "%s[%s]: its message header 'retries' is ignored: it is not a count",
-            ),
+            "%s[%s]: its message header 'retries' is ignored: it is not a count",
             task,
             call_id,
+            code="header-ignored",
         )
         return 0
     return min(given, MAX_COUNT)

@@ -16,9 +16,9 @@ from celery_leases.attempt.process import Process, host_here, open_process
 from celery_leases.errors import StoreUnavailable
 from celery_leases.options import DATABASE, DEFAULT_TTL
 from celery_leases.settings import IN_MEMORY, Settings
-from celery_leases.signals import Announcer, logger
+from celery_leases.signals import Announcer
 from celery_leases.stores.interfaces import Observer
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.interrupts import interrupt_guard_here
 from celery_leases.worker.publisher import Publisher
@@ -104,9 +104,10 @@ def _count_events() -> None:
         import_module("celery_leases.ops.metrics").count_events()
     except (ImportError, OSError) as error:
         logger.warning(
-            coded("metrics-not-counted", "%s is set, but nothing is counted: %s"),
+            "%s is set, but nothing is counted: %s",
             METRICS_DIRECTORY,
             error,
+            code="metrics-not-counted",
         )
 
 

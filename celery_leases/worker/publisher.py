@@ -17,9 +17,8 @@ from kombu.pools import ProducerPool
 from celery_leases.concurrency import os_threads, wait_limit
 from celery_leases.decide.copies import Copy, waiter_mark
 from celery_leases.errors import StoreUnavailable
-from celery_leases.signals import logger
 from celery_leases.stores.interfaces import MarkStore
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.worker.headers import HEADER, ORDER, OURS, TASK_EVENTS, Header
 from celery_leases.worker.routes import (
     FixedRoute,
@@ -123,11 +122,10 @@ class Publisher:
             )
         except Exception:  # noqa: BLE001 - the broker has the copy
             logger.exception(
-                coded(
-                    "mark-not-set", "%s[%s]: its copy is published, but its mark could not be set"
-                ),
+                "%s[%s]: its copy is published, but its mark could not be set",
                 task.name,
                 task.request.id,
+                code="mark-not-set",
             )
         return True
 
@@ -177,12 +175,10 @@ class Publisher:
             if task.name not in self._warned:
                 self._warned.add(task.name)
                 logger.warning(
-                    coded(
-                        "not-rescuable",
-                        "%s: the call could not be stored, so it cannot be rescued: %s",
-                    ),
+                    "%s: the call could not be stored, so it cannot be rescued: %s",
                     task.name,
                     error,
+                    code="not-rescuable",
                 )
             return None
 
@@ -326,7 +322,7 @@ def _noted(marks: MarkStore, stored_key: str, mark: str) -> str | None:
         return None
     except Exception:  # noqa: BLE001 - a call must not be lost because a mark cannot be read
         logger.exception(
-            coded("mark-unreadable", "%s: the mark of a waiting copy could not be read"), stored_key
+            "%s: the mark of a waiting copy could not be read", stored_key, code="mark-unreadable"
         )
         return None
 

@@ -22,8 +22,7 @@ from celery_leases.deadlines import begin_by
 from celery_leases.decide.after_run import ExitCause
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.results import failure_of
-from celery_leases.signals import logger
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.worker import child_exit, database_watch, processes, takeover
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.arrivals import arrivals
@@ -193,10 +192,11 @@ class LeaseRequest(Request):
             return
         strange = sorted(str(name)[:50] for name in embed.keys() - _EMBEDDED)
         logger.warning(
-            coded("header-ignored", "%s[%s]: the message body has %s, which are ignored"),
+            "%s[%s]: the message body has %s, which are ignored",
             self._type,
             self.id,
             strange[:10],
+            code="header-ignored",
         )
         self._body = (
             args,

@@ -18,8 +18,7 @@ from celery_leases.body.effects import DEFAULT_RULES
 from celery_leases.concurrency import os_threads
 from celery_leases.decide.waiting import may_be_returned
 from celery_leases.failures.default_rules import ANYTHING_ELSE
-from celery_leases.signals import logger
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.worker.headers import call_id_of
 from celery_leases.worker.routes import Routes, earlier_deliveries_of
 
@@ -63,10 +62,15 @@ def _counted(task: str, call_id: str, what: str, why: str) -> Reject:
     with suppress(KeyError):  # another thread may remove the same entry
         while len(_requeued) > MAX_COUNTED:
             _requeued.popitem(last=False)
-    text = coded(
-        "delivery-returned", "%s[%s] %s, returned to the broker (time %d in this process): %s"
+    logger.error(
+        "%s[%s] %s, returned to the broker (time %d in this process): %s",
+        task,
+        call_id,
+        what,
+        times,
+        why,
+        code="delivery-returned",
     )
-    logger.error(text, task, call_id, what, times, why)
     return Reject(what, requeue=True)
 
 

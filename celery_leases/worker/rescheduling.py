@@ -27,9 +27,8 @@ from celery_leases.events import CallDropped, CallRefused, CallRescheduled, Drop
 from celery_leases.options import LeaseOptions
 from celery_leases.record import Failure, Record, State
 from celery_leases.results import failure_of
-from celery_leases.signals import logger
 from celery_leases.text.cleaning import printable
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.worker import requeue
 from celery_leases.worker.headers import MAX_PRIOR, Header
 from celery_leases.worker.interrupts import InterruptGuard
@@ -129,10 +128,11 @@ class Rescheduling:
             level = logging.ERROR if again.unknown else logging.WARNING
             logger.log(
                 level,
-                coded("raised-and-resumes", "%s[%s] raised, and will run again"),
+                "%s[%s] raised, and will run again",
                 call.task,
                 call.call_id,
                 exc_info=again.cause,
+                code="raised-and-resumes",
             )
         if retry is not None and not (
             self.process.clock.now() - began > delay and self._celery_has_outcome()
@@ -199,10 +199,11 @@ class Rescheduling:
                 raise NotConfirmed(why)
             if not failures:
                 logger.error(
-                    coded("not-rescheduled", "%s[%s] could not be rescheduled, retrying: %s"),
+                    "%s[%s] could not be rescheduled, retrying: %s",
                     call.task,
                     call.call_id,
                     why,
+                    code="not-rescheduled",
                 )
             failures += 1
             self._sleep(pause)
@@ -250,13 +251,11 @@ class Rescheduling:
                 self._sleep(self._publish_deadline(call) - self.process.clock.now())
                 self._requeue(call, again, f"{why}; {unavailable}")
             logger.error(
-                coded(
-                    "not-rescheduled",
-                    "%s[%s] cannot be rescheduled, and its record could not be closed: %s",
-                ),
+                "%s[%s] cannot be rescheduled, and its record could not be closed: %s",
                 call.task,
                 call.call_id,
                 unavailable,
+                code="not-rescheduled",
             )
         self._observe(CallRefused(**call.subject, error=str(error)))
         raise error from again.cause

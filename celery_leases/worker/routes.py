@@ -21,8 +21,7 @@ from kombu.transport.native_delayed_delivery import (
 )
 from kombu.transport.virtual.base import Transport
 
-from celery_leases.signals import logger
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 
 ORIGIN: Final = "celery_leases_origin"
 """The field of the request that carries queue and content type of a message to the pool child."""
@@ -214,12 +213,10 @@ class Routes:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    coded(
-                        "no-delayed-delivery",
-                        "%s waits in its worker, without native delayed delivery: %s",
-                    ),
+                    "%s waits in its worker, without native delayed delivery: %s",
                     queue,
                     error,
+                    code="no-delayed-delivery",
                 )
             return False
         self._bound.add(queue)

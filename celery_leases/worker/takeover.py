@@ -34,8 +34,7 @@ from kombu.utils.json import loads
 from celery_leases import deadlines
 from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.options import DAY
-from celery_leases.signals import logger
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.text.redaction import redact
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.headers import HEADER, ORDER
@@ -234,12 +233,10 @@ class WorkerLease:
         if self._refused:
             self._log(
                 logging.INFO,
-                coded(
-                    "workers-not-registered",
-                    "this worker has no lease of its own, so its messages wait for the visibility "
-                    "timeout if it is killed: the broker does not allow it: %s",
-                ),
+                "this worker has no lease of its own, so its messages wait for the visibility "
+                "timeout if it is killed: the broker does not allow it: %s",
                 redact(str(error)),
+                code="workers-not-registered",
             )
         return self._refused
 
@@ -249,16 +246,17 @@ class WorkerLease:
             kind, text = type(error).__name__, redact(str(error))
             self._log(
                 logging.WARNING,
-                coded("worker-not-renewed", "the worker's own lease could not be renewed: %s: %s"),
+                "the worker's own lease could not be renewed: %s: %s",
                 kind,
                 text,
+                code="worker-not-renewed",
             )
 
-    def _log(self, level: int, text: str, *args: object) -> None:
+    def _log(self, level: int, text: str, *args: object, code: str | None = None) -> None:
         """Log in the thread of the worker if it has greenlets: a system thread that waits for a
         lock of theirs waits for ever.
         """
-        log = partial(logger.log, level, text, *args)
+        log = partial(logger.log, level, text, *args, code=code)
         if self._hub is None:
             log()
         else:

@@ -43,8 +43,7 @@ from celery_leases.errors import LeasesError
 from celery_leases.groups.group import gate_name
 from celery_leases.groups.slots import AHEAD, Ask, Room
 from celery_leases.options import Group
-from celery_leases.signals import logger
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.worker import processes
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.headers import (
@@ -645,7 +644,7 @@ class WaitingCalls:
         except LeasesError as error:
             logger.debug("cannot read which keys are held: %s", error)
         except Exception:  # noqa: BLE001 - the calls begin when their countdown ends
-            logger.exception(coded("waiting-not-read", "cannot read which keys are held"))
+            logger.exception("cannot read which keys are held", code="waiting-not-read")
         finally:
             self._lookup_pending = False
 

@@ -836,11 +836,13 @@ def checks_of_django() -> Iterator[tuple[str, str, str]]:
 def noted_lines() -> dict[str, list[str]]:
     """The texts of the log lines with each code of the notices."""
     found: dict[str, list[str]] = {}
-    for call in calls("coded"):
-        text = re.sub(r"%[rsd]", "…", text_of(call.args[1]))
-        texts = found.setdefault(text_of(call.args[0]), [])
-        if text not in texts:
-            texts.append(text)
+    for call in calls("warning", "error", "exception", "log", "_log"):
+        for code in (each.value for each in call.keywords if each.arg == "code"):
+            given = call.args[1] if ast.unparse(call.func).endswith("log") else call.args[0]
+            text = re.sub(r"%[rsd]", "…", text_of(given))
+            texts = found.setdefault(text_of(code), [])
+            if text not in texts:
+                texts.append(text)
     return found
 
 

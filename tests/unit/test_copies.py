@@ -20,7 +20,7 @@ import pytest
 
 from celery_leases.decide.copies import Copy, waiter_mark
 from celery_leases.errors import StoreUnavailable
-from celery_leases.signals import logger
+from celery_leases.text.notices import logger
 from celery_leases.worker import publisher
 from celery_leases.worker.headers import Header
 from celery_leases.worker.publisher import Publisher
@@ -251,7 +251,7 @@ def _nonces_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     here.
     """
     monkeypatch.setattr("celery_leases.worker.publisher.uuid4", uuid4)
-    monkeypatch.setattr(logger, "disabled", True)
+    monkeypatch.setattr(logger.logger, "disabled", True)
 
 
 @pytest.mark.parametrize(

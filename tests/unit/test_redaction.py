@@ -15,8 +15,9 @@ from celery_leases import events, signals
 from celery_leases.errors import KeyReused
 from celery_leases.events import CallRefused, Event
 from celery_leases.record import Failure
-from celery_leases.signals import LINE_MAX, Announcer, logger
+from celery_leases.signals import LINE_MAX, Announcer
 from celery_leases.text.cleaning import printable
+from celery_leases.text.notices import logger
 from celery_leases.text.redaction import REDACTED, redact, shortened
 from tests.unit.case_ids import stable_id
 
@@ -303,11 +304,11 @@ class RenewalResult(logging.Handler):
 def kept() -> Any:
     """A handler on the library's logger."""
     handler = RenewalResult()
-    logger.addHandler(handler)
+    logger.logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     yield handler
     logger.setLevel(logging.NOTSET)
-    logger.removeHandler(handler)
+    logger.logger.removeHandler(handler)
 
 
 def test_secrets_are_taken_out_of_tracebacks_and_the_exception_is_still_there(kept) -> None:

@@ -19,7 +19,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from celery_leases import LeasedTask, events, tracing
 from celery_leases.record import Failure
-from celery_leases.signals import Announcer, logger
+from celery_leases.signals import Announcer
+from celery_leases.text.notices import logger
 from tests.unit.celery_apps import apps
 from tests.unit.doc_pages import markdown_rows, page, section
 
@@ -82,7 +83,7 @@ def attributes(spans: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("level", ["WARNING", "DEBUG"])
 def test_a_call_sets_attributes_of_its_current_span(spans, task, level, monkeypatch) -> None:
-    name, before = f"good-{level}", logger.level
+    name, before = f"good-{level}", logger.logger.level
     logger.setLevel(level)
     try:
         for _ in range(2):

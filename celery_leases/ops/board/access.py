@@ -25,9 +25,9 @@ from starlette.responses import Response
 
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.text.cleaning import printable
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import NoticeLogger
 
-logger = logging.getLogger("celery_leases.ops.board")
+logger = NoticeLogger(logging.getLogger("celery_leases.ops.board"))
 
 MIN_PASSWORD_LENGTH: Final = 12
 COOKIE: Final = "celery_leases_board"
@@ -105,9 +105,10 @@ class Passwords:
         if known is None or not same:
             if password:
                 logger.warning(
-                    coded("wrong-password", "refused: a wrong name or password for %s from %s"),
+                    "refused: a wrong name or password for %s from %s",
                     printable(name),
                     address_of(request),
+                    code="wrong-password",
                 )
             raise HTTPException(
                 401,
@@ -203,7 +204,7 @@ class AccessMiddleware:
             await self._refuse(request, error)(scope, receive, send_with_headers)
             return
         except Exception:
-            logger.exception(coded("authoriser-failed", "the authoriser of the board failed"))
+            logger.exception("the authoriser of the board failed", code="authoriser-failed")
             await self._refuse(request, HTTPException(500))(scope, receive, send_with_headers)
             return
         if isinstance(operator, Response):
@@ -243,9 +244,10 @@ class AccessMiddleware:
         if any(urlsplit(origin).netloc == host.lower() for origin in self._origins):
             return
         logger.warning(
-            coded("host-refused", "refused: the host %s from %s"),
+            "refused: the host %s from %s",
             printable(host),
             address_of(request),
+            code="host-refused",
         )
         raise HTTPException(
             403,
@@ -262,11 +264,12 @@ class AccessMiddleware:
         own = bool(host) and _netloc_of(origin) == host
         if not own and origin not in self._origins:
             logger.warning(
-                coded("origin-refused", "refused: %s %s by the origin %s from %s"),
+                "refused: %s %s by the origin %s from %s",
                 request.method,
                 printable(request.url.path),
                 printable(origin) or "-",
                 address_of(request),
+                code="origin-refused",
             )
             raise HTTPException(403, "The form was sent by a page of another origin.")
 

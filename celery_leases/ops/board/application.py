@@ -38,11 +38,11 @@ from celery_leases.ops.board.bulk_jobs import Jobs, Step, TooManyJobs
 from celery_leases.ops.board.cached_reads import CachedRead
 from celery_leases.ops.board.forms import Fields, bad_request, form_of
 from celery_leases.ops.client import OperatorClient
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import NoticeLogger
 from celery_leases.text.redaction import redact
 from celery_leases.web.async_client import AsyncLeaseClient
 
-logger = logging.getLogger("celery_leases.ops.board")
+logger = NoticeLogger(logging.getLogger("celery_leases.ops.board"))
 
 PACKAGE: Final = Path(__file__).parent
 THREADS: Final = 16
@@ -162,9 +162,10 @@ class Board:
                 return self.refused(request, error)
             except Exception:
                 logger.exception(
-                    coded("board-error", "%s %s failed"),
+                    "%s %s failed",
                     request.method,
                     formatting.printed(request.url.path),
+                    code="board-error",
                 )
                 return self.refused(request, HTTPException(500))
 
@@ -181,9 +182,10 @@ class Board:
             status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
             if status == 500:
                 logger.exception(
-                    coded("board-error", "%s %s failed"),
+                    "%s %s failed",
                     request.method,
                     formatting.printed(request.url.path),
+                    code="board-error",
                 )
             raise HTTPException(status, redact(str(error))) from None
         if isinstance(page, Redirect):

@@ -17,10 +17,10 @@ from celery_leases.errors import LeasesError
 from celery_leases.ops.reports import Change
 from celery_leases.status import LeaseStatus
 from celery_leases.text.cleaning import printable
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import NoticeLogger
 from celery_leases.text.redaction import redact
 
-logger = logging.getLogger("celery_leases.ops.board")
+logger = NoticeLogger(logging.getLogger("celery_leases.ops.board"))
 
 MAX_RUNNING: Final = 4
 MAX_JOBS: Final = 100
@@ -118,7 +118,7 @@ class Jobs:
         except LeasesError as error:
             job.problem = redact(str(error))
         except Exception:
-            logger.exception(coded("board-error", "%s: %s failed"), job.who, job.name)
+            logger.exception("%s: %s failed", job.who, job.name, code="board-error")
             job.problem = "It ended with an error, which is in the log of the board."
         finally:
             logger.info(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -38,9 +37,7 @@ from celery_leases.stores.sql.dialects import Writes
 from celery_leases.stores.sql.record_statements import is_running
 from celery_leases.stores.sql.rows import Row, attempt_parameters, microseconds
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.text.notices import coded
-
-logger = logging.getLogger("celery_leases")
+from celery_leases.text.notices import logger
 
 BEGIN_TRIES: Final = 3
 
@@ -135,10 +132,11 @@ class SqlEffectStore:
             return self._finished(effect, result, reference)
         except ValueRefused as error:
             logger.error(
-                coded("reply-not-stored", "the reply of effect %s of %s is not stored: %s"),
+                "the reply of effect %s of %s is not stored: %s",
                 effect.name,
                 effect.stored_key,
                 error,
+                code="reply-not-stored",
             )
             return self._finished(effect, None, None)
 

@@ -9,7 +9,6 @@ unchanged.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import secrets
 from collections import Counter
@@ -60,9 +59,7 @@ from celery_leases.stores.sql.record_queries import in_subquery
 from celery_leases.stores.sql.record_statements import RecordStatements, is_running
 from celery_leases.stores.sql.rows import MICROSECONDS, Row, microseconds
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.text.notices import coded
-
-logger = logging.getLogger("celery_leases")
+from celery_leases.text.notices import logger
 
 CLAIM_TRIES: Final = 3
 """How often a claim is tried while other processes change the row between reading and writing.
@@ -246,10 +243,12 @@ class SqlRecordStore:
                 raise
             # The message is only for a rescue, and may be what the database refuses.
             answer = self._claim(replace(call, message=None), lease_store, age, groups)
-            text = coded(
-                "not-rescuable", "%s: the call could not be stored, so it cannot be rescued: %s"
+            logger.warning(
+                "%s: the call could not be stored, so it cannot be rescued: %s",
+                call.key.key,
+                error,
+                code="not-rescuable",
             )
-            logger.warning(text, call.key.key, error)
             return answer
         except StoreUnavailable as error:
             if error.executed is not False:  # a locked row shows that the database is available
@@ -427,12 +426,10 @@ class SqlRecordStore:
             written = shared.run(values, alone) if shared is not None else alone()
         except ValueRefused as error:
             logger.error(
-                coded(
-                    "outcome-shortened",
-                    "%s: its outcome was written without result, reason and message: %s",
-                ),
+                "%s: its outcome was written without result, reason and message: %s",
                 record.key,
                 error,
+                code="outcome-shortened",
             )
             record, outcome = replace(record, finished_results=None), rows.without_texts(outcome)
             written = self.database.count(*self.settlement(record, outcome))

@@ -8,7 +8,6 @@ default are left out; if all have it, the column is NULL. Which field is where s
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
@@ -24,9 +23,7 @@ from celery_leases.keys import FINGERPRINT_LENGTH, fingerprint_of
 from celery_leases.record import FIELDS, SETTLED, Attempt, Ended, Failure, Outcome, Record, State
 from celery_leases.results import decode, unreadable
 from celery_leases.text.cleaning import storable
-from celery_leases.text.notices import coded
-
-logger = logging.getLogger("celery_leases")
+from celery_leases.text.notices import logger
 
 Row = Mapping[Any, Any]
 """A row of a result: values by column name."""
@@ -330,7 +327,7 @@ def _problem(row: Row, column: str, error: Exception) -> str:
 
 @lru_cache(1000)
 def _warn(problem: str) -> None:
-    logger.warning(coded("column-unreadable", "%s; it counts as empty"), problem)
+    logger.warning("%s; it counts as empty", problem, code="column-unreadable")
 
 
 def _progress(text: str) -> str:

@@ -18,9 +18,9 @@ from celery.beat import BeatLazyFunc, ScheduleEntry
 from celery.schedules import crontab, schedule, solar
 
 from celery_leases.keys import names_in
-from celery_leases.signals import logger
 from celery_leases.text.cleaning import printable
 from celery_leases.text.durations import in_words
+from celery_leases.text.notices import logger
 from celery_leases.worker.checks.settings import Finding, Severity
 
 ADVICE: Final = (

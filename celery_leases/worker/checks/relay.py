@@ -10,10 +10,9 @@ from celery import Celery
 
 from celery_leases.errors import LeasesError
 from celery_leases.settings import IN_MEMORY
-from celery_leases.signals import logger
 from celery_leases.text.cleaning import printable
 from celery_leases.text.durations import in_words
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 
 if TYPE_CHECKING:
@@ -78,14 +77,12 @@ def warn_of_waiting(records: SqlRecordStore) -> None:
     oldest = Outbox(records).oldest_due(WAITING_TOO_LONG)
     if oldest is not None and oldest.publish_at is not None:
         logger.warning(
-            coded(
-                "no-relay",
-                "messages that delay_in() has written wait for a relay, the oldest for %s (%s, key %s): run "
-                "`leases relay` every minute, or let beat do it: app.conf.beat_schedule = "
-                '{"relay": {"task": "celery_leases.relay", "schedule": 60.0}} with '
-                '"celery_leases.builtin_tasks" in app.conf.include',
-            ),
+            "messages that delay_in() has written wait for a relay, the oldest for %s (%s, key %s): run "
+            "`leases relay` every minute, or let beat do it: app.conf.beat_schedule = "
+            '{"relay": {"task": "celery_leases.relay", "schedule": 60.0}} with '
+            '"celery_leases.builtin_tasks" in app.conf.include',
             in_words((oldest.now - oldest.publish_at) / MICROSECONDS),
             oldest.task,
             printable(oldest.key),
+            code="no-relay",
         )

@@ -8,8 +8,7 @@ from typing import Any
 from celery_leases.attempt.process import Process
 from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnavailable
 from celery_leases.settings import IN_MEMORY
-from celery_leases.signals import logger
-from celery_leases.text.notices import coded
+from celery_leases.text.notices import logger
 from celery_leases.worker import processes
 from celery_leases.worker.app_settings import leased_tasks
 from celery_leases.worker.arrivals import arrivals
@@ -73,17 +72,17 @@ def _check_records(process: Process) -> None:
     except StoreUnavailable as error:
         if process.settings.database_url.startswith("sqlite") and error.executed is not False:
             raise LeaseConfigurationError(f"the records file cannot be used: {error}") from None
-        logger.warning(coded("records-away", "the records database does not answer yet: %s"), error)
+        logger.warning("the records database does not answer yet: %s", error, code="records-away")
 
 
 def _check_lease_store(process: Process, *, latest: bool) -> None:
     try:
         if warning := process.leases.check():
-            logger.warning(coded("lease-store-warning", "%s"), warning)
+            logger.warning("%s", warning, code="lease-store-warning")
         if latest:
             arrivals.compare(process)
     except StoreUnavailable as error:
-        logger.warning(coded("lease-store-away", "the lease store does not answer yet: %s"), error)
+        logger.warning("the lease store does not answer yet: %s", error, code="lease-store-away")
 
 
 def _refuse_kill_option(tasks: Mapping[str, Any]) -> None:
