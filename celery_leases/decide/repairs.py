@@ -6,7 +6,7 @@ A store reads the row, calls one of these functions, and writes the returned row
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from celery_leases.decide import attempt_history
@@ -46,53 +46,48 @@ def resolved(row: Record, result: str | None, retention: float | None = None) ->
     return replace(row, state=State.DONE, ended=Ended.RESOLVED, result=result, **values)
 
 
-def enqueued(
-    row: Record | None,
-    task: str,
-    key: CallKey,
-    call_id: str,
-    message: str,
-    *,
-    ttl: float,
-    retention: float,
-) -> Record:
-    """A ``pending`` row with the message of a call, which replaces the expired *row*, if there is
+@dataclass(frozen=True, slots=True)
+class NewCall:
+    """A call of *task* that is published together with its record, which stores its *message*;
+    *ttl* and *retention* are those of the task.
+    """
+
+    task: str
+    key: CallKey
+    call_id: str
+    message: str
+    ttl: float
+    retention: float
+
+
+def enqueued(row: Record | None, call: NewCall) -> Record:
+    """A ``pending`` row with the message of *call*, which replaces the expired *row*, if there is
     one.
 
     Without a *row* its times are 0, and the database adds the time of the insert.
     """
     now, fence_before = (row.now, row.fence) if row is not None else (0, -1)
     return Record(
-        stored_key=key.stored,
-        task=task,
-        key=key.key,
+        stored_key=call.key.stored,
+        task=call.task,
+        key=call.key.key,
         state=State.PENDING,
         fence=max(fence_before + 1, now),
-        call_id=call_id,
+        call_id=call.call_id,
         generation=row.generation + 1 if row is not None else 0,
-        lease_ttl=ttl,
+        lease_ttl=call.ttl,
         created_at=now,
         started_at=now,
         now=now,
-        fingerprint=key.fingerprint,
-        digests=key.digests,
-        retention=retention,
-        message=message,
+        fingerprint=call.key.fingerprint,
+        digests=call.key.digests,
+        retention=call.retention,
+        message=call.message,
     )
 
 
-def reassigned(
-    row: Record,
-    task: str,
-    key: CallKey,
-    call_id: str,
-    message: str,
-    *,
-    new_generation: bool,
-    ttl: float,
-    retention: float,
-) -> Record:
-    """*row*, which no outstanding call has, as the row of a call that is being published.
+def reassigned(row: Record, call: NewCall, *, new_generation: bool) -> Record:
+    """*row*, which no outstanding call has, as the row of *call*.
 
     Its counts stay, except for a *new_generation*, which follows a call that has ended.
     """
@@ -102,16 +97,16 @@ def reassigned(
     if row.ended is not None:
         values["previous"] = Attempt(row.ended, row.failure, row.holder)
     values |= {
-        "task": task,
+        "task": call.task,
         "state": State.PENDING,
         "fence": max(row.fence + 1, row.now),
-        "call_id": call_id,
-        "fingerprint": key.fingerprint,
-        "digests": key.digests,
-        "message": message,
+        "call_id": call.call_id,
+        "fingerprint": call.key.fingerprint,
+        "digests": call.key.digests,
+        "message": call.message,
         "started_at": row.now,
-        "lease_ttl": ttl,
-        "retention": retention,
+        "lease_ttl": call.ttl,
+        "retention": call.retention,
         "history": attempt_history.with_attempt(row, attempt_history.latest_ended(row)),
     }
     return replace(row, **values)

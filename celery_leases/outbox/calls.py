@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from uuid import uuid4
@@ -21,6 +22,7 @@ from celery.utils.time import maybe_make_aware
 from celery_leases.attempt.process import Process
 from celery_leases.decide.after_run import call_has_ended
 from celery_leases.decide.before_run import permanent_failure
+from celery_leases.decide.repairs import NewCall
 from celery_leases.errors import (
     AlreadyQueued,
     LeaseConfigurationError,
@@ -58,26 +60,9 @@ RELAY_AT_ONCE: Final = 100
 READ_AT_ONCE: Final = 100
 STORED_OPTIONS: Final = frozenset(
     {
-        *(
-            "countdown",
-            "eta",
-            "expires",
-            "queue",
-            "exchange",
-            "routing_key",
-            "priority",
-            "headers",
-            "link",
-        ),
-        *(
-            "link_error",
-            "serializer",
-            "compression",
-            "time_limit",
-            "soft_time_limit",
-            "ignore_result",
-            "shadow",
-        ),
+        *("countdown", "eta", "expires", "queue", "exchange", "routing_key", "priority", "headers"),
+        *("link", "link_error", "serializer", "compression", "time_limit", "soft_time_limit"),
+        *("ignore_result", "shadow"),
     }
 )
 """Options of ``apply_async`` that are stored with a call."""
@@ -117,7 +102,7 @@ def enqueue(
     headers = headers_of(task, args, kwargs, options_of_call.get("headers"), call_id)
     key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs, headers)
     stored = {**options_of_call, "headers": headers} if headers else options_of_call
-    call = _NewCall(task, key, call_id, _message(task, args, kwargs, call_id, stored))
+    call = _new_call(task, key, call_id, _message(task, args, kwargs, call_id, stored))
     if process.in_memory:
         return _enqueue_in_memory(process, given, call)
     from celery_leases.stores.sql.transactions import JoinedTransaction
@@ -133,14 +118,9 @@ def enqueue(
     return AsyncResult(other or call_id, app=app)
 
 
-@dataclass(frozen=True)
-class _NewCall:
-    """A new call of *task*, with its message as the record stores it."""
-
-    task: Any
-    key: CallKey
-    call_id: str
-    message: str
+def _new_call(task: Any, key: CallKey, call_id: str, message: str) -> NewCall:
+    options = task.lease_options
+    return NewCall(task.name, key, call_id, message, options.ttl, options.retention)
 
 
 class _RowAccess(Protocol):
@@ -216,21 +196,18 @@ def _headers_are_added(task: Any) -> bool:
 _PUBLISHING: Final = frozenset({"celery.app.base", "celery.app.task", "celery_leases.task"})
 
 
-def _write_record(outbox: Outbox, rows: _RowAccess, call: _NewCall) -> str | None:
+def _write_record(outbox: Outbox, rows: _RowAccess, call: NewCall) -> str | None:
     """Write the record of *call* with its message; return the id of another call if the key
     belongs to one, and nothing was written.
 
     Raises what a delivery of the call would raise if the record has failed or has other arguments.
     """
-    key, options = call.key, call.task.lease_options
-    named = (call.task.name, key, call.call_id, call.message)
-    if rows.write(
-        outbox.enqueue_writes(*named, ttl=options.ttl, retention=options.retention), key.key
-    ):
+    key = call.key
+    if rows.write(outbox.enqueue_writes(call), key.key):
         return None
     record = _existing_record(rows, key)
     if record.expired:
-        writes = outbox.replace_writes(record, *named, ttl=options.ttl, retention=options.retention)
+        writes = outbox.replace_writes(record, call)
     else:
         _check_arguments(record, key)
         writes = (
@@ -243,7 +220,7 @@ def _write_record(outbox: Outbox, rows: _RowAccess, call: _NewCall) -> str | Non
     return _queued_call(rows.read(key.stored, key.key, newest=True) or record)
 
 
-def _enqueue_in_memory(process: Process, given: Any, call: _NewCall) -> AsyncResult:
+def _enqueue_in_memory(process: Process, given: Any, call: NewCall) -> AsyncResult:
     """:func:`enqueue` for an eager call whose records are in memory: the record is written, and the
     call run, after the commit of *given*.
     """
@@ -364,10 +341,11 @@ def publish_once(
         keeps["headers"] = headers
     outbox = _outbox(process)
     message = _message(task, args, kwargs, task_id, keeps, "lease_outbox='once'")
-    call = _NewCall(task, key, call_id, message)
-    other = _write_queued(outbox, process.records, call)
+    call = _new_call(task, key, call_id, message)
+    write = partial(_write_queued, outbox, process.records, call, each_runs=options.each_runs)
+    other = write()
     while other is not None and other.state is State.PENDING and not outbox.share(other):
-        other = _write_queued(outbox, process.records, call)
+        other = write()
     if other is not None:
         return _result_of_other(task, publish, other, args, kwargs)
     if app.conf.task_always_eager:
@@ -404,26 +382,23 @@ def _result_of_other(
     return AsyncResult(call_id, app=task.app)
 
 
-def _write_queued(outbox: Outbox, records: SqlRecordStore, call: _NewCall) -> Record | None:
+def _write_queued(
+    outbox: Outbox, records: SqlRecordStore, call: NewCall, *, each_runs: bool
+) -> Record | None:
     """Write the record of *call*, in one statement if the key has no record; return the record of
     another call if the key belongs to one, and nothing was written.
     """
-    key, options, rows = call.key, call.task.lease_options, _Autocommit(records)
-    ttl, retention = options.ttl, options.retention
-    named = (call.task.name, key, call.call_id, call.message)
-    if rows.write(outbox.enqueue_writes(*named, ttl=ttl, retention=retention), key.key):
+    key, rows = call.key, _Autocommit(records)
+    if rows.write(outbox.enqueue_writes(call), key.key):
         return None
     record = _existing_record(rows, key)
     queued = _has_message_of_another(record) and not _has_expired(record)
     over = record.state in (State.DONE, State.FAILED)
-    new_generation = options.each_runs and over and not queued
+    new_generation = each_runs and over and not queued
     if record.expired:
-        writes = outbox.replace_writes(record, *named, ttl=ttl, retention=retention)
+        writes = outbox.replace_writes(record, call)
     elif new_generation or (_has_no_open_call(record) and not record.waits):
-        new_generation = options.each_runs
-        writes = outbox.reassign_writes(
-            record, *named, new_generation=new_generation, ttl=ttl, retention=retention
-        )
+        writes = outbox.reassign_writes(record, call, new_generation=each_runs)
     else:
         if not record.failure_delivered and record.state not in (State.FAILED, State.UNCERTAIN):
             _check_same(record, key)
@@ -551,7 +526,7 @@ def publish_stored(app: Celery, stored_key: str) -> bool | None:
 
 def _publish_if_due(process: Process, outbox: Outbox, stored_key: str, done: RelayResult) -> None:
     """Publish the message of one key if it is still due; drop it if it has expired."""
-    record = _unless_locked(lambda: outbox.take_due(stored_key))
+    record = _unless_locked(lambda: outbox.take(stored_key, due=True))
     if record is None:
         return
     try:

@@ -14,6 +14,7 @@ from sqlalchemy import URL, Connection, Engine, String, create_engine, event, ma
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.pool import NullPool
 
+from celery_leases.decide.repairs import NewCall
 from celery_leases.errors import WrongDatabase
 from celery_leases.keys import CallKey
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
@@ -61,7 +62,7 @@ def test_djangos_connections_are_joined(sql_records: SqlRecordStore, django: Any
     transaction.complete(record, outcome(record, result='"50%"'))
     key = CallKey("k", fresh_key(), None)
     writes = Outbox(sql_records).enqueue_writes(
-        "contract", key, "first", '["50%"]', ttl=15.0, retention=60.0
+        NewCall("contract", key, "first", '["50%"]', 15.0, 60.0)
     )
     assert transaction.write(writes, "k")
     django.commit()

@@ -12,6 +12,7 @@ import pymysql
 import pytest
 from sqlalchemy import Connection, text
 
+from celery_leases.decide.repairs import NewCall
 from celery_leases.errors import LeaseLost, StoreUnavailable, WrongDatabase
 from celery_leases.keys import CallKey
 from celery_leases.stores.sql.connections import engine_for
@@ -191,11 +192,11 @@ def test_a_hidden_transaction_is_refused(records: SqlRecordStore, driver: Any) -
 
 def test_a_call_enqueued_after_a_snapshot_is_seen(records: SqlRecordStore, driver: Any) -> None:
     key, outbox = CallKey("k", fresh_key(), None, None), Outbox(records)
-    enqueuing = outbox.enqueue_writes("contract", key, "first", "{}", ttl=15.0, retention=60.0)
+    enqueuing = outbox.enqueue_writes(NewCall("contract", key, "first", "{}", 15.0, 60.0))
     transaction = JoinedTransaction(driver, records)
     assert transaction.read(key.stored, "k") is None
     assert records.database.touch(enqueuing, {})
-    again = outbox.enqueue_writes("contract", key, "second", "{}", ttl=15.0, retention=60.0)
+    again = outbox.enqueue_writes(NewCall("contract", key, "second", "{}", 15.0, 60.0))
     assert not transaction.write(again, "k")
     assert transaction.read(key.stored, "k") is None
     found = transaction.read(key.stored, "k", newest=True)
@@ -205,7 +206,7 @@ def test_a_call_enqueued_after_a_snapshot_is_seen(records: SqlRecordStore, drive
     taken = outbox.take(key.stored)
     assert taken is not None
     assert taken.publish_at is not None
-    assert outbox.take_due(key.stored) is None
+    assert outbox.take(key.stored, due=True) is None
     outbox.published(taken)
     assert outbox.take(key.stored) is None
 
@@ -213,10 +214,10 @@ def test_a_call_enqueued_after_a_snapshot_is_seen(records: SqlRecordStore, drive
 def test_an_enqueued_call_is_taken_by_one_of_many(records: SqlRecordStore) -> None:
     key, outbox = CallKey("k", fresh_key(), None, None), Outbox(records)
     assert records.database.touch(
-        outbox.enqueue_writes("contract", key, "first", "{}", ttl=15.0, retention=60.0), {}
+        outbox.enqueue_writes(NewCall("contract", key, "first", "{}", 15.0, 60.0)), {}
     )
     with records.database.engine.connect() as connection:
         connection.execute(text("UPDATE celery_leases_records SET publish_at = 1"))
     with ThreadPoolExecutor(8) as threads:
-        taken = list(threads.map(lambda _: outbox.take_due(key.stored), range(8)))
+        taken = list(threads.map(lambda _: outbox.take(key.stored, due=True), range(8)))
     assert sum(record is not None for record in taken) == 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from celery_leases.decide.repairs import NewCall
 from celery_leases.keys import CallKey
 from celery_leases.record import Ended, Record, State
 from celery_leases.stores.sql.outbox import Outbox
@@ -26,16 +27,16 @@ def outbox(sql_records: SqlRecordStore) -> Outbox:
 
 def queue(outbox: Outbox, key: str, call_id: str) -> bool:
     """Write the record of a call that is being published; returns whether the key had none."""
-    named = ("task", CallKey(key, key), call_id, '{"task": "task"}')
-    return outbox.database.touch(outbox.enqueue_writes(*named, **SPANS), {})
+    call = NewCall("task", CallKey(key, key), call_id, '{"task": "task"}', **SPANS)
+    return outbox.database.touch(outbox.enqueue_writes(call), {})
 
 
 def reassign(outbox: Outbox, old: Record, call_id: str, *, new_generation: bool = False) -> bool:
     """Assign *old* to a call; returns whether it was unchanged."""
-    named = ("task", CallKey(old.key, old.stored_key), call_id, '{"task": "task"}')
-    return outbox.database.touch(
-        outbox.reassign_writes(old, *named, new_generation=new_generation, **SPANS), {}
-    )
+    key = CallKey(old.key, old.stored_key)
+    call = NewCall("task", key, call_id, '{"task": "task"}', **SPANS)
+    writes = outbox.reassign_writes(old, call, new_generation=new_generation)
+    return outbox.database.touch(writes, {})
 
 
 def test_a_queued_record_is_one_statement(outbox: Outbox, sql_records: SqlRecordStore) -> None:

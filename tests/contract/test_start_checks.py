@@ -18,6 +18,7 @@ from sqlalchemy import Connection, Engine, create_engine, make_url, text
 
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.decide.answers import Renewal, RenewalResult
+from celery_leases.decide.repairs import NewCall
 from celery_leases.keys import CallKey
 from celery_leases.record import State
 from celery_leases.stores.sql import migrations
@@ -159,7 +160,7 @@ def test_the_rights_that_are_documented_are_enough(app: Celery, owner: Engine) -
         transaction = JoinedTransaction(connection, records)
         key = CallKey("enqueued", fresh_key(), None, None)
         assert transaction.write(
-            Outbox(records).enqueue_writes("t", key, "first", "{}", ttl=7.0, retention=60.0), "k"
+            Outbox(records).enqueue_writes(NewCall("t", key, "first", "{}", 7.0, 60.0)), "k"
         )
         transaction.guard(record)
         transaction.complete(record, outcome(record, result="1"))

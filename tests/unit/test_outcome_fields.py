@@ -157,14 +157,14 @@ def test_a_mark_names_the_call_that_waits_only_while_it_has_a_copy() -> None:
 
 
 def test_a_published_call_begins_a_generation() -> None:
-    given: Any = {"ttl": 5.0, "retention": 9.0}
+    call = repairs.NewCall("t", KEY, OURS, "{}", ttl=5.0, retention=9.0)
     expired = a_record(State.DONE, generation=4)
-    new = repairs.enqueued(expired, "t", KEY, OURS, "{}", **given)
+    new = repairs.enqueued(expired, call)
     assert (new.generation, new.digests) == (5, KEY.digests)
-    assert repairs.enqueued(None, "t", KEY, OURS, "{}", **given).generation == 0
+    assert repairs.enqueued(None, call).generation == 0
     row = a_record(State.DONE, generation=4, failures=3, digests=None, result="1")
     for begins, generation, failures in ((True, 5, 0), (False, 4, 3)):
-        moved = repairs.reassigned(row, "t", KEY, OURS, "{}", new_generation=begins, **given)
+        moved = repairs.reassigned(row, call, new_generation=begins)
         assert (moved.generation, moved.failures) == (generation, failures)
         assert moved.digests == KEY.digests
 

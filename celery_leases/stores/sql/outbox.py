@@ -12,7 +12,7 @@ from sqlalchemy.sql.dml import ReturningUpdate
 from celery_leases.decide import repairs
 from celery_leases.decide.after_run import CALL_ENDING_CAUSES
 from celery_leases.decide.claim import has_message_of
-from celery_leases.keys import CallKey
+from celery_leases.decide.repairs import NewCall
 from celery_leases.record import CALLER_HAS_FAILURE, Ended, Record, State
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.dialects import Writes
@@ -42,40 +42,23 @@ class Outbox:
     def _table(self) -> Table:
         return self.records.tables.records
 
-    def enqueue_writes(
-        self, task: str, key: CallKey, call_id: str, message: str, *, ttl: float, retention: float
-    ) -> Writes:
-        """The write of a ``pending`` record with its message. *ttl* and *retention* are those of
-        the task.
+    def enqueue_writes(self, call: NewCall) -> Writes:
+        """The write of a ``pending`` record with its message.
 
         It touches no row if the key has a record. For an expired record see :meth:`replace_writes`.
         """
         now = self.database.now
-        new = rows.column_values(
-            repairs.enqueued(None, task, key, call_id, message, ttl=ttl, retention=retention)
-        )
+        new = rows.column_values(repairs.enqueued(None, call))
         new |= dict.fromkeys(("fence", "created_at", "started_at"), now) | {
             "publish_at": now + _PUBLISH_GRACE_US
         }
         return self.database.dialect.insert_absent(self._table, ("stored_key",), new)
 
-    def replace_writes(
-        self,
-        old: Record,
-        task: str,
-        key: CallKey,
-        call_id: str,
-        message: str,
-        *,
-        ttl: float,
-        retention: float,
-    ) -> Writes:
+    def replace_writes(self, old: Record, call: NewCall) -> Writes:
         """The same write for the expired record *old*. It touches no row if the record has
         changed.
         """
-        new = repairs.enqueued(old, task, key, call_id, message, ttl=ttl, retention=retention)
-        values = rows.column_values(replace(new, publish_at=new.now + _PUBLISH_GRACE_US))
-        return (self._unchanged(old).values(values),)
+        return self._replacing(old, repairs.enqueued(old, call))
 
     def add_writes(self, record: Record, message: str, call_id: str) -> Writes:
         """The write that adds *message* of the call *call_id* to a record that belongs to no call.
@@ -91,31 +74,13 @@ class Outbox:
             ),
         )
 
-    def reassign_writes(
-        self,
-        old: Record,
-        task: str,
-        key: CallKey,
-        call_id: str,
-        message: str,
-        *,
-        new_generation: bool,
-        ttl: float,
-        retention: float,
-    ) -> Writes:
-        """The write that assigns *old*, a record that belongs to no call, to a call. It touches no
+    def reassign_writes(self, old: Record, call: NewCall, *, new_generation: bool) -> Writes:
+        """The write that assigns *old*, a record that belongs to no call, to *call*. It touches no
         row if *old* has changed.
         """
-        new = repairs.reassigned(
-            old,
-            task,
-            key,
-            call_id,
-            message,
-            new_generation=new_generation,
-            ttl=ttl,
-            retention=retention,
-        )
+        return self._replacing(old, repairs.reassigned(old, call, new_generation=new_generation))
+
+    def _replacing(self, old: Record, new: Record) -> Writes:
         values = rows.column_values(replace(new, publish_at=new.now + _PUBLISH_GRACE_US))
         return (self._unchanged(old).values(values),)
 
@@ -166,13 +131,14 @@ class Outbox:
         own = update(table).where(table.c.stored_key == stored_key, table.c.call_id == call_id)
         return own.where(table.c.publish_at.is_not(None))
 
-    def take(self, stored_key: str) -> Record | None:
-        """Take the message of a key in order to publish it, unless it was published."""
-        return self._take(stored_key, due=False)
-
-    def take_due(self, stored_key: str) -> Record | None:
-        """Take the message of a key if it is due."""
-        return self._take(stored_key, due=True)
+    def take(self, stored_key: str, *, due: bool = False) -> Record | None:
+        """Take the message of a key in order to publish it, unless it was published, or with *due*
+        if it is due.
+        """
+        if not self.database.dialect.writes_return:
+            return self._take_as_read(stored_key, due=due)
+        row = self.database.first(self._taking(stored_key, due=due), {})
+        return rows.to_record(row, lenient=True) if row is not None else None
 
     def due(self, limit: int) -> Sequence[str]:
         """The stored keys of at most *limit* messages that are due, the oldest first."""
@@ -272,7 +238,7 @@ class Outbox:
         return query.order_by(table.c.started_at, table.c.stored_key)
 
     def publish_again(self, record: Record) -> bool:
-        """Make the message of an unchanged row due, so that :meth:`take_due` takes it; returns
+        """Make the message of an unchanged row due, so that it is taken as due; returns
         ``False`` if the row has changed.
         """
         return (
@@ -289,12 +255,6 @@ class Outbox:
             table.c.publish_at.is_not_distinct_from(record.publish_at),
             table.c.published_at.is_not_distinct_from(record.published_at),
         )
-
-    def _take(self, stored_key: str, *, due: bool) -> Record | None:
-        if not self.database.dialect.writes_return:
-            return self._take_as_read(stored_key, due=due)
-        row = self.database.first(self._taking(stored_key, due=due), {})
-        return rows.to_record(row, lenient=True) if row is not None else None
 
     def _taking(self, stored_key: str, *, due: bool) -> ReturningUpdate[Any]:
         now = self.database.now
