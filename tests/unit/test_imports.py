@@ -6,12 +6,15 @@ import re
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import celery_leases
 from celery_leases import errors
+from tests.unit.doc_pages import ROOT
 
 
 def _loaded_by(statement: str) -> set[str]:
@@ -84,3 +87,22 @@ def test_every_exception_is_in_the_module_of_the_exceptions() -> None:
     assert {kind.__module__ for kind in kinds if kind.__name__ in errors.__all__} == {
         errors.__name__
     }
+
+
+def test_each_name_of_the_package_in_a_docstring_exists() -> None:
+    """Those with their module."""
+    text = "".join(path.read_text() for path in (ROOT / "celery_leases").rglob("*.py"))
+    names = {*re.findall(r":\w+:`~?(celery_leases\.[\w.]+)`", text)}
+    assert len(names) > 50
+    assert [name for name in sorted(names) if not _exists(name)] == []
+
+
+def _exists(name: str) -> bool:
+    parts = name.split(".")
+    for place in range(len(parts), 0, -1):
+        with suppress(ImportError):
+            found: object = import_module(".".join(parts[:place]))
+            break
+    for part in parts[place:]:
+        found = getattr(found, part, None) or getattr(found, "__annotations__", {}).get(part)
+    return found is not None

@@ -66,8 +66,8 @@ WHERE e.stored_key = :stored_key AND e.name = :name AND e.scope = :scope AND e.s
 
 
 class SqlEffectStore:
-    """An :class:`~celery_leases.stores.interfaces.EffectStore` for the records of *tables* in
-    *database*.
+    """Effects and progress of running attempts on the records of *tables* in *database*. Every
+    method raises ``StoreUnavailable`` if the database fails.
     """
 
     def __init__(self, database: Database, tables: Tables) -> None:
@@ -93,8 +93,12 @@ class SqlEffectStore:
         scope: Scope,
         taken: int | None = None,
     ) -> Begun | Found | None:
-        """Commit the intent in one statement; see
-        :class:`~celery_leases.stores.interfaces.EffectStore`.
+        """Commit the intent of an effect with the record's fence, in one statement that locks and
+        checks the record.
+
+        An effect that was begun before in its *scope* is ``Found`` and not changed, unless it is
+        still *sent* with the fence *taken*: then this attempt takes over its intent. ``None``: the
+        attempt no longer owns the record.
         """
         values = {
             "stored_key": record.stored_key,
@@ -124,7 +128,8 @@ class SqlEffectStore:
         return self.database.first(self._select_running, attempt_parameters(record)) is not None
 
     def finish(self, effect: Effect, result: str | None, reference: str | None) -> bool:
-        """Store the reply; see :class:`~celery_leases.stores.interfaces.EffectStore`.
+        """Write the reply, if the intent still has the effect's fence, even if another attempt
+        holds the lease now.
 
         If the database refuses the text of the reply, the effect is stored as done without it.
         """
@@ -164,7 +169,7 @@ class SqlEffectStore:
         )
 
     def withdraw(self, effect: Effect) -> bool:
-        """Delete the intent; see :class:`~celery_leases.stores.interfaces.EffectStore`."""
+        """Delete the intent: the call was not made, or certainly not executed."""
         return self.database.count(delete(self.effects).where(*self._intent(effect)), {}) == 1
 
     def read(self, stored_key: str, name: str, scope: str) -> Effect | None:
@@ -192,8 +197,10 @@ class SqlEffectStore:
         ]
 
     def forget_sent(self, record: Record) -> int:
-        """Delete the intents without a reply of all attempts up to that of *record*; see
-        :class:`~celery_leases.stores.interfaces.EffectStore`.
+        """Delete the intents without a reply of all attempts up to that of *record*: an operator
+        has found that these effects have not happened. Returns how many were deleted.
+
+        Intents of later attempts, and those in the scope of another call, stay.
         """
         effects = self.effects
         sent = delete(effects).where(

@@ -111,8 +111,9 @@ def failures(table: Table, dialect: Dialect) -> Select[Any]:
     """How many rows that are not done have failed, by the part of the error's JSON that has rule
     and reason.
 
-    In the JSON, as ``protocol/records.py`` writes it, both follow each other, and the group comes
-    next. A quote inside of a text is escaped, so none of the searched texts is inside of one.
+    In the JSON, as :mod:`celery_leases.stores.sql.rows` writes it, both follow each other, and the
+    group comes next. A quote inside of a text is escaped, so none of the searched texts is inside
+    of one.
     """
     error = table.c.error
     start = dialect.position(error, '"rule":')
