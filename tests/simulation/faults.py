@@ -27,6 +27,11 @@ class Faults:
     reorder: float = 0.0
     active: bool = True
 
+    def __post_init__(self) -> None:
+        names = ("refused", "lost request", "lost reply", "late")
+        rates = (self.refused, self.lost_request, self.lost_reply, self.late)
+        self._rates = [(name, rate) for name, rate in zip(names, rates, strict=True) if rate]
+
     @classmethod
     def drawn(cls, random: Random) -> Faults:
         """The rates of one run: some runs have no such faults, and some many."""
@@ -39,10 +44,10 @@ class Faults:
         if not self.active:
             return ""
         drawn = self.random.random()
-        for name in ("refused", "lost_request", "lost_reply", "late"):
-            drawn -= getattr(self, name)
+        for name, rate in self._rates:
+            drawn -= rate
             if drawn < 0:
-                return name.replace("_", " ")
+                return name
         return ""
 
 

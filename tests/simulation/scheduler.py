@@ -56,6 +56,7 @@ class Scheduler:
         self.failure: BaseException | None = None
         self._queue: list[tuple[float, float, int, int, Strand]] = []
         self._numbers = count()
+        self._until: Callable[[], bool] = lambda: True
         self._hub = greenlet.getcurrent()
         self._strands: dict[Strand, None] = {}
         self._ended = False
@@ -113,20 +114,26 @@ class Scheduler:
 
     def run(self, until: Callable[[], bool]) -> None:
         """Run until *until* returns true, or nothing is left to do."""
-        while self._queue and self.failure is None and not until():
+        self._until = until
+        while (strand := self._next()) is not None:
+            strand.greenlet.switch()
+
+    def _next(self) -> Strand | None:
+        """The thread that runs now; ``None`` if the run is over."""
+        self.current = None
+        while self._queue and self.failure is None and not self._until():
             at, _, number, _, strand = heapq.heappop(self._queue)
-            if number != strand.wakes or not strand.process.alive or strand.greenlet.dead:
+            process = strand.process
+            if number != strand.wakes or not process.alive or strand.greenlet.dead:
                 continue
             self.now = max(self.now, at)
-            if strand.process.paused_until > self.now:
-                self._put(strand.process.paused_until, strand)
+            if process.paused_until > self.now:
+                self._put(process.paused_until, strand)
                 continue
             self.steps += 1
             self.current = strand
-            try:
-                strand.greenlet.switch()
-            finally:
-                self.current = None
+            return strand
+        return None
 
     def end(self) -> None:
         """End all threads that are left."""
@@ -150,6 +157,8 @@ class Scheduler:
         heapq.heappush(self._queue, (at, tie, strand.wakes, next(self._numbers), strand))
 
     def _switch(self, strand: Strand) -> None:
-        self._hub.switch()
+        # Without a detour through the hub, which costs as much again.
+        if (following := self._next()) is not strand:
+            (self._hub if following is None else following.greenlet).switch()
         while strand.signals:
             strand.signals.pop(0)()

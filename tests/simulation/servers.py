@@ -45,6 +45,7 @@ class Server:
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
+        self.clock = world.kernel.clock
         self.alive = True
         self.paused_until = -math.inf
         self.up = True

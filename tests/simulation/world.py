@@ -10,12 +10,13 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import count
 from random import Random
 from typing import Any
 from unittest.mock import Mock, patch
 
+from billiard import einfo
 from celery.worker import state as worker_state
 from celery.worker import strategy
 from sqlalchemy.orm import Session
@@ -36,7 +37,6 @@ from celery_leases.worker import (
     request,
     requeue,
     takeover,
-    waiting_calls,
 )
 from celery_leases.worker.app_settings import settings_of
 from tests.simulation import broker as broker_module
@@ -77,6 +77,7 @@ class Plan:
 class Kernel:
     """The owner of what belongs to no process."""
 
+    clock: SimulatedClock
     name: str = "kernel"
     host: str = "nowhere"
     alive: bool = True
@@ -155,7 +156,7 @@ class World:
         self.random = Random(self.seed)
         self.shape = self.given or Shape.drawn(self.random)
         self.scheduler = Scheduler(self.random)
-        self.kernel = Kernel()
+        self.kernel = Kernel(SimulatedClock(self, 0.0, 1.0))
         self.faults = Faults.drawn(self.random)
         self.outside = work.Outside()
         self.app = work.app()
@@ -289,7 +290,7 @@ class World:
         self.broker.wake_all()
         self.note("healed")
 
-    @property
+    @cached_property
     def _settled_at(self) -> float:
         """When what dead processes have left must have ended by itself."""
         wait = 10 * self.shortest_ttl + (4 * RESCUE_AFTER + self.shape.span / 50) * self.shape.loses
@@ -635,8 +636,7 @@ def simulated(world: World) -> Iterator[None]:
     """Replace clocks, randomness, threads and processes by those of *world*."""
 
     def now() -> float:
-        here = world.here
-        return here.clock.now() if hasattr(here, "clock") else world.scheduler.now
+        return float(world.here.clock.now())
 
     def start_thread(target: Callable[[], object]) -> None:
         world.scheduler.spawn(world.here, target, "thread")
@@ -666,17 +666,19 @@ def simulated(world: World) -> Iterator[None]:
         (requeue, "_requeued", OrderedDict()),
         (strategy, "to_timestamp", lambda moment: moment.timestamp()),
         (request, "arrivals", Mock(order=order)),
+        (einfo, "Traceback", lambda _: None),  # nobody reads them, and they take a third of a run
+        (einfo, "traceback", Mock(format_exception=lambda *_: ["simulated"])),
         (database_watch, "_until", OfProcess(world)),
         (database, "_memory", MemoryOfWorker(world)),
         (request, "waiting_calls", WaitingOfWorker(world)),
-        (waiting_calls, "random", world.random),
-        (takeover, "random", world.random),
         (takeover, "current", LeaseOfWorker(world)),
         (redis_workers, "Workers", SimulatedWorkers),
         (work, "current", world),
     ]
     worker_state.reset_state()
     with ExitStack() as stack:
+        stack.callback(random_module.setstate, random_module.getstate())
+        random_module.seed(world.seed)
         for target, name, value in replaced:
             stack.enter_context(patch.object(target, name, value))
         yield
