@@ -200,8 +200,8 @@ BUGS = (
     Bug(
         "a revoked call that waited seems to wait for ever",
         REQUEST,
-        "        if revoked and not before and (queued or HEADER in self._request_dict):\n",
-        "        if False:\n",
+        "if revoked and not before and ",
+        "if False and ",
     ),
     Bug(
         "a call that was refused before its start seems to wait for ever",
