@@ -15,6 +15,7 @@ import math
 import os
 import random
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -46,8 +47,10 @@ BATCH_TIME: Final = 0.05
 """Seconds in which changes of the registered messages are gathered for one round trip."""
 PAGE: Final = 20
 """Messages that one request to the broker reads or returns, at most."""
-STOP_TIMEOUT: Final = 2.0
-"""Seconds that a shutdown waits until the worker has removed its lease."""
+TIMEOUT: Final = 2.0
+"""Seconds that a start or a reconnect waits until the worker has a lease, and a shutdown until it
+has removed it, at most.
+"""
 
 
 class _Delivery:
@@ -97,6 +100,8 @@ class WorkerLease:
         #: Until when this worker may acknowledge what it has registered. Before it has a lease,
         #: nobody returns its messages.
         self._counts_until = math.inf
+        #: When the last successful renewal was sent.
+        self._renewed = -math.inf
         #: Since when the lease has been renewed without a gap.
         self._renewed_since = math.inf
         #: When the worker's event loop was seen running.
@@ -121,41 +126,43 @@ class WorkerLease:
     def start(self) -> None:
         """Begin to renew the lease."""
         os_threads.start_thread(self._run)
+        self._wait_for_renewal()
 
     def stop(self) -> None:
         """Remove the lease and all registrations, because the worker shuts down."""
         self._stopping = True
         self._wakeup.notify()
-        self._stopped.wait(STOP_TIMEOUT)
+        self._stopped.wait(TIMEOUT)
 
     # -- in the threads of the worker --------------------------------------------------------------
 
-    def watch_loop(self, worker: Any, channel: Any) -> None:
-        """Renew the lease only while the event loop of *worker* runs; *channel* is that by which it
-        gets its messages.
+    def watch_loop(self, consumer: Any) -> None:
+        """Read what kombu leaves unread; if Celery has an event loop, renew the lease only while it
+        runs.
 
-        A pool that runs bodies in the loop, or has no event loop of Celery, is not watched.
+        A pool that runs bodies in the loop is not watched.
         """
-        if worker.hub is None or isinstance(worker.pool, SoloPool):
+        worker, channel = consumer.controller, consumer.connection.default_channel
+        if isinstance(worker.pool, SoloPool):
             return
         if self._loop_timer is not None:
             self._loop_timer.cancel()  # Celery before 5.7 has cancelled it with the connection
-        self._loop_runs(channel)
-        self._loop_timer = worker.hub.call_repeatedly(
-            self._ttl / deadlines.RENEWALS_PER_TTL, self._loop_runs, channel
-        )
+        often = self._ttl / deadlines.RENEWALS_PER_TTL
+        if worker.hub is None:
+            self._loop_timer = worker.timer.call_repeatedly(
+                often, consumer.call_soon, (_read_unread, channel)
+            )
+        else:
+            self._loop_runs(channel)
+            self._loop_timer = worker.hub.call_repeatedly(often, self._loop_runs, channel)
 
     def _loop_runs(self, channel: Any) -> None:
         now = self._clock()
         stood, self._loop_seen = now - self._loop_seen > self._ttl, now
         if stood:  # it gets messages again, and has no lease
             self._wakeup.notify()
-        # If the prefetch limit falls while kombu waits for a message, kombu does not read it from
-        # its connection before another message has ended, and nobody could return it.
-        connection = channel._in_poll  # noqa: SLF001
-        if connection and not channel.qos.can_consume() and connection.can_read(0):
-            with suppress(Empty):
-                channel.handlers["BRPOP"]()
+            self._wait_for_renewal()
+        _read_unread(channel)
 
     def received(self, message: Any, task: str) -> None:
         """Register a *message* of a leased *task*, until it is acknowledged or rejected."""
@@ -170,6 +177,16 @@ class WorkerLease:
         """Return what Celery has dropped with its connection: the messages that do not run."""
         running = {request._message.delivery_tag for request in tuple(state.active_requests)}  # noqa: SLF001
         self._changed(partial(self._return_all_but, running))
+        self._wait_for_renewal()
+
+    def _wait_for_renewal(self) -> None:
+        """Let the worker fetch nothing before it has a lease: nobody would return a message if it
+        were killed in between.
+        """
+        now = began = self._clock()
+        while self._renewed < began and not self._refused and now < began + TIMEOUT:
+            time.sleep(0.005)  # other greenlets run meanwhile
+            now = self._clock()
 
     def _end(
         self, delivery: _Delivery, end: Callable[..., None], *args: Any, **kwargs: Any
@@ -324,6 +341,7 @@ class WorkerLease:
             workers.enter(self._name, self._ttl)
             self._to_add.update(self._registered)
             ended = self._write(workers)
+        self._renewed = sent
         hard = deadlines.hard_deadline(sent, self._ttl)
         self._counts_until = deadlines.stop_deadline(hard, self._ttl)
         while self._unfinished:
@@ -425,6 +443,18 @@ class WorkerLease:
         return task if leased and isinstance(task, str) else None
 
 
+def _read_unread(channel: Any) -> None:
+    """Read a message that is out of its queue, although Celery may have no more messages.
+
+    If the prefetch limit falls while kombu waits for a message, kombu does not read it from its
+    connection before another message has ended, and nobody could return it.
+    """
+    connection = channel._in_poll  # noqa: SLF001
+    if connection and not channel.qos.can_consume() and connection.can_read(0):
+        with suppress(Empty):
+            channel.handlers["BRPOP"]()
+
+
 def _acknowledge(qos: Any, delivery: _Delivery) -> None:
     qos._remove_from_indices(delivery.tag).execute()  # noqa: SLF001 - as its ack()
 
@@ -505,7 +535,7 @@ def start(consumer: Any) -> None:
         atexit.register(stop)  # after a cold shutdown Celery sends no worker_shutdown
     else:
         current.reconnected()
-    current.watch_loop(worker, consumer.connection.default_channel)
+    current.watch_loop(consumer)
     consumer.init_callback = start  # Celery calls it once, and again when it has reconnected
 
 

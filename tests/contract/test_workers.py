@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 from celery.worker import state
-from kombu import Connection, Exchange, Queue
+from kombu import Connection, Consumer, Exchange, Queue
 from redis.exceptions import AuthenticationError, ResponseError
 
 from celery_leases.stores.redis.workers import Workers, own_name
@@ -357,6 +357,7 @@ def test_what_celery_drops_with_its_connection_is_returned(
     running = Mock(_message=messages[1])
     monkeypatch.setattr(state, "active_requests", {running})
     messages[2].ack()
+    monkeypatch.setattr(takeover, "TIMEOUT", 0)  # nothing renews it here
     lease.reconnected()
     lease._renew(workers, channel)
     assert waiting(connection) == [0]
@@ -594,6 +595,36 @@ def test_a_refusal_after_a_renewal_does_not_let_late_acknowledgements_through(
     assert channel.client.hlen("unacked") == 1
 
 
+def test_a_worker_fetches_nothing_before_it_has_a_lease(
+    connection: Connection, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would return it if the worker were killed in between. So it is after an outage of the
+    broker.
+    """
+    enters, enter, its = threading.Event(), threading.Event(), Workers.enter
+
+    def slowly(self: Workers, name: str, ttl: float) -> None:
+        enters.set()
+        enter.wait(10)
+        its(self, name, ttl)
+
+    monkeypatch.setattr(Workers, "enter", slowly)
+    lease = opened(connection, "a", 5.0)
+    for begins in (lease.start, lease.reconnected):
+        enters.clear()
+        enter.clear()
+        starting = threading.Thread(target=begins)
+        starting.start()
+        assert enters.wait(10)
+        starting.join(0.2)
+        assert starting.is_alive()
+        enter.set()
+        starting.join(10)
+        assert [one.name for one in workers.listed()] == [lease._name]
+        workers.forget(lease._name)
+    lease.stop()
+
+
 def test_an_emptied_broker_gets_the_registrations_again(
     connection: Connection, workers: Workers, channel: Any
 ) -> None:
@@ -612,9 +643,9 @@ def test_the_lease_of_a_worker_whose_loop_stands_still_ends(
     connection: Connection, workers: Workers
 ) -> None:
     lease = opened(connection, "a", 1.0)
-    worker = Mock()
-    lease.watch_loop(worker, connection.default_channel)
-    (_, loop_runs, channel), _ = worker.hub.call_repeatedly.call_args
+    consumer = Mock(connection=connection)
+    lease.watch_loop(consumer)
+    (_, loop_runs, channel), _ = consumer.controller.hub.call_repeatedly.call_args
     lease.start()
     wait_until(lambda: len(workers.listed()) == 1, 5, "the lease")
     wait_until(lambda: (workers.listed()[0].remaining or 0) < 0, 10, "the lease to end")
@@ -628,16 +659,49 @@ def test_a_worker_whose_loop_runs_again_has_a_lease_at_once(
 ) -> None:
     """It gets messages again, which nobody would return if it were killed without a lease."""
     lease = opened(connection, "a", 60.0)
-    worker = Mock()
-    lease.watch_loop(worker, connection.default_channel)
-    (_, loop_runs, channel), _ = worker.hub.call_repeatedly.call_args
+    consumer = Mock(connection=connection)
+    lease.watch_loop(consumer)
+    (_, loop_runs, channel), _ = consumer.controller.hub.call_repeatedly.call_args
     lease._loop_seen -= 61.0
     lease.start()
     wait_until(lambda: lease._renewed_since < math.inf, 5, "the thread to wait for the loop")
     assert not workers.listed()
     loop_runs(channel)
-    wait_until(lambda: len(workers.listed()) == 1, 5, "the lease")
+    assert len(workers.listed()) == 1
     lease.stop()
+
+
+def test_a_worker_without_an_event_loop_reads_what_kombu_leaves_unread(
+    connection: Connection,
+) -> None:
+    """The prefetch limit fell while kombu waited for a message, which is out of its queue now."""
+    patient = {**connection.transport_options, "polling_interval": 60}
+    broker, got = connection.default_channel.client, list[Any]()
+    with connection.clone(transport_options=patient) as own:
+        channel = own.default_channel
+        receiver = Consumer(channel, [Queue("work")], callbacks=[lambda _, one: got.append(one)])
+        receiver.qos(prefetch_count=2)
+        receiver.consume()
+        connection.SimpleQueue("work").put({"n": 0})
+        own.drain_events(timeout=5)
+        with pytest.raises(TimeoutError):
+            own.drain_events(timeout=0.01)
+        receiver.qos(prefetch_count=1)
+        connection.SimpleQueue("work").put({"n": 1})
+        wait_until(lambda: not broker.llen("work"), 5, "the message to leave its queue")
+        with pytest.raises(TimeoutError):
+            own.drain_events(timeout=0.01)
+        assert len(got) == 1
+        consumer = Mock(connection=own)
+        consumer.controller.hub = None
+        opened(connection, "a", 1.0).watch_loop(consumer)
+        (_, soon, (read, *args)), _ = consumer.controller.timer.call_repeatedly.call_args
+        assert soon is consumer.call_soon
+        read(*args)
+        assert [one.payload for one in got] == [{"n": 0}, {"n": 1}]
+        read(*args)
+        for one in got:
+            one.ack()
 
 
 def test_a_broker_that_forbids_it_leaves_all_as_in_celery(
