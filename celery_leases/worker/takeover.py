@@ -112,6 +112,7 @@ class WorkerLease:
         self._registered: dict[str, _Delivery] = {}
         self._to_add: dict[str, _Delivery] = {}
         self._to_remove: dict[str, None] = {}
+        self._to_acknowledge: dict[str, _Delivery] = {}
         #: What is still to be done with messages at the broker.
         self._unfinished: deque[tuple[_Delivery, Callable[[Any, _Delivery], object]]] = deque()
         self._wakeup = os_threads.Wakeup()
@@ -191,34 +192,37 @@ class WorkerLease:
     def _end(
         self, delivery: _Delivery, end: Callable[..., None], *args: Any, **kwargs: Any
     ) -> None:
-        """Acknowledge or reject a message by *end*, unless another worker has it, or may have it.
+        """End a message: acknowledge it with the next renewal, or requeue it by *end*, unless
+        another worker has it, or may have it. Without a lease, *end* also acknowledges.
 
         A message that is delivered again has the same tag, so a late acknowledgement would remove
         it from the broker while it runs elsewhere.
         """
-        message = delivery.message
-        later = _requeue if kwargs.get("requeue") else _acknowledge
+        message, requeue = delivery.message, kwargs.get("requeue")
         counts = not delivery.sent or self._clock() < self._counts_until
-        if counts and not delivery.gone:
+        without_lease = self._stopping or self._counts_until == math.inf
+        if counts and not delivery.gone and (requeue or without_lease):
             try:
                 end(*args, **kwargs)
             except Exception:
-                self._later(delivery, later)
+                self._end_later(delivery, requeue)
                 raise
             self._changed(partial(self._remove, delivery))
         else:
             QoS.ack(message.channel.qos, delivery.tag)  # in this process alone
             message._state = "ACK"  # noqa: SLF001 - as Message.ack does
-            if not delivery.gone:
-                self._later(delivery, later)
+            self._end_later(delivery, requeue)
         del message.ack, message.reject
+
+    def _end_later(self, delivery: _Delivery, requeue: object) -> None:
+        if requeue:
+            self._unfinished.append((delivery, _requeue))
+            self._wake()
+        else:
+            self._changed(partial(self._acknowledge, delivery))
 
     def _changed(self, change: Callable[[], None]) -> None:
         self._changes.append(change)
-        self._wake()
-
-    def _later(self, delivery: _Delivery, action: Callable[[Any, _Delivery], object]) -> None:
-        self._unfinished.append((delivery, action))
         self._wake()
 
     def _wake(self) -> None:
@@ -329,18 +333,20 @@ class WorkerLease:
         if lapsed:
             self._renewed_since = sent
         earlier = [delivery for delivery in self._registered.values() if delivery.sent]
-        ended = self._write(workers)
+        ended = self._write(workers, channel)
         if ended is None:
             if lapsed:  # another worker has returned them, otherwise the broker was emptied
                 for delivery in earlier:
                     delivery.gone = True
                     del self._registered[delivery.tag]
+                done = self._to_acknowledge.items()
+                self._to_acknowledge = {tag: each for tag, each in done if not each.sent}
             for delivery in self._registered.values():
                 delivery.sent = False
             self._name = name_of(self._host, os.getpid(), secrets.token_hex(4), self._ttl)
             workers.enter(self._name, self._ttl)
             self._to_add.update(self._registered)
-            ended = self._write(workers)
+            ended = self._write(workers, channel)
         self._renewed = sent
         hard = deadlines.hard_deadline(sent, self._ttl)
         self._counts_until = deadlines.stop_deadline(hard, self._ttl)
@@ -361,6 +367,11 @@ class WorkerLease:
         self._registered[delivery.tag] = self._to_add[delivery.tag] = delivery
         self._to_remove.pop(delivery.tag, None)
 
+    def _acknowledge(self, delivery: _Delivery) -> None:
+        if not delivery.gone:
+            self._remove(delivery)
+            self._to_acknowledge[delivery.tag] = delivery
+
     def _remove(self, delivery: _Delivery) -> None:
         if self._registered.get(delivery.tag) is delivery:
             del self._registered[delivery.tag]
@@ -379,13 +390,16 @@ class WorkerLease:
             elif delivery.tag not in running:
                 self._unfinished.append((delivery, _return))
 
-    def _write(self, workers: Workers) -> Sequence[str] | None:
+    def _write(self, workers: Workers, channel: Any) -> Sequence[str] | None:
         for delivery in self._to_add.values():
             delivery.sent = True
         tasks = {tag: delivery.task for tag, delivery in self._to_add.items()}
-        written = workers.renew(self._name, self._ttl, DAY, tasks, list(self._to_remove))
+        over = list(self._to_remove), list(self._to_acknowledge)
+        written = workers.renew(self._name, self._ttl, DAY, tasks, *over, *_unacked(channel))
         self._to_add.clear()
         self._to_remove.clear()
+        if written is not None:
+            self._to_acknowledge.clear()
         return written
 
     def _return_messages(self, workers: Workers, channel: Any, name: str) -> Iterator[bool]:
@@ -453,10 +467,6 @@ def _read_unread(channel: Any) -> None:
     if connection and not channel.qos.can_consume() and connection.can_read(0):
         with suppress(Empty):
             channel.handlers["BRPOP"]()
-
-
-def _acknowledge(qos: Any, delivery: _Delivery) -> None:
-    qos._remove_from_indices(delivery.tag).execute()  # noqa: SLF001 - as its ack()
 
 
 def _requeue(qos: Any, delivery: _Delivery) -> None:

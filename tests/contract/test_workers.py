@@ -271,6 +271,53 @@ def test_acknowledged_messages_are_registered_no_longer(
     assert workers.listed() == []
 
 
+def test_a_renewal_acknowledges_all_messages_that_have_ended(
+    connection: Connection, workers: Workers, channel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that have come and ended meanwhile too; if its reply is lost, the next one repeats
+    that.
+    """
+    lease = opened(connection, "a", 5.0)
+    lease._renew(workers, channel)
+    messages = fetched(connection, 4)
+    for message in messages[:2]:
+        lease.received(message, "task")
+    lease._renew(workers, channel)
+    for message in messages[2:]:
+        lease.received(message, "task")
+    for message in messages:
+        message.ack()
+        assert message.acknowledged
+    assert not messages[0].channel.qos._delivered.keys() - messages[0].channel.qos._dirty
+    assert channel.client.hlen("unacked") == 4
+    renew = workers.renew
+    with monkeypatch.context() as patched:
+        patched.setattr(workers, "renew", lambda *args: (renew(*args), 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            lease._renew(workers, channel)
+    assert not channel.client.hlen("unacked")
+    assert not channel.client.zcard("unacked_index")
+    asked = Mock(wraps=renew)
+    monkeypatch.setattr(workers, "renew", asked)
+    for _ in range(2):
+        lease._renew(workers, channel)
+    assert [len(each.args[5]) for each in asked.call_args_list] == [4, 0]
+    assert [one.messages for one in workers.listed()] == [0]
+
+
+def test_what_ends_while_the_worker_stops_is_acknowledged_at_once(
+    connection: Connection, workers: Workers, channel: Any
+) -> None:
+    """There may be no renewal any more."""
+    lease = opened(connection, "a", 5.0)
+    (message,) = fetched(connection, 1)
+    lease.received(message, "task")
+    lease._renew(workers, channel)
+    lease._stopping = True
+    message.ack()
+    assert not channel.client.hlen("unacked")
+
+
 def test_a_late_acknowledgement_leaves_the_message_to_its_new_worker(
     connection: Connection, workers: Workers, channel: Any
 ) -> None:
@@ -360,13 +407,16 @@ def test_what_celery_drops_with_its_connection_is_returned(
     monkeypatch.setattr(takeover, "TIMEOUT", 0)  # nothing renews it here
     lease.reconnected()
     lease._renew(workers, channel)
-    assert waiting(connection) == [0]
-    assert channel.client.hlen("unacked") == 1
+    again = connection.SimpleQueue("work").get(timeout=5)
+    assert again.payload == {"n": 0}
+    assert channel.client.hlen("unacked") == 2
     lease._renew(workers, channel)
     assert [one.messages for one in workers.listed()] == [1]
     messages[0].ack()  # a pool of threads runs it all the same
     messages[1].ack()
-    assert not channel.client.hlen("unacked")
+    lease._renew(workers, channel)
+    assert channel.client.hlen("unacked") == 1
+    assert channel.client.hget("unacked", again.delivery_tag)
 
 
 def test_it_returns_dropped_messages_after_each_reconnect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -578,6 +628,7 @@ def test_what_came_after_the_lease_had_ended_is_acknowledged(
             lease._renew(workers, channel)
     lease._renew(workers, channel)
     second.ack()
+    lease._renew(workers, channel)
     assert not channel.client.hlen("unacked")
 
 
@@ -636,6 +687,8 @@ def test_an_emptied_broker_gets_the_registrations_again(
     lease._renew(workers, channel)
     assert [one.messages for one in workers.listed()] == [1]
     message.ack()
+    workers.forget(lease._name)
+    lease._renew(workers, channel)
     assert not channel.client.hlen("unacked")
 
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Final, Protocol
 
 from celery_leases.stores.redis.lease_scripts import Script
+from celery_leases.stores.redis.workers import RENEW
 
 SCRIPTS: Final = {
     script.sha: name.lower()
@@ -75,6 +76,8 @@ def _redis_label(words: list[bytes]) -> str:
     name = words[0].decode().upper()
     if name == "EVALSHA":
         return SCRIPTS.get(words[1].decode(), "")
+    if name == "EVAL" and words[1] == RENEW.text.encode():
+        return "acknowledge" if int(words[11 + int(words[10])]) else ""
     if name == "EVAL":
         return next((label for sha, label in SCRIPTS.items() if _sha(words[1]) == sha), "")
     if name in OF_A_QUEUE and not words[1].endswith(b".pidbox") and b"reply" not in words[1]:

@@ -12,6 +12,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from celery_leases.stores.redis.lease_scripts import RELEASE
+from celery_leases.stores.redis.workers import RENEW
 from tests.faults.__main__ import summed
 from tests.faults.playing import COMBINATIONS, Trial
 from tests.faults.proxy import NumberingProxy, Point, Wire
@@ -60,8 +61,10 @@ STREAMS: dict[str, tuple[Callable[[], Reader], bytes, list[str]]] = {
         + command("EVAL", RELEASE.text, "1", "celery_leases:lease:a")
         + command("LPUSH", "queue", "...")
         + command("LPUSH", "worker.reply.celery.pidbox", "...")
-        + command("HDEL", "unacked", "1"),
-        ["release", "release", "publish", "acknowledge"],
+        + command("HDEL", "unacked", "1")
+        + command("EVAL", RENEW.text, *"4 w m u i name 1 1 2 added task 0 ended".split())
+        + command("EVAL", RENEW.text, *"4 w m u i name 1 1 2 added task 1 ended".split()),
+        ["release", "release", "publish", "acknowledge", "acknowledge"],
     ),
     "postgres": (
         PostgresReader,

@@ -68,12 +68,6 @@ class LeaseChannel:
 
         self.request("restore", restore)
 
-    def _remove_from_indices(self, tag: Any) -> Any:
-        forget = self.broker.unacknowledged.pop
-        return SimpleNamespace(
-            execute=lambda: self.request("acknowledge", lambda: forget(tag, None))
-        )
-
 
 class SimulatedWorkers(redis_workers.Workers):
     """The leases of all workers, as the scripts of Redis keep them."""
@@ -94,7 +88,15 @@ class SimulatedWorkers(redis_workers.Workers):
         self._channel.request("enter", enter)
 
     def renew(
-        self, name: str, ttl: float, kept: float, added: Mapping[str, str], ended: Sequence[str]
+        self,
+        name: str,
+        ttl: float,
+        kept: float,
+        added: Mapping[str, str],
+        ended: Sequence[str],
+        acknowledged: Sequence[str] = (),
+        unacked: str = "",
+        index: str = "",
     ) -> Sequence[str] | None:
         def renew() -> Sequence[str] | None:
             leases = self._broker.leases
@@ -104,12 +106,14 @@ class SimulatedWorkers(redis_workers.Workers):
             leases[name] = self._now + ttl
             messages = self._broker.registered.setdefault(self.messages(name), {})
             messages.update({tag: task.encode() for tag, task in added.items()})
-            for tag in ended:
+            for tag in (*ended, *acknowledged):
                 messages.pop(tag, None)
+            for tag in acknowledged:
+                self._broker.unacknowledged.pop(tag, None)
             return over[: redis_workers.BATCH]
 
-        changes = dict(added), list(ended)
-        added, ended = changes
+        changes = dict(added), list(ended), list(acknowledged)
+        added, ended, acknowledged = changes
         return self._channel.request("renew", renew)
 
     def take(self, name: str, ttl: float) -> tuple[str, Sequence[str]] | None:

@@ -57,15 +57,24 @@ local ended = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. now, 'LIMIT', 
 redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
 local added = tonumber(ARGV[4])
 for place = 5, 4 + added, 2 do redis.call('HSET', KEYS[2], ARGV[place], ARGV[place + 1]) end
-for place = 5 + added, #ARGV do redis.call('HDEL', KEYS[2], ARGV[place]) end
+local last = 5 + added + ARGV[5 + added]
+for place = 6 + added, #ARGV do
+    redis.call('HDEL', KEYS[2], ARGV[place])
+    if place <= last then
+        redis.call('HDEL', KEYS[3], ARGV[place])
+        redis.call('ZREM', KEYS[4], ARGV[place])
+    end
+end
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
 return ended
 """,
-    keys=2,
+    keys=4,
 )
-"""KEYS: the workers, the messages of this worker. ARGV: its name, its ttl, how long its messages
-are kept, the number of the arguments that follow for added messages (tag and task), these, the tags
-of ended messages. Returns the workers whose leases have ended; ``nil`` if the worker is not known.
+"""KEYS: the workers, the messages of this worker, kombu's unacknowledged messages, kombu's index of
+these. ARGV: its name, its ttl, how long its messages are kept, the number of the arguments that
+follow for added messages (tag and task), these, the number of acknowledged messages, their tags,
+the tags of other ended messages. Returns the workers whose leases have ended; ``nil``, and nothing
+was done, if the worker is not known.
 """
 
 TAKE: Final = Script(
@@ -280,17 +289,22 @@ class Workers:
         kept: float,
         added: Mapping[str, str],
         ended: Sequence[str],
+        acknowledged: Sequence[str] = (),
+        unacked: str = "unacked",
+        index: str = "unacked_index",
     ) -> Sequence[str] | None:
         """Renew the lease of worker *name* for *ttl* seconds, and write which messages it has got,
-        and which have ended.
+        and which have ended, and acknowledge some; *unacked* and *index* are kombu's keys.
 
-        Returns the names of workers whose leases have ended; ``None`` if the worker is not known:
-        another one has taken its messages, or the broker was emptied. The messages of a dead worker
-        are kept for *kept* seconds.
+        Returns the names of workers whose leases have ended; ``None``, and does nothing, if the
+        worker is not known: another one has taken its messages, or the broker was emptied. The
+        messages of a dead worker are kept for *kept* seconds.
         """
         pairs = [part for pair in added.items() for part in pair]
         times = (round(ttl * 1000), round(kept * 1000))
-        dead = self._run(RENEW, name, name, *times, len(pairs), *pairs, *ended)
+        over = (len(acknowledged), *acknowledged, *ended)
+        keys = (self._workers, self.messages(name), unacked, index)
+        dead = self._eval(RENEW, *keys, name, *times, len(pairs), *pairs, *over)
         return None if dead is None else [as_text(one) for one in dead]
 
     def take(self, name: str, ttl: float) -> tuple[str, Sequence[str]] | None:
