@@ -62,8 +62,8 @@ STREAMS: dict[str, tuple[Callable[[], Reader], bytes, list[str]]] = {
         + command("LPUSH", "queue", "...")
         + command("LPUSH", "worker.reply.celery.pidbox", "...")
         + command("HDEL", "unacked", "1")
-        + command("EVAL", RENEW.text, *"4 w m u i name 1 1 2 added task 0 ended".split())
-        + command("EVAL", RENEW.text, *"4 w m u i name 1 1 2 added task 1 ended".split()),
+        + command("EVAL", RENEW.text, *"4wmui", "name", *"112", "added", "task", "0", "ended")
+        + command("EVAL", RENEW.text, *"4wmui", "name", *"112", "added", "task", "1", "ended"),
         ["release", "release", "publish", "acknowledge", "acknowledge"],
     ),
     "postgres": (

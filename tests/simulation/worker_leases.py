@@ -94,7 +94,7 @@ class SimulatedWorkers(redis_workers.Workers):
         kept: float,
         added: Mapping[str, str],
         ended: Sequence[str],
-        acknowledged: Sequence[str] = (),
+        acknowledged: Sequence[Any] = (),
         unacked: str = "",
         index: str = "",
     ) -> Sequence[str] | None:
