@@ -203,21 +203,19 @@ def _write_record(outbox: Outbox, rows: _RowAccess, call: NewCall) -> str | None
     Raises what a delivery of the call would raise if the record has failed or has other arguments.
     """
     key = call.key
-    if rows.write(outbox.enqueue_writes(call), key.key):
-        return None
-    record = _existing_record(rows, key)
-    if record.expired:
-        writes = outbox.replace_writes(record, call)
-    else:
-        _check_arguments(record, key)
-        writes = (
-            outbox.add_writes(record, call.message, call.call_id)
-            if _has_no_open_call(record)
-            else ()
-        )
-    if rows.write(writes, key.key):
-        return None
-    return _queued_call(rows.read(key.stored, key.key, newest=True) or record)
+    while not rows.write(outbox.enqueue_writes(call), key.key):
+        record = _existing_record(rows, key)
+        if record.expired:
+            writes = outbox.replace_writes(record, call)
+        else:
+            _check_arguments(record, key)
+            if not _has_no_open_call(record):
+                return _queued_call(record)
+            writes = outbox.add_writes(record, call.message, call.call_id)
+        if rows.write(writes, key.key):
+            break
+        # Another caller has changed the record since it was read, so it is read again.
+    return None
 
 
 def _enqueue_in_memory(process: Process, given: Any, call: NewCall) -> AsyncResult:
@@ -389,21 +387,23 @@ def _write_queued(
     another call if the key belongs to one, and nothing was written.
     """
     key, rows = call.key, _Autocommit(records)
-    if rows.write(outbox.enqueue_writes(call), key.key):
-        return None
-    record = _existing_record(rows, key)
-    queued = _has_message_of_another(record) and not _has_expired(record)
-    over = record.state in (State.DONE, State.FAILED)
-    new_generation = each_runs and over and not queued
-    if record.expired:
-        writes = outbox.replace_writes(record, call)
-    elif new_generation or (_has_no_open_call(record) and not record.waits):
-        writes = outbox.reassign_writes(record, call, new_generation=each_runs)
-    else:
-        if not record.failure_delivered and record.state not in (State.FAILED, State.UNCERTAIN):
-            _check_same(record, key)
-        return record
-    return None if rows.write(writes, key.key) else (rows.read(key.stored, key.key) or record)
+    while not rows.write(outbox.enqueue_writes(call), key.key):
+        record = _existing_record(rows, key)
+        queued = _has_message_of_another(record) and not _has_expired(record)
+        over = record.state in (State.DONE, State.FAILED)
+        new_generation = each_runs and over and not queued
+        if record.expired:
+            writes = outbox.replace_writes(record, call)
+        elif new_generation or (_has_no_open_call(record) and not record.waits):
+            writes = outbox.reassign_writes(record, call, new_generation=each_runs)
+        else:
+            if not record.failure_delivered and record.state not in (State.FAILED, State.UNCERTAIN):
+                _check_same(record, key)
+            return record
+        if rows.write(writes, key.key):
+            break
+        # Another caller has changed the record since it was read, so it is read again.
+    return None
 
 
 def _outbox(process: Process) -> Outbox:

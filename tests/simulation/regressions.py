@@ -8,4 +8,5 @@ REGRESSIONS: Final[tuple[tuple[int, tuple[str, ...]], ...]] = (
     (1441, ()),
     (1451, ()),
     (1828, ("call 2", "call 5")),
+    (2990, ("accident 10", "call 3")),
 )

@@ -325,6 +325,36 @@ def test_a_message_that_the_broker_does_not_take_leaves_the_key_free(shop, monke
     assert shop.work.lease_status(7).call_id == first.id
 
 
+def test_a_caller_that_meets_a_withdrawn_call_publishes_its_own(shop, monkeypatch) -> None:
+    """Another caller takes the key between the read and the write of this one, and its message is
+    not accepted: this caller depends on nobody, and publishes.
+    """
+
+    def fail() -> None:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise ConnectionError("no broker")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(shop.app.amqp, "send_task_message", refuse)
+            with pytest.raises(ConnectionError):
+                shop.work.delay(7)
+
+    fail()  # the row stays, and belongs to no call
+    reassign, others = Outbox.reassign_writes, ["another"]
+
+    def between(outbox: Outbox, *args: Any, **named: Any) -> Any:
+        writes = reassign(outbox, *args, **named)
+        if others and others.pop():
+            fail()
+        return writes
+
+    monkeypatch.setattr(Outbox, "reassign_writes", between)
+    call = shop.work.delay(7)
+    assert not others
+    assert call.id
+    assert shop.published == [call.id]
+
+
 def test_a_call_that_another_caller_has_got_is_published_although_its_publisher_fails(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
