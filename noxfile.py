@@ -67,7 +67,7 @@ Celery.
 SAME_EVERYWHERE = """
     call_group chosen_combinations claim_rules claimed_rows combinations copies dead_test_process
     decisions delays docs docs_delivery docs_failures docs_running drill durations error_facts
-    errors failures gates hostile_errors imports interleavings kills_between_steps ops
+    errors failures groups hostile_errors imports interleavings kills_between_steps ops
     option_defaults options outcomes performance_page play policies redaction release rerun
     rule_syntax rules sequences status_messages tune_command tuning typing waiting
 """.split()  # noqa: SIM905 - shorter

@@ -25,9 +25,9 @@ from celery_leases.errors import (
     StoreUnavailable,
     UnknownKey,
 )
-from celery_leases.groups.group import Gate
+from celery_leases.groups.group import ClosedGroup
 from celery_leases.groups.history import PastClosing
-from celery_leases.groups.slots import NO_SLOTS, Slots, full_gate
+from celery_leases.groups.slots import NO_SLOTS, Slots, full_group
 from celery_leases.keys import is_shared, stored_key
 from celery_leases.record import Record, State
 from celery_leases.results import NO_LIMIT, encode
@@ -168,15 +168,15 @@ class LeaseClient:
         record = self._records.read(stored, lenient=True)
         record = record if record is None or not record.expired else None
         effects = self._effects.of_key(record) if record is not None else ()
-        holder = gate = trouble = None
+        holder = closed_group = trouble = None
         try:
             holder = self._leases.holder(stored)
-            record, gate = self._now(stored, record, holder, group, self._gate_of)
+            record, closed_group = self._now(stored, record, holder, group, self._closed_group_of)
         except StoreUnavailable as error:
             trouble = unanswered(error)
         status = status_of(
             *(key, task, record, holder),
-            gate=gate,
+            closed_group=closed_group,
             effects=effects,
             trouble=trouble,
             wall_time=self._wall_time(),
@@ -204,9 +204,9 @@ class LeaseClient:
         record: Record | None,
         holder: Holder | None,
         group: str | None,
-        gate_of: Callable[[str], Gate | None],
-    ) -> tuple[Record | None, Gate | None]:
-        """The *record* after the lease was read, and the gate for which its key waits.
+        closed_group_of: Callable[[str], ClosedGroup | None],
+    ) -> tuple[Record | None, ClosedGroup | None]:
+        """The *record* after the lease was read, and the group for which its key waits.
 
         A running record without a lease may have ended between the two reads.
         """
@@ -218,12 +218,12 @@ class LeaseClient:
             return record, None
         if record is not None and record.failure is not None:
             group = record.failure.group or group
-        return record, gate_of(group) if group is not None else None
+        return record, closed_group_of(group) if group is not None else None
 
-    def _gate_of(self, group: str) -> Gate | None:
-        """The gate of *group* if it is not open, or else what shows that the group is full."""
+    def _closed_group_of(self, group: str) -> ClosedGroup | None:
+        """*group* if it is not open, or else what shows that the group is full."""
         slots, now = self._leases.groups.slots([group]).get(group, (NO_SLOTS, 0.0))
-        return full_gate(group, slots, now)
+        return full_group(group, slots, now)
 
     def _with_waiting(self, status: LeaseStatus, key: str, stored: str) -> LeaseStatus:
         """*status* with the calls that wait; without a record, of all tasks of the app that may
@@ -261,31 +261,33 @@ class LeaseClient:
             ) from None
 
     def groups(self, *, opened: bool = False) -> Sequence[GroupStatus]:
-        """The groups whose gate is not open, and those that are full; with *opened* also groups
-        that have running bodies, or whose gate was closed in the last 30 days.
+        """The groups that are not open, and those that are full; with *opened* also groups
+        that have running bodies, or that was closed in the last 30 days.
         """
         self._ready()
-        gates, store = [*self._leases.groups.all()], self._leases.groups
-        past = store.history(None if opened else [gate.group for gate in gates])
+        closed_groups, store = [*self._leases.groups.all()], self._leases.groups
+        past = store.history(
+            None if opened else [closed_group.group for closed_group in closed_groups]
+        )
         in_use = store.slots()
-        named = {gate.group: gate for gate in gates}
+        named = {closed_group.group: closed_group for closed_group in closed_groups}
         names = [*named, *sorted({*past, *in_use} - {*named})]
         found = [self._group(named.get(name), name, past, in_use) for name in names]
         return [each for each in found if opened or each.state != "open"]
 
     def _group(
         self,
-        gate: Gate | None,
+        closed_group: ClosedGroup | None,
         group: str,
         past: Mapping[str, Sequence[PastClosing]],
         in_use: Mapping[str, tuple[Slots, float]],
     ) -> GroupStatus:
         slots, now = in_use.get(group, (NO_SLOTS, 0.0))
-        if gate is None:
+        if closed_group is None:
             return status_of_open_group(
-                group, past.get(group, ()), full_gate(group, slots, now), slots
+                group, past.get(group, ()), full_group(group, slots, now), slots
             )
-        return status_of_group(gate, self._wall_time(), past.get(group, ()), slots)
+        return status_of_group(closed_group, self._wall_time(), past.get(group, ()), slots)
 
     # -- changing ----------------------------------------------------------------------------------
 
@@ -302,7 +304,7 @@ class LeaseClient:
 
         This publishes nothing. If ``resumes`` is true, a copy of the call waits at the broker and
         is delivered when its countdown ends; otherwise call the task again, or :meth:`publish` its
-        stored message. The gate of a cooldown group is not opened. The record counts for
+        stored message. A cooldown group is not opened. The record counts for
         *retention* from now, by default the task's ``lease_retention``.
 
         Raises :class:`~celery_leases.errors.LeaseIsLive` if an attempt holds the key, or if the key

@@ -240,8 +240,8 @@ class AttemptSettled(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GateClosed(Event):
-    """A failure closed the gate of a cooldown group, which is closed for ``closed_for`` seconds
+class GroupClosed(Event):
+    """A failure closed a cooldown group, which is closed for ``closed_for`` seconds
     now. No key of the group begins until then.
 
     What to do: nothing after a rate limit; else mend what ``rule`` names, then run ``leases group
@@ -250,18 +250,18 @@ class GateClosed(Event):
 
     level, line = (
         WARNING,
-        "cooldown group {group} is closed for {closed_for:.1f} s by rule {rule}: trip {trips} in a row",
+        "cooldown group {group} is closed for {closed_for:.1f} s by rule {rule}: closing {in_a_row} in a row",
     )
     group: str
     closed_for: float
-    trips: int
+    in_a_row: int
     reason: str
     rule: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GateOpened(Event):
-    """A probe opened the gate of its cooldown group."""
+class GroupOpened(Event):
+    """A probe opened its cooldown group."""
 
     level, line = INFO, "cooldown group {group} is open again"
     group: str

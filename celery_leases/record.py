@@ -373,7 +373,7 @@ class Outcome:
     traceback: str | None = None
     #: The body did not begin.
     unrun: bool = False
-    #: Close the gate of the failure's group in this way before the outcome is written: the gate may
+    #: Close the failure's group in this way before the outcome is written: the group may
     #: set a longer wait.
     closing: Closing | None = None
 

@@ -62,9 +62,9 @@ outcome_refused = SIGNALS[events.OutcomeRefused]
 attempt_settled = SIGNALS[events.AttemptSettled]
 crash_seen = SIGNALS[events.CrashSeen]
 attempt_abandoned = SIGNALS[events.AttemptAbandoned]
-gate_closed = SIGNALS[events.GateClosed]
+group_closed = SIGNALS[events.GroupClosed]
 completion_stands = SIGNALS[events.CompletionStands]
-gate_opened = SIGNALS[events.GateOpened]
+group_opened = SIGNALS[events.GroupOpened]
 
 
 LINE_MAX: Final = 5_000

@@ -16,7 +16,7 @@ from celery_leases.decide.answers import Holder
 from celery_leases.effect import Effect
 from celery_leases.errors import Cooldown, RecordUnreadable, RetryLater
 from celery_leases.failures.actions import Reason
-from celery_leases.groups.group import Gate
+from celery_leases.groups.group import ClosedGroup
 from celery_leases.groups.history import PastClosing
 from celery_leases.groups.slots import NO_SLOTS, Slots
 from celery_leases.record import Attempt, Ended, Failure, PastAttempt, Record, State
@@ -89,7 +89,7 @@ _CODE_OF_STATE: Final[Mapping[str, MessageCode]] = {
 
 _RESUMES: Final = "The call runs again by itself."
 _NEXT: Final[Mapping[str | tuple[str, str | None], str]] = {
-    ABSENT: "The next call of the task runs the body, unless the gate of its group is closed.",
+    ABSENT: "The next call of the task runs the body, unless its group is closed.",
     ABANDONED: (
         "The call runs again when the broker delivers its message again: at once on RabbitMQ, on Redis after "
         "the visibility timeout. If no message of it is left, `leases rescue` publishes a stored one; "
@@ -286,7 +286,9 @@ class LeaseStatus:
             case _ if self.state == ABSENT and self.scope == "group":
                 pass
             case _ if self.state == ABSENT and waiting:
-                return f"{waiting}: until another call releases the key, or until the gate of its group is open."
+                return (
+                    f"{waiting}: until another call releases the key, or until its group is open."
+                )
             case _ if self.state in _NEXT:
                 return _NEXT.get((self.state, self.runs), _NEXT[self.state])
         if self.scope == "group":
@@ -321,7 +323,7 @@ class LeaseStatus:
 
 @dataclass(frozen=True, slots=True)
 class ClosingStatus:
-    """The gate of a cooldown group was closed at ``closed_at`` for ``seconds``, the ``trips``-th
+    """A cooldown group was closed at ``closed_at`` for ``seconds``, the ``in_a_row``-th
     time in a row.
 
     ``opened_at``: when a probe or an operator opened it; ``None`` if neither did, or if that is not
@@ -330,7 +332,7 @@ class ClosingStatus:
 
     closed_at: datetime
     seconds: float
-    trips: int
+    in_a_row: int
     reason: str
     rule: str | None = None
     opened_at: datetime | None = None
@@ -340,17 +342,17 @@ class ClosingStatus:
 class GroupStatus:
     """The status of a group.
 
-    ``state`` is that of its gate: ``closed`` (for ``retry_after`` seconds, until ``retry_at``,
-    aware, UTC), ``half_open`` (the next call probes), ``probing`` (a probe runs) or ``open``; or
-    ``full`` if the gate is open and as many bodies run as the limit allows: ``running`` of
-    ``limit``, the smallest of the running bodies. ``trips``: how often the gate closed in a row.
-    ``reason``, ``rule`` and ``error`` describe the failure that closed it. ``closings``: the last
-    twenty closings, the latest first, if its store has them.
+    ``state`` is that of its group: ``closed`` (for ``retry_after`` seconds, until ``retry_at``,
+    aware, UTC), ``probe_due`` (the next call probes), ``probing`` (a probe runs) or ``open``; or
+    ``full`` if the group is open and as many bodies run as the limit allows: ``running`` of
+    ``limit``, the smallest of the running bodies. ``in_a_row``: how often the group closed in a
+    row. ``reason``, ``rule`` and ``error`` describe the failure that closed it. ``closings``: the
+    last twenty closings, the latest first, if its store has them.
     """
 
     group: str
     state: str
-    trips: int
+    in_a_row: int
     reason: str
     rule: str | None = None
     error: str = ""
@@ -385,38 +387,38 @@ def status_of(
     record: Record | None,
     holder: Holder | None,
     *,
-    gate: Gate | None = None,
+    closed_group: ClosedGroup | None = None,
     effects: Sequence[Effect] = (),
     trouble: str | None = None,
     wall_time: float,
 ) -> LeaseStatus:
-    """The status of *key*, from its record, holder, gate and effects.
+    """The status of *key*, from its record, holder, group and effects.
 
     *trouble*: why the lease store did not answer. *wall_time*: seconds since the epoch.
     """
     if record is not None and record.forgotten:
         key, task, record = record.key, record.task, None
     record, result = _result(record)
-    wait, scope = _wait(record, holder, gate)
-    reason, detail = _reason(record, holder, gate if scope == "group" else None, trouble)
+    wait, scope = _wait(record, holder, closed_group)
+    reason, detail = _reason(record, holder, closed_group if scope == "group" else None, trouble)
     shared: dict[str, Any] = {
         "retry_at": _time((wall_time + wait) * 1e6) if wait else None,
         "retry_after": wait or None,
         "scope": scope,
-        "group": gate.group if gate is not None and scope == "group" else None,
+        "group": closed_group.group if closed_group is not None and scope == "group" else None,
         "reason": reason,
         "detail": detail,
         **_holder_fields(holder),
     }
     if record is None:
-        rule = gate.rule if gate is not None else None
+        rule = closed_group.rule if closed_group is not None else None
         return LeaseStatus(
             key, task, ABSENT if holder is None else State.RUNNING.value, rule=rule, **shared
         )
     abandoned = record.state is State.RUNNING and holder is None and trouble is None
     rule = (
-        gate.rule
-        if gate is not None and scope == "group"
+        closed_group.rule
+        if closed_group is not None and scope == "group"
         else record.failure.rule
         if record.failure
         else None
@@ -455,13 +457,29 @@ def status_of(
 
 
 def status_of_group(
-    gate: Gate, wall_time: float, past: Sequence[PastClosing] = (), slots: Slots = NO_SLOTS
+    closed_group: ClosedGroup,
+    wall_time: float,
+    past: Sequence[PastClosing] = (),
+    slots: Slots = NO_SLOTS,
 ) -> GroupStatus:
-    """The status of a group whose gate is not open; *wall_time*: seconds since the epoch."""
-    state = "closed" if not gate.half_open else "probing" if gate.probe_for > 0 else "half_open"
-    until = (wall_time + gate.closed_for) * 1e6 if gate.closed_for else None
-    known = (gate.group, state, gate.trips, gate.reason, gate.rule, gate.message)
-    closed_for = gate.closed_for or None
+    """The status of a group that is not open; *wall_time*: seconds since the epoch."""
+    state = (
+        "closed"
+        if not closed_group.probe_due
+        else "probing"
+        if closed_group.probe_for > 0
+        else "probe_due"
+    )
+    until = (wall_time + closed_group.closed_for) * 1e6 if closed_group.closed_for else None
+    known = (
+        closed_group.group,
+        state,
+        closed_group.in_a_row,
+        closed_group.reason,
+        closed_group.rule,
+        closed_group.message,
+    )
+    closed_for = closed_group.closed_for or None
     return GroupStatus(
         *known, _time(until), closed_for, _closings(past), len(slots.held), slots.limit
     )
@@ -470,10 +488,10 @@ def status_of_group(
 def status_of_open_group(
     group: str,
     past: Sequence[PastClosing] = (),
-    full: Gate | None = None,
+    full: ClosedGroup | None = None,
     slots: Slots = NO_SLOTS,
 ) -> GroupStatus:
-    """The status of a group whose gate is open; *full*: why its calls wait for their turn, if they
+    """The status of a group that is open; *full*: why its calls wait for their turn, if they
     do.
     """
     is_full = full is not None and full.reason == Reason.GROUP_FULL
@@ -487,7 +505,7 @@ def _closings(past: Sequence[PastClosing]) -> tuple[ClosingStatus, ...]:
         ClosingStatus(
             _moment(each.closed_at * 1e6),
             max(0.0, each.until - each.closed_at),
-            each.trips,
+            each.in_a_row,
             each.reason,
             each.rule,
             _time(each.opened_at * 1e6) if each.opened_at is not None else None,
@@ -552,7 +570,7 @@ def _effect(effect: Effect) -> EffectStatus:
 
 
 def _wait(
-    record: Record | None, holder: Holder | None, gate: Gate | None
+    record: Record | None, holder: Holder | None, closed_group: ClosedGroup | None
 ) -> tuple[float, str | None]:
     """Seconds until the key may run, and whether it waits for itself or for its group."""
     waiting = (
@@ -561,8 +579,8 @@ def _wait(
     if not waiting:
         return 0.0, None
     own = record.waits if record is not None else 0.0
-    blocked_for = gate.blocked_for if gate is not None else 0.0
-    if gate is not None and blocked_for >= own:
+    blocked_for = closed_group.blocked_for if closed_group is not None else 0.0
+    if closed_group is not None and blocked_for >= own:
         return blocked_for, "group"
     of_group = (
         record is not None and record.failure is not None and record.failure.group is not None
@@ -571,15 +589,18 @@ def _wait(
 
 
 def _reason(
-    record: Record | None, holder: Holder | None, gate: Gate | None, trouble: str | None
+    record: Record | None,
+    holder: Holder | None,
+    closed_group: ClosedGroup | None,
+    trouble: str | None,
 ) -> tuple[str | None, str | None]:
     """The ``reason`` and the ``detail`` of a status."""
     if record is not None and record.unreadable is not None:
         return RECORD_UNREADABLE, record.unreadable
     if trouble is not None:
         return LEASE_STORE_UNAVAILABLE, trouble
-    if gate is not None:
-        return gate.reason, gate.message or None
+    if closed_group is not None:
+        return closed_group.reason, closed_group.message or None
     if record is None:
         return None, None
     if record.state is State.RUNNING:

@@ -64,7 +64,7 @@ def begin(task: Any, name: object) -> int:
     return sum(event["what"] == "begin" and event["name"] == name for event in events())
 
 
-def pass_gate(gate: str | None, turn: int) -> None:
+def pass_group(gate: str | None, turn: int) -> None:
     """Wait until the gate is open for all bodies, or for the body of this turn."""
     until = time.monotonic() + PATIENCE
     while (
@@ -78,7 +78,7 @@ def pass_gate(gate: str | None, turn: int) -> None:
 def worked(task: Any, name: object, gate: str | None, lasting: float) -> dict[str, Any]:
     """One run of a body, and what it returns."""
     turn = begin(task, name)
-    pass_gate(gate, turn)
+    pass_group(gate, turn)
     time.sleep(lasting)
     note("end", name=name, id=task.request.id, turn=turn)
     return {"name": name, "turn": turn}
@@ -140,7 +140,7 @@ def dies(self: Any, name: object) -> None:
 def changes(self: Any, name: object, gate: str | None = None, version: int = 0) -> int:
     """Apply the change *version* of a thing, once *gate* is open."""
     note("begin", name=name, id=self.request.id, version=version)
-    pass_gate(gate, 1)
+    pass_group(gate, 1)
     return version
 
 

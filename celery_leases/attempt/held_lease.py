@@ -138,7 +138,7 @@ class HeldLease:
         self.body_state = BodyState()
         #: The group of which this attempt holds a slot, and its limit; renewed with the lease.
         self.slot: tuple[str, int] | None = None
-        #: The slot is the only one, so that the success of this attempt opens the gate.
+        #: The slot is the only one, so that the success of this attempt opens the group.
         self.probes = False
         if call.ask is not None and call.ask.limit:
             self.slot = (call.group or "", call.ask.limit)

@@ -18,10 +18,10 @@ from celery_leases.attempt.process import Process
 from celery_leases.call import Call
 from celery_leases.concurrency import resource_pool
 from celery_leases.decide import attempt_history, waiting
-from celery_leases.decide.after_failure import after_failure, leaves_gate_half_open
+from celery_leases.decide.after_failure import after_failure, leaves_probe_due
 from celery_leases.decide.after_run import (
     SHORT_PAUSE,
-    after_gate_closed,
+    after_group_closed,
     after_outcome,
     after_run,
     again_soon,
@@ -71,7 +71,7 @@ from celery_leases.errors import (
     RecordUnreadable,
     StoreUnavailable,
 )
-from celery_leases.groups.group import Gate
+from celery_leases.groups.group import ClosedGroup
 from celery_leases.groups.slots import Room
 from celery_leases.record import Ended, Outcome, Record, State
 from celery_leases.results import decode, failure_of
@@ -232,10 +232,10 @@ class Execution:
             return self._acquired(sent, waited, probes=answer.probe)
         if answer.holder is not None:
             return self._key_is_held(answer.holder, waited)
-        if answer.gate is not None or answer.room is not None:
+        if answer.closed_group is not None or answer.room is not None:
             # Finished work is replayed, and no body starts.
             record = process.records.read(call.key.stored)
-            return self._decide(record, answer.gate, answer.room)
+            return self._decide(record, answer.closed_group, answer.room)
         return Reschedule(
             SHORT_PAUSE + process.rand(), "another cooldown of the key has just begun"
         )
@@ -370,8 +370,8 @@ class Execution:
         record, rand = answer.record, self.process.rand()
         if self.process.leases.row_groups is not None:
             self._may_have_slot = False  # the claim has given it back
-        if answer.why in (Refusal.GATE, Refusal.FULL):
-            return self._decide(record, answer.gate, answer.room)
+        if answer.why in (Refusal.CLOSED, Refusal.FULL):
+            return self._decide(record, answer.closed_group, answer.room)
         if answer.why is Refusal.EMPTIED and record is not None:
             return waiting.after_store_was_emptied(self.call, record, answer.emptied, rand)
         if answer.why is Refusal.LAPSED:
@@ -451,7 +451,10 @@ class Execution:
     # -- steps of both halves ----------------------------------------------------------------------
 
     def _decide(
-        self, record: Record | None, gate: Gate | None = None, room: Room | None = None
+        self,
+        record: Record | None,
+        closed_group: ClosedGroup | None = None,
+        room: Room | None = None,
     ) -> Verdict:
         """Decide on *record*. The mark that the callbacks were sent is read if it matters."""
         call, process, sent = self.call, self.process, False
@@ -464,7 +467,7 @@ class Execution:
             record,
             callbacks_sent=sent,
             rand=process.rand(),
-            gate=gate,
+            closed_group=closed_group,
             room=room,
             wall_time=process.wall_time(),
         )
@@ -659,31 +662,33 @@ class Execution:
         )
 
     def _failed(self, ending: Raised) -> Outcome:
-        """The outcome after a failure. A failure of the group closes its gate first."""
+        """The outcome after a failure. A failure of the group closes it first."""
         call, process = self.call, self.process
         outcome = after_failure(call, self.record, ending, process.rand())
         if outcome.closing is None or call.group is None:
             return outcome
         try:
-            gate = process.leases.groups.close(call.group, outcome.closing, self.record.owner)
+            closed_group = process.leases.groups.close(
+                call.group, outcome.closing, self.record.owner
+            )
         except StoreUnavailable:
-            # The key cools down all the same, and the next failure of the group closes the gate.
+            # The key cools down all the same, and the next failure of the group closes it.
             return outcome
         process.observer.observe(
-            events.GateClosed(
+            events.GroupClosed(
                 **call.subject,
-                group=gate.group,
-                closed_for=gate.closed_for,
-                trips=gate.trips,
-                reason=gate.reason,
-                rule=gate.rule,
+                group=closed_group.group,
+                closed_for=closed_group.closed_for,
+                in_a_row=closed_group.in_a_row,
+                reason=closed_group.reason,
+                rule=closed_group.rule,
             )
         )
-        return after_gate_closed(outcome, gate.closed_for)
+        return after_group_closed(outcome, closed_group.closed_for)
 
     def _release(self, outcome: Outcome | None) -> None:
         """Release the key or replace its lease by a cooldown. If the attempt was the probe of its
-        group, open the gate, or leave it to the next probe.
+        group, open the group, or leave it to the next probe.
         """
         call, process, held_lease = self.call, self.process, self.held_lease
         if held_lease.lost is not None:
@@ -694,11 +699,11 @@ class Execution:
         # If the store does not answer, lease and slot expire by themselves, and the record has the
         # cooldown.
         with suppress(StoreUnavailable):
-            if held_lease.probes and outcome is not None and _opens_gate(outcome):
+            if held_lease.probes and outcome is not None and _opens_group(outcome):
                 group = call.group or ""
                 if process.leases.groups.open(group, call.token):  # which frees the slot
                     self._may_have_slot = False
-                    process.observer.observe(events.GateOpened(**call.subject, group=group))
+                    process.observer.observe(events.GroupOpened(**call.subject, group=group))
             if (
                 cooling is not None
                 and cooling > RETRY_GRACE
@@ -837,13 +842,13 @@ def _for_celery_in_any_case(ending: Ending) -> Raise | None:
     )
 
 
-def _opens_gate(outcome: Outcome) -> bool:
+def _opens_group(outcome: Outcome) -> bool:
     """Whether the end of a probe shows that its group works again: the probe succeeded, or failed
     for a reason of its own key.
     """
     if not outcome.failed or outcome.failure is None:
         return outcome.ended is Ended.RETURNED
-    return outcome.failure.group is None and not leaves_gate_half_open(outcome)
+    return outcome.failure.group is None and not leaves_probe_due(outcome)
 
 
 def _type_and_text(error: Exception) -> str:

@@ -49,7 +49,7 @@ def show(
 
 
 def _echo_closed_groups(client: LeaseClient) -> None:
-    """A call that meets the closed gate of its group leaves no record."""
+    """A call that meets its closed group leaves no record."""
     with suppress(StoreUnavailable):
         names = [status.group for status in client.groups()]
         more = f" and {len(names) - GROUPS_SHOWN} more" if len(names) > GROUPS_SHOWN else ""

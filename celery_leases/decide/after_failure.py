@@ -111,9 +111,9 @@ def resumes_after_cooldown(options: LeaseOptions, matched: RuleMatch, action: Ac
     return matched.action.kind == "retry" or action.scope == "group" or timed or asked
 
 
-def leaves_gate_half_open(outcome: Outcome) -> bool:
-    """Whether a probe that failed so leaves its gate half-open: the failure does not show whether
-    the group works.
+def leaves_probe_due(outcome: Outcome) -> bool:
+    """Whether a probe that failed so leaves its group due for a probe: the failure does not show
+    whether the group works.
     """
     failure = outcome.failure
     assert failure is not None

@@ -113,8 +113,8 @@ def after_run(
     return with_retention(call, _closed(call, record, ending, crashes))
 
 
-def after_gate_closed(outcome: Outcome, closed_for: float) -> Outcome:
-    """*outcome*, a cooldown of the group, once its gate is closed for so many seconds."""
+def after_group_closed(outcome: Outcome, closed_for: float) -> Outcome:
+    """*outcome*, a cooldown of the group, once its group is closed for so many seconds."""
     longer = closed_for - (outcome.retry_after or 0.0)
     retention = outcome.retention + longer if outcome.retention is not None else None
     return replace(outcome, retry_after=closed_for, retention=retention)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-from celery_leases.groups.group import Gate
+from celery_leases.groups.group import ClosedGroup
 from celery_leases.groups.slots import Room
 from celery_leases.record import Record
 from celery_leases.value_class import value_class
@@ -55,8 +55,8 @@ class Refusal(StrEnum):
     CHANGED = "changed"
     #: The lease store has a cooldown of the key.
     COOLING = "cooling"
-    #: The gate of the call's group blocks. Neither lease nor slot was taken.
-    GATE = "gate"
+    #: The group of the call blocks. Neither lease nor slot was taken.
+    CLOSED = "closed_group"
     #: As many bodies of the call's group run as its limit allows, or its rate lets none begin yet,
     #: or it is the turn of earlier calls.
     FULL = "full"
@@ -80,14 +80,15 @@ class Acquired:
 class Refused:
     """The attempt has neither lease nor row, because of ``why``, and nothing was changed.
 
-    ``holder``: who has the lease. ``gate``: the gate that blocks. ``room``: that of the group that
-    is full. ``remaining``: the seconds of the cooldown. ``record``: the row, if it was read and
-    there is one. ``emptied``: the seconds since the lease store was emptied, if they were read.
+    ``holder``: who has the lease. ``closed_group``: the group that blocks. ``room``: that of the
+    group that is full. ``remaining``: the seconds of the cooldown. ``record``: the row, if it was
+    read and there is one. ``emptied``: the seconds since the lease store was emptied, if they were
+    read.
     """
 
     why: Refusal
     holder: Holder | None = None
-    gate: Gate | None = None
+    closed_group: ClosedGroup | None = None
     remaining: float = 0.0
     record: Record | None = None
     emptied: float = 0.0

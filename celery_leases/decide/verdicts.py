@@ -8,7 +8,7 @@ from typing import Any
 from celery_leases.decide.answers import Holder
 from celery_leases.errors import CoolingDown, LeasesError
 from celery_leases.events import Dropped
-from celery_leases.groups.group import Gate
+from celery_leases.groups.group import ClosedGroup
 from celery_leases.groups.slots import Room
 from celery_leases.record import Record
 from celery_leases.value_class import value_class
@@ -150,7 +150,7 @@ Verdict = Run | Wait | Return | Raise | Reschedule | Follow | Drop
 
 @value_class(frozen=True, slots=True)
 class Facts:
-    """What is known before the run: about the record, the lease, the gate, and this delivery."""
+    """What is known before the run: about the record, the lease, the group, and this delivery."""
 
     record: Record | None = None
     holder: Holder | None = None
@@ -158,8 +158,8 @@ class Facts:
     callbacks_sent: bool = False
     #: A random number in [0, 1) for jitter.
     rand: float = 0.0
-    #: The gate of the call's cooldown group, if it blocks.
-    gate: Gate | None = None
+    #: The group of the call, if it blocks.
+    closed_group: ClosedGroup | None = None
     #: The room of that group, if the group is full.
     room: Room | None = None
     #: The wall clock, in seconds since the epoch: for display only.

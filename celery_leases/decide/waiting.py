@@ -54,10 +54,10 @@ def early_grace(record: Record, call_id: str) -> float:
 
 
 def not_due_yet(call: Call, record: Record | None, facts: Facts) -> Verdict:
-    """The verdict on a key that must wait: until its own ``retry_at``, or until the gate of its
-    group no longer blocks. *record* is ``None`` if the key has no record.
+    """The verdict on a key that must wait: until its own ``retry_at``, or until its group no longer
+    blocks. *record* is ``None`` if the key has no record.
     """
-    # These also hold for a key without a wait of its own, if another key has closed the gate.
+    # These also hold for a key without a wait of its own, if another key has closed the group.
     started = record is not None and record.call_id == call.call_id
     retrying = record is not None and started and record.resumes and record.ended is Ended.FAILED
     failure_fence = (
@@ -67,13 +67,17 @@ def not_due_yet(call: Call, record: Record | None, facts: Facts) -> Verdict:
         record = None
     wait = max(
         record.waits if record is not None else 0.0,
-        facts.gate.blocked_for if facts.gate is not None else 0.0,
+        facts.closed_group.blocked_for if facts.closed_group is not None else 0.0,
     )
     refusal = _cooling_down(call, record, facts, wait)
-    probed = facts.gate is not None and facts.gate.half_open and wait <= facts.gate.probe_for
+    probed = (
+        facts.closed_group is not None
+        and facts.closed_group.probe_due
+        and wait <= facts.closed_group.probe_for
+    )
     # A call that waits for a probe looks again before the slot ends: the probe may end sooner.
     delay = min(wait, 2.0 ** min(call.reschedules, 20)) if probed else wait
-    pending = facts.gate is None and record is not None and record.state is State.PENDING
+    pending = facts.closed_group is None and record is not None and record.state is State.PENDING
     event_type = "backoff" if pending else "cooldown"
     reschedule = Reschedule(
         countdown(call, delay + spread(facts)),
@@ -144,23 +148,43 @@ def while_busy(
 
 
 def _cooling_down(call: Call, record: Record | None, facts: Facts, wait: float) -> CoolingDown:
-    gate, failure = facts.gate, record.failure if record is not None else None
-    by_gate = gate is not None and (record is None or gate.blocked_for >= record.waits)
-    name = (
-        f"cooldown group {gate.group}" if by_gate and gate is not None else printable(call.key.key)
+    closed_group, failure = facts.closed_group, record.failure if record is not None else None
+    by_group = closed_group is not None and (
+        record is None or closed_group.blocked_for >= record.waits
     )
-    reason = gate.reason if by_gate and gate is not None else failure.reason if failure else None
-    rule = gate.rule if by_gate and gate is not None else failure.rule if failure else None
-    asked = gate.message if by_gate and gate is not None and reason == Reason.ASKED else None
+    name = (
+        f"cooldown group {closed_group.group}"
+        if by_group and closed_group is not None
+        else printable(call.key.key)
+    )
+    reason = (
+        closed_group.reason
+        if by_group and closed_group is not None
+        else failure.reason
+        if failure
+        else None
+    )
+    rule = (
+        closed_group.rule
+        if by_group and closed_group is not None
+        else failure.rule
+        if failure
+        else None
+    )
+    asked = (
+        closed_group.message
+        if by_group and closed_group is not None and reason == Reason.ASKED
+        else None
+    )
     ambiguous = (
         MAY_HAVE_BEEN_EXECUTED
-        if failure is not None and failure.ambiguous and not by_gate
+        if failure is not None and failure.ambiguous and not by_group
         else None
     )
     why = "; ".join(part for part in (printable(asked) if asked else reason, ambiguous) if part)
     why = f" ({why})" if why else ""
     message = f"Retry available in {in_words(wait)}: {name} is cooling down{why}"
-    of_group = by_gate or (failure is not None and failure.group is not None)
+    of_group = by_group or (failure is not None and failure.group is not None)
     scope = "group" if of_group else "key"
     return CoolingDown(message, call.key.key, facts.wall_time + wait, wait, reason, rule, scope)
 
@@ -236,7 +260,7 @@ def jitter(facts: Facts) -> float:
 
 
 def spread(facts: Facts) -> float:
-    """Seconds to add to a wait that ends at a fixed time: more for a gate, for which all keys of a
+    """Seconds to add to a wait that ends at a fixed time: more for a group, for which all keys of a
     group wait.
     """
-    return jitter(facts) if facts.gate is None else 0.1 + 1.9 * facts.rand
+    return jitter(facts) if facts.closed_group is None else 0.1 + 1.9 * facts.rand

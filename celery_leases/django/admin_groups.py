@@ -22,7 +22,7 @@ PERMISSION: Final = "operate"
 class LeaseGroupAdmin(ReadOnlyAdmin):
     """The page of the cooldown groups.
 
-    It asks the client and not the table, because the gates may be in Redis.
+    It asks the client and not the table, because the groups may be in Redis.
     """
 
     actions: ClassVar[list[str]] = []
@@ -58,7 +58,7 @@ class LeaseGroupAdmin(ReadOnlyAdmin):
         except LeasesError as error:
             groups, problem = [], problem or str(error)
         context = {
-            **self._context(request, "Cooldown groups whose gate is not open"),
+            **self._context(request, "Cooldown groups that are not open"),
             "groups": [
                 (
                     group,

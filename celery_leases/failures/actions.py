@@ -21,7 +21,7 @@ RETRY_CAP = 300.0
 class Reason(StrEnum):
     """Why a key cools down, is retried or has failed: stable codes, stored in the record."""
 
-    #: The body raised ``Cooldown``, ``RetryLater`` or ``PermanentFailure``; for a gate also: an
+    #: The body raised ``Cooldown``, ``RetryLater`` or ``PermanentFailure``; for a group also: an
     #: operator closed it.
     ASKED = "asked"
     #: The input's fault: the other system, or the database, will never accept it.

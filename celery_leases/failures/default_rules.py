@@ -274,7 +274,7 @@ DEFAULTS: Final = (
             library_errors.LIBPQ,
             library_errors.CLOSED_CONNECTION,
             library_errors.REDIS_REFUSES,
-            # The broker refused a connection. It is one's own, so this must not close the gate.
+            # The broker refused a connection. It is one's own, so this must not close the group.
             _named("kombu.OperationalError"),
         ),
         INFRASTRUCTURE,

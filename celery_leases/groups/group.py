@@ -1,9 +1,9 @@
-"""The gate of a cooldown group: a failure of a shared dependency closes it for all keys of the
+"""A cooldown group: a failure of a shared dependency closes it for all keys of the
 group, and a successful probe opens it. Pure.
 
-A gate is *open* (at most its history is stored), *closed* for some time, or *half-open*: that time
-is over, and one attempt may probe the dependency. A gate *blocks* while no attempt may start. All
-times are seconds.
+A group is *open* (at most its history is stored), *closed* for some time, or *due for a probe*:
+that time is over, and one attempt may probe the dependency. A group *blocks* while no attempt may
+start. All times are seconds.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from typing import Final
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.keys import bounded, is_short_form
 
-GATE_NAME_MAX: Final = 255
-"""Characters in the stored name of a gate."""
+GROUP_NAME_MAX: Final = 255
+"""Characters in the stored name of a group, at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
-    """A gate that is not open, as its store returned it.
+class ClosedGroup:
+    """A group that is not open, as its store returned it.
 
-    ``closed_for``: the time until it is half-open; 0 if it is. ``trips``: how often it closed in a
-    row. ``probe``: the owner token of the attempt that probes; its slot ends in ``probe_for``
-    unless it is renewed. ``reason``, ``rule`` and ``message`` describe the failure that closed it.
+    ``closed_for``: the time until it is due for a probe; 0 if it is. ``in_a_row``: how often it
+    closed in a row. ``probe``: the owner token of the attempt that probes; its slot ends in
+    ``probe_for`` unless it is renewed. ``reason``, ``rule`` and ``message`` describe the failure
+    that closed it.
     """
 
     group: str
-    trips: int
+    in_a_row: int
     closed_for: float
     reason: str
     rule: str | None = None
@@ -39,29 +40,29 @@ class Gate:
     probe_for: float = 0.0
 
     @property
-    def half_open(self) -> bool:
+    def probe_due(self) -> bool:
         """Whether an attempt may probe, or probes now."""
         return self.closed_for <= 0
 
     @property
     def blocked_for(self) -> float:
-        """For how long no attempt may start: until the gate is half-open, or until the slot of the
-        probe ends.
+        """For how long no attempt may start: until the group is due for a probe, or until the slot
+        of the probe ends.
         """
         return self.closed_for if self.closed_for > 0 else self.probe_for
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """What a store has of a gate that is not open; times are milliseconds by its clock.
+    """What a store has of a group that is not open; times are milliseconds by its clock.
 
-    The gate is closed until ``ends``. From then on the limit of the group is one, until ``counts``
+    The group is closed until ``ends``. From then on the limit of the group is one, until ``counts``
     if it is not opened before. ``alone``: the token of the last attempt that took a slot under this
     limit; it is the probe as long as it holds that slot. ``why``: the result of
     :func:`reason_json`.
     """
 
-    trips: int
+    in_a_row: int
     ends: float
     counts: float
     why: str
@@ -70,11 +71,11 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """A failure of the group that closes its gate.
+    """A failure of the group that closes it.
 
-    The gate stays closed for the delay of ``policy``, which grows with each trip, or for
-    ``server_delay`` (from the response, jitter included) if that is longer. ``instead``: a server
-    delay replaces that of the policy, also if it is shorter.
+    The group stays closed for the delay of ``policy``, which grows with each closing in a row, or
+    for ``server_delay`` (from the response, jitter included) if that is longer. ``instead``: a
+    server delay replaces that of the policy, also if it is shorter.
     """
 
     policy: CooldownPolicy
@@ -84,42 +85,42 @@ class Closing:
     server_delay: float | None = None
     instead: bool = True
 
-    def wait(self, trips: int) -> float:
-        """Seconds for which the gate is closed, the *trips*-th time in a row."""
+    def wait(self, in_a_row: int) -> float:
+        """Seconds for which the group is closed, the *in_a_row*-th time in a row."""
         if self.server_delay is not None and self.instead:
             return self.server_delay
-        return max(self.server_delay or 0.0, self.policy.longest(trips))
+        return max(self.server_delay or 0.0, self.policy.longest(in_a_row))
 
 
 # -- the stored form ------------------------------------------------------------------------------
 
 
-def gate_name(group: str) -> str:
-    """The name of a group's gate: the group's name, whose tail is hashed if it is long, as in a
-    stored key.
+def stored_group(group: str) -> str:
+    """The stored name of a group: its name, whose tail is hashed if it is long, as in a stored key.
 
-    The name of a gate maps to itself. So a gate is found by its group's name and by its listed
-    name.
+    A stored name maps to itself. So a group is found by its own name and by its listed name.
     """
     if "\0" not in group:
         return group if is_short_form(group) else bounded(group)
     # A text column cannot store NUL. The name made here has the full length, which no other name
     # with this digest has.
     digest = hashlib.sha256(group.encode()).hexdigest()
-    plain = group.replace("\0", "").ljust(GATE_NAME_MAX, "-")
-    return f"{plain[: GATE_NAME_MAX - 1 - len(digest)]}#{digest}"
+    plain = group.replace("\0", "").ljust(GROUP_NAME_MAX, "-")
+    return f"{plain[: GROUP_NAME_MAX - 1 - len(digest)]}#{digest}"
 
 
 def reason_json(closing: Closing) -> str:
-    """Why *closing* closed the gate, as JSON without empty fields."""
+    """Why *closing* closed the group, as JSON without empty fields."""
     fields = {"reason": closing.reason, "rule": closing.rule, "message": closing.message}
     return json.dumps(
         {name: value for name, value in fields.items() if value}, separators=(",", ":")
     )
 
 
-def gate_from(group: str, closed: Closed, closed_for: float, probe_for: float) -> Gate:
-    """The gate of *group*; ``probe_for``: for how long its probe still holds its slot, 0 without
+def closed_group_from(
+    group: str, closed: Closed, closed_for: float, probe_for: float
+) -> ClosedGroup:
+    """*group*; ``probe_for``: for how long its probe still holds its slot, 0 without
     one.
     """
     try:
@@ -131,7 +132,7 @@ def gate_from(group: str, closed: Closed, closed_for: float, probe_for: float) -
     reason, message = (str(fields.get(name) or "") for name in ("reason", "message"))
     why = reason, fields.get("rule"), message
     probe = closed.alone if probe_for > 0 else None
-    return Gate(group, closed.trips, _known(closed_for), *why, probe, _known(probe_for))
+    return ClosedGroup(group, closed.in_a_row, _known(closed_for), *why, probe, _known(probe_for))
 
 
 def _known(seconds: float) -> float:

@@ -1,7 +1,7 @@
-"""The last closings of a gate: when, for how long, by which rule, and when it was opened. Pure.
+"""The last closings of a group: when, for how long, by which rule, and when it was opened. Pure.
 
-They are shown to operators; no decision reads them. A store writes them as one text beside the gate
-whenever it closes or opens the gate.
+They are shown to operators; no decision reads them. A store writes them as one text beside the
+group whenever it closes or opens the group.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from celery_leases.groups.group import Gate
+from celery_leases.groups.group import ClosedGroup
 
 CLOSINGS_MAX: Final = 20
 """How many closings of a group are stored."""
@@ -23,7 +23,7 @@ RETENTION: Final = 30 * 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class PastClosing:
-    """The gate was closed at ``closed_at`` until ``until``, the ``trips``-th time in a row.
+    """The group was closed at ``closed_at`` until ``until``, the ``in_a_row``-th time in a row.
 
     ``opened_at``: when a probe or an operator opened it; ``None`` if neither did, or if that is not
     known. Times are seconds since the epoch, by the clock of the process that closed it.
@@ -31,18 +31,26 @@ class PastClosing:
 
     closed_at: float
     until: float
-    trips: int
+    in_a_row: int
     reason: str
     rule: str | None = None
     opened_at: float | None = None
 
 
-def with_closing(past: Sequence[PastClosing], gate: Gate, now: float) -> list[PastClosing]:
-    """*past*, the latest first, with a closing at *now*, after which the gate is *gate*.
+def with_closing(
+    past: Sequence[PastClosing], closed_group: ClosedGroup, now: float
+) -> list[PastClosing]:
+    """*past*, the latest first, with a closing at *now*, after which the group is *group*.
 
-    Closings of one trip are one entry: bodies that fail together may note theirs in any order.
+    Closings counted as one are one entry: bodies that fail together may note theirs in any order.
     """
-    closing = PastClosing(now, now + gate.closed_for, gate.trips, gate.reason, gate.rule)
+    closing = PastClosing(
+        now,
+        now + closed_group.closed_for,
+        closed_group.in_a_row,
+        closed_group.reason,
+        closed_group.rule,
+    )
     if not past or not _is_same_trip(past[0], closing):
         return [closing, *past][:CLOSINGS_MAX]
     longest = max(past[0], closing, key=lambda each: each.until)
@@ -50,13 +58,13 @@ def with_closing(past: Sequence[PastClosing], gate: Gate, now: float) -> list[Pa
 
 
 def _is_same_trip(latest: PastClosing, closing: PastClosing) -> bool:
-    """Whether *closing* extends *latest*: the gate was still closed, and counted no trip."""
+    """Whether *closing* extends *latest*: the group was still closed, and was not counted."""
     over = latest.opened_at is not None or latest.until <= closing.closed_at
-    return not over and latest.trips == closing.trips
+    return not over and latest.in_a_row == closing.in_a_row
 
 
 def with_opening(past: Sequence[PastClosing], now: float) -> list[PastClosing]:
-    """*past* with the gate opened at *now*."""
+    """*past* with the group opened at *now*."""
     if not past or past[0].opened_at is not None:
         return [*past]
     return [replace(past[0], opened_at=now), *past[1:]]
@@ -69,7 +77,7 @@ def dump(past: Sequence[PastClosing]) -> str:
             [
                 round(each.closed_at, 3),
                 round(each.until, 3),
-                each.trips,
+                each.in_a_row,
                 each.reason,
                 each.rule,
                 round(each.opened_at, 3) if each.opened_at is not None else None,
@@ -89,13 +97,13 @@ def load(text: str | None) -> list[PastClosing]:
 
 
 def _closing(
-    closed_at: Any, until: Any, trips: Any, reason: Any, rule: Any, opened_at: Any, *_: Any
+    closed_at: Any, until: Any, in_a_row: Any, reason: Any, rule: Any, opened_at: Any, *_: Any
 ) -> PastClosing:
     """One closing; fields that a later release has added at the end are ignored."""
     return PastClosing(
         _time(closed_at),
         _time(until),
-        int(trips),
+        int(in_a_row),
         str(reason),
         str(rule) if rule is not None else None,
         _time(opened_at) if opened_at is not None else None,

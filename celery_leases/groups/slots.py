@@ -4,7 +4,7 @@ failure has closed it. Pure.
 A body of a group with a limit holds a slot, which is a lease: it has the attempt's owner token,
 expires by itself, and is renewed together with the lease of the key. A rate keeps two begins apart.
 Workers with waiting calls register the time of the oldest one, so that a call that came later waits
-for its turn. After the time for which a failure has closed its gate, the limit of any group is one:
+for its turn. After the time for which a failure has closed it, the limit of any group is one:
 the attempt that takes the slot is the probe. All times are milliseconds by the clock of the store,
 except where a name says otherwise.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from celery_leases.failures.actions import Reason
-from celery_leases.groups.group import Closed, Closing, Gate, gate_from, reason_json
+from celery_leases.groups.group import Closed, ClosedGroup, Closing, closed_group_from, reason_json
 from celery_leases.value_class import value_class
 
 AHEAD: Final = 400.0
@@ -67,7 +67,7 @@ class Slots:
 
     ``held``: by owner token, when the slot expires, and the limit of its holder, 0 without one.
     ``began`` and ``pause``: the last begin, and the pause after it. ``places``: by worker, since
-    when its oldest call waits, and until when that counts. ``closed``: ``None`` if the gate is
+    when its oldest call waits, and until when that counts. ``closed``: ``None`` if the group is
     open.
     """
 
@@ -100,12 +100,14 @@ class Slots:
         """The smallest limit of the bodies that run; ``None`` without one."""
         return min((limit for _, limit in self.held.values() if limit), default=None)
 
-    def gate(self, group: str, now: float) -> Gate | None:
-        """The gate of *group*; ``None`` if it is open. Nothing of the state has expired."""
+    def closed_group(self, group: str, now: float) -> ClosedGroup | None:
+        """*group*; ``None`` if it is open. Nothing of the state has expired."""
         if self.closed is None:
             return None
         until, _ = self.held.get(self.closed.alone, (now, 0))
-        return gate_from(group, self.closed, (self.closed.ends - now) / 1000, (until - now) / 1000)
+        return closed_group_from(
+            group, self.closed, (self.closed.ends - now) / 1000, (until - now) / 1000
+        )
 
     def probes(self, token: str, now: float) -> bool:
         """Whether *token* has the only slot, since the time of the closing is over."""
@@ -170,7 +172,7 @@ def room(slots: Slots, ask: Ask, now: float) -> Room:
 
 
 def may_begin(slots: Slots, token: str, now: float) -> bool:
-    """Whether the gate lets the attempt with *token* begin: it is open, or its time is over, and
+    """Whether the group lets the attempt with *token* begin: it is open, or its time is over, and
     no other attempt has the only slot. Nothing of the state has expired.
     """
     closed = slots.closed
@@ -181,7 +183,7 @@ def may_begin(slots: Slots, token: str, now: float) -> bool:
 
 def take(
     group: str, slots: Slots, ask: Ask, token: str, ttl: float, now: float
-) -> Taken | Room | Gate:
+) -> Taken | Room | ClosedGroup:
     """The slots once the attempt with *token* has what it asks for, or why it does not get it.
 
     An attempt that has a slot keeps it: the reply to its first try may have been lost. *ttl* is in
@@ -189,9 +191,9 @@ def take(
     """
     slots = slots.at(now)
     if not may_begin(slots, token, now):
-        gate = slots.gate(group, now)
-        assert gate is not None  # an open gate lets it begin
-        return gate
+        closed_group = slots.closed_group(group, now)
+        assert closed_group is not None  # an open group lets it begin
+        return closed_group
     if token in slots.held:
         starts_in = max(0.0, slots.began - now) / 1000
         slots = with_slot(slots, token, ttl, ask.limit, now)
@@ -210,20 +212,22 @@ def take(
     return Taken(slots, found.wait, slots.closed is not None)
 
 
-def full_gate(group: str, slots: Slots, now: float) -> Gate | None:
-    """Why calls of *group* wait: its gate, or in the form of a gate without trips what shows that
-    they wait for their turn; ``None`` if nothing does.
+def full_group(group: str, slots: Slots, now: float) -> ClosedGroup | None:
+    """Why calls of *group* wait: it is closed, or in the form of one that was closed 0 times
+    what shows that they wait for their turn; ``None`` if nothing does.
     """
     slots = slots.at(now)
     if slots.closed is not None:
-        return slots.gate(group, now)
+        return slots.closed_group(group, now)
     running, limit = len(slots.held), slots.limit
     if limit and running >= limit:
-        return Gate(group, 0, 0.0, Reason.GROUP_FULL, message=f"{running} of {limit} calls run")
+        return ClosedGroup(
+            group, 0, 0.0, Reason.GROUP_FULL, message=f"{running} of {limit} calls run"
+        )
     wait = slots.began + slots.pause - now
     if wait > 0:
         message = "as many have begun as its rate allows"
-        return Gate(group, 0, wait / 1000, Reason.GROUP_RATE, message=message)
+        return ClosedGroup(group, 0, wait / 1000, Reason.GROUP_RATE, message=message)
     return None
 
 
@@ -232,24 +236,24 @@ def close(slots: Slots, closing: Closing, token: str, now: float) -> Slots:
     freed.
 
     A longer time replaces the current one, a shorter one does not. Only the failure of a probe
-    counts a trip more: attempts that had begun before the gate closed count none.
+    counts one closing more: attempts that had begun before the group closed count none.
     """
     slots = slots.at(now)
     before = slots.closed
-    trips = 1 if before is None else before.trips + slots.probes(token, now)
-    wait = closing.wait(trips) * 1000
+    in_a_row = 1 if before is None else before.in_a_row + slots.probes(token, now)
+    wait = closing.wait(in_a_row) * 1000
     slots = without_slot(slots, token)
     if before is not None and now + wait <= before.ends:
         return slots
-    # The trips no longer count after a quiet time.
+    # The closings in a row no longer count after a quiet time.
     counts = max(now + wait + closing.policy.quiet * 1000, before.counts if before else 0.0)
     alone = before.alone if before is not None else ""
-    return replace(slots, closed=Closed(trips, now + wait, counts, reason_json(closing), alone))
+    return replace(slots, closed=Closed(in_a_row, now + wait, counts, reason_json(closing), alone))
 
 
 def opened(slots: Slots, token: str | None, now: float) -> Slots | None:
-    """The slots with an open gate, and without the slot of *token*; ``None`` if the gate was open,
-    or if *token* is given and is not the probe.
+    """The slots with an open group, and without the slot of *token*; ``None`` if the group was
+    open, or if *token* is given and is not the probe.
     """
     slots = slots.at(now)
     if slots.closed is None or (token is not None and not slots.probes(token, now)):
@@ -321,7 +325,7 @@ def load(text: str | None) -> Slots:
             },
             closed
             and Closed(
-                int(closed["trips"]),
+                int(closed["in_a_row"]),
                 float(closed["ends"]),
                 float(closed["counts"]),
                 str(closed["why"]),

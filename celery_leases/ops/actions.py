@@ -14,7 +14,7 @@ from celery_leases.record import State
 from celery_leases.status import ABANDONED, LeaseStatus
 
 DEFAULT_DURATION: Final = "5m"
-"""How long an operator closes the gate of a group if no other duration is entered."""
+"""How long an operator closes a group if no other duration is entered."""
 GROUP_ACTIONS: Final = {"open": "Open", "close": "Close"}
 
 

@@ -1,4 +1,4 @@
-"""``OperatorClient``: reads, counts and changes many keys, and the gates of cooldown groups."""
+"""``OperatorClient``: reads, counts and changes many keys, and cooldown groups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from celery_leases.errors import (
 )
 from celery_leases.failures.actions import Reason
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.groups.group import Closing, Gate
+from celery_leases.groups.group import ClosedGroup, Closing
 from celery_leases.keys import stored_key
 from celery_leases.ops.actions import next_step, why_unchanged
 from celery_leases.ops.counts import counted
@@ -45,7 +45,7 @@ from celery_leases.worker.processes import METRICS_DIRECTORY
 LOOK_THROUGH: Final = 10_000
 """Records that are read for one page, at most."""
 OPERATOR: Final = "operator"
-"""The rule, and the owner token, of a gate that an operator has closed."""
+"""The rule, and the owner token, of a group that an operator has closed."""
 BATCH: Final = 500
 """Records that are read by one statement."""
 PURGE_BATCH: Final = 1000
@@ -141,7 +141,7 @@ class OperatorClient(LeaseClient):
         """The records with their statuses, for which the lease store is read if needed. The status
         of a live record has only its state if that state is not *wanted*.
         """
-        gate_of, trouble = cache(self._gate_of), None
+        closed_group_of, trouble = cache(self._closed_group_of), None
         live: set[str] = set()
         if ABANDONED in wanted.states and State.RUNNING not in wanted.states:
             running = [record.stored_key for record in records if record.state is State.RUNNING]
@@ -152,18 +152,20 @@ class OperatorClient(LeaseClient):
                 yield record, LeaseStatus(record.key, record.task, State.RUNNING.value)
                 continue
             now: Record | None = record
-            holder = gate = None
+            holder = closed_group = None
             needed = record.state in (State.RUNNING, State.PENDING, State.COOLING)
             if needed and trouble is None:
                 try:
                     if record.state is State.RUNNING:
                         holder = self._leases.holder(record.stored_key)
-                    now, gate = self._now(record.stored_key, record, holder, None, gate_of)
+                    now, closed_group = self._now(
+                        record.stored_key, record, holder, None, closed_group_of
+                    )
                 except StoreUnavailable as error:
                     trouble = unanswered(error)
             status = status_of(
                 *(record.key, record.task, now or record, holder),
-                gate=gate,
+                closed_group=closed_group,
                 trouble=trouble if needed else None,
                 wall_time=self._wall_time(),
             )
@@ -276,9 +278,9 @@ class OperatorClient(LeaseClient):
             for row in self._records.counts()
         }
         trouble: str | None = None
-        gates: Sequence[GroupStatus] = ()
+        closed_groups: Sequence[GroupStatus] = ()
         try:
-            gates = self.groups()
+            closed_groups = self.groups()
             for task, state in [*counts]:
                 if state == State.RUNNING:
                     self._separate_abandoned(task, counts)
@@ -291,7 +293,7 @@ class OperatorClient(LeaseClient):
                 for (task, state), (count, oldest) in sorted(counts.items())
             ],
             [RuleCount(rule, reason, count) for (rule, reason), count in by_rule.most_common()],
-            *(gates, trouble, self._saved_runs()),
+            *(closed_groups, trouble, self._saved_runs()),
         )
 
     def _separate_abandoned(
@@ -365,8 +367,8 @@ class OperatorClient(LeaseClient):
         return self._group_now(self._leases.groups.get(group), group)
 
     def open_group(self, group: str) -> bool:
-        """Open the gate of *group*, delete its trips, and end the waits of the keys that failed
-        because of the group; returns whether the gate was not open.
+        """Open *group*, delete how often it closed in a row, and end the waits of the keys that
+        failed because of the group; returns whether the group was not open.
 
         Copies that wait at the broker are delivered when their countdowns end.
         """
@@ -376,7 +378,7 @@ class OperatorClient(LeaseClient):
         return opened
 
     def close_group(self, group: str, span: Duration, why: str = "") -> GroupStatus:
-        """Close the gate of *group* for *span* (seconds, ``"5m"``, a timedelta); a gate that is
+        """Close *group* for *span* (seconds, ``"5m"``, a timedelta); a group that is
         closed for longer stays so.
 
         The first attempt after that is a probe, as after a failure of the group.
@@ -384,13 +386,13 @@ class OperatorClient(LeaseClient):
         self._check_group(group)
         policy = CooldownPolicy.of(span, "close_group: span")
         closing = Closing(policy, Reason.ASKED, OPERATOR, redact(why), server_delay=policy.base)
-        gate = self._leases.groups.close(group, closing, OPERATOR)
-        return self._group_now(gate, group)
+        closed_group = self._leases.groups.close(group, closing, OPERATOR)
+        return self._group_now(closed_group, group)
 
-    def _group_now(self, gate: Gate | None, group: str) -> GroupStatus:
+    def _group_now(self, closed_group: ClosedGroup | None, group: str) -> GroupStatus:
         store = self._leases.groups
         in_use = store.slots([group])
-        return self._group(gate, group, store.history([group]), in_use)
+        return self._group(closed_group, group, store.history([group]), in_use)
 
     def _check_group(self, group: str) -> None:
         """Refuse a name that ``lease_group`` cannot make."""

@@ -40,12 +40,12 @@ GAUGES: Final = {
     "oldest_cooling_seconds": "For how long the oldest key that cools down has done so.",
     "oldest_abandoned_seconds": "Age of the oldest key that is running without a live lease.",
     "groups": "Groups that are not open, or full, by state.",
-    "group_trips": "The most trips in a row of a cooldown group that is not open.",
+    "group_closings_in_a_row": "The most closings in a row of a cooldown group that is not open.",
     "records_counted_timestamp_seconds": "When the records were counted.",
     "records_count_duration_seconds": "How long that took.",
 }
 """The gauges and their help texts."""
-GROUP_STATES: Final = ("closed", "half_open", "probing", "full")
+GROUP_STATES: Final = ("closed", "probe_due", "probing", "full")
 
 
 class RecordGauges(Collector):
@@ -110,7 +110,9 @@ class RecordGauges(Collector):
         for state in GROUP_STATES:
             groups.add_metric([state], sum(group.state == state for group in stats.groups))
         yield groups
-        yield _gauge("group_trips", max((group.trips for group in stats.groups), default=0))
+        yield _gauge(
+            "group_closings_in_a_row", max((group.in_a_row for group in stats.groups), default=0)
+        )
         yield _gauge("records_counted_timestamp_seconds", self._counted_at)
         yield _gauge("records_count_duration_seconds", self._took)
 

@@ -88,7 +88,7 @@ METRICS: Final[Mapping[str, Metric]] = {
         ),
         Metric("lost_leases", "Leases that were lost while a body ran."),
         Metric("failed_renewals", "Renewals that failed and were tried again."),
-        Metric("group_trips", "Failures that closed the gate of a cooldown group."),
+        Metric("group_closings", "Failures that closed a cooldown group."),
         Metric("run", "Run time of bodies.", buckets=_RUN),
         Metric("hold", "Time from the request of a lease until its key was let go.", buckets=_RUN),
         Metric("cooldown", "Cooldowns that failures have set.", buckets=_WAIT),
@@ -102,7 +102,7 @@ _ONE_EACH: Final[Mapping[type[Event], str]] = {
     events.CallRefused: "refused_calls",
     events.LeaseLost: "lost_leases",
     events.RenewalFailed: "failed_renewals",
-    events.GateClosed: "group_trips",
+    events.GroupClosed: "group_closings",
 }
 """The counters of events that are only counted."""
 _BOUNDS: Final = {
@@ -125,7 +125,7 @@ COUNTED: Final = (
     signals.lease_lost,
     signals.renewal_failed,
     signals.lease_renewed,
-    signals.gate_closed,
+    signals.group_closed,
 )
 
 

@@ -59,7 +59,7 @@ class SavedRuns:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counts by task and state, failures by rule, and the groups whose gate is not open.
+    """Counts by task and state, failures by rule, and the groups that are not open.
 
     ``trouble``: why the lease store did not answer; then abandoned records count as running, and
     ``groups`` is empty. ``saved_runs``: those that the processes of this host have counted, by

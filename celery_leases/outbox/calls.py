@@ -568,15 +568,15 @@ def _stranded(process: Process, outbox: Outbox, older: float, limit: int) -> lis
 
 
 def _waits(process: Process, record: Record, shut: dict[str, bool]) -> bool:
-    """Whether the call of *record* waits for the closed gate of its group; *shut* remembers each
+    """Whether the call of *record* waits for its closed group; *shut* remembers each
     group.
     """
     group = record.failure.group if record.failure is not None else None
     if group is None or record.publish_at is not None or record.state is State.RUNNING:
         return False
     if group not in shut:
-        gate = process.leases.groups.get(group)
-        shut[group] = gate is not None and gate.blocked_for > 0
+        closed_group = process.leases.groups.get(group)
+        shut[group] = closed_group is not None and closed_group.blocked_for > 0
     return shut[group]
 
 

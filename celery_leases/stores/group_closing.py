@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from celery_leases.groups.group import Closing, Gate
+from celery_leases.groups.group import ClosedGroup, Closing
 from celery_leases.groups.history import PastClosing, dump, load, with_closing, with_opening
 from celery_leases.groups.slots import Slots, close, opened
 
@@ -22,22 +22,24 @@ class ClosingGroups(ABC):
     by compare-and-set.
     """
 
-    def close(self, group: str, closing: Closing, token: str) -> Gate:
-        """Close the gate; see :class:`~celery_leases.stores.interfaces.GroupStore`."""
-        closed = self._change_gate(
+    def close(self, group: str, closing: Closing, token: str) -> ClosedGroup:
+        """Close the group; see :class:`~celery_leases.stores.interfaces.GroupStore`."""
+        closed = self._change_group(
             group, token, lambda slots, now: close(slots, closing, token, now)
         )
         assert closed is not None  # a closing always has a result
         slots, now = closed
-        gate = slots.gate(group, now)
-        assert gate is not None
-        return gate
+        closed_group = slots.closed_group(group, now)
+        assert closed_group is not None
+        return closed_group
 
     def open(self, group: str, token: str | None = None) -> bool:
-        """Open a gate and reset its trips. With *token*, open only a half-open gate whose probe is
-        *token*.
+        """Open a group and reset how often it closed in a row. With *token*, open only a group that
+        is due for a probe whose probe is *token*.
         """
-        change = self._change_gate(group, token or "", lambda slots, now: opened(slots, token, now))
+        change = self._change_group(
+            group, token or "", lambda slots, now: opened(slots, token, now)
+        )
         return change is not None
 
     def history(
@@ -50,10 +52,10 @@ class ClosingGroups(ABC):
         past = {group: load(text) for group, text in found.items()}
         return {group: each for group, each in past.items() if each}
 
-    def get(self, group: str) -> Gate | None:
-        """The gate of *group*; ``None`` when it is open."""
+    def get(self, group: str) -> ClosedGroup | None:
+        """*group*; ``None`` when it is open."""
         slots, now = self.slots([group]).get(group, (None, 0.0))
-        return slots.gate(group, now) if slots is not None else None
+        return slots.closed_group(group, now) if slots is not None else None
 
     @abstractmethod
     def slots(
@@ -69,20 +71,20 @@ class ClosingGroups(ABC):
         """
 
     @abstractmethod
-    def _change_gate(self, group: str, token: str, change: Change) -> tuple[Slots, float] | None:
-        """Apply *change*, which closes or opens the gate and frees the slot of *token*, and note it
-        in the history; returns the slots afterwards and their time, or ``None`` if nothing is to be
-        changed.
+    def _change_group(self, group: str, token: str, change: Change) -> tuple[Slots, float] | None:
+        """Apply *change*, which closes or opens the group and frees the slot of *token*, and note
+        it in the history; returns the slots afterwards and their time, or ``None`` if nothing is to
+        be changed.
         """
 
 
 def noted(past: str | None, before: Slots, after: Slots, group: str, now: float) -> str | None:
-    """The text of the history after a change of the gate at *now*, by the clock of the store;
+    """The text of the history after a change of the group at *now*, by the clock of the store;
     ``None`` if it stays closed for the same time.
     """
-    gate = after.gate(group, now)
-    if gate is None:
+    closed_group = after.closed_group(group, now)
+    if closed_group is None:
         return dump(with_opening(load(past), time.time()))
     if before.closed is not None and after.closed == before.closed:
         return None
-    return dump(with_closing(load(past), gate, time.time()))
+    return dump(with_closing(load(past), closed_group, time.time()))

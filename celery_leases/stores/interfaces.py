@@ -19,7 +19,7 @@ from celery_leases.decide.answers import (
 from celery_leases.decide.latest import Burst
 from celery_leases.errors import StoreUnavailable
 from celery_leases.events import Event
-from celery_leases.groups.group import Closing, Gate
+from celery_leases.groups.group import ClosedGroup, Closing
 from celery_leases.groups.history import PastClosing
 from celery_leases.groups.slots import Ask, Room, Slots
 
@@ -29,13 +29,13 @@ class LeaseStore(ABC):
     fails. Threads and greenlets share one store.
 
     Only the abstract methods are needed. A store may also be a :class:`MarkStore` and have
-    ``groups``; otherwise marks and gates are in the records database.
+    ``groups``; otherwise marks and groups are in the records database.
     """
 
     #: Written into each row that is claimed under this store, so that two lease stores with one
     #: records database are detected.
     name: str
-    #: The gates of cooldown groups, if the store has any.
+    #: The groups, if the store has any.
     groups: GroupStore | None = None
     #: Whether the claimed row is the lease. Then an attempt does not acquire and end it besides.
     in_records: bool = False
@@ -47,8 +47,8 @@ class LeaseStore(ABC):
         """Take the lease in one round trip. A lease that the token of the call already holds
         counts as taken.
 
-        Otherwise it is refused: ``HELD`` with the holder, ``COOLING``, ``GATE`` with the gate, or
-        ``FULL`` with the room of its group.
+        Otherwise it is refused: ``HELD`` with the holder, ``COOLING``, ``CLOSED`` with the group,
+        or ``FULL`` with the room of its group.
         If the lease is free, a store with ``groups`` reads in the same round trip the state of
         ``call.group``, and takes a slot of it, or the turn by its rate, as
         :func:`celery_leases.groups.slots.take` says. Raises ``LeaseStoreMismatch`` if the
@@ -190,23 +190,24 @@ class WaiterStore(Protocol):
 class GroupStore(Protocol):
     """The state of groups. Every call raises ``StoreUnavailable`` if the store fails."""
 
-    def get(self, group: str) -> Gate | None:
-        """The gate of *group*; ``None`` if it is open."""
+    def get(self, group: str) -> ClosedGroup | None:
+        """*group*; ``None`` if it is open."""
         ...
 
-    def all(self, limit: int = 1000) -> Iterator[Gate]:
-        """At most *limit* gates that are not open."""
+    def all(self, limit: int = 1000) -> Iterator[ClosedGroup]:
+        """At most *limit* groups that are not open."""
         ...
 
-    def close(self, group: str, closing: Closing, token: str) -> Gate:
-        """Close the gate as :func:`celery_leases.groups.slots.close` computes, by
-        compare-and-set; returns the gate afterwards. The slot of *token* is freed.
+    def close(self, group: str, closing: Closing, token: str) -> ClosedGroup:
+        """Close the group as :func:`celery_leases.groups.slots.close` computes, by
+        compare-and-set; returns the group afterwards. The slot of *token* is freed.
         """
         ...
 
     def open(self, group: str, token: str | None = None) -> bool:
-        """Open a gate and delete its trips; returns whether that was done. With *token*: only if
-        the gate is half-open and *token* is the probe. The slot of *token* is freed.
+        """Open a group and delete how often it closed in a row; returns whether that was done. With
+        *token*: only if the group is due for a probe and *token* is the probe. The slot of *token*
+        is freed.
         """
         ...
 
@@ -242,7 +243,7 @@ class GroupStore(Protocol):
 
 
 class MarkedLeaseStore(LeaseStore, MarkStore):
-    """A lease store that also stores marks and gates, as attempts and operators use it."""
+    """A lease store that also stores marks and groups, as attempts and operators use it."""
 
     groups: GroupStore
 

@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 
 from celery_leases.decide.copies import UNCOPIED, Copy
 from celery_leases.errors import KeyUnusable
-from celery_leases.groups.group import GATE_NAME_MAX, gate_name
+from celery_leases.groups.group import GROUP_NAME_MAX, stored_group
 from celery_leases.keys import (
     STORED_KEY_MAX,
     CallKey,
@@ -146,7 +146,7 @@ class Header:
             key=key.key if short else "",
             stored="" if short else key.stored,
             fingerprint=key.fingerprint,
-            group=gate_name(group) if group is not None else None,
+            group=stored_group(group) if group is not None else None,
         )
 
     def begun(self, key: CallKey, group: str | None, arrived: int) -> Header:
@@ -160,7 +160,7 @@ class Header:
             key=key.key if short else "",
             stored="" if short else key.stored,
             fingerprint=key.fingerprint,
-            group=gate_name(group) if group is not None else None,
+            group=stored_group(group) if group is not None else None,
             copy=self.copy,
             started=True,
             arrived=arrived,
@@ -230,7 +230,7 @@ class Header:
             key=found.text("key", LONGEST_KEY, ""),
             stored=found.text("stored", 255, ""),
             fingerprint=found.matching("fingerprint", _FINGERPRINT),
-            group=found.text("group", GATE_NAME_MAX, "") or None,
+            group=found.text("group", GROUP_NAME_MAX, "") or None,
             copy=found.copy("copy"),
             reschedules=found.count("tries"),
             store_failures=found.count("away"),

@@ -40,7 +40,7 @@ from celery.worker.request import Request
 from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.decide.waiting import FIRST_COUNTDOWN_UNTIL_FREE
 from celery_leases.errors import LeasesError
-from celery_leases.groups.group import gate_name
+from celery_leases.groups.group import stored_group
 from celery_leases.groups.slots import AHEAD, Ask, Room
 from celery_leases.options import Group
 from celery_leases.text.notices import logger
@@ -681,7 +681,7 @@ class WaitingCalls:
 
 def _group_key(name: str) -> str:
     """The name of a group among the stored keys, which have no NUL."""
-    return GROUP_KEY + gate_name(name)
+    return GROUP_KEY + stored_group(name)
 
 
 def _name_if_idle(worker: Any) -> str:

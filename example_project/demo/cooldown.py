@@ -207,7 +207,7 @@ class Demo(Story[PaidStage]):
         )
         self._limit(NIGHT, SHORT_LIMIT)
         self.stage.press("write_summary_overnight", 1, NIGHT.model, NIGHT.documents[:1])
-        self.wait(lambda: self._events("GateClosed", NIGHT.keys), 15, "a closed gate")
+        self.wait(lambda: self._events("GroupClosed", NIGHT.keys), 15, "a closed group")
         self._press("write_summary_overnight", NIGHT, documents=NIGHT.documents[1:])
         times = [charge.t for charge in self.stage.charges(LEASES, NIGHT.model)]
         early = [t for t in times[1:] if t < times[0] + SHORT_LIMIT]

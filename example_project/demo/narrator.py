@@ -108,13 +108,13 @@ class Narrator:
                 return f"has lost its lease on {key}: {event['reason']}", "red"
             case "OutcomeRefused":
                 return f"was too late with {key}: its outcome is refused", "red"
-            case "GateClosed":
+            case "GroupClosed":
                 return (
-                    f"closes the gate of {event['group']} for {event['closed_for']:.1f} s: {event['reason']}",
+                    f"closes the group of {event['group']} for {event['closed_for']:.1f} s: {event['reason']}",
                     "yellow",
                 )
-            case "GateOpened":
-                return f"opens the gate of {event['group']}", "green"
+            case "GroupOpened":
+                return f"opens the group of {event['group']}", "green"
         return self._answered(
             event, f"{self._webs.get(event['call_id'], 'somebody')}'s call for {key}"
         )

@@ -67,7 +67,7 @@ else:
         signals.attempt_abandoned,
         signals.lease_lost,
         signals.outcome_refused,
-        signals.gate_closed,
-        signals.gate_opened,
+        signals.group_closed,
+        signals.group_opened,
     ):
         happened.connect(_receive, weak=False)

@@ -89,7 +89,7 @@ class Desk:
         self._documents: dict[int, Document] = {}
         self._log: deque[dict[str, Any]] = deque(maxlen=LOG_LINES)
         self._logged = 0
-        self._gate: str | None = None
+        self._closed_group: str | None = None
         self._lock = threading.Lock()
 
     # -- the buttons -------------------------------------------------------------------------------
@@ -250,10 +250,10 @@ class Desk:
     def _group(self) -> dict[str, Any]:
         found = next((one for one in self._client.groups() if one.group == tasks.GROUP), None)
         state = found.state if found is not None else "open"
-        if state != self._gate:
-            if self._gate is not None:
+        if state != self._closed_group:
+            if self._closed_group is not None:
                 self._say(f"The provider's group is {state.replace('_', ' ')}")
-            self._gate = state
+            self._closed_group = state
         return {
             "name": tasks.GROUP,
             "state": state,

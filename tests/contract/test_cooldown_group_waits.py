@@ -1,4 +1,4 @@
-"""An operator who opens the gate of a cooldown group also ends the cooldowns of the keys that
+"""An operator who opens a cooldown group also ends the cooldowns of the keys that
 failed because of it.
 """
 

@@ -36,7 +36,7 @@ from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.transactions import JoinedTransaction
 from celery_leases.testing.contracts.calls import claimed as claimed_row
 from celery_leases.testing.contracts.calls import fresh_key, make_call
-from celery_leases.testing.contracts.group_case import half_open
+from celery_leases.testing.contracts.group_case import probe_due
 from celery_leases.testing.contracts.record_case import outcome, row, won
 from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import is_mysql, migrated, wait_for_locks
@@ -126,7 +126,7 @@ def test_rows_that_may_be_locked_are_not_waited_for(leases: DatabaseLeaseStore) 
 def test_the_slot_of_a_probe_is_renewed_though_its_row_is_locked(
     leases: DatabaseLeaseStore, engine: Engine, guarded: bool
 ) -> None:
-    half_open(leases, GROUP)
+    probe_due(leases, GROUP)
     call = make_call(fresh_key(), ttl=TTL, group=GROUP)
     answer = leases.acquire(call)
     assert isinstance(answer, Acquired)
@@ -137,9 +137,9 @@ def test_the_slot_of_a_probe_is_renewed_though_its_row_is_locked(
         leases.renew(
             [Renewal(call.key.stored, call.token, 4 * TTL, guarded=guarded, slot=(GROUP, 0))]
         )
-        gate = leases.groups.get(GROUP)
-        assert gate is not None
-        assert gate.probe_for > 2 * TTL
+        closed_group = leases.groups.get(GROUP)
+        assert closed_group is not None
+        assert closed_group.probe_for > 2 * TTL
         session.rollback()
 
 

@@ -15,7 +15,7 @@ from celery_leases.errors import StoreUnavailable
 from celery_leases.stores.redis.errors import ACL_COMMANDS
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
-from celery_leases.testing.contracts.group_case import half_open
+from celery_leases.testing.contracts.group_case import probe_due
 from celery_leases.testing.waits import wait_until
 from tests.contract.redis_stores import PASSWORD, Certificates, Reached, documented_user
 from tests.contract.test_redis_outages import STEPS, steps
@@ -70,7 +70,7 @@ def test_the_documented_user_notices_a_failover_and_sees_no_other_keys(acl_store
     assert len(history) == 40
     assert not refusals(store)
     others = RedisLeaseStore.from_url(acl_store.url, prefix="other")
-    assert set(refusals(others)) == set(steps(store)) - {"gates", "all past_closings"}
+    assert set(refusals(others)) == set(steps(store)) - {"closed_groups", "all past_closings"}
 
 
 @pytest.mark.parametrize("missing", ACL_COMMANDS.split())
@@ -83,7 +83,7 @@ def test_a_right_that_is_missing_is_named(server: RedisServer, missing: str) -> 
         )
         admin.script_flush()
         whole = RedisLeaseStore.from_url(server.url)
-        half_open(whole, "g")
+        probe_due(whole, "g")
         if missing == "+pexpire":  # only needed to renew an existing lease
             assert refusal_of_a_renewal(whole, server)
             return

@@ -24,7 +24,7 @@ from celery_leases.stores.redis.cluster import Cluster
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.stores.redis.values import Keys
 from celery_leases.testing.contracts.calls import fresh_key, held, make_call, why
-from celery_leases.testing.contracts.group_case import closed, found, half_open
+from celery_leases.testing.contracts.group_case import closed, found, probe_due
 from celery_leases.testing.waits import wait_until
 from tests.support.servers import RedisCluster, RedisServer
 from tests.support.servers.local import free_port
@@ -112,7 +112,7 @@ def test_a_request_in_a_group_takes_two_round_trips_and_three_at_a_closed_gate(
     cluster: RedisCluster, store: RedisLeaseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request for a held key reads no gate."""
-    half_open(store, "half-open")
+    probe_due(store, "probed")
     closed(store, "closed", 60.0)
     for node in cluster.nodes:
         with redis.Redis(port=node.port) as admin:
@@ -123,7 +123,7 @@ def test_a_request_in_a_group_takes_two_round_trips_and_three_at_a_closed_gate(
             ):
                 admin.script_load(script.text)
     leases_on(cluster, store)
-    call = make_call(fresh_key(), group="half-open")
+    call = make_call(fresh_key(), group="probed")
     assert store.acquire(call) == Acquired(probe=True)
     sent: list[Any] = []
     connections: Any = limited(redis.Connection)
@@ -139,7 +139,7 @@ def test_a_request_in_a_group_takes_two_round_trips_and_three_at_a_closed_gate(
         (2, lambda: store.acquire(make_call(fresh_key(), group="open"))),
         (3, lambda: store.acquire(make_call(fresh_key(), group="closed"))),
         (2, lambda: store.acquire(call)),
-        (1, lambda: store.acquire(make_call(call.key.stored, group="half-open"))),
+        (1, lambda: store.acquire(make_call(call.key.stored, group="probed"))),
         (1, lambda: store.release(call.key.stored, call.token)),
     )
     for trips, step in steps:
@@ -155,10 +155,10 @@ def test_a_request_refused_there_has_no_lease(
     group = group_apart(cluster, store, call)
     closed(store, group, 60.0)
     for _ in range(2):
-        assert why(store.acquire(make_call(call.key.stored, group=group))) is Refusal.GATE
+        assert why(store.acquire(make_call(call.key.stored, group=group))) is Refusal.CLOSED
         assert store.holder(call.key.stored) is None
         store.groups.open(group)
-        half_open(store, group)
+        probe_due(store, group)
         assert store.acquire(make_call(fresh_key(), group=group)) == Acquired(probe=True)
     assert store.acquire(call) == Acquired()
 
@@ -167,7 +167,7 @@ def test_a_silent_gate_refuses_every_request(cluster: RedisCluster, store: Redis
     """A probe slot is never taken without its lease."""
     call = make_call(fresh_key())
     group = group_apart(cluster, store, call)
-    half_open(store, group)
+    probe_due(store, group)
     gate = cluster.node_of(store._keys.slots(group))
     gate.pause()
     with pytest.raises(StoreUnavailable):

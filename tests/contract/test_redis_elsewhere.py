@@ -26,7 +26,7 @@ class TestMarks(MarkStoreContract):
         return store_elsewhere
 
 
-class TestGates(GroupStoreContract, GroupHistoryContract):
+class TestGroups(GroupStoreContract, GroupHistoryContract):
     """The published suites for groups. In a cluster their keys are read and written separately from
     the lease.
     """

@@ -200,7 +200,7 @@ def test_any_prefix_has_its_own_leases(open_store: OpenStore, prefix: str, key: 
     assert other.acquire(make_call(key)) == Acquired()
     closed(store, "ours", 60.0)
     closed(other, "theirs", 60.0)
-    assert [gate.group for gate in store.groups.all()] == ["ours"]
+    assert [closed_group.group for closed_group in store.groups.all()] == ["ours"]
     assert other.acquire(make_call(fresh_key())) == Acquired()
     assert (len([*store.live_holders()]), len([*other.live_holders()])) == (1, 2)
     assert len([*other.live_holders(1)]) == 1

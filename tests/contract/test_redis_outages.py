@@ -60,15 +60,15 @@ def steps(store: RedisLeaseStore, key: str = "") -> dict[str, Callable[[], Any]]
         "cool": lambda: store.cool(call.key.stored, call.token, 15.0),
         "end_cooldown": lambda: store.end_cooldown(call.key.stored),
         "release": lambda: store.release(call.key.stored, call.token),
-        "close_gate": lambda: store.groups.close("g", closing(15.0), call.token),
-        "gate": lambda: store.groups.get("g"),
-        "gates": lambda: list(store.groups.all()),
+        "close_group": lambda: store.groups.close("g", closing(15.0), call.token),
+        "closed_group": lambda: store.groups.get("g"),
+        "closed_groups": lambda: list(store.groups.all()),
         "past_closings": lambda: store.groups.history(["g"]),
         "all past_closings": store.groups.history,
         "slots": lambda: store.groups.slots(["g"]),
         "room": lambda: store.groups.room({"g": Ask(1)}),
-        "open_gate as probe": lambda: store.groups.open("g", call.token),
-        "open_gate": lambda: store.groups.open("g"),
+        "open_group as probe": lambda: store.groups.open("g", call.token),
+        "open_group": lambda: store.groups.open("g"),
     }
 
 
@@ -203,7 +203,7 @@ def test_a_server_that_cannot_write_did_nothing(
     with redis.Redis.from_url(server.url) as admin:
         for option, wrong, right in (("maxmemory", 1, 0), ("min-replicas-to-write", 1, 0)):
             admin.config_set(option, wrong)
-            for step in ("acquire", "reassert", "swap_mark", "close_gate"):
+            for step in ("acquire", "reassert", "swap_mark", "close_group"):
                 error = refusal(steps(store)[step])
                 assert error.executed is False, error
             admin.config_set(option, right)
@@ -258,12 +258,12 @@ def test_a_login_that_is_wrong_missing_or_not_allowed_is_a_refusal(server: Redis
                 store = RedisLeaseStore.from_url(
                     f"redis://{login}127.0.0.1:{port}/0", timeout=TIMEOUT
                 )
-                for step in ("acquire", "renew", "mark", "gates"):
+                for step in ("acquire", "renew", "mark", "closed_groups"):
                     assert refusal(steps(store)[step]).executed is False
             store = RedisLeaseStore.from_url(
                 f"redis://meek:{SECRET}@127.0.0.1:{port}/0", timeout=TIMEOUT
             )
-            for step in ("acquire", "renew", "gates"):
+            for step in ("acquire", "renew", "closed_groups"):
                 assert refusal(steps(store)[step]).executed is False
             assert store.mark("a", "m") is None
         finally:

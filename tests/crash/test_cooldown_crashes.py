@@ -1,4 +1,4 @@
-"""Cooldowns and gates while workers die or freeze and stores are down.
+"""Cooldowns and groups while workers die or freeze and stores are down.
 
 No call runs early or is lost, and no failure is counted twice.
 """
@@ -80,14 +80,14 @@ def test_a_worker_killed_at_any_step_around_a_failure_counts_it_once_and_loses_n
 
 
 @BOTH
-def test_a_worker_killed_after_it_closed_a_gate_leaves_it_closed(
+def test_a_worker_killed_after_it_closed_a_group_leaves_it_closed(
     scene_factory: MakeScene, tmp_path: Path, name: str, combination: tuple[str, ...]
 ) -> None:
     scene = _stopping(scene_factory, tmp_path, combination, {"after close": name})
     result = scene.tasks.grouped.delay(name, [BUSY, OK], name)
     scene.wait_for("failpoint", step="after close", about=name)
-    (gate,) = scene.client.groups()
-    assert (gate.group, gate.trips, gate.reason) == (name, 1, "error")
+    (found,) = scene.client.groups()
+    assert (found.group, found.in_a_row, found.reason) == (name, 1, "error")
     scene.kill_worker()
     scene.another()
     assert got(result) == {"name": name, "paid": 2}
@@ -236,7 +236,7 @@ def test_a_redelivered_copy_of_a_cooling_call_neither_runs_early_nor_is_lost(
 
 
 @BOTH
-def test_a_gate_whose_probe_is_killed_is_opened_by_the_next_one(
+def test_a_group_whose_probe_is_killed_is_opened_by_the_next_one(
     scene_factory: MakeScene, name: str
 ) -> None:
     scene = scene_factory(visibility=3, home=COOLING, concurrency=4, start=False)

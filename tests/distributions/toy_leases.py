@@ -19,7 +19,7 @@ from celery_leases.decide.answers import (
 )
 from celery_leases.decide.latest import Burst
 from celery_leases.errors import LeaseStoreMismatch
-from celery_leases.groups.group import Closing, Gate, gate_name
+from celery_leases.groups.group import ClosedGroup, Closing, stored_group
 from celery_leases.groups.history import PastClosing
 from celery_leases.groups.slots import (
     NO_SLOTS,
@@ -87,7 +87,7 @@ class ToyLeaseStore(MarkedLeaseStore):
     # -- leases ------------------------------------------------------------------------------------
 
     def acquire(self, call: Call) -> Acquired | Refused:
-        """Take the lease unless it is held, the key is cooling, or its gate is closed."""
+        """Take the lease unless it is held, the key is cooling, or its group is closed."""
         key, token = call.key.stored, call.token
         with self._memory.lock:
             found = self._found(key)
@@ -99,8 +99,8 @@ class ToyLeaseStore(MarkedLeaseStore):
                     raise LeaseStoreMismatch(f"{key} is held for another database, {holder.host}")
                 return Refused(Refusal.HELD, holder)
             taken = self.groups.taken(call, ours=found is not None)
-            if isinstance(taken, Gate):
-                return Refused(Refusal.GATE, gate=taken)
+            if isinstance(taken, ClosedGroup):
+                return Refused(Refusal.CLOSED, closed_group=taken)
             if isinstance(taken, Room):
                 return Refused(Refusal.FULL, room=taken)
             until = self._memory.now() + call.options.ttl
@@ -247,7 +247,7 @@ class ToyGroups:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
-    def taken(self, call: Call, *, ours: bool) -> Taken | Room | Gate:
+    def taken(self, call: Call, *, ours: bool) -> Taken | Room | ClosedGroup:
         """What *call* gets of its group; *ours*: it has its lease already."""
         if call.group is None:
             return Taken(NO_SLOTS, 0.0)
@@ -266,29 +266,29 @@ class ToyGroups:
         """None is stored."""
         return {}
 
-    def get(self, group: str) -> Gate | None:
-        """The gate of *group*."""
+    def get(self, group: str) -> ClosedGroup | None:
+        """*group*."""
         with self._memory.lock:
             slots, now = self.found(group)
-            return slots.gate(group, now)
+            return slots.closed_group(group, now)
 
-    def all(self, limit: int = 1000) -> Iterator[Gate]:
-        """All gates that are not open."""
+    def all(self, limit: int = 1000) -> Iterator[ClosedGroup]:
+        """All groups that are not open."""
         found = (self.get(group) for group in list(self._memory.groups))
-        return islice((gate for gate in found if gate is not None), limit)
+        return islice((closed_group for closed_group in found if closed_group is not None), limit)
 
-    def close(self, group: str, closing: Closing, token: str) -> Gate:
-        """Close the gate as the protocol requires."""
+    def close(self, group: str, closing: Closing, token: str) -> ClosedGroup:
+        """Close the group as the protocol requires."""
         with self._memory.lock:
             slots, now = self.found(group)
             slots = close(slots, closing, token, now)
             self.note(group, slots)
-            gate = slots.gate(group, now)
-            assert gate is not None
-            return gate
+            closed_group = slots.closed_group(group, now)
+            assert closed_group is not None
+            return closed_group
 
     def open(self, group: str, token: str | None = None) -> bool:
-        """Open the gate; with *token* only that of its probe."""
+        """Open the group; with *token* only that of its probe."""
         with self._memory.lock:
             slots, now = self.found(group)
             new = opened(slots, token, now)
@@ -325,8 +325,8 @@ class ToyGroups:
     def found(self, group: str) -> tuple[Slots, float]:
         """The slots of *group*, and the time in milliseconds."""
         now = self._memory.now() * 1000
-        return self._memory.groups.get(gate_name(group), NO_SLOTS).at(now), now
+        return self._memory.groups.get(stored_group(group), NO_SLOTS).at(now), now
 
     def note(self, group: str, slots: Slots) -> None:
         """Store the slots of *group*."""
-        self._memory.groups[gate_name(group)] = slots
+        self._memory.groups[stored_group(group)] = slots

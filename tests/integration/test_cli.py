@@ -153,7 +153,7 @@ def test_a_group_without_a_name_is_refused(operator: Operator, verb: str) -> Non
     asked = operator.types("group", verb, " ")
     assert (asked.returncode, asked.stdout) == (2, "")
     assert "is blank" in asked.stderr
-    assert operator.sees("group", "list") == "all gates are open\n"
+    assert operator.sees("group", "list") == "all groups are open\n"
 
 
 def test_a_shared_key_needs_no_task(operator: Operator) -> None:

@@ -1,4 +1,4 @@
-"""What failures, cooldowns and gates cost: trips and statements of a warmed-up worker, counted at
+"""What failures, cooldowns and groups cost: trips and statements of a warmed-up worker, counted at
 the servers.
 """
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.both_lease_stores  # their costs differ
     scope="module", params=[REDIS_REDIS_POSTGRES, RABBIT_DATABASE_POSTGRES], ids=spelled
 )
 def bench(request: pytest.FixtureRequest, bench_factory: BenchFactory) -> Iterator[Bench]:
-    """A worker that has run, failed, refused, and closed a gate before."""
+    """A worker that has run, failed, refused, and closed a group before."""
     made = bench_factory(request.param, home=COOLING)
     tasks = made.stage.tasks
     for n in range(8):
@@ -45,7 +45,7 @@ def _fails(bench: Bench, task: str, *arguments: object) -> None:
     until(lambda: bool(bench.stage.log(f"{call.id}] raised")), "the end of the call")
 
 
-def test_an_open_gate_costs_no_more_than_no_group(bench: Bench, name: str) -> None:
+def test_an_open_group_costs_no_more_than_no_group(bench: Bench, name: str) -> None:
     tasks = bench.stage.tasks
     alone = bench.cost(lambda: got(tasks.slow.delay(name, [OK])))
     grouped = bench.cost(lambda: got(tasks.gated.delay(name, [OK], f"group-{name}")))
@@ -74,7 +74,7 @@ def test_a_press_during_a_cooldown_is_refused_by_one_statement(bench: Bench, nam
     assert bench.version(f"slow:{name}") == before
 
 
-def test_closing_a_gate_costs_one_look_and_one_write_more(bench: Bench, name: str) -> None:
+def test_closing_a_group_costs_one_look_and_one_write_more(bench: Bench, name: str) -> None:
     group = f"group-{name}"
     commands, statements = bench.cost(lambda: _fails(bench, "gated", name, [BUSY], group))
     if bench.stage.lease_store == "database":
@@ -85,7 +85,7 @@ def test_closing_a_gate_costs_one_look_and_one_write_more(bench: Bench, name: st
         assert len(statements) == 2
 
 
-def test_a_call_at_a_closed_gate_is_refused_by_one_statement(bench: Bench, name: str) -> None:
+def test_a_call_at_a_closed_group_is_refused_by_one_statement(bench: Bench, name: str) -> None:
     group, tasks = f"group-{name}", bench.stage.tasks
     value = got(tasks.gated.delay(f"{name}-done", [OK], group))
     before = bench.version(f"gated:{name}-done")

@@ -101,7 +101,7 @@ def test_a_cooling_key_is_listed_and_retried(stage: Stage, operator: Terminal, n
     assert "leases forget" in again.stderr
 
 
-def test_the_gate_is_closed_listed_and_opened(stage: Stage, operator: Terminal, name: str) -> None:
+def test_the_group_is_closed_listed_and_opened(stage: Stage, operator: Terminal, name: str) -> None:
     group = f"model-{name}"
     assert f"model-{name}" not in operator.sees("group", "list")
     (closed,) = _about(

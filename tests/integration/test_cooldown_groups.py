@@ -1,5 +1,5 @@
-"""Cooldown groups under real workers: one gate for all keys of a dependency, one probe, and what it
-spares.
+"""Cooldown groups under real workers: one state for all keys of a dependency, one probe, and what
+it spares.
 """
 
 import time
@@ -45,9 +45,9 @@ def group(name: str) -> str:
     return f"model-{name}"
 
 
-def gate_of(stage: Stage, group: str) -> GroupStatus | None:
-    """Where the gate stands; ``None``: open."""
-    return next((gate for gate in stage.client.groups() if gate.group == group), None)
+def closed_group_of(stage: Stage, group: str) -> GroupStatus | None:
+    """The group if it is not open."""
+    return next((each for each in stage.client.groups() if each.group == group), None)
 
 
 def log_of_both(stage: Stage, about: str = "") -> list[str]:
@@ -94,7 +94,7 @@ def test_keys_in_a_group_waste_less_than_a_tenth_of_the_calls(stage: Stage, name
     print(f"alone: {alone} after {took:.1f} s")
 
 
-def test_one_closing_is_one_trip_however_many_fail(stage: Stage, name: str, group: str) -> None:
+def test_one_closing_is_one_however_many_fail(stage: Stage, name: str, group: str) -> None:
     gate = stage.gate()
     script = [["when", str(gate), *BUSY], OK]
     results = [
@@ -103,9 +103,9 @@ def test_one_closing_is_one_trip_however_many_fail(stage: Stage, name: str, grou
     until(lambda: sum(len(paid(stage, f"{name}-{n}")) for n in range(4)) == 4, "four bodies")
     gate.touch()
     lines = wait_for_lines(stage, f"cooldown group {group} is closed", 4)
-    assert all("trip 1 in a row" in line for line in lines), lines
+    assert all("closing 1 in a row" in line for line in lines), lines
     assert [got(result)["paid"] for result in results] == [2] * 4
-    assert gate_of(stage, group) is None
+    assert closed_group_of(stage, group) is None
 
 
 def test_one_of_many_probes_and_lets_the_others_in(stage: Stage, name: str, group: str) -> None:
@@ -113,7 +113,7 @@ def test_one_of_many_probes_and_lets_the_others_in(stage: Stage, name: str, grou
     gate, keys = stage.gate(), [f"{name}-{n}" for n in range(20)]
     results = [stage.tasks.grouped.delay(key, [["when", str(gate), "ok"]], group) for key in keys]
     until(lambda: any(paid(stage, key) for key in keys), "the probe")
-    shown = gate_of(stage, group)
+    shown = closed_group_of(stage, group)
     assert shown is not None
     assert (shown.state, shown.reason) == ("probing", "asked")
     so_far = len(log_of_both(stage, f"cooldown group {group} is cooling down"))
@@ -121,7 +121,7 @@ def test_one_of_many_probes_and_lets_the_others_in(stage: Stage, name: str, grou
     assert sum(len(paid(stage, key)) for key in keys) == 1
     gate.touch()
     assert [got(result) for result in results] == [{"name": key, "paid": 1} for key in keys]
-    assert gate_of(stage, group) is None
+    assert closed_group_of(stage, group) is None
     for key in keys:
         row = stage.row("grouped", f"grouped:{key}")
         assert_has(row, attempt=1, failures=0, quick_retries=0, cooldowns=0)
@@ -130,8 +130,8 @@ def test_one_of_many_probes_and_lets_the_others_in(stage: Stage, name: str, grou
 def test_a_failed_probe_closes_its_group_for_longer(stage: Stage, name: str, group: str) -> None:
     result = stage.tasks.grouped.delay(name, [BUSY, BUSY, OK], group)
     first, second = wait_for_lines(stage, f"cooldown group {group} is closed", 2)[:2]
-    assert "closed for 1.5 s by rule busy: trip 1 in a row" in first
-    assert "closed for 3.0 s by rule busy: trip 2 in a row" in second
+    assert "closed for 1.5 s by rule busy: closing 1 in a row" in first
+    assert "closed for 3.0 s by rule busy: closing 2 in a row" in second
     shown = status(stage, "grouped", name)
     assert (shown.state, shown.scope, shown.group, shown.failures) == ("cooling", "group", group, 0)
     assert got(result) == {"name": name, "paid": 3}
@@ -139,7 +139,7 @@ def test_a_failed_probe_closes_its_group_for_longer(stage: Stage, name: str, gro
     assert runs[1]["t"] - runs[0]["t"] >= 1.5
     assert runs[2]["t"] - runs[1]["t"] >= 3.0
     assert len(log_of_both(stage, f"cooldown group {group} is open again")) == 1
-    assert gate_of(stage, group) is None
+    assert closed_group_of(stage, group) is None
 
 
 def test_a_probe_that_fails_otherwise_opens_its_group(stage: Stage, name: str, group: str) -> None:
@@ -160,36 +160,38 @@ def test_a_rescheduled_probe_opens_nothing(stage: Stage, name: str, group: str, 
     result = stage.tasks.grouped.delay(name, script, group)
     for number, gate in enumerate(gates, 1):
         stage.wait_for("paid", number, name=name)
-        shown = gate_of(stage, group)
+        shown = closed_group_of(stage, group)
         assert shown is not None
-        assert (shown.state, shown.trips) == ("probing", 1)
+        assert (shown.state, shown.in_a_row) == ("probing", 1)
         gate.touch()
     assert got(result) == {"name": name, "paid": 2}
-    until(lambda: gate_of(stage, group) is None, "the gate to open")
+    until(lambda: closed_group_of(stage, group) is None, "the group to open")
 
 
-def test_an_ambiguous_probe_leaves_the_gate_half_open(stage: Stage, name: str, group: str) -> None:
+def test_an_ambiguous_probe_leaves_the_group_due_for_a_probe(
+    stage: Stage, name: str, group: str
+) -> None:
     stage.client.close_group(group, 1.0)
     with pytest.raises(TimeoutError):
         got(stage.tasks.visits.delay(name, [["read timeout"]], group))
-    shown = gate_of(stage, group)
+    shown = closed_group_of(stage, group)
     assert shown is not None
-    assert (shown.state, shown.trips) == ("half_open", 1)
+    assert (shown.state, shown.in_a_row) == ("probe_due", 1)
     assert got(stage.tasks.visits.delay(f"{name}-next", [OK], group))["paid"] == 1
-    until(lambda: gate_of(stage, group) is None, "the gate to open")
+    until(lambda: closed_group_of(stage, group) is None, "the group to open")
 
 
-def test_an_operator_closes_and_opens_a_gate(stage: Stage, name: str, group: str) -> None:
+def test_an_operator_closes_and_opens_a_group(stage: Stage, name: str, group: str) -> None:
     gate = stage.gate()
     running = stage.tasks.gated.delay(name, [["when", str(gate), "ok"]], group)
     stage.wait_for("paid", name=name)
     closed = stage.client.close_group(group, 60, "maintenance")
-    assert (closed.state, closed.trips, closed.error) == ("closed", 1, "maintenance")
+    assert (closed.state, closed.in_a_row, closed.error) == ("closed", 1, "maintenance")
     assert stage.client.close_group(group, 5).retry_after == pytest.approx(60, abs=10), "never cut"
     refusal(stage.tasks.gated.delay(f"{name}-next", [OK], group))
     gate.touch()
     assert got(running) == {"name": name, "paid": 1}
-    assert gate_of(stage, group) is not None, "only a probe's success opens it"
+    assert closed_group_of(stage, group) is not None, "only a probe's success opens it"
     assert stage.client.open_group(group)
     assert got(stage.tasks.gated.delay(f"{name}-next", [OK], group))["paid"] == 1
     assert not stage.client.open_group(group)

@@ -31,15 +31,15 @@ def test_eight_failures_close_once_and_one_probe_opens(stage: Stage, name: str) 
     results = [stage.tasks.grouped.delay(key, script, name) for key in keys[:8]]
     until(lambda: runs() == 8, "eight bodies")
     gates[0].touch()
-    stage.wait_for_log(f"cooldown group {name} is closed", "trip 1 in a row", 8)
+    stage.wait_for_log(f"cooldown group {name} is closed", "closing 1 in a row", 8)
     results += [stage.tasks.grouped.delay(key, script[1:], name) for key in keys[8:]]
     until(lambda: runs() == 9, "the probe")
-    (gate,) = [gate for gate in stage.client.groups() if gate.group == name]
-    assert (gate.state, gate.trips) == ("probing", 1)
+    (found,) = [each for each in stage.client.groups() if each.group == name]
+    assert (found.state, found.in_a_row) == ("probing", 1)
     so_far = len(stage.log(f"cooldown group {name} is cooling down"))
     stage.wait_for_log(f"cooldown group {name} is cooling down", "rescheduled", so_far + 19)
     assert runs() == 9
     gates[1].touch()
     assert [got(result)["name"] for result in results] == keys
-    assert not [gate for gate in stage.client.groups() if gate.group == name]
+    assert not [each for each in stage.client.groups() if each.group == name]
     assert runs() == 28

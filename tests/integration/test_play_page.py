@@ -142,7 +142,7 @@ def counts_down_and_drains(page: Page, pictures: Path) -> None:
     waiting = [page.submit(), page.submit()]
     for number in waiting:
         page.says(number, "Retry available in 5 minutes")
-    page.shows("#gate", "The group is closed (rate limited)")
+    page.shows("#group", "The group is closed (rate limited)")
 
     def left() -> int:
         minutes, seconds = page.text(f'[data-document="{waiting[0]}"] [role=timer]').split(":")

@@ -30,7 +30,7 @@ KILLERS = (
     "eager_stores",
     "execution",
     "failures",
-    "gates",
+    "closed_groups",
     "guarded_leases",
     "kills_between_steps",
     "lapsed_leases",

@@ -1,4 +1,4 @@
-"""Calls, rows, holders, gates and failures as inputs of the decisions."""
+"""Calls, rows, holders, groups and failures as inputs of the decisions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from celery_leases.decide.before_run import before_run
 from celery_leases.decide.endings import Ending, Raised
 from celery_leases.decide.verdicts import Facts, Raise, Reschedule, Verdict
 from celery_leases.failures.actions import Action, Reason, RuleMatch
-from celery_leases.groups.group import Gate
+from celery_leases.groups.group import ClosedGroup
 from celery_leases.keys import CallKey
 from celery_leases.options import OPTION_NAMES, LeaseOptions, OnBusy, OnDone
 from celery_leases.record import Failure, Outcome, Record, State
@@ -85,19 +85,19 @@ def held_by(call_id: str, remaining: float = 9.0) -> Holder:
     return Holder("token-1", call_id, "host-a/17", 15.0, remaining)
 
 
-def closed_gate(seconds: float, **changes: Any) -> Gate:
-    """The gate of the group, closed for so many seconds; 0: half-open."""
+def a_closed_group(seconds: float, **changes: Any) -> ClosedGroup:
+    """The group, closed for so many seconds; 0: due for a probe."""
     given: dict[str, Any] = {
-        "group": GROUP, "trips": 1, "closed_for": seconds, "reason": "rate_limited", "rule": "r",
+        "group": GROUP, "in_a_row": 1, "closed_for": seconds, "reason": "rate_limited", "rule": "r",
     }  # fmt: skip
-    return Gate(**(given | changes))
+    return ClosedGroup(**(given | changes))
 
 
-def probed(seconds: float) -> Gate:
-    """The gate of the group, half-open, its probe's slot taken by another attempt for so many
+def probed(seconds: float) -> ClosedGroup:
+    """The group, due for a probe, its probe's slot taken by another attempt for so many
     seconds.
     """
-    return closed_gate(0.0, probe="probe", probe_for=seconds)
+    return a_closed_group(0.0, probe="probe", probe_for=seconds)
 
 
 def classified(

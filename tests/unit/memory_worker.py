@@ -17,7 +17,7 @@ from celery_leases.call import Call
 from celery_leases.decide.endings import Ending, Returned
 from celery_leases.decide.verdicts import Raise, Verdict
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry
-from celery_leases.groups.group import Closing, Gate
+from celery_leases.groups.group import ClosedGroup, Closing
 from celery_leases.record import Record, State
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from tests.distributions.toy_leases import Memory, ToyLeaseStore
@@ -92,7 +92,7 @@ class Bench:
 
     def _stores(self) -> DatabaseLeaseStore | ToyLeaseStore:
         names = ["age", "release", "cool", "end_cooldown"]
-        steps = {"close": "close_gate", "open": "open_gate", "release_slot": "release_slot"}
+        steps = {"close": "close_group", "open": "open_group", "release_slot": "release_slot"}
         store: DatabaseLeaseStore | ToyLeaseStore
         if self.in_records:
             store = self.records.leases()
@@ -138,21 +138,21 @@ class Bench:
 
     # -- situations --------------------------------------------------------------------------------
 
-    def close_gate(self, closing: Closing = RATE_LIMITED) -> None:
-        """A failure elsewhere has closed the gate."""
+    def close_group(self, closing: Closing = RATE_LIMITED) -> None:
+        """A failure elsewhere has closed the group."""
         self.stores.groups.close(GROUP, closing, "elsewhere")
         self.journal.clear()
 
-    def half_open(self, closing: Closing = RATE_LIMITED) -> None:
-        """The gate is half-open: the next call is the probe."""
-        self.close_gate(closing)
+    def probe_due(self, closing: Closing = RATE_LIMITED) -> None:
+        """The group is due for a probe: the next call is the probe."""
+        self.close_group(closing)
         self.clock.sleep(closing.wait(1))
 
     # -- findings ----------------------------------------------------------------------------------
 
     @property
-    def gate(self) -> Gate | None:
-        """The gate of the group, as it is now."""
+    def closed_group(self) -> ClosedGroup | None:
+        """The group, as it is now."""
         return self.stores.groups.get(GROUP)
 
     @property

@@ -1,4 +1,4 @@
-"""A lease store of another distribution that has leases alone: marks and gates are rows."""
+"""A lease store of another distribution that has leases alone: marks and groups are rows."""
 
 from __future__ import annotations
 
@@ -93,21 +93,25 @@ def test_a_cooldown_is_in_the_record(bench: BareBench) -> None:
     assert bench.run(bench.call()) == Return(1)
 
 
-def test_a_gate_is_a_row_that_the_claim_reads(bench: BareBench) -> None:
-    """A closed one admits nobody, a half-open one the probe, whose success opens it."""
+def test_a_group_is_a_row_that_the_claim_reads(bench: BareBench) -> None:
+    """A closed one admits nobody, one that is due for a probe the probe, whose success opens it."""
     bench.run(bench.call(), OF_THE_GROUP)
-    assert bench.gate is not None
+    assert bench.closed_group is not None
     assert isinstance(bench.run(bench.call()), Reschedule)
     assert (len(bench.ran), bench.held) == (1, False)
     bench.clock.sleep(61.0)
     probes = list[object]()
-    bench.run(bench.call(), DONE, during=lambda _: probes.append(bench.gate and bench.gate.probe))
+    bench.run(
+        bench.call(),
+        DONE,
+        during=lambda _: probes.append(bench.closed_group and bench.closed_group.probe),
+    )
     assert probes == [bench.ran[1]]
-    assert bench.gate is None
+    assert bench.closed_group is None
 
 
 def test_the_probes_slot_is_renewed_with_its_lease(bench: BareBench) -> None:
-    bench.half_open()
+    bench.probe_due()
     call = bench.call()
 
     def renewed(_: object) -> None:
@@ -115,8 +119,8 @@ def test_the_probes_slot_is_renewed_with_its_lease(bench: BareBench) -> None:
         renewal = Renewal(KEY.stored, call.token, call.options.ttl, slot=(GROUP, 0))
         assert bench.stores.renew([renewal]) == [RenewalResult.OURS]
         bench.clock.sleep(call.options.ttl * 0.9)
-        assert bench.gate is not None
-        assert bench.gate.probe == call.token
+        assert bench.closed_group is not None
+        assert bench.closed_group.probe == call.token
 
     bench.run(call, FOR_GOOD, during=renewed)
     assert len(bench.ran) == 1

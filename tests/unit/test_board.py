@@ -594,14 +594,18 @@ def test_groups_are_closed_and_opened(shop: Shop, ann: Visitor) -> None:
     assert "No task of the group starts for 10 minutes" in text
     assert shop.client.groups() == []
     ann.sends("/groups/act", given)
-    (gate,) = shop.client.groups()
-    assert (gate.group, gate.state, gate.error) == ("openai:<x>", "closed", "a test")
+    (closed_group,) = shop.client.groups()
+    assert (closed_group.group, closed_group.state, closed_group.error) == (
+        "openai:<x>",
+        "closed",
+        "a test",
+    )
     assert "openai:&lt;x&gt;" in ann.sees("/groups")
     given, _ = ann.confirms("/groups/confirm", {"action": "open", "group": "openai:<x>"})
     ann.sends("/groups/act", given)
     assert shop.client.groups() == []
     page = ann.sees("/groups")
-    assert "All gates are open." in page
+    assert "All groups are open." in page
     assert page.count('class="closing"') == 1
     assert re.search(r"openai:&lt;x&gt;: \S+ \S+ UTC for 10m, opened \S+: operator", page)
     assert "was already open" in ann.sends("/groups/act", given).text

@@ -1,4 +1,4 @@
-"""Calls whose bodies do not run: the key is cooling, or the gate of its group is closed."""
+"""Calls whose bodies do not run: the key is cooling, or its group is closed."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ class TestAKeyThatCools:
         assert len(bench.ran) == 1
 
 
-class TestAShutGate:
+class TestAClosedGroup:
     @KINDS
     def test_no_body_starts_and_nothing_is_taken(self, in_records: bool) -> None:
         bench = Bench(in_records)
-        bench.close_gate()
+        bench.close_group()
         reply = bench.run(bench.call(on_busy="raise"))
         assert isinstance(reply, Raise)
         assert isinstance(reply.error, CoolingDown)
@@ -125,5 +125,5 @@ class TestAShutGate:
     @KINDS
     def test_a_call_without_a_group_does_not_see_it(self, in_records: bool) -> None:
         bench = Bench(in_records)
-        bench.close_gate()
+        bench.close_group()
         assert bench.run(bench.call(group=None)) == Return(1)

@@ -49,7 +49,7 @@ class TestOneRule:
             why is None for why in refusals
         ]
         assert set(Refusal) - set(refusals) == {
-            *(Refusal.EMPTIED, Refusal.LAPSED, Refusal.CHANGED, Refusal.COOLING, Refusal.GATE),
+            *(Refusal.EMPTIED, Refusal.LAPSED, Refusal.CHANGED, Refusal.COOLING, Refusal.CLOSED),
             Refusal.FULL,
         }
 

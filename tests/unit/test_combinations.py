@@ -26,8 +26,8 @@ from tests.unit.decision_inputs import (
     THEIRS,
     WHEN_DONE,
     a_call,
+    a_closed_group,
     a_record,
-    closed_gate,
     held_by,
     probed,
 )
@@ -146,10 +146,12 @@ def cooldowns() -> list[Combination]:
             (False, True),
         )
     ]
-    gates = (None, closed_gate(60), closed_gate(7_200), closed_gate(0), probed(14))
+    closed_groups = (None, a_closed_group(60), a_closed_group(7_200), a_closed_group(0), probed(14))
     found = []
-    for call, row, gate in product(calls, list(rows(ROWS | COOLED, FINGERPRINTS[:2])), gates):
-        facts = Facts(record=row, gate=gate)
+    for call, row, closed_group in product(
+        calls, list(rows(ROWS | COOLED, FINGERPRINTS[:2])), closed_groups
+    ):
+        facts = Facts(record=row, closed_group=closed_group)
         found.append(Combination(call, facts, before_run(call, facts)))
     return found
 
@@ -221,16 +223,18 @@ class TestEveryCombination:
 
 
 class TestEveryCooldown:
-    """Some 40 000 combinations of row, gate, ``lease_on_busy``, canvas, and what the message
+    """Some 40 000 combinations of row, group, ``lease_on_busy``, canvas, and what the message
     knows.
     """
 
     def breaches(self, broken: Any) -> list[Combination]:
         return breaches(cooldowns(), broken)
 
-    def test_no_body_starts_at_a_gate_that_is_not_open(self) -> None:
+    def test_no_body_starts_at_a_group_that_is_not_open(self) -> None:
         assert (
-            self.breaches(lambda one: one.facts.gate is not None and isinstance(one.verdict, Run))
+            self.breaches(
+                lambda one: one.facts.closed_group is not None and isinstance(one.verdict, Run)
+            )
             == []
         )
 
@@ -246,11 +250,11 @@ class TestEveryCooldown:
 
         assert self.breaches(early) == []
 
-    def test_a_gate_changes_nothing_but_a_run_or_a_wait(self) -> None:
+    def test_a_group_changes_nothing_but_a_run_or_a_wait(self) -> None:
         answers: dict[Any, Verdict] = {}
         for one in cooldowns():
             known = (repr(one.facts.record), repr(one.call))
-            if one.facts.gate is None:
+            if one.facts.closed_group is None:
                 answers[known] = one.verdict
             elif not too_early(answers[known]):
                 assert repr(answers[known]) == repr(one.verdict), one
@@ -308,7 +312,7 @@ def unpublishable(one: Combination) -> bool:
 
 
 def too_early(verdict: Verdict) -> bool:
-    """Whether the verdict is a run, or a wait that a gate may make longer."""
+    """Whether the verdict is a run, or a wait that a group may make longer."""
     return (
         isinstance(verdict, Run)
         or (isinstance(verdict, Reschedule) and verdict.event_type in ("cooldown", "backoff"))

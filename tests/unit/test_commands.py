@@ -348,13 +348,13 @@ def test_show_names_closed_groups_where_a_key_has_no_record(types: Types) -> Non
 
 
 def test_show_names_the_calls_that_wait_and_a_missing_worker(app, types, monkeypatch) -> None:
-    asked = "The next call of the task runs the body, unless the gate of its group is closed."
+    asked = "The next call of the task runs the body, unless its group is closed."
     assert asked in types("show", "k:7").out
     marks = LeaseClient.from_app(app, eager=False)._leases
     copy = str(UNCOPIED.after("a" * 32))
     for key in ("k:7", "k:8"):
         marks.swap_mark(f"t:{NAME}|{key}", waiter_mark("one", 0), None, copy, 60.0)
-    waits = "1 call waits for it: until another call releases the key, or until the gate"
+    waits = "1 call waits for it: until another call releases the key, or until its group"
     assert waits in types("show", "k:7").out
     assert types("show", "k:7", "--json").lines[0]["waiting"] == ["one"]
     call(app, 8)
@@ -420,10 +420,10 @@ def test_a_long_list_is_read_in_larger_and_larger_pages() -> None:
 
 
 def test_groups_are_closed_listed_and_opened(types: Types) -> None:
-    assert types("group", "list").out == "all gates are open\n"
+    assert types("group", "list").out == "all groups are open\n"
     closed = types("group", "close", "a", "b", "--for", "5m", "--why", "unpaid", "--json").lines
     assert [(row["group"], row["error"]) for row in closed] == [("a", "unpaid"), ("b", "unpaid")]
-    assert types("group", "open", "a", "b").out == "all gates are open\n"
+    assert types("group", "open", "a", "b").out == "all groups are open\n"
     assert (again := types("group", "open", "a")).code == 1
     assert "was already open" in again.err
 
@@ -451,8 +451,8 @@ def test_a_group_shows_when_it_was_closed(types: Types) -> None:
     types("group", "open", "a")
     types("group", "close", "a", "--for", "1h")
     head, row, _, _, *closings = types("group", "show", "a").out.splitlines()
-    assert (head.split()[:3], row.split()[:3]) == (
-        ["STATE", "GROUP", "TRIPS"],
+    assert (re.split(r"\s{2,}", head)[:3], row.split()[:3]) == (
+        ["STATE", "GROUP", "IN A ROW"],
         ["closed", "a", "1"],
     )
     assert re.search(r" 2 in \d+(\.\d)?s ", row)
@@ -464,7 +464,7 @@ def test_a_group_shows_when_it_was_closed(types: Types) -> None:
     assert [round(each["seconds"]) for each in status["closings"]] == [3600, 300]
     assert status["closings"][0]["opened_at"] is None
     types("group", "open", "a")
-    assert types("group", "list").out == "all gates are open\n"
+    assert types("group", "list").out == "all groups are open\n"
     assert types("group", "list", "--all").out.splitlines()[1].split()[:2] == ["open", "a"]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from celery_leases.decide.verdicts import Drop, Follow, Raise, Reschedule, Return, Run
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
 from celery_leases.events import Dropped
-from celery_leases.groups.group import Gate
+from celery_leases.groups.group import ClosedGroup
 from celery_leases.options import OnBusy, OnDone
 from celery_leases.record import Ended, Failure, State
 from celery_leases.results import NOT_JSON, TOO_LARGE
@@ -27,8 +27,8 @@ from tests.unit.decision_inputs import (
     THEIRS,
     WHEN_DONE,
     a_call,
+    a_closed_group,
     a_record,
-    closed_gate,
     decide,
     held_by,
     refusal,
@@ -164,12 +164,12 @@ class TestABegunCall:
 
     @pytest.mark.parametrize("wait", [-60, 60])
     @pytest.mark.parametrize("state", WAITING)
-    @pytest.mark.parametrize("gate", [None, closed_gate(60)], ids=["open", "shut"])
+    @pytest.mark.parametrize("closed_group", [None, a_closed_group(60)], ids=["open", "shut"])
     def test_a_copy_of_a_call_whose_caller_got_the_error_gets_it_again_and_does_not_run(
-        self, state: State, wait: int, gate: Gate | None
+        self, state: State, wait: int, closed_group: ClosedGroup | None
     ) -> None:
         told = waiting(state, wait, OURS, ended=Ended.FAILED, failure=FAILURE)
-        verdict = decide(a_call(repeat=True), told, gate=gate)
+        verdict = decide(a_call(repeat=True), told, closed_group=closed_group)
         assert isinstance(verdict, Raise)
         assert verdict.own
         assert str(verdict.error) == "ValueError: boom"

@@ -15,7 +15,7 @@ import celery_leases
 from celery_leases import LeaseClient, signals
 from celery_leases.decide import before_run as decisions
 from celery_leases.events import AttemptSettled, CrashSeen
-from celery_leases.groups.group import Gate
+from celery_leases.groups.group import ClosedGroup
 from celery_leases.record import Failure, State
 from celery_leases.status import status_of_group
 from celery_leases.stores.sql.schema import Tables
@@ -111,14 +111,17 @@ def drawn(diagram: str) -> set[str]:
 
 
 def test_the_state_diagrams_know_every_state() -> None:
-    records, gates = blocks(page("decisions"), "mermaid")
+    records, closed_groups = blocks(page("decisions"), "mermaid")
     assert drawn(records) == set(State)
     shut = (
-        Gate("g", 1, 30.0, "rate_limited"),
-        Gate("g", 1, 0.0, ""),
-        Gate("g", 1, 0.0, "", probe="t", probe_for=9.0),
+        ClosedGroup("g", 1, 30.0, "rate_limited"),
+        ClosedGroup("g", 1, 0.0, ""),
+        ClosedGroup("g", 1, 0.0, "", probe="t", probe_for=9.0),
     )
-    assert drawn(gates) == {"open", *(status_of_group(gate, 0.0).state for gate in shut)}
+    assert drawn(closed_groups) == {
+        "open",
+        *(status_of_group(closed_group, 0.0).state for closed_group in shut),
+    }
 
 
 def test_the_task_events_are_sent_under_their_names() -> None:

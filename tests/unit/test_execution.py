@@ -22,7 +22,7 @@ from celery_leases.decide.endings import (
 from celery_leases.decide.verdicts import Drop, Raise, Reschedule, Return, TaskEvent
 from celery_leases.decide.waiting import RETRY_GRACE
 from celery_leases.errors import Cooldown, CoolingDown, PermanentFailure, RetryLater, Snooze
-from celery_leases.events import AttemptSettled, GateClosed, GateOpened
+from celery_leases.events import AttemptSettled, GroupClosed, GroupOpened
 from celery_leases.failures.actions import Reason, cooldown, retry
 from celery_leases.record import Ended, State
 from celery_leases.results import failure_of
@@ -71,30 +71,30 @@ class TestAFailure:
         bench.clock.sleep(60.0 - RETRY_GRACE)
         assert not bench.cools, "the call that comes back may be a little early"
 
-    def test_a_failure_of_the_group_closes_the_gate_before_anything_else(self, bench) -> None:
+    def test_a_failure_of_the_group_closes_the_group_before_anything_else(self, bench) -> None:
         """Others must not start while this one is still writing."""
         reply = bench.run(bench.call(), OF_THE_GROUP)
-        assert bench.steps() == ["acquire", "claim", "close_gate", "settle", "cool"]
+        assert bench.steps() == ["acquire", "claim", "close_group", "settle", "cool"]
         assert isinstance(reply, Reschedule)
-        assert bench.gate is not None
-        assert (bench.gate.closed_for, bench.gate.trips, bench.row.waits, reply.delay) == (
+        assert bench.closed_group is not None
+        assert (bench.closed_group.closed_for, bench.closed_group.in_a_row, bench.row.waits, reply.delay) == (
             60.0, 1, 60.0, 60.0,
         )  # fmt: skip
-        (event,) = bench.seen.of(GateClosed)
-        assert isinstance(event, GateClosed)
+        (event,) = bench.seen.of(GroupClosed)
+        assert isinstance(event, GroupClosed)
         assert (event.group, event.closed_for) == (GROUP, 60.0)
 
-    def test_the_key_waits_as_long_as_its_gate(self, bench: Bench) -> None:
+    def test_the_key_waits_as_long_as_its_group(self, bench: Bench) -> None:
         longer = replace(RATE_LIMITED, server_delay=600.0)
-        reply = bench.run(bench.call(), OF_THE_GROUP, during=lambda _: bench.close_gate(longer))
+        reply = bench.run(bench.call(), OF_THE_GROUP, during=lambda _: bench.close_group(longer))
         assert isinstance(reply, Reschedule)
         assert (reply.delay, bench.row.waits) == (600.0, 600.0)
 
-    def test_a_gate_that_cannot_be_closed_does_not_keep_the_key_from_cooling(self, bench) -> None:
-        bench.journal.away("close_gate")
+    def test_a_group_that_cannot_be_closed_does_not_keep_the_key_from_cooling(self, bench) -> None:
+        bench.journal.away("close_group")
         reply = bench.run(bench.call(), OF_THE_GROUP)
         assert isinstance(reply, Reschedule)
-        assert (reply.delay, bench.state, bench.gate) == (60.0, State.COOLING, None)
+        assert (reply.delay, bench.state, bench.closed_group) == (60.0, State.COOLING, None)
 
     def test_a_quick_retry_is_released_and_rescheduled(self, bench: Bench) -> None:
         reply = bench.run(bench.call(), SOON)
@@ -274,7 +274,7 @@ class TestStoresAwayAfterTheRun:
         reply = bench.run(call, OF_THE_GROUP)
         assert isinstance(reply, Reschedule)
         assert (reply.unavailable, reply.started, reply.prior) == (True, True, call.token)
-        assert bench.steps("close_gate", "cool", "release") == ["close_gate"]
+        assert bench.steps("close_group", "cool", "release") == ["close_group"]
         assert bench.held
 
 
@@ -292,13 +292,13 @@ class TestALostLease:
 
     @pytest.mark.parametrize("ending", [Lost("taken"), Returned(1, "1"), OF_THE_KEY, SOON])
     def test_nothing_of_it_is_touched(self, bench: Bench, ending: Ending) -> None:
-        bench.half_open()
+        bench.probe_due()
 
         def lose(held_lease: Any) -> None:
             held_lease.lost = "held by another owner"
 
         bench.run(bench.call(), ending, during=lose)
-        assert bench.steps("cool", "release", "open_gate") == []
+        assert bench.steps("cool", "release", "open_group") == []
 
     def test_an_outcome_that_is_refused_releases_but_does_not_cool(self, bench: Bench) -> None:
         """An operator has reset the row; the retry must not wait for this cooldown."""
@@ -344,10 +344,10 @@ class TestPassingThrough:
         assert not isinstance(bench.run(bench.again(first)), Drop)
         assert len(bench.ran) == 2
 
-    def test_no_gate_is_opened_without_a_probe(self, bench: Bench) -> None:
-        bench.run(bench.call(), during=lambda _: bench.half_open())
-        assert bench.gate is not None
-        assert bench.seen.of(GateOpened) == []
+    def test_no_group_is_opened_without_a_probe(self, bench: Bench) -> None:
+        bench.run(bench.call(), during=lambda _: bench.probe_due())
+        assert bench.closed_group is not None
+        assert bench.seen.of(GroupOpened) == []
 
 
 def _raise(error: Exception) -> Callable[[], object]:

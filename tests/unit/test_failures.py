@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from celery_leases.decide.after_failure import (
     LONGEST_JITTER,
     SHORTEST_SERVER_DELAY,
-    leaves_gate_half_open,
+    leaves_probe_due,
 )
 from celery_leases.decide.endings import Raised
 from celery_leases.errors import Uncertain
@@ -126,15 +126,15 @@ class TestGrowth:
         record = replace(FRESH, cooldowns=1)
         assert 300.0 <= delay_of(cooled(raised(cooldown()), record, rand)) <= 600.0
 
-    def test_a_gate_grows_by_its_own_trips(self) -> None:
+    def test_a_group_grows_by_its_own_closings(self) -> None:
         record = replace(FRESH, failures=4, cooldowns=4)
         outcome = cooled(raised(cooldown("30s", scope="group", cap="1h")), record, group=GROUP)
         assert outcome.closing is not None
-        assert [outcome.closing.wait(trips) for trips in (1, 2, 3, 8)] == [
+        assert [outcome.closing.wait(in_a_row) for in_a_row in (1, 2, 3, 8)] == [
             30.0, 60.0, 120.0, 3600.0,
         ]  # fmt: skip
         assert outcome.retry_after == 30.0, (
-            "what counts for the key while the store of gates does not answer"
+            "what counts for the key while the store of groups does not answer"
         )
 
     def test_growth_starts_again_after_a_quiet_time(self) -> None:
@@ -173,7 +173,7 @@ class TestAnEffectInDoubt:
         assert (outcome.state, counts(outcome)) == (State.UNCERTAIN, (9, 1, 2))
         assert (failure.reason, failure.group) == ("uncertain", None)
         assert (failure.ambiguous, failure.operator) == (True, True)
-        assert leaves_gate_half_open(outcome)
+        assert leaves_probe_due(outcome)
 
 
 class TestComingBack:
@@ -238,8 +238,10 @@ class TestWhatAProbeFound:
         ],
         ids=["quick retry", "ambiguous", "key", "permanent"],
     )
-    def test_a_retry_or_an_unknown_outcome_does_not_affect_the_gate(self, failing, nothing) -> None:
-        assert leaves_gate_half_open(after(failing, group=GROUP)) is nothing
+    def test_a_retry_or_an_unknown_outcome_does_not_affect_the_group(
+        self, failing, nothing
+    ) -> None:
+        assert leaves_probe_due(after(failing, group=GROUP)) is nothing
 
 
 SOON, AMBIGUOUS = raised(retry("1s")), raised(retry("1s", ambiguous=True))

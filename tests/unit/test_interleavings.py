@@ -14,7 +14,7 @@ import pytest
 from celery_leases.decide.endings import Interrupted, Lost, Snoozed
 from celery_leases.decide.verdicts import Raise, Reschedule, Return, Verdict
 from celery_leases.errors import CoolingDown, KeyReused, PermanentFailure, Snooze
-from celery_leases.events import GateOpened
+from celery_leases.events import GroupOpened
 from celery_leases.record import State
 from celery_leases.stores.sql.rows import COMPARED
 from tests.unit import claim_model
@@ -176,7 +176,7 @@ class TestAnOperator:
         bench.records.retry(KEY.stored)
         assert bench.run(bench.again(call)) == Return(1)
 
-    def test_a_retry_of_the_key_does_not_open_its_groups_gate(self, bench: Bench) -> None:
+    def test_a_retry_of_the_key_does_not_open_its_groups_group(self, bench: Bench) -> None:
         call = bench.call()
         bench.run(call, OF_THE_GROUP)
         bench.records.retry(KEY.stored)
@@ -234,34 +234,38 @@ class TestRerun:
         assert len(bench.ran) == 2
 
 
-class TestOneGateForManyKeys:
-    def test_bodies_that_fail_together_are_one_trip_and_probe_one_by_one(self, bench) -> None:
+class TestOneGroupForManyKeys:
+    def test_bodies_that_fail_together_are_one_close_and_probe_one_by_one(self, bench) -> None:
         first, second = bench.call(), bench.call(key=OTHER_KEY, call_id=THEIRS)
         bench.run(first, OF_THE_GROUP, during=lambda _: bench.run(second, OF_THE_GROUP))
-        assert bench.gate is not None
-        assert bench.gate.trips == 1
+        assert bench.closed_group is not None
+        assert bench.closed_group.in_a_row == 1
         bench.clock.sleep(60.0)
         met: list[Verdict] = []
         bench.run(bench.again(first), during=lambda _: met.append(bench.run(bench.again(second))))
         assert isinstance(met[0], Reschedule)
         assert met[0].delay <= 1.1
         assert bench.run(bench.again(second)) == Return(1)
-        assert len(bench.seen.of(GateOpened)) == 1
+        assert len(bench.seen.of(GroupOpened)) == 1
 
-    def test_a_body_that_began_before_the_gate_closed_does_not_trip_it_again(self, bench) -> None:
+    def test_a_body_that_began_before_the_group_closed_does_not_close_it_again(self, bench) -> None:
         slow, probe = bench.call(key=OTHER_KEY, call_id=THEIRS), bench.call()
 
         def meanwhile(_: Any) -> None:
-            bench.half_open()
+            bench.probe_due()
             bench.run(probe, during=late_failure)
 
         def late_failure(_: Any) -> None:
             bench.stores.groups.close(GROUP, RATE_LIMITED, slow.token)
 
         bench.run(slow, during=meanwhile)
-        assert bench.gate is not None
-        assert (bench.gate.trips, bench.gate.probe, bench.gate.closed_for) == (1, None, 60.0)
-        assert bench.seen.of(GateOpened) == []
+        assert bench.closed_group is not None
+        assert (
+            bench.closed_group.in_a_row,
+            bench.closed_group.probe,
+            bench.closed_group.closed_for,
+        ) == (1, None, 60.0)
+        assert bench.seen.of(GroupOpened) == []
 
 
 def test_quick_retries_outlive_everything_that_is_no_failure(bench: Bench) -> None:

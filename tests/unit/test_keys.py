@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from kombu.utils import json as wire
 
 from celery_leases.errors import KeyUnusable
-from celery_leases.groups.group import gate_name
+from celery_leases.groups.group import stored_group
 from celery_leases.keys import (
     STORED_KEY_MAX,
     CallKey,
@@ -253,11 +253,11 @@ class TestStoredKey:
             raise AssertionError("the key of one task begins as those of another")
 
     @given(st.text("a#0", min_size=250, max_size=258), st.text("a#0", min_size=250, max_size=258))
-    def test_gates_have_one_name_each(self, one: str, other: str) -> None:
+    def test_groups_have_one_name_each(self, one: str, other: str) -> None:
         groups = {one, other, f"{one}\0", f"\0{one}", one[:200], f"{one[:200]}\0"}
-        names = {gate_name(group) for group in groups}
+        names = {stored_group(group) for group in groups}
         assert len(names) == len(groups)
-        assert all(len(name) <= STORED_KEY_MAX and gate_name(name) == name for name in names)
+        assert all(len(name) <= STORED_KEY_MAX and stored_group(name) == name for name in names)
 
     def test_a_group_that_is_the_short_form_of_another_is_refused(self) -> None:
         def ask(model: str) -> None: ...
@@ -265,7 +265,7 @@ class TestStoredKey:
         options, signature = LeaseOptions(group=Group("{model}")), inspect.signature(ask)
         assert call_group("ask", options, signature, ("m" * 300,), {}) == "m" * 300
         with pytest.raises(KeyUnusable, match="the short form of another group"):
-            call_group("ask", options, signature, (gate_name("m" * 300),), {})
+            call_group("ask", options, signature, (stored_group("m" * 300),), {})
 
 
 class TestBinding:

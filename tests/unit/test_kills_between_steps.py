@@ -51,7 +51,7 @@ def test_a_claim_whose_reply_was_lost_is_no_crash_of_ours(bench: Bench) -> None:
 class TestAKill:
     """At each step of a failing call; the broker delivers its message once more, as it was."""
 
-    def test_after_the_gate_was_closed(self, bench: Bench) -> None:
+    def test_after_the_group_was_closed(self, bench: Bench) -> None:
         call = bench.call(on_busy="raise")
         killed(bench, call, "settle", OF_THE_GROUP)
         reply = reschedule(bench.run(bench.redelivered(call)))
@@ -70,11 +70,11 @@ class TestAKill:
         assert bench.run(bench.redelivered(call)) == Return(1)
         assert (bench.row.attempt, bench.row.crashes) == (2, 0)
 
-    def test_after_a_cooldown_that_was_over_when_the_group_closed_its_gate(self, bench) -> None:
+    def test_after_a_cooldown_that_was_over_when_the_group_closed_its_group(self, bench) -> None:
         call = bench.call(on_busy="raise")
         killed(bench, call, "cool", OF_THE_KEY)
         bench.clock.sleep(60.0)
-        bench.close_gate()
+        bench.close_group()
         reply = reschedule(bench.run(bench.redelivered(call)))
         assert reply.started
 

@@ -12,7 +12,7 @@ from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTEND
 from celery_leases.decide import attempt_history, repairs
 from celery_leases.decide.after_run import (
     ExitCause,
-    after_gate_closed,
+    after_group_closed,
     after_outcome,
     after_run,
     call_has_ended,
@@ -48,13 +48,13 @@ from tests.unit.memory_stores import ManualClock
 LIMIT = ExitCause.TIME_LIMIT
 
 
-def test_a_longer_gate_makes_the_cooldown_and_its_retention_longer() -> None:
+def test_a_longer_group_makes_the_cooldown_and_its_retention_longer() -> None:
     outcome = cooled(raised(cooldown("60s", jitter=0.0)))
     assert outcome.retention is not None
-    longer = after_gate_closed(outcome, 90.0)
+    longer = after_group_closed(outcome, 90.0)
     assert longer.retry_after == 90.0
     assert longer.retention == outcome.retention + 30.0
-    forever = after_gate_closed(replace(outcome, retry_after=None, retention=1.0), 90.0)
+    forever = after_group_closed(replace(outcome, retry_after=None, retention=1.0), 90.0)
     assert forever.retention == 91.0
 
 

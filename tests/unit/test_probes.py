@@ -1,5 +1,5 @@
-"""The probe of a half-open gate: which call gets its slot, what its end does to the gate, and that
-the slot is given back.
+"""The probe of a group that is due for a probe: which call gets its slot, what its end does to the
+group, and that the slot is given back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from celery_leases.decide.endings import (
 )
 from celery_leases.decide.verdicts import Raise, Reschedule, Return, Run
 from celery_leases.errors import CoolingDown, LeaseStoreMismatch, PermanentFailure, Snooze
-from celery_leases.events import GateOpened
+from celery_leases.events import GroupOpened
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry
 from celery_leases.record import Ended, Record, State
 from tests.unit.decision_inputs import GROUP, KEY, THEIRS, a_record, raised, waiting
@@ -34,15 +34,19 @@ OF_THE_GROUP = raised(cooldown("30s", scope="group"), reason=Reason.RATE_LIMITED
 
 @pytest.fixture(params=[False, True], ids=["leases apart", "rows are leases"])
 def bench(request: pytest.FixtureRequest) -> Bench:
-    """A worker whose group's gate is half-open."""
+    """A worker whose group is due for a probe."""
     bench = Bench(request.param)
-    bench.half_open()
+    bench.probe_due()
     return bench
 
 
 def free(bench: Bench) -> bool:
-    """Whether the gate is half-open, and the next one may probe."""
-    return bench.gate is not None and bench.gate.half_open and bench.gate.probe is None
+    """Whether the group is due for a probe, and the next one may probe."""
+    return (
+        bench.closed_group is not None
+        and bench.closed_group.probe_due
+        and bench.closed_group.probe is None
+    )
 
 
 class TestWhoProbes:
@@ -63,17 +67,17 @@ class TestWhoProbes:
 
     def test_a_probe_that_was_killed_gives_way_when_its_slot_ends(self, bench: Bench) -> None:
         dead = bench.call(key=OTHER_KEY)
-        bench.half_open()
+        bench.probe_due()
         assert Execution(bench.process, dead).acquire() == Run()
         assert isinstance(bench.run(bench.call()), Reschedule)
         bench.clock.sleep(15.0)
         assert bench.run(bench.call()) == Return(1)
-        assert bench.gate is None
+        assert bench.closed_group is None
 
     def test_after_a_probe_without_a_finding_the_next_one_probes(self, bench: Bench) -> None:
         bench.run(bench.call(), raised(retry("1s")))
         assert bench.run(bench.call(key=OTHER_KEY)) == Return(1)
-        assert bench.gate is None
+        assert bench.closed_group is None
 
 
 class TestWhatItsEndMeans:
@@ -81,16 +85,16 @@ class TestWhatItsEndMeans:
     finding.
     """
 
-    def test_its_success_opens_the_gate_once_and_its_trips_are_forgotten(self, bench) -> None:
+    def test_its_success_opens_the_group_once_and_its_closings_are_forgotten(self, bench) -> None:
         assert bench.run(bench.call()) == Return(1)
-        assert bench.gate is None
-        assert [event.group for event in bench.seen.of(GateOpened)] == [GROUP]  # type: ignore[attr-defined]
-        assert bench.steps("open_gate", "release_slot") == ["open_gate"]
+        assert bench.closed_group is None
+        assert [event.group for event in bench.seen.of(GroupOpened)] == [GROUP]  # type: ignore[attr-defined]
+        assert bench.steps("open_group", "release_slot") == ["open_group"]
         assert bench.run(bench.call(key=OTHER_KEY)) == Return(1)
-        assert len(bench.seen.of(GateOpened)) == 1
+        assert len(bench.seen.of(GroupOpened)) == 1
         bench.run(bench.call(key=replace(OTHER_KEY, stored="t:billing.send|third")), OF_THE_GROUP)
-        assert bench.gate is not None
-        assert bench.gate.trips == 1
+        assert bench.closed_group is not None
+        assert bench.closed_group.in_a_row == 1
 
     @pytest.mark.parametrize(
         "ending",
@@ -99,16 +103,20 @@ class TestWhatItsEndMeans:
     )
     def test_a_failure_that_is_clearly_anothers_opens_it_too(self, bench, ending) -> None:
         bench.run(bench.call(), ending)
-        assert bench.gate is None
-        assert len(bench.seen.of(GateOpened)) == 1
+        assert bench.closed_group is None
+        assert len(bench.seen.of(GroupOpened)) == 1
         assert bench.state in (State.FAILED, State.COOLING)
 
     def test_a_failure_of_the_group_closes_it_for_longer(self, bench: Bench) -> None:
         bench.run(bench.call(), OF_THE_GROUP)
-        assert bench.gate is not None
-        assert (bench.gate.trips, bench.gate.closed_for, bench.gate.probe) == (2, 60.0, None)
+        assert bench.closed_group is not None
+        assert (
+            bench.closed_group.in_a_row,
+            bench.closed_group.closed_for,
+            bench.closed_group.probe,
+        ) == (2, 60.0, None)
         assert (bench.state, bench.row.waits) == (State.COOLING, 60.0)
-        assert bench.seen.of(GateOpened) == []
+        assert bench.seen.of(GroupOpened) == []
         bench.clock.sleep(60.0)
         assert free(bench)
 
@@ -129,23 +137,25 @@ class TestWhatItsEndMeans:
         ],
         ids=lambda ending: type(ending).__name__,
     )
-    def test_anything_else_leaves_it_half_open_and_gives_the_slot_back(self, bench, ending) -> None:
+    def test_anything_else_leaves_it_due_for_a_probe_and_gives_the_slot_back(
+        self, bench, ending
+    ) -> None:
         bench.run(bench.call(), ending)
         assert free(bench)
-        assert bench.seen.of(GateOpened) == []
+        assert bench.seen.of(GroupOpened) == []
         assert not bench.held
 
     def test_an_outcome_that_is_not_accepted_is_no_finding(self, bench: Bench) -> None:
         bench.run(bench.call(), DONE, during=lambda _: bench.records.retry(KEY.stored))
         assert free(bench)
 
-    def test_a_lost_lease_leaves_the_gate_alone_and_frees_the_slot(self, bench: Bench) -> None:
+    def test_a_lost_lease_leaves_the_group_alone_and_frees_the_slot(self, bench: Bench) -> None:
         def lose(held_lease: Any) -> None:
             held_lease.lost = "taken"
 
         bench.run(bench.call(), DONE, during=lose)
         assert free(bench)
-        assert bench.seen.of(GateOpened) == []
+        assert bench.seen.of(GroupOpened) == []
 
     def test_a_probe_whose_slot_has_ended_opens_nothing(self, bench: Bench) -> None:
         def too_long(held_lease: Any) -> None:
@@ -153,20 +163,24 @@ class TestWhatItsEndMeans:
             held_lease.hard_deadline += 15.0
 
         bench.run(bench.call(), DONE, during=too_long)
-        assert bench.gate is not None
-        assert bench.seen.of(GateOpened) == []
+        assert bench.closed_group is not None
+        assert bench.seen.of(GroupOpened) == []
 
 
-class TestAGateClosedOverItsProbe:
+class TestAGroupClosedOverItsProbe:
     """A body that began long ago fails of the group while the probe is under way."""
 
     @pytest.mark.parametrize("ending", [Returned(1, "1"), raised(permanent()), raised(retry("1s"))])
     def test_its_end_opens_nothing_and_gives_the_slot_back(self, bench, ending) -> None:
         short = replace(RATE_LIMITED, server_delay=2.0)
-        bench.run(bench.call(), ending, during=lambda _: bench.close_gate(short))
-        assert bench.gate is not None
-        assert (bench.gate.closed_for, bench.gate.trips, bench.gate.probe) == (2.0, 1, None)
-        assert bench.seen.of(GateOpened) == []
+        bench.run(bench.call(), ending, during=lambda _: bench.close_group(short))
+        assert bench.closed_group is not None
+        assert (
+            bench.closed_group.closed_for,
+            bench.closed_group.in_a_row,
+            bench.closed_group.probe,
+        ) == (2.0, 1, None)
+        assert bench.seen.of(GroupOpened) == []
         bench.clock.sleep(2.0)
         assert free(bench)
 
@@ -175,10 +189,14 @@ class TestAGateClosedOverItsProbe:
         bench.run(
             bench.call(),
             OF_THE_GROUP,
-            during=lambda _: bench.close_gate(replace(RATE_LIMITED, server_delay=late)),
+            during=lambda _: bench.close_group(replace(RATE_LIMITED, server_delay=late)),
         )
-        assert bench.gate is not None
-        assert (bench.gate.trips, bench.gate.closed_for, bench.gate.probe) == (
+        assert bench.closed_group is not None
+        assert (
+            bench.closed_group.in_a_row,
+            bench.closed_group.closed_for,
+            bench.closed_group.probe,
+        ) == (
             1,
             max(30.0, late),
             None,
@@ -264,31 +282,35 @@ class TestItsSlotComesBack:
         holder = bench.call(call_id=THEIRS)
         assert bench.run(holder, during=lambda _: bench.run(bench.call())) == Return(1)
         assert bench.ran == [holder.token]
-        assert bench.gate is None, "the holder was the probe, and nobody else touched its slot"
+        assert bench.closed_group is None, (
+            "the holder was the probe, and nobody else touched its slot"
+        )
 
     def test_where_the_answer_to_acquire_was_lost(self) -> None:
         bench = Bench()
-        bench.half_open()
+        bench.probe_due()
         bench.journal.away("acquire", times=1, done=True)
         assert isinstance(bench.run(bench.call()), Reschedule)
         assert free(bench)
         assert not bench.held
 
-    def test_during_an_outage_of_the_gate_store_its_slot_expires(self, bench: Bench) -> None:
-        bench.journal.away("release_slot", "open_gate")
+    def test_during_an_outage_of_the_group_store_its_slot_expires(self, bench: Bench) -> None:
+        bench.journal.away("release_slot", "open_group")
         assert bench.run(bench.call()) == Return(1)
         assert not bench.held
         bench.clock.sleep(15.0)
         assert free(bench)
 
-    def test_a_gate_that_could_not_be_opened_is_given_to_the_next_probe(self, bench: Bench) -> None:
-        bench.journal.away("open_gate", times=1)
+    def test_a_group_that_could_not_be_opened_is_given_to_the_next_probe(
+        self, bench: Bench
+    ) -> None:
+        bench.journal.away("open_group", times=1)
         assert bench.run(bench.call()) == Return(1)
         assert free(bench)
-        assert bench.seen.of(GateOpened) == []
+        assert bench.seen.of(GroupOpened) == []
 
 
-def test_a_call_that_is_refused_at_the_gate_gets_the_reason(bench: Bench) -> None:
+def test_a_call_that_is_refused_at_the_group_gets_the_reason(bench: Bench) -> None:
     is_running(bench, 3)
     call: Call = bench.call()
     reply = bench.run(call)

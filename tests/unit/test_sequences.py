@@ -78,10 +78,12 @@ def delivered(bench: Bench, call: Call, what: str) -> None:
         except Killed:
             bench.clock.sleep(call.options.ttl)
         return
-    before, gate, bodies = bench.records.row(KEY.stored), bench.gate, len(bench.ran)
+    before, closed_group, bodies = bench.records.row(KEY.stored), bench.closed_group, len(bench.ran)
     reply = bench.run(call, ALL[what])
     if len(bench.ran) > bodies:
-        assert gate is None or gate.half_open, "a body has started behind a closed gate"
+        assert closed_group is None or closed_group.probe_due, (
+            "a body has started behind a closed group"
+        )
         assert before is None or before.expired or may_start(before, call)
     finished = before is not None and (
         call.call_id in before.finished_calls or before.state is State.DONE
@@ -100,8 +102,8 @@ def may_start(row: Record, call: Call) -> bool:
 
 def is_sound(bench: Bench) -> None:
     """The invariants while no call runs."""
-    gate = bench.gate
-    assert gate is None or gate.probe is None, "a slot was kept"
+    closed_group = bench.closed_group
+    assert closed_group is None or closed_group.probe is None, "a slot was kept"
     if not bench.records.rows:
         return
     row = bench.row
@@ -190,9 +192,9 @@ def test_a_group_that_never_recovers_is_probed_once_for_each_closing(in_records:
         bodies = len(bench.ran)
         for call in calls:
             bench.run(bench.again(call), ALL["group"])
-        gate = bench.stores.groups.get(GROUP)
-        assert gate is not None
-        assert gate.trips == round_
+        closed_group = bench.stores.groups.get(GROUP)
+        assert closed_group is not None
+        assert closed_group.in_a_row == round_
         assert len(bench.ran) == bodies + 1
-        bench.clock.sleep(gate.closed_for)
+        bench.clock.sleep(closed_group.closed_for)
     assert {row.failures for row in bench.records.rows.values()} == {0}

@@ -16,7 +16,7 @@ from celery_leases.decide.after_run import ExitCause
 from celery_leases.decide.answers import Holder
 from celery_leases.errors import Cooldown, RetryLater
 from celery_leases.failures.actions import Reason
-from celery_leases.groups.group import Gate
+from celery_leases.groups.group import ClosedGroup
 from celery_leases.record import Ended, Failure, Record, State
 from celery_leases.results import failure_of
 from celery_leases.status import LeaseStatus, MessageCode, status_of
@@ -124,9 +124,9 @@ def test_the_reason_a_body_gives_is_the_detail(error: Exception, detail: str | N
     assert (status.reason, status.detail) == ("asked", detail)
 
 
-def test_a_key_without_a_record_at_a_closed_gate_says_what_it_waits_for() -> None:
-    gate = Gate("openai:x", 2, 60.0, "rate_limited", "rate-limited", "Too many.")
-    shown = status_of("k", "shop.work", None, None, gate=gate, wall_time=0.0)
+def test_a_key_without_a_record_at_a_closed_group_says_what_it_waits_for() -> None:
+    closed_group = ClosedGroup("openai:x", 2, 60.0, "rate_limited", "rate-limited", "Too many.")
+    shown = status_of("k", "shop.work", None, None, closed_group=closed_group, wall_time=0.0)
     assert (shown.state, shown.scope) == ("absent", "group")
     assert shown.what_next().startswith("Its group openai:x opens in 60 seconds")
 

@@ -13,7 +13,7 @@ from celery_leases.decide.before_run import before_run
 from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Return, Run, Verdict
 from celery_leases.decide.waiting import RETRY_GRACE, SHORTEST_DELAY, after_store_was_emptied
 from celery_leases.errors import CoolingDown
-from celery_leases.groups.group import Gate
+from celery_leases.groups.group import ClosedGroup
 from celery_leases.groups.slots import Ask, Room
 from celery_leases.options import OnBusy
 from celery_leases.record import Ended, Failure, State
@@ -28,8 +28,8 @@ from tests.unit.decision_inputs import (
     THEIRS,
     TODAY,
     a_call,
+    a_closed_group,
     a_record,
-    closed_gate,
     decide,
     held_by,
     probed,
@@ -43,8 +43,8 @@ COOLING = waiting(State.COOLING, 300, ended=Ended.FAILED, resumes=True, failure=
 ITS_OWN = replace(COOLING, call_id=OURS)
 CLOSED: list[dict[str, Any]] = [
     {"record": COOLING},
-    {"gate": closed_gate(300)},
-    {"gate": probed(14)},
+    {"closed_group": a_closed_group(300)},
+    {"closed_group": probed(14)},
 ]
 """What blocks another call: the key's own cooldown, its group's, and its group's probe."""
 NAMES = ["cooling", "shut", "probed"]
@@ -100,23 +100,30 @@ class TestWaitingForItsRetryTime:
 class TestAnotherCallMeetsACooldown:
     @pytest.mark.parametrize(
         "facts",
-        [{}, {"gate": closed_gate(60)}, {"gate": closed_gate(600)}, {"gate": probed(14)}],
+        [
+            {},
+            {"closed_group": a_closed_group(60)},
+            {"closed_group": a_closed_group(600)},
+            {"closed_group": probed(14)},
+        ],
         ids=str,
     )
     def test_by_default_it_gets_the_time_of_the_next_try(self, facts: dict[str, Any]) -> None:
         assert isinstance(refusal(decide(a_call(), COOLING, **facts)), CoolingDown)
 
-    @pytest.mark.parametrize("gate", [closed_gate(300), probed(14)], ids=["shut", "probed"])
+    @pytest.mark.parametrize(
+        "closed_group", [a_closed_group(300), probed(14)], ids=["shut", "probed"]
+    )
     @pytest.mark.parametrize(
         "record",
         [None, waiting(State.COOLING, 0, failure=LIMITED), waiting(State.PENDING, 600)],
         ids=["fresh", "cooled", "pending"],
     )
-    def test_by_default_it_waits_at_the_gate_of_its_group(self, record, gate) -> None:
+    def test_by_default_it_waits_at_the_group_of_its_group(self, record, closed_group) -> None:
         """A limit that another key has met is no failure of this call, which would leave no
         record.
         """
-        verdict = reschedule(decide(a_call(), record, gate=gate))
+        verdict = reschedule(decide(a_call(), record, closed_group=closed_group))
         assert (verdict.event_type, verdict.started) == ("cooldown", False)
 
     @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
@@ -152,21 +159,25 @@ class TestItsOwnCooldown:
     @pytest.mark.parametrize("canvas", [False, True])
     @pytest.mark.parametrize("repeat", [False, True])
     @pytest.mark.parametrize(
-        "gate", [None, closed_gate(60), probed(14)], ids=["open", "shut", "probed"]
+        "closed_group", [None, a_closed_group(60), probed(14)], ids=["open", "shut", "probed"]
     )
-    def test_the_same_call_is_rescheduled_with_any_options(self, on_busy, canvas, repeat, gate):
+    def test_the_same_call_is_rescheduled_with_any_options(
+        self, on_busy, canvas, repeat, closed_group
+    ):
         verdict = reschedule(
             decide(
                 a_call(on_busy=on_busy, canvas=canvas, repeat=repeat),
                 ITS_OWN,
-                gate=gate,
+                closed_group=closed_group,
                 rand=0.0,
             )
         )
         assert verdict.started
         assert verdict.delay == pytest.approx(300.1)
 
-    @pytest.mark.parametrize("gate", [closed_gate(60), probed(14)], ids=["shut", "probed"])
+    @pytest.mark.parametrize(
+        "closed_group", [a_closed_group(60), probed(14)], ids=["shut", "probed"]
+    )
     @pytest.mark.parametrize(
         "record",
         [
@@ -178,46 +189,54 @@ class TestItsOwnCooldown:
         ],
         ids=["cooled", "nearly cooled", "snoozed", "lost", "crashed"],
     )
-    def test_a_copy_without_a_trace_of_its_run_is_rescheduled_at_a_closed_gate(self, record, gate):
+    def test_a_copy_without_a_trace_of_its_run_is_rescheduled_at_a_closed_group(
+        self, record, closed_group
+    ):
         """Its process died before it could publish a new copy: the row shows that the call has
         begun.
         """
-        verdict = reschedule(decide(a_call(repeat=True), record, gate=gate, rand=0.0))
+        verdict = reschedule(
+            decide(a_call(repeat=True), record, closed_group=closed_group, rand=0.0)
+        )
         assert verdict.started
-        assert verdict.delay <= gate.blocked_for + 0.1
+        assert verdict.delay <= closed_group.blocked_for + 0.1
 
     def test_a_row_past_its_retention_is_ignored(self) -> None:
         gone = replace(ITS_OWN, expires_at=NOW)
         assert decide(a_call(), gone) == Run()
         assert isinstance(
-            refusal(decide(a_call(on_busy="raise"), gone, gate=closed_gate(60))), CoolingDown
+            refusal(decide(a_call(on_busy="raise"), gone, closed_group=a_closed_group(60))),
+            CoolingDown,
         )
 
 
-class TestAShutGateStopsBodiesOnly:
+class TestAClosedGroupStopsBodiesOnly:
     def test_a_call_whose_callbacks_are_out_is_dropped(self) -> None:
         assert isinstance(
-            decide(a_call(canvas=True), None, gate=closed_gate(60), callbacks_sent=True), Drop
+            decide(a_call(canvas=True), None, closed_group=a_closed_group(60), callbacks_sent=True),
+            Drop,
         )
 
 
 HOPS = {"longest_countdown": 30.0, "reschedules": 20, "on_busy": "wait"}
 """A broker that can be trusted with 30 s at a time."""
 DELAYS = [
-    *((f"a body starts at the later of its own time, {own}, and its group's, {gate}", {"on_busy": "wait"},
-       {"record": waiting(State.COOLING, own, failure=LIMITED), "gate": closed_gate(gate) if gate else None},
+    *((f"a body starts at the later of its own time, {own}, and its group's, {group}", {"on_busy": "wait"},
+       {"record": waiting(State.COOLING, own, failure=LIMITED),
+        "closed_group": a_closed_group(group) if group else None},
        waits + 0.1)
-      for own, gate, waits in ((300, 60, 300), (60, 300, 300), (0, 60, 60), (60, 0, 60))),
+      for own, group, waits in ((300, 60, 300), (60, 300, 300), (0, 60, 60), (60, 0, 60))),
     *((f"the {n}. wait for a probe is shorter than its slot", {"canvas": True, "reschedules": n},
-       {"gate": probed(14)}, delay) for n, delay in enumerate((1.1, 2.1, 4.1, 8.1, 14.1))),
+       {"closed_group": probed(14)}, delay) for n, delay in enumerate((1.1, 2.1, 4.1, 8.1, 14.1))),
     ("who waits for its own time does not come before it for a probe", {"canvas": True},
-     {"record": COOLING, "gate": probed(14)}, 300.1),
+     {"record": COOLING, "closed_group": probed(14)}, 300.1),
     ("a hop to the end of its own lease", HOPS, {"holder": held_by(OURS, 7_200.0)}, 30.0),
     ("to that of another call", HOPS, {"holder": held_by(THEIRS, 7_200.0)}, 30.0),
     ("to its retry time", HOPS, {"record": waiting(State.PENDING, 7_200)}, 30.0),
     ("to the end of its cooldown", HOPS, {"record": waiting(State.COOLING, 7_200, OURS)}, 30.0),
-    ("to that of its group's", HOPS, {"gate": closed_gate(7_200)}, 30.0),
-    ("to that of both", HOPS, {"record": waiting(State.COOLING, 7_200, OURS), "gate": closed_gate(7_200)}, 30.0),
+    ("to that of its group's", HOPS, {"closed_group": a_closed_group(7_200)}, 30.0),
+    ("to that of both", HOPS, {"record": waiting(State.COOLING, 7_200, OURS),
+     "closed_group": a_closed_group(7_200)}, 30.0),
     ("a hop is never no hop", {}, {"holder": held_by(OURS, -5.0)}, SHORTEST_DELAY),
 ]  # fmt: skip
 
@@ -233,9 +252,11 @@ def test_a_call_comes_back_after(call, facts, delay) -> None:
 @given(st.floats(0, 1, exclude_max=True))
 def test_no_copy_arrives_early_and_the_keys_of_a_group_are_spread(rand: float) -> None:
     by_key = reschedule(decide(a_call(canvas=True), COOLING, rand=rand)).delay
-    by_gate = reschedule(decide(a_call(canvas=True), gate=closed_gate(300), rand=rand)).delay
+    by_group = reschedule(
+        decide(a_call(canvas=True), closed_group=a_closed_group(300), rand=rand)
+    ).delay
     assert 300.1 <= by_key <= 300.5
-    assert 300.1 <= by_gate <= 302.0
+    assert 300.1 <= by_group <= 302.0
 
 
 def test_a_running_key_is_left_alone_until_its_holder_has_had_its_ttl() -> None:
@@ -247,22 +268,23 @@ def test_a_running_key_is_left_alone_until_its_holder_has_had_its_ttl() -> None:
 UNSURE = Failure("TimeoutError", "", "u", "outcome_unknown", ambiguous=True)
 OF_ROW = replace(LIMITED, rule="row")
 WAITS = "Retry available in 5 minutes: invoice:1842 is cooling down"
-TOLD: list[tuple[Any, Gate | None, dict[str, Any]]] = [
+TOLD: list[tuple[Any, ClosedGroup | None, dict[str, Any]]] = [
     (COOLING, None, {"key": KEY.key, "retry_at": TODAY + 300.0, "retry_after": 300.0, "reason": "rate_limited",
                      "rule": "status:429", "scope": "key", "text": f"{WAITS} (rate_limited)"}),
     (replace(COOLING, failure=replace(LIMITED, group="g")), None, {"scope": "group"}),
-    (None, closed_gate(300), {"scope": "group"}),
-    (COOLING, closed_gate(2), {"scope": "key"}),
-    (COOLING, closed_gate(900), {"scope": "group"}),
-    (None, closed_gate(300, reason="out_of_quota", rule="quota"),
+    (None, a_closed_group(300), {"scope": "group"}),
+    (COOLING, a_closed_group(2), {"scope": "key"}),
+    (COOLING, a_closed_group(900), {"scope": "group"}),
+    (None, a_closed_group(300, reason="out_of_quota", rule="quota"),
      {"key": KEY.key, "retry_after": 300.0, "reason": "out_of_quota", "rule": "quota",
      "text": f"cooldown group {GROUP}"}),
     # The longer wait has the reason.
-    (waiting(State.COOLING, 300, failure=OF_ROW), closed_gate(60, rule="gate"), {"rule": "row",
+    (waiting(State.COOLING, 300, failure=OF_ROW), a_closed_group(60, rule="group"), {"rule": "row",
     "retry_after": 300.0}),
-    (waiting(State.COOLING, 60, failure=OF_ROW), closed_gate(300, rule="gate"), {"rule": "gate",
+    (waiting(State.COOLING, 60, failure=OF_ROW), a_closed_group(300, rule="group"), {"rule": "group",
     "retry_after": 300.0}),
-    (waiting(State.COOLING, 60, failure=OF_ROW), closed_gate(60, rule="gate"), {"rule": "gate", "retry_after": 60.0}),
+    (waiting(State.COOLING, 60, failure=OF_ROW), a_closed_group(60, rule="group"),
+    {"rule": "group", "retry_after": 60.0}),
     (waiting(State.COOLING, 60, failure=UNSURE), None,
     {"text": "(outcome_unknown; the call may have been executed)"}),
     (waiting(State.COOLING, 300), None, {"reason": None, "rule": None, "text": WAITS}),
@@ -272,15 +294,15 @@ TOLD: list[tuple[Any, Gate | None, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("record", "gate", "expected"), TOLD, ids=range(len(TOLD)))
-def test_the_error_says_who_waits_for_how_long_and_why(record, gate, expected) -> None:
-    error = cooling_down(decide(a_call(on_busy="raise"), record, gate=gate))
+@pytest.mark.parametrize(("record", "closed_group", "expected"), TOLD, ids=range(len(TOLD)))
+def test_the_error_says_who_waits_for_how_long_and_why(record, closed_group, expected) -> None:
+    error = cooling_down(decide(a_call(on_busy="raise"), record, closed_group=closed_group))
     told = {"text": str(error)} | vars(error)
     assert expected.get("text", "") in told["text"]
     assert {name: told[name] for name in expected if name != "text"} == {
         name: value for name, value in expected.items() if name != "text"
     }
-    back = reschedule(decide(a_call(on_busy="wait"), record, gate=gate))
+    back = reschedule(decide(a_call(on_busy="wait"), record, closed_group=closed_group))
     assert (back.reason, repr(back.refusal)) == (str(error), repr(error)), "events, eager callers"
 
 

@@ -111,22 +111,22 @@ def _a_call(options: LeaseOptions, group: str | None = None) -> Call:
 def _consecutive(matched: RuleMatch, options: LeaseOptions, group: str | None) -> list[str]:
     call, record = _a_call(options, group), _A_RECORD
     lines: list[str] = []
-    for trips in range(1, SHOWN + 1):
+    for in_a_row in range(1, SHOWN + 1):
         raised = Raised(Exception(), Failure("", ""), matched)
         shortest, longest = (after_failure(call, record, raised, rand) for rand in (0.0, 1.0))
-        lines.append(_in_words(shortest, longest, trips))
+        lines.append(_in_words(shortest, longest, in_a_row))
         if longest.state is State.FAILED:
             break
         record = settled(record, longest, 0)
     return lines
 
 
-def _in_words(shortest: Outcome, longest: Outcome, trips: int) -> str:
+def _in_words(shortest: Outcome, longest: Outcome, in_a_row: int) -> str:
     if State.FAILED in (shortest.state, longest.state):
         return f"failed for good ({longest.reason})"
     waits = [shortest.retry_after or 0.0, longest.retry_after or 0.0]
     if shortest.closing and longest.closing:
-        waits = [shortest.closing.wait(trips), longest.closing.wait(trips)]
+        waits = [shortest.closing.wait(in_a_row), longest.closing.wait(in_a_row)]
     least, most = (f"{wait:.3g}" if wait < 1 else f"{wait:.0f}" for wait in waits)
     span = f"{most} s" if least == most else f"{least} to {most} s"
     what = "quick retry after" if longest.state is State.PENDING else "cooldown of"

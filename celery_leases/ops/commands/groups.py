@@ -1,4 +1,4 @@
-"""``celery leases group list | show | open | close``: the gates of cooldown groups."""
+"""``celery leases group list | show | open | close``: cooldown groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPAN: Final = re.compile(r"(\d+(\.\d+)?[a-z]+)+")
 
 @leases.group()
 def group() -> None:
-    """Show cooldown groups, and open or close their gates."""
+    """Show cooldown groups, and open or close them."""
 
 
 @command("list", group)
@@ -36,7 +36,7 @@ def group() -> None:
 )
 @printing_json
 def list_groups(ctx: click.Context, *, opened: bool, as_json: bool, **_: Any) -> None:
-    """List the groups whose gate is not open, and those that are full."""
+    """List the groups that are not open, and those that are full."""
     _list(operator_of(ctx), as_json=as_json, opened=opened)
 
 
@@ -44,7 +44,7 @@ def list_groups(ctx: click.Context, *, opened: bool, as_json: bool, **_: Any) ->
 @click.argument("name", type=NAME, metavar="GROUP")
 @printing_json
 def show_group(ctx: click.Context, name: str, *, as_json: bool, **_: Any) -> None:
-    """Show the gate of GROUP and the last twenty times it was closed."""
+    """Show GROUP and the last twenty times it was closed."""
     status = operator_of(ctx).group(name)
     if as_json:
         echo_json(status.as_json())
@@ -54,14 +54,14 @@ def show_group(ctx: click.Context, name: str, *, as_json: bool, **_: Any) -> Non
         click.echo("not closed in the last 30 days")
         return
     click.echo()
-    rows = [("CLOSED AT", "FOR", "TRIP", "RULE", "REASON", "OPENED")]
+    rows = [("CLOSED AT", "FOR", "IN A ROW", "RULE", "REASON", "OPENED")]
     for each in status.closings:
         took = (each.opened_at - each.closed_at).total_seconds() if each.opened_at else None
         rows.append(
             (
                 f"{each.closed_at.astimezone():%Y-%m-%d %H:%M:%S}",
                 in_short(each.seconds),
-                str(each.trips),
+                str(each.in_a_row),
                 each.rule or "",
                 each.reason,
                 f"after {in_short(max(0.0, took))}" if took is not None else "",
@@ -74,16 +74,16 @@ def show_group(ctx: click.Context, name: str, *, as_json: bool, **_: Any) -> Non
 @click.argument("groups", nargs=-1, required=True, type=NAME, metavar="GROUP...")
 @printing_json
 def open_groups(ctx: click.Context, groups: tuple[str, ...], *, as_json: bool, **_: Any) -> None:
-    """Open the gate of each GROUP.
+    """Open each GROUP.
 
-    Its trips are set to zero. Keys that wait for the group can run at once. Exits with 1 if a gate
-    was already open, as that of a name that no group has.
+    Its count of closings is set to zero. Keys that wait for the group can run at once. Exits with
+    1 if a group was already open, as that of a name that no group has.
     """
     client = operator_of(ctx)
     was_open = [name for name in groups if not client.open_group(name)]
     _list(client, as_json=as_json)
     for name in was_open:
-        echo_line(f"the gate of {name} was already open, so it was not changed", err=True)
+        echo_line(f"the group {name} was already open, so it was not changed", err=True)
     if was_open:
         ctx.exit(1)
 
@@ -95,14 +95,14 @@ def open_groups(ctx: click.Context, groups: tuple[str, ...], *, as_json: bool, *
     "span",
     type=DURATION,
     default=DEFAULT_DURATION,
-    help="How long the gate stays closed: 30s, 5m, 1h30m.",
+    help="How long the group stays closed: 30s, 5m, 1h30m.",
 )
 @option("--why", default="", help="The reason, shown to operators but not to callers.")
 @printing_json
 def close_groups(
     ctx: click.Context, groups: tuple[str, ...], span: str, why: str, *, as_json: bool, **_: Any
 ) -> None:
-    """Close the gate of each GROUP for some time.
+    """Close each GROUP for some time.
 
     Until then no task of the group starts. The first one afterwards is a probe.
     """
@@ -122,19 +122,19 @@ def _list(client: OperatorClient, *, as_json: bool, opened: bool = False) -> Non
             echo_json(status.as_json())
         return
     if not found:
-        click.echo("all gates are open")
+        click.echo("all groups are open")
         return
     _echo(found)
 
 
 def _echo(found: Sequence[GroupStatus]) -> None:
-    rows = [("STATE", "GROUP", "TRIPS", "OPENS IN", "CLOSINGS", "RULE", "WHY")]
+    rows = [("STATE", "GROUP", "IN A ROW", "OPENS IN", "CLOSINGS", "RULE", "WHY")]
     for status in found:
         wait = in_words(status.retry_after) if status.retry_after else "after a probe"
         shut = status.state not in ("open", "full")
         rows.append(
             (
-                *(status.state, status.group, str(status.trips)),
+                *(status.state, status.group, str(status.in_a_row)),
                 wait if shut else "",
                 _closings(status),
                 *(status.rule or "", status.error),

@@ -210,8 +210,12 @@ def stats(ctx: click.Context, *, as_json: bool, **_: Any) -> None:
     if found.groups:
         click.echo()
         waits = [
-            (gate.group, gate.state, in_words(gate.retry_after) if gate.retry_after else "")
-            for gate in found.groups
+            (
+                closed_group.group,
+                closed_group.state,
+                in_words(closed_group.retry_after) if closed_group.retry_after else "",
+            )
+            for closed_group in found.groups
         ]
         echo_table([("GROUP", "STATE", "OPENS IN"), *waits])
     click.echo()

@@ -14,12 +14,12 @@ CLOSE: Final = Script(
     + """
 local now, token, lasts = time_in_ms(), ARGV[1], tonumber(ARGV[6])
 local slots = read_slots(KEYS[1], now)
-local before = slots.closed or {trips = 0, ends = 0, counts = 0}
-local state = {before.trips, before.ends > now and 1 or 0, probes(slots, token, now) and 1 or 0}
+local before = slots.closed or {in_a_row = 0, ends = 0, counts = 0}
+local state = {before.in_a_row, before.ends > now and 1 or 0, probes(slots, token, now) and 1 or 0}
 for place, each in ipairs(state) do if each ~= tonumber(ARGV[1 + place]) then return 0 end end
 if before.ends > now + lasts then return 0 end
 slots.closed = {
-    trips = tonumber(ARGV[5]), ends = now + lasts, counts = math.max(now + tonumber(ARGV[7]), before.counts),
+    in_a_row = tonumber(ARGV[5]), ends = now + lasts, counts = math.max(now + tonumber(ARGV[7]), before.counts),
     why = ARGV[8], alone = before.alone,
 }
 slots.held[token] = nil
@@ -29,10 +29,10 @@ return 1
 """,
     keys=2,
 )
-"""KEYS: slots, history. ARGV: token; the expected trips (0: open); 1 if the gate is expected to be
-closed; 1 if the token is expected to be the probe; the new trips; for how long the gate is closed,
-and its trips count; why; the history and its TTL. Returns 1 if the script closed the gate; 0 if the
-gate is not as expected, or is closed for longer.
+"""KEYS: slots, history. ARGV: token; the expected closings in a row (0: open); 1 if the group is
+expected to be closed; 1 if the token is expected to be the probe; the new closings in a row; for
+how long the group is closed, and its closings count; why; the history and its TTL. Returns 1 if the
+script closed the group; 0 if the group is not as expected, or is closed for longer.
 
 The reason is not compared, so failures that differ only in their message do not conflict.
 """
@@ -51,7 +51,7 @@ return 1
     keys=2,
 )
 """KEYS: slots, history. ARGV: token, the history and its TTL. Returns 0 unless the token was the
-probe; without a token the gate is opened in any case.
+probe; without a token the group is opened in any case.
 """
 
 TAKE: Final = Script(

@@ -10,7 +10,7 @@ from typing import Any, Final
 from redis.exceptions import ResponseError
 
 from celery_leases.errors import StoreUnavailable
-from celery_leases.groups.group import Gate
+from celery_leases.groups.group import ClosedGroup
 from celery_leases.groups.history import RETENTION
 from celery_leases.groups.slots import Ask, Room, Slots
 from celery_leases.stores.group_closing import Change, ClosingGroups, noted
@@ -27,13 +27,13 @@ from celery_leases.stores.redis.values import (
 )
 
 CHANGE_TRIES: Final = 10
-"""How often a compare-and-set is retried when other workers change the same gate concurrently."""
+"""How often a compare-and-set is retried when other workers change the same group concurrently."""
 
 
 class RedisGroups(ClosingGroups):
     """A :class:`~celery_leases.stores.interfaces.GroupStore` in Redis.
 
-    If the server loses its data, all gates are open. The next failure of a group closes its gate
+    If the server loses its data, all groups are open. The next failure of a group closes it
     again.
     """
 
@@ -41,10 +41,12 @@ class RedisGroups(ClosingGroups):
         self._commands = commands
         self._keys = keys
 
-    def all(self, limit: int = 1000) -> Iterator[Gate]:
-        """At most *limit* gates that are not open; scans the database with ``SCAN``."""
-        gates = (slots.gate(group, now) for group, slots, now in self._all_slots())
-        return islice((gate for gate in gates if gate is not None), limit)
+    def all(self, limit: int = 1000) -> Iterator[ClosedGroup]:
+        """At most *limit* groups that are not open; scans the database with ``SCAN``."""
+        closed_groups = (slots.closed_group(group, now) for group, slots, now in self._all_slots())
+        return islice(
+            (closed_group for closed_group in closed_groups if closed_group is not None), limit
+        )
 
     def slots(
         self, groups: Sequence[str] | None = None, limit: int = 1000
@@ -77,7 +79,7 @@ class RedisGroups(ClosingGroups):
                 raise self._commands.unavailable(reply) from None
         return dict(zip(calls, replies, strict=True))
 
-    def _change_gate(self, group: str, token: str, change: Change) -> tuple[Slots, float] | None:
+    def _change_group(self, group: str, token: str, change: Change) -> tuple[Slots, float] | None:
         keys = self._keys.slots(group), self._keys.past(group)
         for _ in range(CHANGE_TRIES):
             *seen, past = self._commands.run(cooldown_group_scripts.READ_WITH_HISTORY, *keys)
@@ -91,13 +93,13 @@ class RedisGroups(ClosingGroups):
                 if token in before.held:
                     self.release_slot(group, token)
                 return after, now
-            if self._swap_gate(keys, token, before, after, now, note):
+            if self._swap_group(keys, token, before, after, now, note):
                 return after, now
         raise StoreUnavailable(
-            f"the gate of {group} changed {CHANGE_TRIES} times while it was being changed", False
+            f"the group of {group} changed {CHANGE_TRIES} times while it was being changed", False
         )
 
-    def _swap_gate(
+    def _swap_group(
         self,
         keys: tuple[str, str],
         token: str,
@@ -112,9 +114,16 @@ class RedisGroups(ClosingGroups):
             return bool(self._commands.run(cooldown_group_scripts.OPEN, *keys, who, *history))
         as_seen = (0, 0)
         if before.closed is not None:
-            as_seen = before.closed.trips, int(before.closed.ends > now)
+            as_seen = before.closed.in_a_row, int(before.closed.ends > now)
         times = (math.ceil(until - now) for until in (closed.ends, closed.counts))
-        given = (token, *as_seen, int(before.probes(token, now)), closed.trips, *times, closed.why)
+        given = (
+            token,
+            *as_seen,
+            int(before.probes(token, now)),
+            closed.in_a_row,
+            *times,
+            closed.why,
+        )
         return bool(self._commands.run(cooldown_group_scripts.CLOSE, *keys, *given, *history))
 
     def _read_histories(self, groups: Sequence[str] | None, limit: int) -> Mapping[str, str]:

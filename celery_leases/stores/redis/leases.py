@@ -204,7 +204,7 @@ class RedisLeaseStore(MarkedLeaseStore):
         :class:`~celery_leases.stores.interfaces.LeaseStore`.
 
         The first of these that exists decides: the call's own lease, another lease, a cooldown,
-        the group's gate, its limit, its rate. On a cluster the group may be on another node: a
+        the group, its limit, its rate. On a cluster the group may be on another node: a
         second round trip asks it, and another one releases the lease if the group does not let the
         body start.
         """
@@ -232,7 +232,9 @@ class RedisLeaseStore(MarkedLeaseStore):
                 return Refused(Refusal.COOLING, remaining=left)
             case _:
                 slots, now = slots_of(details)
-                return Refused(Refusal.GATE, gate=slots.gate(call.group or "", now))
+                return Refused(
+                    Refusal.CLOSED, closed_group=slots.closed_group(call.group or "", now)
+                )
 
     def _acquire_in_group(self, call: Call, group: str, given: Sequence[Any]) -> Any:
         """The reply of the script that takes a lease and what it needs of its group."""

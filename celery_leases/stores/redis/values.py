@@ -15,7 +15,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from celery_leases.call import Call
 from celery_leases.decide.answers import Holder
-from celery_leases.groups.group import gate_name
+from celery_leases.groups.group import stored_group
 from celery_leases.groups.slots import Ask, Room, Slots, load
 from celery_leases.stores.redis.lease_scripts import COOLING
 
@@ -72,11 +72,11 @@ class Keys:
 
     def slots(self, group: str) -> str:
         """The key of a group's slots."""
-        return f"{self.prefix}:{{group:{_escaped(gate_name(group))}}}:slots"
+        return f"{self.prefix}:{{group:{_escaped(stored_group(group))}}}:slots"
 
     def past(self, group: str) -> str:
         """The key of a group's history."""
-        return f"{self.prefix}:{{group:{_escaped(gate_name(group))}}}:past"
+        return f"{self.prefix}:{{group:{_escaped(stored_group(group))}}}:past"
 
     def group(self, key: str) -> str:
         """The name of the group that *key* belongs to."""

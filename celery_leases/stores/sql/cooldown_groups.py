@@ -1,7 +1,7 @@
 """The state of groups in the records database.
 
-There is a row for each group that has slots, waiting calls or a rate, whose gate is not open, or
-whose gate was closed in the last 30 days: the row also has the history of the gate.
+There is a row for each group that has slots, waiting calls or a rate, that are not open, or
+that was closed in the last 30 days: the row also has the history of the group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from celery_leases.call import Call
 from celery_leases.concurrency import os_threads
 from celery_leases.decide.answers import Renewal
 from celery_leases.errors import StoreUnavailable
-from celery_leases.groups.group import Gate, gate_name
+from celery_leases.groups.group import ClosedGroup, stored_group
 from celery_leases.groups.history import RETENTION
 from celery_leases.groups.slots import (
     NO_SLOTS,
@@ -77,22 +77,24 @@ class SqlGroups(ClosingGroups):
             self._statements
         )
 
-    def all(self, limit: int = 1000) -> Iterator[Gate]:
-        """At most *limit* gates that are not open."""
+    def all(self, limit: int = 1000) -> Iterator[ClosedGroup]:
+        """At most *limit* groups that are not open."""
         columns, now = self._groups.c, self.database.now
         closed = select(columns.name, columns.slots, now.label("now")).where(
             columns.limited_until > now
         )
         for row in self.database.all(closed.limit(limit), {}):
             at = row["now"] / 1000
-            if (gate := load(row["slots"]).at(at).gate(str(row["name"]), at)) is not None:
-                yield gate
+            if (
+                closed_group := load(row["slots"]).at(at).closed_group(str(row["name"]), at)
+            ) is not None:
+                yield closed_group
 
     def slots(
         self, groups: Sequence[str] | None = None, limit: int = 1000
     ) -> Mapping[str, tuple[Slots, float]]:
         """The slots of the groups, and the time of the database in milliseconds."""
-        names = {gate_name(group): group for group in groups or ()}
+        names = {stored_group(group): group for group in groups or ()}
         columns = self._groups.c
         query = select(columns.name, columns.slots, self.database.now.label("now"))
         if groups is not None:
@@ -108,12 +110,12 @@ class SqlGroups(ClosingGroups):
             if groups is not None or seen[0].expires_at > seen[1]
         }
 
-    def take(self, call: Call, seen: SeenSlots) -> tuple[Taken | Room | Gate, float]:
+    def take(self, call: Call, seen: SeenSlots) -> tuple[Taken | Room | ClosedGroup, float]:
         """Take what the call asks of its group, beginning with the slots as they were *seen*; also
         returns when the slots had arrived, from which the time until its turn counts.
         """
         group, ask, ttl = call.group or "", call.ask or NOTHING, call.options.ttl
-        answer: Taken | Room | Gate | None = None
+        answer: Taken | Room | ClosedGroup | None = None
 
         def taken(slots: Slots, now: float) -> Slots | None:
             nonlocal answer
@@ -153,11 +155,11 @@ class SqlGroups(ClosingGroups):
         )
 
     def _seen(self, group: str) -> SeenSlots:
-        row = self.database.first(self._select, {"group": gate_name(group)})
+        row = self.database.first(self._select, {"group": stored_group(group)})
         assert row is not None  # the statement always returns one row
         return seen_in(row)
 
-    def _change_gate(self, group: str, token: str, change: Change) -> tuple[Slots, float] | None:
+    def _change_group(self, group: str, token: str, change: Change) -> tuple[Slots, float] | None:
         after: Slots | None = None
 
         def changed(slots: Slots, now: float) -> Slots | None:
@@ -165,7 +167,7 @@ class SqlGroups(ClosingGroups):
             after = change(slots, now)
             return after
 
-        seen = self._change(group, changed, of_gate=True)
+        seen = self._change(group, changed, of_group=True)
         return (after, seen.now / 1000) if after is not None else None
 
     def _change(
@@ -174,7 +176,7 @@ class SqlGroups(ClosingGroups):
         change: Change,
         seen: SeenSlots | None = None,
         *,
-        of_gate: bool = False,
+        of_group: bool = False,
     ) -> SeenSlots:
         """Replace the slots of *group* by what *change* makes of them and the time, unless that is
         ``None`` or the same; returns the slots that it has replaced.
@@ -188,38 +190,38 @@ class SqlGroups(ClosingGroups):
                 os_threads.Wakeup().wait(random.uniform(0, CHANGE_PAUSE * tries))
             seen = seen or self._seen(group)
             new = change(seen.slots, seen.now / 1000)
-            if new is None or new == seen.slots or self._swap(group, seen, new, of_gate):
+            if new is None or new == seen.slots or self._swap(group, seen, new, of_group):
                 return seen
             seen = None
         with self.database.transaction() as run:
-            row = run(self._lock, {"group": gate_name(group)})
+            row = run(self._lock, {"group": stored_group(group)})
             if row is None:
                 raise StoreUnavailable(f"the state of the group {group} was deleted", False)
             seen = seen_in(row)
             if (new := change(seen.slots, seen.now / 1000)) is not None:
-                run(*self._writing(group, seen, new, of_gate))
+                run(*self._writing(group, seen, new, of_group))
         return seen
 
-    def _swap(self, group: str, seen: SeenSlots, new: Slots, of_gate: bool) -> bool:
-        statement, values = self._writing(group, seen, new, of_gate)
+    def _swap(self, group: str, seen: SeenSlots, new: Slots, of_group: bool) -> bool:
+        statement, values = self._writing(group, seen, new, of_group)
         if seen.version is None:
             return self.database.touch(self._insert, {"new_history": "", **values})
         return self.database.count(statement, values) > 0
 
     def _writing(
-        self, group: str, seen: SeenSlots, new: Slots, of_gate: bool
+        self, group: str, seen: SeenSlots, new: Slots, of_group: bool
     ) -> tuple[Executable, dict[str, Any]]:
-        """The update to *new*, and its values. It writes the history if the gate is changed."""
+        """The update to *new*, and its values. It writes the history if the group is changed."""
         kept = int(new.expires_at * 1000) + microseconds(KEPT)
         values = {
-            "group": gate_name(group),
+            "group": stored_group(group),
             "seen": seen.version,
             "new_version": max((seen.version or 0) + 1, seen.now),
             "new_slots": dump(new),
             "new_limited_until": int(new.closed.counts * 1000) if new.closed is not None else 0,
         }
         history = None
-        if of_gate:
+        if of_group:
             history = noted(seen.history, seen.slots, new, group, seen.now / 1000)
         if history is not None:
             values["new_history"] = history
@@ -257,7 +259,7 @@ class SqlGroups(ClosingGroups):
         if groups is None:
             found = self.database.all(query.order_by(columns.expires_at.desc()).limit(limit), {})
             return {row["name"]: row["history"] for row in found}
-        names = {gate_name(group): group for group in groups}
+        names = {stored_group(group): group for group in groups}
         found = self.database.all(query.where(columns.name.in_(names)), {})
         return {names[row["name"]]: row["history"] for row in found}
 

@@ -226,7 +226,7 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
         self._select_unlocked, self._select_held = self.database.once(self._selections)
 
     def acquire(self, call: Call) -> Acquired | Refused:
-        """Claim the row, which is the lease. The same statement reads the group's gate."""
+        """Claim the row, which is the lease. The same statement reads the group."""
         return self.records.claim(call, self.name, groups=self.groups)
 
     def share_trips(self) -> None:

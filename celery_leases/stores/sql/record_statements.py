@@ -76,10 +76,10 @@ class RecordStatements:
         self.select_rows = select(*self.table.c, self._now.label("now"))
         #: Selects the row of a key.
         self.select_row = self.select_rows.where(self.table.c.stored_key == bindparam("stored_key"))
-        #: The first step of a claim; with ``True`` it also reads a group whose gate is not open.
+        #: The first step of a claim; with ``True`` it also reads a group that is not open.
         #: On PostgreSQL it fails if another claim inserts the row at the same time, and is then
         #: repeated by ``insert_or_read_again``.
-        self.insert_or_read = {gated: make(gated=gated) for gated in (False, True)}
+        self.insert_or_read = {in_group: make(in_group=in_group) for in_group in (False, True)}
         #: The second step of a claim.
         self.swap = self._swap_statement()
         #: Writes an outcome under the attempt's fence.
@@ -91,14 +91,14 @@ class RecordStatements:
     def insert_or_read_again(self) -> Mapping[bool, Executable]:
         """``insert_or_read`` on PostgreSQL with ``ON CONFLICT DO NOTHING``, which does not fail."""
         return {
-            gated: self._insert_or_read_statement(gated=gated, unless_present=True)
-            for gated in (False, True)
+            in_group: self._insert_or_read_statement(in_group=in_group, unless_present=True)
+            for in_group in (False, True)
         }
 
     @cached_property
     def read_with_group(self) -> Executable:
         """Read the row of a key, and that of its group. The columns of a missing one are NULL."""
-        return self._read_statement(gated=True, also_open=True)
+        return self._read_statement(in_group=True, also_open=True)
 
     @cached_property
     def claim_together(self) -> Executable:
@@ -194,7 +194,7 @@ class RecordStatements:
         return self._settle_statement(WHEN_SETTLED)
 
     def _insert_or_read_statement(
-        self, *, gated: bool, unless_present: bool = False
+        self, *, in_group: bool, unless_present: bool = False
     ) -> Select[Any]:
         """One statement that reads the row, or inserts a new one if there is none.
 
@@ -210,8 +210,10 @@ class RecordStatements:
             .cte("seen")
         )
         closed = select(*self._columns_of(groups)).where(self._is_closed(groups)).subquery("closed")
-        gate = select(_as_json("closed")).select_from(closed).cte("gate")
-        absent = [~exists(select(seen.c.document))] + [~exists(select(gate.c.document))] * gated
+        closed_group = select(_as_json("closed")).select_from(closed).cte("closed_group")
+        absent = [~exists(select(seen.c.document))] + [
+            ~exists(select(closed_group.c.document))
+        ] * in_group
         moment = select(self._now.label("now")).subquery("moment")
         fresh = self._new_row(moment.c.now, bindparam_of)
         made = self._dialect.insert(self.table).from_select(
@@ -227,16 +229,21 @@ class RecordStatements:
             select(seen.c.document).scalar_subquery().label("record"),
         ]
         return select(
-            *found, *([select(gate.c.document).scalar_subquery().label("closed")] if gated else [])
+            *found,
+            *(
+                [select(closed_group.c.document).scalar_subquery().label("closed")]
+                if in_group
+                else []
+            ),
         )
 
-    def _read_statement(self, *, gated: bool, also_open: bool = False) -> Select[Any]:
-        """A statement that reads the row, and that of the group, if its gate is not open or if
+    def _read_statement(self, *, in_group: bool, also_open: bool = False) -> Select[Any]:
+        """A statement that reads the row, and that of the group, if it is not open or if
         *also_open*. The columns of a missing one are NULL.
         """
         always: FromClause = select(literal_column("1").label("one")).subquery("always")
         columns: list[ColumnElement[Any]] = [self._now.label("now"), *self.table.c]
-        if gated:
+        if in_group:
             groups = self._groups
             name = groups.c.name == bindparam("group")
             columns += self._columns_of(groups)
@@ -297,7 +304,7 @@ class RecordStatements:
         return bindparam(f"{prefix}_{name}", type_=self.table.c[name].type)
 
     def _is_closed(self, groups: FromClause) -> ColumnElement[bool]:
-        """Whether a row is that of the group, and its gate is not open."""
+        """Whether a row is that of the group, and its group is not open."""
         return and_(groups.c.name == bindparam("group"), groups.c.limited_until > self._now)
 
 

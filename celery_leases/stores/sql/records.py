@@ -46,7 +46,7 @@ from celery_leases.decide import claim as rule
 from celery_leases.decide.answers import Acquired, Refusal, Refused
 from celery_leases.decide.claim import ALWAYS
 from celery_leases.errors import KeyUnusable, StoreUnavailable, ValueRefused
-from celery_leases.groups.group import Gate, gate_name
+from celery_leases.groups.group import ClosedGroup, stored_group
 from celery_leases.groups.slots import Room, Taken, may_begin
 from celery_leases.options import DATABASE
 from celery_leases.record import Ended, Failure, Outcome, Record, State
@@ -259,7 +259,7 @@ class SqlRecordStore:
         self, call: Call, lease_store: str, age: Callable[[], float], groups: SqlGroups | None
     ) -> Acquired | Refused:
         emptied, group = 0.0, call.group if groups is not None else None
-        taken: Taken | Room | Gate | None = None
+        taken: Taken | Room | ClosedGroup | None = None
         read_at = 0.0
         for _ in range(CLAIM_TRIES):
             new, sent = rule.claimed(None, call, lease_store, 0), os_threads.boot_clock()
@@ -300,21 +300,30 @@ class SqlRecordStore:
                     0.0, taken.starts_in - (os_threads.boot_clock() - read_at)
                 )
                 return Acquired(won, taken.probe, starts_in)
-        gate = room = None
-        if isinstance(taken, Gate):
-            why, gate = Refusal.GATE, taken
+        closed_group = room = None
+        if isinstance(taken, ClosedGroup):
+            why, closed_group = Refusal.CLOSED, taken
         elif isinstance(taken, Room):
             why, room = Refusal.FULL, taken
         elif seen is not None and not may_begin(seen.slots, call.token, seen.now / 1000):
-            why, gate = Refusal.GATE, seen.slots.gate(call.group or "", seen.now / 1000)
+            why, closed_group = (
+                Refusal.CLOSED,
+                seen.slots.closed_group(call.group or "", seen.now / 1000),
+            )
         given = isinstance(taken, Taken) or (seen is not None and call.token in seen.slots.held)
         if groups is not None and given:
             groups.release_slot(call.group or "", call.token)
-        return Refused(why or Refusal.CHANGED, gate=gate, record=row, emptied=emptied, room=room)
+        return Refused(
+            why or Refusal.CHANGED,
+            closed_group=closed_group,
+            record=row,
+            emptied=emptied,
+            room=room,
+        )
 
     def _read_in_group(self, call: Call) -> tuple[int, Record | None, SeenSlots]:
         """The time of the database, the row of a key, and the slots of its group."""
-        values = {"new_stored_key": call.key.stored, "group": gate_name(call.group or "")}
+        values = {"new_stored_key": call.key.stored, "group": stored_group(call.group or "")}
         with KEY_UNUSABLE_ERRORS:
             found = self.database.first(self.statements.read_with_group, values)
         assert found is not None  # the statement always returns one row
@@ -327,18 +336,18 @@ class SqlRecordStore:
         if row is not None:
             new = rule.claimed(row, call, lease_store, now)
             return new if self.swap(row, new) else None
-        new = rule.claimed(None, call, lease_store, 0)  # the gate prevented the insert
+        new = rule.claimed(None, call, lease_store, 0)  # the group prevented the insert
         at, inserted, *_ = self.insert_or_read(new, None)
         return rule.dated(new, at) if inserted else None
 
     def insert_or_read(
         self, new: Record, group: str | None
     ) -> tuple[int, bool, Record | None, SeenSlots | None]:
-        """Insert *new* if its key has no row and the gate of *group*, if given, is open; otherwise
+        """Insert *new* if its key has no row and *group*, if given, is open; otherwise
         read the row and the group.
 
         Returns the time of the database, whether *new* was inserted, the existing row, and the
-        slots of the group if its gate is not open. If *new* was not inserted, and there is neither
+        slots of the group if it is not open. If *new* was not inserted, and there is neither
         row nor group, another claim has inserted a row that this statement could not see yet. An
         existing row is neither locked nor written. The times of *new* are relative to the insert.
         Raises :class:`RecordUnreadable` for a row that cannot be read, and :class:`KeyUnusable` if
@@ -347,16 +356,16 @@ class SqlRecordStore:
         statements = self.statements
         values = rows.insert_parameters(new)
         if group is not None:
-            values["group"] = gate_name(group)
+            values["group"] = stored_group(group)
         try:
-            gated, unless_present = group is not None, self.database.unless_present
-            statement = statements.insert_or_read[gated]
-            if self._claims is not None and not gated:
+            in_group, unless_present = group is not None, self.database.unless_present
+            statement = statements.insert_or_read[in_group]
+            if self._claims is not None and not in_group:
                 found = self._claims.run(values, partial(unless_present, statement, values))
             else:
                 found = unless_present(statement, values)
             if found is None:
-                found = unless_present(statements.insert_or_read_again[gated], values)
+                found = unless_present(statements.insert_or_read_again[in_group], values)
             assert found is not None  # the statement always returns one row
             now = int(found["now"])
             row: Mapping[Any, Any] | None

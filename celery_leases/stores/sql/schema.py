@@ -130,13 +130,13 @@ class Tables:
             Column("expires_at", BigInteger, nullable=False),
             **TABLE_OPTIONS,
         )
-        # The slots of a group, and whether its gate is closed: JSON, compared by its version.
+        # The slots of a group, and whether it is closed: JSON, compared by its version.
         self.groups = Table(
             "celery_leases_groups",
             self.metadata,
             Column("name", String(255), primary_key=True),
             Column("version", BigInteger, nullable=False),
-            # Until then the gate is not open; the row remains for its history, until it expires.
+            # Until then the group is not open; the row remains for its history, until it expires.
             Column("limited_until", BigInteger, nullable=False),
             Column("slots", LONG, nullable=False),
             Column("history", LONG, nullable=False),

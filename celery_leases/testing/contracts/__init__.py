@@ -1,4 +1,4 @@
-"""Published contract suites for lease stores, mark stores, gate stores, record stores and effect
+"""Published contract suites for lease stores, mark stores, group stores, record stores and effect
 stores.
 
 To test a store of your own, subclass a suite in a test module, and override its fixture::
@@ -10,7 +10,7 @@ To test a store of your own, subclass a suite in a test module, and override its
         def store(self):
             return MyLeaseStore(...)
 
-``GroupStoreContract`` and ``GroupHistoryContract`` (for stores that remember when gates were
+``GroupStoreContract`` and ``GroupHistoryContract`` (for stores that remember when groups were
 closed) also use the fixture ``store``. ``MarkStoreContract`` uses ``marks``,
 ``RecordStoreContract`` uses ``records``, and ``EffectStoreContract`` uses ``records`` and
 ``effects``.

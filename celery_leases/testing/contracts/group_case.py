@@ -1,4 +1,4 @@
-"""What the suites of gates share: fixtures, and functions that close gates and acquire leases."""
+"""What the suites of groups share: fixtures, and functions that close groups and acquire leases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from celery_leases.call import Call
 from celery_leases.decide.answers import Acquired, Refusal, Refused
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.groups.group import Closing, Gate
+from celery_leases.groups.group import ClosedGroup, Closing
 from celery_leases.stores.interfaces import LeaseStore, MarkedLeaseStore
 from celery_leases.testing.contracts.calls import (
     acquired,
@@ -23,8 +23,8 @@ PATIENCE = 10.0
 POLICY = CooldownPolicy(60, 2, 3600, 0)
 
 
-class GateCase:
-    """The fixtures of the suites of gates. ``ttl`` is longer than a test; ``short`` is a time that
+class GroupCase:
+    """The fixtures of the suites of groups. ``ttl`` is longer than a test; ``short`` is a time that
     tests wait. Both are seconds.
     """
 
@@ -34,7 +34,7 @@ class GateCase:
     @pytest.fixture
     def store(self) -> MarkedLeaseStore:
         """The store under test; override this."""
-        raise NotImplementedError("override the fixture `store` with a lease store that has gates")
+        raise NotImplementedError("override the fixture `store` with a lease store that has groups")
 
     @pytest.fixture
     def group(self) -> str:
@@ -61,44 +61,44 @@ def closing(
 
 def closed(
     store: MarkedLeaseStore, group: str, server_delay: float | None = None, **more: Any
-) -> Gate:
-    """The gate after a failure of an attempt that is not the probe."""
+) -> ClosedGroup:
+    """The group after a failure of an attempt that is not the probe."""
     return store.groups.close(group, closing(server_delay, **more), uuid4().hex)
 
 
-def half_open(store: MarkedLeaseStore, group: str) -> None:
-    """Make the gate half-open after one trip."""
+def probe_due(store: MarkedLeaseStore, group: str) -> None:
+    """Make the group due for a probe after one closing."""
     closed(store, group, 0.02)
-    until_half_open(store, group)
+    until_probe_due(store, group)
 
 
-def until_half_open(store: MarkedLeaseStore, group: str) -> None:
-    """Wait until the gate is half-open."""
-    wait_until(lambda: found(store, group).half_open, PATIENCE, "the gate to be half-open")
+def until_probe_due(store: MarkedLeaseStore, group: str) -> None:
+    """Wait until the group is due for a probe."""
+    wait_until(lambda: found(store, group).probe_due, PATIENCE, "the group to be due for a probe")
 
 
-def found(store: MarkedLeaseStore, group: str) -> Gate:
-    """The gate, which must not be open."""
-    gate = store.groups.get(group)
-    assert gate is not None
-    return gate
+def found(store: MarkedLeaseStore, group: str) -> ClosedGroup:
+    """The group, which must not be open."""
+    closed_group = store.groups.get(group)
+    assert closed_group is not None
+    return closed_group
 
 
-def freed(store: MarkedLeaseStore, group: str, token: str) -> Gate:
-    """The gate after *token*, which must be the probe, has freed its slot."""
+def freed(store: MarkedLeaseStore, group: str, token: str) -> ClosedGroup:
+    """The group after *token*, which must be the probe, has freed its slot."""
     assert found(store, group).probe == token
     store.groups.release_slot(group, token)
     wait_until(lambda: found(store, group).probe != token, PATIENCE, "the slot to be free")
     return found(store, group)
 
 
-def shut(store: LeaseStore, call: Call) -> Gate:
-    """The gate that refuses *call*, which it must."""
+def shut(store: LeaseStore, call: Call) -> ClosedGroup:
+    """The group that refuses *call*, which it must."""
     answer = store.acquire(call)
     assert isinstance(answer, Refused), answer
-    assert (answer.why, answer.record) == (Refusal.GATE, None)
-    assert answer.gate is not None
-    return answer.gate
+    assert (answer.why, answer.record) == (Refusal.CLOSED, None)
+    assert answer.closed_group is not None
+    return answer.closed_group
 
 
 def admitted(store: LeaseStore, call: Call) -> Call:

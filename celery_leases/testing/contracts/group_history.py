@@ -1,4 +1,4 @@
-"""The contract of gate stores that remember when gates were closed."""
+"""The contract of group stores that remember when groups were closed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from celery_leases.groups.history import CLOSINGS_MAX, PastClosing
 from celery_leases.stores.interfaces import MarkedLeaseStore
 from celery_leases.testing.contracts.group_case import (
     PATIENCE,
-    GateCase,
+    GroupCase,
     closed,
     closing,
-    half_open,
     probe,
-    until_half_open,
+    probe_due,
+    until_probe_due,
 )
 from celery_leases.testing.waits import wait_until
 
@@ -30,10 +30,10 @@ def past(store: MarkedLeaseStore, group: str) -> list[PastClosing]:
     return [*store.groups.history([group]).get(group, ())]
 
 
-class GroupHistoryContract(GateCase):
+class GroupHistoryContract(GroupCase):
     """For every lease store whose ``groups`` have a history: the latest closing is the first."""
 
-    def test_an_open_gate_has_no_past(self, store: MarkedLeaseStore, group: str) -> None:
+    def test_an_open_group_has_no_past(self, store: MarkedLeaseStore, group: str) -> None:
         """Without a closing nothing is remembered."""
         assert past(store, group) == []
         assert not store.groups.open(group)
@@ -43,11 +43,11 @@ class GroupHistoryContract(GateCase):
     def test_a_closing_is_remembered_with_its_rule_and_its_time(
         self, store: MarkedLeaseStore, group: str
     ) -> None:
-        """Also once the gate is open again; then with the time of the opening."""
+        """Also once the group is open again; then with the time of the opening."""
         began = time.time()
         closed(store, group, 60.0, reason="quota", rule="code:quota", message="secret")
         (first,) = past(store, group)
-        assert (first.trips, first.reason, first.rule) == (1, "quota", "code:quota")
+        assert (first.in_a_row, first.reason, first.rule) == (1, "quota", "code:quota")
         assert began - SECOND <= first.closed_at <= time.time() + SECOND
         assert abs(first.until - first.closed_at - 60.0) < SECOND
         assert first.opened_at is None
@@ -59,24 +59,27 @@ class GroupHistoryContract(GateCase):
         assert [each.reason for each in past(store, group)] == ["again", "quota"]
         assert past(store, group)[1] == opened
 
-    def test_the_time_at_which_a_probe_opens_the_gate_is_remembered(
+    def test_the_time_at_which_a_probe_opens_the_group_is_remembered(
         self, store: MarkedLeaseStore, group: str
     ) -> None:
         """A token that does not hold the slot opens nothing."""
-        half_open(store, group)
+        probe_due(store, group)
         call = probe(store, self.call(group))
         assert not store.groups.open(group, uuid4().hex)
         assert past(store, group)[0].opened_at is None
         assert store.groups.open(group, call.token)
         assert past(store, group)[0].opened_at is not None
 
-    def test_every_trip_is_a_closing_of_its_own(self, store: MarkedLeaseStore, group: str) -> None:
-        """If the probe fails, the gate closes for the second time in a row."""
-        half_open(store, group)
+    def test_every_close_is_a_closing_of_its_own(self, store: MarkedLeaseStore, group: str) -> None:
+        """If the probe fails, the group closes for the second time in a row."""
+        probe_due(store, group)
         token = probe(store, self.call(group)).token
         store.groups.close(group, closing(60.0, reason="probed"), token)
         found = past(store, group)
-        assert [(each.trips, each.reason) for each in found] == [(2, "probed"), (1, "rate_limited")]
+        assert [(each.in_a_row, each.reason) for each in found] == [
+            (2, "probed"),
+            (1, "rate_limited"),
+        ]
         assert found[1].opened_at is None
 
     def test_a_closing_that_is_extended_is_one(self, store: MarkedLeaseStore, group: str) -> None:
@@ -92,7 +95,7 @@ class GroupHistoryContract(GateCase):
     def test_failures_at_the_same_time_are_one_closing(
         self, store: MarkedLeaseStore, group: str
     ) -> None:
-        """Because they are one trip."""
+        """Because they are one closing."""
         together = Barrier(FAILURES)
 
         def fail(number: int) -> None:
@@ -138,9 +141,9 @@ class GroupHistoryContract(GateCase):
     def test_a_closing_after_one_that_ran_out_is_new(
         self, store: MarkedLeaseStore, group: str
     ) -> None:
-        """A body that began earlier fails when the gate is already half-open."""
+        """A body that began earlier fails when the group is already due for a probe."""
         closed(store, group, self.short)
-        until_half_open(store, group)
+        until_probe_due(store, group)
         wait_until(
             lambda: time.time() > past(store, group)[0].until, PATIENCE, "the closing to run out"
         )

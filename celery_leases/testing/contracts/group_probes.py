@@ -1,5 +1,5 @@
-"""The contract of gate stores for half-open gates: one probe at a time, whose slot ends with its
-lease.
+"""The contract of group stores for group that is due for a probe: one probe at a time, whose slot
+ends with its lease.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from celery_leases.stores.interfaces import MarkedLeaseStore
 from celery_leases.testing.contracts.calls import acquired, held
 from celery_leases.testing.contracts.group_case import (
     PATIENCE,
-    GateCase,
+    GroupCase,
     admitted,
     closed,
     closing,
     found,
     freed,
-    half_open,
     probe,
+    probe_due,
     probing,
     shut,
-    until_half_open,
+    until_probe_due,
 )
 from celery_leases.testing.waits import wait_until
 
@@ -41,14 +41,14 @@ THREADS = 8
 TURNS = 10
 
 
-class GateProbeContract(GateCase):
-    """Only the probe may start. Its success opens the gate, and its failure closes the gate. If
+class GroupProbeContract(GroupCase):
+    """Only the probe may start. Its success opens the group, and its failure closes the group. If
     it ends otherwise, the next request becomes the probe.
     """
 
     def test_one_of_many_requests_is_the_probe(self, store: MarkedLeaseStore, group: str) -> None:
         """Of 32 requests for different keys at once. The others get the token of the probe."""
-        half_open(store, group)
+        probe_due(store, group)
         calls = [self.call(group) for _ in range(REQUESTS)]
         together = Barrier(REQUESTS)
 
@@ -66,18 +66,18 @@ class GateProbeContract(GateCase):
         for answer in answers:
             if not acquired(answer):
                 assert isinstance(answer, Refused)
-                assert answer.gate is not None
-                assert answer.gate.half_open
-        gate = shut(store, self.call(group))
-        assert gate.probe == probes[0] == found(store, group).probe
-        assert gate.half_open
-        assert 0 < gate.blocked_for == gate.probe_for <= self.ttl
+                assert answer.closed_group is not None
+                assert answer.closed_group.probe_due
+        closed_group = shut(store, self.call(group))
+        assert closed_group.probe == probes[0] == found(store, group).probe
+        assert closed_group.probe_due
+        assert 0 < closed_group.blocked_for == closed_group.probe_for <= self.ttl
 
     def test_a_probe_that_asks_again_is_still_the_probe(
         self, store: MarkedLeaseStore, group: str
     ) -> None:
         """The reply to its first try may have been lost. A longer time is not shortened."""
-        half_open(store, group)
+        probe_due(store, group)
         call = probe(store, self.call(group, ttl=2 * self.ttl))
         answer = store.acquire(call)
         assert acquired(answer)
@@ -90,36 +90,36 @@ class GateProbeContract(GateCase):
 
     def test_the_slot_ends_by_itself(self, store: MarkedLeaseStore, group: str) -> None:
         """The slot of a dead probe ends after its ttl, and not before. The next request becomes the
-        probe, and the gate is unchanged.
+        probe, and the group is unchanged.
         """
-        half_open(store, group)
+        probe_due(store, group)
         sent = time.monotonic()
         probe(store, self.call(group, ttl=self.short))
         call = self.call(group)
         wait_until(lambda: probing(store.acquire(call)), self.short + PATIENCE, "the slot to end")
         assert time.monotonic() - sent >= self.short * 0.99
-        assert (found(store, group).trips, found(store, group).probe) == (1, call.token)
+        assert (found(store, group).in_a_row, found(store, group).probe) == (1, call.token)
 
     def test_the_slot_is_renewed_along_with_the_lease(
         self, store: MarkedLeaseStore, group: str
     ) -> None:
         """If the renewal names the group. A longer time is never shortened."""
-        half_open(store, group)
+        probe_due(store, group)
         call = probe(store, self.call(group, ttl=self.short))
         for ttl in (2 * self.ttl, self.ttl):
             assert store.renew([Renewal(call.key.stored, call.token, ttl, slot=(group, 0))]) == [
                 RenewalResult.OURS
             ]
         time.sleep(1.5 * self.short)
-        gate = shut(store, self.call(group))
-        assert gate.probe == call.token
-        assert self.ttl < gate.probe_for <= 2 * self.ttl
+        closed_group = shut(store, self.call(group))
+        assert closed_group.probe == call.token
+        assert self.ttl < closed_group.probe_for <= 2 * self.ttl
 
     def test_a_renewal_makes_no_other_token_the_probe(
         self, store: MarkedLeaseStore, group: str
     ) -> None:
-        """Nor does it close an open gate, or renew the slot of another token."""
-        half_open(store, group)
+        """Nor does it close an open group, or renew the slot of another token."""
+        probe_due(store, group)
         call = probe(store, self.call(group))
         other = admitted(store, self.call(None))
         gone = self.call(None)
@@ -143,7 +143,7 @@ class GateProbeContract(GateCase):
         self, store: MarkedLeaseStore, group: str
     ) -> None:
         """An attempt that does not run the body gives the slot back. No other token can do so."""
-        half_open(store, group)
+        probe_due(store, group)
         call = probe(store, self.call(group))
         for token in (
             uuid4().hex,
@@ -154,15 +154,19 @@ class GateProbeContract(GateCase):
             store.groups.release_slot(group, token)
         store.groups.release_slot(f"{group}-other", call.token)
         assert shut(store, self.call(group)).probe == call.token
-        gate = freed(store, group, call.token)
-        assert (gate.trips, gate.half_open, gate.probe) == (1, True, None)
+        closed_group = freed(store, group, call.token)
+        assert (closed_group.in_a_row, closed_group.probe_due, closed_group.probe) == (
+            1,
+            True,
+            None,
+        )
         probe(store, self.call(group))
 
     def test_a_request_that_is_refused_takes_no_slot(
         self, store: MarkedLeaseStore, group: str
     ) -> None:
-        """If the key is held, the gate does not matter."""
-        half_open(store, group)
+        """If the key is held, the group does not matter."""
+        probe_due(store, group)
         call = admitted(store, self.call(None))
         assert held(store.acquire(self.call(group, key=call.key.stored)))
         assert found(store, group).probe is None
@@ -170,12 +174,12 @@ class GateProbeContract(GateCase):
 
     # -- how it ends -------------------------------------------------------------------------------
 
-    def test_only_the_probe_opens_the_gate(self, store: MarkedLeaseStore, group: str) -> None:
-        """The success of a body that began before the gate closed does not open it."""
+    def test_only_the_probe_opens_the_group(self, store: MarkedLeaseStore, group: str) -> None:
+        """The success of a body that began before the group closed does not open it."""
         early = admitted(store, self.call(group))
         closed(store, group, 0.02)
         assert not store.groups.open(group, early.token)
-        until_half_open(store, group)
+        until_probe_due(store, group)
         assert not store.groups.open(group, early.token)
         call = probe(store, self.call(group))
         for token in (
@@ -197,57 +201,61 @@ class GateProbeContract(GateCase):
         self, store: MarkedLeaseStore, group: str
     ) -> None:
         """Another token has the slot now."""
-        half_open(store, group)
+        probe_due(store, group)
         lost = probe(store, self.call(group, ttl=self.short))
         call = self.call(group)
         wait_until(lambda: probing(store.acquire(call)), self.short + PATIENCE, "the slot to end")
         assert not store.groups.open(group, lost.token)
         store.groups.release_slot(group, lost.token)
-        assert store.groups.close(group, closing(0.0), lost.token).trips == 1
+        assert store.groups.close(group, closing(0.0), lost.token).in_a_row == 1
         assert found(store, group).probe == call.token
         assert store.groups.open(group, call.token)
 
     def test_the_probes_failure_is_the_next_trip(self, store: MarkedLeaseStore, group: str) -> None:
-        """The same step frees the slot, so that the next request can probe once the gate is
-        half-open again.
+        """The same step frees the slot, so that the next request can probe once the group is
+        due for a probe again.
         """
-        half_open(store, group)
+        probe_due(store, group)
         call = probe(store, self.call(group))
-        gate = store.groups.close(group, closing(self.short), call.token)
-        assert (gate.trips, gate.probe, gate.closed_for) == (2, None, self.short)
+        closed_group = store.groups.close(group, closing(self.short), call.token)
+        assert (closed_group.in_a_row, closed_group.probe, closed_group.closed_for) == (
+            2,
+            None,
+            self.short,
+        )
         seen = shut(store, self.call(group))
-        assert (seen.trips, seen.probe) == (2, None)
+        assert (seen.in_a_row, seen.probe) == (2, None)
         assert 0 < seen.closed_for <= self.short
-        until_half_open(store, group)
-        assert found(store, group).trips == 2
+        until_probe_due(store, group)
+        assert found(store, group).in_a_row == 2
         probe(store, self.call(group))
 
     @pytest.mark.parametrize("server_delay", [30.0, 90.0])
-    def test_a_gate_closed_during_a_probe_stays_closed(
+    def test_a_group_closed_during_a_probe_stays_closed(
         self, store: MarkedLeaseStore, group: str, server_delay: float
     ) -> None:
         """A late failure has closed it. The probe's success does not open it; the probe's failure
-        counts no trip, and frees the slot.
+        is not counted, and frees the slot.
         """
-        half_open(store, group)
+        probe_due(store, group)
         call = probe(store, self.call(group))
         closed(store, group, 60.0)
         assert not store.groups.open(group, call.token)
-        gate = store.groups.close(group, closing(server_delay), call.token)
-        assert (gate.trips, gate.probe) == (1, None)
+        closed_group = store.groups.close(group, closing(server_delay), call.token)
+        assert (closed_group.in_a_row, closed_group.probe) == (1, None)
         seen = found(store, group)
-        assert (seen.trips, seen.probe) == (1, None)
+        assert (seen.in_a_row, seen.probe) == (1, None)
         assert max(60.0, server_delay) - 10 < seen.closed_for <= max(60.0, server_delay)
 
     def test_there_are_never_two_probes_at_once(self, store: MarkedLeaseStore, group: str) -> None:
         """Eight threads probe, fail and give back the slot, and also act with expired tokens."""
-        half_open(store, group)
+        probe_due(store, group)
         inside: list[str] = []
-        trips = 1
+        in_a_row = 1
         until = time.monotonic() + 9 * PATIENCE
 
         def take_turns(seed: int) -> int:
-            nonlocal trips
+            nonlocal in_a_row
             rand, former, failures = random.Random(seed), [uuid4().hex], 0
             for _ in range(TURNS):
                 call = self.call(group)
@@ -270,4 +278,4 @@ class GateProbeContract(GateCase):
 
         with ThreadPoolExecutor(THREADS) as threads:
             failures = sum(threads.map(take_turns, range(THREADS)))
-        assert found(store, group).trips == trips + failures
+        assert found(store, group).in_a_row == in_a_row + failures

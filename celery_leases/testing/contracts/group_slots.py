@@ -18,7 +18,7 @@ from celery_leases.decide.answers import Acquired, Refusal, Refused, Renewal, Re
 from celery_leases.groups.slots import AHEAD, OVERTAKING, Ask, Room
 from celery_leases.stores.interfaces import MarkedLeaseStore
 from celery_leases.testing.contracts.calls import acquired, held, why
-from celery_leases.testing.contracts.group_case import GateCase, closed, found, half_open, probing
+from celery_leases.testing.contracts.group_case import GroupCase, closed, found, probe_due, probing
 from celery_leases.testing.waits import wait_until
 
 PATIENCE = 10.0
@@ -29,7 +29,7 @@ EARLY = 1.0
 """A time before every other one, in milliseconds."""
 
 
-class GroupSlotsContract(GateCase):
+class GroupSlotsContract(GroupCase):
     """At most ``limit`` attempts of a group hold a slot, and begins are ``pause`` apart. A refused
     call has changed nothing.
     """
@@ -108,20 +108,20 @@ class GroupSlotsContract(GateCase):
         assert full(store.acquire(self.asking(group, second))).limit == 1
 
     def test_a_refused_request_takes_no_slot(self, store: MarkedLeaseStore, group: str) -> None:
-        """If its key is held, or the gate of its group is closed."""
+        """If its key is held, or its group is closed."""
         call = self.call(None)
         assert acquired(store.acquire(call))
         assert held(store.acquire(self.asking(group, 1, key=call.key.stored)))
         closed(store, group, 60.0)
-        assert why(store.acquire(self.asking(group, 1))) is Refusal.GATE
+        assert why(store.acquire(self.asking(group, 1))) is Refusal.CLOSED
         store.groups.open(group)
         assert acquired(store.acquire(self.asking(group, 1)))
 
     def test_a_full_group_has_no_probe(self, store: MarkedLeaseStore, group: str) -> None:
-        """A request that gets no slot leaves the gate half-open; the next one may probe."""
+        """A request that gets no slot leaves the group due for a probe; the next one may probe."""
         early = self.asking(group, 1)
         assert acquired(store.acquire(early))
-        half_open(store, group)
+        probe_due(store, group)
         assert why(store.acquire(self.asking(group, 1))) is Refusal.FULL
         assert found(store, group).probe is None
         store.groups.release_slot(group, early.token)

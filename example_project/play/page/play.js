@@ -188,9 +188,9 @@ function showTotal(side, total) {
 
 function showGroup(group) {
   const reason = group.reason ? ` (${group.reason.replaceAll("_", " ")})` : "";
-  write(at("gate"), `The group is ${group.state.replace("_", " ")}${group.state === "open" ? "" : reason}.`);
+  write(at("group"), `The group is ${group.state.replace("_", " ")}${group.state === "open" ? "" : reason}.`);
   at("open-group").hidden = group.state === "open";
-  countdown(at("gate-timer"), group.retry_after);
+  countdown(at("group-timer"), group.retry_after);
 }
 
 function showWorker(worker) {

@@ -1,4 +1,4 @@
-"""The page of cooldown groups, and the actions that open and close their gates."""
+"""The page of cooldown groups, and the actions that open and close them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gates in Redis with the published suite, and what only Redis does: round trips, new servers,
+"""Groups in Redis with the published suite, and what only Redis does: round trips, new servers,
 values of other programs, names of keys.
 """
 
@@ -19,7 +19,7 @@ from celery_leases.testing.contracts.group_case import (
     closing,
     found,
     freed,
-    half_open,
+    probe_due,
 )
 from tests.contract.redis_stores import OpenStore
 
@@ -32,8 +32,8 @@ def store(open_store: OpenStore) -> RedisLeaseStore:
     return open_store()
 
 
-class TestGates(GroupStoreContract, GroupHistoryContract):
-    """The published suite for gates, which the script that takes a lease reads."""
+class TestGroups(GroupStoreContract, GroupHistoryContract):
+    """The published suite for groups, which the script that takes a lease reads."""
 
     @pytest.fixture
     def store(self, open_store: OpenStore) -> RedisLeaseStore:
@@ -42,32 +42,32 @@ class TestGates(GroupStoreContract, GroupHistoryContract):
 
 def test_a_client_that_decodes_its_replies_can_be_used(open_store: OpenStore) -> None:
     store = open_store(decode_responses=True)
-    half_open(store, GROUP)
+    probe_due(store, GROUP)
     call = make_call(fresh_key(), group=GROUP)
     assert store.acquire(call) == Acquired(probe=True)
-    assert why(store.acquire(make_call(fresh_key(), group=GROUP))) is Refusal.GATE
-    assert [gate.group for gate in store.groups.all()] == [GROUP]
-    assert store.groups.close(GROUP, closing(60.0), call.token).trips == 2
+    assert why(store.acquire(make_call(fresh_key(), group=GROUP))) is Refusal.CLOSED
+    assert [closed_group.group for closed_group in store.groups.all()] == [GROUP]
+    assert store.groups.close(GROUP, closing(60.0), call.token).in_a_row == 2
     assert found(store, GROUP).message == "slow"
 
 
-def test_a_new_server_is_noticed_at_a_gate_too(store: RedisLeaseStore) -> None:
+def test_a_new_server_is_noticed_at_a_group_too(store: RedisLeaseStore) -> None:
     """The caller gives the probe slot back with the lease if the row is running."""
-    half_open(store, GROUP)
+    probe_due(store, GROUP)
     call = make_call(fresh_key(), group=GROUP)
     assert store.acquire(call) == Acquired(probe=True)
     assert store.age(call.key.stored) < 0.5
     freed(store, GROUP, call.token)
     closed(store, GROUP, 60.0)
-    assert why(store.acquire(make_call(fresh_key(), group=GROUP))) is Refusal.GATE
+    assert why(store.acquire(make_call(fresh_key(), group=GROUP))) is Refusal.CLOSED
 
 
-def test_a_held_or_cooling_key_is_reported_at_any_gate(store: RedisLeaseStore) -> None:
+def test_a_held_or_cooling_key_is_reported_at_any_group(store: RedisLeaseStore) -> None:
     running, cooling = (make_call(fresh_key(), group=GROUP) for _ in range(2))
     for call in (running, cooling):
         assert store.acquire(call) == Acquired()
     assert store.cool(cooling.key.stored, cooling.token, 60.0)
-    half_open(store, GROUP)
+    probe_due(store, GROUP)
     for _ in range(2):
         assert held(store.acquire(make_call(running.key.stored, group=GROUP)))
         assert why(store.acquire(make_call(cooling.key.stored, group=GROUP))) is Refusal.COOLING
@@ -76,12 +76,12 @@ def test_a_held_or_cooling_key_is_reported_at_any_gate(store: RedisLeaseStore) -
         closed(store, GROUP, 60.0)
 
 
-def test_each_step_is_one_trip_or_two(
+def test_each_step_is_one_close_or_two(
     leases_redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = RedisLeaseStore.from_url(leases_redis_url)
     closed(store, "closed", 60.0)
-    half_open(store, GROUP)
+    probe_due(store, GROUP)
     call, plain = (make_call(fresh_key(), group=GROUP), make_call(fresh_key()))
     store.acquire(call)
     store.groups.release_slot(GROUP, "x")
@@ -99,7 +99,7 @@ def test_each_step_is_one_trip_or_two(
         return send(self, command, check_health)
 
     monkeypatch.setattr(connections, "send_unlimited", counted)
-    for trips, step in (
+    for in_a_row, step in (
         (1, lambda: store.acquire(plain)),
         (1, lambda: store.acquire(make_call(fresh_key(), group="open"))),
         (1, lambda: store.acquire(make_call(fresh_key(), group="closed"))),
@@ -120,22 +120,22 @@ def test_each_step_is_one_trip_or_two(
     ):
         sent.clear()
         step()
-        assert len(sent) == trips
-        if trips == 1 and plain.key.stored.encode() in sent[0]:
+        assert len(sent) == in_a_row
+        if in_a_row == 1 and plain.key.stored.encode() in sent[0]:
             assert b"group:" not in sent[0]
     store.close()
 
 
 def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
-    half_open(store, GROUP)
+    probe_due(store, GROUP)
     call = make_call(fresh_key(), group=GROUP)
     store._client.script_flush()
     assert store.acquire(call) == Acquired(probe=True)
     for step in (
         lambda: found(store, GROUP).probe == call.token,
-        lambda: [gate.group for gate in store.groups.all()] == [GROUP],
+        lambda: [closed_group.group for closed_group in store.groups.all()] == [GROUP],
         lambda: freed(store, GROUP, call.token).probe is None,
-        lambda: closed(store, GROUP, 60.0).trips == 1,
+        lambda: closed(store, GROUP, 60.0).in_a_row == 1,
         lambda: store.cool(call.key.stored, call.token, 60.0),
         lambda: store.end_cooldown(call.key.stored),
         lambda: not store.groups.open(GROUP, call.token),
@@ -144,7 +144,7 @@ def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
         assert step()
 
 
-def test_trips_are_forgotten_after_a_quiet_time(store: RedisLeaseStore) -> None:
+def test_closings_are_forgotten_after_a_quiet_time(store: RedisLeaseStore) -> None:
     closed(store, GROUP, 3600.0)
     assert 3600 + POLICY.quiet - 60 < store._client.pttl(SLOTS) / 1000 <= 3600 + POLICY.quiet
     long = CooldownPolicy(60, 2, 30 * 86_400, 0)
@@ -157,7 +157,7 @@ def test_trips_are_forgotten_after_a_quiet_time(store: RedisLeaseStore) -> None:
     while store.groups.get(GROUP) is not None:
         pass
     assert store.acquire(call) == Acquired()
-    assert closed(store, GROUP, 60.0).trips == 1
+    assert closed(store, GROUP, 60.0).in_a_row == 1
 
 
 def test_a_history_that_another_program_wrote_is_replaced(store: RedisLeaseStore) -> None:
@@ -168,14 +168,14 @@ def test_a_history_that_another_program_wrote_is_replaced(store: RedisLeaseStore
         store._client.delete(PAST)
         write()
         assert store.groups.history([GROUP]) == store.groups.history() == {}
-        assert closed(store, GROUP, 60.0).trips == 1
+        assert closed(store, GROUP, 60.0).in_a_row == 1
         assert len(store.groups.history()[GROUP]) == 1
         assert store.groups.open(GROUP)
         assert store.groups.get(GROUP) is None
 
 
-def test_the_keys_of_a_gate_share_a_hash_tag_and_end(store: RedisLeaseStore) -> None:
-    half_open(store, GROUP)
+def test_the_keys_of_a_group_share_a_hash_tag_and_end(store: RedisLeaseStore) -> None:
+    probe_due(store, GROUP)
     store.acquire(make_call("t:x|y", group=GROUP))
     closed(store, GROUP, 60.0)
     found_keys = {name.decode() for name in store._client.keys("*")}
@@ -189,7 +189,9 @@ def test_the_keys_of_a_gate_share_a_hash_tag_and_end(store: RedisLeaseStore) -> 
 
 
 @pytest.mark.parametrize("value", [b"garbage", b"", b"[1, 2]", b"7", b"\xff\xfe \x00", None])
-def test_a_value_of_another_program_is_no_gate(store: RedisLeaseStore, value: bytes | None) -> None:
+def test_a_value_of_another_program_is_no_group(
+    store: RedisLeaseStore, value: bytes | None
+) -> None:
     """A closing replaces it."""
     if value is None:
         store._client.hset(SLOTS, "a", "b")
@@ -197,7 +199,7 @@ def test_a_value_of_another_program_is_no_gate(store: RedisLeaseStore, value: by
         store._client.set(SLOTS, value, px=60_000)
     assert store.groups.get(GROUP) is None
     assert store.acquire(make_call(fresh_key(), group=GROUP)) == Acquired()
-    half_open(store, GROUP)
+    probe_due(store, GROUP)
     assert store.acquire(make_call(fresh_key(), group=GROUP)) == Acquired(probe=True)
-    assert [gate.group for gate in store.groups.all()] == [GROUP]
+    assert [closed_group.group for closed_group in store.groups.all()] == [GROUP]
     assert store.groups.open(GROUP)

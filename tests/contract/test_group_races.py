@@ -1,4 +1,4 @@
-"""A gate that changes between reading and writing: the new gate is computed again from the
+"""A group that changes between reading and writing: the new group is computed again from the
 changed one.
 """
 
@@ -24,9 +24,9 @@ from celery_leases.testing.contracts.group_case import (
     closing,
     found,
     freed,
-    half_open,
     probe,
-    until_half_open,
+    probe_due,
+    until_probe_due,
 )
 from tests.contract.sql_stores import SERVERS, new_database
 
@@ -62,7 +62,7 @@ def closed_for(server_delay: float, by: str = "late") -> Step:
 def probed_by(token: str) -> Step:
     def step(store: MarkedLeaseStore) -> None:
         if store.groups.get(GROUP) is None:
-            half_open(store, GROUP)
+            probe_due(store, GROUP)
         probe(store, make_call(fresh_key(), token, group=GROUP))
 
     return step
@@ -81,11 +81,11 @@ def given_back(store: MarkedLeaseStore) -> None:
 
 
 def over(store: MarkedLeaseStore) -> None:
-    until_half_open(store, GROUP)
+    until_probe_due(store, GROUP)
 
 
 @pytest.mark.parametrize(
-    ("before", "meanwhile", "trips", "lasts", "slot"),
+    ("before", "meanwhile", "in_a_row", "lasts", "slot"),
     [
         (all_of(), closed_for(200), 1, 200, None),
         (all_of(), closed_for(50), 1, 100, None),
@@ -107,12 +107,12 @@ def over(store: MarkedLeaseStore) -> None:
         (all_of(probed_by(THEIRS), closed_for(0.1)), over, 1, 100, THEIRS),
     ],
 )
-def test_a_gate_is_closed_as_if_one_came_after_the_other(
+def test_a_group_is_closed_as_if_one_came_after_the_other(
     store: MarkedLeaseStore,
     monkeypatch: pytest.MonkeyPatch,
     before: Step,
     meanwhile: Step,
-    trips: int,
+    in_a_row: int,
     lasts: float,
     slot: str | None,
 ) -> None:
@@ -130,13 +130,13 @@ def test_a_gate_is_closed_as_if_one_came_after_the_other(
     answer = store.groups.close(GROUP, closing(100.0), OURS)
     assert not happens
     if meanwhile is over and slot is None and not isinstance(store, RedisLeaseStore):
-        trips -= 1  # a database compares versions, so the time of the reading counts
-    for gate in (answer, found(store, GROUP)):
-        assert (gate.trips, gate.probe) == (trips, slot)
-        assert lasts - 10 < gate.closed_for <= lasts
+        in_a_row -= 1  # a database compares versions, so the time of the reading counts
+    for closed_group in (answer, found(store, GROUP)):
+        assert (closed_group.in_a_row, closed_group.probe) == (in_a_row, slot)
+        assert lasts - 10 < closed_group.closed_for <= lasts
 
 
-def test_a_changing_gate_is_given_up(
+def test_a_changing_group_is_given_up(
     store: MarkedLeaseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -150,5 +150,5 @@ def test_a_changing_gate_is_given_up(
     with pytest.raises(StoreUnavailable) as caught:
         store.groups.close(GROUP, closing(100.0), OURS)
     assert caught.value.executed is False
-    gate = store.groups.get(GROUP)
-    assert gate is None or gate.closed_for <= 50
+    closed_group = store.groups.get(GROUP)
+    assert closed_group is None or closed_group.closed_for <= 50

@@ -1,5 +1,5 @@
-"""Gates in SQL databases with the published suite, and what only the database does: statements,
-and records with gates.
+"""Groups in SQL databases with the published suite, and what only the database does: statements,
+and records with groups.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts import GroupHistoryContract, GroupStoreContract
 from celery_leases.testing.contracts.calls import fresh_key, make_call
-from celery_leases.testing.contracts.group_case import closed, closing, found, half_open, probing
+from celery_leases.testing.contracts.group_case import closed, closing, found, probe_due, probing
 from celery_leases.testing.contracts.record_case import closed as settled
 from celery_leases.testing.contracts.record_case import row, won
 from celery_leases.testing.waits import wait_until
@@ -46,8 +46,8 @@ def store(sql_records: SqlRecordStore) -> DatabaseLeaseStore:
     return DatabaseLeaseStore(sql_records)
 
 
-class TestGates(GroupStoreContract, GroupHistoryContract):
-    """The published suite for gates, which the claim reads."""
+class TestGroups(GroupStoreContract, GroupHistoryContract):
+    """The published suite for groups, which the claim reads."""
 
     @pytest.fixture
     def store(self, sql_records: SqlRecordStore) -> DatabaseLeaseStore:
@@ -67,9 +67,9 @@ def finished(store: DatabaseLeaseStore, key: str, state: State = State.DONE, **m
     return settled(store.records, won(store.records, make_call(key), DATABASE), state, **more)
 
 
-def test_an_open_gate_costs_no_statement(store: DatabaseLeaseStore) -> None:
+def test_an_open_group_costs_no_statement(store: DatabaseLeaseStore) -> None:
     closed(store, "closed", 60.0)
-    half_open(store, GROUP)
+    probe_due(store, GROUP)
     at_once = store.database.engine.dialect.name == "postgresql"
     look, insert = (
         ["WITH"] if at_once else ["SELECT"],
@@ -121,7 +121,7 @@ def shut_by_time(store: DatabaseLeaseStore, group: str) -> None:
 
 
 def shut_by_probe(store: DatabaseLeaseStore, group: str) -> None:
-    half_open(store, group)
+    probe_due(store, group)
     assert probing(store.acquire(make_call(fresh_key(), group=group)))
 
 
@@ -137,14 +137,14 @@ def test_a_refusal_has_the_record(
     shutting(store, GROUP)
     answer = store.acquire(make_call(key, group=GROUP))
     assert isinstance(answer, Refused)
-    assert answer.why is Refusal.GATE
+    assert answer.why is Refusal.CLOSED
     assert answer.record is not None
     assert answer.record.result == '"a"'
     assert row(store.records, key) == done
 
 
 @pytest.mark.parametrize("shutting", [shut_by_time, shut_by_probe])
-def test_a_closed_gate_shows_the_holder(store: DatabaseLeaseStore, shutting: Shutting) -> None:
+def test_a_closed_group_shows_the_holder(store: DatabaseLeaseStore, shutting: Shutting) -> None:
     call = make_call(fresh_key(), group=GROUP)
     assert isinstance(store.acquire(call), Acquired)
     shutting(store, GROUP)
@@ -175,7 +175,7 @@ def test_a_refusal_has_no_slot(
         store.acquire(make_call(key))
     else:
         finished(store, key, state, **more)
-    half_open(store, GROUP)
+    probe_due(store, GROUP)
     with counted(store) as statements:
         answer = store.acquire(make_call(key, group=GROUP))
     assert isinstance(answer, Refused)
@@ -188,7 +188,7 @@ def test_a_refusal_has_no_slot(
 def test_a_record_with_other_arguments_takes_no_slot(store: DatabaseLeaseStore) -> None:
     call = make_call(fresh_key(), fingerprint="v1:a")
     settled(store.records, won(store.records, call, DATABASE), State.PENDING, ended=Ended.LOST)
-    half_open(store, GROUP)
+    probe_due(store, GROUP)
     with counted(store) as statements:
         answer = store.acquire(make_call(call.key.stored, group=GROUP, fingerprint="v1:b"))
     assert isinstance(answer, Refused)
@@ -201,7 +201,7 @@ def test_a_failed_claim_has_no_slot(
 ) -> None:
     key = fresh_key()
     finished(store, key, State.PENDING)
-    half_open(store, GROUP)
+    probe_due(store, GROUP)
     monkeypatch.setattr(store.records, "swap", lambda *_: False)
     answer = store.acquire(make_call(key, group=GROUP))
     assert isinstance(answer, Refused)
@@ -220,7 +220,7 @@ def test_a_lost_row_is_probed(store: DatabaseLeaseStore, each_runs: bool, state:
         store.acquire(call)
     else:
         finished(store, key, state)
-    half_open(store, GROUP)
+    probe_due(store, GROUP)
     assert probing(
         store.acquire(make_call(key, group=GROUP, each_runs=each_runs, prior=(call.token,)))
     )
@@ -229,12 +229,12 @@ def test_a_lost_row_is_probed(store: DatabaseLeaseStore, each_runs: bool, state:
 def test_an_expired_row_is_probed(store: DatabaseLeaseStore) -> None:
     key = fresh_key()
     finished(store, key, State.DONE, retention=0.0)
-    half_open(store, GROUP)
+    probe_due(store, GROUP)
     assert probing(store.acquire(make_call(key, group=GROUP)))
 
 
 def test_a_probe_that_never_claimed_is_the_probe_again(store: DatabaseLeaseStore) -> None:
-    half_open(store, GROUP)
+    probe_due(store, GROUP)
     call = make_call(fresh_key(), group=GROUP)
     assert takes_slot(store, call)
     assert probing(store.acquire(call))
@@ -242,7 +242,7 @@ def test_a_probe_that_never_claimed_is_the_probe_again(store: DatabaseLeaseStore
 
 
 def test_an_expired_slot_admits_no_request(store: DatabaseLeaseStore) -> None:
-    half_open(store, GROUP)
+    probe_due(store, GROUP)
     call = make_call(fresh_key(), group=GROUP)
     assert takes_slot(store, make_call(call.key.stored, call.token, group=GROUP, ttl=0.01))
     wait_until(lambda: found(store, GROUP).probe is None, 10, "the slot to end")
@@ -250,8 +250,8 @@ def test_an_expired_slot_admits_no_request(store: DatabaseLeaseStore) -> None:
     assert found(store, GROUP).probe == call.token
 
 
-def test_a_slot_at_a_gate_closed_meanwhile_is_given_back(store: DatabaseLeaseStore) -> None:
-    half_open(store, GROUP)
+def test_a_slot_at_a_group_closed_meanwhile_is_given_back(store: DatabaseLeaseStore) -> None:
+    probe_due(store, GROUP)
     call = make_call(fresh_key(), group=GROUP)
     assert takes_slot(store, call)
     closed(store, GROUP, 60.0)
@@ -275,10 +275,10 @@ def test_a_lease_counts_as_not_renewed_if_its_slot_cannot_be(store: DatabaseLeas
     assert isinstance(result, StoreUnavailable)
 
 
-def test_a_gate_is_forgotten_after_a_quiet_time(store: DatabaseLeaseStore) -> None:
+def test_a_group_is_forgotten_after_a_quiet_time(store: DatabaseLeaseStore) -> None:
     closed(store, GROUP, 60.0)
     for forgotten in (
-        lambda: closed(store, GROUP, 60.0).trips == 1,
+        lambda: closed(store, GROUP, 60.0).in_a_row == 1,
         lambda: store.records.purge(10) == 0,
     ):
         forget(store)
@@ -313,8 +313,8 @@ def test_a_closing_with_a_shorter_memory_shortens_nothing(store: DatabaseLeaseSt
     assert long.quiet - 120 < counts < long.quiet
 
 
-def test_a_gate_is_purged_no_sooner(store: DatabaseLeaseStore) -> None:
-    half_open(store, GROUP)
+def test_a_group_is_purged_no_sooner(store: DatabaseLeaseStore) -> None:
+    probe_due(store, GROUP)
     closed(store, "closed", 60.0)
     store.records.purge(10)
     assert len(list(store.groups.all())) == 2
