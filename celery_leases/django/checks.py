@@ -36,10 +36,11 @@ from celery_leases.worker.checks.periodic import (
     periodic_findings,
 )
 from celery_leases.worker.checks.settings import (
-    PLAIN_TASK_ADVICE,
+    Finding,
     TimeLimits,
-    options_without_lease,
-    short_timeout_of_plain_tasks,
+    celery_findings,
+    findings_without_lease,
+    plain_task_findings,
 )
 
 TAG: Final = "celery_leases"
@@ -48,6 +49,13 @@ _DELAY_IN_CALLS: Final = (b".delay_in(", b".apply_async_in(")
 _NOT_IN_REQUESTS: Final = frozenset({"tasks", "management", "migrations", "celery", "apps"})
 """Modules whose functions run outside of requests."""
 _BEAT: Final = "django_celery_beat"
+_IDS: Final = {
+    "plain-tasks-run-twice": "celery_leases.W002",
+    "autoretry": "celery_leases.W003",
+    "options-without-lease": "celery_leases.W004",
+    "periodic-once": "celery_leases.W008",
+}
+"""The ids of checks that a worker makes too, by the codes of its findings."""
 
 logger = logging.getLogger("celery_leases")
 
@@ -95,9 +103,7 @@ def check_settings(**_: Any) -> list[CheckMessage]:
                 id="celery_leases.W001",
             )
         )
-    if (twice := short_timeout_of_plain_tasks(app, TimeLimits())) is not None:
-        text, hint = (f"{part[0].upper()}{part[1:]}." for part in (twice, PLAIN_TASK_ADVICE))
-        found.append(Warning(text, hint=hint, id="celery_leases.W002"))
+    found += _warnings(plain_task_findings(app, TimeLimits()))
     broker = app.conf.broker_write_url or ""
     broker = broker if isinstance(broker, str) else broker[0]
     if settings.database_url.startswith("sqlite") and broker and not is_local(broker):
@@ -122,25 +128,7 @@ def check_tasks(**_: Any) -> list[CheckMessage]:
         leased = _tasks(app)
     except LeaseConfigurationError as error:
         return [_wrong(error)]
-    found: list[CheckMessage] = [
-        Warning(
-            f"The leased task {name} has autoretry_for: each failure is also handled by the rules, which have "
-            "their own waits.",
-            hint="Remove autoretry_for, and write lease_failures=Failures(rules).",
-            id="celery_leases.W003",
-        )
-        for name, task in sorted(leased.items())
-        if getattr(task, "autoretry_for", None)
-    ]
-    found += [
-        Warning(
-            f"The task {name} has {', '.join(options)}, but runs without a lease.",
-            hint="Write base=LeasedTask, or remove these options.",
-            id="celery_leases.W004",
-        )
-        for name, options in options_without_lease(app)
-    ]
-    return found
+    return _warnings([*celery_findings(app, leased), *findings_without_lease(app)])
 
 
 def check_relay(**_: Any) -> list[CheckMessage]:
@@ -174,14 +162,7 @@ def check_periodic(databases: Sequence[str] | None = None, **_: Any) -> list[Che
     if databases:
         with suppress(Exception):  # its tables may not exist yet
             entries += entries_in_tables(app)
-    return [
-        Warning(
-            f"{finding.problem[0].upper()}{finding.problem[1:]}.",
-            hint=f"{finding.advice[0].upper()}{finding.advice[1:]}.",
-            id="celery_leases.W008",
-        )
-        for finding in periodic_findings(leased_tasks(app), entries)
-    ]
+    return _warnings(periodic_findings(leased_tasks(app), entries))
 
 
 def check_early_calls(**_: Any) -> list[CheckMessage]:
@@ -221,7 +202,7 @@ def check_tables(databases: Sequence[str] | None = None, **_: Any) -> list[Check
             return []
         version = tables.found(connections[alias])
     except SchemaOutdated as error:
-        return [Error(f"{str(error)[0].upper()}{str(error)[1:]}.", id="celery_leases.E002")]
+        return [Error(_sentence(str(error)), id="celery_leases.E002")]
     except (LeaseConfigurationError, StoreUnavailable) as error:
         # Django itself reports a database that does not answer.
         return [_wrong(error)] if isinstance(error, LeaseConfigurationError) else []
@@ -248,11 +229,21 @@ def log_in_worker(**_: Any) -> None:
     """
     for check in (check_settings, check_tasks, check_relay):
         for message in check():
-            if (
-                message.id not in ("celery_leases.W002", "celery_leases.W004")
-                and not message.is_silenced()
-            ):
+            if message.id not in _IDS.values() and not message.is_silenced():
                 logger.warning("%s (%s) %s", message.msg, message.id, message.hint or "")
+
+
+def _warnings(findings: Iterable[Finding]) -> list[CheckMessage]:
+    """The checks among the *findings* of a worker."""
+    return [
+        Warning(_sentence(each.problem), hint=_sentence(each.advice), id=_IDS[each.code])
+        for each in findings
+        if each.code in _IDS
+    ]
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _app() -> Celery | None:

@@ -330,8 +330,8 @@ def test_a_worker_logs_a_line_for_each(makes: Makes, caplog: pytest.LogCaptureFi
     worker = SimpleNamespace(app=app, pool_cls="threads", soft_time_limit=None, time_limit=None)
     startup.check_before_work(worker)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [line.split(":")[0].split(" ")[0] for line in said] == [
-        "examined.send",
+    assert [line.split(":")[0] for line in said] == [
+        "task examined.send has autoretry_for",
         "worker_prefetch_multiplier=0",
     ]
     assert all("\n" not in line and "; " in line for line in said)

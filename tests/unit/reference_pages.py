@@ -815,8 +815,6 @@ SAID: Mapping[str, tuple[str, str]] = {
 SAID_BY_DJANGO = {
     "E001": ("A wrong setting or task option.", "what the message says"),
     "E002": ("The tables are of a later release.", "install that release"),
-    "W002": ("As plain-tasks-run-twice.", "what the advice there says"),
-    "W008": ("As periodic-once.", "what the advice there says"),
 }
 
 
@@ -829,7 +827,12 @@ def checks_of_django() -> Iterator[tuple[str, str, str]]:
             given = {each.arg: each.value for each in node.keywords}
             name = text_of(given["id"])
             written = text_of(node.args[0]), text_of(given.get("hint"))
-            made.setdefault(name, (name, *SAID_BY_DJANGO.get(name.rpartition(".")[2], written)))
+            if name != "…":
+                made.setdefault(name, (name, *SAID_BY_DJANGO.get(name.rpartition(".")[2], written)))
+        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_IDS":
+            assert node.value is not None
+            for code, name in ast.literal_eval(node.value).items():
+                made[name] = (name, f"As {code}.", "what the advice there says")
     yield from (made[name] for name in sorted(made))
 
 

@@ -18,10 +18,6 @@ TIME_TO_END: Final = 1.0
 """Seconds that a body needs after its soft time limit: to clean up, and for its outcome to be
 written.
 """
-PLAIN_TASK_ADVICE: Final = (
-    "leave visibility_timeout out, because leased tasks need no short one; or give these tasks "
-    "base=LeasedTask, or a shorter time_limit"
-)
 
 
 class Severity(StrEnum):
@@ -99,7 +95,7 @@ def setting_findings(
     yield from _ttl_findings(tasks)
     yield from _group_findings(tasks)
     yield from _time_limit_findings(tasks, limits)
-    yield from _celery_findings(app, tasks)
+    yield from celery_findings(app, tasks)
     yield from _redelivery_findings(app, tasks, settings, limits)
     yield from _greenlet_findings(app, greenlets)
 
@@ -110,11 +106,8 @@ def greenlets_of(pool: object, concurrency: int | None) -> int:
     return (concurrency or 0) if "gevent" in name or "eventlet" in name else 0
 
 
-def options_without_lease(app: Celery) -> list[tuple[str, list[str]]]:
-    """The tasks without a lease that have options of one, which do nothing there; with the options'
-    names.
-    """
-    found = []
+def findings_without_lease(app: Celery) -> Iterator[Finding]:
+    """The findings about tasks without a lease that have options of one, which do nothing there."""
     for name, task in sorted(app.tasks.items()):
         options = [
             f"{prefix}_{option}"
@@ -123,23 +116,16 @@ def options_without_lease(app: Celery) -> list[tuple[str, list[str]]]:
             if hasattr(task, f"{prefix}_{option}")
         ]
         if options and not hasattr(task, "lease_options"):
-            found.append((name, options))
-    return found
+            yield _warning(
+                "options-without-lease",
+                f"task {name} has {', '.join(options)}, but runs without a lease",
+                "write base=LeasedTask, or leave them out",
+            )
 
 
-def findings_without_lease(app: Celery) -> Iterator[Finding]:
-    """The findings about tasks without a lease that have ``lease_*`` options."""
-    for name, options in options_without_lease(app):
-        yield _warning(
-            "options-without-lease",
-            f"task {name} has {', '.join(options)}, but runs without a lease",
-            "write base=LeasedTask, or leave them out",
-        )
-
-
-def short_timeout_of_plain_tasks(app: Celery, limits: TimeLimits) -> str | None:
+def plain_task_findings(app: Celery, limits: TimeLimits) -> Iterator[Finding]:
     """A warning about tasks without a lease that a Redis broker may deliver again while they run;
-    ``None`` unless the app has set a ``visibility_timeout``.
+    none unless the app has set a ``visibility_timeout``.
     """
     timeout = float((redis_options(app) or {}).get("visibility_timeout") or 0)
     plain = [
@@ -150,12 +136,14 @@ def short_timeout_of_plain_tasks(app: Celery, limits: TimeLimits) -> str | None:
         and not name.startswith(("celery.", "celery_leases."))
         and (limits.hard_of(task) or math.inf) > timeout
     ]
-    if not timeout or not plain:
-        return None
-    return (
-        f"the visibility_timeout of the broker is {timeout:g} s, and tasks without a lease that acknowledge late "
-        f"may run longer: Redis delivers such a call again while it runs, and it runs twice: {', '.join(plain)}"
-    )
+    if timeout and plain:
+        yield _warning(
+            "plain-tasks-run-twice",
+            f"the visibility_timeout of the broker is {timeout:g} s, and tasks without a lease that acknowledge late "
+            f"may run longer: Redis delivers such a call again while it runs, and it runs twice: {', '.join(plain)}",
+            "leave visibility_timeout out, because leased tasks need no short one; or give these tasks "
+            "base=LeasedTask, or a shorter time_limit",
+        )
 
 
 def soft_limit_is_tight(task: Any, limits: TimeLimits) -> bool:
@@ -219,7 +207,8 @@ def _time_limit_findings(tasks: Mapping[str, Any], limits: TimeLimits) -> Iterat
         )
 
 
-def _celery_findings(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
+def celery_findings(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
+    """The findings about settings and options of Celery that do harm to leased *tasks*."""
     if app.conf.task_always_eager:
         yield _warning(
             "always-eager",
@@ -230,14 +219,14 @@ def _celery_findings(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]
         if getattr(task, "autoretry_for", None):
             yield _warning(
                 "autoretry",
-                f"{name} has autoretry_for: Celery retries its errors, and the rules see them only "
+                f"task {name} has autoretry_for: Celery retries its errors, and the rules see them only "
                 "after the last retry",
                 "leave autoretry_for out, and write lease_failures=Failures(rules)",
             )
         if getattr(task, "retry_on_worker_lost", None):
             yield _warning(
                 "retry-on-worker-lost",
-                f"{name} has retry_on_worker_lost=True: Celery sends a new message for a process "
+                f"task {name} has retry_on_worker_lost=True: Celery sends a new message for a process "
                 "that was killed, and counts it as a retry",
                 "leave it out",
             )
@@ -246,8 +235,7 @@ def _celery_findings(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]
 def _redelivery_findings(
     app: Celery, tasks: Mapping[str, Any], settings: Settings, limits: TimeLimits
 ) -> Iterator[Finding]:
-    if (twice := short_timeout_of_plain_tasks(app, limits)) is not None:
-        yield _warning("plain-tasks-run-twice", twice, PLAIN_TASK_ADVICE)
+    yield from plain_task_findings(app, limits)
     if (over := consumer_timeout_warning(app, _hard_limits(tasks, limits), settings)) is not None:
         yield _warning("consumer-timeout", *over)
     prefetch = app.conf.worker_prefetch_multiplier
