@@ -84,7 +84,7 @@ class LeaseClient:
     :class:`~celery_leases.errors.UnknownKey` for a key of several tasks.
     """
 
-    _components: Process | None = None
+    _process: Process | None = None
     _wall_time: Callable[[], float] = staticmethod(time.time)
     _checked = False
 
@@ -115,25 +115,25 @@ class LeaseClient:
         """
         from celery_leases.worker import processes
 
-        components = processes.process_of(app, eager=eager)
+        process = processes.process_of(app, eager=eager)
         client = cls.__new__(cls)
-        client._use(components.leases, components.records, components)  # noqa: SLF001 - its own
+        client._use(process.leases, process.records, process)  # noqa: SLF001 - its own
         return client
 
     def _use(
-        self, leases: MarkedLeaseStore, records: SqlRecordStore, components: Process | None = None
+        self, leases: MarkedLeaseStore, records: SqlRecordStore, process: Process | None = None
     ) -> None:
-        """Use stores that are open, such as those of the *components* of an app."""
+        """Use stores that are open, such as those that *process* has."""
         self._leases, self._records = leases, records
-        if components is None:
+        if process is None:
             self._effects = open_effects(records)
             return
-        self._components, self._effects = components, components.effects
-        self._wall_time = components.wall_time
+        self._process, self._effects = process, process.effects
+        self._wall_time = process.wall_time
 
     def close(self) -> None:
         """Close the connections, unless they are those of an app. A later call opens new ones."""
-        if self._components is None:
+        if self._process is None:
             self._records.database.close()
             self._leases.close()
 
@@ -400,11 +400,11 @@ class LeaseClient:
         return outbox.rescue(self._app("rescue"), older=seconds(older, "older"), limit=limit)
 
     def _app(self, what: str) -> Celery:
-        if self._components is None:
+        if self._process is None:
             raise LeaseConfigurationError(
                 f"{what}() needs the Celery app: use {type(self).__name__}.from_app(app)"
             )
-        return self._components.app
+        return self._process.app
 
     def _write(
         self,
@@ -503,8 +503,8 @@ class LeaseClient:
     # -- keys --------------------------------------------------------------------------------------
 
     def _ready(self) -> None:
-        if self._components is not None:
-            self._components.check_once()
+        if self._process is not None:
+            self._process.check_once()
         elif not self._checked:
             self._records.check()
             self._checked = True
@@ -525,11 +525,11 @@ class LeaseClient:
 
     def _stored_keys_of_app(self, key: str) -> set[str]:
         """The stored keys that *key* has for the app's tasks."""
-        if self._components is None:
+        if self._process is None:
             return set()
         from celery_leases.worker.app_settings import leased_tasks
 
-        tasks = leased_tasks(self._components.app)
+        tasks = leased_tasks(self._process.app)
         return {stored_key(name, key) for name in tasks}
 
 

@@ -151,7 +151,7 @@ class Delivery(Rescheduling):
                     self._refuse_expired(call)
                 if self.header.due is not None:
                     self._wait_until_due(call, self.header.due)
-                answer = Execution(self.process, call).run(
+                verdict = Execution(self.process, call).run(
                     partial(self._body, call), self.header.store_failures
                 )
                 if self.interrupt_guard.limited:
@@ -160,7 +160,7 @@ class Delivery(Rescheduling):
                         call.task,
                         call.call_id,
                     )
-                return self._answer_celery(call, answer)
+                return self._answer_celery(call, verdict)
         except BaseException as error:
             with suppress(Exception):  # an exception of the user's may allow no attribute
                 setattr(error, ENDED_UNDER, self.token)
@@ -421,14 +421,14 @@ class Delivery(Rescheduling):
 
     # -- what Celery gets --------------------------------------------------------------------------
 
-    def _answer_celery(self, call: Call, answer: Verdict) -> Any:
+    def _answer_celery(self, call: Call, verdict: Verdict) -> Any:
         is_copy = self.header.copy.number > 0
-        if is_copy and isinstance(answer, Return | Raise) and not self.request.is_eager:
+        if is_copy and isinstance(verdict, Return | Raise) and not self.request.is_eager:
             process = self.process
             process.publisher.mark_ended(
                 self.task, self.header, process.leases, call.key.stored, self.options.ttl
             )
-        match answer:
+        match verdict:
             case Return(value):
                 if call.canvas:
                     _mark_callbacks()
@@ -440,11 +440,11 @@ class Delivery(Rescheduling):
                     self._drop(call, Dropped.OUTCOME_KNOWN)
                 raise error
             case Follow():
-                return self._result_of(call, answer)
+                return self._result_of(call, verdict)
             case Drop():
-                raise Ignore(answer.why)
+                raise Ignore(verdict.why)
             case Reschedule():
-                return self._reschedule(call, answer)
+                return self._reschedule(call, verdict)
 
     def _result_of(self, call: Call, follow: Follow) -> Any:
         """The result of the task that has replaced the completed one. In Celery both have the same

@@ -53,10 +53,10 @@ def _key(stored_key, *_):
 
 SqlRecordStore.settle = _around("settle", SqlRecordStore.settle, lambda record, _: record.key)
 publisher.Publisher._publish = _around(
-    "publish", publisher.Publisher._publish, lambda _task, pin, _delay: pin.key
+    "publish", publisher.Publisher._publish, lambda _task, header, _delay: header.key
 )
 publisher.Publisher.reschedule = _around(
-    "rescheduled", publisher.Publisher.reschedule, lambda _task, pin, *_: pin.key
+    "rescheduled", publisher.Publisher.reschedule, lambda _task, header, *_: header.key
 )
 for store in (RedisLeaseStore, DatabaseLeaseStore):
     store.cool = _around("cool", store.cool, _key)

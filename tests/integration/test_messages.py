@@ -64,7 +64,7 @@ def test_a_rescheduled_message_is_like_the_one_that_was_sent(stage: Stage, name:
     call = signature.apply_async()
     assert got(call) == "set"
     sent, came = (event for event in stage.events("received", id=call.id))
-    # A call that has begun does not expire, and the pin is ours.
+    # A call that has begun does not expire, and our header changes.
     ours = dict.fromkeys(("eta", "expires", "celery_leases"))
     assert came["headers"] | ours == sent["headers"] | ours
     assert came["headers"]["compression"] == "application/x-gzip"

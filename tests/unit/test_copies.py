@@ -101,8 +101,8 @@ class Played(Publisher):
     ) -> bool:
         return bool(self._take("swap", expected, value))
 
-    def _publish(self, task: Any, pin: Any, delay: float) -> None:
-        self._take("publish", str(pin.copy))
+    def _publish(self, task: Any, header: Any, delay: float) -> None:
+        self._take("publish", str(header.copy))
 
 
 @cache
@@ -111,9 +111,11 @@ def played(process: Process) -> Step | bool | Exception:
     copies: Any = Played(process.replies)
     setattr(publisher, "uuid4", lambda: SimpleNamespace(hex=NONCES[process.nonce] * 32))  # noqa: B010 - not exported
     try:
-        pin = Header("billing.send", "call", copy=Copy.read(process.message.copy) or Copy())
+        header = Header("billing.send", "call", copy=Copy.read(process.message.copy) or Copy())
         return bool(
-            copies.reschedule(TASK, pin, 1.0, copies, "t:billing.send|7", 15.0, newest=process.ran)
+            copies.reschedule(
+                TASK, header, 1.0, copies, "t:billing.send|7", 15.0, newest=process.ran
+            )
         )
     except Step as step:
         return step
