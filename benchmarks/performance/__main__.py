@@ -22,18 +22,8 @@ from tests.support.process import NotReady
 from tests.support.servers import ServerMissing
 
 MEASUREMENTS: Final = (
-    *(
-        "throughput",
-        "pools",
-        "replay",
-        "latency",
-        "ring",
-        "writes",
-        "memory",
-        "connections",
-        "renewals",
-    ),
-    *("mutex", "storms", "growth", "imports"),
+    *("throughput", "pools", "replay", "latency", "ring", "writes", "memory", "connections"),
+    *("renewals", "mutex", "storms", "growth", "imports"),
 )
 QUICK: Final = "--quick"
 KEPT: Final = ROOT / "build" / "performance"

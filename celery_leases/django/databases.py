@@ -20,29 +20,15 @@ IN_MEMORY: Final = "sqlite://"
 _DJANGO_ONLY: Final = {
     "postgresql": frozenset(
         {
-            *(
-                "isolation_level",
-                "pool",
-                "server_side_binding",
-                "cursor_factory",
-                "prepare_threshold",
-                "context",
-            ),
-            *("row_factory", "autocommit", "connection_factory", "client_encoding"),
+            *("isolation_level", "pool", "server_side_binding", "cursor_factory"),
+            *("prepare_threshold", "context", "row_factory", "autocommit"),
+            *("connection_factory", "client_encoding"),
         }
     ),
     "mysql": frozenset(
         {
-            *(
-                "isolation_level",
-                "conv",
-                "use_unicode",
-                "charset",
-                "collation",
-                "cursorclass",
-                "client_flag",
-            ),
-            *("autocommit", "sql_mode", "compress"),
+            *("isolation_level", "conv", "use_unicode", "charset", "collation", "cursorclass"),
+            *("client_flag", "autocommit", "sql_mode", "compress"),
         }
     ),
 }
@@ -50,15 +36,9 @@ _DJANGO_ONLY: Final = {
 
 _MYSQL_OPTIONS: Final = frozenset(
     {
-        *(
-            "unix_socket",
-            "connect_timeout",
-            "read_timeout",
-            "write_timeout",
-            "init_command",
-            "local_infile",
-        ),
-        *("read_default_file", "read_default_group", "bind_address", "program_name"),
+        *("unix_socket", "connect_timeout", "read_timeout", "write_timeout", "init_command"),
+        *("local_infile", "read_default_file", "read_default_group"),
+        *("bind_address", "program_name"),
     }
 )
 _VERIFYING: Final = ("VERIFY_CA", "VERIFY_IDENTITY")

@@ -20,17 +20,9 @@ from tests.support.servers import PostgresServer, RedisServer, ServerMissing
 
 PASSWORD = "right"
 LIBRARIES = (
-    *(
-        "aiohttp",
-        "anthropic",
-        "botocore",
-        "google.api_core",
-        "google.auth",
-        "google.genai",
-        "google.rpc",
-        "grpc",
-    ),
-    *("grpc_status", "httpx", "httpx2", "openai", "requests", "stripe", "tenacity"),
+    *("aiohttp", "anthropic", "botocore", "google.api_core", "google.auth", "google.genai"),
+    *("google.rpc", "grpc", "grpc_status", "httpx", "httpx2", "openai", "requests"),
+    *("stripe", "tenacity"),
 )
 """The modules of the dependency group ``clients``."""
 

@@ -14,19 +14,9 @@ from tests.clients.expectations import Case, Places, judged
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:httpx")
 
 CLIENTS = (
-    *(
-        "aiohttp",
-        "anthropic",
-        "botocore",
-        "google",
-        "grpc",
-        "httpcore",
-        "httpcore2",
-        "httpx",
-        "httpx2",
-        "openai",
-    ),
-    *("psycopg", "psycopg2", "pydantic", "pymysql", "requests", "stripe", "tenacity", "urllib3"),
+    *("aiohttp", "anthropic", "botocore", "google", "grpc", "httpcore", "httpcore2", "httpx"),
+    *("httpx2", "openai", "psycopg", "psycopg2", "pydantic", "pymysql", "requests", "stripe"),
+    *("tenacity", "urllib3"),
 )
 
 ALONE = """
