@@ -67,6 +67,13 @@ def spawn(call: Call) -> None:
         sys.modules["eventlet"].spawn_n(call)
 
 
+def start(call: Call) -> None:
+    """Make *call* beside the caller: in a new greenlet where tasks run in greenlets, otherwise in a
+    system thread.
+    """
+    (spawn if os_threads.uses_greenlets() else os_threads.start_thread)(call)
+
+
 class _HubPipe:
     """Calls for a hub of eventlet, which only a file descriptor can wake.
 

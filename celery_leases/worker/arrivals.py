@@ -46,8 +46,8 @@ class Arrivals:
         every = TRY_EVERY if self._ahead is None else COMPARE_EVERY
         if now - self._compared_at > every * 1e6:
             self._compared_at = now
-            ask = os_threads.start_thread if not os_threads.uses_greenlets() else greenlets.spawn
-            ask(lambda: self._compare(app))  # the worker's loop must not wait for the store
+            # The worker's loop must not wait for the store.
+            greenlets.start(lambda: self._compare(app))
         if self._ahead is None:
             return 0
         self._last = max(now + self._ahead, self._last + 1)

@@ -153,11 +153,7 @@ def close_ended(ended: EndedDelivery) -> None:
     """Close a call that Celery has ended while no process ran its body, or in a process that goes
     on; in a thread, because the worker's loop must not wait.
     """
-    step = partial(_close_ended, ended)
-    if os_threads.uses_greenlets():
-        greenlets.spawn(step)
-    else:
-        os_threads.start_thread(step)
+    greenlets.start(partial(_close_ended, ended))
 
 
 def close_at_exit() -> None:

@@ -38,8 +38,7 @@ def watch(app: Celery, longest_wait: float) -> None:
     running = id(app) in _until
     _until[id(app)] = os_threads.boot_clock() + WATCH_FOR
     if not running:
-        start = greenlets.spawn if os_threads.uses_greenlets() else os_threads.start_thread
-        start(partial(_watch, app))
+        greenlets.start(partial(_watch, app))
 
 
 def _watch(app: Celery) -> None:

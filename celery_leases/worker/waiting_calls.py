@@ -625,10 +625,7 @@ class WaitingCalls:
         ask = partial(self._query, processes.current_worker().app, stored_keys, asks)
         self._lookup_pending = True
         try:
-            if os_threads.uses_greenlets():
-                greenlets.spawn(ask)
-            else:
-                os_threads.start_thread(ask)
+            greenlets.start(ask)
         except BaseException:
             self._lookup_pending = False
             raise
