@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, chain, chord, group
 from celery.beat import BeatLazyFunc, Scheduler, _evaluate_entry_kwargs
 from celery.schedules import BaseSchedule, crontab, solar
 
@@ -92,6 +92,38 @@ def test_a_key_that_is_the_same_each_time_is_found(entry, options) -> None:
 )
 def test_any_other_is_not(entry, options) -> None:
     assert found(entry, **options) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "is_found"),
+    [
+        (lambda report, plain: chain(report.si(), plain.si()), "report", True),
+        (lambda report, plain: chain(plain.si(), report.s()), "report", True),
+        (lambda report, plain: chain(plain.si(), report.s()), "report:{region}", False),
+        (lambda report, plain: chain(plain.si(), report.si("us")), "report:{region}", True),
+        (lambda report, plain: chain(plain.si(), report.s("day")), "report:{day}", True),
+        (lambda report, plain: group(plain.si(), report.si()), "report", True),
+        (lambda report, plain: chord([report.s()], plain.s()), "report:{region}", True),
+        (lambda report, plain: chord([plain.s()], report.s()), "report:{region}", False),
+        (lambda report, plain: chord([plain.s()], report.si()), "report:{region}", True),
+        (lambda report, plain: plain.s().set(link=report.s()), "report", True),
+        (lambda report, plain: plain.s().set(link=report.s()), "report:{region}", False),
+        (lambda report, plain: group(plain.si(), chain(plain.si(), report.si())), "report", True),
+    ],
+)
+def test_the_parts_of_a_canvas_are_looked_at(make, key, is_found) -> None:
+    """The result of another call may change the key."""
+    app = app_with(lease_key=key)
+    app.conf.beat_schedule = {}
+    app.add_periodic_task(60.0, make(app.tasks["report"], app.tasks["plain"]), name="canvas")
+    findings = periodic_findings({"report": app.tasks["report"]}, all_entries(app))
+    assert ["schedule: canvas" in each.problem for each in findings] == [True] * is_found
+
+
+@pytest.mark.parametrize("name", ["celery.chain", "celery.group", "celery.chord"])
+def test_an_incomplete_canvas_has_no_parts(name: str) -> None:
+    assert found({"task": name}) == []
+    assert found({"task": name, "kwargs": {"tasks": ["report"], "header": [1]}}) == []
 
 
 def test_what_the_advice_says_gives_each_day_a_key_of_its_own() -> None:

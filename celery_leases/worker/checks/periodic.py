@@ -16,6 +16,7 @@ from typing import Any, Final
 from celery import Celery
 from celery.beat import BeatLazyFunc, ScheduleEntry
 from celery.schedules import crontab, schedule, solar
+from kombu.utils.functional import maybe_list
 
 from celery_leases.keys import names_in
 from celery_leases.text.cleaning import printable
@@ -30,6 +31,8 @@ ADVICE: Final = (
 )
 _TABLES: Final = "django_celery_beat.models"
 _DAY: Final = 86_400.0
+_RESULT: Final = BeatLazyFunc(type(None))
+"""Stands for the result of another call."""
 _STEPS: Final = 8
 """From how many times of a crontab its shortest gap is taken."""
 
@@ -43,8 +46,14 @@ def periodic_findings(tasks: Mapping[str, Any], entries: Iterable[ScheduleEntry]
     """
     found: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
-        if (task := tasks.get(entry.task)) is not None and _runs_once(task, entry):
-            found[entry.task].append(printable(entry.name or ""))
+        scheduled = {"task": entry.task, "args": entry.args, "kwargs": entry.kwargs}
+        names = {
+            call["task"]
+            for call in _calls(scheduled | {"options": entry.options})
+            if call["task"] in tasks and _runs_once(tasks[call["task"]], entry.schedule, call)
+        }
+        for name in names:
+            found[name].append(printable(entry.name or ""))
     return [
         Finding(
             "periodic-once",
@@ -117,25 +126,52 @@ def _entries_in_redbeat(app: Celery) -> list[ScheduleEntry]:
     return [entry for entry in entries if entry.enabled]
 
 
-def _runs_once(task: Any, entry: ScheduleEntry) -> bool:
+def _calls(scheduled: Any, *, follows: bool = False) -> Iterator[Mapping[str, Any]]:
+    """The calls that one entry makes: its own, those of its chain, group or chord, and links.
+    *follows*: the result of another call is the first argument.
+    """
+    if not isinstance(scheduled, Mapping) or not isinstance(scheduled.get("task"), str):
+        return
+    kwargs, options = scheduled.get("kwargs") or {}, scheduled.get("options") or {}
+    parts: list[tuple[Any, bool]] = [(link, True) for link in maybe_list(options.get("link")) or ()]
+    match scheduled["task"]:
+        case "celery.chain":
+            parts += [
+                (step, follows or place > 0) for place, step in enumerate(kwargs.get("tasks") or ())
+            ]
+        case "celery.group":
+            parts += [(member, follows) for member in kwargs.get("tasks") or ()]
+        case "celery.chord":
+            header = kwargs.get("header") or ()
+            members = [header] if isinstance(header, Mapping) else header
+            parts += [*((member, follows) for member in members), (kwargs.get("body"), True)]
+        case _ if follows and not scheduled.get("immutable"):
+            yield {**scheduled, "args": (_RESULT, *(scheduled.get("args") or ()))}
+        case _:
+            yield scheduled
+    for part, after in parts:
+        yield from _calls(part, follows=after)
+
+
+def _runs_once(task: Any, every: Any, call: Mapping[str, Any]) -> bool:
     options = task.lease_options
     return (
         isinstance(options.key, str)
         and options.runs == "once"
-        and _shortest_gap(entry.schedule) <= options.retention
-        and names_in(options.key).isdisjoint(_changing(task, entry))
+        and _shortest_gap(every) <= options.retention
+        and names_in(options.key).isdisjoint(_changing(task, call))
     )
 
 
-def _changing(task: Any, entry: ScheduleEntry) -> set[str]:
-    """The names of the arguments that beat makes anew for each call."""
+def _changing(task: Any, call: Mapping[str, Any]) -> set[str]:
+    """The names of the arguments that are made anew for each call."""
     signature = task.lease_signature
     try:
-        given = signature.bind_partial(*(entry.args or ()), **(entry.kwargs or {})).arguments
+        given = signature.bind_partial(*(call.get("args") or ()), **(call.get("kwargs") or {}))
     except TypeError:  # each call of it is refused
         return set()
     found = set()
-    for name, value in given.items():
+    for name, value in given.arguments.items():
         kind = signature.parameters[name].kind
         if kind is Parameter.VAR_KEYWORD:
             found |= {key for key, each in value.items() if isinstance(each, BeatLazyFunc)}
