@@ -128,14 +128,12 @@ class Group:
     is a group that only cools down. ``limit``: at most so many bodies of the group run at a time,
     over all workers. ``rate``: at most so many begin in that time, at even distances, as
     ``"60/m"``, ``"20/s"``, ``"1000/h"`` or ``"5000/d"``. A value out of range raises
-    :class:`LeaseConfigurationError`.
+    :class:`LeaseConfigurationError`. ``dataclasses.replace()`` makes a copy with other values.
     """
 
     name: str | Callable[..., str]
     limit: int | None
     rate: str | None
-    #: Seconds between two begins; 0 without a rate.
-    pause: float
 
     def __init__(
         self, name: str | Callable[..., str], *, limit: int | None = None, rate: str | None = None
@@ -144,7 +142,12 @@ class Group:
         put(self, "name", _maker("Group: name of the group", name) or _maker("Group: name", ""))
         put(self, "limit", None if limit is None else _count("Group: limit", limit, 1))
         put(self, "rate", rate)
-        put(self, "pause", 0.0 if rate is None else _pause("Group: rate", rate))
+        _ = self.pause  # raises if the rate is wrong
+
+    @cached_property
+    def pause(self) -> float:
+        """Seconds between two begins; 0 without a rate."""
+        return 0.0 if self.rate is None else _pause("Group: rate", self.rate)
 
     @property
     def limited(self) -> bool:
@@ -436,7 +439,7 @@ def _fingerprint(option: str, value: Any) -> FingerprintMaker:
 
 
 def _maker(option: str, value: Any) -> KeyMaker:
-    if value is None or (isinstance(value, str) and value) or callable(value):
+    if value is None or (isinstance(value, str) and value.strip()) or callable(value):
         return cast(KeyMaker, value)
     example = "openai:{model}" if option.endswith("group") else "invoice:{customer_id}"
     raise _wrong(option, value, f'a template such as "{example}", or a callable of the arguments')

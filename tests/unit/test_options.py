@@ -67,11 +67,11 @@ WRONG = [
       (None, "", "nonsense", True, 1, ["reschedule"], "PUT_BACK")],
     ("on_busy", "reschedule"),
     ("on_done", "rerun"),
-    *[("group", value) for value in ("", 7, b"g", ["a"], True, "{", "a}", "{}", "{0}", "{month!x}")],
+    *[("group", value) for value in ("", " ", 7, b"g", ["a"], True, "{", "a}", "{}", "{0}", "{month!x}")],
     *[("failures", value) for value in (None, 3, {}, {"retries": 3}, Failures, Rules())],
     ("on_lost", "murder"),
     *[("outbox", value) for value in (None, 0, True, "twice", [])],
-    *[("key", value) for value in ("", 7, b"k", ["a"], True, "{", "a}", "{}", "{0}", "{0.name}", "{month!x}")],
+    *[("key", value) for value in ("", " ", 7, b"k", ["a"], True, "{", "a}", "{}", "{0}", "{0.name}", "{month!x}")],
     *[("fingerprint", value) for value in (True, 7, "month", {"month": 1}, ["month", 1], b"month")],
 ]  # fmt: skip
 
@@ -199,6 +199,13 @@ class TestRightValues:
     def test_a_wrong_limit_or_rate_is_refused(self, more: dict[str, Any]) -> None:
         with pytest.raises(LeaseConfigurationError, match="Group: "):
             Group("g", **more)
+
+    def test_a_copy_of_a_group_may_have_other_numbers(self) -> None:
+        group = Group("g", limit=1, rate="60/m")
+        assert replace(group, rate="5/s") == Group("g", limit=1, rate="5/s")
+        assert replace(group, rate="5/s").pause == pytest.approx(0.21)
+        with pytest.raises(LeaseConfigurationError, match="Group: "):
+            replace(group, rate="60")
 
     @pytest.mark.parametrize("chosen", [False, str])
     def test_a_fingerprint_is_switched_off_or_made_by_a_callable(self, chosen: Any) -> None:
