@@ -171,11 +171,11 @@ def open_process(
     for_bodies = Stores(_bounded(leases, records, within, wait), records)
     # The thread that purges is a system thread too.
     purged = open_records(settings, 1) if os_threads.uses_greenlets() and not in_memory else records
-    if shares_trips:
-        records.share_trips()
-        leases.share_trips()
     clock = clock or BootClock()
     renewer = renewed_by(for_renewals, for_bodies, observer, clock, None if in_memory else purged)
+    if shares_trips:
+        records.share_trips(renewer.number_held)
+        leases.share_trips(renewer.number_held)
     return Process(
         settings,
         leases,

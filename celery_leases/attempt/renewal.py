@@ -122,6 +122,10 @@ class Renewer:
         with self._lock:
             return list(self._held_leases.values())
 
+    def number_held(self) -> int:
+        """How many leases are renewed and watched now."""
+        return len(self._held_leases)
+
     def lose(self, held_lease: HeldLease, reason: str) -> None:
         """Mark *held_lease* as lost and interrupt its body, whatever the store says."""
         self._lose(held_lease, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Generic, TypeVar
@@ -13,6 +14,12 @@ from celery_leases.errors import StoreUnavailable
 G = TypeVar("G")
 A = TypeVar("A")
 
+SPACING: Final = 100e-6
+"""Seconds for each call that runs in the process, by which a trip begins later than the one before,
+so that more steps go together.
+"""
+MOST_SPACING: Final = 0.005
+"""Seconds that this takes at most."""
 PATIENCE: Final = 0.1
 """Seconds after which those that wait no longer wait for the trip that is under way."""
 
@@ -36,16 +43,24 @@ class _Step(Generic[G, A]):
 class SharedTrips(Generic[G, A]):
     """Steps that go to a server together.
 
-    A caller goes at once, and alone, if no trip is under way. Those that come during a trip go
-    together in the next one, which begins when that trip ends, or is late. *together* gets what the
-    callers have given, and returns an answer for each; ``None``: that step must go alone. If it
-    raises an error after which nothing was executed, all steps of the trip must go alone, so that
-    what is wrong with one of them fails only that one; after any other :class:`StoreUnavailable`
-    nobody knows, and each step fails.
+    A caller goes at once, and alone, if no trip is under way and the last one has not just begun.
+    Otherwise it goes in the next trip, together with all that come until that begins: when the one
+    before has ended, or is late, and some time after it began, which grows with the number of
+    *running* calls. *together* gets what the callers have given, and returns an answer for each;
+    ``None``: that step must go alone. If it raises an error after which nothing was executed, all
+    steps of the trip must go alone, so that what is wrong with one of them fails only that one;
+    after any other :class:`StoreUnavailable` nobody knows, and each step fails.
     """
 
-    def __init__(self, together: Callable[[Sequence[G]], Sequence[A | None]]) -> None:
+    def __init__(
+        self,
+        together: Callable[[Sequence[G]], Sequence[A | None]],
+        running: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._together = together
+        self._running = running
+        #: When the last trip began.
+        self._began = -MOST_SPACING
         self._lock = threading.Lock()
         self._waiting: list[_Step[G, A]] = []
         #: The trip for whose end those that come must wait.
@@ -66,6 +81,7 @@ class SharedTrips(Generic[G, A]):
                 self._under_way = step.trip = [step]
         if step.wakeup is not None:
             self._wait(step)
+        self._gather(step)
         if len(step.trip) == 1:
             try:
                 return alone()
@@ -77,13 +93,45 @@ class SharedTrips(Generic[G, A]):
         return step.answer if step.answer is not None else alone()
 
     def send(self, given: G) -> bool:
-        """Let *given* go in the next trip, and do not wait for an answer; ``False``: no trip is
-        under way, so the caller must go itself. A step that would have to go alone is forgotten.
+        """Let *given* go in the next trip, and do not wait for an answer; ``False``: the caller
+        must go itself, at once. A step that would have to go alone is forgotten.
         """
+        step: _Step[G, A] = _Step(given)
         with self._lock:
             if self._under_way:
-                self._waiting.append(_Step(given))
-            return bool(self._under_way)
+                self._waiting.append(step)
+                return True
+            if self._until_next() <= 0:
+                self._began = time.monotonic()
+                return False
+            self._under_way = step.trip = [step]
+        self._gather(step)
+        self._go_on(step, step.trip)
+        return True
+
+    def _until_next(self) -> float:
+        """In how many seconds the next trip may begin."""
+        spacing = min(MOST_SPACING, SPACING * self._running())
+        return self._began + spacing - time.monotonic()
+
+    def _gather(self, step: _Step[G, A]) -> None:
+        """Before a trip that *step* is to begin, wait until it may begin, and let those that come
+        meanwhile join it.
+        """
+        trip = step.trip
+        if not trip:
+            return
+        if (seconds := self._until_next()) > 0:
+            try:
+                time.sleep(seconds)
+            except BaseException:
+                self._go_on(step, self._end(step, trip))
+                raise
+            with self._lock:
+                if self._under_way is trip:
+                    trip += self._waiting
+                    self._waiting = []
+        self._began = time.monotonic()
 
     def _wait(self, step: _Step[G, A]) -> None:
         """Return when *step* has an answer, must go alone, or is to begin a trip."""

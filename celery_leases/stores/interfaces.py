@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -126,9 +126,10 @@ class LeaseStore(ABC):
     def close(self) -> None:  # noqa: B027 - a store without connections has nothing to close
         """Close the connections; the next call opens new ones."""
 
-    def share_trips(self) -> None:  # noqa: B027 - a store may have no connections
+    def share_trips(self, running: Callable[[], int]) -> None:  # noqa: B027 - a store may have no connections
         """Let threads or greenlets of this process that call the store at the same moment share
-        round trips. Each still gets its own answer or error.
+        round trips; the more, the more calls are *running*. Each still gets its own answer or
+        error.
         """
 
     def end(self, stored_key: str, token: str) -> None:

@@ -31,7 +31,7 @@ def leases_redis_url() -> Iterator[str]:
 
 def sharing(url: str, timeout: float = 2.0) -> RedisLeaseStore:
     store = RedisLeaseStore.from_url(url, prefix="shared", timeout=timeout)
-    store.share_trips()
+    store.share_trips(lambda: 0)
     assert store.acquire(make_call(fresh_key())) == Acquired()
     return store
 

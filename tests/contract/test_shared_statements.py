@@ -44,7 +44,7 @@ def shared(shared_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SqlReco
     monkeypatch.setattr(postgresql, "LOCK_TIMEOUT", 300)
     store = SqlRecordStore(engine_for(shared_url))
     store.availability.grace = 0.0
-    store.share_trips()
+    store.share_trips(lambda: 0)
     yield store
     store.database.close()
 
@@ -223,7 +223,7 @@ def test_a_lost_connection_fails_no_call(
     with CuttingProxy(leases_postgres.port) as proxy:
         through = shared_url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")
         records = SqlRecordStore(engine_for(through))
-        records.share_trips()
+        records.share_trips(lambda: 0)
         claimed(records, 2), claimed(records, 2)  # so that the statement is prepared
         made = calls()
         proxy.cut(made[-1].key.stored.encode(), before=before)

@@ -67,7 +67,7 @@ def under_way(
         wait_until(
             lambda: (
                 any(number in trip for trip in server.trips)
-                or number in [step.given for step in trips._waiting]
+                or number in [step.given for step in (*trips._under_way, *trips._waiting)]
             ),
             10,
             f"{number} to go or to wait",
@@ -116,6 +116,95 @@ def test_those_that_come_during_the_second_trip_go_in_the_third() -> None:
         take(5)
     assert server.trips == [(1,), [2, 3], [4, 5]]
     assert found == {1: 2, 2: 4, 3: 6, 4: 8, 5: 10}
+
+
+class Pause:
+    """Stands for the time module: each pause lasts until the test ends it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.begun: list[float] = []
+        self.over = threading.Event()
+        self.interrupt: BaseException | None = None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.begun.append(seconds)
+        assert self.over.wait(10)
+        self.now += seconds
+        if self.interrupt is not None:
+            raise self.interrupt
+
+
+@pytest.fixture
+def pause(monkeypatch: pytest.MonkeyPatch) -> Pause:
+    """The pauses before trips."""
+    made = Pause()
+    monkeypatch.setattr(shared_trips, "time", made)
+    return made
+
+
+def test_a_trip_begins_later_than_the_one_before_the_more_calls_run(pause: Pause) -> None:
+    """Those that come meanwhile go together."""
+    server = Server()
+    with under_way(server) as (trips, take, found):
+        trips._running = lambda: 20
+        take(1)
+        wait_until(lambda: 1 in found, 10, "the first to go at once")
+        take(2)
+        wait_until(lambda: bool(pause.begun), 10, "the second to wait")
+        take(3)
+        assert trips.send(4)
+        assert server.trips == [(1,)]
+        pause.over.set()
+    assert server.trips == [(1,), [2, 3, 4]]
+    assert found == {1: 2, 2: 4, 3: 6}
+    assert pause.begun == [pytest.approx(20 * shared_trips.SPACING)]
+    trips._running = lambda: 1000
+    assert run(trips, server, 5) == 10
+    assert pause.begun[1:] == [pytest.approx(shared_trips.MOST_SPACING)]
+    pause.now += shared_trips.MOST_SPACING
+    assert run(trips, server, 6) == 12
+    assert len(pause.begun) == 2, "who comes later goes at once"
+
+
+def test_a_step_without_a_wait_goes_itself_at_once_or_with_the_next(pause: Pause) -> None:
+    server = Server()
+    trips = SharedTrips(server.double, lambda: 20)
+    assert not trips.send(1), "the caller goes itself"
+    pause.over.set()
+    assert trips.send(2), "soon after that it goes in a trip"
+    assert (server.trips, len(pause.begun)) == ([[2]], 1)
+    assert not trips._under_way
+
+
+def test_an_interrupt_in_the_pause_lets_the_others_go_alone(
+    pause: Pause, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_trips, "PATIENCE", 30.0)
+    server, raised = Server(), threading.Event()
+    pause.interrupt = KeyboardInterrupt()
+    with under_way(server) as (trips, take, found):
+        trips._running = lambda: 20
+        take(1)
+        wait_until(lambda: 1 in found, 10, "the first to go at once")
+
+        def interrupted() -> None:
+            with pytest.raises(KeyboardInterrupt):
+                run(trips, server, 2)
+            raised.set()
+
+        threading.Thread(target=interrupted, daemon=True).start()
+        wait_until(lambda: bool(pause.begun), 10, "the second to wait")
+        take(3)
+        trips._running = lambda: 0
+        pause.over.set()
+        assert raised.wait(10)
+    assert server.trips == [(1,), (3,)]
+    assert found == {1: 2, 3: 6}
+    assert not trips._under_way
 
 
 def test_a_step_without_an_answer_goes_alone_and_the_others_have_theirs() -> None:

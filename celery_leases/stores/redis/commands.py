@@ -51,7 +51,7 @@ class RedisCommands:
         """
         return self.run(script, *keys_and_args)
 
-    def share_trips(self) -> None:
+    def share_trips(self, running: Callable[[], int]) -> None:
         """Let :meth:`run_together` and :meth:`run_unawaited` share round trips, if they can."""
 
     def execute(self, *command: Any) -> Any:

@@ -155,9 +155,9 @@ class DirectCommands(RedisCommands):
     _client: DirectClient
     _trips: SharedTrips[tuple[Any, ...], tuple[Any]] | None = None
 
-    def share_trips(self) -> None:
+    def share_trips(self, running: Callable[[], int]) -> None:
         """Let callers share round trips."""
-        self._trips = SharedTrips(self._run_together)
+        self._trips = SharedTrips(self._run_together, running)
 
     def run_together(self, script: Script, *keys_and_args: Any) -> Any:
         """Run a script; see :meth:`RedisCommands.run_together`."""

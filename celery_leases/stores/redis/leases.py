@@ -191,11 +191,11 @@ class RedisLeaseStore(MarkedLeaseStore):
         """
         self._commands.close()
 
-    def share_trips(self) -> None:
+    def share_trips(self, running: Callable[[], int]) -> None:
         """Send leases that are taken and freed at the same moment in one pipeline, to a server that
         is neither behind Sentinel nor in a cluster.
         """
-        self._commands.share_trips()
+        self._commands.share_trips(running)
 
     # -- leases ------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ lease store that has none of its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from sqlalchemy import (
@@ -229,9 +229,9 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
         """Claim the row, which is the lease. The same statement reads the group."""
         return self.records.claim(call, self.name, groups=self.groups)
 
-    def share_trips(self) -> None:
+    def share_trips(self, running: Callable[[], int]) -> None:
         """Let claims share statements."""
-        self.records.share_trips()
+        self.records.share_trips(running)
 
     def end(self, stored_key: str, token: str) -> None:
         """Do nothing: closing the row has released it."""

@@ -149,15 +149,16 @@ class SqlRecordStore:
         other.availability = Availability(database=self.tables_location)
         return other
 
-    def share_trips(self) -> None:
-        """Let calls of this process share statements on PostgreSQL: first claims, and successes.
+    def share_trips(self, running: Callable[[], int]) -> None:
+        """Let calls of this process share statements on PostgreSQL: first claims, and successes;
+        the more, the more calls are *running*.
 
         A shared statement waits for a locked row only for a moment. A call that it did not serve
         has a statement of its own, as on the other databases.
         """
         if self.database.dialect.reads_or_inserts:
-            self._claims = SharedTrips(self._claim_together)
-            self._successes = SharedTrips(self._succeed_together)
+            self._claims = SharedTrips(self._claim_together, running)
+            self._successes = SharedTrips(self._succeed_together, running)
 
     def compile_statements(self) -> None:
         """Compile the usual statements; :meth:`check` was called before."""
