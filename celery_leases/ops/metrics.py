@@ -113,19 +113,12 @@ _BEGIN_AT_0: Final = tuple(
     metric.name for metric in METRICS.values() if metric.labels == ("task",) and not metric.buckets
 )
 """The counters with a value before their first event, which an alert on an increase needs."""
-COUNTED: Final = (
-    signals.attempt_settled,
-    signals.crash_seen,
-    signals.attempt_abandoned,
-    signals.outcome_refused,
-    signals.result_replayed,
-    signals.call_dropped,
-    signals.call_refused,
-    signals.call_rescheduled,
-    signals.lease_lost,
-    signals.renewal_failed,
-    signals.lease_renewed,
-    signals.group_closed,
+COUNTED: Final = tuple(
+    signals.SIGNALS[kind]
+    for kind in (
+        *(*_ONE_EACH, events.AttemptSettled, events.CallDropped),
+        *(events.CallRescheduled, events.LeaseRenewed, events.ResultReplayed),
+    )
 )
 
 
