@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, Final
 from uuid import uuid4
 
 from celery.result import AsyncResult
+from celery.utils.time import maybe_make_aware
 
 from celery_leases.concurrency import wait_limit
+from celery_leases.decide.latest import PATIENCE
 from celery_leases.errors import LeasesError
 from celery_leases.keys import call_key
 from celery_leases.outbox.calls import arguments_of, headers_of, is_published_before
@@ -29,8 +32,8 @@ def publish(
     """Publish a call of *task* by *publish*, Celery's own ``apply_async``, with its order among the
     calls of its key, for which the lease store is asked once.
 
-    The store notes a call with a countdown as the newest when that is over: until then an older one
-    need not wait for it.
+    The store notes a call with a countdown of more than :data:`PATIENCE` as the newest when that is
+    over: until then an older one need not wait for it.
 
     If that fails, the time of this machine is its order, which may differ by a little. The time of
     its arrival at a worker would be later than that of calls published while it was queued.
@@ -50,7 +53,7 @@ def publish(
         key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs, headers)
         with wait_limit.within(LONGEST_WAIT):
             leases = processes.process_of(task.app).leases
-            if given.get("countdown") or given.get("eta"):
+            if _delay(task, given) > PATIENCE:
                 burst = leases.burst(key.stored)
                 order = max(burst.now, burst.newest + 1)
             else:
@@ -66,3 +69,14 @@ def publish(
         )
     given["headers"] = {**(given.get("headers") or {}), ORDER: [call_id, order]}
     return publish(args, kwargs, task_id=task_id, **given)
+
+
+def _delay(task: Any, given: Mapping[str, Any]) -> float:
+    """Seconds until a call is due; what is not a time is refused by Celery."""
+    countdown, eta = given.get("countdown"), given.get("eta")
+    if isinstance(countdown, int | float):
+        return countdown
+    if isinstance(eta, datetime):
+        due: datetime = maybe_make_aware(eta, task.app.timezone)
+        return (due - task.app.now()).total_seconds()
+    return 0.0
