@@ -77,6 +77,6 @@ def _delay(task: Any, given: Mapping[str, Any]) -> float:
     if isinstance(countdown, int | float):
         return countdown
     if isinstance(eta, datetime):
-        due: datetime = maybe_make_aware(eta, task.app.timezone)
-        return (due - task.app.now()).total_seconds()
+        due, now = maybe_make_aware(eta, task.app.timezone), task.app.now()
+        return float((due - now).total_seconds())
     return 0.0
