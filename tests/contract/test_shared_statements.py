@@ -66,13 +66,13 @@ class TestSettling(SettleContract):
 def claims(records: SqlRecordStore, calls: Sequence[Call], lease_store: str = STORE) -> list[Any]:
     """The claims of all *calls* at once."""
     steps = [lambda call=call: records.claim(call, lease_store) for call in calls]
-    return at_once(records._claims, steps)
+    return at_once(records._trips, steps)
 
 
 def settled(records: SqlRecordStore, attempts: Sequence[Record]) -> list[Any]:
     """The successes of all *attempts* at once."""
     steps = [lambda one=one: records.settle(one, outcome(one)) for one in attempts]
-    return at_once(records._successes, steps)
+    return at_once(records._trips, steps)
 
 
 def claimed(records: SqlRecordStore, number: int = MANY) -> list[Record]:
@@ -108,6 +108,25 @@ def test_successes_that_come_at_once_share_a_statement(shared: SqlRecordStore) -
         assert settled(shared, attempts) == [True] * MANY
     assert len(sent) == 1
     assert {row(shared, one.stored_key).state for one in attempts} == {State.DONE}
+
+
+def test_claims_and_successes_that_come_at_once_share_a_statement(
+    shared: SqlRecordStore,
+) -> None:
+    """A claim of a key that is closed by the same statement is refused, as if it came before."""
+    attempts = [answer.record for answer in claims(shared, calls(10), DATABASE)]
+    made, again = calls(10), make_call(attempts[-1].stored_key)
+    steps: list[Any] = [lambda one=one: shared.settle(one, outcome(one)) for one in attempts]
+    steps += [lambda call=call: shared.claim(call, DATABASE) for call in (*made, again)]
+    with statements_of(shared.database) as sent:
+        answers = at_once(shared._trips, steps)
+    assert len(sent) == 1
+    assert answers[:10] == [True] * 10
+    assert {row(shared, one.stored_key).state for one in attempts} == {State.DONE}
+    assert all_won(shared, made, answers[10:20])
+    assert isinstance(answers[20], Refused)
+    assert answers[20].record is not None
+    assert answers[20].record.state is State.RUNNING
 
 
 def test_of_claims_of_one_key_one_wins(shared: SqlRecordStore) -> None:

@@ -101,13 +101,32 @@ class RecordStatements:
         return self._read_statement(in_group=True, also_open=True)
 
     @cached_property
-    def claim_together(self) -> Executable:
-        """``insert_or_read`` for several new rows, each an object of the JSON array ``given``.
-        Returns those that were inserted, and the rows that exist; another claim may have inserted a
-        row that is neither.
+    def together(self) -> Executable:
+        """``insert_or_read`` for several new rows, and ``settle_success`` for several attempts,
+        each an object of the JSON array ``claims`` or ``successes``.
+
+        Returns the claims that were inserted, those whose rows exist, and the owners of the
+        successes that were written. Another claim may have inserted a row that is neither.
         """
+        inserted, present = self._claims()
+        ended = self._successes().returning(self.table.c.owner).cte("ended")
+        return union_all(
+            select(
+                inserted.c.owner,
+                inserted.c.fence.label("now"),
+                true().label("inserted"),
+                null().label("record"),
+            ),
+            select(present.c.new_owner, present.c.now, false(), present.c.document).where(
+                present.c.document.is_not(None)
+            ),
+            select(ended.c.owner, null(), null(), null()),
+        )
+
+    def _claims(self) -> tuple[FromClause, FromClause]:
+        """The claims of ``claims`` that were inserted, and all of them, with the row of the key."""
         columns = {f"new_{name}": self.table.c[name].type for name in WHEN_NEW}
-        wanted = self._given(columns, "new_owner")
+        wanted = self._given("claims", columns, "new_owner")
         row = self.table.alias("r")
         of_key = row.c.stored_key == wanted.selected_columns.new_stored_key
         seen = select(_as_json("r")).where(of_key).scalar_subquery().label("document")
@@ -120,42 +139,28 @@ class RecordStatements:
             .returning(self.table.c.owner, self.table.c.fence)
             .cte("inserted")
         )
-        return union_all(
-            select(
-                inserted.c.owner,
-                inserted.c.fence.label("now"),
-                true().label("inserted"),
-                null().label("record"),
-            ),
-            select(given.c.new_owner, given.c.now, false(), given.c.document).where(
-                given.c.document.is_not(None)
-            ),
-        )
+        return inserted, given
 
-    @cached_property
-    def succeed_together(self) -> Executable:
-        """``settle_success`` for several attempts, each an object of the JSON array ``given``.
-        Returns the owners of the rows that were written.
-        """
+    def _successes(self) -> Update:
+        """Write the successes of ``successes``."""
         of_row, number = self.table.c, BigInteger()
         columns = {"for_key": of_row.stored_key.type, "for_fence": number}
         columns |= {"for_owner": of_row.owner.type, "keep": number, "keep_at_least": number}
         columns |= {f"new_{name}": of_row[name].type for name in SUCCESS}
-        given = self._given(columns, "for_owner").cte("wanted")
-        statement = self._settle_statement(SUCCESS, lambda name, _: given.c[name], also_waits=False)
-        return statement.returning(of_row.owner)
+        given = self._given("successes", columns, "for_owner").cte("won")
+        return self._settle_statement(SUCCESS, lambda name, _: given.c[name], also_waits=False)
 
-    def _given(self, columns: Mapping[str, TypeEngine[Any]], owner: str) -> Select[Any]:
-        """The objects of the JSON array ``given`` as rows with these *columns*; they wait for locks
-        only for a moment.
+    def _given(self, array: str, columns: Mapping[str, TypeEngine[Any]], owner: str) -> Select[Any]:
+        """The objects of the parameter *array*, as JSON, as rows with these *columns*; they wait
+        for locks only for a moment.
 
         PostgreSQL would expect 100 rows, for which it would read a whole table of a few thousand
         rows. Of a comparison of two values of a row it expects that one row meets it, so that it
         uses the index.
         """
-        array = cast(bindparam("given", type_=Text), JSON)
+        objects = cast(bindparam(array, type_=Text), JSON)
         typed = [column(name, kind) for name, kind in columns.items()]
-        rows = func.json_to_recordset(array).table_valued(*typed).render_derived(with_types=True)
+        rows = func.json_to_recordset(objects).table_valued(*typed).render_derived(with_types=True)
         limit = f"(SELECT set_config('lock_timeout', '{LOCK_TIMEOUT}', true)) = '{LOCK_TIMEOUT}'"
         always = rows.c[owner] == rows.c[owner] + literal_column("''", Text)
         return select(*rows.c).where(literal_column(limit, Boolean), always)

@@ -77,6 +77,10 @@ REPAIR_TRIES: Final = 20
 """How often an operator's write is retried when the row changes between reading and writing."""
 
 
+Step = tuple[str, Mapping[str, Any]]
+"""A step that goes with others in one statement: ``claims`` or ``successes``, and its values."""
+
+
 class _KeyUnusableErrors:
     """Raises :class:`KeyUnusable` for a value that the database refuses: the value comes from the
     call, so this is not an outage.
@@ -108,8 +112,7 @@ class SqlRecordStore:
         #: Decides whether an expired row that is itself the lease may be taken over.
         self.availability = Availability(database=self.tables_location)
         self.statements = RecordStatements(self.database, self.tables)
-        self._claims: SharedTrips[Mapping[str, Any], Any] | None = None
-        self._successes: SharedTrips[Mapping[str, Any], int] | None = None
+        self._trips: SharedTrips[Step, Any] | None = None
         records = self.tables.records
         #: Locks the row of a running attempt, and extends the lease if the row is the lease; its
         #: parameters: :func:`celery_leases.stores.sql.rows.guard_parameters`.
@@ -157,8 +160,7 @@ class SqlRecordStore:
         has a statement of its own, as on the other databases.
         """
         if self.database.dialect.reads_or_inserts:
-            self._claims = SharedTrips(self._claim_together, running)
-            self._successes = SharedTrips(self._succeed_together, running)
+            self._trips = SharedTrips(self._run_together, running)
 
     def compile_statements(self) -> None:
         """Compile the usual statements; :meth:`check` was called before."""
@@ -361,8 +363,9 @@ class SqlRecordStore:
         try:
             in_group, unless_present = group is not None, self.database.unless_present
             statement = statements.insert_or_read[in_group]
-            if self._claims is not None and not in_group:
-                found = self._claims.run(values, partial(unless_present, statement, values))
+            if self._trips is not None and not in_group:
+                alone = partial(unless_present, statement, values)
+                found = self._trips.run(("claims", values), alone)
             else:
                 found = unless_present(statement, values)
             if found is None:
@@ -393,14 +396,23 @@ class SqlRecordStore:
             seen_in({**closed, "now": now}) if closed is not None else None,
         )
 
-    def _claim_together(self, given: Sequence[Mapping[str, Any]]) -> list[Row | None]:
-        """The row of :attr:`RecordStatements.claim_together` for each claim; ``None``: it needs a
-        statement of its own.
+    def _run_together(self, given: Sequence[Step]) -> list[Any]:
+        """The row of :attr:`RecordStatements.together` for each claim, and 1 for each success that
+        was written; ``None``: the step needs a statement of its own.
         """
-        statement = self.statements.claim_together
-        found = self.database.all(statement, {"given": json.dumps(given)})
-        answers = {row["owner"]: row for row in found}
-        return [answers.get(each["new_owner"]) for each in given]
+        arrays: dict[str, list[Mapping[str, Any]]] = {"claims": [], "successes": []}
+        for kind, values in given:
+            arrays[kind].append(values)
+        texts = {kind: json.dumps(array) for kind, array in arrays.items()}
+        answers = {row["owner"]: row for row in self.database.all(self.statements.together, texts)}
+        return [
+            answers.get(values["new_owner"])
+            if kind == "claims"
+            else 1
+            if values["for_owner"] in answers
+            else None
+            for kind, values in given
+        ]
 
     def swap(self, seen: Record, new: Record) -> bool:
         """Replace *seen* by *new* if the :data:`~celery_leases.stores.sql.rows.COMPARED` columns of
@@ -430,10 +442,10 @@ class SqlRecordStore:
         lost. If the database refuses a text of the outcome, the outcome is written without texts.
         """
         statement, values = self.settlement(record, outcome)
-        shared = self._successes if statement is self.statements.settle_success else None
+        shared = self._trips if statement is self.statements.settle_success else None
         alone = partial(self.database.count, statement, values)
         try:
-            written = shared.run(values, alone) if shared is not None else alone()
+            written = shared.run(("successes", values), alone) if shared is not None else alone()
         except ValueRefused as error:
             logger.error(
                 "%s: its outcome was written without result, reason and message: %s",
@@ -444,13 +456,6 @@ class SqlRecordStore:
             record, outcome = replace(record, finished_results=None), rows.without_texts(outcome)
             written = self.database.count(*self.settlement(record, outcome))
         return written > 0 or self._was_settled(record, outcome)
-
-    def _succeed_together(self, given: Sequence[Mapping[str, Any]]) -> list[int | None]:
-        """Write successes: 1 row each; ``None`` for one that was not written."""
-        statement = self.statements.succeed_together
-        written = self.database.all(statement, {"given": json.dumps(given)})
-        owners = {row["owner"] for row in written}
-        return [1 if each["for_owner"] in owners else None for each in given]
 
     def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
         """The statement of :meth:`settle` and its parameters, also for a transaction of the
