@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 from unittest.mock import Mock
 
@@ -742,7 +743,7 @@ def test_a_worker_without_an_event_loop_reads_what_kombu_leaves_unread(
         receiver.qos(prefetch_count=1)
         connection.SimpleQueue("work").put({"n": 1})
         wait_until(lambda: not broker.llen("work"), 5, "the message to leave its queue")
-        with pytest.raises(TimeoutError):
+        with suppress(TimeoutError):  # which kombu before 5.7 does not raise then
             own.drain_events(timeout=0.01)
         assert len(got) == 1
         consumer = Mock(connection=own)

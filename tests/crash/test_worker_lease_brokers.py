@@ -24,7 +24,8 @@ from tests.unit.doc_pages import page
 PREFIX = "app1:"
 OF_KOMBU = (
     "+select +ping +client +hello +info +brpop +lpush +rpush +llen +sadd +srem +smembers +publish "
-    "+subscribe +psubscribe +unsubscribe +punsubscribe +evalsha +unwatch +get +set +script"
+    "+subscribe +psubscribe +unsubscribe +punsubscribe +evalsha +unwatch +get +set +script "
+    "+zrevrangebyscore"  # before kombu 5.6
 )
 
 
