@@ -50,7 +50,14 @@ from celery_leases.decide.endings import (
     Terminated,
     error_text,
 )
-from celery_leases.decide.latest import ORDER_TTL, Burst, arrival_mark, replaced_mark, until_turn
+from celery_leases.decide.latest import (
+    ORDER_TTL,
+    PATIENCE,
+    Burst,
+    arrival_mark,
+    replaced_mark,
+    until_turn,
+)
 from celery_leases.decide.verdicts import (
     Drop,
     Facts,
@@ -169,7 +176,7 @@ class Execution:
             verdict = self._decide(record)
             if not isinstance(verdict, Run | Wait):
                 return verdict
-            if burst is not None and again is None:
+            if burst is not None:
                 again = until_turn(call, burst, process.rand(), record)
         if again is not None:
             return again
@@ -178,7 +185,8 @@ class Execution:
             verdict = self._acquire_once(process.clock.now() - began)
             if not isinstance(verdict, Wait):
                 missing = burst.newest if burst is not None and call.reschedulable else 0
-                if isinstance(verdict, Run) and missing > call.order > 0:
+                late = call.waited_for_newer >= PATIENCE
+                if isinstance(verdict, Run) and missing > call.order > 0 and late:
                     # The newest call has not come. No other call needs to wait for it.
                     with suppress(StoreUnavailable):
                         process.leases.note_order(call.key.stored, call.order, missing)
@@ -309,9 +317,6 @@ class Execution:
             raise
         if not isinstance(verdict, Run):
             self._free()
-        elif options.debounce:
-            with suppress(StoreUnavailable):  # then the next run begins earlier
-                process.leases.end_burst(call.key.stored, call.order or call.arrived)
         return verdict
 
     def _claim(self) -> Acquired | Refused:
@@ -400,6 +405,9 @@ class Execution:
         if isinstance(verdict, Reschedule):
             self._close(unrun(call, record, verdict.delay))
             return verdict
+        if call.options.latest_runs:  # before the lease is looked at, because this may take long
+            with suppress(StoreUnavailable):  # then the next run begins earlier
+                process.leases.end_burst(call.key.stored, call.order or call.arrived)
         if process.clock.now() >= held_lease.own_stop:
             self._close(unrun(call, record, 0.0))
             return Reschedule(

@@ -21,6 +21,8 @@ PATIENCE: Final = 10.0
 """Seconds for which a call waits for a newer one that has not begun. Its publisher may have died
 before it published the message, or a revoke has ended it.
 """
+QUIET: Final = 1.0
+"""Seconds in which a burst without ``lease_debounce`` has another call."""
 BEGUN: Final = 0.001
 """Seconds for which a call has waited that has just begun to wait."""
 
@@ -38,6 +40,16 @@ class Burst:
     newest: int = 0
     first: int = 0
 
+    @property
+    def quiet_for(self) -> float:
+        """Seconds since the newest call."""
+        return (self.now - self.newest) / MICROSECONDS
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the first call of which no run has begun."""
+        return (self.now - (self.first or self.newest)) / MICROSECONDS
+
 
 def until_turn(
     call: Call, burst: Burst, rand: float, record: Record | None = None
@@ -54,18 +66,22 @@ def until_turn(
     """
     if not call.reschedulable:
         return None
-    if debounce := call.options.debounce:
-        longest = call.options.debounce_max or DEBOUNCE_MAX * debounce
-        first = burst.first or burst.newest
-        begin = min(burst.newest + debounce * MICROSECONDS, first + longest * MICROSECONDS)
-        if 0 < (left := (begin - burst.now) / MICROSECONDS) <= 2 * debounce:
-            reason = f"a newer call may come within {debounce:g} s"
-            return Reschedule(countdown(call, left), reason, event_type="")
-    if burst.newest <= (call.order or call.arrived):
+    debounce = call.options.debounce
+    quiet = debounce or QUIET
+    overdue = burst.waited - (call.options.debounce_max or DEBOUNCE_MAX * quiet)
+    if debounce and 0 < (left := min(debounce - burst.quiet_for, -overdue)) <= 2 * debounce:
+        reason = f"a newer call may come within {debounce:g} s"
+        return Reschedule(countdown(call, left), reason, event_type="")
+    behind = (burst.newest - (call.order or call.arrived)) / MICROSECONDS
+    if behind <= 0:
         return None
+    if record is not None and record.finished_at is not None:
+        overdue = min(overdue, (record.now - record.finished_at) / MICROSECONDS - quiet)
+    if burst.quiet_for < quiet and behind <= quiet + overdue and overdue >= 0:
+        return None  # calls come so fast that each one is replaced before it can begin
     waited = call.waited_for_newer
     if burst.newest <= burst.now:
-        waited = min(waited, (burst.now - burst.newest) / MICROSECONDS)
+        waited = min(waited, burst.quiet_for)
     if record is not None and record.finished_at is not None:
         waited = min(waited, (record.now - record.finished_at) / MICROSECONDS)
     if waited >= PATIENCE:

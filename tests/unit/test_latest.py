@@ -122,6 +122,25 @@ class TestItsTurn:
             burst = Burst(NOW, NOW, NOW - longer * SECOND)
             assert (until_turn(latest(NOW, debounce=5.0), burst, 0.5) is None) is ends
 
+    @pytest.mark.parametrize(
+        ("first", "newest", "behind", "idle", "waits"),
+        [(11, 0.1, 0.5, None, False), (9, 0.1, 0.5, None, True), (11, 1.1, 0.0, None, True),
+         (11, 0.1, 2.5, None, True), (13, 0.1, 2.5, None, False), (60, 0.1, 0.5, 0.5, True),
+         (60, 0.1, 0.5, 1.5, False)],
+    )  # fmt: skip
+    def test_of_calls_that_come_all_the_time_one_runs_at_last(
+        self, first, newest, behind, idle, waits
+    ) -> None:
+        """Although a newer one has come before it could begin."""
+
+        def ago(seconds: float) -> int:
+            return NOW - round(seconds * SECOND)
+
+        burst = Burst(NOW, ago(newest), ago(first))
+        row = a_record(State.DONE, THEIRS, finished_at=ago(idle)) if idle is not None else None
+        again = until_turn(latest(ago(newest + behind + 0.1)), burst, 0.5, row)
+        assert (again is not None) is waits
+
     def test_an_eager_call_does_not_wait(self) -> None:
         call = latest(OLDER, debounce=5.0, reschedulable=False)
         assert until_turn(call, Burst(NOW, NEWER, OLDER), 0.5) is None
@@ -196,6 +215,35 @@ def test_one_call_waits_in_vain_for_a_message_that_never_comes() -> None:
     late = bench.call(call_id="late", runs="latest", group=None, order=orders[4])
     assert isinstance(bench.run(late), Return)
     assert bench.ran[-1] == late.token
+
+
+@pytest.mark.parametrize("debounce", [None, 0.5])
+def test_calls_that_come_all_the_time_do_not_keep_their_key_from_running(
+    debounce: float | None,
+) -> None:
+    """Each of them is replaced before a worker has it."""
+    bench = Bench()
+    longest = 5.0 if debounce else PATIENCE
+    before: Call | None = None
+    for number in range(200):
+        order = bench.stores.new_order(KEY.stored)
+        options = {"runs": "latest", "group": None, "debounce": debounce}
+        newest = bench.call(call_id=f"call-{number}", order=order, **options)
+        if before is not None:
+            bench.run(before)
+        before = newest
+        bench.clock.sleep(0.1)
+    assert len(bench.ran) == pytest.approx(20.0 / longest, abs=1)
+
+
+def test_no_body_begins_after_its_lease_because_the_store_was_slow_to_end_the_burst(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    monkeypatch.setattr(bench.stores, "end_burst", lambda *_: bench.clock.sleep(60.0))
+    call = bench.call(runs="latest", group=None, order=bench.stores.new_order(KEY.stored))
+    assert isinstance(bench.run(call), Reschedule)
+    assert bench.ran == []
 
 
 def test_a_message_of_a_finished_call_that_comes_again_does_not_run() -> None:
@@ -430,6 +478,7 @@ class Key(RuleBasedStateMachine):
         if decide(self.row, call, DATABASE) is not None:
             return self.end(call, before_run(call, Facts(record=self.row, rand=0.5)))
         self.row = claimed(self.row, call, DATABASE, self.now)
+        self.burst = replace(self.burst, first=self.now * (self.burst.newest > call.order))
         began = Began(self.published[call.call_id][0], self.now)
         self.runs.append(began)
         self.running = Message(call, self.now), began
