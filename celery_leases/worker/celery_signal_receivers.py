@@ -35,15 +35,15 @@ def _before_work(sender: Any, **_: Any) -> None:
 signals.worker_init.connect(_before_work, weak=False)
 
 
-def _before_fork(instance: Any, **_: Any) -> None:
-    """Import what the pool processes of a prefork worker need, and freeze all objects: the garbage
-    collector would write into each of them, so that no process could share its memory.
+def _before_pool(instance: Any, **_: Any) -> None:
+    """Import what runs tasks, and freeze all objects: the garbage collector would write into each
+    of them, so that no process of prefork could share its memory. In a process that runs many
+    bodies it would look at all of them again and again.
     """
     from celery_leases.worker.app_settings import leased_tasks
 
-    if "prefork" not in str(instance.pool_cls) or not leased_tasks(instance.app):
+    if not leased_tasks(instance.app):
         return
-    # For the pool processes.
     from celery_leases.worker import delivery, errbacks, requeue  # noqa: F401
 
     with suppress(Exception):  # Celery reports it when it uses the backend
@@ -52,7 +52,7 @@ def _before_fork(instance: Any, **_: Any) -> None:
     gc.freeze()
 
 
-signals.celeryd_after_setup.connect(_before_fork, weak=False)
+signals.celeryd_after_setup.connect(_before_pool, weak=False)
 
 
 def _when_ready(sender: Any, **_: Any) -> None:

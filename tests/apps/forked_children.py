@@ -26,7 +26,7 @@ from tests.apps.count_calls import app, runner
 STEPS = (
     *("check_before_work", "_make", "open_process", "SqlRecordStore.check", "Database._once"),
     *("SqlRecordStore.identity", "Process.share_statements", "Database._compile", "Process.close"),
-    *("prepare_forks", "Database.with_engine", "_before_fork"),
+    *("prepare_forks", "Database.with_engine", "_before_pool"),
 )
 """A child is forked at the first call of each of these functions."""
 
