@@ -78,11 +78,18 @@ class Slots:
     closed: Closed | None = None
 
     def at(self, now: float) -> Slots:
-        """Without what has expired by *now*."""
+        """Without what has expired by *now*, and without times that are too late: the clock of the
+        store was set back.
+        """
         held = {token: slot for token, slot in self.held.items() if slot[0] > now}
-        places = {worker: place for worker, place in self.places.items() if place[1] > now}
+        places = {
+            worker: place
+            for worker, place in self.places.items()
+            if now < place[1] <= now + PLACE_TTL
+        }
         closed = self.closed if self.closed is not None and self.closed.counts > now else None
-        return replace(self, held=held, places=places, closed=closed)
+        began = min(self.began, now + AHEAD)
+        return replace(self, held=held, places=places, closed=closed, began=began)
 
     @property
     def expires_at(self) -> float:

@@ -2,17 +2,19 @@
 values of other programs, names of keys.
 """
 
+import time
 from typing import Any
 
 import pytest
 import redis
 
-from celery_leases.decide.answers import Acquired, Refusal, Renewal
+from celery_leases.decide.answers import Acquired, Refusal, Refused, Renewal
 from celery_leases.failures.cooldown_policies import CooldownPolicy
+from celery_leases.groups.slots import AHEAD, Ask, Slots, dump
 from celery_leases.stores.redis.clients import limited
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts import GroupHistoryContract, GroupStoreContract
-from celery_leases.testing.contracts.calls import fresh_key, held, make_call, why
+from celery_leases.testing.contracts.calls import acquired, fresh_key, held, make_call, why
 from celery_leases.testing.contracts.group_case import (
     POLICY,
     closed,
@@ -76,14 +78,15 @@ def test_a_held_or_cooling_key_is_reported_at_any_group(store: RedisLeaseStore) 
         closed(store, GROUP, 60.0)
 
 
-def test_each_step_is_one_close_or_two(
+def test_each_step_is_one_request_or_two(
     leases_redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = RedisLeaseStore.from_url(leases_redis_url)
     closed(store, "closed", 60.0)
     probe_due(store, GROUP)
     call, plain = (make_call(fresh_key(), group=GROUP), make_call(fresh_key()))
-    store.acquire(call)
+    for each in (call, make_call(fresh_key())):  # the server has the scripts
+        store.acquire(each)
     store.groups.release_slot(GROUP, "x")
     store.cool("x", "x", 1.0)
     store.end_cooldown("x")
@@ -99,7 +102,7 @@ def test_each_step_is_one_close_or_two(
         return send(self, command, check_health)
 
     monkeypatch.setattr(connections, "send_unlimited", counted)
-    for in_a_row, step in (
+    for requests, step in (
         (1, lambda: store.acquire(plain)),
         (1, lambda: store.acquire(make_call(fresh_key(), group="open"))),
         (1, lambda: store.acquire(make_call(fresh_key(), group="closed"))),
@@ -120,8 +123,8 @@ def test_each_step_is_one_close_or_two(
     ):
         sent.clear()
         step()
-        assert len(sent) == in_a_row
-        if in_a_row == 1 and plain.key.stored.encode() in sent[0]:
+        assert len(sent) == requests
+        if requests == 1 and plain.key.stored.encode() in sent[0]:
             assert b"group:" not in sent[0]
     store.close()
 
@@ -186,6 +189,22 @@ def test_the_keys_of_a_group_share_a_hash_tag_and_end(store: RedisLeaseStore) ->
         "celery_leases:epoch",
     }
     assert all(store._client.pttl(name) > 0 for name in found_keys)
+
+
+def test_no_call_waits_until_a_clock_that_was_set_back_has_caught_up(
+    store: RedisLeaseStore,
+) -> None:
+    """As in :mod:`celery_leases.groups.slots`."""
+    later = (time.time() + 3600.0) * 1000
+    waiting = {"dead": (1.0, later)}
+    store._client.set(SLOTS, dump(Slots(began=later, pause=100.0, places=waiting)), px=60_000)
+    ask = Ask(1, 100.0, worker="two")
+    refused = store.acquire(make_call(fresh_key(), group=GROUP, ask=ask))
+    assert isinstance(refused, Refused)
+    assert refused.room is not None
+    assert refused.room.wait == pytest.approx((AHEAD + 100.0) / 1000, abs=0.01)
+    store._client.set(SLOTS, dump(Slots(places=waiting)), px=60_000)
+    assert acquired(store.acquire(make_call(fresh_key(), group=GROUP, ask=ask)))
 
 
 @pytest.mark.parametrize("value", [b"garbage", b"", b"[1, 2]", b"7", b"\xff\xfe \x00", None])

@@ -235,7 +235,7 @@ class TestRerun:
 
 
 class TestOneGroupForManyKeys:
-    def test_bodies_that_fail_together_are_one_close_and_probe_one_by_one(self, bench) -> None:
+    def test_bodies_that_fail_together_are_one_closing_and_probe_one_by_one(self, bench) -> None:
         first, second = bench.call(), bench.call(key=OTHER_KEY, call_id=THEIRS)
         bench.run(first, OF_THE_GROUP, during=lambda _: bench.run(second, OF_THE_GROUP))
         assert bench.closed_group is not None

@@ -5,6 +5,7 @@ order of arrival.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -116,6 +117,13 @@ def test_a_call_may_overtake_by_two_seconds(since: float, places: int) -> None:
     assert room(slots, Ask(1, since=since, worker="two"), NOW).places == places
     assert room(slots, Ask(1, since=since, worker="one"), NOW).places == 1
     assert room(slots, Ask(1, since=since, worker="two"), NOW + PLACE_TTL).places == 1
+
+
+def test_no_call_waits_until_a_clock_that_was_set_back_has_caught_up() -> None:
+    later, ask = NOW + 3_600_000.0, Ask(1, 100.0, worker="two")
+    slots = Slots(began=later, pause=100.0, places={"dead": (1.0, later)})
+    assert room(slots, ask, NOW).wait == (AHEAD + 100.0) / 1000
+    assert room(replace(slots, began=0.0), ask, NOW).places == 1
 
 
 def test_a_room_says_how_many_run_and_when_the_next_may_begin() -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from celery_leases.groups.slots import AHEAD, BEGIN_KEPT, BUSY, LEAD, MANY, OVERTAKING
+from celery_leases.groups.slots import AHEAD, BEGIN_KEPT, BUSY, LEAD, MANY, OVERTAKING, PLACE_TTL
 
 EPOCH_MS: Final = 30 * 86_400_000
 """The TTL of the epoch key, which records since when the server has had its data. Without the key
@@ -97,10 +97,11 @@ local function read_slots(key, now)
     local found = get(key)
     local readable, slots = pcall(cjson.decode, type(found) == 'string' and found or '{{}}')
     if not readable or type(slots) ~= 'table' then slots = {{}} end
-    local state = {{held = {{}}, places = {{}}, began = tonumber(slots.began) or 0, pause = tonumber(slots.pause) or 0}}
+    local began = math.min(tonumber(slots.began) or 0, now + {AHEAD})
+    local state = {{held = {{}}, places = {{}}, began = began, pause = tonumber(slots.pause) or 0}}
     for token, slot in pairs(slots.held or {{}}) do if slot[1] > now then state.held[token] = slot end end
     for worker, place in pairs(slots.places or {{}}) do
-        if place[2] > now then state.places[worker] = place end
+        if place[2] > now and place[2] <= now + {PLACE_TTL} then state.places[worker] = place end
     end
     if slots.closed and slots.closed.counts > now then state.closed = slots.closed end
     return state
