@@ -261,8 +261,8 @@ class LeaseClient:
             ) from None
 
     def groups(self, *, opened: bool = False) -> Sequence[GroupStatus]:
-        """The groups that are not open, and those that are full; with *opened* also groups
-        that have running bodies, or that was closed in the last 30 days.
+        """The groups that are not open, and those that are full; with *opened* also groups that
+        have running bodies, or were closed in the last 30 days.
         """
         self._ready()
         closed_groups, store = [*self._leases.groups.all()], self._leases.groups

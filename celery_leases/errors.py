@@ -186,8 +186,8 @@ class Cooldown(_RaisedByBody, LeasesError):
 
     ``delay`` is a number of seconds, text such as ``"5m"``, a timedelta, or ``None`` for the task's
     ``Failures.cooldown``. ``until``, instead of a delay, is an aware datetime or seconds since the
-    epoch. Both are converted to seconds. ``scope="group"`` closes the group of the task's cooldown
-    group. A wrong value raises :class:`LeaseConfigurationError`.
+    epoch. Both are converted to seconds. ``scope="group"`` closes the call's ``lease_group``.
+    A wrong value raises :class:`LeaseConfigurationError`.
     """
 
     advice = "raise it in the body of a leased task only, and let it propagate"

@@ -1,5 +1,5 @@
-"""A cooldown group: a failure of a shared dependency closes it for all keys of the
-group, and a successful probe opens it. Pure.
+"""A cooldown group: a failure of a shared dependency closes it for all its keys, and a successful
+probe opens it. Pure.
 
 A group is *open* (at most its history is stored), *closed* for some time, or *due for a probe*:
 that time is over, and one attempt may probe the dependency. A group *blocks* while no attempt may

@@ -568,9 +568,7 @@ def _stranded(process: Process, outbox: Outbox, older: float, limit: int) -> lis
 
 
 def _waits(process: Process, record: Record, shut: dict[str, bool]) -> bool:
-    """Whether the call of *record* waits for its closed group; *shut* remembers each
-    group.
-    """
+    """Whether the call of *record* waits for its closed group; *shut* remembers each group."""
     group = record.failure.group if record.failure is not None else None
     if group is None or record.publish_at is not None or record.state is State.RUNNING:
         return False

@@ -29,10 +29,10 @@ return 1
 """,
     keys=2,
 )
-"""KEYS: slots, history. ARGV: token; the expected closings in a row (0: open); 1 if the group is
-expected to be closed; 1 if the token is expected to be the probe; the new closings in a row; for
-how long the group is closed, and its closings count; why; the history and its TTL. Returns 1 if the
-script closed the group; 0 if the group is not as expected, or is closed for longer.
+"""KEYS: slots, history. ARGV: token; the expected number of closings in a row (0: open); 1 if the
+group is expected to be closed; 1 if the token is expected to be the probe; the new number; for how
+long the group is closed, and for how long that number counts; why; the history and its TTL. Returns
+1 if the script closed the group; 0 if the group is not as expected, or is closed for longer.
 
 The reason is not compared, so failures that differ only in their message do not conflict.
 """

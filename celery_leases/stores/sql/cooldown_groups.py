@@ -1,7 +1,7 @@
 """The state of groups in the records database.
 
-There is a row for each group that has slots, waiting calls or a rate, that are not open, or
-that was closed in the last 30 days: the row also has the history of the group.
+There is a row for each group that has slots, waiting calls or a rate, that is not open, or that was
+closed in the last 30 days: the row also has its history.
 """
 
 from __future__ import annotations

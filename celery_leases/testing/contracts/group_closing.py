@@ -46,8 +46,8 @@ LONG = ["x" * 300, "x" * 299 + "y", "x" * 300 + "\0"]
 
 
 class GroupClosingContract(GroupCase):
-    """A failure closes a group for all keys. Later failures can only extend the
-    time, and add none.
+    """A failure closes a group for all keys. Later failures can only extend the time; they are not
+    counted.
     """
 
     def test_an_open_group_refuses_no_request(self, store: MarkedLeaseStore, group: str) -> None:
@@ -199,9 +199,7 @@ class GroupClosingContract(GroupCase):
     def test_an_operator_opens_any_group(
         self, store: MarkedLeaseStore, group: str, probed: bool
     ) -> None:
-        """Its closings in a row and its probe are forgotten. Opening an open group changes
-        nothing.
-        """
+        """Its closings and its probe are forgotten. Opening an open group changes nothing."""
         assert not store.groups.open(group)
         if probed:
             probe_due(store, group)
@@ -221,9 +219,7 @@ class GroupClosingContract(GroupCase):
         assert found(store, group).in_a_row == 1
 
     def test_groups_that_are_not_open_are_listed(self, store: MarkedLeaseStore, group: str) -> None:
-        """Closed and group that is due for a probe are listed once, by the name of the group, or by
-        a shortened name.
-        """
+        """Those that are closed or due for a probe, once, by their names or shortened names."""
         names = [f"{group}{tail}" for tail in ODD if tail != "\0"]
         for number, name in enumerate(names):
             closed(store, name, 60.0 if number % 2 else 0.02, reason=name)

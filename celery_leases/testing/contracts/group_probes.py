@@ -1,5 +1,5 @@
-"""The contract of group stores for group that is due for a probe: one probe at a time, whose slot
-ends with its lease.
+"""The contract of group stores for groups that are due for a probe: one probe at a time, whose
+slot ends with its lease.
 """
 
 from __future__ import annotations
