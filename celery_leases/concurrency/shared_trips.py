@@ -20,6 +20,8 @@ so that more steps go together.
 """
 MOST_SPACING: Final = 0.005
 """Seconds that this takes at most."""
+LEAST_PAUSE: Final = 0.0005
+"""Seconds for which it is worth to wait: with few calls nobody does."""
 PATIENCE: Final = 0.1
 """Seconds after which those that wait no longer wait for the trip that is under way."""
 
@@ -101,7 +103,7 @@ class SharedTrips(Generic[G, A]):
             if self._under_way:
                 self._waiting.append(step)
                 return True
-            if self._until_next() <= 0:
+            if self._until_next() <= LEAST_PAUSE:
                 self._began = time.monotonic()
                 return False
             self._under_way = step.trip = [step]
@@ -121,7 +123,7 @@ class SharedTrips(Generic[G, A]):
         trip = step.trip
         if not trip:
             return
-        if (seconds := self._until_next()) > 0:
+        if (seconds := self._until_next()) > LEAST_PAUSE:
             try:
                 time.sleep(seconds)
             except BaseException:

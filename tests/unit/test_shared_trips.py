@@ -170,6 +170,13 @@ def test_a_trip_begins_later_than_the_one_before_the_more_calls_run(pause: Pause
     assert len(pause.begun) == 2, "who comes later goes at once"
 
 
+def test_with_few_calls_nobody_waits(pause: Pause) -> None:
+    server = Server()
+    trips = SharedTrips(server.double, lambda: 4)
+    assert [run(trips, server, 1), run(trips, server, 2), trips.send(3)] == [2, 4, False]
+    assert (server.trips, pause.begun) == ([(1,), (2,)], [])
+
+
 def test_a_step_without_a_wait_goes_itself_at_once_or_with_the_next(pause: Pause) -> None:
     server = Server()
     trips = SharedTrips(server.double, lambda: 20)
