@@ -368,7 +368,7 @@ class AdminTests(TransactionTestCase):
     def test_groups_are_closed_and_opened(self) -> None:
         """Each with a page that asks, and an entry in the log."""
         self.login("operate_leasegroup")
-        self.assertIn("All gates are open", self.client.get(GROUPS).content.decode())
+        self.assertIn("All groups are open", self.client.get(GROUPS).content.decode())
         closing = {
             "action": "close",
             "group": "openai:gpt",
