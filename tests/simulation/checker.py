@@ -374,16 +374,22 @@ def effect_is_stored(history: History) -> Iterator[Violation]:
 
 
 def body_begins_under_its_lease(history: History) -> Iterator[Violation]:
-    """When a body begins, or makes the call of an effect, the store still knows its lease, also
-    after a pause: the process has just looked at its clock.
+    """When a body begins, or makes the call of an effect, its process counts on its lease, and the
+    store still knows it, also after a pause: the process has just looked at its clock.
     """
-    for note in history.of("body", "charges"):
-        until, process = note.details.get("store_until", math.inf), note.details["process"]
-        faults = history.faults(process, note.at - TTL, note.at)
+    counted: dict[str, float] = {}
+    for note in history.of("holds", "body", "charges"):
+        given = note.details
+        if note.what == "holds":
+            counted[given["token"]] = given["until"]
+            continue
+        until, own = given.get("store_until", math.inf), counted.get(given["token"], math.inf)
+        faults = history.faults(given["process"], note.at - TTL, note.at)
         excused = any(fault.what in ("emptied", "evicted", "clock") for fault in faults)
-        if (until is None or until < note.at) and not excused:
+        lapsed = until is None or until < note.at
+        if (lapsed and not excused) or own < note.at:
             promise = "a body begins" if note.what == "body" else "an effect is called"
-            why = f"the lease ended at {until}"
+            why = f"the lease ended at {until}, for its holder at {own:.4f}"
             yield Violation(f"{promise} under its lease", note, why)
 
 
@@ -478,13 +484,20 @@ def queued_once(history: History) -> Iterator[Violation]:
 
 
 def one_result(history: History) -> Iterator[Violation]:
-    """All callers of a key whose work is done once get the same result."""
+    """All callers of a key whose work is done once get the same result, and each caller who is told
+    of a success gets one.
+    """
     results: dict[str, Any] = {}
+    values = history.final["values"]
     for note in history.of("published"):
-        answer = history.final["values"].get(note.details["call"])
-        if answer is None or note.details["task"] in SEVERAL_RUNS:
+        call = note.details["call"]
+        if call not in values:
             continue
-        if results.setdefault(note.details["key"], answer) != answer:
+        if (answer := values[call]) is None:
+            yield Violation("one result", note, "a success without a result")
+        elif note.details["task"] in SEVERAL_RUNS:
+            continue
+        elif results.setdefault(note.details["key"], answer) != answer:
             yield Violation("one result", note, f"{answer} is not {results[note.details['key']]}")
 
 

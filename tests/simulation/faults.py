@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from celery.worker import state as worker_state
 
@@ -25,25 +25,33 @@ class Faults:
     lost_reply: float = 0.0
     late: float = 0.0
     reorder: float = 0.0
+    #: The process stands still after the server has executed its request, before the reply comes.
+    paused: float = 0.0
+    #: The broker does not confirm a message.
+    unconfirmed: float = 0.0
     active: bool = True
 
     def __post_init__(self) -> None:
-        names = ("refused", "lost request", "lost reply", "late")
-        rates = (self.refused, self.lost_request, self.lost_reply, self.late)
+        names = ("refused", "lost request", "lost reply", "late", "paused")
+        rates = (self.refused, self.lost_request, self.lost_reply, self.late, self.paused)
         self._rates = [(name, rate) for name, rate in zip(names, rates, strict=True) if rate]
 
     @classmethod
-    def drawn(cls, random: Random) -> Faults:
+    def drawn(cls, random: Random, others: Random) -> Faults:
         """The rates of one run: some runs have no such faults, and some many."""
         scale = random.choice((0.0, 0.002, 0.01, 0.04))
         refused, request, reply, late = (scale * random.choice((0.0, 0.5, 1.0)) for _ in range(4))
-        return cls(random, refused, request, reply, late, random.choice((0.0, 0.0, 0.3)))
+        reorder = random.choice((0.0, 0.0, 0.3))
+        paused, unconfirmed = others.choice((0.0, 0.0, 0.005, 0.05)), others.choice((0.0,) * 3 + (0.3,))
+        return cls(random, refused, request, reply, late, reorder, paused, unconfirmed)
 
     def fate(self, server: Server, what: str) -> str:
         """What happens to a request; empty: nothing special."""
         if not self.active:
             return ""
         drawn = self.random.random()
+        if what == "publish" and drawn < self.unconfirmed:
+            return self.random.choice(("lost request", "lost reply", "late"))
         for name, rate in self._rates:
             drawn -= rate
             if drawn < 0:
@@ -73,7 +81,11 @@ def kill_worker(world: World) -> None:
 
 def pause_process(world: World) -> None:
     """SIGSTOP and, later, SIGCONT."""
-    process = world.random.choice(list(world.processes.values()))
+    pause(world, world.random.choice(list(world.processes.values())))
+
+
+def pause(world: World, process: Any) -> None:
+    """Let *process* stand still for a while."""
     span = _span(world)
     process.paused_until = world.scheduler.now + span
     world.note("paused", process=process.name, span=span)

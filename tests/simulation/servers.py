@@ -23,6 +23,7 @@ from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from tests.distributions.toy_leases import Memory, ToyLeaseStore
 from tests.simulation import work
+from tests.simulation.faults import pause
 from tests.simulation.history import Row
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ class Server:
             world.note("lost reply", span=span, **who)
             scheduler.sleep(span)
             raise error(None)
+        if fate == "paused":
+            pause(world, process)
         scheduler.sleep(world.latency(QUICK))
         return result
 

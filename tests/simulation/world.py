@@ -157,7 +157,7 @@ class World:
         self.shape = self.given or Shape.drawn(self.random)
         self.scheduler = Scheduler(self.random)
         self.kernel = Kernel(SimulatedClock(self, 0.0, 1.0))
-        self.faults = Faults.drawn(self.random)
+        self.faults = Faults.drawn(self.random, Random(f"others {self.seed}"))
         self.outside = work.Outside()
         self.app = work.app()
         self.shortest_ttl = work.TTL
