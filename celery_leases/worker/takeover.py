@@ -56,7 +56,7 @@ has removed it, at most.
 class _Delivery:
     """A leased message that this worker has got and not acknowledged yet."""
 
-    __slots__ = ("gone", "message", "sent", "tag", "task")
+    __slots__ = ("gone", "message", "sent", "sent_at", "tag", "task")
 
     def __init__(self, message: Any, task: str) -> None:
         self.message = message
@@ -64,6 +64,8 @@ class _Delivery:
         self.task = task
         #: The broker may have its registration.
         self.sent = False
+        #: When its registration was first sent.
+        self.sent_at = math.inf
         #: The message was returned to its queue, so another worker may have it.
         self.gone = False
 
@@ -332,7 +334,7 @@ class WorkerLease:
         lapsed = sent >= self._counts_until
         if lapsed:
             self._renewed_since = sent
-        earlier = [delivery for delivery in self._registered.values() if delivery.sent]
+        earlier = [each for each in self._registered.values() if self._may_be_gone(each, sent)]
         ended = self._write(workers, channel)
         if ended is None:
             if lapsed:  # another worker has returned them, otherwise the broker was emptied
@@ -340,7 +342,9 @@ class WorkerLease:
                     delivery.gone = True
                     del self._registered[delivery.tag]
                 done = self._to_acknowledge.items()
-                self._to_acknowledge = {tag: each for tag, each in done if not each.sent}
+                self._to_acknowledge = {
+                    tag: each for tag, each in done if not self._may_be_gone(each, sent)
+                }
             for delivery in self._registered.values():
                 delivery.sent = False
             self._name = name_of(self._host, os.getpid(), secrets.token_hex(4), self._ttl)
@@ -348,8 +352,7 @@ class WorkerLease:
             self._to_add.update(self._registered)
             ended = self._write(workers, channel)
         self._renewed = sent
-        hard = deadlines.hard_deadline(sent, self._ttl)
-        self._counts_until = deadlines.stop_deadline(hard, self._ttl)
+        self._counts_until = self._stop_deadline(sent)
         while self._unfinished:
             delivery, action = self._unfinished[0]
             if not delivery.gone:
@@ -357,6 +360,18 @@ class WorkerLease:
             self._unfinished.popleft()
             self._remove(delivery)
         return ended or ()
+
+    def _may_be_gone(self, delivery: _Delivery, now: float) -> bool:
+        """Whether the message is perhaps registered under a lease that has ended, so that another
+        worker may have returned it. A registration that was sent after that end can count only if
+        it has revived the lease, which then lasts for a ttl.
+        """
+        ended_before = delivery.sent_at < self._counts_until
+        return delivery.sent and (ended_before or now >= self._stop_deadline(delivery.sent_at))
+
+    def _stop_deadline(self, sent: float) -> float:
+        """Until when a lease that was renewed at *sent* counts."""
+        return deadlines.stop_deadline(deadlines.hard_deadline(sent, self._ttl), self._ttl)
 
     def _gather(self) -> None:
         """Find what to write. A message that has come and ended meanwhile is not written."""
@@ -392,7 +407,8 @@ class WorkerLease:
 
     def _write(self, workers: Workers, channel: Any) -> Sequence[str] | None:
         for delivery in self._to_add.values():
-            delivery.sent = True
+            if not delivery.sent:
+                delivery.sent, delivery.sent_at = True, self._clock()
         tasks = {tag: delivery.task for tag, delivery in self._to_add.items()}
         over = list(self._to_remove), list(self._to_acknowledge)
         written = workers.renew(self._name, self._ttl, DAY, tasks, *over, *_unacked(channel))

@@ -610,8 +610,13 @@ def test_a_renewal_that_arrives_late_does_not_revive_a_worker(
     again.ack()
 
 
+@pytest.mark.parametrize("fails", ["renew", "enter"])
 def test_what_came_after_the_lease_had_ended_is_acknowledged(
-    connection: Connection, workers: Workers, channel: Any, monkeypatch: pytest.MonkeyPatch
+    connection: Connection,
+    workers: Workers,
+    channel: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: str,
 ) -> None:
     """Nobody has returned it, even if the next lease could not be begun at once."""
     lease = opened(connection, "a", 1.0)
@@ -624,7 +629,7 @@ def test_what_came_after_the_lease_had_ended_is_acknowledged(
     (second,) = fetched(connection, 1)
     lease.received(second, "task")
     with monkeypatch.context() as patched:
-        patched.setattr(workers, "enter", Mock(side_effect=ConnectionError))
+        patched.setattr(workers, fails, Mock(side_effect=ConnectionError))
         with pytest.raises(ConnectionError):
             lease._renew(workers, channel)
     lease._renew(workers, channel)
