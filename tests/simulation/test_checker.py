@@ -512,6 +512,12 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
         "a body begins under its lease", 3,
         lambda: called().claim().body(store_until=2.5).ends().done(),
     ),
+    "a body whose lease has ended for its holder": (
+        "a body begins under its lease", 4,
+        lambda: called().claim().note("holds", key=KEY, token="a", until=3.5, store_until=9.0)
+        .body().ends().done(),
+    ),
+    "a success without a result": ("one result", 1, lambda: having(called().run(), values={"c1": None})),
     "an effect whose reply is not stored": (
         "the reply of an effect is stored", 4,
         lambda: called().claim().body().note("has charged", key=KEY, token="a", state="sent").ends().done(),
