@@ -27,8 +27,8 @@ class Faults:
     reorder: float = 0.0
     #: The process stands still after the server has executed its request, before the reply comes.
     paused: float = 0.0
-    #: The broker does not confirm a message.
-    unconfirmed: float = 0.0
+    #: A server does not answer a publish, or a request that calls share.
+    unanswered: float = 0.0
     active: bool = True
 
     def __post_init__(self) -> None:
@@ -42,15 +42,18 @@ class Faults:
         scale = random.choice((0.0, 0.002, 0.01, 0.04))
         refused, request, reply, late = (scale * random.choice((0.0, 0.5, 1.0)) for _ in range(4))
         reorder = random.choice((0.0, 0.0, 0.3))
-        paused, unconfirmed = others.choice((0.0, 0.0, 0.005, 0.05)), others.choice((0.0,) * 3 + (0.3,))
-        return cls(random, refused, request, reply, late, reorder, paused, unconfirmed)
+        paused, unanswered = (
+            others.choice((0.0, 0.0, 0.005, 0.05)),
+            others.choice((0.0,) * 3 + (0.3,)),
+        )
+        return cls(random, refused, request, reply, late, reorder, paused, unanswered)
 
     def fate(self, server: Server, what: str) -> str:
         """What happens to a request; empty: nothing special."""
         if not self.active:
             return ""
         drawn = self.random.random()
-        if what == "publish" and drawn < self.unconfirmed:
+        if what in ("publish", "shared") and drawn < self.unanswered:
             return self.random.choice(("lost request", "lost reply", "late"))
         for name, rate in self._rates:
             drawn -= rate

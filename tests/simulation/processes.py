@@ -62,7 +62,7 @@ class SimulatedClock:
 class SimulatedProcess:
     """One process of a host: its clock, and what the library has in it."""
 
-    def __init__(self, world: World, host: str, name: str) -> None:
+    def __init__(self, world: World, host: str, name: str, *, has_threads: bool = False) -> None:
         self.world = world
         self.host = host
         self.name = name
@@ -72,7 +72,7 @@ class SimulatedProcess:
         self.clock = world.clock_of(host)
         self.guards: dict[Strand, InterruptGuard] = {}
         #: It runs bodies in threads, which nothing interrupts.
-        self.has_threads = False
+        self.has_threads = has_threads
         #: Celery's worker, and the calls that wait in it, in a main process.
         self.worker: Any = None
         self.waiting = WaitingCalls()
@@ -90,9 +90,11 @@ class SimulatedProcess:
             for_renewals = Stores(world.database.lease_store(renewed), renewed)
             for_bodies = Stores(leases, records)
         else:
-            leases = world.leases.lease_store(STORE_TIMEOUT)
+            leases = world.leases.lease_store(STORE_TIMEOUT, shares=self.has_threads)
             for_renewals = Stores(world.leases.lease_store(call_timeout(ttl)), renewed)
             for_bodies = Stores(world.leases.lease_store(call_timeout(ttl)), records)
+        if self.has_threads:
+            world.database.share_trips(records)
         renewer = Renewer(for_renewals, for_bodies, world, self.clock, None)
         process = Process(
             settings=world.settings,
@@ -233,11 +235,13 @@ class Worker:
         self.world = world
         self.name = self.host = name
         self.alive = True
-        self.main = SimulatedProcess(world, name, f"{name}/main")
-        self.main.has_threads = world.shape.threads
+        threads = world.shape.threads
+        self.main = SimulatedProcess(world, name, f"{name}/main", has_threads=threads)
         self.places = [self._new_place() for _ in range(world.shape.places)]
         self._jobs: list[Job] = []
         self._reserved = 0
+        #: When it last had its lease renewed if necessary.
+        self._looked = world.scheduler.now
         self._prefetch = world.shape.places * 2
         self.qos = SimpleNamespace(_delivered=set(), _quick_ack=lambda _: None)
         if world.shape.takeover:
@@ -289,7 +293,10 @@ class Worker:
 
     def _consume(self) -> None:
         scheduler, broker = self.world.scheduler, self.world.broker
+        if self.main.lease is not None:
+            self.main.lease._wait_for_renewal()  # as start() does
         while True:
+            self._look_at_lease()
             queued = broker.take(self) if self._reserved < self._prefetch else None
             if queued is None:
                 scheduler.park()
@@ -301,6 +308,17 @@ class Worker:
             self._strategies[message.headers["task"]](
                 message, None, message.ack_log_error, message.reject_log_error, []
             )
+
+    def _look_at_lease(self) -> None:
+        """Do what Celery's event loop does first when the process runs again: it renews the lease
+        of the worker.
+        """
+        lease, looked, self._looked = self.main.lease, self._looked, self.world.scheduler.now
+        stood = self.main.paused_until > looked
+        if lease is not None and stood and lease._clock() >= lease._counts_until:
+            lease._loop_seen = -math.inf
+            lease._loop_runs(SimpleNamespace(_in_poll=None))
+            lease._loop_seen = math.inf  # its timer would cost more steps than all the rest
 
     def _call_at(self, at: float, work: Callable[..., None], args: Any, **_: Any) -> Any:
         return self._call_after(max(0.0, at - self.world.wall_time()), work, args)

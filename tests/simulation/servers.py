@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import Engine, Executable
 
 from celery_leases.call import Call
 from celery_leases.concurrency import wait_limit
+from celery_leases.concurrency.shared_trips import SharedTrips
 from celery_leases.errors import StoreUnavailable
 from celery_leases.stores.sql.connections import engine_for
-from celery_leases.stores.sql.database import Availability, Database
+from celery_leases.stores.sql.database import Availability, Database, _count, _first
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
@@ -131,6 +133,26 @@ class Server:
                 self.world.note("late error", server=self.name, error=str(error))
             finally:
                 self.client = None
+
+
+def shared(
+    server: Server,
+    do: Callable[[Any], Any],
+    error: Callable[[bool | None], Exception],
+    wait: Callable[[], float],
+) -> SharedTrips[Any, Any]:
+    """Trips in which the steps of a process go to *server* together; some are left out, as if their
+    row were locked, or the server refused them.
+    """
+
+    def one(given: Any) -> Any:
+        with suppress(Exception):
+            return (do(given) or None) if server.world.random.random() < 0.9 else None
+
+    def together(steps: Sequence[Any]) -> list[Any]:
+        return server.request("shared", lambda: [one(given) for given in steps], error, wait())
+
+    return SharedTrips(together)
 
 
 # -- the database ----------------------------------------------------------------------------------
@@ -270,6 +292,19 @@ class DatabaseServer(Server):
         store.availability = Availability()
         return store
 
+    def share_trips(self, records: SqlRecordStore) -> None:
+        """Let the calls of a process share statements, as on PostgreSQL; see :func:`shared`."""
+        database, statements = records.database, records.statements
+
+        def execute(statement: Executable, read: Any, values: Mapping[str, Any]) -> Any:
+            return Database._run(database, statement, values, read)
+
+        wait = partial(wait_limit.bounded, STATEMENT_WAIT)
+        read = partial(execute, statements.insert_or_read[False], _first)
+        succeed = partial(execute, statements.settle_success, _count)
+        records._claims = shared(self, read, _database_error, wait)
+        records._successes = shared(self, succeed, _database_error, wait)
+
     def lease_store(self, records: SqlRecordStore) -> DatabaseLeaseStore:
         """Leases in the rows of *records*."""
         store = copy(_base_leases())
@@ -292,8 +327,13 @@ _STEPS = (
     "reassert",
     "mark",
     "swap_mark",
+    "new_order",
+    "note_order",
+    "burst",
+    "end_burst",
     "age",
 )
+_SHARED_STEPS = ("acquire", "release")
 _GROUP_STEPS = ("get", "close", "open", "release_slot")
 
 
@@ -306,9 +346,9 @@ class LeaseServer(Server):
         #: It has evicted keys.
         self.evicts = False
 
-    def lease_store(self, wait: float) -> SimulatedLeases:
-        """The store of one process, whose calls take at most *wait* seconds."""
-        return SimulatedLeases(self, wait)
+    def lease_store(self, wait: float, *, shares: bool = False) -> SimulatedLeases:
+        """The store of one process, whose calls take at most *wait* seconds. It *shares* trips."""
+        return SimulatedLeases(self, wait, shares=shares)
 
     def lease_until(self, stored_key: str, token: str) -> float | None:
         """When the lease of *token* ends, in true time."""
@@ -328,20 +368,23 @@ class LeaseServer(Server):
         self.evicts = True
         return self.memory.leases.pop(stored_key).call
 
-    def replica(self) -> tuple[Any, Any, Any]:
+    def replica(self) -> tuple[Any, ...]:
         """What a replica has now."""
         leases = {key: copy(lease) for key, lease in self.memory.leases.items()}
-        return leases, dict(self.memory.marks), dict(self.memory.groups)
+        memory = self.memory
+        return leases, dict(memory.marks), dict(memory.bursts), dict(memory.groups)
 
-    def restore(self, replica: tuple[Any, Any, Any]) -> None:
+    def restore(self, replica: tuple[Any, ...]) -> None:
         """Go on with what a replica has."""
-        self.memory.leases, self.memory.marks, self.memory.groups = replica
+        memory = self.memory
+        memory.leases, memory.marks, memory.bursts, memory.groups = replica
         self.memory.began = self.now()
 
     def empty(self) -> None:
         """Lose all data, as a server without persistence that restarts."""
         self.memory.leases.clear()
         self.memory.marks.clear()
+        self.memory.bursts.clear()
         self.memory.groups.clear()
         self.memory.began = self.now()
 
@@ -349,19 +392,35 @@ class LeaseServer(Server):
 class SimulatedLeases(ToyLeaseStore):
     """The client of a :class:`LeaseServer`."""
 
-    def __init__(self, server: LeaseServer, wait: float) -> None:
+    def __init__(self, server: LeaseServer, wait: float, *, shares: bool = False) -> None:
         super().__init__(server.memory, "simulated")
         self._server = server
         self._wait = wait
+        its = {name: getattr(self, name) for name in _SHARED_STEPS}
         for target, names in ((self, _STEPS), (self.groups, _GROUP_STEPS)):
             for name in names:
                 setattr(target, name, self._requested(name, getattr(target, name)))
+        if not shares:
+            return
+
+        def do(step: tuple[str, tuple[Any, ...]]) -> tuple[Any]:
+            return (its[step[0]](*step[1]),)
+
+        trips = shared(server, do, self._error, lambda: wait)
+        for name in _SHARED_STEPS:
+            setattr(self, name, partial(self._together, trips, name, getattr(self, name)))
 
     def _requested(self, name: str, do: Callable[..., T]) -> Callable[..., T]:
         def requested(*given: Any) -> T:
             return self._server.request(name, lambda: do(*given), self._error, self._wait)
 
         return requested
+
+    def _together(
+        self, trips: SharedTrips[Any, Any], name: str, alone: Callable[..., Any], *given: Any
+    ) -> Any:
+        (answer,) = trips.run((name, given), lambda: (alone(*given),))
+        return answer
 
     def _error(self, executed: bool | None) -> StoreUnavailable:
         return StoreUnavailable("the simulated lease store does not answer", executed)

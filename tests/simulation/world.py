@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random as random_module
 import time
@@ -22,7 +23,7 @@ from celery.worker import strategy
 from sqlalchemy.orm import Session
 
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.concurrency import os_threads
+from celery_leases.concurrency import os_threads, shared_trips
 from celery_leases.errors import StoreUnavailable
 from celery_leases.events import LeaseAcquired, LeaseLost, LeaseRenewed
 from celery_leases.outbox.calls import relay, rescue
@@ -121,9 +122,9 @@ class Shape:
         return cls(
             span=span,
             workers=random.choice((1, 2, 3)) if span < DAY else 3,
-            places=random.choice((1, 2, 3)),
+            places=random.choice((1, 2, 3)) * (4 if threads else 1),
             threads=threads,
-            keys=random.choice((1, 1, 2, 4)) if span < DAY else 20,
+            keys=random.choice((1, 1, 2, 4)) * (3 if threads else 1) if span < DAY else 20,
             calls=random.choice((4, 8, 12)) if span < DAY else 60,
             accidents=random.choice((0, 2, 5, 10)) if span < DAY else 10,
             database_leases=random.random() < 0.5 or "limited" in tasks,
@@ -207,7 +208,8 @@ class World:
     def _plan_calls_and_accidents(self) -> None:
         at = 0.0
         for number in range(1, self.shape.calls + 1):
-            if self.random.random() < 0.6:  # otherwise it comes together with the call before
+            # Otherwise it comes together with the call before, as what shares statements does.
+            if self.random.random() < (0.2 if self.shape.threads else 0.6):
                 at = self.random.uniform(0, self.shape.span * 0.8)
             task, key = self.random.choice(self.shape.tasks), self.random.randrange(self.shape.keys)
             if f"call {number}" not in self.without:
@@ -358,7 +360,8 @@ class World:
         """Call the outside world, which takes a moment."""
         until = self._lease_until(stored_key, who["token"])
         self.note("charges", process=self.here.name, store_until=until, **who)
-        self.scheduler.sleep(self.latency(0.05))
+        # It must be executed before another attempt asks for it, after verify_after.
+        self.scheduler.sleep(min(0.25, self.latency(0.05)))
         drawn = self.random.random() if self.scheduler.now < self.shape.span else 1.0
         if drawn < 0.05:
             raise ConnectionRefusedError("simulated")
@@ -529,11 +532,12 @@ class Lock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         scheduler = work.world().scheduler
+        until = scheduler.now + timeout if timeout >= 0 else math.inf
         while self._held:
-            if not blocking or scheduler.current is None:
+            if not blocking or scheduler.current is None or scheduler.now >= until:
                 return False
             self._waiting.append(scheduler.current)
-            scheduler.park(1.0)
+            scheduler.park(min(1.0, until - scheduler.now))
         self._held = True
         return True
 
@@ -652,6 +656,7 @@ def simulated(world: World) -> Iterator[None]:
         (time, "monotonic", now),
         (time, "sleep", world.scheduler.sleep),
         (os_threads, "allocate_lock", Lock),
+        (shared_trips, "threading", Mock(Lock=Lock)),
         (os_threads, "Wakeup", Wakeup),
         (os_threads, "start_thread", start_thread),
         (os_threads, "boot_clock", now),
