@@ -87,7 +87,8 @@ class History:
             elif note.what == "body ended" and given["token"] in running:
                 running.pop(given["token"]).ended = note.at
             elif note.what == "lost" and given["token"] in running:
-                running[given["token"]].lost = note.at
+                lost = running[given["token"]]
+                lost.lost = min(lost.lost, note.at)
             elif note.what == "killed":
                 for token in [t for t, body in running.items() if body.process == given["process"]]:
                     running.pop(token).ended = note.at
@@ -230,16 +231,20 @@ def _lease_lost_before_claim(history: History, body: Body) -> bool:
 
 
 def lease_is_believed_too_long(history: History) -> Iterator[Violation]:
-    """No process counts on a lease for longer than the store does; while a transaction of the body
-    locks the row, the lock is the lease.
+    """No process counts on a lease for longer than the store does, unless that has lost a renewal
+    before its reply came; while a transaction of the body locks the row, the lock is the lease.
     """
     locks: set[str] = set()
-    for note in history.of("holds", "locks", "clock"):
+    emptied = -math.inf
+    for note in history.of("holds", "locks", "clock", "emptied"):
         if note.what == "clock":
             return
+        if note.what == "emptied":
+            emptied = note.at
+            continue
         if note.what == "locks":
             locks.add(note.details["token"])
-        elif note.details["token"] in locks:
+        elif note.details["token"] in locks or note.at < emptied + SLACK:
             continue
         elif note.details["until"] > note.details["store_until"] + 1e-6:
             yield Violation(

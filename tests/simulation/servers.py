@@ -112,12 +112,14 @@ class Server:
         return result
 
     def _wait_for_transaction(self, process: Any, who: dict[str, Any]) -> None:
-        """SQLite has one connection, so others wait for a transaction that is open."""
+        """SQLite has one connection, so others wait for a transaction that is open; of a process
+        with one body, nothing but the renewal of its own row can come meanwhile.
+        """
         world, since = self.world, self.world.scheduler.now
         while (
             self is world.database
             and world.writer is not None
-            and world.writer.process is not process
+            and (world.writer.process is not process or process.has_threads)
         ):
             world.scheduler.sleep(QUICK)
         if (span := world.scheduler.now - since) > QUICK:

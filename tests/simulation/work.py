@@ -137,13 +137,14 @@ def body(self: Any, key: str, number: int) -> Any:
 
 
 def charging_body(self: Any, key: str, number: int) -> Any:
-    """The same, and charge once for the key."""
+    """The same, and charge once for the key, or for each of its parts."""
     with _noted(self, key) as end:
         here, lease, who = world(), self.lease, end.who
         charge = partial(here.charge, who, lease._call.key.stored)
         here.scheduler.sleep(here.random.choice((0.0, 0.5, 2.0, 4.0)))
-        made = lease.effect("charge", charge, verify=here.find_charge, verify_after=1.0)
-        here.has_charged(made.idempotency_key, **who)
+        for part in range(here.random.choice((1, 5))):
+            made = lease.effect(f"part {part}", charge, verify=here.find_charge, verify_after=1.0)
+            here.has_charged(made.idempotency_key, **who)
         return end(number)
 
 

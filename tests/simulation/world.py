@@ -412,7 +412,8 @@ class World:
         self.note(f"event {type(event).__name__}", **given)
         if isinstance(event, LeaseAcquired | LeaseRenewed | LeaseLost):
             for held_lease in self.here.library.renewer.held_leases:
-                if held_lease.call.call_id == event.call_id:
+                is_its = held_lease.lost is not None or not isinstance(event, LeaseLost)
+                if held_lease.call.call_id == event.call_id and is_its:
                     self._note_lease(held_lease, event)
 
     def _note_lease(self, held_lease: HeldLease, event: Any) -> None:
