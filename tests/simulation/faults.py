@@ -90,7 +90,7 @@ def pause_process(world: World) -> None:
 def pause(world: World, process: Any) -> None:
     """Let *process* stand still for a while."""
     span = _span(world)
-    process.paused_until = world.scheduler.now + span
+    process.paused_until = max(process.paused_until, world.scheduler.now + span)
     world.note("paused", process=process.name, span=span)
 
 
@@ -100,7 +100,7 @@ def pause_host(world: World) -> None:
     span = _span(world)
     for process in world.processes.values():
         if process.host == host:
-            process.paused_until = world.scheduler.now + span
+            process.paused_until = max(process.paused_until, world.scheduler.now + span)
     world.note("host paused", host=host, span=span)
 
 

@@ -231,7 +231,7 @@ BUGS = (
     Bug(
         "a queued call that another caller has got is withdrawn",
         "celery_leases.stores.sql.outbox",
-        "table.c.state == State.PENDING, table.c.publish_at > table.c.started_at)",
+        "table.c.state == State.PENDING, not_taken)",
         "table.c.state == State.PENDING)",
     ),
     Bug(

@@ -8,5 +8,6 @@ REGRESSIONS: Final[tuple[tuple[int, tuple[str, ...]], ...]] = (
     (1441, ()),
     (1451, ()),
     (1828, ("call 2", "call 5")),
+    (2404, ()),
     (2990, ("accident 10", "call 3")),
 )

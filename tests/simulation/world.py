@@ -167,6 +167,7 @@ class World:
         self._published = 0
         self._bytes = Random(self.seed)
         self._recording = True
+        self._quiet_since = math.inf
         #: The writes of an open transaction.
         #: The thread that has a transaction open, and what its process has written meanwhile.
         self.writer: Strand | None = None
@@ -299,8 +300,16 @@ class World:
         return self.shape.span + wait
 
     def _is_over(self) -> bool:
-        quiet = self.scheduler.now > self._settled_at and self._is_quiet()
-        return quiet or self.scheduler.now > self.shape.span + PATIENCE
+        now = self.scheduler.now
+        if now <= self._settled_at:
+            return False
+        if not self._is_quiet():
+            self._quiet_since = math.inf
+        elif now >= (since := min(self._quiet_since, now)) + 1.0:
+            return True  # also what its last message has left to threads is done
+        else:
+            self._quiet_since = since
+        return now > self.shape.span + PATIENCE
 
     def _is_quiet(self) -> bool:
         busy = any(place.job for worker in self.workers for place in worker.places)

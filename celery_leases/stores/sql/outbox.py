@@ -95,10 +95,13 @@ class Outbox:
 
     def withdraw(self, stored_key: str, call_id: str, retention: float) -> None:
         """Record that the broker has not accepted the message of that call. If the call has not
-        begun, the key then belongs to no call; unless the message is shared, which stays due.
+        begun, the key then belongs to no call; unless the message is shared, or the relay has taken
+        it, perhaps because it is shared: then the relay publishes it.
         """
         own, table = self._to_be_published(stored_key, call_id), self._table
-        own = own.where(table.c.state == State.PENDING, table.c.publish_at > table.c.started_at)
+        due_in = table.c.publish_at - table.c.started_at
+        not_taken = and_(due_in > 0, due_in < _PUBLISH_AGAIN_US)
+        own = own.where(table.c.state == State.PENDING, not_taken)
         until = self.database.now + microseconds(retention)
         self.database.count(
             own.values(message=None, publish_at=None, call_id="", expires_at=until), {}
