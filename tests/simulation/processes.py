@@ -71,7 +71,6 @@ class SimulatedProcess:
         self.paused_until = -math.inf
         self.clock = world.clock_of(host)
         self.guards: dict[Strand, InterruptGuard] = {}
-        #: It runs bodies in threads, which nothing interrupts.
         self.has_threads = has_threads
         #: Celery's worker, and the calls that wait in it, in a main process.
         self.worker: Any = None

@@ -22,6 +22,8 @@ class Owner(Protocol):
     alive: bool
     #: It does not run before this time.
     paused_until: float
+    #: It runs bodies in threads, which nothing interrupts.
+    has_threads: bool
 
 
 class Ended(BaseException):

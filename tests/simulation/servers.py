@@ -51,6 +51,7 @@ class Server:
         self.clock = world.kernel.clock
         self.alive = True
         self.paused_until = -math.inf
+        self.has_threads = False
         self.up = True
         self.frozen_until = -math.inf
         self.cut: set[str] = set()
@@ -144,7 +145,7 @@ def shared(
     wait: Callable[[], float],
 ) -> SharedTrips[Any, Any]:
     """Trips in which the steps of a process go to *server* together; some are left out, as if their
-    row were locked, or the server refused them.
+    row were locked, or the server refused them. Some wait for more, as if many calls ran.
     """
 
     def one(given: Any) -> Any:
@@ -154,7 +155,7 @@ def shared(
     def together(steps: Sequence[Any]) -> list[Any]:
         return server.request("shared", lambda: [one(given) for given in steps], error, wait())
 
-    return SharedTrips(together)
+    return SharedTrips(together, lambda: server.world.random.choice((0, 100)))
 
 
 # -- the database ----------------------------------------------------------------------------------
@@ -298,14 +299,17 @@ class DatabaseServer(Server):
         """Let the calls of a process share statements, as on PostgreSQL; see :func:`shared`."""
         database, statements = records.database, records.statements
 
-        def execute(statement: Executable, read: Any, values: Mapping[str, Any]) -> Any:
-            return Database._run(database, statement, values, read)
+        executed: dict[str, tuple[Executable, Any]] = {
+            "claims": (statements.insert_or_read[False], _first),
+            "successes": (statements.settle_success, _count),
+        }
+
+        def execute(step: tuple[str, Mapping[str, Any]]) -> Any:
+            statement, read = executed[step[0]]
+            return Database._run(database, statement, step[1], read)
 
         wait = partial(wait_limit.bounded, STATEMENT_WAIT)
-        read = partial(execute, statements.insert_or_read[False], _first)
-        succeed = partial(execute, statements.settle_success, _count)
-        records._claims = shared(self, read, _database_error, wait)
-        records._successes = shared(self, succeed, _database_error, wait)
+        records._trips = shared(self, execute, _database_error, wait)
 
     def lease_store(self, records: SqlRecordStore) -> DatabaseLeaseStore:
         """Leases in the rows of *records*."""

@@ -83,6 +83,7 @@ class Kernel:
     host: str = "nowhere"
     alive: bool = True
     paused_until: float = float("-inf")
+    has_threads: bool = False
 
 
 @dataclass
