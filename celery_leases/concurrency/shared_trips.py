@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Generic, TypeVar
 
-from celery_leases.concurrency import wait_limit
+from celery_leases.concurrency import os_threads, wait_limit
 from celery_leases.errors import StoreUnavailable
 
 G = TypeVar("G")
@@ -104,7 +104,7 @@ class SharedTrips(Generic[G, A]):
                 self._waiting.append(step)
                 return True
             if self._until_next() <= LEAST_PAUSE:
-                self._began = time.monotonic()
+                self._began = os_threads.boot_clock()
                 return False
             self._under_way = step.trip = [step]
         self._gather(step)
@@ -114,7 +114,7 @@ class SharedTrips(Generic[G, A]):
     def _until_next(self) -> float:
         """In how many seconds the next trip may begin."""
         spacing = min(MOST_SPACING, SPACING * self._running())
-        return self._began + spacing - time.monotonic()
+        return self._began + spacing - os_threads.boot_clock()
 
     def _gather(self, step: _Step[G, A]) -> None:
         """Before a trip that *step* is to begin, wait until it may begin, and let those that come
@@ -133,7 +133,7 @@ class SharedTrips(Generic[G, A]):
                 if self._under_way is trip:
                     trip += self._waiting
                     self._waiting = []
-        self._began = time.monotonic()
+        self._began = os_threads.boot_clock()
 
     def _wait(self, step: _Step[G, A]) -> None:
         """Return when *step* has an answer, must go alone, or is to begin a trip."""

@@ -119,7 +119,7 @@ def test_those_that_come_during_the_second_trip_go_in_the_third() -> None:
 
 
 class Pause:
-    """Stands for the time module: each pause lasts until the test ends it."""
+    """Stands for the modules of time: each pause lasts until the test ends it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -127,7 +127,7 @@ class Pause:
         self.over = threading.Event()
         self.interrupt: BaseException | None = None
 
-    def monotonic(self) -> float:
+    def boot_clock(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
@@ -143,6 +143,7 @@ def pause(monkeypatch: pytest.MonkeyPatch) -> Pause:
     """The pauses before trips."""
     made = Pause()
     monkeypatch.setattr(shared_trips, "time", made)
+    monkeypatch.setattr(shared_trips, "os_threads", made)
     return made
 
 
