@@ -379,6 +379,10 @@ class WorkerLease:
             self._changes.popleft()()
 
     def _add(self, delivery: _Delivery) -> None:
+        # If the message has come before, it was returned meanwhile: its first run, which may still
+        # end, must not acknowledge it.
+        if (before := self._registered.get(delivery.tag)) is not None:
+            before.gone = True
         self._registered[delivery.tag] = self._to_add[delivery.tag] = delivery
         self._to_remove.pop(delivery.tag, None)
 

@@ -337,6 +337,35 @@ def test_a_late_acknowledgement_leaves_the_message_to_its_new_worker(
     again.ack()
 
 
+@pytest.mark.parametrize("first_ends", ["before", "between", "after"])
+def test_a_message_that_comes_again_is_acknowledged_by_its_second_run_only(
+    connection: Connection, workers: Workers, channel: Any, first_ends: str
+) -> None:
+    """The worker has got it back itself, after another one has returned it."""
+    lease = opened(connection, "a", 1.0)
+    (message,) = fetched(connection, 1)
+    lease.received(message, "task")
+    lease._renew(workers, channel)
+    wait_until(lambda: ended(workers) == [lease._name], 5, "the lease to end")
+    take_over(workers, channel, lease._name)
+    again = connection.SimpleQueue("work").get(timeout=5)
+    assert again.delivery_tag == message.delivery_tag
+    if first_ends == "before":
+        message.ack()
+    lease.received(again, "task")
+    if first_ends == "between":
+        message.ack()
+    if first_ends != "after":
+        lease._renew(workers, channel)
+        lease._renew(workers, channel)
+        assert channel.client.hlen("unacked") == 1
+    again.ack()
+    if first_ends == "after":
+        message.ack()
+    lease._renew(workers, channel)
+    assert not channel.client.hlen("unacked")
+
+
 def test_without_another_worker_a_late_acknowledgement_counts(
     connection: Connection, workers: Workers, channel: Any
 ) -> None:
