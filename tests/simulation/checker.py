@@ -31,6 +31,7 @@ FAULTS = (
     *("killed", "paused", "host paused", "emptied", "evicted", "clock"),
 )
 """The notes of what has gone wrong for a process, its host, or all leases."""
+SLOW = ("lost request", "lost reply", "late request", "slow request")
 ENDED_BY_CELERY = ("revoked", "refused before the start", "time limit")
 SLACK = 0.3
 """Seconds in which an interrupted body ends: one step of the protocol may have to end before."""
@@ -220,7 +221,15 @@ def may_overlap(history: History, body: Body, at: float) -> bool:
     return (
         disturbed(history, body.process, at)
         or (not body.interrupted and body.lost <= at)
+        or _waits_for_the_database(history, body, at)
         or any(body.began.at - 2.0 <= note.at <= at for note in evicted)
+    )
+
+
+def _waits_for_the_database(history: History, body: Body, at: float) -> bool:
+    """Whether a body is in a step of an effect, for whose end an interrupt waits."""
+    return body.key.startswith("charged ") and any(
+        fault.what in SLOW for fault in history.faults(body.process, at - SLACK, at)
     )
 
 
@@ -439,7 +448,9 @@ def nothing_left(history: History) -> Iterator[Violation]:
         if note.details["reason"] == "copy_waits"
     }
     dropped &= {note.details["call"] for note in history.of("revoked")}
+    limited = list(history.of("time limit"))
     ended = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
+    ended -= {note.details["call"] for note in limited if not _main_died(history, note)}
     ended |= {note.details["call"] for note in history.of("calls") if "expires" in note.details}
     for row in history.final["rows"]:
         if row.state == State.RUNNING and row.call not in ended:
@@ -452,6 +463,15 @@ def nothing_left(history: History) -> Iterator[Violation]:
         yield Violation("nothing is left", None, "a message waited for the visibility timeout")
     if not history.final["quiet"]:
         yield Violation("nothing is left", None, "messages circulate for ever")
+
+
+def _main_died(history: History, ended: Note) -> bool:
+    """Whether a main process died after a call had ended there, perhaps before it closed the
+    row.
+    """
+    main = ended.details["process"].partition("/")[0] + "/main"
+    killed = (note for note in history.of("killed") if note.details["process"] == main)
+    return any(note.at >= ended.at for note in killed)
 
 
 def completed_with_its_rows(history: History) -> Iterator[Violation]:

@@ -326,7 +326,7 @@ GOOD: dict[str, Callable[[], Story]] = {
         .body()
         .ends()
         .write(state="pending", ended="failed")
-        .note("time limit", call="c1")
+        .note("time limit", process="w0/c1", call="c1")
     ),
     "a transaction that is committed": lambda: (
         called().claim().body().done().note("committed", token="a").ends()
@@ -595,6 +595,10 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a row that runs for ever": ("nothing is lost", 1, lambda: called().claim().body().ends()),
     "a lease that is held for ever": (
         "nothing is left", 0, lambda: having(called().run(), held=["k"]),
+    ),
+    "a row that runs after a time limit": (
+        "nothing is left", 0,
+        lambda: called().claim().body().note("time limit", process="w0/c1", call="c1"),
     ),
     "messages for ever": ("nothing is left", 0, lambda: having(called().run(), quiet=False)),
     "two results": (
