@@ -117,6 +117,7 @@ class WorkerLease:
         self._to_acknowledge: dict[str, _Delivery] = {}
         #: What is still to be done with messages at the broker.
         self._unfinished: deque[tuple[_Delivery, Callable[[Any, _Delivery], object]]] = deque()
+        self._moved = False
         self._wakeup = os_threads.Wakeup()
         self._idle = False
         self._stopping = False
@@ -179,6 +180,7 @@ class WorkerLease:
     def reconnected(self) -> None:
         """Return what Celery has dropped with its connection: the messages that do not run."""
         running = {request._message.delivery_tag for request in tuple(state.active_requests)}  # noqa: SLF001
+        self._moved = True  # of several brokers the worker may use another one now
         self._changed(partial(self._return_all_but, running))
         self._wait_for_renewal()
 
@@ -237,6 +239,7 @@ class WorkerLease:
     def _run(self) -> None:
         try:
             while not self._stopping:
+                self._moved = False
                 try:
                     with self._connection() as connection:
                         self._work(connection.default_channel)
@@ -294,6 +297,8 @@ class WorkerLease:
         self._renewed_since = self._clock()
         returning: Iterator[bool] = iter(())
         while not self._stopping:
+            if self._moved:
+                return
             now = self._clock()
             due = deadlines.renewal_due(now, self._ttl)
             if now - self._loop_seen > self._ttl:
@@ -579,9 +584,12 @@ def stop() -> None:
 
 
 def _connection_like(consumer: Any, options: Mapping[str, Any]) -> Any:
-    """A connection to the broker of *consumer* that knows the exchanges that it has declared."""
+    """A connection to the broker that *consumer* uses, whatever others its URL names, which knows
+    the exchanges that it has declared.
+    """
     used = consumer.connection or consumer.app.connection_for_read()
     made = used.clone(transport_options=options)
+    made.cycle = None
     made.transport.state = used.transport.state
     return made
 

@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from celery.worker import state
 from kombu import Connection, Consumer, Exchange, Queue
+from kombu.exceptions import OperationalError
 from redis.exceptions import AuthenticationError, ResponseError
 
 from celery_leases.stores.redis.workers import Workers, own_name
@@ -709,6 +711,42 @@ def test_a_worker_fetches_nothing_before_it_has_a_lease(
         assert [one.name for one in workers.listed()] == [lease._name]
         workers.forget(lease._name)
     lease.stop()
+
+
+def test_the_lease_follows_its_worker_to_another_broker(
+    connection: Connection, workers: Workers
+) -> None:
+    """Elsewhere its acknowledgements would reach no message."""
+    url = f"{connection.as_uri().rpartition('/')[0]}/13"
+    options = connection.transport_options
+    with Connection(url, transport_options=options) as other:
+        other.default_channel.client.flushdb()
+        consumer = Mock(connection=connection)
+        connect = partial(takeover._connection_like, consumer, options)
+        prefix = f"{connection.default_channel.global_keyprefix}{PREFIX}"
+        lease = WorkerLease("a", connect, prefix, 5.0)
+        lease.start()
+        assert [one.name for one in workers.listed()] == [lease._name]
+        consumer.connection = other
+        lease.reconnected()
+        there = Workers(other.default_channel.pool, prefix)
+        assert [one.name for one in there.listed()] == [lease._name]
+        (message,) = fetched(other, 1)
+        lease.received(message, "task")
+        message.ack()
+        wait_until(lambda: not other.default_channel.client.hlen("unacked"), 5, "the ack")
+        lease.stop()
+
+
+def test_the_lease_uses_no_broker_that_its_worker_does_not_use(leases_redis: RedisServer) -> None:
+    closed = "redis://127.0.0.1:1/0"
+    used = Connection([closed, leases_redis.url])
+    made = takeover._connection_like(Mock(connection=used), {"max_retries": 1})
+    with pytest.raises(OperationalError):
+        _ = made.default_channel
+    used.maybe_switch_next()
+    with takeover._connection_like(Mock(connection=used), {}) as made:
+        assert made.default_channel.client.ping()
 
 
 def test_an_emptied_broker_gets_the_registrations_again(
