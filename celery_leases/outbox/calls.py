@@ -109,7 +109,7 @@ def enqueue(
 
     transaction = JoinedTransaction(given, process.records)
     transaction.join(key.key)
-    other = _write_record(_outbox(process), transaction, call)
+    other = _write_record(process, transaction, call)
     if other is None:
         # Through Django's own connection it works where only that one sees the row: in a test's
         # transaction.
@@ -196,13 +196,13 @@ def _headers_are_added(task: Any) -> bool:
 _PUBLISHING: Final = frozenset({"celery.app.base", "celery.app.task", "celery_leases.task"})
 
 
-def _write_record(outbox: Outbox, rows: _RowAccess, call: NewCall) -> str | None:
+def _write_record(process: Process, rows: _RowAccess, call: NewCall) -> str | None:
     """Write the record of *call* with its message; return the id of another call if the key
     belongs to one, and nothing was written.
 
     Raises what a delivery of the call would raise if the record has failed or has other arguments.
     """
-    key = call.key
+    key, outbox = call.key, _outbox(process)
     while not rows.write(outbox.enqueue_writes(call), key.key):
         record = _existing_record(rows, key)
         if record.expired:
@@ -213,6 +213,7 @@ def _write_record(outbox: Outbox, rows: _RowAccess, call: NewCall) -> str | None
                 return _queued_call(record)
             writes = outbox.add_writes(record, call.message, call.call_id)
         if rows.write(writes, key.key):
+            _revoke_if_unpublished(process.app, record)
             break
         # Another caller has changed the record since it was read, so it is read again.
     return None
@@ -237,7 +238,7 @@ def _enqueue_in_memory(process: Process, given: Any, call: NewCall) -> AsyncResu
 
     def committed(over: bool) -> None:
         outbox = _outbox(process)
-        if _write_record(outbox, _Autocommit(process.records), call) is None:
+        if _write_record(process, _Autocommit(process.records), call) is None:
             if over:
                 _publish_after_commit(app, key.stored)
             elif (queued := process.records.read(key.stored)) is not None:
@@ -340,7 +341,7 @@ def publish_once(
     outbox = _outbox(process)
     message = _message(task, args, kwargs, task_id, keeps, "lease_outbox='once'")
     call = _new_call(task, key, call_id, message)
-    write = partial(_write_queued, outbox, process.records, call, each_runs=options.each_runs)
+    write = partial(_write_queued, process, call, each_runs=options.each_runs)
     other = write()
     while other is not None and other.state is State.PENDING and not outbox.share(other):
         other = write()
@@ -380,13 +381,11 @@ def _result_of_other(
     return AsyncResult(call_id, app=task.app)
 
 
-def _write_queued(
-    outbox: Outbox, records: SqlRecordStore, call: NewCall, *, each_runs: bool
-) -> Record | None:
+def _write_queued(process: Process, call: NewCall, *, each_runs: bool) -> Record | None:
     """Write the record of *call*, in one statement if the key has no record; return the record of
     another call if the key belongs to one, and nothing was written.
     """
-    key, rows = call.key, _Autocommit(records)
+    key, outbox, rows = call.key, _outbox(process), _Autocommit(process.records)
     while not rows.write(outbox.enqueue_writes(call), key.key):
         record = _existing_record(rows, key)
         queued = _has_message_of_another(record) and not _has_expired(record)
@@ -401,6 +400,7 @@ def _write_queued(
                 _check_same(record, key)
             return record
         if rows.write(writes, key.key):
+            _revoke_if_unpublished(process.app, record)
             break
         # Another caller has changed the record since it was read, so it is read again.
     return None
@@ -500,6 +500,10 @@ def rescue(app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ON
     """
     process = processes.process_of(app)
     outbox, done = _outbox(process), RelayResult()
+    for stored_key in outbox.due(limit):
+        due = process.records.read(stored_key, lenient=True)
+        if due is not None and not _can_be_published(due):
+            _publish_if_due(process, outbox, stored_key, done)  # drops it
     for record in _stranded(process, outbox, older, limit):
         if _unless_locked(lambda: outbox.publish_again(record)):  # noqa: B023 - called at once
             _publish_if_due(process, outbox, record.stored_key, done)
@@ -532,12 +536,40 @@ def _publish_if_due(process: Process, outbox: Outbox, stored_key: str, done: Rel
     try:
         if _has_expired(record):
             logger.info("%s is not published, because its message has expired", record.key)
+            _revoke(process.app, record)
             outbox.drop(record)
         else:
             (done.published if _publish(process, outbox, record) else done.refused).append(record)
     except RecordUnreadable as error:
         logger.error("not published: %s", error, code="stored-message-unreadable")
         done.refused.append(record)
+
+
+def _revoke_if_unpublished(app: Celery, replaced: Record) -> None:
+    """Answer the callers of a call whose message has expired before it was published, and that a
+    new call has replaced.
+    """
+    if replaced.publish_at is not None and not replaced.expired:
+        _revoke(app, replaced)
+
+
+def _revoke(app: Celery, record: Record) -> None:
+    """Store that the call of the stored message is revoked, as a worker does that discards an
+    expired message: this one comes to no worker.
+    """
+    task, task_id = app.tasks.get(record.task), _message_of(record)["options"].get("task_id")
+    if task is None or (task.ignore_result and not task.store_errors_even_if_ignored):
+        return
+    try:
+        task.backend.mark_as_revoked(task_id, "expired")
+    except Exception as error:  # noqa: BLE001 - each backend has its own
+        logger.warning(
+            "%s[%s] has expired, but the result backend did not store it: %s",
+            record.task,
+            task_id,
+            error,
+            code="revoke-not-stored",
+        )
 
 
 def _stranded(process: Process, outbox: Outbox, older: float, limit: int) -> list[Record]:

@@ -23,6 +23,7 @@ NOTICES: Final[Mapping[str, str]] = {
     "no-relay": "run `leases relay` every minute, or let beat do it (docs/how-to/enqueue.md)",
     "not-published": "look at the broker; the next relay or rescue publishes the message",
     "not-rescuable": "pass arguments that JSON does not change; the call runs all the same",
+    "revoke-not-stored": "look at the result backend; callers of that call wait in vain",
     "stored-message-unreadable": "run `leases forget` for the key, and call the task again",
     # records, effects and leases
     "outcome-not-written": "look at the records database; the outcome is tried for a minute",

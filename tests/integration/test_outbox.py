@@ -355,20 +355,23 @@ def test_a_key_whose_enqueued_call_has_expired_is_enqueued_again(
     assert begins(stage, name) == [handle.id]
 
 
-def test_a_relay_drops_what_has_expired_and_an_enqueue_replaces_it(
-    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dropped", [relayed, rescued])
+def test_what_has_expired_is_dropped_and_an_enqueue_replaces_it(
+    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch, dropped: Any
 ) -> None:
+    """Its caller is told that it was revoked, as by a worker that discards a message."""
     order, names = stage.tasks.order, (f"{name}-dropped", f"{name}-replaced")
     with monkeypatch.context() as patch, engine.begin() as connection:
         let_expire(patch, order)
-        for each in names:
-            order.delay_in(connection, each)
+        expired = [order.delay_in(connection, each) for each in names]
     let_be_due(stage, names[0])
-    assert relayed(stage) == 0
+    assert dropped(stage, *([name] if dropped is rescued else [])) == 0
+    assert [call.state for call in expired] == ["REVOKED", "PENDING"]
     row = record(stage, names[0])
     assert_has(row, state="pending", message=None, publish_at=None, call_id="")
     with Session(engine) as session, session.begin():
         handles = [order.delay_in(session, each) for each in names]
+    assert [call.state for call in expired] == ["REVOKED", "REVOKED"]
     for each, handle in zip(names, handles, strict=True):
         assert got(handle) == by(each, handle.id)
         assert begins(stage, each) == [handle.id]

@@ -238,10 +238,10 @@ BUGS = (
         "a call in a transaction that is rolled back is published",
         "celery_leases.outbox.calls",
         """    transaction.join(key.key)
-    other = _write_record(_outbox(process), transaction, call)
+    other = _write_record(process, transaction, call)
 """,
         """    transaction.join(key.key)
-    other = _write_record(_outbox(process), transaction, call)
+    other = _write_record(process, transaction, call)
     publish = Signature.from_dict({"task": task.name, "args": args, "options": {"task_id": call_id}}, app=app)
     publish.apply_async()
 """,

@@ -615,6 +615,20 @@ def test_a_call_that_expired_in_the_queue_frees_its_key(tmp_path: Path) -> None:
         assert shop.work.delay(7).id != first.id
 
 
+def test_a_call_that_expired_before_it_was_published_is_revoked(tmp_path, monkeypatch) -> None:
+    """Another caller relies on it, and no worker will ever discard its message."""
+    shop = Shop(tmp_path)
+    with testing.leases(shop.app, eager=False) as kit:
+        with monkeypatch.context() as patched:
+            patched.setattr(Outbox, "sent", lambda *_: None)  # its publisher dies before that
+            shop.work.apply_async((7,), expires=60)
+        relies = shop.work.delay(7)
+        assert relies.state == "PENDING"
+        kit.tick("61s")
+        assert shop.work.delay(7).id != relies.id
+        assert relies.state == "REVOKED"
+
+
 @pytest.mark.parametrize("state", ["queued", "running", "done"])
 def test_the_test_kit_sees_a_key_that_is_queued(tmp_path: Path, state: str) -> None:
     shop = Shop(tmp_path)
