@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from celery import Celery
+from celery import Celery, _state
 
 from celery_leases import LeasedTask
 from celery_leases.worker import celery_signal_receivers
@@ -19,6 +19,7 @@ __all__ = ["apps"]
 def test_a_worker_with_leased_tasks_freezes_what_it_has_loaded(
     monkeypatch: pytest.MonkeyPatch, pool: str, leased: bool
 ) -> None:
+    monkeypatch.setattr(_state, "_on_app_finalizers", set())  # shared tasks of other tests
     collector = Mock()
     monkeypatch.setattr(celery_signal_receivers, "gc", collector)
     app = Celery("frozen", set_as_current=False)
