@@ -121,6 +121,7 @@ class WorkerLease:
         self._wakeup = os_threads.Wakeup()
         self._idle = False
         self._stopping = False
+        self._worker_failed = False
         self._stopped = os_threads.Wakeup()
         self._failing = False
         #: The server does not allow what a lease needs, so this worker has none.
@@ -132,8 +133,13 @@ class WorkerLease:
         os_threads.start_thread(self._run)
         self._wait_for_renewal()
 
-    def stop(self) -> None:
-        """Remove the lease and all registrations, because the worker shuts down."""
+    def stop(self, *, failed: bool = False) -> None:
+        """Return what is left, and remove the lease, because the worker shuts down.
+
+        If it has *failed*, the lease ends by itself, and another worker looks for messages: the
+        error may have interrupted kombu when it had fetched one and not delivered it yet.
+        """
+        self._worker_failed = failed
         self._stopping = True
         self._wakeup.notify()
         self._stopped.wait(TIMEOUT)
@@ -322,7 +328,8 @@ class WorkerLease:
         # Celery acknowledges nothing from now on. Kombu has returned what it could.
         self._changes.append(partial(self._return_all_but, frozenset()))
         self._renew(workers, channel)
-        workers.forget(self._name)
+        if not self._worker_failed:
+            workers.forget(self._name)
         self._counts_until = math.inf
 
     def _sleep(self, seconds: float) -> None:
@@ -574,13 +581,15 @@ def start(consumer: Any) -> None:
     consumer.init_callback = start  # Celery calls it once, and again when it has reconnected
 
 
-def stop() -> None:
-    """Remove the lease of the worker; a receiver of Celery's ``worker_shutdown``."""
+def stop(*, failed: bool = False) -> None:
+    """End the lease of the worker, which may have *failed*; a receiver of Celery's
+    ``worker_shutdown``.
+    """
     atexit.unregister(stop)
     global current
     lease, current = current, None
     if lease is not None:
-        lease.stop()
+        lease.stop(failed=failed)
 
 
 def _connection_like(consumer: Any, options: Mapping[str, Any]) -> Any:

@@ -2,16 +2,20 @@
 
 FAILPOINT is the step, FAILPOINT_TIMES how often it acts, and a file FAILPOINT_FILE plus a number
 records each time. ``before publish``, ``after publish`` and ``after mark`` kill the whole worker
-during a reschedule. ``never registered`` is a worker that dies before it has registered what it
-has fetched. ``after release`` kills the child after its success was written and its lease
-released. ``after callbacks`` kills the whole worker after Celery has sent the callbacks and before
-they are marked as sent. ``slow rescheduled`` delays the publication until the file FAILPOINT_GATE
-exists.
+during a reschedule. ``never registered`` is a worker that dies before it has registered what it has
+fetched. ``noted`` sends the worker the signal of a cold shutdown while a body runs, when kombu has
+noted another message and not delivered it yet. ``after release`` kills the child after its success
+was written and its lease released. ``after callbacks`` kills the whole worker after Celery has sent
+the callbacks and before they are marked as sent. ``slow rescheduled`` delays the publication until
+the file FAILPOINT_GATE exists.
 """
 
 import os
+import signal
 
 from celery.signals import task_success
+from celery.worker import state
+from kombu.transport.virtual.base import QoS
 
 from celery_leases.attempt import run
 from celery_leases.worker import publisher, takeover
@@ -54,6 +58,17 @@ def _run_and_die(self, *args, **kwargs):
     return reply
 
 
+_append = QoS.append
+
+
+def _append_and_stop(self, *args):
+    if state.active_requests:
+        os.kill(os.getpid(), signal.SIGQUIT)
+    _append(self, *args)
+
+
+if STEP == "noted":
+    QoS.append = _append_and_stop  # type: ignore[method-assign]
 if STEP == "never registered":
     takeover.WorkerLease.received = lambda *_: None  # type: ignore[method-assign,assignment]
 publisher.Publisher._publish = _publish_and_die

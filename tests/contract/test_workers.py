@@ -424,6 +424,22 @@ def test_what_kombu_has_returned_is_not_returned_again_when_the_worker_stops(
         again.ack()
 
 
+def test_the_lease_of_a_worker_that_failed_ends_by_itself(
+    connection: Connection, workers: Workers, channel: Any
+) -> None:
+    """The error may have interrupted kombu between the fetch of a message and its delivery."""
+    lease = opened(connection, "a", 1.0)
+    messages = fetched(connection, 2, task="leased")
+    lease.received(messages[0], "leased")
+    lease.start()
+    fetched_at(channel, messages[1], 1)
+    lease.stop(failed=True)
+    assert waiting(connection) == [0]
+    take_over(workers, channel, next_ended(workers))
+    assert waiting(connection) == [1]
+    assert not channel.client.hlen("unacked")
+
+
 def test_what_celery_drops_with_its_connection_is_returned(
     connection: Connection, workers: Workers, channel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,28 @@ def test_what_a_worker_has_just_fetched_runs_soon_too(
         assert not scene.events("plain")
 
 
+def test_what_a_failed_cold_shutdown_has_interrupted_runs_soon_too(
+    scene_factory: MakeScene, name: str
+) -> None:
+    """Celery's handler of the signal fails with threads, wherever the worker is at that moment."""
+    scene = scene_factory(
+        REDIS_REDIS_POSTGRES, ttl=TTL, visibility=AN_HOUR, start=False, module=FAILING
+    )
+    scene.workers.clear()
+    scene.worker = scene.another(env=scene.failpoint("noted"), pool="threads", concurrency=2)
+    gate, first = scene.hold("work", f"{name}-0")
+    second = scene.tasks.work.delay(f"{name}-1")
+    scene.worker.wait_for_log("does not implement kill_job", 20)  # Celery's own words
+    gate.touch()
+    scene.worker.wait(30)
+    with redis.Redis.from_url(scene.redis_url) as client:
+        assert (client.hlen("unacked"), registered(client)) == (1, 0)
+        scene.another()
+        for one in (first, second):
+            one.get(timeout=SOON)
+        assert begins(scene, name) == [0, 1]
+
+
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_a_message_that_came_as_the_prefetch_limit_fell_runs_soon_too(
     scene_factory: MakeScene, name: str, pool: str
