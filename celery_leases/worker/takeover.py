@@ -144,6 +144,10 @@ class WorkerLease:
         self._wakeup.notify()
         self._stopped.wait(TIMEOUT)
 
+    def is_accepted(self) -> bool:
+        """Whether the broker has accepted a renewal."""
+        return self._counts_until < math.inf
+
     # -- in the threads of the worker --------------------------------------------------------------
 
     def watch_loop(self, consumer: Any) -> None:
@@ -551,6 +555,8 @@ current: WorkerLease | None = None
 
 def start(consumer: Any) -> None:
     """Start the lease of a worker; a receiver of Celery's ``worker_ready``."""
+    from celery_leases.worker.fetching import noted_at_once
+
     global current  # noqa: PLW0603 - one for each process
     worker, app = consumer.controller, consumer.app
     if current is None:
@@ -578,6 +584,7 @@ def start(consumer: Any) -> None:
     else:
         current.reconnected()
     current.watch_loop(consumer)
+    noted_at_once(consumer.connection.default_channel, current.is_accepted)
     consumer.init_callback = start  # Celery calls it once, and again when it has reconnected
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 
 import pytest
 import redis
@@ -18,6 +19,8 @@ from tests.support.commands import run_command
 
 TTL = 5.0
 AN_HOUR = 3600.0
+KILLS = int(os.environ.get("KILLS", "4"))
+"""Workers that are killed while they fetch messages."""
 SOON = TTL + 10.0
 """Seconds in which the messages of a dead worker have run elsewhere."""
 
@@ -145,6 +148,40 @@ def test_a_message_that_came_as_the_prefetch_limit_fell_runs_soon_too(
         for one in (first, second):
             one.get(timeout=2 * SOON)
         assert begins(scene, name) == [0, 0, 1]
+
+
+def kept(client: redis.Redis, queue: str) -> set[str]:
+    """The ids of the calls whose messages are in the queue, or noted as unacknowledged."""
+    stored = [json.loads(message) for message in client.lrange(queue, 0, -1)]
+    noted = [json.loads(note)[0] for note in client.hvals("unacked")]
+    return {message["headers"]["id"] for message in (*stored, *noted)}
+
+
+def is_shorter(client: redis.Redis, queue: str, length: int) -> bool:
+    """Whether no more messages than *length* are in the queue."""
+    return int(client.llen(queue)) <= length
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_a_worker_that_is_killed_while_it_fetches_loses_no_message(
+    scene_factory: MakeScene, name: str, pool: str
+) -> None:
+    """Kombu alone notes a message only after it has left its queue, and loses one at most kills."""
+    much = {"PREFETCH": "2000"}
+    scene = scene_factory(REDIS_REDIS_POSTGRES, ttl=60, visibility=AN_HOUR, start=False, env=much)
+    gate = str(scene.gate())
+    ids = {scene.tasks.work.delay(f"{name}-{number}", gate=gate).id for number in range(2000)}
+    with redis.Redis.from_url(scene.redis_url) as client:
+        for _ in range(KILLS):
+            enough = client.llen(scene.queue) - 20
+            worker = scene.another(pool=pool)
+            wait_until(
+                partial(is_shorter, client, scene.queue, enough), 20, "messages to be fetched"
+            )
+            worker.kill()
+            worker.wait(20)
+            assert client.llen(scene.queue), "the worker has fetched all"
+            assert kept(client, scene.queue) == ids
 
 
 def test_a_frozen_worker_that_comes_back_loses_and_doubles_nothing(

@@ -204,6 +204,35 @@ the fetch, number of the pushes that follow, and for each of them queue and mess
 many messages are in their queues now: those that nobody else has returned.
 """
 
+FETCH: Final = Script(
+    """
+local last = #KEYS
+for place = 1, last - 2 do
+    local stored = redis.call('LINDEX', KEYS[place], -1)
+    if stored then
+        local read, message = pcall(cjson.decode, stored)
+        local properties = read and type(message) == 'table' and message.properties
+        local way = type(properties) == 'table' and properties.delivery_info
+        if type(way) ~= 'table' or type(way.exchange) ~= 'string'
+            or type(way.routing_key) ~= 'string' or type(properties.delivery_tag) ~= 'string' then
+            return false
+        end
+        local tag, names = properties.delivery_tag, cjson.encode({way.exchange, way.routing_key})
+        redis.call('ZADD', KEYS[last], ARGV[1], tag)
+        redis.call('HSET', KEYS[last - 1], tag, '[' .. stored .. ',' .. string.sub(names, 2))
+        redis.call('RPOP', KEYS[place])
+        return {KEYS[place], stored, tag}
+    end
+end
+return false
+""",
+    keys=0,
+)
+"""KEYS: queues, kombu's unacknowledged messages, kombu's index of these. ARGV: the time in seconds.
+Takes the oldest message of the first queue that has one, and notes it as kombu does. Returns queue,
+message and tag; ``nil`` if there is none, or one that kombu cannot note.
+"""
+
 FORGET: Final = Script(
     """
 redis.call('ZREM', KEYS[1], ARGV[1])
