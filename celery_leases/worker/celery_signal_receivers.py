@@ -68,7 +68,7 @@ def _at_shutdown(sender: Any, **_: Any) -> None:
     from celery_leases.worker.checks import relay
 
     relay.stop(sender)
-    takeover.stop(failed=bool(getattr(sender, "exitcode", None)))
+    takeover.stop()
 
 
 _call_errbacks: Any = Backend._call_task_errbacks  # noqa: SLF001 - there is no signal

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from celery import Celery
 from celery.concurrency.solo import TaskPool as SoloPool
+from celery.platforms import EX_FAILURE
 from celery.worker import state
 from kombu.transport.virtual.base import QoS
 from kombu.utils.encoding import bytes_to_str
@@ -121,7 +122,7 @@ class WorkerLease:
         self._wakeup = os_threads.Wakeup()
         self._idle = False
         self._stopping = False
-        self._worker_failed = False
+        self._worker: Any = None
         self._stopped = os_threads.Wakeup()
         self._failing = False
         #: The server does not allow what a lease needs, so this worker has none.
@@ -133,13 +134,12 @@ class WorkerLease:
         os_threads.start_thread(self._run)
         self._wait_for_renewal()
 
-    def stop(self, *, failed: bool = False) -> None:
+    def stop(self) -> None:
         """Return what is left, and remove the lease, because the worker shuts down.
 
-        If it has *failed*, the lease ends by itself, and another worker looks for messages: the
-        error may have interrupted kombu when it had fetched one and not delivered it yet.
+        If it has failed, the lease ends by itself, and another worker looks for messages: the error
+        may have interrupted kombu when it had fetched one and not delivered it yet.
         """
-        self._worker_failed = failed
         self._stopping = True
         self._wakeup.notify()
         self._stopped.wait(TIMEOUT)
@@ -156,7 +156,8 @@ class WorkerLease:
 
         A pool that runs bodies in the loop is not watched.
         """
-        worker, channel = consumer.controller, consumer.connection.default_channel
+        self._worker = worker = consumer.controller
+        channel = consumer.connection.default_channel
         if isinstance(worker.pool, SoloPool):
             return
         if self._loop_timer is not None:
@@ -332,7 +333,7 @@ class WorkerLease:
         # Celery acknowledges nothing from now on. Kombu has returned what it could.
         self._changes.append(partial(self._return_all_but, frozenset()))
         self._renew(workers, channel)
-        if not self._worker_failed:
+        if getattr(self._worker, "exitcode", None) != EX_FAILURE:
             workers.forget(self._name)
         self._counts_until = math.inf
 
@@ -588,15 +589,13 @@ def start(consumer: Any) -> None:
     consumer.init_callback = start  # Celery calls it once, and again when it has reconnected
 
 
-def stop(*, failed: bool = False) -> None:
-    """End the lease of the worker, which may have *failed*; a receiver of Celery's
-    ``worker_shutdown``.
-    """
+def stop() -> None:
+    """Remove the lease of the worker; a receiver of Celery's ``worker_shutdown``."""
     atexit.unregister(stop)
     global current
     lease, current = current, None
     if lease is not None:
-        lease.stop(failed=failed)
+        lease.stop()
 
 
 def _connection_like(consumer: Any, options: Mapping[str, Any]) -> Any:

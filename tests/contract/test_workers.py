@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from celery.platforms import EX_FAILURE
 from celery.worker import state
 from kombu import Connection, Consumer, Exchange, Queue
 from kombu.exceptions import OperationalError
@@ -433,7 +434,8 @@ def test_the_lease_of_a_worker_that_failed_ends_by_itself(
     lease.received(messages[0], "leased")
     lease.start()
     fetched_at(channel, messages[1], 1)
-    lease.stop(failed=True)
+    lease._worker = Mock(exitcode=EX_FAILURE)
+    lease.stop()
     assert waiting(connection) == [0]
     take_over(workers, channel, next_ended(workers))
     assert waiting(connection) == [1]
