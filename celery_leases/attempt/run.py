@@ -122,6 +122,8 @@ class Execution:
     _may_have_slot: bool = field(init=False, default=False)
     #: A newer call has run instead.
     _replaced: bool = field(init=False, default=False)
+    #: The order of a newer call that has not come.
+    _missing: int = field(init=False, default=0)
 
     def run(self, body: Body, store_failures: int = 0) -> Verdict:
         """Handle the call to its end.
@@ -180,16 +182,13 @@ class Execution:
                 again = until_turn(call, burst, process.rand(), record)
         if again is not None:
             return again
+        late = burst is not None and call.reschedulable and call.waited_for_newer >= PATIENCE
+        if late and burst is not None and burst.newest > call.order > 0:
+            self._missing = burst.newest
         began = process.clock.now()
         while True:
             verdict = self._acquire_once(process.clock.now() - began)
             if not isinstance(verdict, Wait):
-                missing = burst.newest if burst is not None and call.reschedulable else 0
-                late = call.waited_for_newer >= PATIENCE
-                if isinstance(verdict, Run) and missing > call.order > 0 and late:
-                    # The newest call has not come. No other call needs to wait for it.
-                    with suppress(StoreUnavailable):
-                        process.leases.note_order(call.key.stored, call.order, missing)
                 return verdict
             if process.stopping():
                 return Reschedule(waiting.SHORTEST_DELAY, "the worker is stopping")
@@ -408,6 +407,8 @@ class Execution:
         if call.options.latest_runs:  # before the lease is looked at, because this may take long
             with suppress(StoreUnavailable):  # then the next run begins earlier
                 process.leases.end_burst(call.key.stored, call.order or call.arrived)
+                if self._missing:  # no other call needs to wait for the newest one in vain
+                    process.leases.note_order(call.key.stored, call.order, self._missing)
         if process.clock.now() >= held_lease.own_stop:
             self._close(unrun(call, record, 0.0))
             return Reschedule(

@@ -255,6 +255,8 @@ def lease_is_believed_too_long(history: History) -> Iterator[Violation]:
             locks.add(note.details["token"])
         elif note.details["token"] in locks or note.at < emptied + SLACK:
             continue
+        elif note.details["until"] <= note.at or emptied > note.details["until"] - TTL:
+            continue  # the reply came too late to be believed, or after what it says was lost
         elif note.details["until"] > note.details["store_until"] + 1e-6:
             yield Violation(
                 "a lease ends first for its holder", note, "it is believed for too long"
@@ -427,12 +429,17 @@ def nothing_lost(history: History) -> Iterator[Violation]:
             yield Violation("nothing is lost", note, f"the caller has no answer, but {answer}")
         elif expired or call in withdrawn or (row is not None and row.call in gone):
             continue
-        elif row is None or row.state not in RESTS:
+        elif row is None or not (row.state in RESTS or _belongs_to_no_call(row)):
             yield Violation("nothing is lost", note, f"the row is {row}")
         elif row.state == State.COOLING and row.resumes:
             yield Violation("nothing is lost", note, "the key waits for a call that does not come")
         elif answer == "REVOKED":
             yield Violation("nothing is lost", note, "nobody has revoked it")
+
+
+def _belongs_to_no_call(row: Any) -> bool:
+    """Whether the last caller was told that the broker has not taken the message."""
+    return bool(row.state == State.PENDING and not row.call)
 
 
 def nothing_left(history: History) -> Iterator[Violation]:
@@ -450,7 +457,7 @@ def nothing_left(history: History) -> Iterator[Violation]:
     dropped &= {note.details["call"] for note in history.of("revoked")}
     limited = list(history.of("time limit"))
     ended = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
-    ended -= {note.details["call"] for note in limited if not _main_died(history, note)}
+    ended -= {note.details["call"] for note in limited if not _was_not_closed(history, note)}
     ended |= {note.details["call"] for note in history.of("calls") if "expires" in note.details}
     for row in history.final["rows"]:
         if row.state == State.RUNNING and row.call not in ended:
@@ -465,13 +472,17 @@ def nothing_left(history: History) -> Iterator[Violation]:
         yield Violation("nothing is left", None, "messages circulate for ever")
 
 
-def _main_died(history: History, ended: Note) -> bool:
-    """Whether a main process died after a call had ended there, perhaps before it closed the
-    row.
+def _was_not_closed(history: History, ended: Note) -> bool:
+    """Whether a main process could not close the row of a call that had ended there: it died, or
+    the database did not answer it.
     """
     main = ended.details["process"].partition("/")[0] + "/main"
-    killed = (note for note in history.of("killed") if note.details["process"] == main)
-    return any(note.at >= ended.at for note in killed)
+    failed = (
+        note
+        for note in history.of("killed", "lost request", "refused")
+        if note.details["process"] == main and note.details.get("server", "database") == "database"
+    )
+    return any(note.at >= ended.at for note in failed)
 
 
 def completed_with_its_rows(history: History) -> Iterator[Violation]:
@@ -501,6 +512,7 @@ def queued_once(history: History) -> Iterator[Violation]:
     has gone wrong.
     """
     queued: dict[str, Note] = {}
+    over: set[str] = set()
     for note in history.of("published", "row", *FAULTS, *ENDED_BY_CELERY, "down", "message lost"):
         if note.what == "published":
             if note.details["task"] != "queued" or not note.details["own"]:
@@ -508,12 +520,13 @@ def queued_once(history: History) -> Iterator[Violation]:
             if note.details["key"] in queued:
                 why = f"after {queued[note.details['key']].details['call']}"
                 yield Violation("queued once", note, why)
-            if not note.details.get("expires"):
+            if not note.details.get("expires") and note.details["call"] not in over:
                 queued[note.details["key"]] = note
         elif note.what == "row":
             new = note.details["new"]
             if new is None or new.state in RESTS or (new.ended and not new.resumes):
                 queued.pop(note.details["key"], None)
+                over.add("" if new is None else new.call)
         else:
             queued.clear()
 

@@ -236,12 +236,16 @@ def test_calls_that_come_all_the_time_do_not_keep_their_key_from_running(
     assert len(bench.ran) == pytest.approx(20.0 / longest, abs=1)
 
 
-def test_no_body_begins_after_its_lease_because_the_store_was_slow_to_end_the_burst(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("slow", ["end_burst", "note_order"])
+def test_no_body_begins_after_its_lease_because_the_store_was_slow_to_note_its_run(
+    monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     bench = Bench()
-    monkeypatch.setattr(bench.stores, "end_burst", lambda *_: bench.clock.sleep(60.0))
-    call = bench.call(runs="latest", group=None, order=bench.stores.new_order(KEY.stored))
+    monkeypatch.setattr(bench.stores, slow, lambda *_: bench.clock.sleep(60.0))
+    order = bench.stores.new_order(KEY.stored)
+    bench.stores.new_order(KEY.stored)  # a newer call, which never comes
+    bench.clock.sleep(60.0)
+    call = bench.call(runs="latest", group=None, order=order, waited_for_newer=PATIENCE)
     assert isinstance(bench.run(call), Reschedule)
     assert bench.ran == []
 
