@@ -2,15 +2,18 @@
 
 Kombu's BRPOP takes a message out of its queue, and kombu notes it as unacknowledged only when it
 has read the reply. If the worker is killed in between, nobody can return the message. A script of
-the broker does both at once. When it has found no message, kombu waits for one with BRPOP.
+the broker does both at once. When it has found no message, the worker waits.
+
+A wait for several keys takes a message out of its queue: kombu waits by BRPOP. If the worker has
+one queue, and has seen no message with a priority, it waits for a message at the first key, by
+BLMOVE to the second one, so the message stays in the queue, whose other workers find it there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from queue import Empty
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from kombu.transport.redis import Channel
 from kombu.transport.virtual.base import QoS
@@ -18,6 +21,9 @@ from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import loads
 
 from celery_leases.stores.redis.workers import FETCH
+
+WAIT: Final = 1.0
+"""Seconds for which a worker waits at one key of its queue before it looks at the others."""
 
 
 class Fetching:
@@ -29,12 +35,15 @@ class Fetching:
         self._own_start = channel._brpop_start  # noqa: SLF001
         self._own_read = channel._brpop_read  # noqa: SLF001
         self._own_append = channel.qos.append
-        #: The broker has refused the script.
-        self._refused = False
-        #: The last request found no message.
-        self._found_none = False
-        #: The reply that kombu waits for is that of the script.
-        self._asked = False
+        #: Commands that the broker has refused.
+        self._refused: set[str] = set()
+        #: Messages have priorities.
+        self._prioritized = False
+        #: The next command, and that whose reply this channel waits for; none: kombu's own.
+        self._next = "EVAL"
+        self._asked = ""
+        #: The last command has moved a message to the second key.
+        self._moved = False
         #: The tag of the message that is being delivered, and noted.
         self._noted: str | None = None
 
@@ -49,39 +58,64 @@ class Fetching:
         """Send the request for the next message."""
         channel = self._channel
         queues = channel._queue_cycle.consume(len(channel.active_queues))  # noqa: SLF001
-        kombus = self._found_none or self._refused or not self._allowed()
-        self._asked = bool(queues) and not kombus
-        if not self._asked:
-            self._own_start(timeout)
-            return
         key_of = channel._q_for_pri  # noqa: SLF001
         keys = [key_of(queue, step) for step in channel.priority_steps for queue in queues]
-        keys += channel.unacked_key, channel.unacked_index_key
-        names = [f"{channel.global_keyprefix}{key}" for key in keys]
+        usable = queues and self._allowed() and "EVAL" not in self._refused
+        self._asked = self._next if usable else ""
+        if self._asked == "BLMOVE" and not self._can_wait(queues):
+            self._asked = ""
+        if self._asked == "EVAL":
+            if self._moved:
+                keys[:2] = keys[1::-1]
+            keys += channel.unacked_key, channel.unacked_index_key
+            names = self._names(keys)
+            self._send("EVAL", FETCH.text, len(names), *names, time.time())
+        elif self._asked == "BLMOVE":
+            self._send("BLMOVE", *self._names(keys[:2]), "RIGHT", "RIGHT", WAIT)
+        else:
+            self._own_start(timeout)
+
+    def _can_wait(self, queues: Sequence[str]) -> bool:
+        channel = self._channel
+        one_key = len(queues) == 1 and len(channel.priority_steps) > 1 and not self._prioritized
+        expires = queues[0] in channel._expires  # noqa: SLF001 - its other keys may have no TTL
+        return one_key and not expires and "BLMOVE" not in self._refused
+
+    def _names(self, keys: Iterable[str]) -> list[str]:
+        return [f"{self._channel.global_keyprefix}{key}" for key in keys]
+
+    def _send(self, *command: Any) -> None:
+        channel = self._channel
         channel._in_poll = channel.client.connection  # noqa: SLF001
         channel._brpop_sent_at = time.monotonic()  # noqa: SLF001
-        channel.client.connection.send_command("EVAL", FETCH.text, len(names), *names, time.time())
+        channel.client.connection.send_command(*command)
 
     def read(self, **options: Any) -> bool:
-        """Read the reply, and deliver the message."""
-        self._found_none = True
-        if self._asked:
-            key, message, tag = self._reply(options)
-            self._found_none = False
-            self._deliver(key, message, bytes_to_str(tag))
-        else:
+        """Read the reply, and deliver the message; return whether there was one."""
+        asked, self._next, self._moved = self._asked, "", False
+        if not asked:
             self._own_read(**options)
-            self._found_none = False
-        return True
+            self._next = "EVAL"
+            return True
+        found = self._reply(options)
+        if asked == "BLMOVE":
+            self._next, self._moved = "EVAL", bool(found)
+        elif found:
+            self._next = "EVAL"
+            self._deliver(*found)
+            return True
+        elif found is None:
+            self._next = "BLMOVE"
+        return False  # no error, after which kombu may sleep
 
-    def _reply(self, options: Mapping[str, Any]) -> tuple[bytes, bytes, bytes]:
+    def _reply(self, options: Mapping[str, Any]) -> Any:
         channel, client = self._channel, self._channel.client
-        self._asked = False
+        asked, self._asked = self._asked, ""
         try:
-            found = client.parse_response(client.connection, "EVAL", **options)
+            return client.parse_response(client.connection, asked, **options)
         except channel.ResponseError:
-            self._refused = True  # until the next connection
-            found = None
+            self._refused.add(asked)  # until the next connection
+            return None
         except channel.connection_errors:
             client.connection.disconnect()
             raise
@@ -89,19 +123,19 @@ class Fetching:
             channel._in_poll = None  # noqa: SLF001
             if flush := getattr(channel, "_flush_brpop_reauth", None):  # since kombu 5.7
                 flush()
-        if not found:
-            raise Empty
-        return tuple(found)
 
-    def _deliver(self, key: bytes, message: bytes, tag: str) -> None:
-        channel = self._channel
+    def _deliver(self, key: bytes, stored: bytes, noted: bytes) -> None:
+        channel, tag = self._channel, bytes_to_str(noted)
         name = bytes_to_str(key)[len(channel.global_keyprefix) :]
         queue = name.rsplit(channel.sep, 1)[0]
         channel._queue_cycle.rotate(queue)  # noqa: SLF001
         consumed = queue in channel.connection._callbacks  # noqa: SLF001
         self._noted = tag
         try:
-            channel.connection._deliver(loads(bytes_to_str(message)), queue)  # noqa: SLF001
+            message = loads(bytes_to_str(stored))
+            priority = channel._get_message_priority(message, reverse=False)  # noqa: SLF001
+            self._prioritized |= channel.priority(priority) != channel.priority_steps[0]
+            channel.connection._deliver(message, queue)  # noqa: SLF001
         finally:
             if self._noted and consumed:  # the consumer acknowledges none, or kombu cannot read it
                 channel.qos._remove_from_indices(tag).execute()  # noqa: SLF001

@@ -1,18 +1,23 @@
 """A message that a worker fetches from a real Redis is noted when it leaves its queue."""
 
 import json
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty
 from typing import Any
 
 import pytest
 import redis
 from kombu import Connection, Consumer, Queue
+from kombu.transport.redis import Channel
 
 from celery_leases.testing.waits import wait_until
+from celery_leases.worker import fetching
 from celery_leases.worker.fetching import noted_at_once
+from tests.crash.test_worker_lease_brokers import OF_KOMBU
 from tests.support.servers import RedisServer
+from tests.unit.doc_pages import page
 
 
 @pytest.fixture(params=["", "app1:"], ids=["plain", "global_keyprefix"])
@@ -89,9 +94,18 @@ def publish(connection: Connection, *bodies: object, queue: str = "work", **opti
             opened.put(body, **options)
 
 
-def drain(connection: Connection, number: int) -> None:
-    for _ in range(number):
+def drain(connection: Connection, got: list[Any], number: int) -> None:
+    """Wait until *got* has so many messages."""
+    while len(got) < number:
         connection.drain_events(timeout=5)
+
+
+def is_idle(connection: Connection) -> bool:
+    """Read all replies; the worker waits for the next message then."""
+    with suppress(TimeoutError):
+        while True:
+            connection.drain_events(timeout=0.1)
+    return bool(connection.default_channel._in_poll)
 
 
 def ask(connection: Connection) -> None:
@@ -109,7 +123,9 @@ def test_a_message_is_noted_before_the_worker_has_read_it(
     ask(connection)
     broker.wait_until_fetched()
     assert (len(broker.noted()), got) == (1, [])
-    drain(connection, 1)
+    broker.client.config_resetstat()
+    drain(connection, got, 1)
+    assert "cmdstat_exec" not in broker.client.info("commandstats")  # kombu notes it no second time
     assert got[0].payload == {"n": 1}
     got[0].ack()
     assert not broker.noted()
@@ -121,14 +137,14 @@ def test_the_note_is_that_of_kombu(connection: Connection, broker: Broker, url: 
     publish(connection, body, queue='wörk/"1"', headers={"list": [], "float": 1.0})
     got: list[Any] = []
     consumer(connection, got, 'wörk/"1"')
-    drain(connection, 1)
+    drain(connection, got, 1)
     tag, qos = got[0].delivery_tag, got[0].channel.qos
     ours, at = broker.noted(), broker.time(tag)
     type(qos).append(qos, got[0], tag)
     assert broker.noted() == ours
     assert 0 <= broker.time(tag) - at < 5
     got[0].reject(requeue=True)
-    drain(connection, 1)
+    drain(connection, got, 2)
     assert got[1].payload == body
     got[1].ack()
 
@@ -140,7 +156,7 @@ def test_the_order_is_that_of_kombu(connection: Connection, broker: Broker) -> N
     publish(connection, "b1", "b2", queue="b")
     got: list[Any] = []
     consumer(connection, got, "a", "b")
-    drain(connection, 5)
+    drain(connection, got, 5)
     assert [one.payload for one in got] == ["a1", "b1", "a2", "b2", "a9"]
     for one in got:
         one.ack()
@@ -153,31 +169,108 @@ def test_no_more_are_fetched_than_the_prefetch_limit_allows(
     publish(connection, 1, 2, 3)
     got: list[Any] = []
     consumer(connection, got, "work").qos(prefetch_count=2)
-    drain(connection, 2)
+    drain(connection, got, 2)
     with pytest.raises(TimeoutError):
         connection.drain_events(timeout=0.01)
     ask(connection)
     assert (broker.queued(), len(broker.noted())) == (1, 2)
     got[0].ack()
-    drain(connection, 1)
+    drain(connection, got, 3)
     assert [one.payload for one in got] == [1, 2, 3]
 
 
-def test_kombu_waits_for_the_next_message(connection: Connection, broker: Broker) -> None:
-    """When there is none, by BRPOP, and the broker gets no further request meanwhile."""
+def commands(broker: Broker) -> list[str]:
+    """The last command of each connection that is neither a test's nor kombu's for publishing."""
+    return [each["cmd"] for each in broker.client.client_list() if each["cmd"] != "client|list"]
+
+
+def test_a_waiting_worker_leaves_a_message_in_its_queue(
+    connection: Connection, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker finds it there if this one is killed before it has noted the message."""
+    monkeypatch.setattr(fetching, "WAIT", 4)
     got: list[Any] = []
     consumer(connection, got, "work")
-    with pytest.raises(TimeoutError):
-        connection.drain_events(timeout=0.1)
-    assert [client["cmd"] for client in broker.client.client_list()].count("brpop") == 1
-    publish(connection, 1)
-    drain(connection, 1)
-    publish(connection, 2)
-    ask(connection)
-    broker.wait_until_fetched()
-    assert len(broker.noted()) == 2
-    drain(connection, 1)
+    assert is_idle(connection)
+    assert "blmove" in commands(broker)
+    publish(connection, 1, 2)
+    wait_until(lambda: broker.queued() == 1, 5, "a message to be moved")
+    assert broker.queued(f"work{Channel.sep}3") == 1
+    drain(connection, got, 2)
     assert [one.payload for one in got] == [1, 2]
+    assert len(broker.noted()) == 2
+    assert is_idle(connection)
+    with connection.clone() as other:
+        publish(connection, 3)
+        wait_until(lambda: not broker.queued(), 5, "a message to be moved")
+        theirs: list[Any] = []
+        consumer(other, theirs, "work")
+        drain(other, theirs, 1)
+        assert is_idle(connection)
+        assert [[one.payload for one in each] for each in (got, theirs)] == [[1, 2], [3]]
+
+
+def test_a_waiting_worker_sees_each_priority(connection: Connection, broker: Broker) -> None:
+    """It waits for all when it has seen one."""
+    got: list[Any] = []
+    consumer(connection, got, "work")
+    assert is_idle(connection)
+    publish(connection, 1, priority=9)
+    drain(connection, got, 1)
+    assert is_idle(connection)
+    assert "brpop" in commands(broker)
+    publish(connection, 2, priority=6)
+    drain(connection, got, 2)
+    assert [one.payload for one in got] == [1, 2]
+    assert len(broker.noted()) == 2
+
+
+def test_the_documented_rights_are_enough(connection: Connection, url: str) -> None:
+    """With those that kombu needs."""
+    (rights,) = re.findall(r"broker\* also needs `([^`]+)`", page("stores"))
+    user = ("reset", "on", ">secret", "~*", "&*", *rights.split(), *OF_KOMBU.split())
+    with redis.Redis.from_url(url) as client:
+        client.execute_command("ACL", "SETUSER", "narrow", *user)
+        narrow = url.replace("redis://", "redis://narrow:secret@")
+        with Connection(narrow, transport_options=connection.transport_options) as own:
+            noted_at_once(own.default_channel, lambda: True)
+            consumer(own, [], "work")
+            assert is_idle(own)
+            assert "blmove" in commands(Broker(client, ""))
+
+
+@pytest.mark.parametrize(
+    ("queues", "options", "user"),
+    [
+        (["work", "other"], {}, []),
+        (["work"], {"expires": 60}, []),
+        (["work"], {}, ["-blmove"]),
+    ],
+    ids=["two queues", "a queue that expires", "forbidden"],
+)
+def test_kombu_waits_where_a_message_cannot_stay_in_its_queue(
+    url: str, queues: list[str], options: dict[str, Any], user: list[str]
+) -> None:
+    """In between, the script fetches."""
+    with redis.Redis.from_url(url) as client:
+        client.flushdb()
+        rights = ("on", ">secret", "~*", "&*", "+@all", *user)
+        client.execute_command("ACL", "SETUSER", "narrow", "reset", *rights)
+        broker = Broker(client, "")
+        with Connection(url.replace("redis://", "redis://narrow:secret@")) as own:
+            noted_at_once(own.default_channel, lambda: True)
+            got: list[Any] = []
+            consumer(own, got, *queues, **options)
+            assert is_idle(own)
+            wait_until(lambda: "brpop" in commands(broker), 5, "kombu to wait")
+            publish(own, 1)
+            drain(own, got, 1)
+            publish(own, 2)
+            ask(own)
+            broker.wait_until_fetched()
+            assert len(broker.noted()) == 2
+            drain(own, got, 2)
+            assert [one.payload for one in got] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -198,9 +291,14 @@ def test_what_kombu_cannot_note_is_left_to_it(
     got: list[Any] = []
     consumer(connection, got, "work")
     ask(connection)
-    with pytest.raises(Empty):
-        connection.transport.cycle.get(None, timeout=5)
+    connection.transport.cycle.get(None, timeout=5)
     assert (broker.queued(), broker.noted()) == (1, [])
+    ask(connection)
+    broker.wait_until_fetched()
+    with suppress(Exception):
+        connection.transport.cycle.get(None, timeout=5)
+    assert not broker.noted()
+    assert not broker.queued(f"work{Channel.sep}3")
 
 
 def test_a_message_that_kombu_cannot_read_is_not_noted(
@@ -213,7 +311,7 @@ def test_a_message_that_kombu_cannot_read_is_not_noted(
     broker.client.lpush(f"{broker.prefix}work", stored)
     consumer(connection, [], "work")
     with pytest.raises(ValueError, match="base64"):
-        drain(connection, 1)
+        connection.drain_events(timeout=5)
     assert (broker.queued(), broker.noted()) == (0, [])
 
 
@@ -223,21 +321,29 @@ def test_a_message_that_needs_no_acknowledgement_is_not_noted(
     publish(connection, 1)
     got: list[Any] = []
     consumer(connection, got, "work", no_ack=True)
-    drain(connection, 1)
+    drain(connection, got, 1)
     assert [one.payload for one in got] == [1]
     assert not broker.noted()
 
 
+@pytest.mark.parametrize("by_another", [False, True], ids=["own", "another"])
 def test_a_message_that_nobody_consumes_any_more_returns_to_its_queue(
-    connection: Connection, broker: Broker
+    connection: Connection, broker: Broker, by_another: bool
 ) -> None:
+    """By whichever channel kombu returns it."""
     publish(connection, 1)
     got: list[Any] = []
     receiver = consumer(connection, got, "work")
     ask(connection)
     broker.wait_until_fetched()
     receiver.cancel()
-    drain(connection, 1)
+    if by_another:
+        connection.channel()
+        connection.transport.channels.reverse()
+    broker.client.config_resetstat()
+    connection.drain_events(timeout=5)
+    # Once: another worker may have it already.
+    assert broker.client.info("commandstats")["cmdstat_hdel"]["calls"] == 1
     assert (broker.queued(), broker.noted(), got) == (1, [], [])
 
 
@@ -264,7 +370,7 @@ def test_a_broker_that_forbids_scripts_leaves_all_to_kombu(
         noted_at_once(own.default_channel, lambda: True)
         got: list[Any] = []
         consumer(own, got, "work")
-        drain(own, 2)
+        drain(own, got, 2)
         assert [one.payload for one in got] == [1, 2]
         assert len(broker.noted()) == 2
         for one in got:
@@ -281,12 +387,12 @@ def test_without_a_lease_kombu_fetches(connection: Connection, broker: Broker, u
         noted_at_once(own.default_channel, lambda: has_lease)
         got: list[Any] = []
         consumer(own, got, "work")
-        drain(own, 1)
+        drain(own, got, 1)
         stats = broker.client.info("commandstats")
         assert stats.get("cmdstat_eval", {"calls": 0})["calls"] == before
         has_lease = True
         publish(connection, 2)
-        drain(own, 1)
+        drain(own, got, 2)
         assert broker.client.info("commandstats")["cmdstat_eval"]["calls"] > before
         assert [one.payload for one in got] == [1, 2]
         assert len(broker.noted()) == 2

@@ -131,8 +131,9 @@ def test_what_a_failed_cold_shutdown_has_interrupted_runs_soon_too(
 def test_a_message_that_came_as_the_prefetch_limit_fell_runs_soon_too(
     scene_factory: MakeScene, name: str, pool: str
 ) -> None:
-    """It is out of its queue, and kombu would leave it unread until another message ends."""
-    waits = {"BROKER_OPTIONS": json.dumps({"polling_interval": 60})}
+    """Kombu takes it out of its queue, and would leave it unread until another message ends."""
+    by_brpop = {"polling_interval": 60, "priority_steps": [0]}
+    waits = {"BROKER_OPTIONS": json.dumps(by_brpop)}
     scene = scene_factory(REDIS_REDIS_POSTGRES, ttl=TTL, visibility=AN_HOUR, start=False, env=waits)
     scene.workers.clear()
     scene.worker = scene.another(pool=pool)
@@ -182,6 +183,27 @@ def test_a_worker_that_is_killed_while_it_fetches_loses_no_message(
             worker.wait(20)
             assert client.llen(scene.queue), "the worker has fetched all"
             assert kept(client, scene.queue) == ids
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent", "eventlet"])
+def test_a_worker_that_is_killed_while_it_waits_loses_no_message(
+    scene_factory: MakeScene, name: str, pool: str
+) -> None:
+    """The message that comes stays in its queue."""
+    scene = scene_factory(REDIS_REDIS_POSTGRES, ttl=60, visibility=AN_HOUR, start=False)
+    scene.workers.clear()
+    scene.worker = scene.another(pool=pool)
+    scene.tasks.work.delay(f"{name}-0").get(timeout=SOON)
+    with redis.Redis.from_url(scene.redis_url) as client:
+        wait_until(lambda: not client.hlen("unacked"), 20, "the acknowledgement")
+        scene.worker.pause()
+        result = scene.tasks.work.delay(f"{name}-1")
+        scene.worker.kill()
+        scene.worker.wait(20)
+        assert not client.hlen("unacked")
+    scene.another(pool=pool)
+    result.get(timeout=SOON)
+    assert begins(scene, name) == [0, 1]
 
 
 def test_a_frozen_worker_that_comes_back_loses_and_doubles_nothing(

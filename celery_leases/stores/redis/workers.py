@@ -215,7 +215,7 @@ for place = 1, last - 2 do
         local way = type(properties) == 'table' and properties.delivery_info
         if type(way) ~= 'table' or type(way.exchange) ~= 'string'
             or type(way.routing_key) ~= 'string' or type(properties.delivery_tag) ~= 'string' then
-            return false
+            return {}
         end
         local tag, names = properties.delivery_tag, cjson.encode({way.exchange, way.routing_key})
         redis.call('ZADD', KEYS[last], ARGV[1], tag)
@@ -230,7 +230,7 @@ return false
 )
 """KEYS: queues, kombu's unacknowledged messages, kombu's index of these. ARGV: the time in seconds.
 Takes the oldest message of the first queue that has one, and notes it as kombu does. Returns queue,
-message and tag; ``nil`` if there is none, or one that kombu cannot note.
+message and tag; nothing if kombu cannot note that message; ``nil`` if there is none.
 """
 
 FORGET: Final = Script(
