@@ -25,6 +25,9 @@ from celery_leases.stores.redis.workers import FETCH
 WAIT: Final = 1.0
 """Seconds for which a worker waits at one key of its queue before it looks at the others."""
 
+UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError)
+"""What kombu raises for a message of another form. It does so with each delivery."""
+
 
 class Fetching:
     """Fetches messages on a *channel* of kombu, in place of its own methods, while *allowed*."""
@@ -131,13 +134,18 @@ class Fetching:
         channel._queue_cycle.rotate(queue)  # noqa: SLF001
         consumed = queue in channel.connection._callbacks  # noqa: SLF001
         self._noted = tag
+        over = False
         try:
             message = loads(bytes_to_str(stored))
             priority = channel._get_message_priority(message, reverse=False)  # noqa: SLF001
             self._prioritized |= channel.priority(priority) != channel.priority_steps[0]
             channel.connection._deliver(message, queue)  # noqa: SLF001
-        finally:
-            if self._noted and consumed:  # the consumer acknowledges none, or kombu cannot read it
+            over = True  # if it is still noted, the consumer acknowledges none
+        except UNREADABLE:
+            over = True
+            raise
+        finally:  # after another error, of a signal handler, another worker returns the message
+            if over and self._noted and consumed:
                 channel.qos._remove_from_indices(tag).execute()  # noqa: SLF001
             self._noted = None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import redis
+from celery.exceptions import WorkerTerminate
 from kombu import Connection, Consumer, Queue
 from kombu.transport.redis import Channel
 
@@ -313,6 +314,24 @@ def test_a_message_that_kombu_cannot_read_is_not_noted(
     with pytest.raises(ValueError, match="base64"):
         connection.drain_events(timeout=5)
     assert (broker.queued(), broker.noted()) == (0, [])
+
+
+def test_a_message_is_noted_still_if_a_signal_interrupts_its_delivery(
+    connection: Connection, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Celery's handlers raise wherever the main thread is."""
+    got: list[Any] = []
+    consumer(connection, got, "work")
+    publish(connection, 1)
+
+    def interrupted(*_: Any) -> None:
+        raise WorkerTerminate(1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(connection.default_channel.connection, "_deliver", interrupted)
+        with pytest.raises(WorkerTerminate):
+            drain(connection, got, 1)
+    assert len(broker.noted()) == 1
 
 
 def test_a_message_that_needs_no_acknowledgement_is_not_noted(
