@@ -76,12 +76,13 @@ class Fetching:
         elif self._asked == "BLMOVE":
             self._send("BLMOVE", *self._names(keys[:2]), "RIGHT", "RIGHT", WAIT)
         else:
-            self._own_start(timeout)
+            self._own_start(*(() if timeout is None else (timeout,)))
 
     def _can_wait(self, queues: Sequence[str]) -> bool:
         channel = self._channel
         one_key = len(queues) == 1 and len(channel.priority_steps) > 1 and not self._prioritized
-        expires = queues[0] in channel._expires  # noqa: SLF001 - its other keys may have no TTL
+        # Its other keys may have no TTL. Older versions of kombu have no such queues.
+        expires = queues[0] in getattr(channel, "_expires", ())
         return one_key and not expires and "BLMOVE" not in self._refused
 
     def _names(self, keys: Iterable[str]) -> list[str]:

@@ -259,6 +259,8 @@ def test_kombu_waits_where_a_message_cannot_stay_in_its_queue(
         client.execute_command("ACL", "SETUSER", "narrow", "reset", *rights)
         broker = Broker(client, "")
         with Connection(url.replace("redis://", "redis://narrow:secret@")) as own:
+            if options and not hasattr(own.default_channel, "_expires"):
+                pytest.skip("this version of kombu lets no queue expire")
             noted_at_once(own.default_channel, lambda: True)
             got: list[Any] = []
             consumer(own, got, *queues, **options)

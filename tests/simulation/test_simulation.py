@@ -56,7 +56,10 @@ OTHER_CLOCKS = (
     *(r"\bthreading\.(Thread|Event|Timer|Condition)\b", r"import boot_clock"),
 )
 """What the simulator could not replace."""
-NOT_SIMULATED = ("stores/sql/dialects", "stores/sql/migrations", "stores/sql/conn", "worker/checks")
+NOT_SIMULATED = (
+    *("stores/sql/dialects", "stores/sql/migrations", "stores/sql/conn"),
+    *("worker/checks", "worker/fetching"),
+)
 
 
 def test_the_steps_of_a_call_read_only_clocks_that_can_be_replaced() -> None:
