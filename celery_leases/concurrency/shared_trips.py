@@ -21,7 +21,7 @@ so that more steps go together.
 MOST_SPACING: Final = 0.005
 """Seconds that this takes at most."""
 LEAST_PAUSE: Final = 0.0005
-"""Seconds for which it is worth to wait: with few calls nobody does."""
+"""A pause of at most so many seconds is left out, so a process that runs few calls never waits."""
 PATIENCE: Final = 0.1
 """Seconds after which those that wait no longer wait for the trip that is under way."""
 
@@ -51,7 +51,7 @@ class SharedTrips(Generic[G, A]):
     *running* calls. *together* gets what the callers have given, and returns an answer for each;
     ``None``: that step must go alone. If it raises an error after which nothing was executed, all
     steps of the trip must go alone, so that what is wrong with one of them fails only that one;
-    after any other :class:`StoreUnavailable` nobody knows, and each step fails.
+    after any other :class:`StoreUnavailable` it is unknown what was executed, and each step fails.
     """
 
     def __init__(

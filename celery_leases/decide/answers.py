@@ -56,7 +56,7 @@ class Refusal(StrEnum):
     #: The lease store has a cooldown of the key.
     COOLING = "cooling"
     #: The group of the call blocks. Neither lease nor slot was taken.
-    CLOSED = "closed_group"
+    CLOSED = "closed"
     #: As many bodies of the call's group run as its limit allows, or its rate lets none begin yet,
     #: or it is the turn of earlier calls.
     FULL = "full"

@@ -20,18 +20,17 @@ a later retry of this call has the record         ``Drop``
 another call failed for good (unless each
 call runs), or is ``uncertain``                   ``Raise(PermanentFailure)``
 the key belongs to a call with other arguments    ``Raise(KeyReused)``
-another call finished                             ``lease_on_done``: ``Return``, ``Raise``,
-``Drop``;
-                                                  it ended by ``replace()``: ``Follow`` instead of
-                                                  ``Return`` of this call: ``Reschedule`` until the
-                                                  lease ends; of another call: ``lease_on_busy``:
+another call finished                             ``lease_on_done``: ``Return``, ``Raise``, ``Drop``;
+                                                  it ended by ``replace()``: ``Follow`` instead of ``Return``
+an attempt holds the lease                        of this call: ``Reschedule`` until the lease ends;
+                                                  of another call: ``lease_on_busy``:
                                                   ``Reschedule``, ``Raise``, ``Drop``
-``cooling``, or its group blocks      this call, or one that has begun: ``Reschedule`` until then;
+``cooling``, or its group blocks                  this call, or one that has begun: ``Reschedule`` until then;
                                                   another call: ``lease_on_busy``:
                                                   ``Reschedule``, ``Raise(CoolingDown)``, ``Drop``
 the group is full, or its rate is used up         as for a group that blocks
 ``pending``, and ``retry_at`` is in the future    ``Reschedule`` until then
-claimed, after ``Failures.crashes`` in a row       ``Raise(PermanentFailure)``
+claimed, after ``Failures.crashes`` in a row      ``Raise(PermanentFailure)``
 claimed, after the second crash in a row          ``Reschedule`` for 5 s, later for 30 s
 anything else                                     ``Run``
 ================================================  ==================================================
@@ -51,31 +50,28 @@ the body                                          how the attempt is closed, and
 ================================================  ==================================================
 returned                                          ``done``; the value as it was stored
 raised, and the rules say permanent               ``failed``; the exception
-raised, and the rules say retry                   ``pending`` for the delay, a quick retry;
-rescheduled, ``Retry`` raised, and the rules say cooldown                ``cooling`` for the delay,
-a failure unless its group failed;
-                                                  ``Failures.resume``: rescheduled, ``Retry``; or
-                                                  the exception a retry above ``Failures.retries``
-                                                  becomes a cooldown, failure number
-                                                  ``Failures.failures`` is ``failed`` ``uncertain``;
-                                                  the exception ``pending`` for the delay, attempt
-                                                  not counted; rescheduled ``pending``, attempt not
-                                                  counted; rescheduled ``pending``, attempt not
-                                                  counted; the interruption continues
-pool process                                      ``pending``, a crash, ``failed`` after
-``Failures.crashes``;
+raised, and the rules say retry                   ``pending`` for the delay, a quick retry; rescheduled, ``Retry``
+raised, and the rules say cooldown                ``cooling`` for the delay, a failure unless its group failed;
+                                                  ``Failures.resume``: rescheduled, ``Retry``; or the exception
+raised once too often                             a retry above ``Failures.retries`` becomes a cooldown,
+                                                  failure number ``Failures.failures`` is ``failed``
+raised ``Uncertain``                              ``uncertain``; the exception
+raised ``Snooze``                                 ``pending`` for the delay, attempt not counted; rescheduled
+lost its lease                                    ``pending``, attempt not counted; rescheduled
+was interrupted by a shutdown or revoke           ``pending``, attempt not counted; the interruption continues
+ran into the hard time limit, or ended its
+pool process                                      ``pending``, a crash, ``failed`` after ``Failures.crashes``;
                                                   the interruption continues
 called ``retry()``, published its call again,
-or raised ``Reject(requeue=True)``                ``pending`` until the countdown is over; the
-exception called ``replace()``, or raised ``Ignore``        ``done`` without a result; the exception
+or raised ``Reject(requeue=True)``                ``pending`` until the countdown is over; the exception
+called ``replace()``, or raised ``Ignore``        ``done`` without a result; the exception
 raised ``Reject``, ``Ignore`` after it had set
-its state to ``FAILURE``, or its own ``Retry``    ``pending``: the call has failed, the next one
-runs; the exception ================================================
-==================================================
+its state to ``FAILURE``, or its own ``Retry``    ``pending``: the call has failed, the next one runs; the exception
+================================================  ==================================================
 
-A failure of the group first closes ``lease_group``. A probe that succeeds
-opens the group, and so does a probe that fails for a reason that is clearly not the group's. A
-quick retry, an ambiguous failure or no failure leaves the group due for a probe.
+A failure of the group first closes ``lease_group``. A probe that succeeds opens the group, and so
+does a probe that fails for a reason that is clearly not the group's. A quick retry, an ambiguous
+failure or no failure leaves the group due for a probe.
 
 When a store fails before the body has run, the delivery is rescheduled. An outcome that cannot be
 written is tried again for a minute; then the lease is left to expire, and the

@@ -149,42 +149,20 @@ def while_busy(
 
 def _cooling_down(call: Call, record: Record | None, facts: Facts, wait: float) -> CoolingDown:
     closed_group, failure = facts.closed_group, record.failure if record is not None else None
-    by_group = closed_group is not None and (
-        record is None or closed_group.blocked_for >= record.waits
-    )
-    name = (
-        f"cooldown group {closed_group.group}"
-        if by_group and closed_group is not None
-        else printable(call.key.key)
-    )
-    reason = (
-        closed_group.reason
-        if by_group and closed_group is not None
-        else failure.reason
-        if failure
-        else None
-    )
-    rule = (
-        closed_group.rule
-        if by_group and closed_group is not None
-        else failure.rule
-        if failure
-        else None
-    )
-    asked = (
-        closed_group.message
-        if by_group and closed_group is not None and reason == Reason.ASKED
-        else None
-    )
-    ambiguous = (
-        MAY_HAVE_BEEN_EXECUTED
-        if failure is not None and failure.ambiguous and not by_group
-        else None
-    )
-    why = "; ".join(part for part in (printable(asked) if asked else reason, ambiguous) if part)
+    if record is not None and closed_group is not None and closed_group.blocked_for < record.waits:
+        closed_group = None  # the key itself waits for longer
+    cause = closed_group or failure
+    name = f"cooldown group {closed_group.group}" if closed_group else printable(call.key.key)
+    reason, rule = (cause.reason, cause.rule) if cause is not None else (None, None)
+    parts: list[str | None] = [reason]
+    if closed_group is not None and closed_group.message and reason == Reason.ASKED:
+        parts = [printable(closed_group.message)]
+    if failure is not None and failure.ambiguous and closed_group is None:
+        parts.append(MAY_HAVE_BEEN_EXECUTED)
+    why = "; ".join(part for part in parts if part)
     why = f" ({why})" if why else ""
     message = f"Retry available in {in_words(wait)}: {name} is cooling down{why}"
-    of_group = by_group or (failure is not None and failure.group is not None)
+    of_group = closed_group is not None or (failure is not None and failure.group is not None)
     scope = "group" if of_group else "key"
     return CoolingDown(message, call.key.key, facts.wall_time + wait, wait, reason, rule, scope)
 

@@ -40,7 +40,7 @@ class PastClosing:
 def with_closing(
     past: Sequence[PastClosing], closed_group: ClosedGroup, now: float
 ) -> list[PastClosing]:
-    """*past*, the latest first, with a closing at *now*, after which the group is *group*.
+    """*past*, the latest first, with a closing at *now*, after which the group is *closed_group*.
 
     Closings counted as one are one entry: bodies that fail together may note theirs in any order.
     """

@@ -1,8 +1,8 @@
 """In the main process of a worker on a Redis broker: fetch a message and note it in one step.
 
 Kombu's BRPOP takes a message out of its queue, and kombu notes it as unacknowledged only when it
-has read the reply. If the worker is killed in between, nobody can return the message. A script of
-the broker does both at once. When it has found no message, the worker waits.
+has read the reply. If the worker is killed in between, the message is lost. A script of the broker
+does both at once. When it has found no message, the worker waits.
 
 A wait for several keys takes a message out of its queue: kombu waits by BRPOP. If the worker has
 one queue, and has seen no message with a priority, it waits for a message at the first key, by

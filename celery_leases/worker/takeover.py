@@ -196,8 +196,8 @@ class WorkerLease:
         self._wait_for_renewal()
 
     def _wait_for_renewal(self) -> None:
-        """Let the worker fetch nothing before it has a lease: nobody would return a message if it
-        were killed in between.
+        """Let the worker fetch nothing before it has a lease: if it were killed in between, the
+        message would wait for the visibility timeout.
         """
         now = began = self._clock()
         while self._renewed < began and not self._refused and now < began + TIMEOUT:
@@ -498,7 +498,8 @@ def _read_unread(channel: Any) -> None:
     """Read a message that is out of its queue, although Celery may have no more messages.
 
     If the prefetch limit falls while kombu waits for a message, kombu does not read it from its
-    connection before another message has ended, and nobody could return it.
+    connection before another message has ended. If the worker were killed meanwhile, the message
+    would be lost.
     """
     connection = channel._in_poll  # noqa: SLF001
     if connection and not channel.qos.can_consume() and connection.can_read(0):

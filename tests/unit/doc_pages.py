@@ -58,6 +58,7 @@ def rest_rows(text: str) -> list[list[str]]:
             inside = 0
         if not inside:
             continue
+        assert not line[edge - 2 : edge].strip(), f"not a row of the table: {line}"
         left, right = line[:edge].strip(), line[edge:].strip()
         if rows and inside == 2 and (not left or not rows[-1][1]):
             rows[-1] = [f"{rows[-1][0]} {left}".strip(), f"{rows[-1][1]} {right}".strip()]

@@ -96,7 +96,7 @@ class RedisGroups(ClosingGroups):
             if self._swap_group(keys, token, before, after, now, note):
                 return after, now
         raise StoreUnavailable(
-            f"the group of {group} changed {CHANGE_TRIES} times while it was being changed", False
+            f"the group {group} changed {CHANGE_TRIES} times while it was being changed", False
         )
 
     def _swap_group(

@@ -201,7 +201,7 @@ return returned
 )
 """KEYS: as for ``UNACKNOWLEDGED``. ARGV: the prefix of all queues; for each message: tag, time of
 the fetch, number of the pushes that follow, and for each of them queue and message. Returns how
-many messages are in their queues now: those that nobody else has returned.
+many messages it has returned; kombu or another worker has returned the others.
 """
 
 FETCH: Final = Script(
@@ -230,7 +230,8 @@ return false
 )
 """KEYS: queues, kombu's unacknowledged messages, kombu's index of these. ARGV: the time in seconds.
 Takes the oldest message of the first queue that has one, and notes it as kombu does. Returns queue,
-message and tag; nothing if kombu cannot note that message; ``nil`` if there is none.
+message and tag; an empty list, and takes nothing, if the message lacks what the note needs;
+``nil`` if all queues are empty.
 """
 
 FORGET: Final = Script(
@@ -372,8 +373,8 @@ class Workers:
     def unacknowledged(
         self, ended: str, tags: Sequence[str], unacked: str, index: str
     ) -> Sequence[tuple[str, bytes, bytes]]:
-        """Those of these messages that an *ended* worker has registered and nobody acknowledged:
-        tag, when it was fetched, and message. *unacked* and *index* are kombu's keys.
+        """Which of these messages an *ended* worker has registered, and are not acknowledged: the
+        tag, when it was fetched, and the message. *unacked* and *index* are kombu's keys.
         """
         found = self._eval(UNACKNOWLEDGED, self.messages(ended), unacked, index, *tags)
         return [(as_text(tag), fetched, message) for tag, fetched, message in found]
