@@ -18,39 +18,76 @@ from tests.mutants.runner import Mutants, Outcome
 from tests.reliability.runs import record, recorded
 
 KILLERS = (
-    "attempt_history",
-    "bare_leases",
-    "call_group",
-    "calls_without_a_run",
-    "claim_rules",
-    "claimed_rows",
-    "copies",
-    "deadlines",
-    "decisions",
-    "eager_stores",
-    "execution",
-    "failures",
-    "closed_groups",
-    "guarded_leases",
-    "kills_between_steps",
-    "lapsed_leases",
-    "latest",
-    "limited_runs",
-    "outcome_fields",
-    "outcomes",
-    "probes",
-    "renewal",
-    "rerun",
-    "rows",
-    "slots",
-    "unstored_outcomes",
-    "waiting",
+    *(
+        f"tests/unit/test_{name}.py"
+        for name in (
+            "attempt_history",
+            "bare_leases",
+            "call_group",
+            "calls_without_a_run",
+            "child_exit",
+            "claim_rules",
+            "claimed_rows",
+            "closed_groups",
+            "code_around_the_body",
+            "combinations",
+            "connection_waits",
+            "copies",
+            "deadlines",
+            "decisions",
+            "eager_record_limit",
+            "eager_stores",
+            "effects",
+            "ends_by_celery",
+            "errbacks",
+            "execution",
+            "failures",
+            "forked_leases",
+            "group_attacks",
+            "guarded_leases",
+            "headers",
+            "interleavings",
+            "kills_between_steps",
+            "kit",
+            "lapsed_leases",
+            "latest",
+            "limited_runs",
+            "outcome_fields",
+            "outcomes",
+            "peer_publishing",
+            "probes",
+            "progress",
+            "queue_once",
+            "rabbitmq_consumer_timeout",
+            "renewal",
+            "rerun",
+            "retrying",
+            "rows",
+            "sequences",
+            "slots",
+            "status_messages",
+            "survival",
+            "unstored_outcomes",
+            "waiting",
+            "waiting_calls",
+        )
+    ),
+    *(
+        f"tests/contract/test_{name}.py"
+        for name in (
+            "damaged_records",
+            "guarded_rows",
+            "joining",
+            "operating",
+            "purging",
+            "repairs",
+            "sql_groups",
+            "sql_stores",
+            "statements",
+        )
+    ),
 )
-"""The tests of attempts and decisions, which need no server: ``tests/unit/test_….py``."""
-
-
-AT_IMPORT = ("outcomes", "failures")
-"""Those whose cases are decided while the module is imported."""
+"""The tests that reach what is mutated and need no server."""
 
 
 def modules() -> list[str]:
@@ -97,14 +134,8 @@ def main() -> int:
         if given.record:
             _record(plugin, given, time.monotonic() - began)
 
-    anew = (
-        [f"tests/unit/test_{name}.py" for name in AT_IMPORT]
-        if given.survivors or not given.tests
-        else []
-    )
-    plugin = Mutants(chosen, modules(), given.seeds, given.processes, until, note, anew)
-    killers = [f"tests/unit/test_{name}.py" for name in KILLERS]
-    arguments = ["-q", "--no-header", "-p", "no:randomly", *(given.tests or killers)]
+    plugin = Mutants(chosen, modules(), given.seeds, given.processes, until, note)
+    arguments = ["-q", "--no-header", "-p", "no:randomly", *(given.tests or KILLERS)]
     pytest.main([*arguments, "-W", "ignore"], plugins=[plugin])
     seconds = time.monotonic() - began
     _tell(plugin, seconds)

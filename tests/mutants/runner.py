@@ -16,12 +16,13 @@ import traceback
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ class Outcome:
 
     name: str
     module: str
+    function: str
     how: str
     tests: int
     seconds: float
@@ -53,9 +55,11 @@ class Outcome:
 
 @dataclass
 class Reach:
-    """Which lines of the mutated modules a test runs, and how many seconds of CPU it takes."""
+    """Which lines of the mutated modules a test or a seed of the simulator runs, and how many
+    seconds of CPU it takes.
+    """
 
-    item: pytest.Item
+    test: pytest.Item | int
     seconds: float
     lines: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
 
@@ -66,12 +70,16 @@ class Reach:
         lines = self.lines.get(mutation.module, set())
         return any(line in lines for line in range(mutation.first_line, mutation.last_line + 1))
 
+    @property
+    def name(self) -> str:
+        """The id of the test, or the seed."""
+        return f"seed {self.test}" if isinstance(self.test, int) else self.test.nodeid
+
 
 class Mutants:
     """The plugin of pytest that runs *chosen* instead of the session; *seeds* of the simulator
     judge what no test notices. It begins no mutation after *until*, by the monotonic clock, and
-    calls *note* now and then. *anew* are files of tests that decide much while they are imported,
-    and so are imported again for what no other test notices.
+    calls *note* now and then.
     """
 
     def __init__(
@@ -82,9 +90,7 @@ class Mutants:
         processes: int,
         until: float = math.inf,
         note: Callable[[], object] = lambda: None,
-        anew: Sequence[str] = (),
     ) -> None:
-        self.anew = anew
         self.note = note
         self.chosen = chosen
         self.until = until
@@ -92,6 +98,7 @@ class Mutants:
         self.processes = processes
         self.outcomes: list[Outcome] = []
         self.tests = 0
+        self._session: pytest.Session
         self._modules = {str(path_of(each)): each for each in modules}
 
     @pytest.hookimpl(tryfirst=True)
@@ -110,22 +117,37 @@ class Mutants:
         """Use that profile, whatever the tests have loaded."""
         settings.load_profile("mutants")
 
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave out the tests of the contracts that need a server."""
+        items[:] = [
+            each for each in items if "/contract/" not in each.nodeid or "[sqlite" in each.nodeid
+        ]
+
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """See what each test reaches, then run the mutations."""
         reporter: Any = session.config.pluginmanager.unregister(name="terminalreporter")
         session.config.pluginmanager.register(_Terminal(reporter._tw), "terminalreporter")
         # Else each child would make this directory, and remove that of another one.
         session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        self._session = session
         reaches = self._reaches(session)
-        self.tests = len(reaches)
-        kills: Counter[str] = Counter()
+        self.tests = sum(not isinstance(each.test, int) for each in reaches)
+        kills: Counter[Any] = Counter()
 
         def first_killers(mutation: Mutation) -> list[Reach]:
-            """What reaches it: the fast tests first, and those that have noticed much so far."""
-            found = [each for each in reaches if each.runs(mutation)]
+            """What reaches it: the fast tests first, and those that have noticed much so far, most
+            of all in the same function; the seeds last.
+            """
+
+            def order(each: Reach) -> tuple[bool, float]:
+                near = kills[mutation.module, mutation.function, each.name]
+                noticed = 1 + kills[each.name] + 100 * near
+                return isinstance(each.test, int), each.seconds / noticed
+
+            found = sorted((each for each in reaches if each.runs(mutation)), key=order)
+            seeds = [each for each in found if isinstance(each.test, int)]
             spent = list(accumulate(each.seconds for each in found))
-            found = found[: bisect_right(spent, MOST_TIME)]
-            return sorted(found, key=lambda each: each.seconds / (1 + kills[each.item.nodeid]))
+            return found[: min(bisect_right(spent, MOST_TIME), len(found) - len(seeds))] + seeds
 
         in_time = takewhile(lambda _: time.monotonic() < self.until, self.chosen)
         jobs = ((each, first_killers(each)) for each in in_time)
@@ -134,6 +156,7 @@ class Mutants:
             if number % 10 == 0:
                 self.note()
             kills[outcome.how] += 1
+            kills[outcome.module, outcome.function, outcome.how] += 1
             if not outcome.how or number % 50 == 0:
                 told = f"survives: {outcome.name}" if not outcome.how else ""
                 print(f"{number}/{len(self.chosen)} {told}", file=sys.stderr, flush=True)
@@ -146,36 +169,52 @@ class Mutants:
         sources if there is one.
         """
         digest = hashlib.sha256(" ".join(item.nodeid for item in session.items).encode())
+        digest.update(str(self.seeds).encode())
         for path in sorted({*self._modules, *(str(item.path) for item in session.items)}):
             digest.update(Path(path).read_bytes())
         known = ROOT / "build" / "mutants" / f"reach-{digest.hexdigest()[:16]}.json"
         if not known.exists():
-            traced = list(_lines_of(_forked(lambda: self._trace(session))))
+            tests = list(enumerate([*session.items, *range(1, self.seeds + 1)]))
+            parts = [tests[first :: self.processes] for first in range(self.processes)]
+            forks = [_forked(partial(self._traced, session, part)) for part in parts]
+            with ThreadPoolExecutor() as threads:
+                traced = [
+                    each for some in threads.map(list, map(_lines_of, forks)) for each in some
+                ]
             known.parent.mkdir(parents=True, exist_ok=True)
             known.write_text(json.dumps(traced))
-        found = []
+        found: list[Reach] = []
         for number, seconds, lines in json.loads(known.read_text()):
-            each = Reach(session.items[number], seconds)
+            seed = number - len(session.items)
+            each = Reach(session.items[number] if seed < 0 else seed + 1, seconds)
             for module, some in lines.items():
                 each.lines[module] = set(some)
             found.append(each)
         return sorted(found, key=lambda each: each.seconds)
 
-    def _trace(self, session: pytest.Session) -> Iterator[Any]:
-        for number, item in enumerate(session.items):
-            lines: dict[str, set[int]] = defaultdict(set)
-            trace = _tracer(self._modules, lines)
-            began = time.process_time()
-            threading.settrace(trace)
-            sys.settrace(trace)
-            try:
-                failed = _fails(session, [item])
-            finally:
-                sys.settrace(None)
-                threading.settrace(None)  # type: ignore[arg-type]
-            seconds = time.process_time() - began
-            if failed is None and lines and seconds < SLOWEST_TEST:
-                yield [number, seconds, {module: sorted(each) for module, each in lines.items()}]
+    def _traced(
+        self, session: pytest.Session, tests: Sequence[tuple[int, pytest.Item | int]]
+    ) -> Iterator[Any]:
+        """Each in a process of its own: what an earlier test has cached would not run again."""
+        for number, test in tests:
+            yield from _lines_of(_forked(partial(self._trace, session, number, test)))
+
+    def _trace(
+        self, session: pytest.Session, number: int, test: pytest.Item | int
+    ) -> Iterator[Any]:
+        lines: dict[str, set[int]] = defaultdict(set)
+        trace = _tracer(self._modules, lines)
+        began = time.process_time()
+        threading.settrace(trace)
+        sys.settrace(trace)
+        try:
+            failed = _fails(session, [Reach(test, 0.0)])
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+        seconds = time.process_time() - began
+        if failed is None and lines and (isinstance(test, int) or seconds < SLOWEST_TEST):
+            yield [number, seconds, {module: sorted(each) for module, each in lines.items()}]
 
     # -- the mutations ---------------------------------------------------------------------------
 
@@ -187,7 +226,7 @@ class Mutants:
             while True:
                 while len(running) < self.processes and (job := next(waiting, None)):
                     mutation, reaches = job
-                    limit = 5 * sum(each.seconds for each in reaches) + 2.0 * self.seeds
+                    limit = 5 * sum(each.seconds for each in reaches)
                     fork = _forked(
                         partial(self._judge, mutation, reaches, functions),
                         max(SHORTEST_LIMIT, int(limit)),
@@ -207,7 +246,8 @@ class Mutants:
                     fork.end()
                     how = said[0] if said else "its tests do not end"
                     seconds = time.monotonic() - began
-                    yield Outcome(mutation.name, mutation.module, how, tests, seconds)
+                    module, function = mutation.module, mutation.function
+                    yield Outcome(mutation.name, module, function, how, tests, seconds)
 
     def _judge(
         self, mutation: Mutation, reaches: list[Reach], functions: Functions
@@ -218,45 +258,25 @@ class Mutants:
         except SyntaxError as error:
             yield f"does not compile: {error}"
             return
-        session = reaches[0].item.session if reaches else None
-        if session is not None and (failed := _fails(session, [each.item for each in reaches])):
-            yield failed
-            return
-        if self.anew and _fail_anew(self.anew):
-            yield "::".join(self.anew)
-            return
-        for seed in range(1, self.seeds + 1):
-            if (failure := run(seed)) is not None:
-                yield f"seed {seed}: {failure.violation.promise}"
-                return
-        yield ""
+        yield _fails(self._session, reaches) or ""
 
 
-def _fails(session: pytest.Session, items: Sequence[pytest.Item]) -> str | None:
-    """Run tests until one fails; returns its name."""
+def _fails(session: pytest.Session, reaches: Sequence[Reach]) -> str | None:
+    """Run tests and seeds until one fails; returns its name."""
     seen = _Reports()
     session.config.pluginmanager.register(seen)
     try:
-        for number, item in enumerate(items, 1):
-            following = items[number] if number < len(items) else None
+        items = [each.test for each in reaches if not isinstance(each.test, int)]
+        for item, following in zip(items, [*items[1:], None], strict=False):
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if seen.failed is not None:
                 return seen.failed
+        for each in reaches:
+            if isinstance(each.test, int) and run(each.test) is not None:
+                return each.name
     finally:
         session.config.pluginmanager.unregister(seen)
     return None
-
-
-def _fail_anew(files: Sequence[str]) -> bool:
-    """Whether a test of these files fails, whose modules are imported anew."""
-    for file in files:
-        sys.modules.pop(file.removesuffix(".py").replace("/", "."), None)
-    with Path(os.devnull).open("w") as nothing:
-        os.dup2(nothing.fileno(), 1)
-    code = pytest.main(["-q", "-x", "-W", "ignore", *files])
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
-        raise RuntimeError(f"pytest ended with {code!r}")
-    return code != pytest.ExitCode.OK
 
 
 class _Reports:
@@ -276,14 +296,22 @@ class _Terminal:
 
 
 def _tracer(files: dict[str, str], lines: dict[str, set[int]]) -> Any:
+    left: dict[CodeType, set[int]] = {}
+
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        module = files.get(frame.f_code.co_filename)
+        code = frame.f_code
+        module = files.get(code.co_filename)
         if module is None:
+            return None
+        if code not in left:
+            left[code] = {line for *_, line in code.co_lines() if line is not None}
+        if not (unseen := left[code]):  # to trace what has run costs much
             return None
         seen = lines[module]
 
         def line(frame: FrameType, event: str, _: object) -> Any:
             seen.add(frame.f_lineno)
+            unseen.discard(frame.f_lineno)
             return line
 
         return line

@@ -4,7 +4,9 @@ back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -130,6 +132,7 @@ class TestGrowth:
         record = replace(FRESH, failures=4, cooldowns=4)
         outcome = cooled(raised(cooldown("30s", scope="group", cap="1h")), record, group=GROUP)
         assert outcome.closing is not None
+        assert outcome.closing.reason == "error"
         assert [outcome.closing.wait(in_a_row) for in_a_row in (1, 2, 3, 8)] == [
             30.0, 60.0, 120.0, 3600.0,
         ]  # fmt: skip
@@ -144,6 +147,10 @@ class TestGrowth:
         assert counts(cooled(raised(cooldown()), quiet)) == (1, 0, 1)
         assert counts(cooled(raised(cooldown()), lately)) == (4, 0, 4)
         assert counts(cooled(raised(cooldown()), record)) == (4, 0, 4)
+        asked = raised(cooldown("1m"), 2 * DAY, Reason.ASKED)
+        for days, failures in ((3.9, 4), (4.1, 1)):
+            failed = replace(record, failed_at=NOW - int(days * DAY * SECOND))
+            assert cooled(asked, failed).failures == failures
 
     @pytest.mark.parametrize(
         "failing",
@@ -248,60 +255,65 @@ SOON, AMBIGUOUS = raised(retry("1s")), raised(retry("1s", ambiguous=True))
 OF_THE_GROUP = raised(cooldown("60s", scope="group"))
 
 
-def case(name: str, outcome: Outcome, state: State, **expected: Any) -> Any:
+def case(name: str, outcome: Callable[[], Outcome], state: State, **expected: Any) -> Any:
     """What an outcome and its failure must be."""
     return pytest.param(outcome, state, expected, id=name)
 
 
 CASES = [
     case("a permanent failure counts",
-         after(raised(permanent()), replace(FRESH, failures=2, quick_retries=1, cooldowns=2)),
+         partial(after, raised(permanent()), replace(FRESH, failures=2, quick_retries=1, cooldowns=2)),
          FAILED, counts=(3, 1, 2)),
     case("an action without a policy takes that of the task",
-         after(raised(cooldown()), rand=MOST, cooldown=CooldownPolicy(77.0)),
+         partial(after, raised(cooldown()), rand=MOST, cooldown=CooldownPolicy(77.0)),
          COOLS, delay=pytest.approx(77.0)),
     case("a delay is raised to a minimum",
-         after(raised(replace(cooldown("1s"), at_least=15.0))), COOLS, delay=15.0),
-    case("a longer one is not", after(raised(replace(cooldown("1s"), at_least=15.0), 40.0)), COOLS, delay=40.0),
+         partial(after, raised(replace(cooldown("1s"), at_least=15.0))), COOLS, delay=15.0),
+    case("a longer one is not",
+         partial(after, raised(replace(cooldown("1s"), at_least=15.0), 40.0)), COOLS, delay=40.0),
     # Quick retries count apart from Celery's, and apart from failures.
     case("celery's retries are not counted",
-         after(SOON, replace(FRESH, retries=9), retries=9, max_retries=1), AGAIN, counts=(0, 1, 0)),
+         partial(after, SOON, replace(FRESH, retries=9), retries=9, max_retries=1), AGAIN, counts=(0, 1, 0)),
     case("an action may have a lower limit of its own",
-         after(raised(retry("1s", max=2)), replace(FRESH, quick_retries=2), max_retries=9), COOLS),
+         partial(after, raised(retry("1s", max=2)), replace(FRESH, quick_retries=2), max_retries=9), COOLS),
     case("or a higher one",
-         after(raised(retry("1s", max=3)), replace(FRESH, quick_retries=2), max_retries=0), AGAIN),
-    case("none are made where none are allowed", after(SOON, max_retries=0), COOLS),
+         partial(after, raised(retry("1s", max=3)), replace(FRESH, quick_retries=2), max_retries=0), AGAIN),
+    case("none are made where none are allowed", partial(after, SOON, max_retries=0), COOLS),
     case("an action may define what follows them",
-         after(raised(retry("1s", max=0, then=cooldown("60s", scope="group")), reason=Reason.UNREACHABLE), group=GROUP),
+         partial(after, raised(retry("1s", max=0, then=cooldown("60s", scope="group")), reason=Reason.UNREACHABLE),
+                 group=GROUP),
          COOLS, reason="unreachable", group=GROUP),
-    case("which may be the end", after(raised(retry("1s", max=0, then=permanent()))), FAILED),
+    case("which may be the end", partial(after, raised(retry("1s", max=0, then=permanent()))), FAILED),
     case("a failure of the group gives new ones, and counts for nothing else",
-         after(OF_THE_GROUP, replace(FRESH, quick_retries=3), group=GROUP), COOLS, counts=(0, 0, 0)),
+         partial(after, OF_THE_GROUP, replace(FRESH, quick_retries=3), group=GROUP), COOLS, counts=(0, 0, 0)),
     # A call that may have been executed is repeated only if an option says it is harmless.
-    case("an idempotent task is retried", after(AMBIGUOUS, idempotent=True), AGAIN, ambiguous=True),
-    case("any other cools down and says so", after(AMBIGUOUS, rand=MOST),
+    case("an idempotent task is retried", partial(after, AMBIGUOUS, idempotent=True), AGAIN, ambiguous=True),
+    case("any other cools down and says so", partial(after, AMBIGUOUS, rand=MOST),
          COOLS, delay=pytest.approx(60.0), ambiguous=True, counts=(1, 0, 1)),
     *(case(f"a rule may define the result, {idempotent=}",
-           after(raised(replace(retry("1s", ambiguous=True), if_not_idempotent=permanent())), idempotent=idempotent),
+           partial(after, raised(replace(retry("1s", ambiguous=True), if_not_idempotent=permanent())),
+                   idempotent=idempotent),
            kind)
       for idempotent, kind in ((False, FAILED), (True, AGAIN))),
-    case("used up retries stay ambiguous", after(AMBIGUOUS, replace(FRESH, quick_retries=5), idempotent=True),
+    case("used up retries stay ambiguous", partial(after, AMBIGUOUS, replace(FRESH, quick_retries=5), idempotent=True),
          COOLS, ambiguous=True),
-    case("a clear failure is retried without being idempotent", after(SOON, idempotent=False), AGAIN),
+    case("a clear failure is retried without being idempotent", partial(after, SOON, idempotent=False), AGAIN),
     # Deterministic failures end.
-    case("used up retries may be the last straw", after(SOON, replace(FRESH, failures=9, quick_retries=5)), FAILED),
-    case("a quick retry never is", after(SOON, replace(FRESH, failures=9)), AGAIN),
+    case("used up retries may be the last straw",
+         partial(after, SOON, replace(FRESH, failures=9, quick_retries=5)), FAILED),
+    case("a quick retry never is", partial(after, SOON, replace(FRESH, failures=9)), AGAIN),
     case("the last straw retains what is known about the failure",
-         after(raised(cooldown(ambiguous=True, operator=True)), replace(FRESH, failures=9)),
+         partial(after, raised(cooldown(ambiguous=True, operator=True)), replace(FRESH, failures=9)),
          FAILED, ambiguous=True, operator=True),
     *(case(f"a failure of the group is none, {group=}",
-           after(OF_THE_GROUP, replace(FRESH, failures=9), group=group), COOLS)
+           partial(after, OF_THE_GROUP, replace(FRESH, failures=9), group=group), COOLS)
       for group in (None, GROUP)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("outcome", "state", "expected"), CASES)
-def test_a_failure_is_judged(outcome, state, expected) -> None:
+@pytest.mark.parametrize(("judged", "state", "expected"), CASES)
+def test_a_failure_is_judged(judged, state, expected) -> None:
+    outcome = judged()
     assert outcome.state is state
     known = {"counts": counts(outcome), "delay": outcome.retry_after}
     found = {name: known.get(name, getattr(outcome.failure, name, None)) for name in expected}

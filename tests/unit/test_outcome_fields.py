@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -11,18 +12,22 @@ from celery_leases import deadlines
 from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
 from celery_leases.decide import attempt_history, repairs
 from celery_leases.decide.after_run import (
+    CRASH_LOOP,
     ExitCause,
     after_group_closed,
     after_outcome,
     after_run,
     call_has_ended,
     closed_for_celery,
+    stopped_by_crash_loop,
     unrun,
 )
-from celery_leases.decide.claim import claimed
+from celery_leases.decide.answers import Holder
+from celery_leases.decide.before_run import holder_of_row
+from celery_leases.decide.claim import claimed, has_message_of
 from celery_leases.decide.copies import UNCOPIED, callbacks_mark, waiter_mark, waiting_call
 from celery_leases.decide.endings import ControlFlow, Lost, Returned
-from celery_leases.decide.verdicts import Follow
+from celery_leases.decide.verdicts import Follow, Reschedule, Return
 from celery_leases.decide.waiting import countdown_until_free
 from celery_leases.errors import LeaseLost, ResultMissing
 from celery_leases.failures.actions import cooldown
@@ -39,6 +44,7 @@ from tests.unit.decision_inputs import (
     a_record,
     cooled,
     decide,
+    held_by,
     raised,
     reschedule,
     waiting,
@@ -135,6 +141,29 @@ def test_only_an_abandoned_attempt_is_corrected_later(ended: Ended) -> None:
     assert known.previous.ended is (Ended.LOST if ended is Ended.ABANDONED else ended)
 
 
+@pytest.mark.parametrize("ended", [Ended.ABANDONED, Ended.TERMINATED])
+def test_a_key_whose_last_suspected_crash_was_none_may_run_again(ended: Ended) -> None:
+    past = PastAttempt(NOW, None, Ended.ABANDONED, "host-a/17", None, None, "token-0")
+    failed = {"reason": CRASH_LOOP, "failure": FAILURE, "finished_calls": (OURS, THEIRS)}
+    row = a_record(State.FAILED, OURS, crashes=3, ended=ended, history=(past,), **failed)
+    known = attempt_history.with_end(row, "token-0", Ended.LOST)
+    assert known is not None
+    assert (known.state, known.reason, known.failure) == (State.PENDING, None, None)
+    assert known.ended is (Ended.LOST if ended is Ended.ABANDONED else ended)
+    assert (known.crashes, known.finished_calls) == (2, (THEIRS,))
+    confirmed = attempt_history.with_end(row, "token-0", Ended.CRASHED)
+    assert confirmed is not None
+    assert (confirmed.state, confirmed.crashes) == (State.FAILED, 3)
+
+
+@pytest.mark.parametrize(("length", "shown"), [(160, 160), (161, 160)])
+def test_an_error_in_a_history_is_short(length: int, shown: int) -> None:
+    failure = replace(FAILURE, type="E", message="m" * (length - 3))
+    past = attempt_history.taken_over(replace(RUNNING, failure=failure), Ended.LOST)
+    assert past.error is not None
+    assert (len(past.error), past.error.endswith("…")) == (shown, length > shown)
+
+
 def test_a_call_that_follows_another_task_says_that_the_result_is_missing() -> None:
     row = a_record(State.DONE, ended=Ended.REPLACED, reason=Ended.REPLACED.value, finished_at=NOW)
     verdict = decide(a_call(), row)
@@ -146,6 +175,43 @@ def test_a_call_that_follows_another_task_says_that_the_result_is_missing() -> N
 def test_a_claim_takes_the_retention_of_its_call() -> None:
     row = waiting(State.PENDING, 0.0, retention=77.0)
     assert claimed(row, a_call(retention=500.0), "redis://one", NOW).retention == 500.0
+    assert claimed(row, a_call(retries=3), "redis://one", NOW).retries == 3
+
+
+def test_a_row_has_the_message_of_a_call_once_it_is_published() -> None:
+    message = json.dumps({"options": {"task_id": OURS}})
+    published = a_record(State.PENDING, message=message, published_at=NOW)
+    assert has_message_of(published, OURS)
+    assert not has_message_of(published, THEIRS)
+    for other in ({"published_at": None}, {"message": None}, {"message": "{}"}):
+        assert not has_message_of(replace(published, **other), OURS)
+
+
+def test_only_a_running_row_whose_lease_lasts_names_a_holder() -> None:
+    held = a_record(State.RUNNING, lease_until=NOW + SECOND)
+    assert holder_of_row(held) == Holder("token-1", THEIRS, "host-a/17", 15.0, 1.0)
+    assert holder_of_row(replace(held, lease_until=NOW)) is None
+    assert holder_of_row(replace(held, state=State.DONE)) is None
+
+
+def test_a_copy_of_a_call_that_runs_sends_no_task_event() -> None:
+    again = reschedule(decide(a_call(), holder=held_by(OURS)))
+    assert (again.event_type, again.started) == ("", True)
+
+
+@pytest.mark.parametrize(("seconds", "sending"), [(4.5, True), (5.0, False)])
+def test_callbacks_may_be_sent_for_five_seconds(seconds: float, sending: bool) -> None:
+    row = a_record(
+        State.DONE, OURS, ended=Ended.RETURNED, result="1", finished_at=NOW - int(seconds * SECOND)
+    )
+    verdict = decide(a_call(canvas=True), row)
+    assert isinstance(verdict, Reschedule if sending else Return)
+
+
+def test_a_crash_loop_needs_an_operator() -> None:
+    outcome = stopped_by_crash_loop(a_call(), replace(RUNNING, crashes=3))
+    assert outcome.failure is not None
+    assert outcome.failure.operator
 
 
 def test_a_mark_names_the_call_that_waits_only_while_it_has_a_copy() -> None:
@@ -166,13 +232,33 @@ def test_a_published_call_begins_a_generation() -> None:
     for begins, generation, failures in ((True, 5, 0), (False, 4, 3)):
         moved = repairs.reassigned(row, call, new_generation=begins)
         assert (moved.generation, moved.failures) == (generation, failures)
-        assert moved.digests == KEY.digests
+        assert (moved.digests, moved.task) == (KEY.digests, "t")
 
 
 def test_resolved_work_has_the_result_of_the_operator() -> None:
-    row = a_record(State.UNCERTAIN, failure=FAILURE)
+    row = a_record(State.UNCERTAIN, failure=FAILURE, reason="uncertain")
     resolved = repairs.resolved(row, "[1]")
     assert (resolved.state, resolved.result, resolved.failure) == (State.DONE, "[1]", None)
+    assert (resolved.reason, resolved.finished_at) == (None, NOW)
+
+
+def test_the_fence_grows_although_the_clock_was_set_back() -> None:
+    row = a_record(State.PENDING, fence=NOW + 7)
+    call = repairs.NewCall("t", KEY, OURS, "{}", ttl=5.0, retention=9.0)
+    changed = [
+        repairs.reset(row, keep=True),
+        repairs.resolved(row, None),
+        repairs.enqueued(row, call),
+        repairs.reassigned(row, call, new_generation=False),
+    ]
+    assert [each.fence for each in changed] == [NOW + 8] * 4
+
+
+@pytest.mark.parametrize("progress", [None, '{"b": 2}'])
+def test_an_outcome_leaves_the_progress_that_it_does_not_save(progress: str | None) -> None:
+    row = replace(RUNNING, progress='{"a": 1}')
+    outcome = replace(after_run(a_call(), row, Lost("taken")), progress=progress)
+    assert repairs.settled(row, outcome, NOW).progress == (progress or row.progress)
 
 
 def test_no_call_waits_longer_than_ten_seconds_for_a_connection() -> None:
@@ -180,6 +266,7 @@ def test_no_call_waits_longer_than_ten_seconds_for_a_connection() -> None:
     assert deadlines.connection_timeout(15.0) == 5.0
     assert deadlines.connection_timeout(60.0, 100.0) == 10.0
     assert deadlines.connection_timeout(60.0, 1.0) == 2.0
+    assert deadlines.connection_timeout(60.0, 8.0) == 4.0
 
 
 def test_the_countdown_of_a_call_that_begins_when_free_doubles_and_spreads_by_a_quarter() -> None:

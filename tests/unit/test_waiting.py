@@ -10,8 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_leases.decide.before_run import before_run
-from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Return, Run, Verdict
-from celery_leases.decide.waiting import RETRY_GRACE, SHORTEST_DELAY, after_store_was_emptied
+from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Return, Run, Verdict, Wait
+from celery_leases.decide.waiting import (
+    RETRY_GRACE,
+    SHORTEST_DELAY,
+    after_lapsed_lease,
+    after_store_was_emptied,
+)
 from celery_leases.errors import CoolingDown
 from celery_leases.groups.group import ClosedGroup
 from celery_leases.groups.slots import Ask, Room
@@ -225,7 +230,8 @@ DELAYS = [
        {"record": waiting(State.COOLING, own, failure=LIMITED),
         "closed_group": a_closed_group(group) if group else None},
        waits + 0.1)
-      for own, group, waits in ((300, 60, 300), (60, 300, 300), (0, 60, 60), (60, 0, 60))),
+      for own, group, waits in (
+          (300, 60, 300), (60, 300, 300), (0, 60, 60), (60, 0, 60), (0.5, 0, 0.5), (0, 0.5, 0.5))),
     *((f"the {n}. wait for a probe is shorter than its slot", {"canvas": True, "reschedules": n},
        {"closed_group": probed(14)}, delay) for n, delay in enumerate((1.1, 2.1, 4.1, 8.1, 14.1))),
     ("who waits for its own time does not come before it for a probe", {"canvas": True},
@@ -259,10 +265,33 @@ def test_no_copy_arrives_early_and_the_keys_of_a_group_are_spread(rand: float) -
     assert 300.1 <= by_group <= 302.0
 
 
+def test_the_copy_of_a_failed_call_is_its_retry_and_has_the_fence_of_its_failure() -> None:
+    for resumes in (True, False):
+        row = replace(ITS_OWN, resumes=resumes)
+        verdict = reschedule(decide(a_call(), row))
+        assert (verdict.retrying, verdict.failure_fence) == (
+            resumes,
+            None if resumes else row.fence,
+        )
+    another = reschedule(decide(a_call(on_busy="wait"), COOLING))
+    assert (another.retrying, another.failure_fence) == (False, None)
+    new = reschedule(decide(a_call(), closed_group=a_closed_group(300)))
+    assert (new.retrying, new.failure_fence) == (False, None)
+
+
+@pytest.mark.parametrize(("waited", "verdict"), [(0.0, Wait), (14.9, Wait), (15.0, Reschedule)])
+def test_the_holder_of_an_expired_lease_gets_fifteen_seconds(waited, verdict) -> None:
+    for rand, delay in ((0.0, 0.2), (1.0, 0.5)) if verdict is Wait else ((0.0, 1.0), (1.0, 2.0)):
+        again = after_lapsed_lease(waited, rand)
+        assert isinstance(again, verdict)
+        assert again.delay == pytest.approx(delay)
+
+
 def test_a_running_key_is_left_alone_until_its_holder_has_had_its_ttl() -> None:
     running = a_record(State.RUNNING, lease_ttl=15.0)
-    verdict = reschedule(after_store_was_emptied(a_call(), running, 4.0, 0.0))
-    assert verdict.delay == pytest.approx(11.0)
+    for rand, delay in ((0.0, 11.0), (1.0, 11.4)):
+        verdict = reschedule(after_store_was_emptied(a_call(), running, 4.0, rand))
+        assert verdict.delay == pytest.approx(delay)
 
 
 UNSURE = Failure("TimeoutError", "", "u", "outcome_unknown", ambiguous=True)
@@ -342,7 +371,25 @@ class TestAFullGroup:
         assert (refusal.reason, refusal.scope, refusal.retry_after) == (reason, "group", wait)
         kept = before_run(replace(call, ask=Ask(3, since=5.0)), Facts(room=room))
         assert isinstance(kept, Reschedule)
-        assert kept.full_since == 5.0
+        assert (kept.full_since, kept.event_type) == (5.0, "held")
+
+    @pytest.mark.parametrize(
+        ("changes", "wait", "delay"),
+        [
+            *(({"reschedules": n}, 0.0, d) for n, d in enumerate((1.0, 2.0, 4.0, 8.0, 15.0))),
+            ({}, 7.5, 7.5),
+            ({"starts_when_free": True}, 0.0, 45.0),
+            ({"starts_when_free": True}, 70.0, 70.0),
+        ],
+    )
+    def test_it_tries_again_when_the_rate_allows_it_and_less_and_less_often(
+        self, changes, wait, delay
+    ) -> None:
+        verdict = before_run(
+            a_call(group="g", ask=Ask(3), **changes), Facts(room=Room(0, wait, 3, 3, 1.0))
+        )
+        assert isinstance(verdict, Reschedule)
+        assert verdict.delay == pytest.approx(delay + 0.1)
 
     def test_lease_on_busy_decides_for_a_call_that_has_not_begun(self) -> None:
         facts = Facts(room=Room(0, 0.0, 3, 3, 1.0))
