@@ -31,12 +31,17 @@ from hypothesis import Phase, settings
 from tests.mutants.mutations import ROOT, Functions, Mutation, apply, imported_functions, path_of
 from tests.simulation.search import run
 
-SHORTEST_LIMIT = 20
+SHORTEST_LIMIT = 10
 """Seconds of CPU after which the tests of a mutation are ended, at least: it may loop for ever."""
-LONGEST_WAIT = 30.0
+LONGEST_WAIT = 15.0
 """Seconds without any CPU after which they are ended: a mutation may wait for ever."""
 SLOWEST_TEST = 2.0
 """Seconds of CPU of a test above which it judges no mutation."""
+BUILT_ONCE = "celery_leases.stores.sql.record_statements"
+ROWS = "celery_leases.stores.sql.rows"
+"""The statements are built for the first test that needs them; each that reads or writes rows
+executes some.
+"""
 MOST_TIME = 4.0
 """Seconds of CPU for the tests of one mutation; the fastest are chosen."""
 
@@ -67,6 +72,8 @@ class Reach:
         """Whether it runs the statement of the mutation; each test runs what imports do."""
         if not mutation.function:
             return mutation.module in self.lines
+        if mutation.module == BUILT_ONCE:
+            return ROWS in self.lines
         lines = self.lines.get(mutation.module, set())
         return any(line in lines for line in range(mutation.first_line, mutation.last_line + 1))
 
@@ -176,7 +183,7 @@ class Mutants:
         if not known.exists():
             tests = list(enumerate([*session.items, *range(1, self.seeds + 1)]))
             parts = [tests[first :: self.processes] for first in range(self.processes)]
-            forks = [_forked(partial(self._traced, session, part)) for part in parts]
+            forks = [_forked(partial(self._trace, session, part)) for part in parts]
             with ThreadPoolExecutor() as threads:
                 traced = [
                     each for some in threads.map(list, map(_lines_of, forks)) for each in some
@@ -192,29 +199,23 @@ class Mutants:
             found.append(each)
         return sorted(found, key=lambda each: each.seconds)
 
-    def _traced(
+    def _trace(
         self, session: pytest.Session, tests: Sequence[tuple[int, pytest.Item | int]]
     ) -> Iterator[Any]:
-        """Each in a process of its own: what an earlier test has cached would not run again."""
         for number, test in tests:
-            yield from _lines_of(_forked(partial(self._trace, session, number, test)))
-
-    def _trace(
-        self, session: pytest.Session, number: int, test: pytest.Item | int
-    ) -> Iterator[Any]:
-        lines: dict[str, set[int]] = defaultdict(set)
-        trace = _tracer(self._modules, lines)
-        began = time.process_time()
-        threading.settrace(trace)
-        sys.settrace(trace)
-        try:
-            failed = _fails(session, [Reach(test, 0.0)])
-        finally:
-            sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
-        seconds = time.process_time() - began
-        if failed is None and lines and (isinstance(test, int) or seconds < SLOWEST_TEST):
-            yield [number, seconds, {module: sorted(each) for module, each in lines.items()}]
+            lines: dict[str, set[int]] = defaultdict(set)
+            trace = _tracer(self._modules, lines)
+            began = time.process_time()
+            threading.settrace(trace)
+            sys.settrace(trace)
+            try:
+                failed = _fails(session, [Reach(test, 0.0)])
+            finally:
+                sys.settrace(None)
+                threading.settrace(None)  # type: ignore[arg-type]
+            seconds = time.process_time() - began
+            if failed is None and lines and (isinstance(test, int) or seconds < SLOWEST_TEST):
+                yield [number, seconds, {module: sorted(each) for module, each in lines.items()}]
 
     # -- the mutations ---------------------------------------------------------------------------
 

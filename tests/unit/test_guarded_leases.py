@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from celery_leases import events
-from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
+from celery_leases.attempt.held_lease import (
+    DEADLINE,
+    HELD_TOO_LONG,
+    NOT_EXTENDED,
+    BodyState,
+    HeldLease,
+)
 from celery_leases.attempt.renewal import HELD_BY_OTHER, RELEASED
 from celery_leases.deadlines import lock_counts_for, renewal_retry
 from celery_leases.decide.answers import Renewal, RenewalResult
@@ -41,7 +47,11 @@ class Transaction:
         return not self.open
 
     def is_of(self, given: Any) -> bool:
-        return True
+        return given in (None, self)
+
+    def roll_back(self) -> bool:
+        was_open, self.open = self.open, False
+        return was_open
 
     def join(self, key: str) -> None:
         """Nothing to begin."""
@@ -78,6 +88,49 @@ def see(bench: Bench, held_lease: HeldLease, kept: RenewalResult, at: float) -> 
     bench.clock.time = START + at
     bench.leases.answer = lambda _: kept
     bench.renew(held_lease)
+
+
+# -- what the body uses ----------------------------------------------------------------------------
+
+
+def test_a_body_knows_which_of_its_transactions_has_locked_its_row() -> None:
+    state = BodyState()
+    locking: Any = Transaction()
+    other: Any = Transaction()
+    assert not state.holds_row_lock()
+    assert not state.locked_by_another(other)
+    with state.locking(locking):
+        locking.open = False
+        assert state.guarded, "before the statement has begun the transaction"
+        locking.open = True
+    assert state.holds_row_lock()
+    assert (state.locked_by_another(other), state.locked_by_another(locking)) == (True, False)
+    locking.open = False
+    assert not state.locked_by_another(other)
+    assert not state.holds_row_lock()
+    locking.open = True
+    assert not state.guarded, "a transaction that is over is forgotten"
+
+
+def test_what_a_body_leaves_open_is_rolled_back_once() -> None:
+    state = BodyState()
+    first: Any = Transaction()
+    last: Any = Transaction()
+    state.join(first)
+    state.join(last)
+    assert state.joined == [first, last]
+    first.open = False
+    with state.locking(last):
+        state.join(last)
+    assert state.joined == [last, last]
+    assert state.roll_back_open()
+    last.open = True
+    assert not state.guarded
+    assert not state.roll_back_open()
+    assert last.open
+    last.open = False
+    state.joined = [last]
+    assert not state.roll_back_open()
 
 
 # -- while the row is locked -----------------------------------------------------------------------

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from celery_leases import events
 from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
 from celery_leases.attempt.renewal import HELD_BY_OTHER, RELEASED, SUPERSEDED, Renewer, Stores
 from celery_leases.call import Call
+from celery_leases.concurrency import os_threads
 from celery_leases.decide.answers import Renewal, RenewalResult
 from celery_leases.errors import LeaseLost, StoreUnavailable
 from celery_leases.events import LeaseRenewed, RenewalFailed
@@ -546,6 +548,159 @@ def test_a_lease_asserted_again_without_a_record_to_compare_does_not_count(bench
     bench.renew(held_lease)
     assert held_lease.lost == SUPERSEDED
     assert bench.leases.released == ["token"]
+
+
+# -- the threads, one after the other --------------------------------------------------------------
+
+
+class Waits:
+    """Instead of the wakeup of a thread: each wait lets its time pass, and does the next of
+    *steps*; after the last one no lease is held and the renewer is closed, so the thread ends.
+    """
+
+    def __init__(self, bench: Bench, *steps: Callable[[], object]) -> None:
+        self.bench, self.steps = bench, list(steps)
+        self.timeouts: list[float | None] = []
+        self.notified = 0
+
+    def notify(self) -> None:
+        self.notified += 1
+
+    def wait(self, timeout: float | None) -> None:
+        self.timeouts.append(timeout)
+        self.bench.clock.time += timeout if timeout not in (None, math.inf) else 0.0
+        if self.steps:
+            self.steps.pop(0)()
+        else:
+            self.bench.renewer._held_leases.clear()
+            self.bench.renewer._closed = True
+
+
+def nothing() -> None:
+    """Let time pass."""
+
+
+def watch(bench: Bench, *steps: Callable[[], object]) -> list[float | None]:
+    """What the deadline thread waits for."""
+    bench.renewer._deadline_wakeup = waits = Waits(bench, *steps)  # type: ignore[assignment]
+    bench.renewer._watch_deadlines()
+    return waits.timeouts
+
+
+def renew_all(bench: Bench, *steps: Callable[[], object]) -> list[float | None]:
+    """What the renewal thread waits for."""
+    bench.renewer._renewal_wakeup = waits = Waits(bench, *steps)  # type: ignore[assignment]
+    bench.renewer._renew_leases()
+    return waits.timeouts
+
+
+def test_the_deadline_thread_interrupts_a_lost_body_again_at_growing_intervals(bench) -> None:
+    held_lease, told = bench.held_lease(), []
+    held_lease.interrupt = lambda: told.append(bench.clock.time - 1000 - STOP)
+    waits = watch(bench, *[nothing] * 7)
+    assert waits == pytest.approx([STOP, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0])
+    assert told == pytest.approx([0.0, 0.5, 1.5, 3.5, 7.5, 15.5, 25.5])
+    assert (held_lease.lost, len(bench.seen.of(events.LeaseLost))) == (DEADLINE, 1)
+
+
+def test_the_deadline_thread_sleeps_until_the_first_deadline_or_another_lease(bench) -> None:
+    assert watch(bench) == [None]
+    bench = Bench()
+    bench.held_lease("long", ttl=60.0)
+    bench.held_lease("short")
+    assert watch(bench, bench.renewer._held_leases.clear) == [pytest.approx(STOP), None]
+    assert bench.renewer._unstarted[2:] == [bench.renewer._watch_deadlines]
+
+
+def test_an_added_lease_wakes_a_thread_only_if_it_is_the_first_to_be_due(bench, monkeypatch):
+    started: list[Any] = []
+    monkeypatch.setattr(os_threads, "start_thread", started.append)
+    renewer = bench.renewer
+    threads = [renewer._renew_leases, renewer._watch_deadlines]
+    renewer._renewal_wakeup = due = Waits(bench)
+    renewer._deadline_wakeup = stop = Waits(bench)
+    held_lease = bench.held_lease()
+    for moment, woken in ((0.0, 0), (0.001, 1)):
+        renewer._renewal_wakes_at = held_lease.due + moment
+        renewer._deadline_wakes_at = held_lease.own_stop + moment
+        renewer.add(held_lease)
+        assert (due.notified, stop.notified) == (woken, woken)
+    assert started == threads
+    renewer._lose(held_lease, DEADLINE)
+    assert stop.notified == 2, "to interrupt the body again"
+    renewer.close()
+    assert (due.notified, stop.notified) == (2, 3)
+
+
+def test_the_renewal_thread_renews_what_is_due_and_then_waits_for_the_next(bench) -> None:
+    bench.renewer._purge_at = math.inf
+    held_lease = bench.held_lease()
+
+    def check() -> None:
+        assert not held_lease.in_flight
+        assert bench.renewer._renewal_wakes_at == held_lease.due
+
+    assert renew_all(bench, check, check) == pytest.approx([TTL / 3] * 3)
+    assert len(bench.leases.renewed) == 2
+    assert bench.renewer._unstarted[2:] == [bench.renewer._renew_leases]
+
+
+def test_expired_records_are_deleted_at_once_and_then_every_minute(bench, monkeypatch) -> None:
+    begun: list[tuple[float, Callable[[], None]]] = []
+    monkeypatch.setattr(
+        os_threads, "start_thread", lambda purge: begun.append((bench.clock.time, purge))
+    )
+    bench.held_lease(ttl=86_400.0)
+
+    def end() -> None:
+        begun[-1][1]()
+
+    def end_all() -> None:
+        end()
+        bench.renewer.close()
+
+    assert renew_all(bench, end, nothing, end, end_all, nothing) == [60.0] * 4 + [
+        pytest.approx(86_400.0 / 3 - 240.0),
+        pytest.approx(86_400.0 / 3),
+    ]
+    assert [at for at, _ in begun] == [1000.0, 1060.0, 1180.0], (
+        "one at a time, and none after close()"
+    )
+
+
+def test_a_deletion_goes_on_in_small_batches_until_nothing_is_left(bench, monkeypatch) -> None:
+    answers: list[Any] = [True, True, False, ValueError("away")]
+    asked: list[Any] = []
+    monkeypatch.setattr(os_threads, "Wakeup", lambda: SimpleNamespace(wait=asked.append))
+
+    def purge_in_turn(*given: Any) -> bool:
+        asked.append(given)
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return bool(answer)
+
+    bench.records.purge_in_turn = purge_in_turn
+    for calls in ([(500, 60.0), 0.05, (500, 60.0), 0.05, (500, 60.0)], [(500, 60.0)]):
+        bench.renewer._purging = True
+        bench.renewer._purge()
+        assert (asked, bench.renewer._purging) == (calls, False)
+        asked.clear()
+    bench.renewer._closed = True
+    bench.renewer._purge()
+    assert asked == []
+
+
+def test_a_deletion_for_which_no_thread_can_be_started_is_tried_again(bench, monkeypatch) -> None:
+    tries: list[float] = []
+
+    def refuse(_: Callable[[], None]) -> None:
+        tries.append(bench.clock.time)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(os_threads, "start_thread", refuse)
+    renew_all(bench, nothing, nothing)
+    assert tries == [1000.0, 1060.0, 1120.0]
+    assert not bench.renewer._purging
 
 
 # -- the threads -----------------------------------------------------------------------------------
