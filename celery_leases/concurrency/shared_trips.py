@@ -179,7 +179,8 @@ class SharedTrips(Generic[G, A]):
         """Wake the others of a *trip* that has ended, and one of those that wait, to begin the next
         one. If nobody waits for it, return it.
         """
-        ended, ours = trip, list[_Step[G, A]]()
+        ended: list[_Step[G, A]] = trip
+        ours: list[_Step[G, A]] = []
         with self._lock:
             if self._under_way is trip:  # no later one has begun meanwhile
                 waiting, self._waiting = self._waiting, []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -36,19 +37,24 @@ signals.worker_init.connect(_before_work, weak=False)
 
 
 def _before_pool(instance: Any, **_: Any) -> None:
-    """Import what runs tasks, and freeze all objects: the garbage collector would write into each
-    of them, so that no process of prefork could share its memory. In a process that runs many
-    bodies it would look at all of them again and again.
+    """Import what receives and runs tasks, and freeze all objects: the garbage collector would
+    write into each of them, so that no process of prefork could share its memory. In a process that
+    runs many bodies it would look at all of them again and again.
+
+    Python's cache of attributes refers to their names, so each process would write into those that
+    it replaces there.
     """
     from celery_leases.worker.app_settings import leased_tasks
 
     if not leased_tasks(instance.app):
         return
-    from celery_leases.worker import delivery, errbacks, requeue  # noqa: F401
+    from celery_leases.worker import delivery, errbacks, fetching, request, requeue  # noqa: F401
 
     with suppress(Exception):  # Celery reports it when it uses the backend
         backends.by_url(instance.app.backend_cls or instance.app.conf.result_backend)
     gc.collect()
+    # Its name since Python 3.13, and the one before.
+    (getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache)()  # noqa: SLF001
     gc.freeze()
 
 

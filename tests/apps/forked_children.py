@@ -30,6 +30,9 @@ STEPS = (
 )
 """A child is forked at the first call of each of these functions."""
 
+OF_MAIN_PROCESS = ("celery_leases.worker.request", "celery_leases.worker.fetching")
+"""Modules that the main process uses after its forks."""
+
 
 @app.task(name="rich", bind=True, base=LeasedTask, lease_key="{key}")
 def rich(self: Any, key: str) -> Any:
@@ -124,6 +127,7 @@ def state_of_child() -> dict[str, Any]:
     runner("failing", succeeds=False)(uuid4().hex)
     runner("cooling", succeeds=False)(uuid4().hex)
     return found | {
+        "shares trips": process.records._trips is not None,
         "own host": process.host.endswith(f"/{os.getpid()}"),
         "random": process.rand(),
         "imported": [
@@ -152,6 +156,7 @@ if __name__ == "__main__":
     steps = fork_at_each_step(prepare)
     children = [in_child(state_of_child) for _ in range(2)]
     said = {"steps": steps, "children": children, "prefix": in_child(with_other_settings)}
+    said["unloaded"] = [name for name in OF_MAIN_PROCESS if name not in sys.modules]
     said["main"] = run_tasks()
     print(json.dumps(said), flush=True)
     os._exit(0)  # without waiting for the renewing threads

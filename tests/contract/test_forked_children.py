@@ -31,10 +31,12 @@ def test_children_share_what_is_prepared_and_nothing_else(
             "sockets": 0,
             "threads": 1,
             "frozen": True,
+            "shares trips": False,
             "own host": True,
             "random": child["random"],
             "imported": [],
         }
     assert len({child["random"] for child in said["children"]}) == 2
     assert said["prefix"] == "another"
+    assert said["unloaded"] == []
     assert said["main"]

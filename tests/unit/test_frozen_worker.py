@@ -22,6 +22,7 @@ def test_a_worker_with_leased_tasks_freezes_what_it_has_loaded(
     monkeypatch.setattr(_state, "_on_app_finalizers", set())  # shared tasks of other tests
     collector = Mock()
     monkeypatch.setattr(celery_signal_receivers, "gc", collector)
+    monkeypatch.setattr(celery_signal_receivers, "sys", collector)
     app = Celery("frozen", set_as_current=False)
     options = {"base": LeasedTask} if leased else {}
 
@@ -30,4 +31,6 @@ def test_a_worker_with_leased_tasks_freezes_what_it_has_loaded(
 
     worker = SimpleNamespace(app=app, pool_cls=f"celery.concurrency.{pool}:TaskPool")
     celery_signal_receivers._before_pool(worker)
-    assert [called for called, *_ in collector.method_calls] == ["collect", "freeze"] * leased
+    assert [called for called, *_ in collector.method_calls] == [
+        *("collect", "_clear_internal_caches", "freeze")
+    ] * leased

@@ -144,12 +144,13 @@ class SqlRecordStore:
 
     def with_connections(self, size: int, longest_wait: float) -> Self:
         """The same store with at most *size* other connections; see :func:`engine_for`. Both share
-        all statements.
+        all statements, and no trips.
         """
         engine = with_other_connections(self.database.engine, size, longest_wait)
         other = copy(self)
         other.database = self.database.with_engine(engine)
         other.availability = Availability(database=self.tables_location)
+        other._trips = None  # noqa: SLF001 - of the same class
         return other
 
     def share_trips(self, running: Callable[[], int]) -> None:
