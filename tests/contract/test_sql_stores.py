@@ -291,6 +291,46 @@ def test_a_client_used_before_a_fork_may_be_used_after_it(server_url: str, how: 
     subprocess.run(command, check=True, timeout=60)
 
 
+WRITES_AND_FORKS = """
+import os, sys, threading
+from celery_leases.stores.sql.connections import engine_for
+from celery_leases.stores.sql.database import Database
+from celery_leases.testing.waits import wait_until
+
+database = Database(engine_for(sys.argv[1]))
+writing, forked = threading.Event(), threading.Event()
+
+def write():
+    with database.transaction():
+        writing.set()
+        wait_until(lambda: forked.is_set() or database.engine.pool._waiting, 20, "the fork")
+
+writer = threading.Thread(target=write)
+writer.start()
+writing.wait()
+pid = os.fork()
+if pid == 0:
+    try:
+        with database.transaction():
+            os._exit(0)
+    finally:
+        os._exit(1)
+forked.set()
+assert os.waitpid(pid, 0)[1] == 0
+writer.join()
+with database.transaction():
+    pass
+"""
+
+
+def test_a_child_can_write_that_was_forked_while_another_thread_wrote(database_url: str) -> None:
+    """As a worker's main process, in which one thread closes the row of a dead child, and another
+    one forks the next child.
+    """
+    command = [sys.executable, "-W", "ignore", "-c", WRITES_AND_FORKS, database_url]
+    subprocess.run(command, check=True, timeout=60)
+
+
 def test_a_database_without_tables_stops_with_the_command_to_run(server_url: str) -> None:
     records = SqlRecordStore(engine_for(server_url))
     with pytest.raises(SchemaOutdated, match="leases migrate"):

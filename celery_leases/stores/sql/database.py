@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -48,15 +49,44 @@ DATABASE_ERRORS: Final = (SQLAlchemyError, *PYTHON_ERRORS)
 NOT_EXECUTED: Final = {Fault.STALE, Fault.READ_ONLY, Fault.LOCKED, Fault.DEADLOCK}
 
 _open: WeakSet[Database] = WeakSet()
+_fork: Final = threading.RLock()
+_closed_for_fork: Final[list[tuple[BoundedPool, Any]]] = []
+
+
+def _close_files() -> None:
+    """Close the connections to SQLite's files before a fork, once no thread uses them.
+
+    SQLite notes in the memory of a process which locks its connections have. A child that inherits
+    these notes takes a writing thread of its parent for one of its own, which never ends.
+    """
+    _fork.acquire()
+    files = [each.engine.pool for each in list(_open) if not each.dialect.has_server]
+    for pool in {each for each in files if isinstance(each, BoundedPool)}:
+        with suppress(StoreUnavailable):  # another thread uses a connection for long
+            for _ in range(pool.size):
+                record = pool.acquire()
+                _closed_for_fork.append((pool, record))
+                record.close()
+
+
+def _open_files() -> None:
+    while _closed_for_fork:
+        pool, record = _closed_for_fork.pop()
+        pool.release(record)
+    _fork.release()
 
 
 def _drop_inherited_connections() -> None:
+    _closed_for_fork.clear()
+    _fork.release()
     for database in list(_open):
         database.close(inherited=True)
 
 
 # Two processes on one connection would read each other's replies.
-os.register_at_fork(after_in_child=_drop_inherited_connections)
+os.register_at_fork(
+    before=_close_files, after_in_parent=_open_files, after_in_child=_drop_inherited_connections
+)
 
 
 def host_now() -> int:
