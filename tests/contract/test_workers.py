@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -68,6 +68,23 @@ def waiting(connection: Connection) -> list[int]:
         found.append(message.payload["n"] if hasattr(message, "payload") else message)
         channel.basic_ack(message.delivery_tag)
     return sorted(found)
+
+
+Holding = Callable[..., tuple[Any, ...]]
+
+
+@pytest.fixture
+def holding(connection: Connection, workers: Workers, channel: Any) -> Holding:
+    """Gives the lease of a worker, and messages that it has fetched and registered."""
+
+    def held(ttl: float, number: int = 1) -> tuple[Any, ...]:
+        lease, messages = opened(connection, "a", ttl), fetched(connection, number)
+        for message in messages:
+            lease.received(message, "task")
+        lease._renew(workers, channel)
+        return lease, *messages
+
+    return held
 
 
 def dies(workers: Workers, name: str, *messages: Any) -> None:
@@ -310,25 +327,19 @@ def test_a_renewal_acknowledges_all_messages_that_have_ended(
 
 
 def test_what_ends_while_the_worker_stops_is_acknowledged_at_once(
-    connection: Connection, workers: Workers, channel: Any
+    channel: Any, holding: Holding
 ) -> None:
     """There may be no renewal any more."""
-    lease = opened(connection, "a", 5.0)
-    (message,) = fetched(connection, 1)
-    lease.received(message, "task")
-    lease._renew(workers, channel)
+    lease, message = holding(5.0)
     lease._stopping = True
     message.ack()
     assert not channel.client.hlen("unacked")
 
 
 def test_a_late_acknowledgement_leaves_the_message_to_its_new_worker(
-    connection: Connection, workers: Workers, channel: Any
+    connection: Connection, workers: Workers, channel: Any, holding: Holding
 ) -> None:
-    lease = opened(connection, "a", 1.0)
-    (message,) = fetched(connection, 1)
-    lease.received(message, "task")
-    lease._renew(workers, channel)
+    lease, message = holding(1.0)
     wait_until(lambda: ended(workers) == [lease._name], 5, "the lease to end")
     take_over(workers, channel, lease._name)
     (again,) = [connection.SimpleQueue("work").get(timeout=5)]
@@ -342,13 +353,10 @@ def test_a_late_acknowledgement_leaves_the_message_to_its_new_worker(
 
 @pytest.mark.parametrize("first_ends", ["before", "between", "after"])
 def test_a_message_that_comes_again_is_acknowledged_by_its_second_run_only(
-    connection: Connection, workers: Workers, channel: Any, first_ends: str
+    connection: Connection, workers: Workers, channel: Any, first_ends: str, holding: Holding
 ) -> None:
     """The worker has got it back itself, after another one has returned it."""
-    lease = opened(connection, "a", 1.0)
-    (message,) = fetched(connection, 1)
-    lease.received(message, "task")
-    lease._renew(workers, channel)
+    lease, message = holding(1.0)
     wait_until(lambda: ended(workers) == [lease._name], 5, "the lease to end")
     take_over(workers, channel, lease._name)
     again = connection.SimpleQueue("work").get(timeout=5)
@@ -370,13 +378,9 @@ def test_a_message_that_comes_again_is_acknowledged_by_its_second_run_only(
 
 
 def test_without_another_worker_a_late_acknowledgement_counts(
-    connection: Connection, workers: Workers, channel: Any
+    connection: Connection, workers: Workers, channel: Any, holding: Holding
 ) -> None:
-    lease = opened(connection, "a", 1.0)
-    messages = fetched(connection, 2)
-    for message in messages:
-        lease.received(message, "task")
-    lease._renew(workers, channel)
+    lease, *messages = holding(1.0, 2)
     wait_until(lambda: (workers.listed()[0].remaining or 0) < 0, 5, "the lease to end")
     messages[0].ack()
     messages[1].reject(requeue=True)
@@ -387,13 +391,9 @@ def test_without_another_worker_a_late_acknowledgement_counts(
 
 
 def test_what_ends_late_is_acknowledged_when_the_worker_stops(
-    connection: Connection, workers: Workers, channel: Any
+    connection: Connection, workers: Workers, channel: Any, holding: Holding
 ) -> None:
-    lease = opened(connection, "a", 1.0)
-    messages = fetched(connection, 2)
-    for message in messages:
-        lease.received(message, "task")
-    lease._renew(workers, channel)
+    lease, *messages = holding(1.0, 2)
     wait_until(lambda: (workers.listed()[0].remaining or 0) < 0, 5, "the lease to end")
     messages[0].ack()
     assert channel.client.hlen("unacked") == 2
@@ -443,14 +443,14 @@ def test_the_lease_of_a_worker_that_failed_ends_by_itself(
 
 
 def test_what_celery_drops_with_its_connection_is_returned(
-    connection: Connection, workers: Workers, channel: Any, monkeypatch: pytest.MonkeyPatch
+    connection: Connection,
+    workers: Workers,
+    channel: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    holding: Holding,
 ) -> None:
     """And runs that are not over keep their messages."""
-    lease = opened(connection, "a", 5.0)
-    messages = fetched(connection, 3)
-    for message in messages:
-        lease.received(message, "task")
-    lease._renew(workers, channel)
+    lease, *messages = holding(5.0, 3)
     running = Mock(_message=messages[1])
     monkeypatch.setattr(state, "active_requests", {running})
     messages[2].ack()
@@ -592,7 +592,7 @@ def test_a_worker_keeps_its_lease_while_it_returns_many_messages(
     messages = fetched(connection, 40)
     dies(workers, "dead", *messages)
     workers.forget("b")
-    lease = opened(connection, "a", 1.0)
+    lease = opened(connection, "a", 3.0)
     lease.start()
     wait_until(lambda: len(workers.listed()) == 2, 5, "the lease")
 
@@ -639,13 +639,10 @@ def test_before_its_first_renewal_a_worker_acknowledges_as_celery_does(
 
 
 def test_a_renewal_that_arrives_late_does_not_revive_a_worker(
-    connection: Connection, workers: Workers, channel: Any
+    connection: Connection, workers: Workers, channel: Any, holding: Holding
 ) -> None:
     """Its messages were returned, and it must learn of that. A cut network delivers late."""
-    lease = opened(connection, "a", 1.0)
-    (message,) = fetched(connection, 1)
-    lease.received(message, "task")
-    lease._renew(workers, channel)
+    lease, message = holding(1.0)
     before = lease._name
     wait_until(lambda: ended(workers) == [before], 5, "the lease to end")
     take_over(workers, channel, before)
@@ -666,12 +663,10 @@ def test_what_came_after_the_lease_had_ended_is_acknowledged(
     channel: Any,
     monkeypatch: pytest.MonkeyPatch,
     fails: str,
+    holding: Holding,
 ) -> None:
     """Nobody has returned it, even if the next lease could not be begun at once."""
-    lease = opened(connection, "a", 1.0)
-    (first,) = fetched(connection, 1)
-    lease.received(first, "task")
-    lease._renew(workers, channel)
+    lease, _ = holding(1.0)
     wait_until(lambda: ended(workers) == [lease._name], 5, "the lease to end")
     take_over(workers, channel, lease._name)
     assert waiting(connection) == [0]
@@ -688,13 +683,10 @@ def test_what_came_after_the_lease_had_ended_is_acknowledged(
 
 
 def test_a_refusal_after_a_renewal_does_not_let_late_acknowledgements_through(
-    connection: Connection, workers: Workers, channel: Any
+    workers: Workers, channel: Any, holding: Holding
 ) -> None:
     """Such as a password that has changed."""
-    lease = opened(connection, "a", 1.0)
-    (message,) = fetched(connection, 1)
-    lease.received(message, "task")
-    lease._renew(workers, channel)
+    lease, message = holding(1.0)
     assert not lease._refused_by(AuthenticationError("WRONGPASS"))
     wait_until(lambda: (workers.listed()[0].remaining or 0) < 0, 5, "the lease to end")
     message.ack()
@@ -715,6 +707,7 @@ def test_a_worker_fetches_nothing_before_it_has_a_lease(
         its(self, name, ttl)
 
     monkeypatch.setattr(Workers, "enter", slowly)
+    monkeypatch.setattr(takeover, "TIMEOUT", 60)
     lease = opened(connection, "a", 5.0)
     for begins in (lease.start, lease.reconnected):
         enters.clear()
@@ -768,12 +761,9 @@ def test_the_lease_uses_no_broker_that_its_worker_does_not_use(leases_redis: Red
 
 
 def test_an_emptied_broker_gets_the_registrations_again(
-    connection: Connection, workers: Workers, channel: Any
+    workers: Workers, channel: Any, holding: Holding
 ) -> None:
-    lease = opened(connection, "a", 10.0)
-    (message,) = fetched(connection, 1)
-    lease.received(message, "task")
-    lease._renew(workers, channel)
+    lease, message = holding(10.0)
     workers.forget(lease._name)
     lease._renew(workers, channel)
     assert [one.messages for one in workers.listed()] == [1]
