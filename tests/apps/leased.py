@@ -2,12 +2,15 @@
 
 The settings are environment variables: JOURNAL (a file), LEASES_URL, LEASES_DATABASE_URL, TTL,
 VISIBILITY, BROKER_OPTIONS (further transport options, as JSON), QUORUM (the type of the exchange of
-a quorum queue, "topic" or "direct"), and SIDE_QUEUE (the name of another queue).
+a quorum queue, "topic" or "direct"), SIDE_QUEUE (the name of another queue), and
+IGNORE_SIGINT_AT_EXIT.
 """
 
 import asyncio
+import atexit
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -68,6 +71,13 @@ def _settle_sooner(**_: object) -> None:
     """In the worker only: the process of the tests imports this module too."""
     if "SETTLE_TIMEOUT" in os.environ:
         vars(after_run)["SETTLE_TIMEOUT"] = float(os.environ["SETTLE_TIMEOUT"])
+
+
+@worker_init.connect(weak=False)
+def _ignore_signals_at_exit(**_: object) -> None:
+    """A test that sends SIGINT until the worker ends does not know when that has begun to end."""
+    if "IGNORE_SIGINT_AT_EXIT" in os.environ:
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 if "BROKER_OPTIONS" in os.environ:

@@ -80,7 +80,7 @@ def test_a_further_signal_after_a_cold_shutdown_of_threads_gives_the_attempts_ba
     scene_factory: MakeScene, name: str
 ) -> None:
     scene = scene_factory(visibility=5, start=False)
-    worker = scene.another(pool="threads", concurrency=2)
+    worker = scene.another(pool="threads", concurrency=2, env={"IGNORE_SIGINT_AT_EXIT": "1"})
     gate = scene.gate()
     names = [f"{name}-{number}" for number in range(2)]
     results = [scene.tasks.work.delay(each, gate=str(gate)) for each in names]
