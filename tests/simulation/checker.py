@@ -8,21 +8,26 @@ A history is a list of notes. Those that count:
 * ``killed``, ``paused``: a process (process, span); ``emptied``, ``clock``: the lease store.
 * ``charges``, ``charged``, ``has charged``: a body calls the outside world for an effect, which has
   executed it, and whose reply the body gets.
+* ``extends``, ``item``: a body makes its lease longer, or does an item of its loop.
+* ``group``: the slots of the group have changed (who holds them; until when it is closed).
 * ``final``: what is left at the end (rows, leases, results, messages).
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from celery_leases.events import Dropped
+from celery_leases.options import Failures
 from celery_leases.record import State
-from tests.simulation.history import Note
-from tests.simulation.work import COOLDOWN, LIMIT, TIME_LIMIT, TTL
+from tests.simulation.history import Note, Row
+from tests.simulation.work import COOLDOWN, FAILURES, LIMIT, TIME_LIMIT, TTL
 
+CRASHES = Failures().crashes
 RESTS = (State.DONE, State.FAILED, State.COOLING, State.UNCERTAIN)
 SEVERAL_RUNS = ("each", "latest", "limited")
 """Tasks of which a key is done more than once."""
@@ -241,17 +246,22 @@ def _lease_lost_before_claim(history: History, body: Body) -> bool:
 
 def lease_is_believed_too_long(history: History) -> Iterator[Violation]:
     """No process counts on a lease for longer than the store does, unless that has lost a renewal
-    before its reply came; while a transaction of the body locks the row, the lock is the lease.
+    before its reply came; while a transaction of the body locks the row, the lock is the lease. A
+    store that loses its data also forgets that a lease was made longer.
     """
     locks: set[str] = set()
+    longer: set[str] = set()
     emptied = -math.inf
-    for note in history.of("holds", "locks", "clock", "emptied"):
+    for note in history.of("holds", "locks", "extends", "clock", "emptied", "evicted"):
         if note.what == "clock":
             return
-        if note.what == "emptied":
-            emptied = note.at
+        if note.what in ("emptied", "evicted"):
+            emptied = note.at if note.what == "emptied" else emptied
+            locks |= longer
             continue
-        if note.what == "locks":
+        if note.what == "extends":
+            longer.add(note.details["token"])
+        elif note.what == "locks":
             locks.add(note.details["token"])
         elif note.details["token"] in locks or note.at < emptied + SLACK:
             continue
@@ -306,18 +316,24 @@ def effects_once(history: History) -> Iterator[Violation]:
 
 
 def cooldown_holds(history: History) -> Iterator[Violation]:
-    """No body begins while its key cools down; the call that runs again may be a second early."""
+    """No body begins while its key waits, whichever call the row is given to; the call that runs
+    again may be a second early.
+    """
     until: dict[str, float] = {}
+    early: dict[str, str] = {}
     for note in history.of("row", "body"):
         key = note.details["key"]
         if note.what == "row":
-            new = note.details["new"]
-            if new is not None and new.state == State.COOLING:
+            new, old = note.details["new"], note.details["old"]
+            if new is None or new.state == State.RUNNING:
+                continue
+            if new.retry_at or old is None or new.call in ("", old.call):
                 until[key] = new.retry_at
-            elif new is not None and new.state != State.RUNNING:
-                until.pop(key, None)
-        elif note.at < until.pop(key, 0.0) - 1.05:
-            yield Violation("a cooldown holds", note, "the key cools down")
+                early[key] = new.call
+            continue
+        grace = 1.05 if note.details["call"] == early.get(key) else 0.05
+        if note.at < until.pop(key, 0.0) - grace:
+            yield Violation("a cooldown holds", note, "the key waits")
 
 
 def cooldown_lasts(history: History) -> Iterator[Violation]:
@@ -334,6 +350,164 @@ def cooldown_lasts(history: History) -> Iterator[Violation]:
             asked.discard(new.owner)
             if new.retry_at < note.at + COOLDOWN - 0.01:
                 yield Violation("a cooldown lasts", note, "it was asked for longer")
+
+
+def what_keeps_failing_ends(history: History) -> Iterator[Violation]:
+    """A key does not cool down after the last failure that it may have."""
+    asked: set[str] = set()
+    failures: defaultdict[str, int] = defaultdict(int)
+    for note in history.of("body ended", "row"):
+        given = note.details
+        if note.what == "body ended":
+            if given.get("ending") in ("cooldown", "error"):
+                asked.add(given["token"])
+            continue
+        old, new = given["old"], given["new"]
+        if new is None or new.state == State.RUNNING or new.task in (*SEVERAL_RUNS, "queued"):
+            continue
+        if new.state == State.DONE:
+            failures.pop(new.key, None)
+        elif old is not None and old.state == State.RUNNING and new.owner in asked:
+            failures[new.key] += new.state == State.COOLING
+            if failures[new.key] >= FAILURES:
+                yield Violation("what keeps failing ends", note, f"failure {failures[new.key]}")
+
+
+def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
+    """No body begins after so many others in a row whose processes died, unless the lease store has
+    lost leases: then their processes may have lived.
+    """
+    running: dict[str, tuple[str, str]] = {}
+    crashes: defaultdict[str, int] = defaultdict(int)
+    for note in history.of("body", "body ended", "killed", "emptied", "evicted"):
+        given = note.details
+        if note.what in ("emptied", "evicted"):
+            return
+        if note.what == "killed":
+            for token, (key, process) in list(running.items()):
+                if process == given["process"]:
+                    del running[token]
+                    crashes[key] += 1
+            continue
+        key = given["key"]
+        if note.what == "body ended":
+            running.pop(given["token"], None)
+            crashes.pop(key, None)
+        elif key.partition(" ")[0] not in (*SEVERAL_RUNS, "charged", "queued"):
+            if crashes[key] >= CRASHES:
+                yield Violation("what keeps crashing ends", note, f"{crashes[key]} crashes")
+            running[given["token"]] = key, given["process"]
+
+
+def only_crashes_count(history: History) -> Iterator[Violation]:
+    """A key fails because of crashes only after so many attempts that have died, or of which
+    nothing was heard since another one has taken the row over; what is heard later counts too.
+    """
+    if any(note.details.get("server") == "database" for note in history.of("refused", *SLOW)):
+        return
+    silent: dict[int, tuple[str, str]] = {}
+    died: Counter[str] = Counter()
+
+    def too_early(row: Row, note: Note | None) -> Iterator[Violation]:
+        crashes = died[row.key] + sum(key == row.key for key, _ in silent.values())
+        if (row.state, row.reason) == (State.FAILED, "crash_loop") and crashes < CRASHES:
+            yield Violation("only crashes count", note, f"{crashes} crashes: {row}")
+
+    for note in history.of("row", "killed", "event OutcomeRefused"):
+        given = note.details
+        if note.what == "event OutcomeRefused":
+            silent.pop(given["fence"], None)
+        elif note.what == "killed":
+            dead = [each for each, (_, pid) in silent.items() if pid == f"{given['pid']:x}"]
+            died.update(silent.pop(fence)[0] for fence in dead)
+        elif (row := given["new"]) is not None:
+            process = row.owner.rpartition("-")[2]
+            if row.state == State.RUNNING:
+                silent[row.fence] = row.key, process
+            elif process == f"{given['pid']:x}":
+                silent.pop(row.fence, None)
+            yield from too_early(row, note)
+    for row in history.final["rows"]:
+        yield from too_early(row, None)
+
+
+def messages_begin_once(history: History) -> Iterator[Violation]:
+    """A worker begins a delivery once."""
+    for note in history.of("begins twice"):
+        yield Violation("a message begins once", note, "the worker has begun it before")
+
+
+def what_has_begun_does_not_expire(history: History) -> Iterator[Violation]:
+    """A call that has begun is not revoked because it expires."""
+    ended = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
+    for body in history.bodies:
+        call = body.began.details["call"]
+        if history.final["answers"].get(call) == "REVOKED" and call not in ended:
+            yield Violation("what has begun does not expire", body.began, "it was revoked")
+
+
+def items_are_done_once(history: History) -> Iterator[Violation]:
+    """A loop goes on where it was interrupted, if its process has lived: only the item in progress
+    is repeated.
+    """
+    reached: dict[str, tuple[str, int]] = {}
+    accepted: set[str] = set()
+    for note in history.of("item", "row"):
+        given = note.details
+        if note.what == "row":
+            old, new = given["old"], given["new"]
+            ended = old and new and old.state == State.RUNNING != new.state
+            if ended and new.ended not in ("crashed", "terminated"):
+                accepted.add(old.owner)
+            continue
+        key, token, item = given["key"], given["token"], given["item"]
+        if key.partition(" ")[0] in SEVERAL_RUNS:
+            continue  # each call begins its loops anew
+        before, last = reached.get(key, ("", 0))
+        if before in accepted and token != before and item < last:
+            yield Violation("items are done once", note, f"item {last} was in progress")
+        reached[key] = token, item
+
+
+def celery_ends_one_call(history: History) -> Iterator[Violation]:
+    """The row of a waiting call says that it was terminated only if Celery has ended that call."""
+    ended = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
+    ended |= {note.details["call"] for note in history.of("calls") if "expires" in note.details}
+    for note in history.of("row"):
+        old, new = note.details["old"], note.details["new"]
+        if old is None or new is None or old.state == State.RUNNING or old.ended == new.ended:
+            continue
+        if new.ended == "terminated" and new.call not in ended:
+            yield Violation("Celery ends one call", note, f"{new.call} goes on")
+
+
+def waits_for_the_lease(history: History) -> Iterator[Violation]:
+    """A call that waits for a held key looks again when the lease ends, if it is not renewed."""
+    longest = max((note.details["seconds"] for note in history.of("extends")), default=TTL) + 0.51
+    for note in history.of("event CallRescheduled"):
+        given = note.details
+        if given["reason"] == Dropped.HELD_BY_OTHER.words and given["delay"] > longest:
+            yield Violation("a call waits for the lease", note, f"for more than {longest} s")
+
+
+def group_holds(history: History) -> Iterator[Violation]:
+    """No attempt gets a slot while a failure has closed the group; then one gets the only slot."""
+    held: dict[str, float] = {}
+    known: set[str] = set()
+    until, alone = None, ""
+    for note in history.of("group"):
+        given = note.details
+        new = {token: ends for token, ends in given["held"].items() if ends > note.at}
+        held = {token: ends for token, ends in held.items() if ends > note.at}
+        for token in new.keys() - known:
+            if until is not None and note.at < until:
+                yield Violation("a closed group holds", note, f"{token} begins")
+            elif until is not None and alone in held:
+                yield Violation("a closed group holds", note, f"{token} probes beside {alone}")
+            elif len(held) >= LIMIT:
+                yield Violation("a limit holds", note, f"{len(held)} others have slots")
+        known |= new.keys()
+        held, until, alone = new, given["closed_until"], given["alone"]
 
 
 def without_faults_nothing_runs_twice(history: History) -> Iterator[Violation]:
@@ -445,8 +619,9 @@ def _belongs_to_no_call(row: Any) -> bool:
 def nothing_left(history: History) -> Iterator[Violation]:
     """In the end nothing runs, nothing is held, and no message is left.
 
-    The row of a dead attempt still says that it runs if Celery ends the call before it begins
-    again. The next call of the key takes the row over. So it does with the row of a revoked call
+    The row of a dead attempt still says that it runs, or by a statement that was executed late that
+    it waits, if Celery ends the call before it begins again. The next call of the key takes the row
+    over. So it does with the row of a revoked call
     of which an older copy, whose body a pool of threads does not end, relies on the revoked one.
     """
     dropped = {
@@ -455,6 +630,8 @@ def nothing_left(history: History) -> Iterator[Violation]:
         if note.details["reason"] == "copy_waits"
     }
     dropped &= {note.details["call"] for note in history.of("revoked")}
+    killed = {note.details["pid"] for note in history.of("killed")}
+    last = {note.details["key"]: note.details["pid"] for note in history.of("row")}
     limited = list(history.of("time limit"))
     ended = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
     ended -= {note.details["call"] for note in limited if not _was_not_closed(history, note)}
@@ -462,7 +639,12 @@ def nothing_left(history: History) -> Iterator[Violation]:
     for row in history.final["rows"]:
         if row.state == State.RUNNING and row.call not in ended:
             yield Violation("nothing is left", None, f"the row still runs: {row}")
-        elif row.state == State.PENDING and row.resumes and row.call not in dropped:
+        elif (
+            row.state == State.PENDING
+            and row.resumes
+            and row.call not in dropped
+            and not (row.call in ended and last.get(row.key) in killed)
+        ):
             yield Violation("nothing is left", None, f"the row waits for ever: {row}")
     for key in history.final["held"]:
         yield Violation("nothing is left", None, f"the lease of {key} is still held")
@@ -606,4 +788,13 @@ CHECKS: tuple[Check, ...] = (
     one_result,
     last_change_seen,
     limit_holds,
+    group_holds,
+    what_keeps_failing_ends,
+    what_keeps_crashing_ends,
+    only_crashes_count,
+    messages_begin_once,
+    what_has_begun_does_not_expire,
+    items_are_done_once,
+    celery_ends_one_call,
+    waits_for_the_lease,
 )

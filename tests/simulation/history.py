@@ -33,6 +33,7 @@ class Row:
     result: str | None
     retry_at: float
     resumes: bool
+    reason: str | None = None
 
     def __str__(self) -> str:
         until = f" until {self.retry_at:.2f}" if self.retry_at else ""

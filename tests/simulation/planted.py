@@ -300,6 +300,73 @@ BUGS = (
         "accepted = self._retrying(lambda: self.process.effects.finish(effect, text, reference))",
         "accepted = True",
     ),
+    # -- what a reviewer proposed
+    Bug(
+        "the failures of a key are not counted",
+        "celery_leases.decide.after_failure",
+        'failures=closed.failures + (action.scope == "key"),',
+        "failures=closed.failures,",
+    ),
+    Bug(
+        "a copy of a call takes over the row that the call holds",
+        CLAIM,
+        "row.lease_remaining > 0 and row.owner not in call.prior:",
+        "row.lease_remaining > 0 and row.call_id != call.call_id:",
+    ),
+    Bug(
+        "arrivals decide which of two calls with an order is newer",
+        CLAIM,
+        "or (by_arrival and call.arrived <= row.arrived)",
+        "or call.arrived <= row.arrived",
+    ),
+    Bug(
+        "the row of a key that cools down is given to the next queued call",
+        "celery_leases.outbox.calls",
+        "(_has_no_open_call(record) and not record.waits)",
+        "_has_no_open_call(record)",
+    ),
+    Bug(
+        "an effect is verified while its call may be under way",
+        "celery_leases.effect",
+        "return VerifyLater(early) if early > 0 else Verify()",
+        "return Verify()",
+    ),
+    Bug(
+        "a call waits for longer than the lease that it waits for",
+        BEFORE,
+        "min(2.0 ** min(call.reschedules, 20), max(1.0, holder.remaining)) + jitter(facts)\n    if",
+        "2.0 ** min(call.reschedules, 20) + jitter(facts)\n    if",
+    ),
+    Bug(
+        "a revoke ends whichever call waits for the key",
+        AFTER_RUN,
+        "if not (final and waits and row.call_id == call.call_id):",
+        "if not (final and waits):",
+    ),
+    Bug(
+        "a renewal shortens an extended lease",
+        "celery_leases.stores.sql.leases",
+        ".values(lease_until=later_of(records.c.lease_until, until))",
+        ".values(lease_until=until)",
+    ),
+    Bug(
+        "an outcome without progress deletes the saved one",
+        STATEMENTS,
+        "case((progress.is_not(None), progress), else_=columns.progress)",
+        "progress",
+    ),
+    Bug(
+        "another call runs a second before the end of a retry's countdown",
+        "celery_leases.decide.waiting",
+        "if record.call_id == call_id and record.ended is Ended.RETRIED else 0.0",
+        "if record.ended is Ended.RETRIED else 0.0",
+    ),
+    Bug(
+        "a call that has begun early begins again when its countdown ends",
+        "celery_leases.worker.waiting_calls",
+        "            entry.fun, entry.args = _nothing, ()\n",
+        "            pass\n",
+    ),
 )
 """Each breaks a promise of docs/explanation/guarantees.md."""
 

@@ -211,6 +211,8 @@ class Place:
         self.strand: Strand | None = None
         #: The main process has sent SIGTERM because of a revoke.
         self.revoked = False
+        #: The main process ends it, and waits for its end.
+        self.is_ending = False
 
 
 @dataclass(eq=False)
@@ -238,6 +240,7 @@ class Worker:
         self.main = SimulatedProcess(world, name, f"{name}/main", has_threads=threads)
         self.places = [self._new_place() for _ in range(world.shape.places)]
         self._jobs: list[Job] = []
+        self._given: set[Any] = set()
         self._reserved = 0
         #: When it last had its lease renewed if necessary.
         self._looked = world.scheduler.now
@@ -337,13 +340,17 @@ class Worker:
 
     def _apply_async(self, target: Any, args: Any, **callbacks: Any) -> Any:
         self._reserved += 1
-        self._jobs.append(Job(target, args, callbacks))
+        job = Job(target, args, callbacks)
+        if job.request in self._given:
+            self.world.note("begins twice", call=job.request.id, worker=self.name)
+        self._given.add(job.request)
+        self._jobs.append(job)
         self._assign()
         return None
 
     def _assign(self) -> None:
         for place in self.places:
-            if self._jobs and place.job is None and place.process.alive:
+            if self._jobs and not (place.job or place.is_ending) and place.process.alive:
                 place.job = job = self._jobs.pop(0)
                 place.strand = self.world.scheduler.spawn(
                     place.process, partial(self._run, place, job), f"{self.name} runs", 0.001
@@ -396,7 +403,7 @@ class Worker:
     def _hard_limit(self, place: Place, job: Job, limit: float) -> None:
         if place.job is not job:
             return
-        place.job = None
+        place.job, place.is_ending = None, True
         self.world.note("time limit", call=job.args[1], process=place.process.name)
         self._end(job, "error_callback", _raised(TimeLimitExceeded(limit)))
         job.callbacks["timeout_callback"](soft=False, timeout=limit)

@@ -18,6 +18,7 @@ from celery_leases.call import Call
 from celery_leases.concurrency import wait_limit
 from celery_leases.concurrency.shared_trips import SharedTrips
 from celery_leases.errors import StoreUnavailable
+from celery_leases.groups.slots import load
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.database import Availability, Database, _count, _first
 from celery_leases.stores.sql.effects import SqlEffectStore
@@ -207,12 +208,18 @@ def _base_records() -> SqlRecordStore:
                 f"CREATE TRIGGER note_{verb} AFTER {verb} ON {store.tables.records} "
                 f"BEGIN SELECT row_changed({before}, {after}); END"
             )
+        driver.create_function("group_changed", 1, _group_changed)
+        for verb in ("INSERT", "UPDATE"):
+            connection.exec_driver_sql(
+                f"CREATE TRIGGER note_group_{verb} AFTER {verb} ON {store.tables.groups} "
+                "BEGIN SELECT group_changed(NEW.slots); END"
+            )
     return store
 
 
 _COLUMNS = (
     *("key", "task", "state", "fence", "owner", "call_id", "ended", "result", "retry_at"),
-    "resumes",
+    *("resumes", "reason"),
 )
 
 
@@ -222,12 +229,25 @@ def _row_changed(*values: Any) -> None:
         work.current.row_changed(_noted_row(values[:size]), _noted_row(values[size:]))
 
 
+def _group_changed(text: str) -> None:
+    """Note the slots of the group, in true time; the only one is that of the tasks named
+    ``limited``.
+    """
+    if work.current is not None:
+        slots = load(text)
+        held = {token: until / 1000 - EPOCH for token, (until, _) in slots.held.items()}
+        closed = slots.closed
+        ends = None if closed is None else closed.ends / 1000 - EPOCH
+        alone = "" if closed is None else closed.alone
+        work.current.note("group", held=held, closed_until=ends, alone=alone)
+
+
 def _noted_row(values: Sequence[Any]) -> Row | None:
     if values[0] is None:
         return None
-    key, task, state, fence, owner, call, ended, result, retry_at, resumes = values
-    at = retry_at / 1e6 - EPOCH if retry_at else 0.0
-    return Row(f"{task} {key}", task, state, fence, owner, call, ended, result, at, bool(resumes))
+    key, task, state, fence, owner, call, ended, result, retry_at, resumes, reason = values
+    at, name = retry_at / 1e6 - EPOCH if retry_at else 0.0, f"{task} {key}"
+    return Row(name, task, state, fence, owner, call, ended, result, at, bool(resumes), reason)
 
 
 @cache

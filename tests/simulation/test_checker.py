@@ -83,6 +83,27 @@ class Story:
         """A whole run."""
         return self.claim(owner, fence).body(owner, fence).ends(owner).done()
 
+    def fails(self, fence: int) -> Story:
+        """A run whose body asks for a cooldown, and the wait."""
+        ran = self.claim("a", fence).body("a", fence).ends(ending="cooldown")
+        return ran.cools(8, resumes=True).wait(8)
+
+    def crashes(self, fence: int) -> Story:
+        """A run whose process dies; its main process sees it."""
+        process, pid = f"w0/c{fence}", 16 + fence
+        ran = self.claim(f"a-{pid:x}", fence).body(f"a-{pid:x}", fence, process)
+        return ran.note("killed", process=process, pid=pid).write(
+            99, state="pending", ended="crashed"
+        )
+
+    def item(self, item: int, owner: str = "a") -> Story:
+        return self.note("item", item=item, key=KEY, call="c1", fence=1, token=owner)
+
+    def slots(self, *owners: str, until: float | None = None, alone: str = "") -> Story:
+        """The group changes: who has slots, until when it is closed, and who is its probe."""
+        held = dict.fromkeys(owners, self.at + 9.0)
+        return self.note("group", held=held, closed_until=until, alone=alone)
+
     def end(self) -> list[Note]:
         rows = [self.row] if self.row is not None else []
         return [
@@ -135,7 +156,109 @@ GOOD: dict[str, Callable[[], Story]] = {
         called().claim().body().ends().cools(5, resumes=True).wait(2.2).run("b", 2)
     ),
     "a cooldown that an operator ends": lambda: (
-        called().claim().body().ends().cools(50).write(state="pending", fence=2).run("b", 3)
+        called()
+        .claim()
+        .body()
+        .ends()
+        .cools(50)
+        .write(state="pending", fence=2, retry_at=0.0)
+        .run("b", 3)
+    ),
+    "a body that retries, whose next run comes a second early": lambda: (
+        called()
+        .claim()
+        .body()
+        .ends()
+        .write(state="pending", ended="retried", retry_at=8)
+        .run("b", 2)
+    ),
+    "a key that has failed as often as it may": lambda: (
+        Story()
+        .call(answer="FAILURE")
+        .fails(1)
+        .fails(2)
+        .fails(3)
+        .claim("a", 4)
+        .body("a", 4)
+        .ends(ending="cooldown")
+        .write(state="failed", ended="failed")
+    ),
+    "a key that has crashed as often as it may": lambda: (
+        Story()
+        .call(answer="FAILURE")
+        .crashes(1)
+        .crashes(2)
+        .crashes(3)
+        .write(99, state="failed", reason="crash_loop")
+    ),
+    "a fourth body after an eviction": lambda: (
+        called().note("evicted", key=KEY).crashes(1).crashes(2).crashes(3).wait(9).run("b", 4)
+    ),
+    "a loop that goes on": lambda: (
+        called()
+        .claim("a-a")
+        .body("a-a")
+        .item(0, "a-a")
+        .item(1, "a-a")
+        .ends("a-a")
+        .write(state="pending", ended="lost")
+        .claim("b", 2)
+        .body("b", 2)
+        .item(1, "b")
+        .ends("b")
+        .done()
+    ),
+    "a loop of a process that died": lambda: (
+        called()
+        .claim("a-a")
+        .body("a-a")
+        .item(0, "a-a")
+        .item(1, "a-a")
+        .note("killed", process="w0/c1", pid=10)
+        .write(99, state="pending", ended="crashed")
+        .claim("b", 2)
+        .body("b", 2)
+        .item(0, "b")
+        .ends("b")
+        .done()
+    ),
+    "a call that is revoked while it waits": lambda: (
+        Story()
+        .call(answer="REVOKED")
+        .fails(1)
+        .note("revoked", call="c1")
+        .write(99, ended="terminated", resumes=False)
+    ),
+    "a late statement of a dead process for a revoked call": lambda: (
+        Story()
+        .call(answer="REVOKED")
+        .claim("a-a")
+        .body("a-a")
+        .ends("a-a")
+        .note("revoked", call="c1")
+        .note("killed", process="w0/c1", pid=10)
+        .write(state="pending", ended="lost", resumes=True)
+    ),
+    "a call that waits until the lease ends": lambda: (
+        called().run().note("event CallRescheduled", reason="another call holds the key", delay=3.4)
+    ),
+    "a group whose slots are taken in turn": lambda: (
+        called().run().slots("a", "b").slots("b").slots("b", "c")
+    ),
+    "a slot that is lost and written again": lambda: (
+        called().run().slots("a").slots().slots("b", "c").slots("b", "c", "a")
+    ),
+    "a group that is closed and probed": lambda: (
+        called()
+        .run()
+        .slots("a", "b")
+        .slots("b", until=12)
+        .slots(until=12)
+        .wait(9)
+        .slots("c", until=12, alone="c")
+        .slots()
+        .slots("d")
+        .slots("d", "e")
     ),
     "a failure that the caller gets": lambda: (
         Story().call(answer="FAILURE").claim().body().ends().write(state="failed", ended="failed")
@@ -575,6 +698,65 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a call that runs although its transaction was rolled back": (
         "a withdrawn call does not run", 3,
         lambda: Story().note("withdrawn", call="c1").claim().body().ends().done(),
+    ),
+    "another call that comes a second early after a retry": (
+        "a cooldown holds", 7,
+        lambda: called().claim().body().ends().write(state="pending", ended="retried", retry_at=9)
+        .write(call="c2", state="running", owner="b", fence=2).note(
+            "body", key=KEY, call="c2", fence=2, token="b", process="w0/c1"),
+    ),
+    "a key that cools down, and is given to another call": (
+        "a cooldown holds", 8,
+        lambda: called().claim().body().ends().cools(9).write(state="pending", call="c2", retry_at=0)
+        .claim("b", 2, "c2").body("b", 2),
+    ),
+    "a fourth cooldown": (
+        "what keeps failing ends", 17, lambda: called().fails(1).fails(2).fails(3).fails(4),
+    ),
+    "a fourth body after three crashes": (
+        "what keeps crashing ends", 15,
+        lambda: called().crashes(1).crashes(2).crashes(3).wait(9).run("b", 4),
+    ),
+    "a key that fails by a crash that was heard of": (
+        "only crashes count", 15,
+        lambda: called().crashes(1).crashes(2).claim("c-c", 3).claim("d-d", 4)
+        .note("event OutcomeRefused", fence=3).claim("e-e", 5)
+        .note("event OutcomeRefused", fence=4).write(0xE, state="failed", reason="crash_loop"),
+    ),
+    "a key that has failed by crashes that are heard of later": (
+        "only crashes count", 0,
+        lambda: called().crashes(1).claim("b-b", 2).claim("c-c", 3).claim("d-d", 4)
+        .write(0xD, state="failed", reason="crash_loop").note("event OutcomeRefused", fence=3),
+    ),
+    "a message that begins twice": (
+        "a message begins once", 6, lambda: called().run().note("begins twice", call="c1"),
+    ),
+    "a call that expires although it has begun": (
+        "what has begun does not expire", 3,
+        lambda: Story().call(answer="REVOKED").claim().body().ends().write(state="pending"),
+    ),
+    "an item that is done again": (
+        "items are done once", 10,
+        lambda: called().claim("a-a").body("a-a").item(0, "a-a").item(1, "a-a").ends("a-a")
+        .write(state="pending", ended="lost").claim("b", 2).body("b", 2).item(0, "b"),
+    ),
+    "a revoke that ends another call in its row": (
+        "Celery ends one call", 7,
+        lambda: called().fails(1).note("revoked", call="c2").write(99, ended="terminated"),
+    ),
+    "a call that waits for longer than the lease": (
+        "a call waits for the lease", 6,
+        lambda: called().run().note("event CallRescheduled", reason="another call holds the key", delay=8.1),
+    ),
+    "a slot of a closed group": (
+        "a closed group holds", 7, lambda: called().run().slots(until=12).slots("a", until=12),
+    ),
+    "two probes": (
+        "a closed group holds", 8,
+        lambda: called().run().slots(until=6).slots("a", until=6, alone="a").slots("a", "b", until=6),
+    ),
+    "a slot above the limit": (
+        "a limit holds", 7, lambda: called().run().slots("a", "b").slots("a", "b", "c"),
     ),
     "a message of a dead worker that waits for the visibility timeout": (
         "nothing is left", 0, lambda: having(called().run(), late=True),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -28,6 +27,20 @@ LIMIT = 2
 """Bodies of the tasks named ``limited`` at a time."""
 TIME_LIMIT = 5.0
 """Seconds that bodies of the tasks named ``timed`` may take."""
+FAILURES = 4
+"""Failures of a key after which it has failed for good."""
+ITEMS = 6
+"""Items of a body that is a loop."""
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "retry": lambda: ConnectionError("simulated"),
+    "cooldown": lambda: Cooldown(COOLDOWN, "simulated"),
+    "closes": lambda: Cooldown(COOLDOWN, "simulated", scope="group"),
+    "later": lambda: RetryLater(2.0, "simulated"),
+    "snooze": lambda: Snooze(2.0),
+    "error": lambda: ZeroDivisionError("simulated"),
+    "permanent": lambda: TypeError("simulated"),
+}
+"""What bodies raise at their end."""
 current: World | None = None
 """The running simulation."""
 
@@ -66,17 +79,19 @@ class Outside:
     """Another system, which nothing disturbs and which deduplicates by idempotency key."""
 
     def __init__(self) -> None:
-        self.charges: defaultdict[str, int] = defaultdict(int)
+        self.charges: set[str] = set()
 
-    def charge(self, idempotency_key: str) -> str:
-        """Charge once for each idempotency key; the reply is its number."""
-        if idempotency_key not in self.charges:
-            self.charges[idempotency_key] += 1
+    def charge(self, idempotency_key: str) -> None:
+        """Charge once for each idempotency key."""
+        self.charges.add(idempotency_key)
+
+    def reply(self, idempotency_key: str) -> str:
+        """The reply to a request."""
         return f"charge {idempotency_key}"
 
     def find(self, idempotency_key: str) -> str | None:
         """The reply to an earlier request."""
-        return f"charge {idempotency_key}" if idempotency_key in self.charges else None
+        return self.reply(idempotency_key) if idempotency_key in self.charges else None
 
 
 @cache
@@ -94,7 +109,7 @@ def app() -> SimulatedCelery:
         enable_utc=True,
     )
     made.backend_cls = Results
-    failures = Failures(cooldown=COOLDOWN, retries=2, failures=4)
+    failures = Failures(cooldown=COOLDOWN, retries=2, failures=FAILURES)
     common: dict[str, Any] = {
         "base": LeasedTask,
         "bind": True,
@@ -160,7 +175,8 @@ def completing_body(self: Any, key: str, number: int) -> Any:
 class _Body:
     """One run of a body."""
 
-    def __init__(self, lease: Lease, who: dict[str, Any]) -> None:
+    def __init__(self, task: Any, lease: Lease, who: dict[str, Any]) -> None:
+        self.task = task
         self.lease = lease
         self.who = who
         self.ending = "interrupted"
@@ -169,24 +185,33 @@ class _Body:
         """Do its steps, and end it."""
         here = world()
         plan = here.plan()
+        if plan.habit == "extends":
+            here.note("extends", seconds=5 * TTL, **self.who)
+            self.lease.extend(5 * TTL)
         for seconds in plan.steps:
             here.scheduler.sleep(seconds)
             if plan.checks:
                 self.lease.check()
                 here.note("checked", **self.who)
+        for item in self.lease.each(range(ITEMS)) if plan.habit == "loops" else ():
+            here.note("item", item=item, **self.who)
+            here.scheduler.sleep(plan.steps[0])
         self.ending = plan.ending
-        match plan.ending:
-            case "retry":
-                raise ConnectionError("simulated")
-            case "cooldown":
-                raise Cooldown(COOLDOWN, "simulated")
-            case "later":
-                raise RetryLater(2.0, "simulated")
-            case "snooze":
-                raise Snooze(2.0)
-            case "permanent":
-                raise TypeError("simulated")
+        self._end()
         return json.dumps([number, self.lease.fence])
+
+    def _end(self) -> None:
+        """End as planned, unless it returns."""
+        match self.ending:
+            case "dies":
+                world().dies()
+            case "stalls":
+                world().stalls()
+            case "self.retry":
+                raise self.task.retry(countdown=COOLDOWN, max_retries=None)
+        if self.ending in ERRORS:
+            error = ERRORS[self.ending]()
+            raise error
 
 
 @contextmanager
@@ -200,7 +225,7 @@ def _noted(task: Any, key: str) -> Iterator[_Body]:
         "token": lease._call.token,
     }
     here.body_began(lease._call.key.stored, **who)
-    made = _Body(lease, who)
+    made = _Body(task, lease, who)
     try:
         yield made
     except BaseException:

@@ -43,7 +43,7 @@ from celery_leases.worker.app_settings import settings_of
 from tests.simulation import broker as broker_module
 from tests.simulation import work
 from tests.simulation.broker import Broker
-from tests.simulation.faults import ACCIDENTS, UNSAFE, Accident, Faults, lose_message
+from tests.simulation.faults import ACCIDENTS, UNSAFE, Accident, Faults, lose_message, pause
 from tests.simulation.history import Note, Row
 from tests.simulation.processes import SimulatedClock, SimulatedKillTimer, SimulatedProcess, Worker
 from tests.simulation.scheduler import Scheduler, Strand
@@ -60,6 +60,8 @@ RESCUE_AFTER = 20.0
 """Seconds without a change after which a message counts as lost."""
 PREFORK_TASKS = ("killed", "timed")
 """Tasks that other pools do not support."""
+HABITS = ("cooldown", "error", "dies", "stalls", "self.retry", "closes", "extends", "loops")
+"""What most bodies of a run do, if it has a habit; all but the last two end so."""
 DAY = 86_400.0
 PATIENCE = 4 * 3600.0
 """Seconds after the last fault after which everything must be quiet."""
@@ -72,6 +74,7 @@ class Plan:
     steps: list[float]
     ending: str
     checks: bool
+    habit: str = ""
 
 
 @dataclass
@@ -110,6 +113,8 @@ class Shape:
     takeover: bool = False
     #: Workers begin waiting calls as soon as their key is free.
     early: bool = False
+    #: What most bodies do.
+    habit: str = ""
 
     @classmethod
     def drawn(cls, random: Random) -> Shape:
@@ -157,6 +162,9 @@ class World:
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
         self.shape = self.given or Shape.drawn(self.random)
+        habits = Random(f"habit of {self.seed}")  # so that the other seeds stay as they are
+        if self.given is None and habits.random() < 0.3:
+            self.shape.habit = habits.choice(HABITS)
         self.scheduler = Scheduler(self.random)
         self.kernel = Kernel(SimulatedClock(self, 0.0, 1.0))
         self.faults = Faults.drawn(self.random, Random(f"others {self.seed}"))
@@ -352,9 +360,24 @@ class World:
         endings = ("return",) * 12 + ("retry", "retry", "cooldown", "later", "snooze", "permanent")
         lengths = random.choice(((0.01,), (0.2, 0.3), (1.0, 1.0, 1.0), (2.0,) * 5, (8.0,)))
         ending = random.choice(endings) if self.scheduler.now < self.shape.span else "return"
-        return Plan(list(lengths), ending, random.random() < 0.7)
+        plan = Plan(list(lengths), ending, random.random() < 0.7)
+        if self.shape.habit and self.scheduler.now < self.shape.span and random.random() < 0.85:
+            plan.habit = self.shape.habit
+            if plan.habit not in HABITS[-2:]:
+                plan.ending = plan.habit
+        return plan
 
     # -- what bodies do ----------------------------------------------------------------------------
+
+    def dies(self) -> None:
+        """The body ends its process."""
+        self.later(0.0, partial(self.end_process, self.here))
+        self.scheduler.sleep(1.0)
+
+    def stalls(self) -> None:
+        """The process stands still, often for longer than its lease lasts."""
+        pause(self, self.here)
+        self.scheduler.sleep(0.0)
 
     def body_began(self, stored_key: str, **who: Any) -> None:
         """A body begins."""
@@ -371,16 +394,25 @@ class World:
         until = self._lease_until(stored_key, who["token"])
         self.note("charges", process=self.here.name, store_until=until, **who)
         # It must be executed before another attempt asks for it, after verify_after.
-        self.scheduler.sleep(min(0.25, self.latency(0.05)))
-        drawn = self.random.random() if self.scheduler.now < self.shape.span else 1.0
+        drawn = self.random.random() if self.scheduler.now < self.shape.span else 0.5
+        dies = self.shape.habit == "dies" and drawn > 0.4
+        after, name = 0.6 if dies else min(0.25, self.latency(0.05)), self.here.name
+
+        def execute() -> None:
+            self.outside.charge(idempotency_key)
+            self.note("charged", effect=idempotency_key, process=name)
+
+        if drawn >= 0.05:
+            self.later(after, execute)  # also if the process dies meanwhile
+        if dies:
+            self.later(self.random.uniform(0, 0.2), partial(self.end_process, self.here))
+        self.scheduler.sleep(after)
         if drawn < 0.05:
             raise ConnectionRefusedError("simulated")
-        reply = self.outside.charge(idempotency_key)
-        self.note("charged", effect=idempotency_key, process=self.here.name)
         if drawn < 0.15:
             raise TimeoutError("simulated")
         self.scheduler.sleep(self.latency(0.05))
-        return reply
+        return self.outside.reply(idempotency_key)
 
     def complete(self, lease: Any, result: Any, **who: Any) -> bool:
         """Complete the call in a transaction; returns whether that is committed."""
