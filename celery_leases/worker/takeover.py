@@ -362,6 +362,7 @@ class WorkerLease:
                 self._to_acknowledge = {
                     tag: each for tag, each in done if not self._may_be_gone(each, sent)
                 }
+                self._drop_found(workers, channel)
             for delivery in self._registered.values():
                 delivery.sent = False
             self._name = name_of(self._host, os.getpid(), secrets.token_hex(4), self._ttl)
@@ -385,6 +386,19 @@ class WorkerLease:
         """
         ended_before = delivery.sent_at < self._counts_until
         return delivery.sent and (ended_before or now >= self._stop_deadline(delivery.sent_at))
+
+    def _drop_found(self, workers: Workers, channel: Any) -> None:
+        """Drop the messages that were not registered before the lease ended, and that another
+        worker has found and returned.
+        """
+        both = chain(self._registered.values(), self._to_acknowledge.values())
+        late = {each.tag: each for each in both if each.sent_at >= self._counts_until}
+        if late:
+            free = workers.unregistered(list(late), _unacked(channel)[0])
+            for tag in late.keys() - free.keys():
+                late[tag].gone = True
+                self._registered.pop(tag, None)
+                self._to_acknowledge.pop(tag, None)
 
     def _stop_deadline(self, sent: float) -> float:
         """Until when a lease that was renewed at *sent* counts."""

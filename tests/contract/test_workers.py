@@ -682,6 +682,29 @@ def test_what_came_after_the_lease_had_ended_is_acknowledged(
     assert not channel.client.hlen("unacked")
 
 
+@pytest.mark.parametrize("ends", ["before", "after"])
+def test_a_late_acknowledgement_leaves_what_was_never_registered_to_its_new_worker(
+    connection: Connection, workers: Workers, channel: Any, ends: str
+) -> None:
+    """The worker stood still before it registered the message, which another one has found."""
+    lease = opened(connection, "a", 1.0)
+    lease._renew(workers, channel)
+    (message,) = fetched(connection, 1, task="leased")
+    lease.received(message, "leased")
+    wait_until(lambda: ended(workers) == [lease._name], 5, "the lease to end")
+    take_over(workers, channel, lease._name)
+    again = connection.SimpleQueue("work").get(timeout=5)
+    workers.renew("b", 60, 60, {again.delivery_tag: "leased"}, [])
+    if ends == "before":
+        message.ack()
+    lease._renew(workers, channel)
+    if ends == "after":
+        message.ack()
+    lease._renew(workers, channel)
+    assert channel.client.hlen("unacked") == 1
+    again.ack()
+
+
 def test_a_refusal_after_a_renewal_does_not_let_late_acknowledgements_through(
     workers: Workers, channel: Any, holding: Holding
 ) -> None:

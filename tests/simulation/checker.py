@@ -431,10 +431,12 @@ def only_crashes_count(history: History) -> Iterator[Violation]:
         yield from too_early(row, None)
 
 
-def messages_begin_once(history: History) -> Iterator[Violation]:
-    """A worker begins a delivery once."""
+def deliveries_are_handled_once(history: History) -> Iterator[Violation]:
+    """A worker begins a delivery once, and acknowledges none that another worker has registered."""
     for note in history.of("begins twice"):
-        yield Violation("a message begins once", note, "the worker has begun it before")
+        yield Violation("a delivery is handled once", note, "the worker has begun it before")
+    for note in history.of("acknowledges for another"):
+        yield Violation("a delivery is handled once", note, "another worker has the message")
 
 
 def what_has_begun_does_not_expire(history: History) -> Iterator[Violation]:
@@ -792,7 +794,7 @@ CHECKS: tuple[Check, ...] = (
     what_keeps_failing_ends,
     what_keeps_crashing_ends,
     only_crashes_count,
-    messages_begin_once,
+    deliveries_are_handled_once,
     what_has_begun_does_not_expire,
     items_are_done_once,
     celery_ends_one_call,

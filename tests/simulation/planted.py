@@ -367,6 +367,18 @@ BUGS = (
         "            entry.fun, entry.args = _nothing, ()\n",
         "            pass\n",
     ),
+    Bug(
+        "a worker acknowledges what another one has got",
+        TAKEOVER,
+        "        if not delivery.gone:\n            self._remove(delivery)",
+        "        if True:\n            self._remove(delivery)",
+    ),
+    Bug(
+        "a worker keeps what another one has found",
+        TAKEOVER,
+        "                self._drop_found(workers, channel)\n",
+        "                pass\n",
+    ),
 )
 """Each breaks a promise of docs/explanation/guarantees.md."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 REGRESSIONS: Final[tuple[tuple[int, tuple[str, ...]], ...]] = (
+    (203, ()),
     (1441, ()),
     (1451, ()),
     (1828, ("call 2", "call 5")),

@@ -729,7 +729,11 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
         .write(0xD, state="failed", reason="crash_loop").note("event OutcomeRefused", fence=3),
     ),
     "a message that begins twice": (
-        "a message begins once", 6, lambda: called().run().note("begins twice", call="c1"),
+        "a delivery is handled once", 6, lambda: called().run().note("begins twice", call="c1"),
+    ),
+    "a message that another worker has got, and that is acknowledged": (
+        "a delivery is handled once", 6,
+        lambda: called().run().note("acknowledges for another", worker="w0/1"),
     ),
     "a call that expires although it has begun": (
         "what has begun does not expire", 3,

@@ -109,7 +109,10 @@ class SimulatedWorkers(redis_workers.Workers):
             for tag in (*ended, *acknowledged):
                 messages.pop(tag, None)
             for tag in acknowledged:
-                self._broker.unacknowledged.pop(tag, None)
+                found = self._broker.unacknowledged.pop(tag, None)
+                another = found is not None and found.worker.name != name.partition("/")[0]
+                if another and self._is_registered(tag):
+                    self._broker.world.note("acknowledges for another", worker=name)
             return over[: redis_workers.BATCH]
 
         changes = dict(added), list(ended), list(acknowledged)
