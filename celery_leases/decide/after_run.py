@@ -94,8 +94,7 @@ def after_run(
     ending: Returned | Snoozed | Lost | Interrupted | Terminated | ControlFlow,
 ) -> Outcome:
     """The outcome of the attempt on *record*; see ``after_failure`` for a body that raised."""
-    of_another_call = record.crashes > 0 and crashes_of_another_call(call, record)
-    crashes = record.crashes if of_another_call else 0
+    crashes = record.crashes if record.crashes and crashes_of_another_call(call, record) else 0
     if isinstance(ending, Returned):  # at once, because replace() is slow
         return Outcome(
             State.DONE,

@@ -31,7 +31,7 @@ from hypothesis import Phase, settings
 from tests.mutants.mutations import ROOT, Functions, Mutation, apply, imported_functions, path_of
 from tests.simulation.search import run
 
-SHORTEST_LIMIT = 10
+SHORTEST_LIMIT = 5
 """Seconds of CPU after which the tests of a mutation are ended, at least: it may loop for ever."""
 LONGEST_WAIT = 15.0
 """Seconds without any CPU after which they are ended: a mutation may wait for ever."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from celery_leases.attempt.run import Execution
+from celery_leases.concurrency import resource_pool
 from celery_leases.decide import after_run
 from celery_leases.decide.endings import (
     ControlFlow,
@@ -18,16 +20,46 @@ from celery_leases.decide.endings import (
     Returned,
     Snoozed,
     Terminated,
+    error_text,
 )
 from celery_leases.decide.verdicts import Drop, Raise, Reschedule, Return, TaskEvent
 from celery_leases.decide.waiting import RETRY_GRACE
-from celery_leases.errors import Cooldown, CoolingDown, PermanentFailure, RetryLater, Snooze
-from celery_leases.events import AttemptSettled, GroupClosed, GroupOpened
+from celery_leases.errors import (
+    CompletionNotCommitted,
+    Cooldown,
+    CoolingDown,
+    KeyUnusable,
+    PermanentFailure,
+    RetryLater,
+    Snooze,
+)
+from celery_leases.events import (
+    AttemptSettled,
+    CallDropped,
+    CallRefused,
+    CompletionStands,
+    Dropped,
+    GroupClosed,
+    GroupOpened,
+    LeaseAcquired,
+    LeaseHeld,
+    OutcomeRefused,
+    ResultReplayed,
+)
 from celery_leases.failures.actions import Reason, cooldown, retry
 from celery_leases.record import Ended, State
 from celery_leases.results import failure_of
 from tests.unit.decision_inputs import FAILURE, GROUP, KEY, OURS, THEIRS, TODAY, classified, raised
-from tests.unit.memory_worker import FOR_GOOD, OF_THE_GROUP, OF_THE_KEY, RATE_LIMITED, SOON, Bench
+from tests.unit.memory_worker import (
+    FOR_GOOD,
+    KINDS,
+    OF_THE_GROUP,
+    OF_THE_KEY,
+    RATE_LIMITED,
+    SOON,
+    Bench,
+    error,
+)
 
 
 @pytest.fixture
@@ -355,6 +387,141 @@ def _raise(error: Exception) -> Callable[[], object]:
         raise error
 
     return step
+
+
+STOP = SystemExit()
+
+
+def committed(bench: Bench, result: str | None) -> Callable[[Any], None]:
+    """The body commits the done record itself, after three seconds."""
+
+    def during(held_lease: Any) -> None:
+        held_lease.body_state.completing = True
+        bench.clock.sleep(3.0)
+        done = replace(bench.row, state=State.DONE, ended=Ended.RETURNED, result=result)
+        bench.records.rows[KEY.stored] = replace(done, finished_at=done.now, lease_until=None)
+
+    return during
+
+
+class TestACompletedBody:
+    @pytest.mark.parametrize(
+        ("ending", "result", "reply"),
+        [
+            (Returned("value", '"value"'), '"committed"', Return("committed")),
+            (Returned("value", '"value"'), None, Return("value")),
+            (FOR_GOOD, '"committed"', Return("committed")),
+            (FOR_GOOD, None, Return(None)),
+            (Interrupted(STOP), '"committed"', Raise(STOP)),
+            (Terminated(STOP, "hard time limit"), '"committed"', Raise(STOP)),
+        ],
+    )
+    def test_has_succeeded_whatever_it_did_afterwards(self, bench, ending, result, reply) -> None:
+        assert bench.run(bench.call(), ending, during=committed(bench, result)) == reply
+        assert (bench.held, bench.renewer.kept) == (False, set())
+        stands = [(each.fence, each.error) for each in bench.seen.of(CompletionStands)]
+        fails = not isinstance(ending, Returned)
+        assert stands == ([(bench.row.fence, error_text(ending))] if fails else [])
+        (event,) = bench.seen.of(AttemptSettled)
+        assert (event.state, event.runtime, event.held) == ("done", 3.0, 3.0)
+
+    @pytest.mark.parametrize("ending", [Returned(1, "1"), FOR_GOOD])
+    def test_has_failed_if_its_transaction_was_not_committed(self, bench, ending) -> None:
+        def complete(held_lease: Any) -> None:
+            held_lease.body_state.completing = True
+
+        reply = bench.run(bench.call(resume="never"), ending, during=complete)
+        assert isinstance(reply, Raise)
+        assert isinstance(
+            reply.error, CompletionNotCommitted if isinstance(ending, Returned) else ValueError
+        )
+        assert bench.row.state is not State.DONE
+
+    def test_is_rescheduled_if_it_is_not_known_whether_it_was_committed(self, bench) -> None:
+        call = bench.call()
+        bench.journal.away("read")
+        reply = bench.run(call, during=committed(bench, "1"))
+        assert isinstance(reply, Reschedule)
+        assert (reply.started, reply.unavailable, reply.prior) == (True, True, call.token)
+        assert bench.renewer.kept == set()
+
+
+class TestEvents:
+    def test_a_run_says_under_which_fence_it_has_begun(self, bench: Bench) -> None:
+        bench.run(bench.call())
+        (event,) = bench.seen.of(LeaseAcquired)
+        assert (event.fence, event.attempt) == (bench.row.fence, 1)
+
+    def test_a_call_that_does_not_run_says_how_it_was_answered(self, bench: Bench) -> None:
+        bench.run(bench.call())
+        bench.run(bench.call(call_id=THEIRS))
+        dropped = bench.run(bench.call(call_id=THEIRS, on_done="ignore"))
+        refused = bench.run(bench.call(call_id=THEIRS, on_done="raise"))
+        assert [(each.first_call_id, each.replaced) for each in bench.seen.of(ResultReplayed)] == [
+            (OURS, False)
+        ]
+        assert isinstance(dropped, Drop)
+        assert [(each.reason, each.why) for each in bench.seen.of(CallDropped)] == [
+            (Dropped.DONE_BY_OTHER, dropped.why)
+        ]
+        assert [each.error for each in bench.seen.of(CallRefused)] == [str(error(refused))]
+
+    @KINDS
+    @pytest.mark.parametrize("call_id", [OURS, THEIRS])
+    def test_a_held_key_says_who_holds_it(self, in_records: bool, call_id: str) -> None:
+        bench = Bench(in_records)
+        Execution(bench.process, bench.call()).acquire()
+        bench.run(bench.call(call_id=call_id))
+        (event,) = bench.seen.of(LeaseHeld)
+        assert (event.holder_call_id, event.same_call) == (OURS, call_id == OURS)
+        assert event.remaining == pytest.approx(15.0, abs=0.1)
+
+    def test_an_outcome_that_is_refused_says_what_the_record_has(self, bench: Bench) -> None:
+        for change in (bench.records.retry, bench.records.rows.pop):
+            reply = bench.run(bench.call(), during=lambda _, change=change: change(KEY.stored))
+            assert isinstance(reply, Reschedule)
+            assert reply.started
+        states = [(each.state, each.was_suspected) for each in bench.seen.of(OutcomeRefused)]
+        assert states == [("pending", False), (None, False)]
+
+    def test_a_call_whose_outcome_is_refused_is_never_refused_itself(self) -> None:
+        bench = Bench(in_records=True)
+
+        def lose(_: Any) -> None:
+            row = bench.row
+            theirs = replace(row, owner="another", call_id=THEIRS, fence=row.fence + 1)
+            bench.records.rows[KEY.stored] = theirs
+
+        reply = bench.run(bench.call(on_busy="raise"), during=lose)
+        assert isinstance(reply, Reschedule)
+        assert (reply.started, reply.held) == (True, True)
+
+
+def test_an_error_of_the_body_stops_the_renewal_of_its_lease(bench: Bench) -> None:
+    limit = resource_pool.max_wait.set(before := lambda: 1.0)
+    with pytest.raises(KeyError):
+        bench.run(bench.call(), during=lambda _: _raise(KeyError())())  # type: ignore[arg-type]
+    assert (bench.renewer.kept, bench.held) == (set(), True)
+    assert resource_pool.max_wait.get() is before
+    resource_pool.max_wait.reset(limit)
+
+
+def test_a_key_that_cannot_be_used_is_an_error_of_the_call(bench: Bench) -> None:
+    bench.journal.before("claim", _raise(KeyUnusable("too long")))
+    with pytest.raises(KeyUnusable):
+        bench.run(bench.call())
+    assert not bench.held
+
+
+def test_a_claim_that_took_longer_than_the_lease_is_given_back_and_tried_again(bench) -> None:
+    bench.process.rand = lambda: 0.25
+    bench.journal.before("claim", lambda: bench.clock.sleep(15.0))
+    reply = bench.run(bench.call())
+    assert isinstance(reply, Reschedule)
+    assert (reply.delay, reply.started, bench.ran) == (1.25, True, [])
+    assert (bench.state, bench.row.attempt, bench.row.retry_at) == (State.PENDING, 0, None)
+    (event,) = bench.seen.of(AttemptSettled)
+    assert (event.state, event.runtime, event.held) == ("pending", 0.0, 0.0)
 
 
 class TestAClaimWithoutAnAnswer:

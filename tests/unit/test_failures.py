@@ -80,6 +80,9 @@ class TestEachKind:
         assert (failure.type, failure.message) == ("ValueError", "boom")
         assert (failure.rule, failure.reason) == ("status:401", "unauthorized")
         assert (failure.ambiguous, failure.operator, failure.group) == (True, True, None)
+        assert outcome.reason == "unauthorized"
+        traced = replace(raised(action), traceback="  File x")
+        assert after(traced).traceback == "  File x"
 
 
 class TestWhatTheAnswerTold:
@@ -102,6 +105,14 @@ class TestWhatTheAnswerTold:
     def test_a_minimal_server_delay_never_shortens_the_wait_of_the_policy(self, rand) -> None:
         assert delay_of(cooled(raised(cooldown("1h"), 20.0), rand=rand)) >= 1800.0
         assert delay_of(cooled(raised(cooldown("1s"), 20.0), rand=rand)) >= 20.0
+
+    @pytest.mark.parametrize(
+        ("delay", "longest"), [(0.012, 1.1), (1.0, 1.1), (40.0, 44.0), (50.0, 55.0), (100.0, 105.0)]
+    )
+    def test_a_tenth_is_added_at_most_and_not_more_than_five_seconds(self, delay, longest) -> None:
+        action = replace(cooldown("1s"), server_delay="instead")
+        assert delay_of(cooled(raised(action, delay), rand=MOST)) == pytest.approx(longest)
+        assert delay_of(cooled(raised(action, delay), rand=0.0)) == max(delay, 1.0)
 
     def test_a_wait_that_the_body_asked_for_is_exact(self) -> None:
         action = replace(cooldown(), server_delay="instead")
@@ -178,7 +189,8 @@ class TestAnEffectInDoubt:
         outcome = after(doubt, record, group=GROUP)
         failure = failure_in(outcome)
         assert (outcome.state, counts(outcome)) == (State.UNCERTAIN, (9, 1, 2))
-        assert (failure.reason, failure.group) == ("uncertain", None)
+        assert (failure.reason, failure.rule, failure.group) == ("uncertain", "uncertain", None)
+        assert outcome.reason == "uncertain"
         assert (failure.ambiguous, failure.operator) == (True, True)
         assert leaves_probe_due(outcome)
 
@@ -290,6 +302,9 @@ CASES = [
     case("an idempotent task is retried", partial(after, AMBIGUOUS, idempotent=True), AGAIN, ambiguous=True),
     case("any other cools down and says so", partial(after, AMBIGUOUS, rand=MOST),
          COOLS, delay=pytest.approx(60.0), ambiguous=True, counts=(1, 0, 1)),
+    case("for its own time, also after the last retry",
+         partial(after, AMBIGUOUS, replace(FRESH, quick_retries=5), rand=MOST),
+         COOLS, delay=pytest.approx(60.0), ambiguous=True, reason="error"),
     *(case(f"a rule may define the result, {idempotent=}",
            partial(after, raised(replace(retry("1s", ambiguous=True), if_not_idempotent=permanent())),
                    idempotent=idempotent),

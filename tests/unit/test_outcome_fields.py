@@ -98,9 +98,9 @@ def test_what_ends_a_call_although_its_key_waits(
     assert not call_has_ended(replace(row, state=State.DONE))
 
 
-def ended_by_a_limit(row: Any, token: str | None = None) -> Any:
+def ended_by_a_limit(row: Any, token: str | None = None, *, final: bool = True) -> Any:
     given = row.owner if token is None else token
-    return closed_for_celery(a_call(), row, given, LIMIT, final=True, failure=None)
+    return closed_for_celery(a_call(), row, given, LIMIT, final=final, failure=None)
 
 
 def test_a_limit_counts_the_attempt_that_was_closed_as_interrupted() -> None:
@@ -108,6 +108,7 @@ def test_a_limit_counts_the_attempt_that_was_closed_as_interrupted() -> None:
     outcome = ended_by_a_limit(row)
     assert (outcome.attempt, outcome.ended, outcome.resumes) == (4, Ended.TERMINATED, False)
     assert ended_by_a_limit(row, "another token") is None
+    assert ended_by_a_limit(row, final=False).resumes
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -115,6 +116,16 @@ def test_a_limit_ends_a_call_that_waits_and_leaves_its_wait(begun: bool) -> None
     row = waiting(State.PENDING, 5.0, OURS, ended=Ended.FAILED if begun else None, resumes=begun)
     outcome = ended_by_a_limit(row)
     assert (outcome.retry_after, outcome.unrun) == (5.0, not begun)
+    assert (outcome.state, outcome.ended, outcome.reason) == (
+        State.PENDING, Ended.TERMINATED, "hard time limit",
+    )  # fmt: skip
+    cooling = replace(row, state=State.COOLING, resumes=True, failure=FAILURE)
+    assert ended_by_a_limit(cooling).state is State.COOLING
+    assert ended_by_a_limit(cooling).failure == FAILURE
+    other = replace(FAILURE, message="other")
+    failed = closed_for_celery(a_call(), cooling, row.owner, LIMIT, final=True, failure=other)
+    assert failed is not None
+    assert (failed.ended, failed.failure) == (Ended.FAILED, other)
     assert ended_by_a_limit(replace(row, retry_at=None)).retry_after is None
     assert ended_by_a_limit(replace(row, call_id=THEIRS)) is None
 

@@ -47,6 +47,7 @@ from tests.unit.decision_inputs import (
     NOW,
     OURS,
     RUNNING,
+    THEIRS,
     a_call,
     a_record,
     classified,
@@ -78,7 +79,7 @@ ENDINGS: dict[str, Ending] = {
 }
 
 
-COUNTED = replace(RUNNING, quick_retries=3, cooldowns=2)
+COUNTED = replace(RUNNING, quick_retries=3, cooldowns=2, retries=4, crashed_call=THEIRS)
 UNCHANGED: dict[str, Any] = {
     "failures": 2,
     "crashes": 1,
@@ -120,11 +121,12 @@ def case(name: str, outcome: Callable[[], Outcome], **expected: Any) -> Any:
 CASES = [
     case("a value is done and clears the counts", partial(closed, Returned({"a": 1}, '{"a": 1}'), COUNTED),
          state=State.DONE, ended=Ended.RETURNED, result='{"a": 1}', attempt=4, failures=0, crashes=0,
-         retry_after=None, quick_retries=0, cooldowns=0),
+         retry_after=None, quick_retries=0, cooldowns=0, retries=4, crashed_call=THEIRS),
     case("a value that cannot be stored is done", partial(closed, Returned(object(), None, NOT_JSON)),
          state=State.DONE, result=None, reason=NOT_JSON),
     case("a lost attempt is given back and counts as nothing", partial(closed, Lost("taken"), COUNTED),
-         state=State.PENDING, ended=Ended.LOST, attempt=3, retry_after=None, **UNCHANGED),
+         state=State.PENDING, ended=Ended.LOST, reason="taken", attempt=3, retry_after=None, crashed_call=THEIRS,
+         retries=4, **UNCHANGED),
     case("so is an interrupted one", partial(closed, Interrupted(SystemExit()), COUNTED),
          state=State.PENDING, ended=Ended.INTERRUPTED, attempt=3, retry_after=None, **UNCHANGED),
     case("a snooze spends no attempt and no count", partial(closed, ENDINGS["snoozed"], COUNTED),
@@ -132,18 +134,30 @@ CASES = [
          failure=None, **UNCHANGED),
     *(case(f"a hard limit after {before} crashes is a crash with its pause",
            partial(closed, ENDINGS["terminated"], replace(RUNNING, crashes=before), max_crashes=9),
-           state=State.PENDING, ended=Ended.TERMINATED, crashes=before + 1, retry_after=pause)
+           state=State.PENDING, ended=Ended.TERMINATED, reason="hard time limit", crashes=before + 1, retry_after=pause)
       for before, pause in ((0, None), (1, 5.0), (2, 30.0))),
     case("the last crash allowed fails for good", partial(closed, ENDINGS["terminated"], replace(RUNNING, crashes=2)),
          state=State.FAILED, crashes=3, reason=CRASH_LOOP),
     *(case(f"{ended} by the user waits {delay}",
            partial(closed, ControlFlow(Exception(), runs_again=True, delay=delay, ended=ended), COUNTED),
-           state=State.PENDING, ended=ended, retry_after=delay, attempt=4, **(UNCHANGED | {"crashes": 0}))
+           state=State.PENDING, ended=ended, retry_after=delay, attempt=4, retries=4 + (ended is Ended.RETRIED),
+           **(UNCHANGED | {"crashes": 0}))
       for delay in (None, 0.0, 30.0) for ended in (Ended.RETRIED, Ended.REJECTED)),
     *(case(f"{ended} by the user is done without a result",
            partial(closed, ControlFlow(Exception(), runs_again=False, ended=ended)),
            state=State.DONE, result=None, reason=ended.value)
       for ended in (Ended.IGNORED, Ended.REPLACED)),
+    *(case(f"{ended} by the user is over if each call runs",
+           partial(closed, ControlFlow(Exception(), runs_again=False, ended=ended), runs="each"),
+           finished={OURS: settlement.NO_RESULT})
+      for ended in (Ended.IGNORED, Ended.REPLACED)),
+    case("the retries of a message that the body has published count", partial(
+             closed, ControlFlow(Exception(), runs_again=True, ended=Ended.RETRIED, retries=7), COUNTED),
+         retries=7),
+    *(case(f"a result of {length} characters is listed: {listed}",
+           partial(closed, Returned(0, "0" * length), runs="each"),
+           finished={OURS: "0" * length if listed else None})
+      for length, listed in ((4096, True), (4097, False))),
     *(case(f"{ended} without its work leaves the key to the next one",
            partial(closed, ControlFlow(Exception(), runs_again=False, ended=ended, failure=FAILURE)),
            state=State.PENDING, ended=ended, failure=FAILURE, resumes=False, retry_after=None, failures=2)
