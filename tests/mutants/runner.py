@@ -256,7 +256,7 @@ class Mutants:
         """Yield what notices the mutation, or an empty text."""
         try:
             apply(mutation, functions)
-        except SyntaxError as error:
+        except (SyntaxError, ValueError) as error:  # such as a method without its super()
             yield f"does not compile: {error}"
             return
         yield _fails(self._session, reaches) or ""

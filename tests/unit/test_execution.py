@@ -477,8 +477,9 @@ class TestEvents:
         assert event.remaining == pytest.approx(15.0, abs=0.1)
 
     def test_an_outcome_that_is_refused_says_what_the_record_has(self, bench: Bench) -> None:
-        for change in (bench.records.retry, bench.records.rows.pop):
-            reply = bench.run(bench.call(), during=lambda _, change=change: change(KEY.stored))
+        changes: list[Callable[[str], object]] = [bench.records.retry, bench.records.rows.pop]
+        for change in changes:
+            reply = bench.run(bench.call(), during=lambda _: change(KEY.stored))  # noqa: B023 - called at once
             assert isinstance(reply, Reschedule)
             assert reply.started
         states = [(each.state, each.was_suspected) for each in bench.seen.of(OutcomeRefused)]

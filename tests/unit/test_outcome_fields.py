@@ -18,6 +18,7 @@ from celery_leases.decide.after_run import (
     after_outcome,
     after_run,
     call_has_ended,
+    child_exited,
     closed_for_celery,
     stopped_by_crash_loop,
     unrun,
@@ -26,11 +27,12 @@ from celery_leases.decide.answers import Holder
 from celery_leases.decide.before_run import holder_of_row
 from celery_leases.decide.claim import claimed, has_message_of
 from celery_leases.decide.copies import UNCOPIED, callbacks_mark, waiter_mark, waiting_call
-from celery_leases.decide.endings import ControlFlow, Lost, Returned
-from celery_leases.decide.verdicts import Follow, Reschedule, Return
+from celery_leases.decide.endings import ControlFlow, Lost, Raised, Returned, Snoozed
+from celery_leases.decide.verdicts import Follow, Reschedule, Return, TaskEvent
 from celery_leases.decide.waiting import countdown_until_free
-from celery_leases.errors import LeaseLost, ResultMissing
-from celery_leases.failures.actions import cooldown
+from celery_leases.errors import Cooldown, LeaseLost, RecordUnreadable, ResultMissing, Snooze
+from celery_leases.failures.actions import Reason, cooldown
+from celery_leases.failures.default_rules import ANYTHING_ELSE
 from celery_leases.record import Attempt, Ended, PastAttempt, State
 from tests.unit.decision_inputs import (
     FAILURE,
@@ -42,6 +44,7 @@ from tests.unit.decision_inputs import (
     THEIRS,
     a_call,
     a_record,
+    closed,
     cooled,
     decide,
     held_by,
@@ -52,6 +55,7 @@ from tests.unit.decision_inputs import (
 from tests.unit.memory_stores import ManualClock
 
 LIMIT = ExitCause.TIME_LIMIT
+STOP = SystemExit()
 
 
 def test_a_longer_group_makes_the_cooldown_and_its_retention_longer() -> None:
@@ -165,6 +169,74 @@ def test_a_key_whose_last_suspected_crash_was_none_may_run_again(ended: Ended) -
     confirmed = attempt_history.with_end(row, "token-0", Ended.CRASHED)
     assert confirmed is not None
     assert (confirmed.state, confirmed.crashes) == (State.FAILED, 3)
+
+
+def test_a_key_that_failed_for_another_reason_has_one_crash_less_and_stays_failed() -> None:
+    past = PastAttempt(NOW, None, Ended.ABANDONED, "host-a/17", None, None, "token-0")
+    row = a_record(State.FAILED, crashes=1, history=(past,), reason="error", crashed_at=NOW)
+    known = attempt_history.with_end(row, "token-0", Ended.LOST)
+    assert known is not None
+    assert (known.state, known.crashes, known.crashed_at) == (State.FAILED, 0, None)
+    confirmed = attempt_history.with_end(row, "token-0", Ended.TERMINATED)
+    assert confirmed is not None
+    assert (confirmed.crashes, confirmed.crashed_at) == (1, NOW)
+
+
+def test_a_failure_between_two_crashes_ends_the_row_of_crashes() -> None:
+    ends = (Ended.CRASHED, Ended.FAILED, Ended.ABANDONED, Ended.LOST, Ended.TERMINATED)
+    history = tuple(PastAttempt(NOW, NOW, ended, "host-a/17") for ended in ends)
+    row = a_record(State.RUNNING, crashes=9, history=history)
+    found = attempt_history.crashes_in_a_row(row)
+    assert [each.ended for each in found] == [Ended.TERMINATED, Ended.ABANDONED]
+
+
+def test_a_history_that_is_no_list_is_an_error() -> None:
+    with pytest.raises(TypeError, match="not a list"):
+        attempt_history.load({})
+
+
+def test_the_last_crash_says_whether_it_is_known() -> None:
+    suspected = PastAttempt(NOW, None, Ended.ABANDONED, "host-a/17")
+    row = replace(RUNNING, crashes=2, history=(suspected, suspected))
+    died = child_exited(a_call(), row, ExitCause.KILLED).failure
+    stopped = stopped_by_crash_loop(a_call(), replace(row, crashes=3)).failure
+    assert died is not None
+    assert stopped is not None
+    assert "its process died, or its lease ended and nothing was heard of it, 3" in died.message
+    assert "its lease ended 3 times in a row" in stopped.message
+
+
+@pytest.mark.parametrize(
+    ("value", "stored", "returned"), [((1, 2), "[1,2]", [1, 2]), (STOP, None, STOP)]
+)
+def test_the_first_caller_gets_the_value_as_it_was_stored(value, stored, returned) -> None:
+    ending = Returned(value, stored)
+    outcome = after_run(a_call(), RUNNING, ending)
+    assert after_outcome(a_call(), ending, outcome, 0.5, 0.0) == Return(returned)
+
+
+def told(ending: Raised | Snoozed, **changes: Any) -> Any:
+    """What Celery gets after this failure of a call."""
+    call = a_call(**({"resume": "always"} | changes))
+    outcome = closed(call, ending, RUNNING)
+    return after_outcome(call, ending, outcome, 0.0, 0.0)
+
+
+def test_a_reschedule_says_whether_the_failure_is_an_unknown_one() -> None:
+    unknown = told(raised(cooldown("60s"), rule=ANYTHING_ELSE.name))
+    unreadable = RecordUnreadable("no", False, "k", "result")
+    damaged = told(replace(raised(cooldown("60s")), error=unreadable))
+    assert (unknown.unknown, unknown.unavailable) == (True, False)
+    assert (damaged.unknown, damaged.unavailable) == (False, True)
+    assert told(Snoozed(Snooze(60), 0.0)).delay == 0.0
+
+
+@pytest.mark.parametrize(("group", "scope"), [(None, "key"), ("g", "group")])
+def test_a_wait_that_the_body_asked_for_says_who_waits(group: str | None, scope: str) -> None:
+    asked = raised(cooldown("60s", scope="group"), 60.0, Reason.ASKED)
+    answer = told(replace(asked, error=Cooldown(60)), resume="never", group=group)
+    assert (answer.error.scope, answer.error.reason) == (scope, "asked")
+    assert answer.task_event == TaskEvent("cooldown", 60.0, "asked")
 
 
 @pytest.mark.parametrize(("length", "shown"), [(160, 160), (161, 160)])
