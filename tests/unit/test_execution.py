@@ -11,6 +11,7 @@ import pytest
 from celery_leases.attempt.run import Execution
 from celery_leases.concurrency import resource_pool
 from celery_leases.decide import after_run
+from celery_leases.decide.copies import callbacks_mark
 from celery_leases.decide.endings import (
     ControlFlow,
     Ending,
@@ -33,6 +34,7 @@ from celery_leases.errors import (
     RetryLater,
     Snooze,
 )
+from celery_leases.errors import LeaseHeld as LeaseHeldError
 from celery_leases.events import (
     AttemptSettled,
     CallDropped,
@@ -496,6 +498,48 @@ class TestEvents:
         reply = bench.run(bench.call(on_busy="raise"), during=lose)
         assert isinstance(reply, Reschedule)
         assert (reply.started, reply.held) == (True, True)
+
+
+class TestCallbacks:
+    @pytest.mark.parametrize("repeat", [False, True])
+    @pytest.mark.parametrize("canvas", [False, True])
+    def test_of_a_finished_call_are_sent_once(self, bench, repeat: bool, canvas: bool) -> None:
+        call = bench.call(canvas=canvas)
+        bench.run(call)
+        bench.stores.swap_mark(KEY.stored, callbacks_mark(OURS), None, "sent", 600.0)
+        bench.clock.sleep(60.0)
+        reply = bench.run(bench.again(call, repeat=repeat, started=False))
+        assert reply == (Drop(Dropped.CALLBACKS_SENT) if canvas else Return(1, OURS))
+
+    @pytest.mark.parametrize("repeat", [False, True])
+    def test_are_looked_for_before_a_repeated_delivery_runs(self, bench, repeat: bool) -> None:
+        bench.stores.swap_mark(KEY.stored, callbacks_mark(OURS), None, "sent", 600.0)
+        reply = bench.run(bench.call(canvas=True, repeat=repeat))
+        assert reply == (Drop(Dropped.CALLBACKS_SENT) if repeat else Return(1))
+
+
+class TestAHolderThatOnlyReads:
+    """Every call holds the lease while it reads the record."""
+
+    def test_does_not_refuse_another_call(self, bench: Bench) -> None:
+        bench.stores.acquire(bench.call(call_id=THEIRS, database=bench.process.database))
+        began = bench.clock.now()
+        reply = bench.run(bench.call(on_busy="raise"))
+        assert isinstance(reply, Reschedule)
+        assert reply.delay == 1.0
+        assert bench.clock.now() - began == pytest.approx(1.0, abs=0.051)
+        assert bench.seen.of(LeaseHeld) == []
+
+    def test_has_no_say_about_work_that_is_done(self, bench: Bench) -> None:
+        bench.run(bench.call())
+        bench.stores.acquire(bench.call(call_id=THEIRS, database=bench.process.database))
+        assert bench.run(bench.call(call_id="third", on_busy="raise")) == Return(1, OURS)
+
+    def test_refuses_once_it_runs(self, bench: Bench) -> None:
+        Execution(bench.process, bench.call(call_id=THEIRS)).acquire()
+        began = bench.clock.now()
+        assert isinstance(error(bench.run(bench.call(on_busy="raise"))), LeaseHeldError)
+        assert bench.clock.now() == began
 
 
 def test_an_error_of_the_body_stops_the_renewal_of_its_lease(bench: Bench) -> None:

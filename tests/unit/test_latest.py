@@ -24,7 +24,7 @@ from celery_leases.decide.answers import Refusal
 from celery_leases.decide.before_run import before_run
 from celery_leases.decide.claim import claimed, decide, refusal
 from celery_leases.decide.endings import ControlFlow, Lost, Returned
-from celery_leases.decide.latest import PATIENCE, Burst, until_turn
+from celery_leases.decide.latest import PATIENCE, Burst, arrival_mark, until_turn
 from celery_leases.decide.repairs import settled
 from celery_leases.decide.verdicts import Facts, Raise, Reschedule, Return, Run
 from celery_leases.errors import StoreUnavailable
@@ -215,6 +215,58 @@ def test_one_call_waits_in_vain_for_a_message_that_never_comes() -> None:
     late = bench.call(call_id="late", runs="latest", group=None, order=orders[4])
     assert isinstance(bench.run(late), Return)
     assert bench.ran[-1] == late.token
+
+
+@pytest.mark.parametrize(
+    ("changes", "noted"),
+    [
+        ({}, True),
+        ({"repeat": True}, True),
+        ({"reschedulable": False}, False),
+        ({"reschedules": 1, "arrived": 5}, False),
+        ({"order": 7}, False),
+    ],
+)
+def test_the_first_arrival_of_a_call_without_an_order_is_noted_for_a_week(changes, noted) -> None:
+    """Its message may be delivered again, or a rescue may publish it again."""
+    bench = Bench()
+    call = bench.call(**({"runs": "latest", "group": None} | changes))
+    came = bench.stores.burst(KEY.stored).now
+    Execution(bench.process, call).acquire()
+    assert call.arrived == changes.get("arrived", came)
+    mark = bench.stores.mark(KEY.stored, arrival_mark(OURS))
+    assert mark == (str(came) if noted else None)
+    bench.clock.sleep(6 * 86_400.0)
+    now = bench.stores.burst(KEY.stored).now
+    for again, known in (({"repeat": True}, True), ({"message": "{}"}, True), ({}, False)):
+        fields: dict[str, Any] = {"repeat": False, "arrived": 0, "reschedulable": True} | again
+        copy = replace(call, token=str(again), **fields)
+        Execution(bench.process, copy).acquire()
+        if noted:
+            assert copy.arrived == (came if known else now)
+
+
+@pytest.mark.parametrize(
+    ("changes", "newest"), [({"order": 7}, 7), ({"order": 3}, 5), ({"order": 0}, 5)]
+)
+def test_a_note_that_the_store_has_lost_is_written_again(changes, newest) -> None:
+    bench = Bench()
+    bench.stores.note_order(KEY.stored, 5)
+    Execution(bench.process, bench.call(runs="latest", group=None, **changes)).acquire()
+    assert bench.stores.burst(KEY.stored).newest == newest
+
+
+@pytest.mark.parametrize(("before", "delay"), [(None, 5.0), (20.0, 2.0)])
+def test_a_call_without_an_order_is_debounced_from_its_arrival(before, delay) -> None:
+    bench = Bench()
+    if before is not None:
+        bench.stores.new_order(KEY.stored)
+        bench.clock.sleep(before)
+    call = bench.call(runs="latest", group=None, debounce=5.0, debounce_max=22.0)
+    again = Execution(bench.process, call).acquire()
+    assert isinstance(again, Reschedule)
+    assert again.delay == pytest.approx(delay)
+    assert bench.stores.burst(KEY.stored).newest == call.arrived
 
 
 @pytest.mark.parametrize("debounce", [None, 0.5])

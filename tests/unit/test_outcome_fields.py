@@ -25,15 +25,17 @@ from celery_leases.decide.after_run import (
 )
 from celery_leases.decide.answers import Holder
 from celery_leases.decide.before_run import holder_of_row
-from celery_leases.decide.claim import claimed, has_message_of
+from celery_leases.decide.claim import claimed, covers, has_message_of, replaces
 from celery_leases.decide.copies import UNCOPIED, callbacks_mark, waiter_mark, waiting_call
 from celery_leases.decide.endings import ControlFlow, Lost, Raised, Returned, Snoozed
-from celery_leases.decide.verdicts import Follow, Reschedule, Return, TaskEvent
+from celery_leases.decide.verdicts import Follow, Raise, Reschedule, Return, TaskEvent
 from celery_leases.decide.waiting import countdown_until_free
 from celery_leases.errors import Cooldown, LeaseLost, RecordUnreadable, ResultMissing, Snooze
 from celery_leases.failures.actions import Reason, cooldown
 from celery_leases.failures.default_rules import ANYTHING_ELSE
-from celery_leases.record import Attempt, Ended, PastAttempt, State
+from celery_leases.options import DATABASE
+from celery_leases.record import Attempt, Ended, PastAttempt, Record, State
+from celery_leases.results import NOT_JSON
 from tests.unit.decision_inputs import (
     FAILURE,
     KEY,
@@ -261,6 +263,95 @@ def test_a_claim_takes_the_retention_of_its_call() -> None:
     assert claimed(row, a_call(retries=3), "redis://one", NOW).retries == 3
 
 
+@pytest.mark.parametrize("row", [None, a_record(State.PENDING, fingerprint=None, digests=None)])
+def test_a_claimed_row_has_all_values_of_its_call(row: Record | None) -> None:
+    fields: dict[str, Any] = {"token": "token-2", "host": "host-b/1", "retries": 2}
+    options = {"ttl": 30.0, "retention": 50.0}
+    for order, arrived, unordered in ((7, 5, False), (0, 5, True), (0, 1, True), (0, 0, False)):
+        call = a_call(order=order, arrived=arrived, **fields, **options)
+        after = claimed(row, call, DATABASE, NOW)
+        assert (after.task, after.owner, after.call_id, after.holder) == (
+            call.task, "token-2", OURS, "host-b/1",
+        )  # fmt: skip
+        assert (after.lease_store, after.lease_ttl, after.lease_until) == (
+            DATABASE, 30.0, NOW + 30 * SECOND,
+        )  # fmt: skip
+        assert (after.fingerprint, after.digests) == (KEY.fingerprint, KEY.digests)
+        assert (after.order, after.arrived, after.unordered) == (order, arrived, unordered)
+        assert (after.retries, after.retention, after.now, after.started_at) == (2, 50.0, NOW, NOW)
+
+
+@pytest.mark.parametrize(
+    ("state", "call_id", "came", "arrived"),
+    [
+        (State.DONE, THEIRS, 0, 3),
+        (State.PENDING, OURS, 0, 3),
+        (State.PENDING, THEIRS, 0, 0),
+        (State.DONE, THEIRS, 9, 9),
+    ],
+)
+def test_a_call_that_came_at_no_known_time_leaves_the_arrival_of_what_stands(
+    state: State, call_id: str, came: int, arrived: int
+) -> None:
+    row = a_record(state, call_id, arrived=3, unordered=True)
+    after = claimed(row, a_call(runs="latest", arrived=came), "redis://one", NOW)
+    assert (after.arrived, after.unordered) == (arrived, arrived > 0)
+
+
+def test_a_message_that_is_claimed_is_no_longer_queued() -> None:
+    message = json.dumps({"options": {"task_id": OURS}})
+    row = a_record(State.PENDING, message=message, published_at=NOW - 1)
+    assert claimed(row, a_call(), "redis://one", NOW).published_at is None
+    assert claimed(row, a_call(call_id=THEIRS), "redis://one", NOW).published_at == NOW - 1
+
+
+@pytest.mark.parametrize(
+    ("call", "row", "covered"),
+    [
+        ({"order": 5}, {"order": 5}, True),
+        ({"order": 1}, {"order": 5}, True),
+        ({"order": 6, "arrived": 1}, {"order": 5, "arrived": 9}, False),
+        ({"arrived": 3}, {"order": 5, "arrived": 3}, True),
+        ({"arrived": 4}, {"order": 5, "arrived": 3}, False),
+        ({"order": 6, "arrived": 9}, {"unordered": True, "arrived": 9}, True),
+        ({"order": 6, "arrived": 9}, {"unordered": True, "arrived": 8}, False),
+    ],
+)
+def test_a_run_covers_the_calls_that_are_not_newer(call, row, covered) -> None:
+    given = a_call(**({"runs": "latest"} | call))
+    theirs = a_record(State.DONE, **row)
+    assert covers(theirs, given) is covered
+    assert replaces(theirs, given) is covered
+    assert not replaces(replace(theirs, call_id=OURS), given)
+    assert not replaces(replace(theirs, finished_calls=(OURS,)), given)
+    assert not replaces(theirs, a_call(**call))
+
+
+def test_a_call_that_waits_for_a_holder_comes_back_later_and_later() -> None:
+    for reschedules, remaining, delay in ((0, 9.0, 1.0), (5, 9.0, 9.0), (5, 0.2, 1.0)):
+        call = a_call(reschedules=reschedules)
+        again = reschedule(decide(call, holder=held_by(THEIRS, remaining), rand=0.0))
+        assert again.delay == pytest.approx(delay + 0.1)
+        assert (again.event_type, again.held) == ("held", True)
+    retried = a_call(retries=1)
+    assert reschedule(decide(retried, holder=held_by(OURS), rand=0.0)).delay == pytest.approx(1.1)
+    copied = replace(retried, reschedules=1)
+    assert reschedule(decide(copied, holder=held_by(OURS), rand=0.0)).delay == pytest.approx(9.1)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_missing_result_says_whether_the_call_is_its_own(own: bool) -> None:
+    call_id = OURS if own else THEIRS
+    row = a_record(State.DONE, call_id, ended=Ended.RETURNED, reason=NOT_JSON, finished_at=NOW)
+    verdict = decide(a_call(), row)
+    assert isinstance(verdict, Raise)
+    assert verdict.own is own
+    each = a_record(State.DONE, THEIRS, finished_calls=(OURS,), finished_results={OURS: None})
+    before = decide(a_call(runs="each"), each)
+    assert isinstance(before, Raise)
+    assert before.own
+
+
 def test_a_row_has_the_message_of_a_call_once_it_is_published() -> None:
     message = json.dumps({"options": {"task_id": OURS}})
     published = a_record(State.PENDING, message=message, published_at=NOW)
@@ -287,8 +378,11 @@ def test_callbacks_may_be_sent_for_five_seconds(seconds: float, sending: bool) -
     row = a_record(
         State.DONE, OURS, ended=Ended.RETURNED, result="1", finished_at=NOW - int(seconds * SECOND)
     )
-    verdict = decide(a_call(canvas=True), row)
+    verdict = decide(a_call(canvas=True), row, rand=0.5)
     assert isinstance(verdict, Reschedule if sending else Return)
+    if isinstance(verdict, Reschedule):
+        assert verdict.delay == pytest.approx(0.5 + 0.3)
+        assert (verdict.started, verdict.event_type) == (True, "")
 
 
 def test_a_crash_loop_needs_an_operator() -> None:
