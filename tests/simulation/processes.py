@@ -303,7 +303,10 @@ class Worker:
             if queued is None:
                 scheduler.park()
                 continue
+            fetched = scheduler.now
             scheduler.sleep(self.world.latency(0.002))
+            if self.main.paused_until > fetched:
+                self.world.note("received late", worker=self.name)
             message = Delivered(broker, self).message(queued)
             self.qos._delivered.add(queued.tag)
             # A message that waits for its time does not count.

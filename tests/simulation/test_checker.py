@@ -239,6 +239,12 @@ GOOD: dict[str, Callable[[], Story]] = {
         .note("killed", process="w0/c1", pid=10)
         .write(state="pending", ended="lost", resumes=True)
     ),
+    "a late acknowledgement of a message that was received late": lambda: (
+        called()
+        .run()
+        .note("received late", worker="w0")
+        .note("acknowledges for another", worker="w0/1")
+    ),
     "a call that waits until the lease ends": lambda: (
         called().run().note("event CallRescheduled", reason="another call holds the key", delay=3.4)
     ),
