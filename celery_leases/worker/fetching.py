@@ -30,11 +30,14 @@ UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError)
 
 
 class Fetching:
-    """Fetches messages on a *channel* of kombu, in place of its own methods, while *allowed*."""
+    """Fetches messages on a *channel* of kombu, in place of its own methods.
 
-    def __init__(self, channel: Any, allowed: Callable[[], bool]) -> None:
+    It calls *unanswered* if the broker may have noted a message and the reply did not come.
+    """
+
+    def __init__(self, channel: Any, unanswered: Callable[[], object]) -> None:
         self._channel = channel
-        self._allowed = allowed
+        self._unanswered = unanswered
         self._own_start = channel._brpop_start  # noqa: SLF001
         self._own_read = channel._brpop_read  # noqa: SLF001
         self._own_append = channel.qos.append
@@ -63,8 +66,9 @@ class Fetching:
         queues = channel._queue_cycle.consume(len(channel.active_queues))  # noqa: SLF001
         key_of = channel._q_for_pri  # noqa: SLF001
         keys = [key_of(queue, step) for step in channel.priority_steps for queue in queues]
-        usable = queues and self._allowed() and "EVAL" not in self._refused
-        self._asked = self._next if usable else ""
+        if self._asked == "EVAL":  # kombu has closed the connection
+            self._unanswered()
+        self._asked = self._next if queues and "EVAL" not in self._refused else ""
         if self._asked == "BLMOVE" and not self._can_wait(queues):
             self._asked = ""
         if self._asked == "EVAL":
@@ -122,6 +126,8 @@ class Fetching:
             return None
         except channel.connection_errors:
             client.connection.disconnect()
+            if asked == "EVAL":
+                self._unanswered()
             raise
         finally:
             channel._in_poll = None  # noqa: SLF001
@@ -159,10 +165,10 @@ class Fetching:
             self._own_append(message, tag)
 
 
-def noted_at_once(channel: Any, allowed: Callable[[], bool]) -> None:
-    """While *allowed*, let the broker note each message that it takes out of a queue, where kombu
-    notes messages.
+def noted_at_once(channel: Any, unanswered: Callable[[], object]) -> None:
+    """Let the broker note each message that it takes out of a queue, where kombu notes messages;
+    see :class:`Fetching`.
     """
     own = getattr(type(channel), "_brpop_start", None) is Channel._brpop_start  # noqa: SLF001
     if own and channel.ack_emulation and "_brpop_start" not in vars(channel):
-        Fetching(channel, allowed).install()
+        Fetching(channel, unanswered).install()

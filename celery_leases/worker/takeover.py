@@ -125,6 +125,8 @@ class WorkerLease:
         self._worker: Any = None
         self._stopped = os_threads.Wakeup()
         self._failing = False
+        #: A message may have been fetched whose delivery did not arrive.
+        self._looks = False
         #: The server does not allow what a lease needs, so this worker has none.
         self._refused = False
         self._hub = greenlets.hub_scheduler() if os_threads.uses_greenlets() else None
@@ -143,10 +145,6 @@ class WorkerLease:
         self._stopping = True
         self._wakeup.notify()
         self._stopped.wait(TIMEOUT)
-
-    def is_accepted(self) -> bool:
-        """Whether the broker has accepted a renewal."""
-        return self._counts_until < math.inf
 
     # -- in the threads of the worker --------------------------------------------------------------
 
@@ -194,6 +192,10 @@ class WorkerLease:
         self._moved = True  # of several brokers the worker may use another one now
         self._changed(partial(self._return_all_but, running))
         self._wait_for_renewal()
+
+    def unanswered(self) -> None:
+        """Let a worker look, after a ttl, for a message that this one may have fetched."""
+        self._looks = True
 
     def _wait_for_renewal(self) -> None:
         """Let the worker fetch nothing before it has a lease: if it were killed in between, the
@@ -344,17 +346,16 @@ class WorkerLease:
 
     def _renew(self, workers: Workers, channel: Any) -> Sequence[str]:
         """Renew the lease and write what has changed; return workers whose leases have ended."""
-        from celery_leases.stores.redis.workers import name_of
-
         self._gather()
         sent = self._clock()
-        lapsed = sent >= self._counts_until
-        if lapsed:
+        if sent >= self._counts_until:
             self._renewed_since = sent
         earlier = [each for each in self._registered.values() if self._may_be_gone(each, sent)]
         ended = self._write(workers, channel)
         if ended is None:
-            if lapsed:  # another worker has returned them, otherwise the broker was emptied
+            # Another worker has returned them, perhaps while this one stood still before the broker
+            # got its request; otherwise the broker was emptied.
+            if self._clock() >= self._counts_until:
                 for delivery in earlier:
                     delivery.gone = True
                     del self._registered[delivery.tag]
@@ -365,12 +366,14 @@ class WorkerLease:
                 self._drop_found(workers, channel)
             for delivery in self._registered.values():
                 delivery.sent = False
-            self._name = name_of(self._host, os.getpid(), secrets.token_hex(4), self._ttl)
-            workers.enter(self._name, self._ttl)
+            self._name = self._enter(workers)
             self._to_add.update(self._registered)
             ended = self._write(workers, channel)
         self._renewed = sent
         self._counts_until = self._stop_deadline(sent)
+        if self._looks:
+            self._enter(workers)  # a worker that dies: others look for what it has fetched
+            self._looks = False
         while self._unfinished:
             delivery, action = self._unfinished[0]
             if not delivery.gone:
@@ -378,6 +381,14 @@ class WorkerLease:
             self._unfinished.popleft()
             self._remove(delivery)
         return ended or ()
+
+    def _enter(self, workers: Workers) -> str:
+        """Give a worker of a new name a lease."""
+        from celery_leases.stores.redis.workers import name_of
+
+        name = name_of(self._host, os.getpid(), secrets.token_hex(4), self._ttl)
+        workers.enter(name, self._ttl)
+        return name
 
     def _may_be_gone(self, delivery: _Delivery, now: float) -> bool:
         """Whether the message is perhaps registered under a lease that has ended, so that another
@@ -392,7 +403,7 @@ class WorkerLease:
         worker has found and returned.
         """
         both = chain(self._registered.values(), self._to_acknowledge.values())
-        late = {each.tag: each for each in both if each.sent_at >= self._counts_until}
+        late = {each.tag: each for each in both}
         if late:
             free = workers.unregistered(list(late), _unacked(channel)[0])
             for tag in late.keys() - free.keys():
@@ -600,7 +611,7 @@ def start(consumer: Any) -> None:
     else:
         current.reconnected()
     current.watch_loop(consumer)
-    noted_at_once(consumer.connection.default_channel, current.is_accepted)
+    noted_at_once(consumer.connection.default_channel, current.unanswered)
     consumer.init_callback = start  # Celery calls it once, and again when it has reconnected
 
 

@@ -204,7 +204,8 @@ def test_leased_messages_that_nobody_has_registered_are_returned_too(
         channel.client.zadd("unacked_index", {"broken": time.time() - 1})
         for message in (*dead, *others, registered):
             fetched_at(channel, message, 1)
-        fetched_at(channel, early, 5 + 20 + 1)
+        fetched_at(channel, dead[1], 5 + 20 + 60 - 2)  # its reply did not come
+        fetched_at(channel, early, 5 + 20 + 60 + 1)
         fetched_at(channel, just_now, 0)
         workers.enter("living", 60)
         workers.renew("living", 60, 60, {registered.delivery_tag: "leased"}, [])
@@ -349,6 +350,45 @@ def test_a_late_acknowledgement_leaves_the_message_to_its_new_worker(
     lease._renew(workers, channel)
     assert channel.client.hlen("unacked") == 1
     again.ack()
+
+
+def test_a_worker_that_stands_still_while_it_renews_leaves_its_messages_to_others(
+    connection: Connection, workers: Workers, channel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = opened(connection, "a", 1.0)
+    (message,) = fetched(connection, 1)
+    lease.received(message, "task")
+    lease._renew(workers, channel)
+    own = workers.renew
+
+    def stands_still(*args: Any) -> Any:
+        monkeypatch.undo()
+        wait_until(lambda: ended(workers) == [lease._name], 5, "the lease to end")
+        take_over(workers, channel, lease._name)
+        return own(*args)
+
+    monkeypatch.setattr(workers, "renew", stands_still)
+    lease._renew(workers, channel)
+    again = connection.SimpleQueue("work").get(timeout=5)
+    message.ack()
+    lease._renew(workers, channel)
+    assert channel.client.hlen("unacked") == 1
+    again.ack()
+
+
+def test_a_message_whose_fetch_got_no_reply_is_returned(
+    connection: Connection, workers: Workers, channel: Any
+) -> None:
+    """The worker that has fetched it lives on."""
+    lease = opened(connection, "a", 1.0)
+    fetched(connection, 1, task="leased")
+    lease.unanswered()
+    lease._renew(workers, channel)
+    lease._renew(workers, channel)
+    (other,) = {one.name for one in workers.listed()} - {lease._name}
+    wait_until(lambda: other in ended(workers), 5, "its lease to end")
+    take_over(workers, channel, other)
+    assert waiting(connection) == [0]
 
 
 @pytest.mark.parametrize("first_ends", ["before", "between", "after"])

@@ -35,6 +35,8 @@ CLOCKS_DIFFER: Final = 5.0
 """By how many seconds the clock of a worker, which kombu notes when it fetches a message, differs
 from that of the server, at most.
 """
+_UNANSWERED: Final = 60.0
+"""Seconds for which kombu may wait for the reply to a fetch, while the worker renews its lease."""
 _REGISTERED_AFTER: Final = 0.5
 """Seconds after which a living worker has registered a message that it has fetched."""
 
@@ -272,13 +274,13 @@ def name_of(host: str, pid: int, word: str, ttl: float) -> str:
 
 
 def _fetched_between(ended: str) -> tuple[float, float]:
-    """When a worker may have fetched messages that it has not registered, in seconds: after it
-    renewed its lease for the last time, and before this ended.
+    """When a worker may have fetched messages that it has not registered, in seconds: before its
+    lease ended, and after it renewed this for the last time, or sent a request without a reply.
     """
     name, _, end = ended.rpartition(_ENDED)
     ttl = name.rpartition("/")[2]
     since = int(end) - (int(ttl) if ttl.isdigit() else 0)
-    return since / 1000 - CLOCKS_DIFFER, int(end) / 1000 + CLOCKS_DIFFER
+    return since / 1000 - CLOCKS_DIFFER - _UNANSWERED, int(end) / 1000 + CLOCKS_DIFFER
 
 
 @dataclass(frozen=True, slots=True)
