@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +29,26 @@ class Queued:
     payload: str
     redelivered: bool = False
 
+    @classmethod
+    def of(cls, text: str) -> Queued:
+        """A message in the form in which kombu stores it in Redis."""
+        message = json.loads(text)
+        info = message["properties"]["delivery_info"]
+        return cls(message["properties"]["delivery_tag"], text, bool(info.get("redelivered")))
+
+    def text(self) -> str:
+        """The message in that form."""
+        message = json.loads(self.payload)
+        message["properties"]["delivery_tag"] = self.tag
+        if self.redelivered:
+            message["headers"]["redelivered"] = True
+            message["properties"]["delivery_info"]["redelivered"] = True
+        return json.dumps(message)
+
 
 @dataclass
 class Unacknowledged:
-    """A message that *worker* has."""
+    """A message that *worker* has, which on Redis is the name of its host."""
 
     queued: Queued
     worker: Any
@@ -39,8 +56,11 @@ class Unacknowledged:
     at: float
 
 
+QUEUE = "work"
+
+
 class Broker(Server):
-    """One queue.
+    """One queue, which on Redis has several lists.
 
     *visibility*: seconds after which a message is delivered again although its worker lives;
     ``None``: only once the connection of its worker has ended, as RabbitMQ does it.
@@ -49,15 +69,30 @@ class Broker(Server):
     def __init__(self, world: World, visibility: float | None) -> None:
         super().__init__(world, "broker")
         self.visibility = visibility
-        self.waiting: deque[Queued] = deque()
+        self.lists: defaultdict[str, deque[Queued]] = defaultdict(deque)
+        self.waiting = self.lists[QUEUE]
         self.unacknowledged: dict[int, Unacknowledged] = {}
+        #: Threads to wake when there is a message.
         self.consumers: dict[Any, Any] = {}
         #: The leases of workers, until when they last, and what each has registered.
         self.leases: dict[str, float] = {}
         self.registered: dict[str, dict[Any, bytes]] = {}
+        #: What kombu has returned of a lost connection, and whose.
+        self.returned: set[tuple[Any, str]] = set()
         self._tags = 0
         #: The workers whose connection was lost.
         self._interrupted: set[Any] = set()
+
+    @property
+    def up(self) -> bool:
+        """Whether it accepts connections; if not, those that it had are lost."""
+        return self._up
+
+    @up.setter
+    def up(self, up: bool) -> None:
+        self._up = up
+        if not up:
+            self.wake_all()
 
     # -- publishing --------------------------------------------------------------------------------
 
@@ -92,6 +127,37 @@ class Broker(Server):
             del self.waiting[self.world.random.randrange(len(self.waiting))]
         elif self.unacknowledged:
             del self.unacknowledged[self.world.random.choice(sorted(self.unacknowledged))]
+
+    # -- consuming, as Redis executes it -----------------------------------------------------------
+
+    def first(self, keys: Sequence[str]) -> str | None:
+        """The first of these lists that has a message."""
+        return next((key for key in keys if self.lists[key]), None)
+
+    def is_idle(self) -> bool:
+        """Whether no list has a message."""
+        return not any(self.lists.values())
+
+    def move(self, source: str, target: str) -> None:
+        """Move the next message of a list to the end from which the next one is taken."""
+        self.lists[target].appendleft(self.lists[source].popleft())
+        self.wake_all()  # those that wait at the first list may look at the second one soon
+
+    def note(self, queued: Queued, host: str, at: float) -> None:
+        """Note that a worker on *host* has fetched a message, in seconds since 1970."""
+        self.returned.discard((queued.tag, host))
+        self.unacknowledged[queued.tag] = found = Unacknowledged(queued, host, at)
+        if self.visibility is not None:
+            self.world.later(self.visibility, lambda: self.give_back(found), self)
+
+    def stored(self, tag: Any) -> bytes | None:
+        """An unacknowledged message in kombu's form."""
+        found = self.unacknowledged.get(tag)
+        return f'[{found.queued.text()}, "", "{QUEUE}"]'.encode() if found is not None else None
+
+    def push(self, text: str) -> None:
+        """Return a message to the queue."""
+        self._offer(Queued.of(text))
 
     # -- consuming ---------------------------------------------------------------------------------
 
@@ -141,7 +207,7 @@ class Broker(Server):
 
     def is_empty(self) -> bool:
         """Whether it has no message, delivered or not."""
-        return not self.waiting and not self.unacknowledged
+        return self.is_idle() and not self.unacknowledged
 
     def give_back(self, found: Unacknowledged) -> None:
         """Return a message to the queue, unless it was acknowledged."""
@@ -151,7 +217,7 @@ class Broker(Server):
             self._offer(Queued(tag, found.queued.payload, True))
 
     def wake_all(self) -> None:
-        """Let all workers look for messages: it can be reached again."""
+        """Let all workers look for messages: it can be reached again, or no longer."""
         for strand in list(self.consumers.values()):
             self.world.scheduler.wake(strand)
 

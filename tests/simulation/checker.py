@@ -432,14 +432,16 @@ def only_crashes_count(history: History) -> Iterator[Violation]:
 
 
 def deliveries_are_handled_once(history: History) -> Iterator[Violation]:
-    """A worker begins a delivery once, and acknowledges none that another worker has registered,
-    unless it stood still after kombu had fetched a message and before it received this.
+    """A worker begins a delivery once, and ends none that another worker has, unless it stood still
+    after kombu had fetched a message and before it received this, or kombu could not return all.
     """
     late = {note.details["worker"] for note in history.of("received late")}
     for note in history.of("begins twice"):
         yield Violation("a delivery is handled once", note, "the worker has begun it before")
-    for note in history.of("acknowledges for another"):
-        if note.details["worker"].partition("/")[0] not in late:
+    for note in history.of("acknowledges for another", "returns for another"):
+        worker = note.details["worker"].partition("/")[0]
+        returns = note.what == "returns for another"
+        if not (_kombu_has_failed(history, note.at, worker) if returns else worker in late):
             yield Violation("a delivery is handled once", note, "another worker has the message")
 
 
@@ -597,7 +599,7 @@ def nothing_lost(history: History) -> Iterator[Violation]:
     rows = {row.key: row for row in history.final["rows"]}
     withdrawn = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
     expires = {note.details["call"] for note in history.of("calls") if "expires" in note.details}
-    answers = history.final["answers"]
+    answers, lost = history.final["answers"], any(history.of("message lost"))
     gone = withdrawn | {call for call in expires if answers.get(call) == "REVOKED"}
     for note in history.of("published"):
         row, call = rows.get(note.details["key"]), note.details["call"]
@@ -605,6 +607,8 @@ def nothing_lost(history: History) -> Iterator[Violation]:
         expired = answer == "REVOKED" and call in expires
         if answer == "RETRY" and call in withdrawn:
             continue
+        if lost and answer is None and row is not None and row.ended == "crashed":
+            continue  # the message that would tell its caller
         if answer not in ("SUCCESS", "FAILURE", "REVOKED"):
             yield Violation("nothing is lost", note, f"the caller has no answer, but {answer}")
         elif expired or call in withdrawn or (row is not None and row.call in gone):
@@ -671,6 +675,12 @@ def _was_not_closed(history: History, ended: Note) -> bool:
         if note.details["process"] == main and note.details.get("server", "database") == "database"
     )
     return any(note.at >= ended.at for note in failed)
+
+
+def _kombu_has_failed(history: History, at: float, worker: str) -> bool:
+    """Kombu does not know what it has returned of a lost connection if that failed in between."""
+    faults = history.faults(f"{worker}/main", at - 30.0, at)
+    return any(note.details.get("op") in ("read", "write") for note in faults)
 
 
 def completed_with_its_rows(history: History) -> Iterator[Violation]:

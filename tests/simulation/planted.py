@@ -36,7 +36,7 @@ EFFECTS = "celery_leases.body.effects"
 
 AFTER_RUN, CHILD_EXIT = "celery_leases.decide.after_run", "celery_leases.worker.child_exit"
 STATEMENTS, ROWS = "celery_leases.stores.sql.record_statements", "celery_leases.stores.sql.rows"
-TAKEOVER = "celery_leases.worker.takeover"
+TAKEOVER, FETCHING = "celery_leases.worker.takeover", "celery_leases.worker.fetching"
 REQUEST = "celery_leases.worker.request"
 DEADLINES = "celery_leases.deadlines"
 
@@ -227,6 +227,41 @@ BUGS = (
         TAKEOVER,
         "in chain(pages, self._unregistered(workers, channel, ended)):\n",
         "in pages:\n",
+    ),
+    Bug(
+        "a late acknowledgement is sent although the lease may be gone",
+        TAKEOVER,
+        """ if not self._may_be_gone(each, sent)
+                }
+                self._drop_found(workers, channel)
+""",
+        """
+                }
+""",
+    ),
+    Bug(
+        "an acknowledgement that failed is dropped",
+        TAKEOVER,
+        "        written = workers.renew(",
+        "        self._to_acknowledge.clear()\n        written = workers.renew(",
+    ),
+    Bug(
+        "a message is returned that kombu has returned",
+        TAKEOVER,
+        "return self.tag not in self.message.channel.qos._delivered",
+        "return False",
+    ),
+    Bug(
+        "a fetched message is not noted",
+        FETCHING,
+        'self._next if queues and "EVAL" not in self._refused else ""',
+        '""',
+    ),
+    Bug(
+        "nobody looks for a message whose fetch got no reply",
+        FETCHING,
+        "                self._unanswered()\n            raise",
+        "                pass\n            raise",
     ),
     Bug(
         "a queued call that another caller has got is withdrawn",

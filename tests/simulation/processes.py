@@ -8,9 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from queue import Empty
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import redis
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError
@@ -22,13 +24,14 @@ from celery_leases.attempt.process import STORE_TIMEOUT, Process
 from celery_leases.attempt.renewal import Renewer, Stores
 from celery_leases.deadlines import call_timeout
 from celery_leases.worker.arrivals import Arrivals
+from celery_leases.worker.fetching import noted_at_once
 from celery_leases.worker.interrupts import InterruptGuard, SignalGuard, _exit_code
 from celery_leases.worker.publisher import Publisher
 from celery_leases.worker.takeover import WorkerLease
 from celery_leases.worker.waiting_calls import WaitingCalls
-from tests.simulation.broker import Delivered
+from tests.simulation.broker import QUEUE, Delivered
 from tests.simulation.scheduler import Strand
-from tests.simulation.worker_leases import lease_of
+from tests.simulation.worker_leases import OVERDUE, RedisChannel, Socket, lease_of
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -126,6 +129,19 @@ class SimulatedProcess:
         self.alive = False
         self.world.processes.pop(self.pid, None)
         self.world.note("killed", process=self.name, pid=self.pid)
+
+
+class StateOfWorker:
+    """Celery's state of the worker whose main process runs."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    @property
+    def active_requests(self) -> set[Any]:
+        """The requests that its pool has accepted."""
+        host = self._world.here.host
+        return {each for each in worker_state.active_requests if each.hostname == host}
 
 
 class SimulatedGuard(SignalGuard):
@@ -245,6 +261,8 @@ class Worker:
         #: When it last had its lease renewed if necessary.
         self._looked = world.scheduler.now
         self._prefetch = world.shape.places * 2
+        #: Its latest connection to a simulated Redis.
+        self._socket: Socket | None = None
         self.qos = SimpleNamespace(_delivered=set(), _quick_ack=lambda _: None)
         if world.shape.takeover:
             self.main.lease = lease_of(self, world.shortest_ttl)
@@ -261,7 +279,8 @@ class Worker:
             task.name: strategy.default(task, world.app, consumer) for task in world.tasks
         }
         self._consuming = world.scheduler.spawn(self.main, self._consume, f"{name} consumes")
-        world.broker.consumers[self] = self._consuming
+        if self.main.lease is None:
+            world.broker.consumers[self] = self._consuming
 
     def _new_place(self) -> Place:
         if self.main.has_threads:
@@ -274,7 +293,7 @@ class Worker:
         connection = SimpleNamespace(transport=SimpleNamespace(driver_type="simulated"))
         return Consumer(
             hostname=self.name,
-            connection_errors=(OperationalError,),
+            connection_errors=(OperationalError, redis.ConnectionError),
             event_dispatcher=None,
             app=self.world.app,
             connection=connection if self.world.shape.early else None,
@@ -296,9 +315,8 @@ class Worker:
     def _consume(self) -> None:
         scheduler, broker = self.world.scheduler, self.world.broker
         if self.main.lease is not None:
-            self.main.lease._wait_for_renewal()  # as start() does
+            return self._consume_from_redis(self.main.lease)
         while True:
-            self._look_at_lease()
             queued = broker.take(self) if self._reserved < self._prefetch else None
             if queued is None:
                 scheduler.park()
@@ -310,19 +328,83 @@ class Worker:
             message = Delivered(broker, self).message(queued)
             self.qos._delivered.add(queued.tag)
             # A message that waits for its time does not count.
-            self._strategies[message.headers["task"]](
-                message, None, message.ack_log_error, message.reject_log_error, []
-            )
+            self._receive(message)
 
-    def _look_at_lease(self) -> None:
-        """Do what Celery's event loop does first when the process runs again: it renews the lease
-        of the worker.
+    def _consume_from_redis(self, lease: WorkerLease) -> None:
+        """Turn Celery's event loop, with what kombu does in it."""
+        scheduler, channel = self.world.scheduler, None
+        while True:
+            try:
+                if channel is None:
+                    channel = self._connected(lease)
+                self._look_at_lease(lease, channel)
+                if channel.qos.can_consume() and not channel._in_poll:
+                    channel._brpop_start()
+                # Without a message, what waits unread is looked at as often as the lease is.
+                unread = channel._in_poll and not channel.qos.can_consume()
+                if not (channel.qos.can_consume() and channel._in_poll.can_read(0)):
+                    seen = scheduler.park(self.world.shortest_ttl / 3 if unread else math.inf)
+                    if not seen:
+                        self._loop_runs(lease, channel)
+                if channel.qos.can_consume() and channel._in_poll and channel._in_poll.can_read(0):
+                    if self.main.paused_until > channel._in_poll.asked_at:
+                        self.world.note("received late", worker=self.name)
+                    with suppress(Empty):
+                        channel.handlers["BRPOP"]()
+            except redis.ConnectionError:
+                if channel is not None:
+                    self._disconnected(channel)
+                channel = None
+                scheduler.sleep(2.0)
+
+    def _connected(self, lease: WorkerLease) -> RedisChannel:
+        """Connect as Celery's consumer does, and do what follows on its ``worker_ready``."""
+        channel = RedisChannel(self.main, OVERDUE)
+        channel.qos.can_consume = lambda: self._reserved < self._prefetch
+        channel.client.connection.reader = self.world.scheduler.current
+        channel.basic_consume(QUEUE, False, self._receive, "tag")
+        if self._socket is None:
+            lease._wait_for_renewal()  # as start() does
+        else:
+            lease.reconnected()
+        self._socket = channel.client.connection
+        noted_at_once(channel, lease.unanswered)
+        return channel
+
+    def _disconnected(self, channel: RedisChannel) -> None:
+        """Do what Celery does when its connection is lost: it drops what does not run yet."""
+        for _ in range(2):  # the first time, kombu perhaps reads no reply
+            with suppress(redis.ConnectionError):
+                channel.close()
+        self._reserved -= len(self._jobs)
+        dropped, self._jobs = [job.request for job in self._jobs], []
+        for request in tuple(worker_state.scheduled_requests):
+            if request.hostname == self.name:
+                request._eta_timer_entry.cancel()
+                worker_state.scheduled_requests.discard(request)
+                dropped.append(request)
+        for request in dropped:
+            worker_state.reserved_requests.discard(request)
+            worker_state.requests.pop(request.id, None)
+
+    def _receive(self, message: Any) -> None:
+        self._strategies[message.headers["task"]](
+            message, None, message.ack_log_error, message.reject_log_error, []
+        )
+
+    def _look_at_lease(self, lease: WorkerLease, channel: RedisChannel) -> None:
+        """Do what Celery's timer does when the process runs again: it renews the lease of the
+        worker.
         """
-        lease, looked, self._looked = self.main.lease, self._looked, self.world.scheduler.now
-        stood = self.main.paused_until > looked
-        if lease is not None and stood and lease._clock() >= lease._counts_until:
+        looked, self._looked = self._looked, self.world.scheduler.now
+        if self.main.paused_until > looked and lease._clock() >= lease._counts_until:
             lease._loop_seen = -math.inf
-            lease._loop_runs(SimpleNamespace(_in_poll=None))
+            self._loop_runs(lease, channel)
+
+    def _loop_runs(self, lease: WorkerLease, channel: RedisChannel) -> None:
+        try:
+            lease._loop_runs(channel)
+        finally:
             lease._loop_seen = math.inf  # its timer would cost more steps than all the rest
 
     def _call_at(self, at: float, work: Callable[..., None], args: Any, **_: Any) -> Any:
@@ -456,6 +538,8 @@ class Worker:
         for process in {self.main: None} | {place.process: None for place in self.places}:
             process.kill()
         self.world.broker.consumers.pop(self, None)
+        if self._socket is not None:
+            self._socket.disconnect()
         self.world.broker.disconnected(self)
 
 

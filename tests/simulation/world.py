@@ -45,7 +45,13 @@ from tests.simulation import work
 from tests.simulation.broker import Broker
 from tests.simulation.faults import ACCIDENTS, UNSAFE, Accident, Faults, lose_message, pause
 from tests.simulation.history import Note, Row
-from tests.simulation.processes import SimulatedClock, SimulatedKillTimer, SimulatedProcess, Worker
+from tests.simulation.processes import (
+    SimulatedClock,
+    SimulatedKillTimer,
+    SimulatedProcess,
+    StateOfWorker,
+    Worker,
+)
 from tests.simulation.scheduler import Scheduler, Strand
 from tests.simulation.servers import EPOCH, QUICK, DatabaseServer, LeaseServer, Server
 from tests.simulation.worker_leases import SimulatedWorkers
@@ -720,6 +726,7 @@ def simulated(world: World) -> Iterator[None]:
         (database, "_memory", MemoryOfWorker(world)),
         (request, "waiting_calls", WaitingOfWorker(world)),
         (takeover, "current", LeaseOfWorker(world)),
+        (takeover, "state", StateOfWorker(world)),
         (redis_workers, "Workers", SimulatedWorkers),
         (work, "current", world),
     ]
