@@ -18,76 +18,37 @@ from tests.mutants.runner import Mutants, Outcome
 from tests.reliability.runs import record, recorded
 
 KILLERS = (
-    *(
-        f"tests/unit/test_{name}.py"
-        for name in (
-            "attempt_history",
-            "bare_leases",
-            "call_group",
-            "calls_without_a_run",
-            "child_exit",
-            "claim_rules",
-            "claimed_rows",
-            "closed_groups",
-            "code_around_the_body",
-            "combinations",
-            "connection_waits",
-            "copies",
-            "deadlines",
-            "decisions",
-            "eager_record_limit",
-            "eager_stores",
-            "effects",
-            "ends_by_celery",
-            "errbacks",
-            "execution",
-            "failures",
-            "forked_leases",
-            "group_attacks",
-            "guarded_leases",
-            "headers",
-            "interleavings",
-            "kills_between_steps",
-            "kit",
-            "lapsed_leases",
-            "latest",
-            "limited_runs",
-            "outcome_fields",
-            "outcomes",
-            "peer_publishing",
-            "probes",
-            "progress",
-            "queue_once",
-            "rabbitmq_consumer_timeout",
-            "renewal",
-            "rerun",
-            "retrying",
-            "rows",
-            "sequences",
-            "slots",
-            "status_messages",
-            "survival",
-            "unstored_outcomes",
-            "waiting",
-            "waiting_calls",
-        )
-    ),
-    *(
-        f"tests/contract/test_{name}.py"
-        for name in (
-            "damaged_records",
-            "guarded_rows",
-            "joining",
-            "operating",
-            "purging",
-            "repairs",
-            "sql_groups",
-            "sql_stores",
-            "statements",
-        )
-    ),
+    "attempt_history",
+    "bare_leases",
+    "call_group",
+    "calls_without_a_run",
+    "claim_rules",
+    "claimed_rows",
+    "closed_groups",
+    "copies",
+    "deadlines",
+    "decisions",
+    "eager_stores",
+    "execution",
+    "failures",
+    "guarded_leases",
+    "kills_between_steps",
+    "lapsed_leases",
+    "latest",
+    "limited_runs",
+    "outcome_fields",
+    "outcomes",
+    "probes",
+    "process",
+    "rabbitmq_consumer_timeout",
+    "renewal",
+    "rerun",
+    "rows",
+    "slots",
+    "unstored_outcomes",
+    "waiting",
 )
-"""The tests that reach what is mutated and need no server."""
+"""The tests of attempts and decisions, which need no server: ``tests/unit/test_….py``."""
 
 
 def modules() -> list[str]:
@@ -110,7 +71,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="as many, in random order, as fit in so long")
     parser.add_argument("--record", action="store_true", help="write it to tests/reliability")
     parser.add_argument("--survivors", action="store_true", help="those of the recorded run only")
-    parser.add_argument("--seeds", type=int, default=60, help="of the simulator (default: 60)")
+    parser.add_argument("--seeds", type=int, default=10, help="of the simulator (default: 10)")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--tests", action="append", help="default: those of attempts and decisions")
     parser.add_argument("--list", action="store_true", help="show the mutations, run nothing")
@@ -135,7 +96,8 @@ def main() -> int:
             _record(plugin, given, time.monotonic() - began)
 
     plugin = Mutants(chosen, modules(), given.seeds, given.processes, until, note)
-    arguments = ["-q", "--no-header", "-p", "no:randomly", *(given.tests or KILLERS)]
+    killers = [f"tests/unit/test_{name}.py" for name in KILLERS]
+    arguments = ["-q", "--no-header", "-p", "no:randomly", *(given.tests or killers)]
     pytest.main([*arguments, "-W", "ignore"], plugins=[plugin])
     seconds = time.monotonic() - began
     _tell(plugin, seconds)

@@ -4,24 +4,106 @@ from __future__ import annotations
 
 from typing import Final
 
-_AT_THAT_MOMENT: Final = "it differs at one moment of the clock only, and the next look is soon"
-_ABOVE: Final = "the longest countdown is shorter in any case"
-_REPORTED: Final = "only what is reported"
+_BY_REASON: Final[dict[str, tuple[str, ...]]] = {
+    "it differs at one moment of the clock only, and the next look is soon": (
+        (
+            "attempt.held_lease HeldLease.interrupted_recently: self._clock.now() - self._interrupted_at"
+            " < CLEANUP_TIME  ->  self._clock.now() - self._interrupted_at <= CLEANUP_TIME"
+        ),
+        "attempt.held_lease HeldLease.needs_row_lock: now >= self.own_stop  ->  now > self.own_stop",
+        (
+            "attempt.renewal Renewer._wait_for_renewal: self._clock.now() < until"
+            "  ->  self._clock.now() <= until"
+        ),
+        "attempt.renewal Renewer.close: self._clock.now() < until  ->  self._clock.now() <= until",
+        (
+            "attempt.run Execution._acquired: process.clock.now() >= held_lease.own_stop"
+            "  ->  process.clock.now() > held_lease.own_stop"
+        ),
+        (
+            "attempt.run Execution._key_is_held: waited < READ_PAUSES * READ_PAUSE"
+            "  ->  waited <= READ_PAUSES * READ_PAUSE"
+        ),
+        (
+            "attempt.run Execution.acquire: process.clock.now() + verdict.delay > call.begin_by"
+            "  ->  process.clock.now() + verdict.delay >= call.begin_by"
+        ),
+        "attempt.run retrying: clock.now() + pause > until()  ->  clock.now() + pause >= until()",
+        (
+            "decide.after_failure _was_quiet: (record.started_at - record.failed_at) / 1000000.0"
+            " > _quiet(call, matched)  ->  (record.started_at - record.failed_at) / 1000000.0"
+            " >= _quiet(call, matched)"
+        ),
+        "decide.latest until_turn: burst.quiet_for < quiet  ->  burst.quiet_for <= quiet",
+    ),
+    "it waits without a pause, or looks less often": (
+        "attempt.renewal Renewer._wait_for_renewal: 0.002  ->  1.002",
+        "attempt.renewal Renewer._wait_for_renewal: self._clock.sleep(0.002)  ->  pass",
+        "attempt.renewal Renewer.close: 0.002  ->  1.002",
+        "attempt.renewal Renewer.close: self._clock.sleep(0.002)  ->  pass",
+    ),
+    "never reached": (
+        (
+            "attempt.run Execution._report_verdict: raise AssertionError("
+            "f'{verdict} does not end a delivery')  ->  pass"
+        ),
+        (
+            "decide.before_run _answer_in_record: raise AssertionError("
+            "f'the record has no answer where the refusal is {refusal}')  ->  pass"
+        ),
+    ),
+    "only what is reported": (
+        (
+            "attempt.run Execution._after_unknown_error: logger.error(code='did-not-begin')"
+            "  ->  logger.error()"
+        ),
+        (
+            "attempt.run Execution._after_unknown_error: logger.error(exc_info=error)"
+            "  ->  logger.error()"
+        ),
+        (
+            "attempt.run Execution._until_settled.<locals>.repeatable: "
+            "logger.error(code='outcome-not-written')  ->  logger.error()"
+        ),
+        (
+            "attempt.run Execution._until_settled.<locals>.repeatable: logger.error(exc_info=error)"
+            "  ->  logger.error()"
+        ),
+    ),
+    "the longest wait is shorter in any case": (
+        "decide.after_run settle_pause: 10  ->  11",
+        "decide.after_run store_pause: 10  ->  11",
+        "decide.before_run _follow: 20  ->  21",
+        "decide.before_run _held: 20  ->  21",
+        "decide.latest until_turn: 20  ->  21",
+        "decide.waiting countdown_until_free: 20  ->  21",
+        "decide.waiting not_due_yet: 20  ->  21",
+        "decide.waiting publish_retry_pause: 10  ->  11",
+        "decide.waiting publish_retry_time: 10  ->  11",
+        "decide.waiting while_full: 20  ->  21",
+    ),
+    "a bound of which 0.1 % more is as good": (
+        "attempt.run Execution._holders_may_live: 1000000.0  ->  1000001.0",
+        "decide.after_failure _was_quiet: 1000000.0  ->  1000001.0",
+        "decide.claim (module): 1000000  ->  1000001",
+        "decide.waiting group_is_full: 1000  ->  1001",
+    ),
+    "the quiet time of each policy is at least a day": (
+        "decide.after_failure _quiet: 0.0  ->  1.0",
+    ),
+    "no time is later than for ever": (
+        "attempt.run Execution._claimed: call.begin_by < math.inf  ->  call.begin_by <= math.inf",
+    ),
+    "it is written before it is read": (
+        "attempt.held_lease HeldLease.__init__: self.fence = 0  ->  pass",
+    ),
+    "the clock of a system is past both": ("attempt.held_lease HeldLease.__init__: 0.0  ->  1.0",),
+    "a store answers each renewal": (
+        "attempt.renewal Renewer._renew: zip(strict=True)  ->  zip()",
+    ),
+}
 
 EXPLAINED: Final[dict[str, str]] = {
-    "celery_leases.attempt.renewal Renewer._watch_deadlines: held_lease.next_interrupt <= now"
-    "  ->  held_lease.next_interrupt < now": _AT_THAT_MOMENT,
-    "celery_leases.attempt.renewal Renewer.close: self._clock.sleep(0.002)  ->  pass": (
-        "it waits without a pause"
-    ),
-    "celery_leases.attempt.run Execution._report_verdict: raise AssertionError("
-    "f'{verdict} does not end a delivery')  ->  pass": "never reached",
-    "celery_leases.attempt.run Execution._report_held: events.LeaseHeld(remaining="
-    "holder.remaining)  ->  events.LeaseHeld()": _REPORTED,
-    "celery_leases.decide.waiting countdown_until_free: 20  ->  21": _ABOVE,
-    "celery_leases.decide.latest until_turn: 20  ->  21": _ABOVE,
-    "celery_leases.decide.waiting group_is_full: 1000  ->  1001": (
-        "a bound of which 0.1 % more is as good"
-    ),
+    f"celery_leases.{name}": reason for reason, names in _BY_REASON.items() for name in names
 }
 """By the name of the mutation."""

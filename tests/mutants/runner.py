@@ -124,12 +124,6 @@ class Mutants:
         """Use that profile, whatever the tests have loaded."""
         settings.load_profile("mutants")
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leave out the tests of the contracts that need a server."""
-        items[:] = [
-            each for each in items if "/contract/" not in each.nodeid or "[sqlite" in each.nodeid
-        ]
-
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """See what each test reaches, then run the mutations."""
         reporter: Any = session.config.pluginmanager.unregister(name="terminalreporter")

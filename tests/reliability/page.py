@@ -93,12 +93,12 @@ def mutants() -> str:
 
 def survivors() -> str:
     """Each mutation that nothing noticed, with the reason if it changes nothing that counts."""
-    lines = []
+    by_place: dict[str, list[str]] = {}
     for name in recorded("mutants")["survivors"]:
         place, _, change = name.removeprefix("celery_leases.").partition(": ")
-        why = f": {EXPLAINED[name]}" if name in EXPLAINED else ""
-        lines.append(f"* {place}: `{change}`{why}")
-    return "\n".join(lines)
+        why = f" ({EXPLAINED[name]})" if name in EXPLAINED else ""
+        by_place.setdefault(place, []).append(f"`{change}`{why}")
+    return "\n".join(f"* {place}: {', '.join(changes)}" for place, changes in by_place.items())
 
 
 def faults() -> str:
