@@ -68,6 +68,11 @@ class EndedDelivery:
     #: Those of the message.
     headers: Mapping[str, Any] | None = None
 
+    @property
+    def is_revoked_unrun(self) -> bool:
+        """Whether it was revoked before it ran."""
+        return self.cause is ExitCause.REVOKED and not self.pid
+
     def call(self) -> Call:
         """The call of the delivery; raises what the task's own ``lease_key`` raises."""
         args, kwargs = self.args or (), self.kwargs or {}
@@ -181,8 +186,9 @@ def close_at_exit() -> None:
 def _close_ended(ended: EndedDelivery) -> None:
     try:
         call = ended.call()
-        with nullcontext() if os_threads.uses_greenlets() else _stores_lock:
-            _close_in_stores(ended, call)
+        while (seconds := _alone(lambda: _held_for(ended, call))) > 0:
+            os_threads.Wakeup().wait(seconds)
+        _alone(lambda: _close_in_stores(ended, call))
     except BaseException as error:  # noqa: BLE001 - a task's own lease_key may raise anything
         logger.warning(
             "%s[%s] has ended (%s), but its record could not be updated: %r",
@@ -192,6 +198,32 @@ def _close_ended(ended: EndedDelivery) -> None:
             error,
             code="record-not-updated",
         )
+
+
+def _alone(step: Callable[[], T]) -> T:
+    with nullcontext() if os_threads.uses_greenlets() else _stores_lock:
+        return step()
+
+
+def _held_for(ended: EndedDelivery, call: Call) -> float:
+    """Seconds for which another delivery of a revoked call may hold its lease. If its process is
+    dead, its row must be closed later, as no message is left.
+    """
+    if not ended.is_revoked_unrun:
+        return 0.0
+    process, key = processes.process_of(ended.task.app, eager=False), call.key.stored
+    retry = partial(_with_retries, process, ended)
+    record = retry(lambda: process.records.read(key))
+    if record is None or not _runs(record, ended):
+        return 0.0
+    if (holder := retry(lambda: process.leases.holder(key))) is not None:
+        return max(holder.remaining, POLL_INTERVAL)
+    # As before a claim: the holder may write a lease again that the store has lost.
+    return record.lease_ttl - retry(lambda: process.leases.age(key))
+
+
+def _runs(record: Record, ended: EndedDelivery) -> bool:
+    return record.state is State.RUNNING and record.call_id == ended.call_id
 
 
 def watch(pid: int) -> None:
@@ -285,7 +317,8 @@ def _settle(process: Process, call: Call, ended: EndedDelivery) -> None:
     record = retry(lambda: records.read(call.key.stored))
     if record is None:
         return
-    if not record.is_attempt(State.RUNNING, ended.token):
+    is_left = ended.is_revoked_unrun and _runs(record, ended)
+    if not (is_left or record.is_attempt(State.RUNNING, ended.token)):
         if ended.pid:
             _note_end(process, call, ended, retry)
         _close_waiting(process, call, ended, retry)

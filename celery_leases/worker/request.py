@@ -227,7 +227,8 @@ class LeaseRequest(Request):
             waiting_calls.ended(self)
         options = self.task.lease_options
         queued = options.queues_once and not self._expired
-        if revoked and not before and (queued or options.debounce or HEADER in self._request_dict):
+        returned = HEADER in self._request_dict or self.delivery_info.get("redelivered")
+        if revoked and not before and (queued or options.debounce or returned):
             child_exit.close_ended(self._ended(ExitCause.REVOKED, 0))
         return revoked
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from celery_leases.events import Dropped
 from celery_leases.options import Failures
-from celery_leases.record import State
+from celery_leases.record import Ended, State
 from tests.simulation.history import Note, Row
 from tests.simulation.work import COOLDOWN, FAILURES, LIMIT, TIME_LIMIT, TTL
 
@@ -143,9 +143,10 @@ def fences_grow(history: History) -> Iterator[Violation]:
 
 def one_outcome(history: History) -> Iterator[Violation]:
     """A running row gets its outcome once, from the attempt that claimed it last: its process, or
-    the main process after that has died.
+    the main process after that has died; of a revoked call, any main process.
     """
     killed: set[str] = set()
+    revoked = {note.details["call"]: note.at for note in history.of("revoked")}
     for note in history.of("row", "killed"):
         if note.what == "killed":
             killed.add(f"{note.details['pid']:x}")
@@ -160,8 +161,29 @@ def one_outcome(history: History) -> Iterator[Violation]:
         owner = old.owner.rpartition("-")[2]
         if (old.owner, old.fence) != (new.owner, new.fence):
             yield Violation("one outcome", note, "not written by the attempt that claimed the row")
+        elif new.ended == Ended.TERMINATED and revoked.get(old.call, math.inf) <= note.at:
+            continue
         elif owner != f"{pid:x}" and owner not in killed:
             yield Violation("one outcome", note, "not written by the process of the attempt")
+
+
+def closed_after_its_lease(history: History) -> Iterator[Violation]:
+    """What another process writes into the row of a revoked call comes after its lease has ended,
+    unless the lease store has lost that.
+    """
+    until: dict[str, float] = {}
+    for note in history.of("row", "holds", "killed", "emptied", "evicted", "clock"):
+        given = note.details
+        if note.what == "holds":
+            until[given["token"]] = given["store_until"]
+        elif note.what == "killed":
+            until = {its: at for its, at in until.items() if not its.endswith(f"-{given['pid']:x}")}
+        elif note.what != "row":
+            until.clear()
+        elif given["new"] is not None and given["new"].ended == Ended.TERMINATED:
+            owner, pid = given["new"].owner, f"-{given['pid']:x}"
+            if until.get(owner, 0.0) > note.at and not owner.endswith(pid):
+                yield Violation("closed after its lease", note, "its lease has not ended")
 
 
 def done_stays_done(history: History) -> Iterator[Violation]:
@@ -783,6 +805,7 @@ def limit_holds(history: History) -> Iterator[Violation]:
 CHECKS: tuple[Check, ...] = (
     fences_grow,
     one_outcome,
+    closed_after_its_lease,
     done_stays_done,
     each_call_once,
     body_owns_row,

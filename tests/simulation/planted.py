@@ -180,8 +180,8 @@ BUGS = (
     Bug(
         "the main process closes the row of another attempt",
         CHILD_EXIT,
-        "    if not record.is_attempt(State.RUNNING, ended.token):\n        if ended.pid:",
-        "    if record.state is not State.RUNNING:\n        if ended.pid:",
+        "    if not (is_left or record.is_attempt(State.RUNNING, ended.token)):\n",
+        "    if record.state is not State.RUNNING:\n",
     ),
     Bug(
         "a call whose transaction was rolled back has succeeded",

@@ -145,6 +145,14 @@ GOOD: dict[str, Callable[[], Story]] = {
     "a killed process, and another attempt": lambda: (
         called().claim().body().note("killed", process="w0/c1", pid=10).wait(3).run("b", 2)
     ),
+    "a revoked call, which another worker closes": lambda: (
+        called()
+        .claim()
+        .note("holds", key=KEY, token="a", until=2.9, store_until=3.0)
+        .note("revoked", call="c1")
+        .wait(3)
+        .write(pid=99, state="pending", ended="terminated")
+    ),
     "a crash before the body": lambda: called().claim().wait(3).run("b", 2),
     "a failed run, and a retry": lambda: (
         called().claim().body().ends().write(state="pending", ended="failed").run("b", 2)
@@ -522,6 +530,11 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "an outcome with another fence": ("one outcome", 3, lambda: called().claim().done(fence=9)),
     "an outcome that a living process of another attempt writes": (
         "one outcome", 4, lambda: called().claim().body().write(pid=99, state="pending").run("b", 2),
+    ),
+    "a revoked call that is closed while its lease lasts": (
+        "closed after its lease", 5,
+        lambda: called().claim().note("holds", key=KEY, token="a", until=8.9, store_until=9.0)
+        .note("revoked", call="c1").write(pid=99, state="pending", ended="terminated").run("b", 2),
     ),
     "an outcome of a process whose row was taken": (
         "one outcome", 4, lambda: called().claim().claim("b", 2).write(pid=10, state="pending").run("c", 3),

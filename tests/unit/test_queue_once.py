@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,8 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
 from celery_leases import Cooldown, LeaseClient, LeasedTask, testing
-from celery_leases.decide.after_run import FINISHED_CALLS_MAX
+from celery_leases.concurrency import os_threads
+from celery_leases.decide.after_run import FINISHED_CALLS_MAX, ExitCause
 from celery_leases.errors import (
     AlreadyQueued,
     CoolingDown,
@@ -31,10 +34,12 @@ from celery_leases.errors import (
 )
 from celery_leases.options import gather
 from celery_leases.outbox import calls as outbox
+from celery_leases.record import Record
 from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.testing.kit import LeaseKit
 from celery_leases.web.http import public
 from celery_leases.worker import child_exit, processes
+from celery_leases.worker.child_exit import EndedDelivery
 
 PATIENCE = 60.0
 
@@ -508,6 +513,35 @@ def test_a_revoked_call_frees_its_key(shop, request, monkeypatch) -> None:
     assert record.message is None  # which a rescue would publish
     assert shop.work.delay(7).get(timeout=PATIENCE)["number"] == 7
     assert shop.ran == [1, 7]
+
+
+def test_a_call_that_is_revoked_after_its_process_died_is_closed_once_its_lease_has_ended(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would seem to run until the next call of its key."""
+    process = processes.process_of(shop.app)
+    who = ("call", "a-1", None, (7,), {}, 0, 0, ExitCause.REVOKED, True)
+    ended = EndedDelivery(shop.plain, *who)
+    dead = replace(ended.call(), token="dead-1")
+    process.records.claim(dead, "database")
+    states: list[str] = []
+
+    def wait(seconds: float) -> None:
+        states.append(read().state)
+        passed = read().now + round(seconds * 1e6)
+        monkeypatch.setattr(process.records.database, "host_now", lambda: passed)
+
+    def read() -> Record:
+        record = process.records.read(dead.key.stored)
+        assert record is not None
+        return record
+
+    monkeypatch.setattr(os_threads, "Wakeup", lambda: SimpleNamespace(wait=wait))
+    child_exit._close_ended(ended)
+    record = read()
+    assert (states, record.state, record.ended) == (["running"], "pending", "terminated")
+    assert not record.resumes
+    assert shop.plain.lease_status(7).message() == "Cancelled: start it again if it is needed"
 
 
 @pytest.mark.every_argument
