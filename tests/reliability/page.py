@@ -45,12 +45,15 @@ def _is_number(cell: str) -> bool:
 
 def simulation() -> str:
     """The seeds that were run."""
-    found = recorded("simulation")
-    last = found["first"] + found["seeds"] - 1
     head = ["seeds", "steps", "simulated days", "CPU seconds", "seeds that break a promise"]
-    row = [f"{found['first']} to {last:,}", f"{found['steps']:,}", f"{found['days']:.1f}"]
-    row += [f"{found['cpu_seconds']:,}", ", ".join(map(str, found["failed"])) or "none"]
-    return drawn([head, row])
+    rows = []
+    for name, option in (("simulation", ""), ("days", " with `--days`")):
+        for found in recorded(name)["runs"]:
+            last = found["first"] + found["seeds"] - 1
+            row = [f"{found['first']:,} to {last:,}{option}", f"{found['steps']:,}"]
+            row += [f"{found['days']:,.1f}", f"{found['cpu_seconds']:,}"]
+            rows.append([*row, ", ".join(map(str, found["failed"])) or "none"])
+    return drawn([head, *rows])
 
 
 def planted() -> str:
@@ -169,6 +172,10 @@ def whole() -> str:
                 "Each command prints what it finds; `--record` writes it to `tests/reliability`."
             ),
             "## The simulator\n\n    python -m tests.simulation --seeds 1-3000",
+            (
+                "A seed is the cluster of a minute or, one in ten, of longer; with `--days` it is a day of "
+                "3 workers, 20 keys and 10 accidents."
+            ),
             simulation(),
             "### Planted bugs\n\n    make planted",
             planted(),

@@ -54,12 +54,16 @@ class SimulatedClock:
     def now(self) -> float:
         return self._offset + self._rate * self._scheduler.now
 
+    def true_span(self, seconds: float) -> float:
+        """How long it really takes until this clock has advanced by *seconds*."""
+        return seconds / self._rate
+
     def true_time(self, local: float) -> float:
         """The true time at which this clock shows *local*."""
         return (local - self._offset) / self._rate
 
     def sleep(self, seconds: float) -> None:
-        self._scheduler.sleep(max(0.0, seconds) / self._rate)
+        self._scheduler.sleep(self.true_span(seconds))
 
 
 class SimulatedProcess:

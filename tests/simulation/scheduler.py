@@ -88,7 +88,7 @@ class Scheduler:
     def sleep(self, seconds: float) -> None:
         """Let others run for so many seconds."""
         strand, until = self._running(), self.now + max(0.0, seconds)
-        while True:
+        while not self._passes(until, strand):
             self._put(until, strand)
             self._switch(strand)
             if self.now >= until:  # otherwise a signal came, whose handler did not raise
@@ -99,6 +99,8 @@ class Scheduler:
         strand = self._running()
         strand.wakes += 1
         strand.value = False
+        if self._passes(self.now + timeout, strand):
+            return False
         if timeout < math.inf:
             self._put(self.now + timeout, strand)
         self._switch(strand)
@@ -152,6 +154,19 @@ class Scheduler:
             raise Ended
         assert self.current is not None, "nothing waits outside of a simulated thread"
         return self.current
+
+    def _passes(self, until: float, strand: Strand) -> bool:
+        """Let the time until then pass without the queue, if nothing else happens meanwhile."""
+        queue = self._queue
+        if not queue or queue[0][0] <= until or strand.process.paused_until > until:
+            return False
+        if not strand.process.alive or self.failure is not None or self._until():
+            return False
+        strand.wakes += 1
+        self.random.random()
+        self.now = max(self.now, until)
+        self.steps += 1
+        return True
 
     def _put(self, at: float, strand: Strand) -> None:
         strand.wakes += 1

@@ -291,7 +291,11 @@ class DatabaseServer(Server):
 
     def has_due_messages(self) -> bool:
         """Whether a record has a message that is to be published."""
-        query = f"SELECT 1 FROM {self.records.tables.records} WHERE publish_at IS NOT NULL"  # noqa: S608
+        return self.has_messages("publish_at")
+
+    def has_messages(self, column: str = "message") -> bool:
+        """Whether a record has a message."""
+        query = f"SELECT 1 FROM {self.records.tables.records} WHERE {column} IS NOT NULL"  # noqa: S608
         with self.records.database.engine.connect() as connection:
             return connection.exec_driver_sql(query).first() is not None
 

@@ -69,6 +69,8 @@ PREFORK_TASKS = ("killed", "timed")
 HABITS = ("cooldown", "error", "dies", "stalls", "self.retry", "closes", "extends", "loops")
 """What most bodies of a run do, if it has a habit; all but the last two end so."""
 DAY = 86_400.0
+TIMER_SLACK = 5e-5
+"""Seconds by which the kernel ends a wait late."""
 PATIENCE = 4 * 3600.0
 """Seconds after the last fault after which everything must be quiet."""
 
@@ -123,13 +125,14 @@ class Shape:
     habit: str = ""
 
     @classmethod
-    def drawn(cls, random: Random) -> Shape:
-        """The cluster of one seed."""
+    def drawn(cls, random: Random, *, day: bool = False) -> Shape:
+        """The cluster of one seed; *day*: it is observed for a day."""
         threads = random.random() < 0.25
         possible = [name for name in TASKS if not (threads and name in PREFORK_TASKS)]
         tasks = tuple(random.sample(possible, random.choice((1, 1, 2))))
         takeover = random.random() < 0.25
         span = random.choice((60.0,) * 54 + (600.0,) * 5 + (DAY,))
+        span = DAY if day else span
         # The lease store in memory has no slots, so that limits are those of the database.
         return cls(
             span=span,
@@ -162,12 +165,13 @@ class World:
     #: Calls and accidents that are left out, such as ``"call 3"``.
     without: frozenset[str] = frozenset()
     given: Shape | None = None
+    day: bool = False
     accidents: tuple[Accident, ...] = ACCIDENTS
     bodies: int = 0
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
-        self.shape = self.given or Shape.drawn(self.random)
+        self.shape = self.given or Shape.drawn(self.random, day=self.day)
         habits = Random(f"habit of {self.seed}")  # so that the other seeds stay as they are
         if self.given is None and habits.random() < 0.3:
             self.shape.habit = habits.choice(HABITS)
@@ -293,6 +297,8 @@ class World:
         """What an operator's timer does: publish the messages that are due or lost."""
         while True:
             self.scheduler.sleep(max(5.0, self.shape.span / 200))
+            if not self.database.has_messages():
+                continue
             with suppress(StoreUnavailable):
                 relay(self.app)
                 rescue(self.app, older=RESCUE_AFTER)
@@ -619,7 +625,8 @@ class Wakeup:
         scheduler = work.world().scheduler
         if not self._notified:
             self._waiting = scheduler.current
-            scheduler.park(min(3600.0 if timeout is None else timeout, 3600.0))
+            seconds = min(3600.0 if timeout is None else timeout, 3600.0)
+            scheduler.park(work.world().here.clock.true_span(seconds) + TIMER_SLACK)
             self._waiting = None
         self._notified = False
 
@@ -687,9 +694,12 @@ class MemoryOfWorker:
 @contextmanager
 def simulated(world: World) -> Iterator[None]:
     """Replace clocks, randomness, threads and processes by those of *world*."""
+    scheduler, kernel = world.scheduler, world.kernel
 
     def now() -> float:
-        return float(world.here.clock.now())
+        strand = scheduler.current
+        owner: Any = kernel if strand is None else strand.process
+        return owner.clock.now()  # type: ignore[no-any-return]
 
     def start_thread(target: Callable[[], object]) -> None:
         world.scheduler.spawn(world.here, target, "thread")
