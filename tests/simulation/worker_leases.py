@@ -425,7 +425,16 @@ class SimulatedWorkers(redis_workers.Workers):
 
     def register(self, ended: str, kept: float, added: Mapping[str, str]) -> Sequence[str]:
         def register() -> Sequence[str]:
-            new = [tag for tag in added if not self._is_registered(tag)]
+            new: list[Any] = [tag for tag in added if not self._is_registered(tag)]
+            broker = self._broker
+            living = {
+                name.partition("/")[0] for name, at in broker.leases.items() if at > self._now
+            }
+            holders = ((tag, broker.unacknowledged.get(tag)) for tag in new)
+            # A worker that lives may not have registered yet what it has just fetched.
+            broker.returned |= {
+                (tag, found.worker) for tag, found in holders if found and found.worker in living
+            }
             messages = self._broker.registered.setdefault(self.messages(ended), {})
             messages.update({tag: added[tag].encode() for tag in new})
             return new
