@@ -455,15 +455,21 @@ def only_crashes_count(history: History) -> Iterator[Violation]:
 
 def deliveries_are_handled_once(history: History) -> Iterator[Violation]:
     """A worker begins a delivery once, and ends none that another worker has, unless it stood still
-    after kombu had fetched a message and before it received this, or kombu could not return all.
+    after kombu had fetched a message and before it received this, or kombu could not return all:
+    then a message may be returned while its next worker has it.
     """
+    returned: set[Any] = set()
     late = {note.details["worker"] for note in history.of("received late")}
     for note in history.of("begins twice"):
         yield Violation("a delivery is handled once", note, "the worker has begun it before")
     for note in history.of("acknowledges for another", "returns for another"):
-        worker = note.details["worker"].partition("/")[0]
-        returns = note.what == "returns for another"
-        if not (_kombu_has_failed(history, note.at, worker) if returns else worker in late):
+        worker, tag = note.details["worker"].partition("/")[0], note.details["tag"]
+        if note.what == "returns for another":
+            excused = _kombu_has_failed(history, note.at, worker)
+            returned.add(tag)
+        else:
+            excused = worker in late or tag in returned
+        if not excused:
             yield Violation("a delivery is handled once", note, "another worker has the message")
 
 

@@ -251,13 +251,14 @@ GOOD: dict[str, Callable[[], Story]] = {
         called()
         .run()
         .note("received late", worker="w0")
-        .note("acknowledges for another", worker="w0/1")
+        .note("acknowledges for another", worker="w0/1", tag=1)
     ),
     "a message that kombu has returned without knowing it": lambda: (
         called()
         .run()
         .note("refused", op="read", process="w0/main")
-        .note("returns for another", worker="w0")
+        .note("returns for another", worker="w0", tag=1)
+        .note("acknowledges for another", worker="w1/1", tag=1)
     ),
     "a call that waits until the lease ends": lambda: (
         called().run().note("event CallRescheduled", reason="another call holds the key", delay=3.4)
@@ -758,11 +759,11 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     ),
     "a message that another worker has got, and that is acknowledged": (
         "a delivery is handled once", 6,
-        lambda: called().run().note("acknowledges for another", worker="w0/1"),
+        lambda: called().run().note("acknowledges for another", worker="w0/1", tag=1),
     ),
     "a message that another worker has got, and that is returned": (
         "a delivery is handled once", 6,
-        lambda: called().run().note("returns for another", worker="w0"),
+        lambda: called().run().note("returns for another", worker="w0", tag=1),
     ),
     "a call that expires although it has begun": (
         "what has begun does not expire", 3,

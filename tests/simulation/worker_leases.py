@@ -168,7 +168,7 @@ class Pipeline:
             if not client.renews:  # kombu's own channel, from which the worker may have it still
                 broker.returned.add((tag, client.host))
             elif found is not None and found.worker != client.host and not late:
-                broker.world.note("returns for another", worker=client.host)
+                broker.world.note("returns for another", worker=client.host, tag=tag)
 
         self._steps.append(end)
         return self
@@ -378,7 +378,7 @@ class SimulatedWorkers(redis_workers.Workers):
                     and (tag, host) not in self._broker.returned
                     and self._is_registered(tag)
                 ):
-                    self._broker.world.note("acknowledges for another", worker=name)
+                    self._broker.world.note("acknowledges for another", worker=name, tag=tag)
             return over[: redis_workers.BATCH]
 
         changes = dict(added), list(ended), list(acknowledged)
