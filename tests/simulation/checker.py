@@ -167,6 +167,10 @@ def one_outcome(history: History) -> Iterator[Violation]:
             yield Violation("one outcome", note, "not written by the process of the attempt")
 
 
+def _ran(row: Row | None) -> bool:
+    return row is not None and row.state == State.RUNNING
+
+
 def closed_after_its_lease(history: History) -> Iterator[Violation]:
     """What another process writes into the row of a revoked call comes after its lease has ended,
     unless the lease store has lost that.
@@ -180,7 +184,9 @@ def closed_after_its_lease(history: History) -> Iterator[Violation]:
             until = {its: at for its, at in until.items() if not its.endswith(f"-{given['pid']:x}")}
         elif note.what != "row":
             until.clear()
-        elif given["new"] is not None and given["new"].ended == Ended.TERMINATED:
+        elif _ran(given["old"]) and given["new"] is not None and not _ran(given["new"]):
+            if given["new"].ended != Ended.TERMINATED:
+                continue
             owner, pid = given["new"].owner, f"-{given['pid']:x}"
             if until.get(owner, 0.0) > note.at and not owner.endswith(pid):
                 yield Violation("closed after its lease", note, "its lease has not ended")
