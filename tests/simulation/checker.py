@@ -380,6 +380,56 @@ def cooldown_lasts(history: History) -> Iterator[Violation]:
                 yield Violation("a cooldown lasts", note, "it was asked for longer")
 
 
+def waits_are_not_shortened(history: History) -> Iterator[Violation]:
+    """Once a key waits, only an operator, who raises the fence, makes the wait shorter: not the end
+    of the call that waits.
+    """
+    waiting = (State.PENDING, State.COOLING)
+    for note in history.of("row"):
+        old, new = note.details["old"], note.details["new"]
+        if old is None or new is None or not (old.state in waiting and new.state in waiting):
+            continue
+        if old.fence == new.fence and new.retry_at < old.retry_at - 0.01 > note.at:
+            yield Violation("a wait is not shortened", note, f"the key waited: {old}")
+
+
+def outcomes_are_repeated(history: History) -> Iterator[Violation]:
+    """If the process of a body that has ended lives, no other attempt has to take its row over: the
+    outcome is written, also after one refused request.
+    """
+    ended = {
+        note.details["token"]
+        for note in history.of("body ended")
+        if note.details.get("ending") not in (None, "", "interrupted")
+    }
+    bodies = {body.token: body for body in history.bodies if body.token in ended}
+    for note in history.of("row"):
+        old, new = note.details["old"], note.details["new"]
+        if old is None or new is None or not old.state == State.RUNNING == new.state:
+            continue
+        body = bodies.get(old.owner)
+        if body is None or new.owner == old.owner or body.ended > note.at:
+            continue
+        faults = history.faults(body.process, body.began.at - TTL, note.at)
+        if not faults or [fault.what for fault in faults] == ["refused"]:
+            yield Violation("an outcome is repeated", note, f"{old.owner} has ended after {faults}")
+
+
+def what_has_failed_does_not_run(history: History) -> Iterator[Violation]:
+    """A call that has failed for good does not run again, also after another call of its key. The
+    failure of a call that crashed is taken back if its process has lived.
+    """
+    failed: set[tuple[str, str]] = set()
+    for note in history.of("row", "body"):
+        given, row = note.details, note.details.get("new")
+        if note.what == "body" and (given["key"], given["call"]) in failed:
+            yield Violation("what has failed does not run", note, "its call has failed")
+        if row is None or row.state != State.FAILED or row.task == "latest":
+            continue
+        if row.reason != "crash_loop":
+            failed.add((row.key, row.call))
+
+
 def what_keeps_failing_ends(history: History) -> Iterator[Violation]:
     """A key does not cool down after the last failure that it may have."""
     asked: set[str] = set()
@@ -781,6 +831,18 @@ def one_result(history: History) -> Iterator[Violation]:
             yield Violation("one result", note, f"{answer} is not {results[note.details['key']]}")
 
 
+def own_results(history: History) -> Iterator[Violation]:
+    """If each call runs, no two calls of a key get the same result."""
+    found: dict[tuple[str, Any], str] = {}
+    for note in history.of("published"):
+        given = note.details
+        call, answer = given["call"], history.final["values"].get(given["call"])
+        if given["task"] not in ("each", "limited") or answer is None:
+            continue
+        if (other := found.setdefault((given["key"], answer), call)) != call:
+            yield Violation("own results", note, f"{answer} is the result of {other}")
+
+
 def last_change_seen(history: History) -> Iterator[Violation]:
     """With ``lease_runs="latest"`` each call is done by a run of itself or of a newer call, unless
     its caller got an error. Calls that are published at the same time have any order.
@@ -828,6 +890,9 @@ CHECKS: tuple[Check, ...] = (
     effect_is_stored,
     cooldown_holds,
     cooldown_lasts,
+    waits_are_not_shortened,
+    outcomes_are_repeated,
+    what_has_failed_does_not_run,
     without_faults_nothing_runs_twice,
     without_faults_no_lease_is_lost,
     body_begins_under_its_lease,
@@ -837,6 +902,7 @@ CHECKS: tuple[Check, ...] = (
     withdrawn_calls_do_not_run,
     queued_once,
     one_result,
+    own_results,
     last_change_seen,
     limit_holds,
     group_holds,

@@ -397,6 +397,12 @@ BUGS = (
         "if record.ended is Ended.RETRIED else 0.0",
     ),
     Bug(
+        "the end of a call that waits ends the wait of its key",
+        AFTER_RUN,
+        "        retry_after=row.waits or None,\n",
+        "",
+    ),
+    Bug(
         "a call that has begun early begins again when its countdown ends",
         "celery_leases.worker.waiting_calls",
         "            entry.fun, entry.args = _nothing, ()\n",

@@ -6,6 +6,7 @@ from typing import Final
 
 REGRESSIONS: Final[tuple[tuple[int, tuple[str, ...]], ...]] = (
     (203, ()),
+    (561, ()),
     (1441, ()),
     (1451, ()),
     (1828, ("call 2", "call 5")),

@@ -347,7 +347,7 @@ GOOD: dict[str, Callable[[], Story]] = {
         .ends()
         .done()
     ),
-    "two runs of each call": lambda: (
+    "two runs of each call": lambda: having(
         Story()
         .call(task="each")
         .call("c2", task="each")
@@ -358,7 +358,31 @@ GOOD: dict[str, Callable[[], Story]] = {
         .claim("b", 2, "c2", result=None)
         .body("b", 2)
         .ends("b")
-        .done("other")
+        .done("other"),
+        values={"c1": "r", "c2": "other"},
+    ),
+    "a call after one that has failed": lambda: (
+        Story()
+        .call(task="each", answer="FAILURE")
+        .claim(task="each")
+        .body()
+        .ends()
+        .write(state="failed", ended="failed")
+        .call("c2", task="each")
+        .claim("b", 2, "c2")
+        .note("body", key=KEY, call="c2", fence=2, token="b", process="w0/c1")
+        .done()
+    ),
+    "a cooldown that lasts although its call is revoked": lambda: (
+        Story()
+        .call(answer="REVOKED")
+        .claim()
+        .body()
+        .ends()
+        .note("holds", key=KEY, token="a", until=19.0, store_until=20.0)
+        .cools(9, resumes=True)
+        .note("revoked", call="c1")
+        .write(99, ended="terminated", resumes=False)
     ),
     "an interrupted body ends within moments": lambda: (
         called()
@@ -630,6 +654,25 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a cooldown that is shorter than what was asked for": (
         "a cooldown lasts", 5,
         lambda: called().claim().body().ends(ending="cooldown").cools(1, resumes=True).wait(1).run("b", 2),
+    ),
+    "a cooldown that ends with its call": (
+        "a wait is not shortened", 7,
+        lambda: Story().call(answer="REVOKED").claim().body().ends().cools(9, resumes=True)
+        .note("revoked", call="c1").write(99, ended="terminated", resumes=False, retry_at=0.0),
+    ),
+    "an outcome that is not written because of one refused request": (
+        "an outcome is repeated", 6,
+        lambda: called().claim().body().ends(ending="self.retry").note("refused", process="w0/c1")
+        .claim("b", 2).body("b", 2).ends("b").done(),
+    ),
+    "a call that runs after it has failed, and another one ran": (
+        "what has failed does not run", 8,
+        lambda: Story().call(task="each", answer="FAILURE").claim(task="each").body().ends()
+        .write(state="failed", ended="failed").claim("b", 2, "c2").claim("a", 3).body("a", 3),
+    ),
+    "the result of another call": (
+        "own results", 2,
+        lambda: Story().call(task="each").call("c2", task="each").claim(task="each").body().ends().done(),
     ),
     "a body that runs again after it has returned": (
         "without faults nothing runs twice", 6,
