@@ -136,7 +136,19 @@ BUGS = (
         "        if process.clock.now() >= held_lease.own_stop:\n            self._close(unrun(call, record, 0.0))",
         "        if False:\n            self._close(unrun(call, record, 0.0))",
     ),
+    Bug(
+        "an older call keeps the order of the newest",
+        CLAIM,
+        '"order": call.order or (row.order if stands else 0),',
+        '"order": max(call.order, row.order),',
+    ),
     # -- the outcome
+    Bug(
+        "a retry asked by the body has no outcome that is repeated",
+        RUN,
+        "isinstance(ending, Returned | Raised | Snoozed | ControlFlow)",
+        "isinstance(ending, Returned | Raised | Snoozed)",
+    ),
     Bug(
         "an outcome is written without fence and owner",
         STATEMENTS,

@@ -723,8 +723,8 @@ def start(bench: Bench, ttl: float, **options: Any) -> HeldLease:
 
 
 def test_the_renewal_thread_renews_every_third_of_the_ttl(running: Bench) -> None:
-    held_lease = start(running, 0.3)
     began = time.monotonic()
+    held_lease = start(running, 0.3)
     until(lambda: len(running.leases.renewed) >= 4, "four renewals")
     assert time.monotonic() - began >= 0.39
     assert held_lease.held
