@@ -144,7 +144,7 @@ BUGS = (
     ),
     # -- the outcome
     Bug(
-        "a retry asked by the body has no outcome that is repeated",
+        "the outcome of retry() is not written again after an error",
         RUN,
         "isinstance(ending, Returned | Raised | Snoozed | ControlFlow)",
         "isinstance(ending, Returned | Raised | Snoozed)",
@@ -270,7 +270,7 @@ BUGS = (
         '""',
     ),
     Bug(
-        "nobody looks for a message whose fetch got no reply",
+        "a message stays lost if the reply to its fetch was lost",
         FETCHING,
         "                self._unanswered()\n            raise",
         "                pass\n            raise",
