@@ -94,7 +94,8 @@ def test_hostile_errors_have_at_least_a_name(make: Any) -> None:
     assert facts_of(make()).names
 
 
-def test_reading_five_errors_takes_less_than_a_millisecond() -> None:
+def test_reading_five_errors_takes_few_calls() -> None:
+    """Calls are counted, because a busy machine takes longer for each."""
     error: BaseException | None = None
     for _ in range(5):
         outer = http_error(
@@ -103,12 +104,15 @@ def test_reading_five_errors_takes_less_than_a_millisecond() -> None:
         outer.__cause__ = error
         error = outer
     assert error is not None
-    taken = []
-    for _ in range(200):
-        begun = time.thread_time()
+    facts_of(error)
+    events: Counter[str] = Counter()
+    before = sys.getprofile()
+    sys.setprofile(lambda _frame, event, _: events.update([event]))
+    try:
         facts_of(error)
-        taken.append(time.thread_time() - begun)
-    assert min(taken) < 1e-3  # a busy machine makes most of them slower
+    finally:
+        sys.setprofile(before)
+    assert events["call"] + events["c_call"] < 5000
 
 
 class Counting(Exception):
