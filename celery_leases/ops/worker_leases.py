@@ -59,7 +59,7 @@ def workers_of(app: Celery) -> Sequence[WorkerLeaseState]:
         )
         try:
             channel = connection.default_channel
-            found = Workers(channel.pool, prefix_of(app, channel)).listed()
+            found = Workers(channel.pool, prefix_of(channel)).listed()
         except errors as error:
             raise BrokerUnavailable(f"the broker: {redact(str(error))}") from error
     states = []

@@ -25,7 +25,6 @@ from itertools import chain
 from queue import Empty
 from typing import TYPE_CHECKING, Any, Final
 
-from celery import Celery
 from celery.concurrency.solo import TaskPool as SoloPool
 from celery.platforms import EX_FAILURE
 from celery.worker import state
@@ -38,7 +37,7 @@ from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.options import DAY
 from celery_leases.text.notices import logger
 from celery_leases.text.redaction import redact
-from celery_leases.worker.app_settings import leased_tasks, settings_of
+from celery_leases.worker.app_settings import leased_tasks
 from celery_leases.worker.headers import HEADER, ORDER
 
 if TYPE_CHECKING:
@@ -601,7 +600,7 @@ def start(consumer: Any) -> None:
         lease = WorkerLease(
             worker.hostname,
             partial(_connection_like, consumer, options),
-            prefix_of(app, consumer.connection.default_channel),
+            prefix_of(consumer.connection.default_channel),
             ttl,
             frozenset(tasks),
         )
@@ -635,6 +634,8 @@ def _connection_like(consumer: Any, options: Mapping[str, Any]) -> Any:
     return made
 
 
-def prefix_of(app: Celery, channel: Any) -> str:
-    """How the keys begin: workers that share unacknowledged messages share registrations."""
-    return f"{channel.global_keyprefix}{settings_of(app).prefix}:{channel.unacked_key}"
+def prefix_of(channel: Any) -> str:
+    """How the keys begin: workers that share unacknowledged messages share registrations, whatever
+    the ``leases_prefix`` of their applications is.
+    """
+    return f"{channel.global_keyprefix}celery_leases:{channel.unacked_key}"

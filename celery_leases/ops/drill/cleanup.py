@@ -30,7 +30,7 @@ def delete_queues(app: Celery, queues: Sequence[str]) -> None:
             from celery_leases.stores.redis.workers import Workers
 
             _delete_unacknowledged(channel, queues)
-            Workers(channel.pool, prefix_of(app, channel)).forget_all(HOSTNAME)
+            Workers(channel.pool, prefix_of(channel)).forget_all(HOSTNAME)
         for name in queues:
             queue = app.amqp.queues[name].bind(channel)
             queue.declare()  # kombu knows the bindings only of queues that this process has declared
