@@ -55,7 +55,7 @@ class Settings:
     #: Connections of one process to the database, at most; and as many to a lease store in Redis.
     #: At least 3 (docs/how-to/operating.md#connections).
     pool_size: int = POOL_SIZE
-    #: The beginning of every key of the lease store. Applications that share it need different ones.
+    #: The beginning of the keys of the lease store. Applications that share it need different ones.
     prefix: str = "celery_leases"
     #: ``True``: eager calls, and under ``task_always_eager`` also ``lease_status()``,
     #: ``delay_in()`` and ``LeaseClient.from_app()``, use the stores of the settings instead of
