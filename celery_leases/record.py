@@ -229,6 +229,11 @@ class Record:
     )
     crashed_at: int | None = field(default=None, metadata=details("crashed_at", _FORGET))
     crashed_call: str | None = field(default=None, metadata=details("crashed_call"))
+    #: Unless ``lease_runs="once"``: the consecutive crashes of other calls, the latest last.
+    other_crashes: Mapping[str, int] | None = field(
+        default=None,
+        metadata=details("other_crashes", Emptied.EXPIRED | Emptied.FORGIVE | Emptied.FORGET),
+    )
     finished_at: int | None = field(default=None, metadata=column(_CLAIM | _QUEUE | _FORGET))
     expires_at: int | None = field(default=None, metadata=column(_CLAIM | _QUEUE))
     #: The retention, in seconds, of the task of the last claim; ``None`` if unknown.
@@ -369,6 +374,8 @@ class Outcome:
     finished: Mapping[str, str | None] | None = None
     #: The call of the last counted crash.
     crashed_call: str | None = None
+    #: The crashes of other calls.
+    other_crashes: Mapping[str, int] | None = None
     #: The traceback of the failure.
     traceback: str | None = None
     #: The body did not begin.

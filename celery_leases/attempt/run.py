@@ -601,6 +601,7 @@ class Execution:
                 return replace(
                     record,
                     crashes=now.crashes,
+                    other_crashes=now.other_crashes,
                     crashed_at=now.crashed_at,
                     previous=now.previous,
                     history=now.history,
@@ -769,7 +770,9 @@ class Execution:
         call, record = self.call, self.record
         ended = Ended.TERMINATED if isinstance(ending, Terminated) else Ended.LOST
         try:
-            known = self.process.records.note_end(record.stored_key, record.owner, ended)
+            known = self.process.records.note_end(
+                record.stored_key, record.owner, ended, call.call_id
+            )
             now = known or self.process.records.read(record.stored_key)
         except StoreUnavailable as error:
             return self._after_store_failure(error, 0)

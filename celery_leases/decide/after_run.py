@@ -108,6 +108,7 @@ def after_run(
             reason=ending.missing,
             finished=finished(call, record, ending.result) if call.options.reruns else None,
             crashed_call=record.crashed_call,
+            other_crashes=record.other_crashes,
         )
     return with_retention(call, _closed(call, record, ending, crashes))
 
@@ -267,6 +268,7 @@ def unchanged(call: Call, record: Record) -> Outcome:
         quick_retries=record.quick_retries,
         cooldowns=record.cooldowns,
         crashed_call=record.crashed_call,
+        other_crashes=record.other_crashes,
     )
 
 
@@ -293,8 +295,15 @@ def crash_loop(record: Record) -> PermanentFailure:
 
 def _with_crash(call: Call, record: Record, outcome: Outcome) -> Outcome:
     """*outcome* with one crash more."""
-    before = 0 if crashes_of_another_call(call, record) else record.crashes
-    return replace(outcome, crashes=before + 1, crashed_call=call.call_id)
+    if call.options.reruns:
+        most = call.options.failures.crashes
+        record = attempt_history.crashes_counted_for(record, call.call_id, most)
+    return replace(
+        outcome,
+        crashes=record.crashes + 1,
+        crashed_call=call.call_id,
+        other_crashes=record.other_crashes,
+    )
 
 
 def _after_crash(

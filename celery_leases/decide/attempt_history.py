@@ -18,6 +18,8 @@ HISTORY_MAX: Final = 9
 """Attempts in a history, at most: with the attempt in the columns they are ten."""
 ERROR_MAX: Final = 160
 """Characters of an error in a history, at most."""
+CRASHED_CALLS_MAX: Final = 16
+"""How many other calls that have crashed a record of a task whose calls all run counts."""
 _UNCOUNTED: Final = (Ended.LOST, Ended.INTERRUPTED, Ended.SNOOZED, Ended.WAITING)
 """After these the next crash is still one in a row."""
 
@@ -47,12 +49,33 @@ def crashes_in_a_row(row: Record) -> Sequence[PastAttempt]:
             found.append(attempt)
         elif attempt.ended not in _UNCOUNTED:
             break
-    return found[: row.crashes]
+    return found[: row.crashes + sum((row.other_crashes or {}).values())]
 
 
-def with_end(row: Record, owner: str, ended: Ended) -> Record | None:
-    """*row* after the abandoned attempt with the token *owner* is known to have *ended*; ``None``
-    if the history has no such attempt.
+def crashes_counted_for(row: Record, call_id: str, most: int) -> Record:
+    """*row* with the crashes of the call *call_id* in ``crashes``: unless ``lease_runs="once"``,
+    each call has its own, and ends after *most*, whatever other calls do meanwhile.
+
+    If too many calls have crashed, a new one takes the place and the count of the one with the
+    fewest. So they all end, also if the calls of a key crash in turn.
+    """
+    if row.crashed_call in (None, call_id):
+        return row
+    counts = {**(row.other_crashes or {}), str(row.crashed_call): row.crashes}
+    others = {each: n for each, n in counts.items() if n and each not in row.finished_calls}
+    crashes = others.pop(call_id, 0)
+    if not crashes and len(others) > CRASHED_CALLS_MAX:
+        fewest = min(others, key=others.__getitem__)
+        if others[fewest] < most:
+            crashes = others.pop(fewest)
+        else:  # those have ended, and are forgotten as soon as their callers know it
+            others.popitem()
+    return replace(row, crashes=crashes, crashed_call=call_id, other_crashes=others or None)
+
+
+def with_end(row: Record, owner: str, ended: Ended, call_id: str = "") -> Record | None:
+    """*row* after the abandoned attempt with the token *owner*, of the call *call_id*, is known to
+    have *ended*; ``None`` if the history has no such attempt.
 
     ``CRASHED`` and ``TERMINATED`` confirm its crash, any other end takes the crash back. If the key
     has failed for good because of that crash, it may run again.
@@ -72,6 +95,8 @@ def with_end(row: Record, owner: str, ended: Ended) -> Record | None:
             changes["crashed_at"] = None
     if known_crash or past not in crashes_in_a_row(row):
         return replace(row, **changes)
+    if (others := row.other_crashes or {}).get(call_id):
+        return replace(row, **changes, other_crashes={**others, call_id: others[call_id] - 1})
     changes["crashes"] = row.crashes - 1
     if row.state is State.FAILED and row.reason == Reason.CRASH_LOOP:
         changes |= {"state": State.PENDING, "failure": None, "reason": None}

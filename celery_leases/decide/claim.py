@@ -183,8 +183,9 @@ def dated(new: Record, now: int) -> Record:
 
 def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int | None) -> Record:
     for owner in call.prior:
-        row = attempt_history.with_end(row, owner, Ended.LOST) or row
+        row = attempt_history.with_end(row, owner, Ended.LOST, call.call_id) or row
     reruns, same_call = call.options.reruns, row.call_id == call.call_id
+    most = call.options.failures.crashes
     # Its retention is over, or each call has a generation of its own (unless ``runs="once"``).
     new_generation = row.expired or (reruns and not same_call)
     # A running row was not closed by its owner, of which nothing was heard since its lease ended:
@@ -198,9 +199,10 @@ def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int
         latest = attempt_history.taken_over(row, ended)
     values: dict[str, Any] = {"history": attempt_history.with_attempt(row, latest)}
     if crashed:
-        # Unless runs="once", crashes in a row belong to one call.
-        first = reruns and row.crashed_call not in (None, row.call_id)
-        values |= {"crashes": 1 if first else row.crashes + 1, "crashed_call": row.call_id}
+        counted = attempt_history.crashes_counted_for(row, row.call_id, most) if reruns else row
+        row = replace(counted, crashes=counted.crashes + 1, crashed_call=row.call_id)
+    if (row.other_crashes or {}).get(call.call_id):
+        row = attempt_history.crashes_counted_for(row, call.call_id, most)
     values |= EMPTY[Emptied.CLAIM]
     if new_generation:
         values |= EMPTY[Emptied.GENERATION]

@@ -327,12 +327,16 @@ def _settle(process: Process, call: Call, ended: EndedDelivery) -> None:
     if not retry(lambda: records.settle(record, outcome)):  # the child's statement was faster
         _close_waiting(process, call, ended, retry)
         return
-    if outcome.crashes > record.crashes:
+    if _counts_a_crash(record, outcome):
         process.observer.observe(
             events.CrashSeen(**call.subject, crashes=outcome.crashes, host=record.holder)
         )
     took = (record.now - record.started_at) / 1e6
     process.observer.observe(events.AttemptSettled.by(call.subject, record, outcome, took, took))
+
+
+def _counts_a_crash(row: Record, outcome: Outcome) -> bool:
+    return (row.crashes, row.crashed_call) != (outcome.crashes, outcome.crashed_call)
 
 
 def _end_burst(process: Process, call: Call) -> None:
@@ -353,7 +357,7 @@ def _note_end(
     """
     crashed = ended.cause in (ExitCause.KILLED, ExitCause.TIME_LIMIT)
     how = Ended.CRASHED if crashed else Ended.INTERRUPTED
-    known = retry(lambda: process.records.note_end(call.key.stored, ended.token, how))
+    known = retry(lambda: process.records.note_end(call.key.stored, ended.token, how, call.call_id))
     if known is not None and crashed:
         host = f"{process.host.rpartition('/')[0]}/{ended.pid}"
         process.observer.observe(events.CrashSeen(**call.subject, crashes=known.crashes, host=host))
@@ -378,7 +382,7 @@ def _close_waiting(
         return
     row, outcome = closed
     observe = process.observer.observe
-    if outcome.crashes > row.crashes:
+    if _counts_a_crash(row, outcome):
         observe(events.CrashSeen(**call.subject, crashes=outcome.crashes, host=row.holder))
     elif ended.cause is ExitCause.REVOKED:
         reason = events.Dropped.REVOKED

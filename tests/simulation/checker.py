@@ -453,28 +453,29 @@ def what_keeps_failing_ends(history: History) -> Iterator[Violation]:
 
 def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
     """No body begins after so many others in a row whose processes died, unless the lease store has
-    lost leases: then their processes may have lived.
+    lost leases: then their processes may have lived. If each call runs, those of its call count.
     """
-    running: dict[str, tuple[str, str]] = {}
-    crashes: defaultdict[str, int] = defaultdict(int)
+    running: dict[str, tuple[tuple[str, str], str]] = {}
+    crashes: defaultdict[tuple[str, str], int] = defaultdict(int)
     for note in history.of("body", "body ended", "killed", "emptied", "evicted"):
         given = note.details
         if note.what in ("emptied", "evicted"):
             return
         if note.what == "killed":
-            for token, (key, process) in list(running.items()):
+            for token, (work, process) in list(running.items()):
                 if process == given["process"]:
                     del running[token]
-                    crashes[key] += 1
+                    crashes[work] += 1
             continue
-        key = given["key"]
+        task = given["key"].partition(" ")[0]
+        work = given["key"], given["call"] if task in SEVERAL_RUNS else ""
         if note.what == "body ended":
             running.pop(given["token"], None)
-            crashes.pop(key, None)
-        elif key.partition(" ")[0] not in (*SEVERAL_RUNS, "charged", "queued"):
-            if crashes[key] >= CRASHES:
-                yield Violation("what keeps crashing ends", note, f"{crashes[key]} crashes")
-            running[given["token"]] = key, given["process"]
+            crashes.pop(work, None)
+        elif task not in ("charged", "queued"):
+            if crashes[work] >= CRASHES:
+                yield Violation("what keeps crashing ends", note, f"{crashes[work]} crashes")
+            running[given["token"]] = work, given["process"]
 
 
 def only_crashes_count(history: History) -> Iterator[Violation]:

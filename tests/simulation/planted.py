@@ -95,6 +95,12 @@ BUGS = (
         "the fence is not raised", CLAIM, '"fence": max(row.fence + 1, now),', '"fence": row.fence,'
     ),
     Bug(
+        "a crash of a call wipes the count of another one",
+        "celery_leases.decide.attempt_history",
+        "counts = {**(row.other_crashes or {}), str(row.crashed_call): row.crashes}",
+        "counts: dict[str, int] = {}",
+    ),
+    Bug(
         "a claim does not compare the row",
         STATEMENTS,
         'where(columns.stored_key == bindparam("for_key"), *as_seen)',

@@ -64,7 +64,7 @@ class Story:
         self, owner: str = "a", fence: int = 1, process: str = "w0/c1", **details: Any
     ) -> Story:
         who = {"key": KEY, "call": "c1", "fence": fence, "token": owner, "process": process}
-        return self.note("body", **who, **details)
+        return self.note("body", **{**who, **details})
 
     def ends(self, owner: str = "a", ending: str = "") -> Story:
         return self.note("body ended", key=KEY, call="c1", token=owner, ending=ending)
@@ -88,10 +88,11 @@ class Story:
         ran = self.claim("a", fence).body("a", fence).ends(ending="cooldown")
         return ran.cools(8, resumes=True).wait(8)
 
-    def crashes(self, fence: int) -> Story:
+    def crashes(self, fence: int, call: str = "c1") -> Story:
         """A run whose process dies; its main process sees it."""
         process, pid = f"w0/c{fence}", 16 + fence
-        ran = self.claim(f"a-{pid:x}", fence).body(f"a-{pid:x}", fence, process)
+        ran = self.claim(f"a-{pid:x}", fence, call)
+        ran.body(f"a-{pid:x}", fence, process, call=call)
         return ran.note("killed", process=process, pid=pid).write(
             99, state="pending", ended="crashed"
         )
@@ -127,6 +128,21 @@ def having(story: Story, **fields: Any) -> Story:
     for name, value in fields.items():
         setattr(story, name, value)
     return story
+
+
+def of_task(task: str, told: Story) -> Story:
+    """The same history of a key of that task."""
+    key = f"{task} k"
+
+    def changed(value: Any) -> Any:
+        return replace(value, key=key, task=task) if isinstance(value, Row) else value
+
+    for note in told.notes:
+        note.details.update({name: changed(value) for name, value in note.details.items()})
+        if "key" in note.details:
+            note.details["key"] = key
+    told.row = changed(told.row)
+    return told
 
 
 def story() -> Story:
@@ -198,6 +214,21 @@ GOOD: dict[str, Callable[[], Story]] = {
         .crashes(2)
         .crashes(3)
         .write(99, state="failed", reason="crash_loop")
+    ),
+    "calls that crash twice each, and then run": lambda: of_task(
+        "each",
+        Story()
+        .call("c1", "each")
+        .call("c2", "each", "FAILURE")
+        .crashes(1)
+        .crashes(2, "c2")
+        .crashes(3)
+        .crashes(4, "c2")
+        .run("b", 5)
+        .claim("c", 6, "c2")
+        .body("c", 6, call="c2")
+        .ends("c")
+        .write(state="failed"),
     ),
     "a fourth body after an eviction": lambda: (
         called().note("evicted", key=KEY).crashes(1).crashes(2).crashes(3).wait(9).run("b", 4)
@@ -785,6 +816,10 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a fourth body after three crashes": (
         "what keeps crashing ends", 15,
         lambda: called().crashes(1).crashes(2).crashes(3).wait(9).run("b", 4),
+    ),
+    "a fourth body of a call after three crashes, and one of another call": (
+        "what keeps crashing ends", 19,
+        lambda: of_task("each", called().crashes(1).crashes(2).crashes(3, "c2").crashes(4).wait(9).run("b", 5)),
     ),
     "a key that fails by a crash that was heard of": (
         "only crashes count", 15,

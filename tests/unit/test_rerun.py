@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from celery_leases.decide import attempt_history
 from celery_leases.decide.after_failure import after_failure
 from celery_leases.decide.after_run import (
     FINISHED_CALLS_MAX,
     FINISHED_RESULT_MAX,
+    ExitCause,
     after_run,
+    child_exited,
     stopped_by_crash_loop,
 )
+from celery_leases.decide.attempt_history import CRASHED_CALLS_MAX
 from celery_leases.decide.before_run import after_claim
+from celery_leases.decide.claim import claimed
 from celery_leases.decide.endings import Returned
+from celery_leases.decide.repairs import settled
 from celery_leases.decide.verdicts import Drop, Raise, Reschedule, Return, Run
 from celery_leases.errors import CoolingDown, PermanentFailure, ResultMissing
 from celery_leases.failures.actions import cooldown, permanent
-from celery_leases.record import Record, State
+from celery_leases.record import Ended, Record, State
 from tests.unit.decision_inputs import (
     NOW,
     OURS,
@@ -34,6 +41,8 @@ from tests.unit.decision_inputs import (
     refusal,
     waiting,
 )
+
+STORE = "redis://one"
 
 
 class TestRerun:
@@ -112,6 +121,49 @@ class TestCrashesUnderRerun:
         )
         assert after_claim(a_call(runs="each"), record) == Run()
         assert after_run(a_call(runs="each"), record, Returned(1, "1")).crashes == 3
+
+    @pytest.mark.parametrize("known", [True, False], ids=["seen", "suspected"])
+    def test_calls_that_crash_in_turn_all_end(self, known: bool) -> None:
+        """Also if there are more than a row counts."""
+        row, bodies, waiting = None, 0, deque(f"call-{number}" for number in range(30))
+        while waiting:
+            call = a_call(runs="each", call_id=waiting.popleft(), token=f"token-{bodies}")
+            row = claimed(row, call, STORE, NOW)
+            if isinstance(after_claim(call, row), Raise):
+                row = settled(row, stopped_by_crash_loop(call, row), NOW)
+                continue
+            bodies += 1
+            waiting.append(call.call_id)
+            if known:
+                row = settled(row, child_exited(call, row, ExitCause.KILLED), NOW)
+                row = replace(row, retry_at=None)
+        assert bodies <= 30 * 4
+        assert row is not None
+        assert len(row.other_crashes or {}) <= CRASHED_CALLS_MAX + 1
+
+    def test_a_call_that_crashed_and_another_that_did_count_alone(self) -> None:
+        row = a_record(State.RUNNING, THEIRS, crashes=2, crashed_call="third")
+        row = claimed(row, a_call(runs="each", token="token-2"), STORE, NOW)
+        assert (row.crashes, row.crashed_call, row.other_crashes) == (1, THEIRS, {"third": 2})
+        died = settled(row, child_exited(a_call(runs="each"), row, ExitCause.KILLED), NOW)
+        assert (died.crashes, died.crashed_call) == (1, OURS)
+        assert died.other_crashes == {"third": 2, THEIRS: 1}
+        third = claimed(died, a_call(runs="each", call_id="third", token="token-3"), STORE, NOW)
+        assert (third.crashes, third.crashed_call) == (2, "third")
+        assert third.other_crashes == {THEIRS: 1, OURS: 1}
+        lives = attempt_history.with_end(third, "token-1", Ended.LOST, THEIRS)
+        assert lives is not None
+        assert (lives.crashes, lives.other_crashes) == (2, {THEIRS: 0, OURS: 1})
+        theirs = claimed(
+            replace(lives, state=State.PENDING),
+            a_call(runs="each", call_id=THEIRS, token="token-4"),
+            STORE,
+            NOW,
+        )
+        assert after_run(a_call(runs="each"), theirs, Returned(1, "1")).other_crashes == {
+            THEIRS: 0,
+            OURS: 1,
+        }
 
     def test_a_call_given_up_is_not_run_again(self) -> None:
         call = a_call(runs="each")

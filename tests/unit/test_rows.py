@@ -49,7 +49,7 @@ FULL: dict[str, Any] = {
     "lease_until": NOW + 1, "retry_at": NOW + 2, "result": "1", "reason": "r",
     "ended": Ended.FAILED, "failure": Failure("E", "no", rule="r", group="g", ambiguous=True),
     "previous": Attempt(Ended.CRASHED, Failure("F", ""), "host-b/18"), "crashed_at": NOW + 3,
-    "crashed_call": "c", "finished_at": NOW + 4, "expires_at": NOW + 5, "retention": 2.3,
+    "crashed_call": "c", "other_crashes": {"d": 2}, "finished_at": NOW + 4, "expires_at": NOW + 5, "retention": 2.3,
     "quick_retries": 2, "cooldowns": 3, "failures": 4, "failed_at": NOW + 6, "resumes": True,
     "message": "{}", "publish_at": NOW + 7, "published_at": NOW + 8,
     "progress": '{"generation":0,"value":"1","positions":{}}',
@@ -134,7 +134,7 @@ def test_an_outcome_writes_what_it_changes(failed: bool) -> None:
     }  # fmt: skip
     given |= {
         "quick_retries": 2, "cooldowns": 3, "resumes": True, "progress": "{}", "crashed_call": "c",
-        "retries": 5,
+        "other_crashes": {"d": 1}, "retries": 5,
     }  # fmt: skip
     outcome = Outcome(
         State.COOLING, Ended.FAILED, 2, 3, 4, 9.0, retry_after=1.0, failed=failed, **given
@@ -195,7 +195,7 @@ OTHER_OUTCOMES: dict[str, Any] = {
     "ended": Ended.IGNORED, "attempt": 7, "failures": 1, "crashes": 1, "retention": None,
     "retries": 1, "retry_after": 1.0, "reason": "r", "failure": Failure("E", "no"),
     "quick_retries": 1, "cooldowns": 1, "failed": True, "resumes": True, "progress": "{}",
-    "finished": {"b": "2"}, "crashed_call": "c", "unrun": True,
+    "finished": {"b": "2"}, "crashed_call": "c", "other_crashes": {"d": 1}, "unrun": True,
 }  # fmt: skip
 """A value of each field that a first success does not have."""
 

@@ -653,9 +653,11 @@ class SqlRecordStore:
             False,
         )
 
-    def note_end(self, stored_key: str, owner: str, ended: Ended) -> Record | None:
-        """Write how an abandoned attempt with the token *owner* has ended, into the row of a later
-        attempt: :func:`celery_leases.decide.attempt_history.with_end`.
+    def note_end(
+        self, stored_key: str, owner: str, ended: Ended, call_id: str = ""
+    ) -> Record | None:
+        """Write how an abandoned attempt with the token *owner*, of the call *call_id*, has ended,
+        into the row of a later attempt: :func:`celery_leases.decide.attempt_history.with_end`.
 
         Returns the row afterwards, or ``None`` if it does not have that attempt.
         """
@@ -663,7 +665,9 @@ class SqlRecordStore:
             stored_key,
             None,
             lambda row: (
-                attempt_history.with_end(row, owner, ended) if row.unreadable is None else None
+                attempt_history.with_end(row, owner, ended, call_id)
+                if row.unreadable is None
+                else None
             ),
         )
 

@@ -488,6 +488,12 @@ def _texts_by_name(found: Any) -> Mapping[str, str]:
     return found  # type: ignore[no-any-return]
 
 
+def _counts_by_name(found: Any) -> Mapping[str, int]:
+    if any(type(count) is not int for count in _mapping(found).values()):
+        raise TypeError("not an object of integers")
+    return found  # type: ignore[no-any-return]
+
+
 def _texts(found: Any) -> tuple[str, ...]:
     if not isinstance(found, list):
         raise TypeError(f"{type(found).__name__}, not a list")
@@ -505,6 +511,7 @@ _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
     "tuple[str, ...]": _texts,
     "Mapping[str, str] | None": _texts_by_name,
     "Mapping[str, str | None] | None": _mapping,
+    "Mapping[str, int] | None": _counts_by_name,
     "Attempt | None": _previous_from,
     "tuple[PastAttempt, ...]": attempt_history.load,
 }
