@@ -32,12 +32,7 @@ from celery_leases.decide.after_run import (
     unrun,
 )
 from celery_leases.decide.answers import Acquired, Holder, Refusal, Refused
-from celery_leases.decide.before_run import (
-    after_claim,
-    although_leases_were_lost,
-    before_run,
-    holder_of_row,
-)
+from celery_leases.decide.before_run import after_claim, before_run, holder_of_row, run_or_pause
 from celery_leases.decide.claim import finished_by, replaces
 from celery_leases.decide.copies import callbacks_mark
 from celery_leases.decide.endings import (
@@ -433,7 +428,7 @@ class Execution:
             )
         verdict = after_claim(call, record)
         if isinstance(verdict, Raise) and self._holders_may_live():
-            return although_leases_were_lost(record)
+            return run_or_pause(record)
         return verdict
 
     def _too_late(self) -> Reschedule:

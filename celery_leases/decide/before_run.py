@@ -154,20 +154,14 @@ def after_claim(call: Call, record: Record) -> Run | Reschedule | Raise:
         record.just_crashed or call.options.reruns
     ):
         return Raise(crash_loop(record))
+    return run_or_pause(record)
+
+
+def run_or_pause(record: Record) -> Run | Reschedule:
+    """Decide whether a claimed attempt, which does not fail for its crashes, runs now."""
     pause = crash_pause(record.crashes) if record.just_crashed else 0.0
-    return _after_pause(record, pause) if pause else Run()
-
-
-def although_leases_were_lost(record: Record) -> Run | Reschedule:
-    """The verdict on a claimed attempt instead of that of :func:`after_claim`, if the key would
-    fail because of suspected crashes alone, and its lease store has lost leases meanwhile: the
-    holders may have lived.
-    """
-    pause = crash_pause(record.crashes) if record.just_crashed else 0.0
-    return _after_pause(record, pause) if pause else Run()
-
-
-def _after_pause(record: Record, pause: float) -> Reschedule:
+    if not pause:
+        return Run()
     ended = attempt_history.crashes_in_words(record, record.crashes)
     return Reschedule(pause, ended, started=True)
 
@@ -264,7 +258,7 @@ def _follow(call: Call, record: Record, facts: Facts) -> Follow:
     delay = min(2.0 ** min(call.reschedules, 20), LONGEST_FOLLOW_DELAY) + jitter(facts)
     reason = f"call {record.call_id} continues as another task, which has not ended"
     missing = _result_missing(record)
-    again = Reschedule(countdown(call, delay), reason, refusal=missing, event_reason=reason)
+    again = Reschedule(countdown(call, delay), reason, refusal=missing)
     return Follow(record.call_id, _seconds_since_end(record), again, missing)
 
 

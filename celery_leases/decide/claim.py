@@ -133,8 +133,8 @@ def decide(
 
 
 def claimed(row: Record | None, call: Call, lease_store: str, now: int) -> Record:
-    """The row after the claim of *call*; *row* is the row before, *now* microseconds by the
-    database's clock.
+    """The row after the claim of *call*; *row* is the row before, as it was at *now*, microseconds
+    by the database's clock.
     """
     ttl, retention = call.options.ttl, call.options.retention or None
     lease_until = now + round(ttl * MICROSECONDS) if lease_store == DATABASE else None
@@ -236,6 +236,5 @@ def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int
         "lease_until": lease_until,
         "started_at": now,
         "retention": call.options.retention or None,
-        "now": now,
     }
     return replace(row, **values)

@@ -66,13 +66,13 @@ def enqueued(row: Record | None, call: NewCall) -> Record:
 
     Without a *row* its times are 0, and the database adds the time of the insert.
     """
-    now, fence_before = (row.now, row.fence) if row is not None else (0, -1)
+    now = row.now if row is not None else 0
     return Record(
         stored_key=call.key.stored,
         task=call.task,
         key=call.key.key,
         state=State.PENDING,
-        fence=max(fence_before + 1, now),
+        fence=max(row.fence + 1, now) if row is not None else 0,
         call_id=call.call_id,
         generation=row.generation + 1 if row is not None else 0,
         lease_ttl=call.ttl,

@@ -11,7 +11,7 @@ from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Verdic
 from celery_leases.errors import CoolingDown, LeasesError
 from celery_leases.events import Dropped
 from celery_leases.failures.actions import Reason
-from celery_leases.groups.slots import AHEAD, Room
+from celery_leases.groups.slots import AHEAD, NOTHING, Room
 from celery_leases.options import OnBusy
 from celery_leases.record import MAY_HAVE_BEEN_EXECUTED, Ended, Record, State
 from celery_leases.text.cleaning import printable
@@ -103,7 +103,7 @@ def while_full(call: Call, facts: Facts, room: Room) -> Verdict:
     delay = max(room.wait, min(2.0 ** min(call.reschedules, 20), LONGEST_WAIT_FOR_SLOT))
     if call.starts_when_free:
         delay = max(room.wait, countdown_until_free(call, facts.rand))
-    since = (call.ask.since if call.ask is not None else 0.0) or float(round(room.now))
+    since = (call.ask or NOTHING).since or float(round(room.now))
     reschedule = Reschedule(
         countdown(call, delay + jitter(facts)),
         str(refusal),
