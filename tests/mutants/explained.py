@@ -29,12 +29,6 @@ _BY_REASON: Final[dict[str, tuple[str, ...]]] = {
             "  ->  process.clock.now() + verdict.delay >= call.begin_by"
         ),
         "attempt.run retrying: clock.now() + pause > until()  ->  clock.now() + pause >= until()",
-        (
-            "decide.after_failure _was_quiet: (record.started_at - record.failed_at) / 1000000.0"
-            " > _quiet(call, matched)  ->  (record.started_at - record.failed_at) / 1000000.0"
-            " >= _quiet(call, matched)"
-        ),
-        "decide.latest until_turn: burst.quiet_for < quiet  ->  burst.quiet_for <= quiet",
     ),
     "it waits without a pause, or looks less often": (
         "attempt.renewal Renewer._wait_for_renewal: 0.002  ->  1.002",
@@ -84,9 +78,6 @@ _BY_REASON: Final[dict[str, tuple[str, ...]]] = {
     ),
     "a bound of which 0.1 % more is as good": (
         "attempt.run Execution._holders_may_live: 1000000.0  ->  1000001.0",
-        "decide.after_failure _was_quiet: 1000000.0  ->  1000001.0",
-        "decide.claim (module): 1000000  ->  1000001",
-        "decide.waiting group_is_full: 1000  ->  1001",
     ),
     "the quiet time of each policy is at least a day": (
         "decide.after_failure _quiet: 0.0  ->  1.0",

@@ -127,6 +127,19 @@ class TestARunningRow:
         assert decide(a_record(State.PENDING), a_claim(), "redis://two") is None
 
 
+@pytest.mark.parametrize(
+    ("state", "ended", "why"),
+    [
+        (State.RUNNING, None, Refusal.SUPERSEDED),
+        (State.PENDING, Ended.RETRIED, Refusal.SUPERSEDED),
+        (State.PENDING, Ended.LOST, None),
+    ],
+)
+def test_a_later_retry_that_runs_or_will_run_supersedes_the_call(state, ended, why) -> None:
+    row = a_record(state, OURS, retries=2, ended=ended)
+    assert [refusal(row, a_claim(retries=retries)) for retries in (1, 2)] == [why, None]
+
+
 class TestTheRowAfterwards:
     def test_a_new_row_has_the_values_of_the_call(self) -> None:
         claim = a_claim(message="{}", retention=60.0, retries=2)

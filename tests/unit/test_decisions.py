@@ -89,7 +89,9 @@ class TestDoneByAnotherCall:
         )
 
     def test_ignore_drops(self) -> None:
-        assert isinstance(decide(a_call(on_done="ignore"), a_record(State.DONE, result="7")), Drop)
+        dropped = decide(a_call(on_done="ignore"), a_record(State.DONE, result="7"))
+        assert isinstance(dropped, Drop)
+        assert dropped.why == "another call has done it"
 
     def test_ignore_with_a_canvas_replays_because_a_dropped_member_would_hang_the_chord(self):
         assert decide(

@@ -153,8 +153,8 @@ class TestGrowth:
 
     def test_growth_starts_again_after_a_quiet_time(self) -> None:
         record = replace(FRESH, failures=3, quick_retries=2, cooldowns=3)
-        quiet = replace(record, failed_at=NOW - int((DAY + 1) * SECOND))
-        lately = replace(record, failed_at=NOW - int((DAY - 1) * SECOND))
+        quiet = replace(record, failed_at=NOW - int(DAY * SECOND) - 1)
+        lately = replace(record, failed_at=NOW - int(DAY * SECOND))
         assert counts(cooled(raised(cooldown()), quiet)) == (1, 0, 1)
         assert counts(cooled(raised(cooldown()), lately)) == (4, 0, 4)
         assert counts(cooled(raised(cooldown()), record)) == (4, 0, 4)

@@ -54,12 +54,21 @@ class TestItsTurn:
     def test_the_newest_call_runs_at_once(self) -> None:
         assert until_turn(latest(NEWER), Burst(NOW, NEWER, OLDER), 0.5) is None
         assert until_turn(latest(NEWER), Burst(NOW), 0.5) is None
+        assert until_turn(latest(0, arrived=NEWER), Burst(NOW, NEWER, OLDER), 0.5) is None
 
-    def test_an_older_call_waits_for_the_newer_one(self) -> None:
-        again = until_turn(latest(OLDER), Burst(NOW, NEWER, OLDER), 0.5)
+    @pytest.mark.parametrize(
+        ("changes", "rand", "delay"),
+        [
+            *(({"reschedules": n}, 1.0, d) for n, d in enumerate((1.0, 2.0, 4.0, 8.0, 10.0, 10.0))),
+            ({"reschedules": 2}, 0.0, 3.0),
+            ({"starts_when_free": True}, 0.0, 45.0),
+        ],
+    )
+    def test_an_older_call_waits_for_the_newer_one(self, changes, rand, delay) -> None:
+        again = until_turn(latest(OLDER, **changes), Burst(NOW, NEWER, OLDER), rand)
         assert again is not None
-        assert again.held
-        assert again.waited_for_newer > 0
+        assert (again.delay, again.event_type, again.held) == (delay, "held", True)
+        assert again.waited_for_newer == 0.001
         assert "newer call" in again.reason
 
     @pytest.mark.parametrize("waited", [PATIENCE - 0.001, PATIENCE])
@@ -86,7 +95,8 @@ class TestItsTurn:
     def test_its_patience_begins_again_with_each_newer_call(self) -> None:
         now = NOW + 20 * SECOND
         call = latest(OLDER, waited_for_newer=20.0)
-        assert until_turn(call, Burst(now, now - SECOND, OLDER), 0.5) is not None
+        for ago in (SECOND, 0):
+            assert until_turn(call, Burst(now, now - ago, OLDER), 0.5) is not None
 
     @pytest.mark.parametrize(
         ("state", "idle", "waits"),
@@ -110,12 +120,13 @@ class TestItsTurn:
     @pytest.mark.parametrize(
         ("newest", "first", "left"),
         [(NOW, NOW, 5.0), (NOW, NOW - 26 * SECOND, 4.0), (NOW - 2 * SECOND, NOW - 9 * SECOND, 3.0),
-         (NOW, NOW - 30 * SECOND, None), (NOW - 5 * SECOND, NOW - 6 * SECOND, None), (NOW, 0, 5.0)],
+         (NOW, NOW - 30 * SECOND, None), (NOW - 5 * SECOND, NOW - 6 * SECOND, None), (NOW, 0, 5.0),
+         (NOW + 5 * SECOND, NOW, 10.0), (NOW + 6 * SECOND, NOW, None)],
     )  # fmt: skip
     def test_a_debounced_run_begins_after_the_burst(self, newest, first, left) -> None:
         call = latest(newest, debounce=5.0, debounce_max=30.0)
         again = until_turn(call, Burst(NOW, newest, first), 0.5)
-        assert (again and again.delay) == left
+        assert (again and (again.delay, again.event_type)) == (left and (left, ""))
 
     def test_ten_times_the_debounce_is_the_longest_wait_by_default(self) -> None:
         for longer, ends in ((49, False), (50, True)):
@@ -124,9 +135,9 @@ class TestItsTurn:
 
     @pytest.mark.parametrize(
         ("first", "newest", "behind", "idle", "waits"),
-        [(11, 0.1, 0.5, None, False), (9, 0.1, 0.5, None, True), (11, 1.1, 0.0, None, True),
-         (11, 0.1, 2.5, None, True), (13, 0.1, 2.5, None, False), (60, 0.1, 0.5, 0.5, True),
-         (60, 0.1, 0.5, 1.5, False)],
+        [(11, 0.1, 0.5, None, False), (9, 0.1, 0.5, None, True), (11, 1.0, 0.0, None, True),
+         (10, 0.1, 0.9, None, False), (11, 0.1, 2.5, None, True), (13, 0.1, 2.5, None, False),
+         (60, 0.1, 0.5, 0.5, True), (60, 0.1, 0.5, 1.5, False)],
     )  # fmt: skip
     def test_of_calls_that_come_all_the_time_one_runs_at_last(
         self, first, newest, behind, idle, waits
@@ -244,6 +255,8 @@ def test_the_first_arrival_of_a_call_without_an_order_is_noted_for_a_week(change
         Execution(bench.process, copy).acquire()
         if noted:
             assert copy.arrived == (came if known else now)
+    bench.clock.sleep(86_401.0)
+    assert not noted or bench.stores.mark(KEY.stored, arrival_mark(OURS)) is None
 
 
 @pytest.mark.parametrize(

@@ -192,9 +192,17 @@ def test_a_failure_between_two_crashes_ends_the_row_of_crashes() -> None:
     assert [each.ended for each in found] == [Ended.TERMINATED, Ended.ABANDONED]
 
 
-def test_a_history_that_is_no_list_is_an_error() -> None:
-    with pytest.raises(TypeError, match="not a list"):
-        attempt_history.load({})
+@pytest.mark.parametrize(
+    ("damaged", "told"),
+    [
+        ({}, "not a list"),
+        *(([[*times, "lost", "h"]], "times") for times in (("1", 1), ("1", None), (1, "1"))),
+        *(([[1, 1, "lost", *texts]], "texts") for texts in ([1], ["h", 1], ["h", "", 1], ["h", "", "", 1])),
+    ],
+)  # fmt: skip
+def test_a_history_of_other_values_is_an_error(damaged: Any, told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        attempt_history.load(damaged)
 
 
 def test_the_last_crash_says_whether_it_is_known() -> None:
@@ -255,6 +263,9 @@ def test_a_call_that_follows_another_task_says_that_the_result_is_missing() -> N
     assert isinstance(verdict, Follow)
     assert isinstance(verdict.again.refusal, ResultMissing)
     assert verdict.again.refusal is verdict.missing
+    undated = decide(a_call(), replace(row, finished_at=None))
+    assert isinstance(undated, Follow)
+    assert undated.age == 0.0
 
 
 def test_a_claim_takes_the_retention_of_its_call() -> None:
@@ -263,7 +274,9 @@ def test_a_claim_takes_the_retention_of_its_call() -> None:
     assert claimed(row, a_call(retries=3), "redis://one", NOW).retries == 3
 
 
-@pytest.mark.parametrize("row", [None, a_record(State.PENDING, fingerprint=None, digests=None)])
+@pytest.mark.parametrize(
+    "row", [None, a_record(State.PENDING, fingerprint=None, digests=None, task="other")]
+)
 def test_a_claimed_row_has_all_values_of_its_call(row: Record | None) -> None:
     fields: dict[str, Any] = {"token": "token-2", "host": "host-b/1", "retries": 2}
     options = {"ttl": 30.0, "retention": 50.0}
@@ -393,23 +406,48 @@ def test_a_crash_loop_needs_an_operator() -> None:
 
 def test_a_mark_names_the_call_that_waits_only_while_it_has_a_copy() -> None:
     copy = str(UNCOPIED.after("0" * 32))
+    assert copy == "1 " + "0" * 32
     assert waiting_call(waiter_mark(OURS, 0), copy) == OURS
     assert waiting_call(waiter_mark(OURS, 2, NOW), copy) == OURS
     assert waiting_call(waiter_mark(OURS, 0), "ended") is None
     assert waiting_call(callbacks_mark(OURS), copy) is None
 
 
-def test_a_published_call_begins_a_generation() -> None:
-    call = repairs.NewCall("t", KEY, OURS, "{}", ttl=5.0, retention=9.0)
-    expired = a_record(State.DONE, generation=4)
-    new = repairs.enqueued(expired, call)
-    assert (new.generation, new.digests) == (5, KEY.digests)
-    assert repairs.enqueued(None, call).generation == 0
-    row = a_record(State.DONE, generation=4, failures=3, digests=None, result="1")
-    for begins, generation, failures in ((True, 5, 0), (False, 4, 3)):
-        moved = repairs.reassigned(row, call, new_generation=begins)
-        assert (moved.generation, moved.failures) == (generation, failures)
-        assert (moved.digests, moved.task) == (KEY.digests, "t")
+QUEUED = repairs.NewCall("t", KEY, OURS, "{}", ttl=5.0, retention=9.0)
+OF_QUEUED: dict[str, Any] = {
+    "task": "t", "state": State.PENDING, "call_id": OURS, "fingerprint": KEY.fingerprint,
+    "digests": KEY.digests, "message": "{}", "lease_ttl": 5.0, "retention": 9.0,
+}  # fmt: skip
+FAILED = a_record(
+    State.FAILED, generation=4, failures=3, crashes=2, digests=None, fingerprint=None, retention=77.0,
+    ended=Ended.FAILED, failure=FAILURE, finished_at=NOW - SECOND,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "now", "generation"), [(None, 0, 0), (FAILED, NOW, 5)])
+def test_a_published_call_begins_a_row(row: Record | None, now: int, generation: int) -> None:
+    times: Any = dict.fromkeys(("fence", "created_at", "started_at", "now"), now)
+    expected = Record(
+        stored_key=KEY.stored, key=KEY.key, generation=generation, **OF_QUEUED, **times
+    )
+    assert repairs.enqueued(row, QUEUED) == expected
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_published_call_has_the_row_of_a_call_that_has_ended(begins: bool) -> None:
+    empty: Any = {"owner": "", "ended": None, "failure": None, "finished_at": None}
+    past = PastAttempt(
+        NOW - 9 * SECOND, NOW - SECOND, Ended.FAILED, "host-a/17", "ValueError: boom"
+    )
+    previous = Attempt(Ended.FAILED, FAILURE, "host-a/17")
+    expected = replace(
+        FAILED, **OF_QUEUED, **empty, fence=NOW, started_at=NOW, previous=previous, history=(past,)
+    )
+    if begins:
+        expected = replace(expected, generation=5, attempt=0, failures=0)
+    assert repairs.reassigned(FAILED, QUEUED, new_generation=begins) == expected
+    unheard = replace(FAILED, ended=None)
+    assert repairs.reassigned(unheard, QUEUED, new_generation=begins).previous is None
 
 
 def test_resolved_work_has_the_result_of_the_operator() -> None:
@@ -417,16 +455,33 @@ def test_resolved_work_has_the_result_of_the_operator() -> None:
     resolved = repairs.resolved(row, "[1]")
     assert (resolved.state, resolved.result, resolved.failure) == (State.DONE, "[1]", None)
     assert (resolved.reason, resolved.finished_at) == (None, NOW)
+    assert resolved.ended is Ended.RESOLVED
+
+
+@pytest.mark.parametrize(("forgive", "failures"), [(False, 3), (True, 0)])
+def test_a_row_that_an_operator_has_taken_is_kept_or_emptied(forgive: bool, failures: int) -> None:
+    kept = repairs.reset(FAILED, keep=True, forgive=forgive)
+    assert (kept.state, kept.ended, kept.generation) == (State.PENDING, Ended.RELEASED, 4)
+    assert (kept.failures, kept.failure) == (failures, FAILURE)
+    emptied = repairs.reset(FAILED, keep=False, forgive=forgive)
+    assert (emptied.generation, emptied.failures, emptied.forgotten) == (5, 0, True)
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "lasts"), [(77.0, None, 77), (None, None, 7 * 86_400), (77.0, 5.0, 5)]
+)
+def test_a_row_that_an_operator_has_taken_counts_for_its_retention(own, given, lasts) -> None:
+    row = repairs.reset(replace(FAILED, retention=own), keep=True, retention=given)
+    assert row.expires_at == NOW + lasts * SECOND
 
 
 def test_the_fence_grows_although_the_clock_was_set_back() -> None:
     row = a_record(State.PENDING, fence=NOW + 7)
-    call = repairs.NewCall("t", KEY, OURS, "{}", ttl=5.0, retention=9.0)
     changed = [
         repairs.reset(row, keep=True),
         repairs.resolved(row, None),
-        repairs.enqueued(row, call),
-        repairs.reassigned(row, call, new_generation=False),
+        repairs.enqueued(row, QUEUED),
+        repairs.reassigned(row, QUEUED, new_generation=False),
     ]
     assert [each.fence for each in changed] == [NOW + 8] * 4
 
@@ -435,7 +490,8 @@ def test_the_fence_grows_although_the_clock_was_set_back() -> None:
 def test_an_outcome_leaves_the_progress_that_it_does_not_save(progress: str | None) -> None:
     row = replace(RUNNING, progress='{"a": 1}')
     outcome = replace(after_run(a_call(), row, Lost("taken")), progress=progress)
-    assert repairs.settled(row, outcome, NOW).progress == (progress or row.progress)
+    settled = repairs.settled(row, outcome, NOW)
+    assert (settled.progress, settled.retry_at) == (progress or row.progress, None)
 
 
 def test_no_call_waits_longer_than_ten_seconds_for_a_connection() -> None:

@@ -6,7 +6,7 @@ import pytest
 from celery import Celery
 from kombu import Queue
 
-from celery_leases.decide.waiting import may_be_returned, publish_retry_time
+from celery_leases.decide.waiting import may_be_returned, publish_retry_pause, publish_retry_time
 from celery_leases.settings import read_settings
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.rabbitmq_consumer_timeout import consumer_timeout_warning
@@ -66,6 +66,13 @@ def test_a_delivery_is_held_longer_the_more_often_it_was_given_back() -> None:
     ]
     assert [may_be_returned(before, 20) for before in (19, 20)] == [True, False]
     assert may_be_returned(10**6, None)
+    assert [publish_retry_pause(tries) for tries in (0, 1, 3, 4, 2000)] == [
+        1.0,
+        2.0,
+        8.0,
+        15.0,
+        15.0,
+    ]
 
 
 def test_headers_of_the_broker_are_not_sent_back_to_it() -> None:

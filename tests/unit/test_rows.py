@@ -128,7 +128,7 @@ def test_a_swap_writes_all_that_a_claim_changes(state: State) -> None:
 
 @pytest.mark.parametrize("failed", [True, False])
 def test_an_outcome_writes_what_it_changes(failed: bool) -> None:
-    row = replace(a_record(State.RUNNING), failed_at=NOW - 5, finished_calls=("a",))
+    row = a_record(State.RUNNING, failed_at=NOW - 5, finished_calls=("a",), lease_until=NOW + 1)
     given: dict[str, Any] = {
         "reason": "r", "result": "1", "failure": Failure("E", "no"), "finished": {"b": "2"},
     }  # fmt: skip

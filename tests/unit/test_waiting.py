@@ -10,9 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_leases.decide.before_run import before_run
-from celery_leases.decide.verdicts import Drop, Facts, Raise, Reschedule, Return, Run, Verdict, Wait
+from celery_leases.decide.verdicts import (
+    Drop,
+    Facts,
+    Raise,
+    Reschedule,
+    Return,
+    Run,
+    TaskEvent,
+    Verdict,
+    Wait,
+)
 from celery_leases.decide.waiting import (
-    RETRY_GRACE,
     SHORTEST_DELAY,
     after_lapsed_lease,
     after_store_was_emptied,
@@ -83,12 +92,11 @@ class TestWaitingForItsRetryTime:
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     def test_the_call_that_waits_is_granted_the_travel_time_of_its_message(self, state) -> None:
         """Celery sends its retry before the row is closed; nothing else may come early."""
-        grace = int(RETRY_GRACE * SECOND)
-        early = a_record(state, OURS, retry_at=NOW + grace, ended=Ended.RETRIED)
+        early = a_record(state, OURS, retry_at=NOW + SECOND, ended=Ended.RETRIED)
         for ended in set(Ended) - {Ended.RETRIED}:
             assert not isinstance(decide(a_call(), replace(early, ended=ended, resumes=True)), Run)
         assert decide(a_call(), early) == Run()
-        assert isinstance(decide(a_call(), replace(early, retry_at=NOW + grace + 1)), Reschedule)
+        assert isinstance(decide(a_call(), replace(early, retry_at=NOW + SECOND + 1)), Reschedule)
         assert not isinstance(decide(a_call(), replace(early, call_id=THEIRS)), Run)
 
     @pytest.mark.parametrize("on_busy", ON_BUSY)
@@ -307,6 +315,9 @@ TOLD: list[tuple[Any, ClosedGroup | None, dict[str, Any]]] = [
     (None, a_closed_group(300, reason="out_of_quota", rule="quota"),
      {"key": KEY.key, "retry_after": 300.0, "reason": "out_of_quota", "rule": "quota",
      "text": f"cooldown group {GROUP}"}),
+    *((None, a_closed_group(300, reason=reason, message=message), {"text": f"cooling down ({told})"})
+      for reason, message, told in (("asked", "until noon", "until noon"), ("asked", "", "asked"),
+                                    ("rate_limited", "slow", "rate_limited"))),
     # The longer wait has the reason.
     (waiting(State.COOLING, 300, failure=OF_ROW), a_closed_group(60, rule="group"), {"rule": "row",
     "retry_after": 300.0}),
@@ -332,7 +343,11 @@ def test_the_error_says_who_waits_for_how_long_and_why(record, closed_group, exp
         name: value for name, value in expected.items() if name != "text"
     }
     back = reschedule(decide(a_call(on_busy="wait"), record, closed_group=closed_group))
-    assert (back.reason, repr(back.refusal)) == (str(error), repr(error)), "events, eager callers"
+    assert (back.reason, repr(back.refusal)) == (str(error), repr(error)), "eager callers"
+    assert back.task_event == TaskEvent("cooldown", error.retry_after, str(error))
+    dropped = decide(a_call(on_busy="ignore"), record, closed_group=closed_group)
+    assert isinstance(dropped, Drop)
+    assert dropped.why == str(error)
 
 
 @given(st.floats(0.001, 30_000))
@@ -357,18 +372,18 @@ class TestAFullGroup:
             # The rate alone would let it begin at once, or soon.
             (Room(0, 0.15, 3, 3, 1_000.4), "group_full", "3 of 3 calls run", 1.0),
             (Room(0, 7.5, 3, 3, 1_000.4), "group_full", "3 of 3 calls run", 7.5),
-            (Room(0, 0.15, 1, 3, 1_000.4), "group_full", "the turn of earlier calls", 1.0),
+            (Room(0, 0.4, 1, 3, 1_000.4), "group_full", "the turn of earlier calls", 1.0),
         ],
     )
     def test_it_is_rescheduled_with_its_place(self, room, reason, why, wait) -> None:
         call = a_call(group="g", ask=Ask(3))
-        verdict = before_run(call, Facts(room=room))
-        assert isinstance(verdict, Reschedule)
+        verdict = reschedule(decide(call, room=room))
         assert why in verdict.reason
         assert verdict.full_since == 1_000.0
         assert isinstance(verdict.refusal, CoolingDown)
         refusal = verdict.refusal
         assert (refusal.reason, refusal.scope, refusal.retry_after) == (reason, "group", wait)
+        assert refusal.retry_at == TODAY + wait
         kept = before_run(replace(call, ask=Ask(3, since=5.0)), Facts(room=room))
         assert isinstance(kept, Reschedule)
         assert (kept.full_since, kept.event_type) == (5.0, "held")
