@@ -72,6 +72,8 @@ class Broker(Server):
         self.lists: defaultdict[str, deque[Queued]] = defaultdict(deque)
         self.waiting = self.lists[QUEUE]
         self.unacknowledged: dict[int, Unacknowledged] = {}
+        #: All messages that were ever published.
+        self.accepted: list[str] = []
         #: Threads to wake when there is a message.
         self.consumers: dict[Any, Any] = {}
         #: The leases of workers, until when they last, and what each has registered.
@@ -103,6 +105,7 @@ class Broker(Server):
 
     def _accept(self, payload: str) -> None:
         self._tags += 1
+        self.accepted.append(payload)
         self._offer(Queued(self._tags, payload))
 
     def _offer(self, queued: Queued) -> None:
@@ -120,6 +123,17 @@ class Broker(Server):
             chosen = self.world.random.choice(candidates)
             self._tags += 1
             self._offer(Queued(self._tags, chosen.payload, True))
+
+    def deliver_ended(self) -> str | None:
+        """Deliver a message again that was acknowledged; returns the id of its call."""
+        left = {each.queued.payload for each in self.unacknowledged.values()}
+        left |= {queued.payload for queued in self.waiting}
+        if not (ended := [payload for payload in self.accepted if payload not in left]):
+            return None
+        chosen = self.world.random.choice(ended)
+        self._tags += 1
+        self._offer(Queued(self._tags, chosen, self.world.random.random() < 0.5))
+        return str(json.loads(chosen)["headers"]["id"])
 
     def lose_one(self) -> None:
         """Lose one message, whether a worker has it or not."""

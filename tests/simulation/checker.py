@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from celery_leases.decide.after_run import FINISHED_CALLS_MAX
 from celery_leases.events import Dropped
 from celery_leases.options import Failures
 from celery_leases.record import Ended, State
@@ -203,15 +204,26 @@ def done_stays_done(history: History) -> Iterator[Violation]:
 
 
 def each_call_once(history: History) -> Iterator[Violation]:
-    """A call is done once."""
-    done: set[tuple[str, str]] = set()
-    for note in history.of("row"):
+    """A call is done once, and does not run afterwards, while its record lists it."""
+    done: dict[tuple[str, str], None] = {}
+
+    def is_known(work: tuple[str, str]) -> bool:
+        latest = [each for each in done if each[0] == work[0]][-FINISHED_CALLS_MAX:]
+        return work in latest
+
+    for note in history.of("row", "body"):
+        if note.what == "body":
+            if is_known((note.details["key"], note.details["call"])):
+                yield Violation("each call once", note, "it was done before")
+            continue
         old, new = note.details["old"], note.details["new"]
         if new is None or new.state != State.DONE or (old is not None and old.state == State.DONE):
             continue
-        if (new.key, new.call) in done:
+        work = new.key, new.call
+        if is_known(work):
             yield Violation("each call once", note, f"{new.call} was done before")
-        done.add((new.key, new.call))
+        done.pop(work, None)
+        done[work] = None
 
 
 def body_owns_row(history: History) -> Iterator[Violation]:

@@ -201,10 +201,19 @@ def copy_message(world: World) -> None:
     world.note("copied")
 
 
+def deliver_ended_message(world: World) -> None:
+    """The broker delivers a message again that was acknowledged, for example from a backup."""
+
+    def deliver() -> None:
+        world.note("delivered late", call=world.broker.deliver_ended())
+
+    world.later(world.random.uniform(0, 10 * world.shortest_ttl), deliver)
+
+
 ACCIDENTS: tuple[Accident, ...] = (
     *(kill_child, kill_child, kill_worker, pause_process, pause_process, pause_host),
     *(stop_server, empty_leases, freeze_server, cut, copy_message, copy_message),
-    *(fail_over, evict_key, revoke_call),
+    *(fail_over, evict_key, revoke_call, deliver_ended_message, deliver_ended_message),
 )
 #: Accidents after which bodies of one key may overlap at any time.
 UNSAFE: tuple[Accident, ...] = (step_clock,)

@@ -95,6 +95,12 @@ BUGS = (
         "the fence is not raised", CLAIM, '"fence": max(row.fence + 1, now),', '"fence": row.fence,'
     ),
     Bug(
+        "a finished call is forgotten once another one has the row",
+        CLAIM,
+        "return call_id in row.finished_calls or (row.state is State.DONE and row.call_id == call_id)",
+        "return row.state is State.DONE and row.call_id == call_id",
+    ),
+    Bug(
         "a crash of a call wipes the count of another one",
         "celery_leases.decide.attempt_history",
         "counts = {**(row.other_crashes or {}), str(row.crashed_call): row.crashes}",

@@ -79,9 +79,10 @@ class Story:
         until = self.at + 1.0 + seconds
         return self.write(state="cooling", retry_at=until, ended="failed", **changes)
 
-    def run(self, owner: str = "a", fence: int = 1) -> Story:
+    def run(self, owner: str = "a", fence: int = 1, call: str = "c1") -> Story:
         """A whole run."""
-        return self.claim(owner, fence).body(owner, fence).ends(owner).done()
+        ran = self.claim(owner, fence, call).body(owner, fence, call=call)
+        return ran.ends(owner).done()
 
     def fails(self, fence: int) -> Story:
         """A run whose body asks for a cooldown, and the wait."""
@@ -145,6 +146,13 @@ def of_task(task: str, told: Story) -> Story:
     return told
 
 
+def runs(told: Story, *numbers: int) -> Story:
+    """The runs of other calls."""
+    for number in numbers:
+        told.run(f"a{number}", number, f"c{number}")
+    return told
+
+
 def story() -> Story:
     return Story()
 
@@ -168,6 +176,10 @@ GOOD: dict[str, Callable[[], Story]] = {
         .note("revoked", call="c1")
         .wait(3)
         .write(pid=99, state="pending", ended="terminated")
+    ),
+    "a late copy of a call after so many others that its record has forgotten it": lambda: of_task(
+        "each",
+        runs(called().run(), *range(2, 18)).run("b", 18),
     ),
     "a crash before the body": lambda: called().claim().wait(3).run("b", 2),
     "a failed run, and a retry": lambda: (
@@ -387,7 +399,7 @@ GOOD: dict[str, Callable[[], Story]] = {
         .ends()
         .done()
         .claim("b", 2, "c2", result=None)
-        .body("b", 2)
+        .body("b", 2, call="c2")
         .ends("b")
         .done("other"),
         values={"c1": "r", "c2": "other"},
@@ -624,9 +636,13 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     ),
     "done work that fails later": ("done stays done", 6, lambda: called().run().write(state="failed")),
     "a call that is done twice": (
-        "each call once", 9,
+        "each call once", 8,
         lambda: Story().call(task="each").claim(task="each").body().ends().done()
-        .claim("b", 2, "c1").body("b", 2).ends("b").done(),
+        .claim("b", 2, "c1").ends("b").done(),
+    ),
+    "a late copy that runs after other calls": (
+        "each call once", 11,
+        lambda: of_task("each", runs(called().run(), 2).run("b", 3)),
     ),
     "a body without a row": ("a record before the run", 2, lambda: called().body().run()),
     "a body with a row of another": (
