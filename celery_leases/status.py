@@ -261,7 +261,9 @@ class LeaseStatus:
             return MessageCode.UNSURE_RESUMES if self.resumes else MessageCode.UNSURE_RETRY
         if self.state == State.COOLING:
             return MessageCode.RESUMES if self.resumes else MessageCode.RETRY_NOW
-        return MessageCode.LAST_FAILED if self.error is not None else MessageCode.WAITING
+        limited = (self.reason, self.detail) == (Ended.TERMINATED, ExitCause.TIME_LIMIT.value)
+        failed = limited or self.error is not None
+        return MessageCode.LAST_FAILED if failed else MessageCode.WAITING
 
     def message(self) -> str:
         """One line for the waiting user, without the text of any exception. Times are rounded

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -22,6 +22,7 @@ from celery_leases.call import Call
 from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.decide import after_run
 from celery_leases.decide.after_run import ExitCause, child_exited, closed_for_celery
+from celery_leases.decide.answers import Holder
 from celery_leases.errors import StoreUnavailable
 from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.stores.sql.outbox import Outbox
@@ -68,11 +69,6 @@ class EndedDelivery:
     #: Those of the message.
     headers: Mapping[str, Any] | None = None
 
-    @property
-    def is_revoked_unrun(self) -> bool:
-        """Whether it was revoked before it ran."""
-        return self.cause is ExitCause.REVOKED and not self.pid
-
     def call(self) -> Call:
         """The call of the delivery; raises what the task's own ``lease_key`` raises."""
         args, kwargs = self.args or (), self.kwargs or {}
@@ -117,7 +113,9 @@ class ChildExit:
             call = self.dead.call()
             self.uses_stores = True
             with _stores_lock:
-                _close(self.dead, call)
+                held_for = _close(self.dead, call)
+            if held_for:
+                close_ended(replace(self.dead, pid=0))
         except BaseException as error:  # noqa: BLE001 - the lease expires, and the next claim counts the crash
             logger.warning(
                 "the process of %s[%s] died, but its key could not be released: %r",
@@ -186,9 +184,9 @@ def close_at_exit() -> None:
 def _close_ended(ended: EndedDelivery) -> None:
     try:
         call = ended.call()
-        while (seconds := _alone(lambda: _held_for(ended, call))) > 0:
+        while (seconds := _alone(partial(_close_in_stores, ended, call))) > 0:
+            ended = replace(ended, pid=0)
             os_threads.Wakeup().wait(seconds)
-        _alone(lambda: _close_in_stores(ended, call))
     except BaseException as error:  # noqa: BLE001 - a task's own lease_key may raise anything
         logger.warning(
             "%s[%s] has ended (%s), but its record could not be updated: %r",
@@ -203,27 +201,6 @@ def _close_ended(ended: EndedDelivery) -> None:
 def _alone(step: Callable[[], T]) -> T:
     with nullcontext() if os_threads.uses_greenlets() else _stores_lock:
         return step()
-
-
-def _held_for(ended: EndedDelivery, call: Call) -> float:
-    """Seconds for which another delivery of a revoked call may hold its lease. If its process is
-    dead, its row must be closed later, as no message is left.
-    """
-    if not ended.is_revoked_unrun:
-        return 0.0
-    process, key = processes.process_of(ended.task.app, eager=False), call.key.stored
-    retry = partial(_with_retries, process, ended)
-    record = retry(lambda: process.records.read(key))
-    if record is None or not _runs(record, ended):
-        return 0.0
-    if (holder := retry(lambda: process.leases.holder(key))) is not None:
-        return max(holder.remaining, POLL_INTERVAL)
-    # As before a claim: the holder may write a lease again that the store has lost.
-    return record.lease_ttl - retry(lambda: process.leases.age(key))
-
-
-def _runs(record: Record, ended: EndedDelivery) -> bool:
-    return record.state is State.RUNNING and record.call_id == ended.call_id
 
 
 def watch(pid: int) -> None:
@@ -287,17 +264,21 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _close(dead: EndedDelivery, call: Call) -> None:
+def _close(dead: EndedDelivery, call: Call) -> float:
     if _exists(dead.pid):
         raise TimeoutError(f"process {dead.pid} is still there")
-    _close_in_stores(dead, call)
+    return _close_in_stores(dead, call)
 
 
-def _close_in_stores(ended: EndedDelivery, call: Call) -> None:
+def _close_in_stores(ended: EndedDelivery, call: Call) -> float:
+    """Returns the seconds after which it must be called again, without the process: another
+    delivery of a call that has a final state may hold the lease. ``0.0``: it is closed.
+    """
     process = processes.process_of(ended.task.app, eager=False)
     unsettled: StoreUnavailable | None = None
+    held_for = 0.0
     try:
-        _settle(process, call, ended)
+        held_for = _settle(process, call, ended)
         if call.options.debounce and ended.cause is ExitCause.REVOKED:
             _end_burst(process, call)
     except StoreUnavailable as error:
@@ -308,31 +289,48 @@ def _close_in_stores(ended: EndedDelivery, call: Call) -> None:
             process.leases.groups.release_slot(call.group, ended.token)
     if unsettled is not None:
         raise unsettled
+    return held_for
 
 
-def _settle(process: Process, call: Call, ended: EndedDelivery) -> None:
-    """Close the attempt if its row still runs, or the call if it still waits."""
+def _settle(process: Process, call: Call, ended: EndedDelivery) -> float:
+    """Close the attempt if its row still runs, or the call if it still waits. If another delivery
+    of a call with a final state has died, no message is left that would close its row.
+    """
     records = process.records
     retry = partial(_with_retries, process, ended)
     record = retry(lambda: records.read(call.key.stored))
     if record is None:
-        return
-    is_left = ended.is_revoked_unrun and _runs(record, ended)
-    if not (is_left or record.is_attempt(State.RUNNING, ended.token)):
+        return 0.0
+    if not record.is_attempt(State.RUNNING, ended.token):
         if ended.pid:
             _note_end(process, call, ended, retry)
-        _close_waiting(process, call, ended, retry)
-        return
+        if not (ended.final and record.state is State.RUNNING and record.call_id == call.call_id):
+            _close_waiting(process, call, ended, retry)
+            return 0.0
+        if (held_for := _held_for(process, record, retry)) > 0:
+            return held_for
     outcome = child_exited(call, record, ended.cause, final=ended.final)
     if not retry(lambda: records.settle(record, outcome)):  # the child's statement was faster
         _close_waiting(process, call, ended, retry)
-        return
+        return 0.0
     if _counts_a_crash(record, outcome):
         process.observer.observe(
             events.CrashSeen(**call.subject, crashes=outcome.crashes, host=record.holder)
         )
     took = (record.now - record.started_at) / 1e6
     process.observer.observe(events.AttemptSettled.by(call.subject, record, outcome, took, took))
+    return 0.0
+
+
+def _held_for(process: Process, record: Record, retry: Callable[[Callable[[], Any]], Any]) -> float:
+    """Seconds for which the attempt of *record* may hold its lease."""
+    key = record.stored_key
+    holder: Holder | None = retry(lambda: process.leases.holder(key))
+    if holder is not None:
+        return max(holder.remaining, POLL_INTERVAL)
+    # As before a claim: the holder may write a lease again that the store has lost.
+    age: float = retry(lambda: process.leases.age(key))
+    return max(0.0, record.lease_ttl - age)
 
 
 def _counts_a_crash(row: Record, outcome: Outcome) -> bool:

@@ -144,10 +144,10 @@ def fences_grow(history: History) -> Iterator[Violation]:
 
 def one_outcome(history: History) -> Iterator[Violation]:
     """A running row gets its outcome once, from the attempt that claimed it last: its process, or
-    the main process after that has died; of a revoked call, any main process.
+    the main process after that has died; of a call that Celery has ended, any main process.
     """
     killed: set[str] = set()
-    revoked = {note.details["call"]: note.at for note in history.of("revoked")}
+    ended = {note.details["call"]: note.at for note in history.of(*ENDED_BY_CELERY)}
     for note in history.of("row", "killed"):
         if note.what == "killed":
             killed.add(f"{note.details['pid']:x}")
@@ -162,7 +162,7 @@ def one_outcome(history: History) -> Iterator[Violation]:
         owner = old.owner.rpartition("-")[2]
         if (old.owner, old.fence) != (new.owner, new.fence):
             yield Violation("one outcome", note, "not written by the attempt that claimed the row")
-        elif new.ended == Ended.TERMINATED and revoked.get(old.call, math.inf) <= note.at:
+        elif new.ended == Ended.TERMINATED and ended.get(old.call, math.inf) <= note.at:
             continue
         elif owner != f"{pid:x}" and owner not in killed:
             yield Violation("one outcome", note, "not written by the process of the attempt")
@@ -173,8 +173,8 @@ def _ran(row: Row | None) -> bool:
 
 
 def closed_after_its_lease(history: History) -> Iterator[Violation]:
-    """What another process writes into the row of a revoked call comes after its lease has ended,
-    unless the lease store has lost that.
+    """What another process writes into the row of a call that Celery has ended comes after the end
+    of its lease, unless the lease store has lost that.
     """
     until: dict[str, float] = {}
     for note in history.of("row", "holds", "killed", "emptied", "evicted", "clock"):

@@ -204,8 +204,8 @@ BUGS = (
     Bug(
         "the main process closes the row of another attempt",
         CHILD_EXIT,
-        "    if not (is_left or record.is_attempt(State.RUNNING, ended.token)):\n",
-        "    if record.state is not State.RUNNING:\n",
+        "    if not record.is_attempt(State.RUNNING, ended.token):\n        if ended.pid:",
+        "    if record.state is not State.RUNNING:\n        if ended.pid:",
     ),
     Bug(
         "a call whose transaction was rolled back has succeeded",

@@ -515,12 +515,21 @@ def test_a_revoked_call_frees_its_key(shop, request, monkeypatch) -> None:
     assert shop.ran == [1, 7]
 
 
-def test_a_call_that_is_revoked_after_its_process_died_is_closed_once_its_lease_has_ended(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        (ExitCause.REVOKED, "Cancelled: start it again if it is needed"),
+        (ExitCause.TIME_LIMIT, "The last attempt failed; start it again if it does not begin"),
+    ],
+)
+def test_a_call_that_celery_ends_after_its_process_died_is_closed_once_its_lease_has_ended(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, cause: ExitCause, said: str
 ) -> None:
-    """Otherwise it would seem to run until the next call of its key."""
+    """Otherwise it would seem to run until the next call of its key. The delivery that Celery has
+    ended is another one than that of the process.
+    """
     process = processes.process_of(shop.app)
-    who = ("call", "a-1", None, (7,), {}, 0, 0, ExitCause.REVOKED, True)
+    who = ("call", "a-1", None, (7,), {}, 0, 0, cause, True)
     ended = EndedDelivery(shop.plain, *who)
     dead = replace(ended.call(), token="dead-1")
     process.records.claim(dead, "database")
@@ -541,7 +550,7 @@ def test_a_call_that_is_revoked_after_its_process_died_is_closed_once_its_lease_
     record = read()
     assert (states, record.state, record.ended) == (["running"], "pending", "terminated")
     assert not record.resumes
-    assert shop.plain.lease_status(7).message() == "Cancelled: start it again if it is needed"
+    assert shop.plain.lease_status(7).message() == said
 
 
 @pytest.mark.every_argument
