@@ -141,6 +141,20 @@ class TestCrashesUnderRerun:
         assert row is not None
         assert len(row.other_crashes or {}) <= CRASHED_CALLS_MAX + 1
 
+    @pytest.mark.parametrize(
+        ("counts", "crashes", "gone"),
+        [([2] * 14 + [1], 0, None), ([2] * 15 + [1], 1, "call-15"), ([3] * 16, 0, "last")],
+    )
+    def test_beyond_sixteen_others_a_call_goes_on_from_the_fewest_crashes(
+        self, counts: list[int], crashes: int, gone: str | None
+    ) -> None:
+        others = {f"call-{number}": count for number, count in enumerate(counts)}
+        row = a_record(State.PENDING, crashed_call="last", crashes=3, other_crashes=others)
+        new = attempt_history.crashes_counted_for(row, OURS, 3)
+        assert (new.crashes, new.crashed_call) == (crashes, OURS)
+        left = {call: count for call, count in (others | {"last": 3}).items() if call != gone}
+        assert new.other_crashes == left
+
     def test_a_call_that_crashed_and_another_that_did_count_alone(self) -> None:
         row = a_record(State.RUNNING, THEIRS, crashes=2, crashed_call="third")
         row = claimed(row, a_call(runs="each", token="token-2"), STORE, NOW)
