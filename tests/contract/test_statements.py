@@ -27,12 +27,14 @@ from sqlalchemy import (
     update,
 )
 
+from celery_leases.decide.answers import Renewal, RenewalResult
 from celery_leases.errors import KeyUnusable, StoreUnavailable, ValueRefused
 from celery_leases.record import State
 from celery_leases.stores.sql import rows as record_rows
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.database import Database, _cursors_of
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
@@ -143,6 +145,24 @@ def test_a_statement_of_one_call_or_with_in_is_not_compiled(server_records: SqlR
             )
     assert number == [0]
     assert len(database._executed) < 8
+
+
+@pytest.mark.parametrize("records", DRIVERS, indirect=True)
+def test_what_workers_ask_all_the_time_is_compiled(records: SqlRecordStore) -> None:
+    leases, outbox = DatabaseLeaseStore(records), Outbox(records)
+    record = won(records, make_call(fresh_key()), leases.name)
+    key = record.stored_key
+
+    def asked() -> list[Any]:
+        renewed = leases.renew([Renewal(key, record.owner, 15.0)])
+        mark, due, stranded = leases.mark(key, "x"), outbox.due(5), outbox.stranded(0.0, 5)
+        return [renewed, leases.held([key]), mark, due, stranded, records.now() > 0]
+
+    first = asked()
+    assert first == [[RenewalResult.OURS], {key}, None, [], [], True]
+    with on_cursors(records.database) as number:
+        assert asked() == first
+    assert number == [6]
 
 
 def idle_connection(database: Database) -> Any:

@@ -78,6 +78,19 @@ class SqlEffectStore:
         self._select_running, self._clear_crashes, self._save_progress = database.once(
             self._statements
         )
+        self._select, self._finish = database.once(self._effect_statements)
+
+    def _effect_statements(self) -> tuple[Select[Any], Update]:
+        """Those that read an effect, and write its reply."""
+        effects, values = self.effects, ("result", "reference")
+        one = [
+            effects.c[name] == bindparam(f"of_{name}") for name in ("stored_key", "name", "scope")
+        ]
+        sent = effects.c.state == EffectState.SENT, effects.c.fence == bindparam("of_fence")
+        reply = {name: bindparam(f"new_{name}", type_=effects.c[name].type) for name in values}
+        done = update(effects).where(*one, *sent)
+        done = done.values(state=EffectState.DONE, done_at=self.database.now, **reply)
+        return self._reading().where(*one), done
 
     def _statements(self) -> tuple[Select[Any], Update, Update]:
         running, columns = is_running(self.records), self.records.c
@@ -146,18 +159,10 @@ class SqlEffectStore:
             return self._finished(effect, None, None)
 
     def _finished(self, effect: Effect, result: str | None, reference: str | None) -> bool:
-        effects = self.effects
-        done = (
-            update(effects)
-            .where(*self._intent(effect))
-            .values(
-                state=EffectState.DONE,
-                result=result,
-                reference=reference,
-                done_at=self.database.now,
-            )
-        )
-        if self.database.count(done, {}):
+        values: dict[str, Any] = {"of_stored_key": effect.stored_key, "of_name": effect.name}
+        values |= {"of_scope": effect.scope, "of_fence": effect.fence}
+        values |= {"new_result": result, "new_reference": reference}
+        if self.database.count(self._finish, values):
             return True
         found = self.read(effect.stored_key, effect.name, effect.scope)
         noted = (EffectState.DONE, effect.fence, result, reference)
@@ -174,13 +179,8 @@ class SqlEffectStore:
 
     def read(self, stored_key: str, name: str, scope: str) -> Effect | None:
         """One effect of a key."""
-        effects = self.effects
-        known = (
-            effects.c.stored_key == stored_key,
-            effects.c.name == name,
-            effects.c.scope == scope,
-        )
-        row = self.database.first(self._reading().where(*known), {})
+        values = {"of_stored_key": stored_key, "of_name": name, "of_scope": scope}
+        row = self.database.first(self._select, values)
         return _effect(row) if row is not None else None
 
     def of_key(self, record: Record) -> Sequence[Effect]:

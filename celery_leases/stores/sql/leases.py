@@ -58,19 +58,14 @@ class RowMarks:
         self.groups = self.row_groups = SqlGroups(records.database, records.tables)
         self._marks = records.tables.marks
         self._swap_mark_writes = self.database.once(self._swap_statement)
-        self._raise_order, self._note_order, self._select_burst = self.database.once(
-            self._burst_statements
+        self._select_mark = self.database.once(self._mark_selection)
+        self._raise_order, self._note_order, self._select_burst, self._end_burst = (
+            self.database.once(self._burst_statements)
         )
 
     def mark(self, stored_key: str, name: str) -> str | None:
         """Read a mark."""
-        marks = self._marks
-        found = select(marks.c.value).where(
-            marks.c.stored_key == stored_key,
-            marks.c.name == name,
-            marks.c.expires_at > self.database.now,
-        )
-        row = self.database.first(found, {})
+        row = self.database.first(self._select_mark, {"for_key": stored_key, "for_name": name})
         return row["value"] if row is not None else None
 
     def swap_mark(
@@ -110,11 +105,8 @@ class RowMarks:
 
     def end_burst(self, stored_key: str, order: int) -> None:
         """Note that a run begins."""
-        marks = self._marks
-        newer = marks.c.expires_at > order + _ORDER_TTL
-        first = case((newer, cast(self.database.now, marks.c.value.type)), else_="")
-        own = update(marks).where(marks.c.stored_key == stored_key, marks.c.name == NEWEST)
-        self.database.count(own.values(value=first), {})
+        values = {"for_key": stored_key, "until": order + _ORDER_TTL}
+        self.database.count(self._end_burst, values)
 
     def waiting(self, stored_key: str) -> list[str]:
         """The ids of the calls of the key that wait, as their marks say."""
@@ -143,8 +135,8 @@ class RowMarks:
                     failed[renewal.token] = error
         return failed
 
-    def _burst_statements(self) -> tuple[Executable, Writes, Executable]:
-        """Those that give a new order, note a given one, and read the burst.
+    def _burst_statements(self) -> tuple[Executable, Writes, Executable, Update]:
+        """Those that give a new order, note a given one, read the burst, and end it.
 
         The order of the newest call is the time at which its row expires, less a constant, so one
         statement can raise and return it. The value is the first call of the burst.
@@ -173,7 +165,17 @@ class RowMarks:
             select(column).where(own).scalar_subquery().label(column.name)
             for column in (marks.c.expires_at, marks.c.value)
         )
-        return raised, writes, select(newest, value, now.label("now"))
+        begins = case((marks.c.expires_at > given["expires_at"], first), else_="")
+        ended = update(marks).where(own).values(value=begins)
+        return raised, writes, select(newest, value, now.label("now")), ended
+
+    def _mark_selection(self) -> Select[Any]:
+        marks = self._marks
+        return select(marks.c.value).where(
+            marks.c.stored_key == bindparam("for_key"),
+            marks.c.name == bindparam("for_name"),
+            marks.c.expires_at > self.database.now,
+        )
 
     def _swap_statement(self) -> Writes:
         marks, now = self._marks, self.database.now
@@ -222,8 +224,11 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
 
     def __init__(self, records: SqlRecordStore) -> None:
         super().__init__(records)
-        self._renewal = self.database.once(self._renew_statement)
-        self._select_unlocked, self._select_held = self.database.once(self._selections)
+        #: Renews several leases, or one, as a process with one body does.
+        self._renew_all, self._renew_one = self.database.once(self._renew_statements)
+        self._select_unlocked, self._select_held, self._select_held_one = self.database.once(
+            self._selections
+        )
 
     def acquire(self, call: Call) -> Acquired | Refused:
         """Claim the row, which is the lease. The same statement reads the group."""
@@ -292,6 +297,9 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
 
     def held(self, stored_keys: Sequence[str]) -> set[str]:
         """The keys that are held, by one statement that locks no row."""
+        if len(stored_keys) == 1:
+            row = self.database.first(self._select_held_one, {"key": stored_keys[0]})
+            return {row["stored_key"]} if row is not None else set()
         return {
             row["stored_key"] for row in self.database.all(self._select_held, {"keys": stored_keys})
         }
@@ -312,41 +320,54 @@ class DatabaseLeaseStore(RowMarks, MarkedLeaseStore):
             [renewal.stored_key for renewal in group],
             [renewal.token for renewal in group],
         )
-        values = {"span": microseconds(ttl), "keys": keys, "tokens": tokens}
+        statement = self._renew_all
+        values: dict[str, Any] = {"span": microseconds(ttl), "keys": keys, "tokens": tokens}
+        if len(group) == 1:
+            statement, values["keys"], values["tokens"] = self._renew_one, keys[0], tokens[0]
         if self.database.dialect.writes_return:
             return {
-                (row["stored_key"], row["owner"])
-                for row in self.database.all(self._renewal, values)
+                (row["stored_key"], row["owner"]) for row in self.database.all(statement, values)
             }
-        if self.database.count(self._renewal, values) == len(group):
+        if self.database.count(statement, values) == len(group):
             return set(zip(keys, tokens, strict=True))
         if len(group) == 1:
             return set()
         return set().union(*(self._renewed(ttl, [renewal]) for renewal in group))
 
-    def _selections(self) -> tuple[Select[Any], Select[Any]]:
-        """The rows of *keys* that no transaction locks, and those that are held."""
+    def _selections(self) -> tuple[Select[Any], Select[Any], Select[Any]]:
+        """The rows of *keys* that no transaction locks, those that are held, and the row of *key*
+        if it is held.
+        """
         columns = self.records.tables.records.c
-        of_keys = select(columns.stored_key).where(
-            columns.stored_key.in_(bindparam("keys", expanding=True))
-        )
+        keys = select(columns.stored_key)
+        of_keys = keys.where(columns.stored_key.in_(bindparam("keys", expanding=True)))
         running = (columns.state == State.RUNNING) & (columns.lease_until > self.database.now)
-        return of_keys.with_for_update(skip_locked=True), of_keys.where(running)
+        of_key = keys.where(columns.stored_key == bindparam("key"), running)
+        return of_keys.with_for_update(skip_locked=True), of_keys.where(running), of_key
 
-    def _renew_statement(self) -> Update:
+    def _renew_statements(self) -> tuple[Update, Update]:
+        """The one for several leases, and that for one, whose text is always the same: a list
+        changes it, but on PostgreSQL.
+        """
+        columns, is_one_of = self.records.tables.records.c, self.database.dialect.is_one_of
+        return (
+            self._renew_statement(
+                is_one_of(columns.stored_key, "keys"), is_one_of(columns.owner, "tokens")
+            ),
+            self._renew_statement(
+                columns.stored_key == bindparam("keys"), columns.owner == bindparam("tokens")
+            ),
+        )
+
+    def _renew_statement(self, *leases: ColumnElement[bool]) -> Update:
         records = self.records.tables.records
         until: ColumnElement[int] = self.database.now + bindparam("span", type_=BigInteger)
-        dialect = self.database.dialect
         renewed = (
             records.update()
             .values(lease_until=later_of(records.c.lease_until, until))
-            .where(
-                dialect.is_one_of(records.c.stored_key, "keys"),
-                dialect.is_one_of(records.c.owner, "tokens"),
-                records.c.state == State.RUNNING,
-            )
+            .where(*leases, records.c.state == State.RUNNING)
         )
-        if not dialect.writes_return:
+        if not self.database.dialect.writes_return:
             return renewed
         return renewed.returning(records.c.stored_key, records.c.owner)
 

@@ -6,7 +6,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from sqlalchemy import Select, Table, Update, and_, case, not_, or_, select, update
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Integer,
+    Select,
+    Table,
+    Update,
+    and_,
+    bindparam,
+    case,
+    not_,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.sql.dml import ReturningUpdate
 
 from celery_leases.decide import repairs
@@ -37,6 +51,7 @@ class Outbox:
     def __init__(self, records: SqlRecordStore) -> None:
         self.records = records
         self.database = records.database
+        self._select_due, self._select_stranded = self.database.once(self._selections)
 
     @property
     def _table(self) -> Table:
@@ -145,9 +160,7 @@ class Outbox:
 
     def due(self, limit: int) -> Sequence[str]:
         """The stored keys of at most *limit* messages that are due, the oldest first."""
-        table = self._table
-        query = select(table.c.stored_key).where(table.c.publish_at <= self.database.now)
-        found = self.database.all(query.order_by(table.c.publish_at).limit(limit), {})
+        found = self.database.all(self._select_due, {"at_most": limit})
         return [row["stored_key"] for row in found]
 
     def published(self, record: Record) -> None:
@@ -200,12 +213,18 @@ class Outbox:
         The result includes rows whose call has ended if the message of a call was published that
         had not begun: check whether it belongs to another call, which still runs then.
         """
-        found = self.database.all(self._stranded(older, last).limit(limit), {})
+        query, started_at = self._select_stranded, self._table.c.started_at
+        if last is not None:
+            later = and_(started_at == last.started_at, self._table.c.stored_key > last.stored_key)
+            query = query.where(or_(started_at > last.started_at, later))
+        found = self.database.all(query, {"older": microseconds(older), "at_most": limit})
         return [rows.to_record(row, lenient=True) for row in found]
 
-    def _stranded(self, older: float, last: Record | None) -> Select[Any]:
-        table = self._table
-        before = self.database.now - microseconds(older)
+    def _selections(self) -> tuple[Select[Any], Select[Any]]:
+        """The statements of :meth:`due` and :meth:`stranded`."""
+        table, at_most = self._table, bindparam("at_most", type_=Integer)
+        due = select(table.c.stored_key).where(table.c.publish_at <= self.database.now)
+        before = self.database.now - bindparam("older", type_=BigInteger)
         waited = or_(table.c.retry_at.is_(None), table.c.retry_at < before)
         moved = case(
             (table.c.finished_at.is_not(None), table.c.finished_at), else_=table.c.started_at
@@ -213,15 +232,15 @@ class Outbox:
         stopped = and_(
             table.c.ended.is_not_distinct_from(Ended.TERMINATED),
             table.c.reason.is_not(None),
-            table.c.reason.in_(CALL_ENDING_CAUSES),
+            _is_one_of(table.c.reason, CALL_ENDING_CAUSES),
         )
-        failed = and_(table.c.ended.is_not(None), table.c.ended.in_(CALLER_HAS_FAILURE))
+        failed = and_(table.c.ended.is_not(None), _is_one_of(table.c.ended, CALLER_HAS_FAILURE))
         has_ended = and_(table.c.resumes == 0, or_(failed, stopped))
         queued = and_(table.c.published_at.is_not(None), table.c.finished_at.is_not(None))
         idle = or_(
             and_(table.c.state == State.PENDING, not_(has_ended)),
             and_(table.c.state == State.COOLING, table.c.resumes == 1),
-            and_(table.c.state.not_in((State.RUNNING, State.UNCERTAIN)), queued),
+            and_(not_(_is_one_of(table.c.state, (State.RUNNING, State.UNCERTAIN))), queued),
         )
         stuck = and_(
             table.c.publish_at.is_(None),
@@ -233,12 +252,8 @@ class Outbox:
             or_(table.c.published_at.is_(None), table.c.published_at < before),
             or_(table.c.publish_at <= self.database.now, stuck),
         )
-        if last is not None:
-            later = and_(
-                table.c.started_at == last.started_at, table.c.stored_key > last.stored_key
-            )
-            query = query.where(or_(table.c.started_at > last.started_at, later))
-        return query.order_by(table.c.started_at, table.c.stored_key)
+        stranded = query.order_by(table.c.started_at, table.c.stored_key)
+        return due.order_by(table.c.publish_at).limit(at_most), stranded.limit(at_most)
 
     def publish_again(self, record: Record) -> bool:
         """Make the message of an unchanged row due, so that it is taken as due; returns
@@ -277,6 +292,11 @@ class Outbox:
             columns.stored_key == stored_key, columns.publish_at.is_not(None)
         )
         return waiting.where(columns.publish_at <= self.database.now) if due else waiting
+
+
+def _is_one_of(column: ColumnElement[str], values: Sequence[str]) -> ColumnElement[bool]:
+    """``IN``, which SQLAlchemy would render again for each execution."""
+    return or_(*(column == value for value in values))
 
 
 def _is_fresh(record: Record) -> bool:

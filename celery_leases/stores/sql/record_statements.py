@@ -72,6 +72,7 @@ class RecordStatements:
             if self._dialect.reads_or_inserts
             else self._read_statement
         )
+        self.select_now = select(self._now.label("now"))
         #: Selects whole rows, and the time of the statement as ``now``.
         self.select_rows = select(*self.table.c, self._now.label("now"))
         #: Selects the row of a key.

@@ -535,7 +535,7 @@ class SqlRecordStore:
 
     def now(self) -> int:
         """The database's clock, in microseconds since the epoch."""
-        row = self.database.first(select(self.database.now.label("now")), {})
+        row = self.database.first(self.statements.select_now, {})
         return int(row["now"]) if row is not None else 0
 
     def counts(self) -> Sequence[Row]:
