@@ -35,6 +35,7 @@ class Faults:
         names = ("refused", "lost request", "lost reply", "late", "paused")
         rates = (self.refused, self.lost_request, self.lost_reply, self.late, self.paused)
         self._rates = [(name, rate) for name, rate in zip(names, rates, strict=True) if rate]
+        self._most = sum(rates) + 1e-9
 
     @classmethod
     def drawn(cls, random: Random, others: Random) -> Faults:
@@ -55,7 +56,7 @@ class Faults:
         drawn = self.random.random()
         if what in ("publish", "shared") and drawn < self.unanswered:
             return self.random.choice(("lost request", "lost reply", "late"))
-        for name, rate in self._rates:
+        for name, rate in self._rates if drawn < self._most else ():
             drawn -= rate
             if drawn < 0:
                 return name

@@ -48,19 +48,19 @@ class SimulatedClock:
 
     def __init__(self, world: World, offset: float, rate: float) -> None:
         self._scheduler = world.scheduler
-        self._offset = offset
-        self._rate = rate
+        self.offset = offset
+        self.rate = rate
 
     def now(self) -> float:
-        return self._offset + self._rate * self._scheduler.now
+        return self.offset + self.rate * self._scheduler.now
 
     def true_span(self, seconds: float) -> float:
         """How long it really takes until this clock has advanced by *seconds*."""
-        return seconds / self._rate
+        return seconds / self.rate
 
     def true_time(self, local: float) -> float:
         """The true time at which this clock shows *local*."""
-        return (local - self._offset) / self._rate
+        return (local - self.offset) / self.rate
 
     def sleep(self, seconds: float) -> None:
         self._scheduler.sleep(self.true_span(seconds))

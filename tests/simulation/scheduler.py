@@ -5,20 +5,24 @@ One random generator chooses who runs next and how long each step takes, so a se
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable
+from heapq import heappop, heappush
 from itertools import count
 from random import Random
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import greenlet
+
+if TYPE_CHECKING:
+    from tests.simulation.processes import SimulatedClock
 
 
 class Owner(Protocol):
     """The process of a thread."""
 
     name: str
+    clock: SimulatedClock
     alive: bool
     #: It does not run before this time.
     paused_until: float
@@ -56,9 +60,11 @@ class Scheduler:
         self.current: Strand | None = None
         #: The last error that ended a thread.
         self.failure: BaseException | None = None
+        self._draw = random.random
         self._queue: list[tuple[float, float, int, int, Strand]] = []
         self._numbers = count()
         self._until: Callable[[], bool] = lambda: True
+        self._earliest = 0.0
         self._hub = greenlet.getcurrent()
         self._strands: dict[Strand, None] = {}
         self._ended = False
@@ -116,17 +122,19 @@ class Scheduler:
         strand.signals.append(handler)
         self._put(self.now, strand)
 
-    def run(self, until: Callable[[], bool]) -> None:
-        """Run until *until* returns true, or nothing is left to do."""
-        self._until = until
+    def run(self, until: Callable[[], bool], earliest: float = 0.0) -> None:
+        """Run until *until* returns true, which is asked only after *earliest*, or nothing is left
+        to do.
+        """
+        self._until, self._earliest = until, earliest
         while (strand := self._next()) is not None:
             strand.greenlet.switch()
 
     def _next(self) -> Strand | None:
         """The thread that runs now; ``None`` if the run is over."""
-        self.current = None
-        while self._queue and self.failure is None and not self._until():
-            at, _, number, _, strand = heapq.heappop(self._queue)
+        self.current, queue = None, self._queue
+        while queue and self.failure is None and not (self.now > self._earliest and self._until()):
+            at, _, number, _, strand = heappop(queue)
             process = strand.process
             if number != strand.wakes or not process.alive or strand.greenlet.dead:
                 continue
@@ -157,21 +165,22 @@ class Scheduler:
 
     def _passes(self, until: float, strand: Strand) -> bool:
         """Let the time until then pass without the queue, if nothing else happens meanwhile."""
-        queue = self._queue
-        if not queue or queue[0][0] <= until or strand.process.paused_until > until:
+        queue, process = self._queue, strand.process
+        if not queue or queue[0][0] <= until or process.paused_until > until:
             return False
-        if not strand.process.alive or self.failure is not None or self._until():
+        if not process.alive or self.failure is not None:
+            return False
+        if self.now > self._earliest and self._until():
             return False
         strand.wakes += 1
-        self.random.random()
+        self._draw()
         self.now = max(self.now, until)
         self.steps += 1
         return True
 
     def _put(self, at: float, strand: Strand) -> None:
         strand.wakes += 1
-        tie = self.random.random()
-        heapq.heappush(self._queue, (at, tie, strand.wakes, next(self._numbers), strand))
+        heappush(self._queue, (at, self._draw(), strand.wakes, next(self._numbers), strand))
 
     def _switch(self, strand: Strand) -> None:
         # Without a detour through the hub, which costs as much again.

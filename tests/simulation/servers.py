@@ -76,9 +76,10 @@ class Server:
         world, scheduler = self.world, self.world.scheduler
         # The checker, before or after the run; a transaction, which is one step; and what a server
         # does of itself, such as the parts of a late request.
-        if scheduler.current in (None, world.writer) or world.here is self:
+        strand = scheduler.current
+        if strand is None or strand is world.writer or strand.process is self:
             return do()
-        process = world.here
+        process: Any = strand.process
         who = {"server": self.name, "op": what, "process": process.name}
         fate = world.faults.fate(self, what)
         scheduler.sleep(world.latency(QUICK))
@@ -89,7 +90,7 @@ class Server:
             world.note("lost request", span=wait, **who)
             scheduler.sleep(wait)
             raise error(None)
-        frozen = max(0.0, self.frozen_until - scheduler.now)
+        frozen = 0.0 if self.frozen_until <= scheduler.now else self.frozen_until - scheduler.now
         if fate == "late" or frozen > wait:
             late = max(frozen, world.random.uniform(0, 10) if fate == "late" else 0.0)
             world.note("late request", late=late, span=wait, **who)
@@ -101,7 +102,8 @@ class Server:
         if frozen:
             world.note("slow request", span=frozen, **who)
             scheduler.sleep(frozen)
-        self._wait_for_transaction(process, who)
+        if world.writer is not None:
+            self._wait_for_transaction(process, who)
         result = do()
         if fate == "lost reply":
             span = world.random.choice((wait, QUICK))

@@ -360,11 +360,11 @@ class SimulatedWorkers(redis_workers.Workers):
         index: str = "",
     ) -> Sequence[str] | None:
         def renew() -> Sequence[str] | None:
-            leases = self._broker.leases
+            leases, now = self._broker.leases, self._now
             if name not in leases:
                 return None
-            over = [other for other, until in leases.items() if until < self._now]
-            leases[name] = self._now + ttl
+            over = [other for other, until in leases.items() if until < now]
+            leases[name] = now + ttl
             messages = self._broker.registered.setdefault(self.messages(name), {})
             messages.update({tag: task.encode() for tag, task in added.items()})
             for tag in (*ended, *acknowledged):

@@ -217,7 +217,7 @@ class World:
             self.later(self.shape.span, self._heal)
             if set(self.shape.tasks) & set(OUTBOX_TASKS):
                 self.scheduler.spawn(self.client, self._keep_outbox, "outbox")
-            self.scheduler.run(self._is_over)
+            self.scheduler.run(self._is_over, self._settled_at)
             self._note_final()
             self._recording = False
             self.scheduler.end()
@@ -322,8 +322,6 @@ class World:
 
     def _is_over(self) -> bool:
         now = self.scheduler.now
-        if now <= self._settled_at:
-            return False
         if not self._is_quiet():
             self._quiet_since = math.inf
         elif now >= (since := min(self._quiet_since, now)) + 1.0:
@@ -622,11 +620,12 @@ class Wakeup:
             work.world().scheduler.wake(self._waiting)
 
     def wait(self, timeout: float | None) -> None:
-        scheduler = work.world().scheduler
         if not self._notified:
-            self._waiting = scheduler.current
-            seconds = min(3600.0 if timeout is None else timeout, 3600.0)
-            scheduler.park(work.world().here.clock.true_span(seconds) + TIMER_SLACK)
+            scheduler = work.world().scheduler
+            self._waiting = strand = scheduler.current
+            assert strand is not None
+            seconds = 3600.0 if timeout is None or timeout > 3600.0 else timeout
+            scheduler.park(strand.process.clock.true_span(seconds) + TIMER_SLACK)
             self._waiting = None
         self._notified = False
 
@@ -698,8 +697,8 @@ def simulated(world: World) -> Iterator[None]:
 
     def now() -> float:
         strand = scheduler.current
-        owner: Any = kernel if strand is None else strand.process
-        return owner.clock.now()  # type: ignore[no-any-return]
+        clock = kernel.clock if strand is None else strand.process.clock
+        return clock.offset + clock.rate * scheduler.now
 
     def start_thread(target: Callable[[], object]) -> None:
         world.scheduler.spawn(world.here, target, "thread")
