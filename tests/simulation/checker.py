@@ -34,9 +34,11 @@ SEVERAL_RUNS = ("each", "latest", "limited")
 """Tasks of which a key is done more than once."""
 FAULTS = (
     *("refused", "lost request", "lost reply", "late request", "slow request"),
-    *("killed", "paused", "host paused", "emptied", "evicted", "clock"),
+    *("killed", "paused", "host paused", "emptied", "evicted", "clock", "released"),
 )
-"""The notes of what has gone wrong for a process, its host, or all leases."""
+"""The notes of what has gone wrong for a process, its host, or all leases. An operator who takes a
+key from its holder is one.
+"""
 SLOW = ("lost request", "lost reply", "late request", "slow request")
 ENDED_BY_CELERY = ("revoked", "refused before the start", "time limit")
 SLACK = 0.3
@@ -160,6 +162,8 @@ def one_outcome(history: History) -> Iterator[Violation]:
         if old.state != State.RUNNING or new.state == State.RUNNING:
             continue
         owner = old.owner.rpartition("-")[2]
+        if new.ended == Ended.RELEASED and not new.owner and new.fence > old.fence:
+            continue  # by an operator
         if (old.owner, old.fence) != (new.owner, new.fence):
             yield Violation("one outcome", note, "not written by the attempt that claimed the row")
         elif new.ended == Ended.TERMINATED and ended.get(old.call, math.inf) <= note.at:
@@ -240,6 +244,7 @@ def body_owns_row(history: History) -> Iterator[Violation]:
             or (
                 (row.state, row.owner) != (State.RUNNING, given["token"])
                 and not disturbed(history, given["process"], note.at)
+                and row.ended != Ended.RELEASED
             )
         ):
             yield Violation("a record before the run", note, f"the row is {row}")
@@ -268,7 +273,15 @@ def may_overlap(history: History, body: Body, at: float) -> bool:
         or (not body.interrupted and body.lost <= at)
         or _waits_for_the_database(history, body, at)
         or any(body.began.at - 2.0 <= note.at <= at for note in evicted)
+        or _was_released(history, body, at)
     )
+
+
+def _was_released(history: History, body: Body, at: float) -> bool:
+    """Whether an operator has taken the key from *body*, which does not know it yet."""
+    known = body.lost + SLACK if body.interrupted else math.inf
+    released = [note.at for note in history.of("released") if note.details["key"] == body.key]
+    return at <= known and any(body.began.at - 2.0 <= each <= at for each in released)
 
 
 def _waits_for_the_database(history: History, body: Body, at: float) -> bool:
@@ -314,7 +327,9 @@ def lease_is_believed_too_long(history: History) -> Iterator[Violation]:
 
 
 def lost_stays_lost(history: History) -> Iterator[Violation]:
-    """A lease that is lost stays lost: no ``check()`` succeeds, and no late reply prolongs it."""
+    """A lease that is lost stays lost: a body that asks after that is told, and no late reply
+    prolongs the lease.
+    """
     lost: set[str] = set()
     until: dict[str, float] = {}
     for note in history.of("lost", "checked", "holds"):
@@ -562,7 +577,7 @@ def items_are_done_once(history: History) -> Iterator[Violation]:
         if note.what == "row":
             old, new = given["old"], given["new"]
             ended = old and new and old.state == State.RUNNING != new.state
-            if ended and new.ended not in ("crashed", "terminated"):
+            if ended and new.ended not in ("crashed", "terminated", "released"):
                 accepted.add(old.owner)
             continue
         key, token, item = given["key"], given["token"], given["item"]
@@ -680,7 +695,8 @@ def body_begins_under_its_lease(history: History) -> Iterator[Violation]:
             continue
         until, own = given.get("store_until", math.inf), counted.get(given["token"], math.inf)
         faults = history.faults(given["process"], note.at - TTL, note.at)
-        excused = any(fault.what in ("emptied", "evicted", "clock") for fault in faults)
+        lost = ("emptied", "evicted", "clock", "released")
+        excused = any(fault.what in lost for fault in faults)
         lapsed = until is None or until < note.at
         if (lapsed and not excused) or own < note.at:
             promise = "a body begins" if note.what == "body" else "an effect is called"

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from celery.worker import state as worker_state
+
+from celery_leases.client import LeaseClient
+from celery_leases.errors import StoreUnavailable
+from celery_leases.record import State
 
 if TYPE_CHECKING:
     from tests.simulation.servers import Server
@@ -202,6 +207,21 @@ def copy_message(world: World) -> None:
     world.note("copied")
 
 
+def release_key(world: World) -> None:
+    """An operator takes a key from the attempt that holds it."""
+    running = sorted(row.key for row in world.database.rows() if row.state == State.RUNNING)
+    if not running:
+        return
+    task, _, key = world.random.choice(running).partition(" ")
+
+    def release() -> None:
+        world.note("released", key=f"{task} {key}")
+        with suppress(StoreUnavailable):
+            LeaseClient.from_app(world.app).release(key, task=task)
+
+    world.later(0.0, release, world.client)
+
+
 def deliver_ended_message(world: World) -> None:
     """The broker delivers a message again that was acknowledged, for example from a backup."""
 
@@ -215,6 +235,7 @@ ACCIDENTS: tuple[Accident, ...] = (
     *(kill_child, kill_child, kill_worker, pause_process, pause_process, pause_host),
     *(stop_server, empty_leases, freeze_server, cut, copy_message, copy_message),
     *(fail_over, evict_key, revoke_call, deliver_ended_message, deliver_ended_message),
+    release_key,
 )
 #: Accidents after which bodies of one key may overlap at any time.
 UNSAFE: tuple[Accident, ...] = (step_clock,)

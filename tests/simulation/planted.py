@@ -84,6 +84,18 @@ BUGS = (
         "return now + min(ttl / 12, 1.0)",
         "return now + 10 * ttl",
     ),
+    Bug(
+        "a body that asks is not told of a loss before the deadline",
+        "celery_leases.attempt.held_lease",
+        "        if self.lost is None and self._clock.now() < self.own_stop:\n            return",
+        "        if self._clock.now() < self.own_stop:\n            return",
+    ),
+    Bug(
+        "a lost lease counts until its deadline",
+        "celery_leases.attempt.held_lease",
+        "        if self.lost is not None:\n            return False\n        now",
+        "        now",
+    ),
     # -- the claim
     Bug(
         "a row is taken over although its store was emptied",

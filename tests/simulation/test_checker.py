@@ -98,6 +98,12 @@ class Story:
             99, state="pending", ended="crashed"
         )
 
+    def released(self) -> Story:
+        """An operator takes the key from its holder."""
+        fence = (self.row.fence if self.row is not None else 0) + 1
+        told = self.note("released", key=KEY)
+        return told.write(99, state="pending", ended="released", owner="", fence=fence)
+
     def item(self, item: int, owner: str = "a") -> Story:
         return self.note("item", item=item, key=KEY, call="c1", fence=1, token=owner)
 
@@ -180,6 +186,19 @@ GOOD: dict[str, Callable[[], Story]] = {
     "a late copy of a call after so many others that its record has forgotten it": lambda: of_task(
         "each",
         runs(called().run(), *range(2, 18)).run("b", 18),
+    ),
+    "a key that an operator takes from its holder, which is told later": lambda: (
+        called()
+        .claim()
+        .body()
+        .released()
+        .wait(-1.5)
+        .claim("b", 3)
+        .body("b", 3, "w1/c1")
+        .loses()
+        .ends()
+        .ends("b")
+        .done()
     ),
     "a crash before the body": lambda: called().claim().wait(3).run("b", 2),
     "a failed run, and a retry": lambda: (
@@ -643,6 +662,15 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a late copy that runs after other calls": (
         "each call once", 11,
         lambda: of_task("each", runs(called().run(), 2).run("b", 3)),
+    ),
+    "two bodies long after the first one was told that an operator has taken the key": (
+        "no overlap", 9,
+        lambda: called().claim().body().released().loses().wait(2).claim("b", 3).note("restarted")
+        .body("b", 3, "w1/c1").ends().ends("b").done(),
+    ),
+    "a row that is taken from its holder without a higher fence": (
+        "one outcome", 4,
+        lambda: called().claim().body().write(99, state="pending", ended="released", owner="").ends(),
     ),
     "a body without a row": ("a record before the run", 2, lambda: called().body().run()),
     "a body with a row of another": (

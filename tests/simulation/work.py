@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from celery import Celery
 from celery.backends.base import KeyValueStoreBackend
 
 from celery_leases import LeasedTask
-from celery_leases.errors import Cooldown, RetryLater, Snooze
+from celery_leases.errors import Cooldown, LeaseLost, RetryLater, Snooze
 from celery_leases.lease import Lease
 from celery_leases.options import Failures, Group
 
@@ -189,10 +189,13 @@ class _Body:
             here.note("extends", seconds=5 * TTL, **self.who)
             self.lease.extend(5 * TTL)
         for seconds in plan.steps:
-            here.scheduler.sleep(seconds)
-            if plan.checks:
-                self.lease.check()
-                here.note("checked", **self.who)
+            if not plan.checks:
+                here.scheduler.sleep(seconds)
+                continue
+            with suppress(LeaseLost):  # a body that goes on all the same is told when it asks
+                here.scheduler.sleep(seconds)
+            self.lease.check()
+            here.note("checked", **self.who)
         for item in self.lease.each(range(ITEMS)) if plan.habit == "loops" else ():
             here.note("item", item=item, **self.who)
             here.scheduler.sleep(plan.steps[0])

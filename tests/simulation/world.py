@@ -66,8 +66,10 @@ RESCUE_AFTER = 20.0
 """Seconds without a change after which a message counts as lost."""
 PREFORK_TASKS = ("killed", "timed")
 """Tasks that other pools do not support."""
-HABITS = ("cooldown", "error", "dies", "stalls", "self.retry", "closes", "extends", "loops")
-"""What most bodies of a run do, if it has a habit; all but the last two end so."""
+ENDINGS = ("cooldown", "error", "dies", "stalls", "self.retry", "closes")
+"""How most bodies of a run end, if it has such a habit."""
+HABITS = (*ENDINGS, "extends", "loops")
+"""What most bodies of a run do, if it has a habit."""
 DAY = 86_400.0
 TIMER_SLACK = 5e-5
 """Seconds by which the kernel ends a wait late."""
@@ -373,7 +375,7 @@ class World:
         plan = Plan(list(lengths), ending, random.random() < 0.7)
         if self.shape.habit and self.scheduler.now < self.shape.span and random.random() < 0.85:
             plan.habit = self.shape.habit
-            if plan.habit not in HABITS[-2:]:
+            if plan.habit in ENDINGS:
                 plan.ending = plan.habit
         return plan
 
