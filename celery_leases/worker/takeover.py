@@ -334,7 +334,7 @@ class WorkerLease:
         # Celery acknowledges nothing from now on. Kombu has returned what it could.
         self._changes.append(partial(self._return_all_but, frozenset()))
         self._renew(workers, channel)
-        if getattr(self._worker, "exitcode", None) != EX_FAILURE:
+        if getattr(self._worker, "exitcode", None) != EX_FAILURE and not self._unfinished:
             workers.forget(self._name)
         self._counts_until = math.inf
 
@@ -373,7 +373,7 @@ class WorkerLease:
         if self._looks:
             self._enter(workers)  # a worker that dies: others look for what it has fetched
             self._looks = False
-        while self._unfinished:
+        while self._unfinished and self._clock() < self._counts_until:
             delivery, action = self._unfinished[0]
             if not delivery.gone:
                 action(channel.qos, delivery)

@@ -293,6 +293,31 @@ def test_acknowledged_messages_are_registered_no_longer(
     assert workers.listed() == []
 
 
+def test_a_message_is_not_requeued_after_a_pause_that_may_have_ended_the_lease(
+    connection: Connection, workers: Workers, channel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker may have it. The next renewal shows whether that is so."""
+    lease, now, renew = opened(connection, "a", 60.0), [0.0], workers.renew
+
+    def stands_still(*given: Any) -> Any:
+        written = renew(*given)
+        now[0] += 100.0
+        return written
+
+    monkeypatch.setattr(lease, "_clock", lambda: now[0])
+    (message,) = fetched(connection, 1)
+    lease.received(message, "task")
+    lease._renew(workers, channel)
+    now[0] += 100.0
+    message.reject(requeue=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(workers, "renew", stands_still)
+        lease._renew(workers, channel)
+    assert channel.client.hlen("unacked") == 1
+    lease._renew(workers, channel)
+    assert waiting(connection) == [0]
+
+
 def test_a_renewal_acknowledges_all_messages_that_have_ended(
     connection: Connection, workers: Workers, channel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
