@@ -421,8 +421,9 @@ def waits_are_not_shortened(history: History) -> Iterator[Violation]:
 
 
 def outcomes_are_repeated(history: History) -> Iterator[Violation]:
-    """If the process of a body that has ended lives, no other attempt has to take its row over: the
-    outcome is written, also after one refused request.
+    """If the process of a body that has ended lives and has not lost its lease, no other attempt
+    has to take its row over: for a minute the outcome is written again after each failed request,
+    unless Celery ends the call meanwhile.
     """
     ended = {
         note.details["token"]
@@ -430,15 +431,19 @@ def outcomes_are_repeated(history: History) -> Iterator[Violation]:
         if note.details.get("ending") not in (None, "", "interrupted")
     }
     bodies = {body.token: body for body in history.bodies if body.token in ended}
+    excused = {note.details["token"] for note in history.of("lost")}
+    calls = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
     for note in history.of("row"):
         old, new = note.details["old"], note.details["new"]
         if old is None or new is None or not old.state == State.RUNNING == new.state:
             continue
         body = bodies.get(old.owner)
-        if body is None or new.owner == old.owner or body.ended > note.at:
+        if body is None or new.owner == old.owner or not body.ended <= note.at < body.ended + 50.0:
             continue
         faults = history.faults(body.process, body.began.at - TTL, note.at)
-        if not faults or [fault.what for fault in faults] == ["refused"]:
+        if any(fault.what not in ("refused", *SLOW) for fault in faults) or old.call in calls:
+            continue
+        if old.owner not in excused and old.task != "timed":
             yield Violation("an outcome is repeated", note, f"{old.owner} has ended after {faults}")
 
 
@@ -707,8 +712,14 @@ def body_begins_under_its_lease(history: History) -> Iterator[Violation]:
 def nothing_lost(history: History) -> Iterator[Violation]:
     """In the end each confirmed call has an answer, and each key rests, unless Celery has ended the
     call. Celery writes that it retries a call after it has published it, perhaps after the end of
-    what it has published.
+    what it has published, if its process was slow.
     """
+    retried = {
+        note.details["call"]
+        for note in history.of("body ended")
+        if note.details.get("ending") == "self.retry"
+        and history.faults(note.details["process"], note.at - TTL, note.at + 60.0)
+    }
     rows = {row.key: row for row in history.final["rows"]}
     withdrawn = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
     expires = {note.details["call"] for note in history.of("calls") if "expires" in note.details}
@@ -718,7 +729,7 @@ def nothing_lost(history: History) -> Iterator[Violation]:
         row, call = rows.get(note.details["key"]), note.details["call"]
         answer = answers.get(call)
         expired = answer == "REVOKED" and call in expires
-        if answer == "RETRY" and call in withdrawn:
+        if answer == "RETRY" and call in withdrawn | retried:
             continue
         if lost and answer is None and row is not None and row.ended == "crashed":
             continue  # the message that would tell its caller

@@ -20,6 +20,23 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 
+FATES = ("refused", "lost request", "lost reply", "late", "paused")
+"""What happens to a request that goes wrong."""
+OFTEN = tuple(
+    (names, fate)
+    for names in (
+        ("claim", "acquire"),
+        ("settle",),
+        ("settle",),
+        ("effect",),
+        ("read",),
+        ("renew",),
+    )
+    for fate in FATES
+)
+"""What goes wrong often in some runs."""
+
+
 @dataclass
 class Faults:
     """How often single requests go wrong, and whether they do now."""
@@ -34,12 +51,14 @@ class Faults:
     paused: float = 0.0
     #: A server does not answer a publish, or a request that calls share.
     unanswered: float = 0.0
+    #: Requests of which many go wrong, all in the same way.
+    often: tuple[str, ...] = ()
+    often_fate: str = ""
     active: bool = True
 
     def __post_init__(self) -> None:
-        names = ("refused", "lost request", "lost reply", "late", "paused")
         rates = (self.refused, self.lost_request, self.lost_reply, self.late, self.paused)
-        self._rates = [(name, rate) for name, rate in zip(names, rates, strict=True) if rate]
+        self._rates = [(name, rate) for name, rate in zip(FATES, rates, strict=True) if rate]
         self._most = sum(rates) + 1e-9
 
     @classmethod
@@ -52,7 +71,9 @@ class Faults:
             others.choice((0.0, 0.0, 0.005, 0.05)),
             others.choice((0.0,) * 3 + (0.3,)),
         )
-        return cls(random, refused, request, reply, late, reorder, paused, unanswered)
+        often, often_fate = ((), "") if others.random() < 0.5 else others.choice(OFTEN)
+        rates = (refused, request, reply, late, reorder, paused, unanswered)
+        return cls(random, *rates, often, often_fate)
 
     def fate(self, server: Server, what: str) -> str:
         """What happens to a request; empty: nothing special."""
@@ -61,6 +82,8 @@ class Faults:
         drawn = self.random.random()
         if what in ("publish", "shared") and drawn < self.unanswered:
             return self.random.choice(("lost request", "lost reply", "late"))
+        if what in self.often and self.random.random() < 0.3:
+            return self.often_fate
         for name, rate in self._rates if drawn < self._most else ():
             drawn -= rate
             if drawn < 0:

@@ -451,6 +451,12 @@ BUGS = (
         "        if True:\n            self._remove(delivery)",
     ),
     Bug(
+        "a message is requeued after a pause in which its worker's lease may have ended",
+        TAKEOVER,
+        "        while self._unfinished and self._clock() < self._counts_until:",
+        "        while self._unfinished:",
+    ),
+    Bug(
         "a worker keeps what another one has found",
         TAKEOVER,
         "                self._drop_found(workers, channel)\n",

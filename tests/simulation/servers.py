@@ -177,13 +177,27 @@ class SimulatedDatabase(Database):
         run = super()._run
         if self.server is None:
             return run(statement, values, read)
-        what = type(statement).__name__.lower()
         return self.server.request(
-            what,
+            _names().get(id(statement)) or type(statement).__name__.lower(),
             lambda: run(statement, values, read),
             _database_error,
             wait_limit.bounded(self.waits),
         )
+
+
+@cache
+def _names() -> dict[int, str]:
+    """What the statements of a call are called; others are called after their kind."""
+    statements, effects, leases = _base_records().statements, _base_effects(), _base_leases()
+    claims = (*statements.insert_or_read.values(), statements.swap)
+    named = {
+        "claim": claims,
+        "settle": (statements.settle, statements.settle_success),
+        "read": (statements.select_row,),
+        "renew": (leases._renew_all, leases._renew_one),
+        "effect": (effects._begin,),
+    }
+    return {id(each): name for name, several in named.items() for each in several}
 
 
 def _database_error(executed: bool | None) -> StoreUnavailable:

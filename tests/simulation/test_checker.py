@@ -67,7 +67,8 @@ class Story:
         return self.note("body", **{**who, **details})
 
     def ends(self, owner: str = "a", ending: str = "") -> Story:
-        return self.note("body ended", key=KEY, call="c1", token=owner, ending=ending)
+        given = {"token": owner, "ending": ending, "process": "w0/c1"}
+        return self.note("body ended", key=KEY, call="c1", **given)
 
     def loses(self, owner: str = "a", process: str = "w0/c1") -> Story:
         return self.note("lost", key=KEY, token=owner, process=process)
@@ -182,6 +183,15 @@ GOOD: dict[str, Callable[[], Story]] = {
         .note("revoked", call="c1")
         .wait(3)
         .write(pid=99, state="pending", ended="terminated")
+    ),
+    "an outcome that is not written in a minute": lambda: (
+        called()
+        .claim()
+        .body()
+        .ends(ending="later")
+        .note("lost request", process="w0/c1")
+        .wait(60)
+        .run("b", 2)
     ),
     "a late copy of a call after so many others that its record has forgotten it": lambda: of_task(
         "each",
@@ -476,6 +486,7 @@ GOOD: dict[str, Callable[[], Story]] = {
         .body()
         .ends(ending="return")
         .note("lost request", process="w0/c1")
+        .loses()
         .claim("b", 2)
         .body("b", 2)
         .ends("b")
@@ -739,6 +750,11 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
         "an outcome is repeated", 6,
         lambda: called().claim().body().ends(ending="self.retry").note("refused", process="w0/c1")
         .claim("b", 2).body("b", 2).ends("b").done(),
+    ),
+    "an outcome that is not written because of two lost replies": (
+        "an outcome is repeated", 7,
+        lambda: called().claim().body().ends(ending="later").note("lost reply", process="w0/c1")
+        .note("lost reply", process="w0/c1").claim("b", 2).body("b", 2).ends("b").done(),
     ),
     "a call that runs after it has failed, and another one ran": (
         "what has failed does not run", 8,

@@ -211,7 +211,8 @@ class _Body:
             case "stalls":
                 world().stalls()
             case "self.retry":
-                raise self.task.retry(countdown=COOLDOWN, max_retries=None)
+                countdown = world().random.choice((1.0, COOLDOWN))
+                raise self.task.retry(countdown=countdown, max_retries=None)
         if self.ending in ERRORS:
             error = ERRORS[self.ending]()
             raise error

@@ -228,12 +228,18 @@ class World:
         return self.history
 
     def _plan_calls_and_accidents(self) -> None:
-        at = 0.0
+        at, task, key = 0.0, self.shape.tasks[0], 0
         for number in range(1, self.shape.calls + 1):
-            # Otherwise it comes together with the call before, as what shares statements does.
-            if self.random.random() < (0.2 if self.shape.threads else 0.6):
+            # Otherwise it comes together with the call before, as what shares statements does, or
+            # finds what the call before has left in the row of its key.
+            drawn, soon = self.random.random(), self.random.random() < 0.5
+            if drawn < (0.2 if self.shape.threads else 0.4):
                 at = self.random.uniform(0, self.shape.span * 0.8)
-            task, key = self.random.choice(self.shape.tasks), self.random.randrange(self.shape.keys)
+            elif soon:
+                at = min(at + self.random.uniform(0, 1.5 * work.COOLDOWN), self.shape.span * 0.8)
+            if drawn < 0.4 or not soon:
+                task = self.random.choice(self.shape.tasks)
+                key = self.random.randrange(self.shape.keys)
             if f"call {number}" not in self.without:
                 self.later(at, partial(self._call, number, task, f"k{key}"), self.client)
         for number in range(1, self.shape.accidents + 1):
@@ -370,6 +376,7 @@ class World:
         """What the next body does."""
         random = self.random
         endings = ("return",) * 12 + ("retry", "retry", "cooldown", "later", "snooze", "permanent")
+        endings += ("error", "self.retry")
         lengths = random.choice(((0.01,), (0.2, 0.3), (1.0, 1.0, 1.0), (2.0,) * 5, (8.0,)))
         ending = random.choice(endings) if self.scheduler.now < self.shape.span else "return"
         plan = Plan(list(lengths), ending, random.random() < 0.7)
