@@ -63,6 +63,7 @@ _BY_REASON: Final[dict[str, tuple[str, ...]]] = {
             "attempt.run Execution._until_settled.<locals>.repeatable: logger.error(exc_info=error)"
             "  ->  logger.error()"
         ),
+        "stores.sql.rows _warn: logger.warning(code='column-unreadable')  ->  logger.warning()",
     ),
     "the longest wait is shorter in any case": (
         "decide.after_run settle_pause: 10  ->  11",
@@ -89,6 +90,13 @@ _BY_REASON: Final[dict[str, tuple[str, ...]]] = {
         "attempt.held_lease HeldLease.__init__: self.fence = 0  ->  pass",
     ),
     "the clock of a system is past both": ("attempt.held_lease HeldLease.__init__: 0.0  ->  1.0",),
+    "both have one length": (
+        "stores.sql.rows column_values: True  ->  False",
+        "stores.sql.rows column_values: zip(strict=True)  ->  zip()",
+        "stores.sql.rows details_of: True  ->  False",
+        "stores.sql.rows details_of: zip(strict=True)  ->  zip()",
+    ),
+    "the document has no time of the end": ("stores.sql.rows settle_parameters: 0  ->  1",),
     "a store answers each renewal": (
         "attempt.renewal Renewer._renew: zip(strict=True)  ->  zip()",
     ),

@@ -105,7 +105,7 @@ def imported_functions() -> Functions:
     found: Functions = {}
     gc.unfreeze()
     for each in gc.get_objects():
-        if type(each) is FunctionType and "<locals>" not in each.__qualname__:
+        if type(each) is FunctionType:
             code = each.__code__
             place = (each.__module__, code.co_qualname, code.co_firstlineno)
             found.setdefault(place, []).append(each)
@@ -126,9 +126,9 @@ def apply(mutation: Mutation, functions: Functions) -> None:
     code = compile(tree, str(path_of(mutation.module)), "exec", dont_inherit=True)
     changed = 0
     for other in _codes(code):
-        if other.co_qualname == outer:
-            place = (mutation.module, outer, other.co_firstlineno)
-            for each in functions.get(place, []):
+        if other.co_qualname.partition(".<locals>")[0] == outer:
+            place = (mutation.module, other.co_qualname, other.co_firstlineno)
+            for each in functions.get(place, []):  # or those that it has returned before
                 each.__code__ = other
                 changed += 1
     if not changed:

@@ -16,6 +16,7 @@ import pytest
 import celery_leases
 from celery_leases.decide.claim import claimed
 from celery_leases.decide.repairs import settled
+from celery_leases.errors import RecordUnreadable
 from celery_leases.keys import call_key
 from celery_leases.options import DATABASE, LeaseOptions
 from celery_leases.record import (
@@ -64,7 +65,9 @@ FULL: dict[str, Any] = {
 )
 def test_a_record_is_the_same_after_it_was_written_and_read(record: Record) -> None:
     row = column_values(record)
-    assert rows.to_record({**row, "now": record.now}) == record
+    read = rows.to_record({**row, "now": record.now})
+    assert (read, repr(read)) == (record, repr(record))  # a flag is no integer
+    assert type(row["resumes"]) is int
     assert set(row) == set(Tables().records.c.keys())
 
 
@@ -140,6 +143,9 @@ def test_an_outcome_writes_what_it_changes(failed: bool) -> None:
         State.COOLING, Ended.FAILED, 2, 3, 4, 9.0, retry_after=1.0, failed=failed, **given
     )
     values = settle_parameters(row, outcome)
+    assert (values["wait"], values["keep"], values["keep_at_least"]) == (10**6, 10**7, 9_900_000)
+    assert type(values["new_resumes"]) is int
+    assert json.loads(values["new_details"]).get("failed_at") == (failed or row.failed_at)
     written = {name: values[f"new_{name}"] for name in (*WHEN_SETTLED, DETAILS)} | {
         "progress": values["new_progress"]
     }
@@ -156,6 +162,21 @@ def test_an_outcome_writes_what_it_changes(failed: bool) -> None:
     assert rows.to_record(found) == expected
 
 
+def test_an_outcome_without_texts_keeps_its_state_and_counts() -> None:
+    failure = Failure("E" * 300, "no", rule="r", group="g", ambiguous=True)
+    plain = Outcome(State.COOLING, Ended.FAILED, 2, 3, 4, 9.0, retry_after=1.0, failed=True)
+    assert rows.without_texts(replace(plain, reason="r")) == plain
+    full = replace(
+        plain, result="1", failure=failure, reason="r", progress="{}", finished={"b": "2"}
+    )
+    assert rows.without_texts(full) == replace(
+        plain,
+        reason="result_refused",
+        failure=replace(failure, type="E" * 255, message=rows.TEXT_REFUSED, group=None),
+        finished={"b": None},
+    )
+
+
 def test_how_most_attempts_end_takes_no_room() -> None:
     row = a_record(State.RUNNING)
     done = Outcome(State.DONE, Ended.RETURNED, 1, 0, 0, 9.0, result="1")
@@ -170,6 +191,9 @@ def test_the_details_stay_as_they_are_at_a_first_success() -> None:
     row = a_record(State.RUNNING)
     done = Outcome(State.DONE, Ended.RETURNED, 1, 0, 0, 9.0, result="1")
     assert "new_details" not in settle_parameters(row, done)
+    forever = settle_parameters(row, replace(done, retention=None, reason="r" * 300))
+    assert forever["new_reason"] == "r" * 255
+    assert (forever["wait"], forever["keep"], forever["keep_at_least"]) == (None, None, None)
     for change in (
         {"failures": 1},
         {"retries": 1},
@@ -189,6 +213,7 @@ def test_the_parameters_of_an_insert_are_the_columns_of_the_new_row() -> None:
         columns = column_values(row)
         expected = {f"new_{name}": columns[name] for name in WHEN_NEW}
         assert insert_parameters(row) == expected
+    assert rows.guard_parameters(a_record(State.RUNNING, lease_ttl=2.3))["ttl"] == 2_300_000
 
 
 OTHER_OUTCOMES: dict[str, Any] = {
@@ -203,7 +228,8 @@ OTHER_OUTCOMES: dict[str, Any] = {
 def test_a_success_is_written_in_short_only_if_it_changes_nothing_else() -> None:
     row = a_record(State.RUNNING)
     done = Outcome(State.DONE, Ended.RETURNED, row.attempt, 0, row.crashes, 9.0, result="1")
-    assert success_parameters(row, done)
+    written_in_short = success_parameters(row, done) or {}
+    assert (written_in_short["keep"], written_in_short["keep_at_least"]) == (9_000_000, 8_910_000)
     written = {"state", "result", "traceback", "closing"}
     assert {field.name for field in fields(Outcome)} == written | set(OTHER_OUTCOMES)
     for name, value in OTHER_OUTCOMES.items():
@@ -211,6 +237,77 @@ def test_a_success_is_written_in_short_only_if_it_changes_nothing_else() -> None
     other_rows: dict[str, Any] = {"resumes": True, "crashes": 3, "attempt": 2, "failures": 4}
     for name, value in other_rows.items():
         assert not success_parameters(replace(row, **{name: value}), done), name
+
+
+NO_DETAILS: dict[str, Any] = {"fingerprint": None, "digests": None}
+KNOWN = '{"generation":2,'
+
+
+def derived(seed: int) -> dict[str, Any]:
+    return {"generation": 2**30 + seed % 2**29, **NO_DETAILS}
+
+
+UNREADABLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"fence": "x"}, {"fence": 0}),
+    ({"lease_until": "x"}, {"lease_until": None}),
+    ({"attempt": None}, {"attempt": 0}),
+    ({"state": "x"}, {"state": State.UNCERTAIN}),
+    ({"fence": "x", "state": "x"}, {"fence": 0, "state": State.UNCERTAIN}),
+    ({"ended": "x"}, {}),
+    *(({"progress": x}, {}) for x in ("{", "5", '{"value":"{"}', '{"positions":5}')),
+    *(({"details": x}, derived(NOW - 9_000_000)) for x in ("{", "5", '{"generation":"x"}')),
+    ({"details": "{", "fence": "x"}, {**derived(NOW), "fence": 0}),
+    ({"details": '{"args":"x"}'}, {**NO_DETAILS, "generation": 0}),
+    *(
+        ({"details": f"{KNOWN}{x}}}"}, {**NO_DETAILS, "generation": 2})
+        for x in ('"retries":"x"', '"args":{"a":1}', '"finished":"x"', '"finished":[1]')
+    ),
+]
+"""Columns that a decision needs, with a value that cannot be read, and what operators see."""
+
+
+@pytest.mark.parametrize(("changes", "seen"), UNREADABLE)
+def test_what_a_decision_needs_and_cannot_read_is_an_error(
+    changes: dict[str, Any], seen: dict[str, Any]
+) -> None:
+    """It counts as absent for operators, who see the first problem."""
+    record = a_record(State.PENDING)
+    found = {**column_values(record), **changes, "now": NOW}
+    with pytest.raises(RecordUnreadable) as caught:
+        rows.to_record(found)
+    error = caught.value
+    assert (error.key, error.executed) == (record.key, False)
+    assert error.column in changes
+    lenient = rows.to_record(found, lenient=True)
+    assert f"column {error.column}" in (lenient.unreadable or "")
+    assert replace(lenient, unreadable=None) == replace(record, **seen)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("error", value) for value in ("{", "5")),
+        *(("details", f'{{"{name}":5}}') for name in ("before", "past", "trace", "unrun")),
+    ],
+)
+def test_what_no_decision_needs_counts_as_empty(
+    caplog: pytest.LogCaptureFixture, column: str, value: str
+) -> None:
+    record = a_record(State.PENDING, **NO_DETAILS)
+    read = rows.to_record({**column_values(record), column: value, "now": NOW})
+    assert read == record
+    assert f"column {column}" in caplog.text
+
+
+def test_fields_of_a_later_release_and_missing_ones_are_ignored() -> None:
+    found, unreadable = read_details('{"later":1,"generation":2}', None)
+    assert (found["generation"], unreadable) == (2, None)
+    assert rows.failure_in('{"later":1}') == Failure("", "")
+
+
+def test_the_group_of_an_unreadable_error_is_not_known() -> None:
+    stored = rows.written(Failure("E", "no", group="g"))
+    assert [rows.group_of(error) for error in (stored, None, "{")] == ["g", None, None]
 
 
 def test_a_new_field_of_the_document_is_one_line(tmp_path: Path) -> None:
