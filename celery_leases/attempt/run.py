@@ -177,8 +177,8 @@ class Execution:
                 again = until_turn(call, burst, process.rand(), record)
         if again is not None:
             return again
-        late = burst is not None and call.reschedulable and call.waited_for_newer >= PATIENCE
-        if late and burst is not None and burst.newest > call.order > 0:
+        late = call.waited_for_newer >= PATIENCE
+        if burst is not None and late and burst.newest > call.order > 0:
             self._missing = burst.newest
         began = process.clock.now()
         while True:
@@ -209,7 +209,7 @@ class Execution:
         noted = call.order or (arrived if call.options.debounce else 0)
         if noted > burst.newest:  # or the store has lost the note of its publisher
             leases.note_order(stored_key, noted)
-            burst = replace(burst, newest=noted, first=burst.first or noted)
+            burst = replace(burst, newest=noted)
         return burst
 
     def _acquire_once(self, waited: float) -> Verdict:
@@ -253,13 +253,9 @@ class Execution:
             self._may_have_slot = self.call.group is not None
             self._free()
             raise
-        self._may_have_slot = isinstance(answer, Acquired) and (answer.probe or self._asks)
+        limited = self.call.ask is not None and bool(self.call.ask.limit)
+        self._may_have_slot = isinstance(answer, Acquired) and (answer.probe or limited)
         return answer
-
-    @property
-    def _asks(self) -> bool:
-        """Whether the body takes a slot in any case."""
-        return self.call.ask is not None and self.call.ask.limit > 0
 
     def _key_is_held(self, holder: Holder, waited: float) -> Verdict:
         """Decide on a call whose key is held.
@@ -298,7 +294,7 @@ class Execution:
         try:
             if not process.leases.in_records and process.clock.now() >= held_lease.own_stop:
                 raise StoreUnavailable(
-                    f"{process.leases.name}: the lease was granted too late to be useful", True
+                    f"{process.leases.name}: the lease was granted too late to be useful"
                 )
             answer = self._claim()
             verdict = (
@@ -349,7 +345,7 @@ class Execution:
             if not may_be_ours:
                 raise
             # The lease expires by itself. The next attempt knows this token, and closes its row.
-            again = replace(self._after_store_failure(error, 0), prior=call.token)
+            again = replace(self._after_store_failure(error), prior=call.token)
             raise RowMayBeOpen(again) from error
 
     def _age(self) -> float:
@@ -492,7 +488,7 @@ class Execution:
             if self.process.records.settle(self.record, outcome):
                 self._report(self.record, outcome, 0.0, 0.0)
         except StoreUnavailable as error:
-            again = replace(self._after_store_failure(error, 0), prior=self.record.owner)
+            again = replace(self._after_store_failure(error), prior=self.record.owner)
             raise RowMayBeOpen(again) from error
 
     def _free(self) -> None:
@@ -507,7 +503,7 @@ class Execution:
         with suppress(StoreUnavailable):  # it expires by itself
             self.process.leases.groups.release_slot(self.call.group or "", self.call.token)
 
-    def _after_store_failure(self, error: Exception | str, failures: int) -> Reschedule:
+    def _after_store_failure(self, error: Exception | str, failures: int = 0) -> Reschedule:
         """Reschedule the delivery because a store did not answer; *failures*: how often in a row
         that has happened to this call before.
         """
@@ -769,21 +765,18 @@ class Execution:
                 record.stored_key, record.owner, ended, call.call_id
             )
             now = known or self.process.records.read(record.stored_key)
-        except StoreUnavailable as error:
-            return self._after_store_failure(error, 0)
-        self.process.observer.observe(
-            events.OutcomeRefused(
-                **call.subject,
-                fence=record.fence,
-                state=now.state.value if now else None,
-                was_suspected=known is not None and ended is Ended.LOST,
+            self.process.observer.observe(
+                events.OutcomeRefused(
+                    **call.subject,
+                    fence=record.fence,
+                    state=now.state.value if now else None,
+                    was_suspected=known is not None and ended is Ended.LOST,
+                )
             )
-        )
-        try:
             self.call = replace(call, started=True)
             verdict = self._decide(now)
         except StoreUnavailable as error:
-            return self._after_store_failure(error, 0)
+            return replace(self._after_store_failure(error), started=True)
         if isinstance(verdict, Run | Wait):
             why = "a later attempt owns the key" if now is not None else "the record was deleted"
             verdict = again_soon(why, self.process.rand())

@@ -43,6 +43,7 @@ KILLERS = (
     "rabbitmq_consumer_timeout",
     "renewal",
     "rerun",
+    "retrying",
     "rows",
     "slots",
     "unstored_outcomes",

@@ -36,6 +36,14 @@ _BY_REASON: Final[dict[str, tuple[str, ...]]] = {
         "attempt.renewal Renewer.close: 0.002  ->  1.002",
         "attempt.renewal Renewer.close: self._clock.sleep(0.002)  ->  pass",
     ),
+    "it writes again what is written": (
+        ("attempt.run Execution._burst: noted > burst.newest  ->  noted >= burst.newest"),
+        (
+            "attempt.run Execution.acquire: burst.newest > call.order > 0"
+            "  ->  burst.newest >= call.order > 0"
+        ),
+    ),
+    "an order is a time, in microseconds": ("attempt.run Execution.acquire: 0  ->  1",),
     "never reached": (
         (
             "attempt.run Execution._report_verdict: raise AssertionError("
@@ -62,6 +70,16 @@ _BY_REASON: Final[dict[str, tuple[str, ...]]] = {
         (
             "attempt.run Execution._until_settled.<locals>.repeatable: logger.error(exc_info=error)"
             "  ->  logger.error()"
+        ),
+        (
+            "attempt.run Execution._until_settled.<locals>.repeatable: "
+            "not failures and (not isinstance(error, StoreUnavailable))"
+            "  ->  not failures or not isinstance(error, StoreUnavailable)"
+        ),
+        ("attempt.run Execution._until_settled.<locals>.repeatable: not failures  ->  failures"),
+        (
+            "attempt.run Execution._until_settled.<locals>.repeatable: "
+            "not isinstance(error, StoreUnavailable)  ->  isinstance(error, StoreUnavailable)"
         ),
         "stores.sql.rows _warn: logger.warning(code='column-unreadable')  ->  logger.warning()",
     ),

@@ -11,6 +11,7 @@ import pytest
 from celery_leases.attempt.run import Execution
 from celery_leases.concurrency import resource_pool
 from celery_leases.decide import after_run
+from celery_leases.decide.answers import Refusal, Refused
 from celery_leases.decide.copies import callbacks_mark
 from celery_leases.decide.endings import (
     ControlFlow,
@@ -23,6 +24,7 @@ from celery_leases.decide.endings import (
     Terminated,
     error_text,
 )
+from celery_leases.decide.latest import replaced_mark
 from celery_leases.decide.verdicts import Drop, Raise, Reschedule, Return, TaskEvent
 from celery_leases.decide.waiting import RETRY_GRACE
 from celery_leases.errors import (
@@ -33,6 +35,7 @@ from celery_leases.errors import (
     PermanentFailure,
     RetryLater,
     Snooze,
+    StoreUnavailable,
 )
 from celery_leases.errors import LeaseHeld as LeaseHeldError
 from celery_leases.events import (
@@ -75,6 +78,12 @@ class TestAFailure:
         assert bench.run(bench.call()) == Return(1)
         assert bench.steps() == ["acquire", "claim", "settle", "release"]
         assert (bench.state, bench.held, bench.renewer.kept) == (State.DONE, False, set())
+
+    @pytest.mark.parametrize("renew", [True, False])
+    def test_the_lease_is_renewed_unless_the_options_say_no(self, bench, renew: bool) -> None:
+        seen: list[bool] = []
+        bench.run(bench.call(renew=renew), during=lambda held: seen.append(held.renewable(1000.0)))
+        assert seen == [renew]
 
     def test_events_without_a_receiver_are_not_built_except_for_a_failure(self, bench, monkeypatch):
         monkeypatch.setattr(bench.seen, "wants", lambda _: False, raising=False)
@@ -273,7 +282,7 @@ class TestEagerCalls:
             else None
         )
         assert isinstance(told, CoolingDown)
-        assert told.retry_after == bench.row.waits
+        assert (told.retry_after, told.retry_at) == (bench.row.waits, TODAY + bench.row.waits)
         assert len(bench.ran) == 1
 
 
@@ -310,6 +319,34 @@ class TestStoresAwayAfterTheRun:
         assert (reply.unavailable, reply.started, reply.prior) == (True, True, call.token)
         assert bench.steps("close_group", "cool", "release") == ["close_group"]
         assert bench.held
+
+    @pytest.mark.parametrize("step", ["note_end", "mark"])
+    def test_a_call_whose_outcome_was_refused_has_begun(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
+    ) -> None:
+        """Its message does not expire, though it is not known what the record says."""
+
+        def lose(_: Any) -> None:
+            bench.records.retry(KEY.stored)
+            for store in (bench.records, bench.stores):
+                monkeypatch.setattr(
+                    store, step, _raise(StoreUnavailable("away", False)), raising=False
+                )
+
+        reply = bench.run(bench.call(canvas=True, repeat=True), during=lose)
+        assert isinstance(reply, Reschedule)
+        assert (reply.reason, reply.delay, reply.started) == ("away", 4.0, True)
+        assert (reply.unavailable, reply.task_event) == (True, None)
+
+    @pytest.mark.parametrize(
+        ("ending", "stopping"), [(Interrupted(SystemExit()), False), (Returned(1, "1"), True)]
+    )
+    def test_a_process_that_ends_tries_once_to_write_an_outcome(
+        self, bench: Bench, ending: Ending, stopping: bool
+    ) -> None:
+        bench.journal.away("settle")
+        bench.run(bench.call(), ending, during=lambda _: setattr(bench, "stopping", stopping))
+        assert bench.steps("settle") == ["settle"]
 
 
 class TestALostLease:
@@ -384,8 +421,33 @@ class TestPassingThrough:
         assert bench.seen.of(GroupOpened) == []
 
 
-def _raise(error: Exception) -> Callable[[], object]:
-    def step() -> object:
+class TestProgress:
+    def test_what_the_body_has_not_saved_is_written_with_its_outcome_and_stays(self, bench) -> None:
+        text = '{"generation":0,"value":"1"}'
+
+        def during(held_lease: Any) -> None:
+            held_lease.body_state.unsaved_progress = lambda: text
+
+        bench.run(bench.call(), SOON, during=during)
+        assert bench.row.progress == text
+        bench.clock.sleep(60.0)
+        bench.run(bench.call(), SOON)
+        assert (bench.row.progress, bench.row.quick_retries) == (text, 2)
+
+    @pytest.mark.parametrize(("progressed", "crashes"), [(False, 2), (True, 1)])
+    def test_a_body_that_gets_further_each_time_is_in_no_crash_loop(
+        self, bench: Bench, progressed: bool, crashes: int
+    ) -> None:
+        def during(held_lease: Any) -> None:
+            held_lease.body_state.progressed |= progressed
+
+        for _ in range(2):
+            bench.run(bench.call(), Terminated(SystemExit(), "hard time limit"), during=during)
+        assert bench.row.crashes == crashes
+
+
+def _raise(error: Exception) -> Callable[..., Any]:
+    def step(*_: object) -> object:
         raise error
 
     return step
@@ -469,21 +531,30 @@ class TestEvents:
         assert [each.error for each in bench.seen.of(CallRefused)] == [str(error(refused))]
 
     @KINDS
-    @pytest.mark.parametrize("call_id", [OURS, THEIRS])
-    def test_a_held_key_says_who_holds_it(self, in_records: bool, call_id: str) -> None:
+    @pytest.mark.parametrize(("call_id", "delay"), [(OURS, 15.2), (THEIRS, 1.2)])
+    def test_a_held_key_says_who_holds_it(
+        self, in_records: bool, call_id: str, delay: float
+    ) -> None:
         bench = Bench(in_records)
         Execution(bench.process, bench.call()).acquire()
-        bench.run(bench.call(call_id=call_id))
+        bench.process.rand = lambda: 0.25
+        reply = bench.run(bench.call(call_id=call_id))
+        assert isinstance(reply, Reschedule)
+        assert reply.delay == pytest.approx(delay)
+        assert bench.steps("release_slot") == []
         (event,) = bench.seen.of(LeaseHeld)
         assert (event.holder_call_id, event.same_call) == (OURS, call_id == OURS)
         assert event.remaining == pytest.approx(15.0, abs=0.1)
 
     def test_an_outcome_that_is_refused_says_what_the_record_has(self, bench: Bench) -> None:
-        changes: list[Callable[[str], object]] = [bench.records.retry, bench.records.rows.pop]
-        for change in changes:
+        bench.process.rand = lambda: 0.25
+        for change, why in (
+            (bench.records.retry, "a later attempt owns the key"),
+            (bench.records.rows.pop, "the record was deleted"),
+        ):
             reply = bench.run(bench.call(), during=lambda _: change(KEY.stored))  # noqa: B023 - called at once
             assert isinstance(reply, Reschedule)
-            assert reply.started
+            assert (reply.started, reply.reason, reply.delay) == (True, why, 1.25)
         states = [(each.state, each.was_suspected) for each in bench.seen.of(OutcomeRefused)]
         assert states == [("pending", False), (None, False)]
 
@@ -498,6 +569,23 @@ class TestEvents:
         reply = bench.run(bench.call(on_busy="raise"), during=lose)
         assert isinstance(reply, Reschedule)
         assert (reply.started, reply.held) == (True, True)
+
+    def test_a_call_whose_outcome_is_refused_is_answered_by_the_other_attempt(self, bench) -> None:
+        def lose(_: Any) -> None:
+            theirs = replace(bench.row, owner="another", call_id=THEIRS, fence=bench.row.fence + 1)
+            bench.records.rows[KEY.stored] = replace(theirs, state=State.DONE, result="5")
+
+        assert bench.run(bench.call(), during=lose) == Return(5, THEIRS)
+        assert [each.first_call_id for each in bench.seen.of(ResultReplayed)] == [THEIRS]
+
+    def test_a_call_that_a_newer_one_has_replaced_says_so(self, bench: Bench) -> None:
+        newer = bench.call(runs="latest", order=2)
+        bench.run(newer)
+        for call in (bench.call(runs="latest", order=1, call_id=THEIRS), bench.again(newer)):
+            assert bench.run(call) == Return(1, OURS)
+        assert [each.replaced for each in bench.seen.of(ResultReplayed)] == [True, False]
+        marks = [bench.stores.mark(KEY.stored, replaced_mark(each)) for each in (THEIRS, OURS)]
+        assert marks == [OURS, None]
 
 
 class TestCallbacks:
@@ -558,15 +646,66 @@ def test_a_key_that_cannot_be_used_is_an_error_of_the_call(bench: Bench) -> None
     assert not bench.held
 
 
-def test_a_claim_that_took_longer_than_the_lease_is_given_back_and_tried_again(bench) -> None:
+@pytest.mark.parametrize(
+    ("changes", "seconds"), [({}, 15.0), ({"begin_by": 1005.0}, 6.0)], ids=["lease", "time limit"]
+)
+@pytest.mark.parametrize("away", [False, True])
+def test_a_claim_that_took_too_long_is_given_back_and_tried_again(
+    bench: Bench, changes: dict[str, Any], seconds: float, away: bool
+) -> None:
     bench.process.rand = lambda: 0.25
-    bench.journal.before("claim", lambda: bench.clock.sleep(15.0))
-    reply = bench.run(bench.call())
+    bench.journal.before("claim", lambda: bench.clock.sleep(seconds))
+    if away:
+        bench.journal.away("settle")
+    call = bench.call(**changes)
+    reply = bench.run(call)
     assert isinstance(reply, Reschedule)
-    assert (reply.delay, reply.started, bench.ran) == (1.25, True, [])
+    assert (reply.unavailable, bench.ran) == (away, [])
+    if away:  # the row is still running, and the next attempt of the call knows whose it is
+        assert (reply.delay, reply.prior, reply.reason) == (4.25, call.token, "settle is away")
+        return
+    assert (reply.delay, reply.started) == (1.25, True)
     assert (bench.state, bench.row.attempt, bench.row.retry_at) == (State.PENDING, 0, None)
     (event,) = bench.seen.of(AttemptSettled)
     assert (event.state, event.runtime, event.held) == ("pending", 0.0, 0.0)
+
+
+def test_a_lease_that_was_granted_too_late_is_not_used(bench: Bench) -> None:
+    bench.journal.before("acquire", lambda: bench.clock.sleep(15.0))
+    reply = bench.run(bench.call())
+    assert isinstance(reply, Reschedule)
+    assert (reply.unavailable, bench.ran, "too late" in reply.reason) == (True, [], True)
+    assert bench.steps("claim", "release") == ["release"]
+
+
+@pytest.mark.parametrize(
+    ("store", "step", "answer", "reason"),
+    [
+        ("records", "claim", Refusal.CHANGED, "the record changed while it was being claimed"),
+        ("stores", "acquire", Refusal.COOLING, "another cooldown of the key has just begun"),
+    ],
+)
+def test_a_call_that_meets_a_change_comes_again_soon(
+    bench: Bench, store: str, step: str, answer: Refusal, reason: str
+) -> None:
+    bench.process.rand = lambda: 0.25
+    setattr(getattr(bench, store), step, lambda *_, **__: Refused(answer))
+    reply = bench.run(bench.call())
+    assert isinstance(reply, Reschedule)
+    assert (reply.reason, reply.delay) == (reason, 1.25)
+
+
+@KINDS
+@pytest.mark.parametrize("group", [GROUP, None])
+def test_a_lease_that_may_have_been_granted_is_given_back_with_its_slot(
+    in_records: bool, group: str | None
+) -> None:
+    bench = Bench(in_records)
+    bench.journal.away("acquire", done=True)
+    reply = bench.run(bench.call(group=group))
+    assert isinstance(reply, Reschedule)
+    assert (reply.reason, reply.prior is None) == ("acquire is away", not in_records)
+    assert bench.steps("release_slot") == ["release_slot"] * (group is not None)
 
 
 class TestAClaimWithoutAnAnswer:
@@ -591,7 +730,7 @@ class TestAClaimWithoutAnAnswer:
         reply = bench.run(call)
         assert isinstance(reply, Reschedule)
         assert (reply.unavailable, reply.prior, bench.ran) == (True, call.token, [])
-        assert "release" not in bench.steps()
+        assert (reply.reason, reply.delay, bench.steps("release")) == ("claim is away", 4.0, [])
 
 
 class TestAnUnexpectedError:
@@ -626,6 +765,7 @@ class TestAnUnexpectedError:
         assert (bench.ran, bench.state, bench.row.attempt, bench.held) == (
             [], State.PENDING, 0, False,
         )  # fmt: skip
+        assert bench.row.retry_at is None
 
     def test_a_result_that_cannot_be_read_does_not_lose_the_delivery(self, bench: Bench) -> None:
         assert bench.run(bench.call()) == Return(1)

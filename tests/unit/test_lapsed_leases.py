@@ -21,7 +21,7 @@ from celery_leases.events import AttemptAbandoned, CrashSeen, OutcomeRefused
 from celery_leases.record import Attempt, Ended, PastAttempt, Record, State
 from celery_leases.stores.sql.database import GRACE, NEVER, SILENCE, Availability
 from tests.unit.decision_inputs import NOW, OURS, SECOND, THEIRS, a_record, reschedule
-from tests.unit.memory_worker import DONE, Bench, error
+from tests.unit.memory_worker import DONE, SOON, Bench, error
 
 
 def runs_elsewhere(bench: Bench, ttl: float = 15.0, **changes: object) -> Call:
@@ -259,9 +259,9 @@ def histories(bench: Bench) -> list[Ended]:
 
 
 class TestTheOldHolder:
-    def test_it_takes_the_count_back_while_the_next_attempt_runs(self, bench: Bench) -> None:
+    @pytest.mark.parametrize("ending", [Interrupted(SystemExit()), SOON])
+    def test_it_takes_the_count_back_while_the_next_attempt_runs(self, bench, ending) -> None:
         zombie = unheard(bench, call_id="zombie")
-        stopped = Interrupted(SystemExit())
 
         def zombie_ends(_: object) -> None:
             assert bench.row.crashes == 1
@@ -270,12 +270,18 @@ class TestTheOldHolder:
             assert (bench.row.crashes, histories(bench)) == (0, [Ended.LOST])
             assert bench.row.previous == Attempt(Ended.LOST, None, bench.row.holder)
 
-        bench.run(bench.call(), stopped, during=zombie_ends)
+        bench.run(bench.call(), ending, during=zombie_ends)
         assert (bench.state, bench.row.crashes) == (State.PENDING, 0)
-        assert histories(bench) == [Ended.LOST]
+        assert (histories(bench), bench.row.crashed_at) == ([Ended.LOST], None)
+        assert bench.row.previous == Attempt(Ended.LOST, None, bench.row.holder)
         assert [event.was_suspected for event in bench.seen.of(OutcomeRefused)] == [True]
         assert not bench.seen.of(CrashSeen)
-        assert len(bench.seen.of(AttemptAbandoned)) == 1
+        assert [event.host for event in bench.seen.of(AttemptAbandoned)] == [bench.row.holder]
+
+    def test_the_next_attempt_ends_though_the_record_was_deleted(self, bench: Bench) -> None:
+        unheard(bench, call_id="zombie")
+        key = bench.row.stored_key
+        reschedule(bench.run(bench.call(), SOON, during=lambda _: bench.records.rows.pop(key)))
 
     def test_its_owner_is_stored_only_while_nobody_knows(self, bench: Bench) -> None:
         zombie = unheard(bench, call_id="zombie")
@@ -344,6 +350,8 @@ class TestSuspicionsAlone:
     )
     def test_a_key_does_not_fail_while_its_lease_store_loses_leases(self, bench, answer) -> None:
         asked = self.lossy(bench, answer)
+        bench.run(bench.call(), SOON)  # the row is older than the first crash
+        bench.clock.sleep(HOUR)
         for _ in range(2):
             unheard(bench, call_id="first", max_crashes=2)
         reply = reschedule(bench.run(bench.call(max_crashes=2)))

@@ -245,6 +245,7 @@ def test_the_first_arrival_of_a_call_without_an_order_is_noted_for_a_week(change
     came = bench.stores.burst(KEY.stored).now
     Execution(bench.process, call).acquire()
     assert call.arrived == changes.get("arrived", came)
+    assert bench.stores.burst(KEY.stored).newest == changes.get("order", 0)
     mark = bench.stores.mark(KEY.stored, arrival_mark(OURS))
     assert mark == (str(came) if noted else None)
     bench.clock.sleep(6 * 86_400.0)
@@ -260,13 +261,22 @@ def test_the_first_arrival_of_a_call_without_an_order_is_noted_for_a_week(change
 
 
 @pytest.mark.parametrize(
-    ("changes", "newest"), [({"order": 7}, 7), ({"order": 3}, 5), ({"order": 0}, 5)]
-)
-def test_a_note_that_the_store_has_lost_is_written_again(changes, newest) -> None:
+    ("changes", "newest", "first"),
+    [
+        ({"order": 7}, 7, 0), ({"order": 3}, 5, 5), ({"order": 0}, 5, 0),
+        ({"order": 3, "reschedulable": False}, 5, 1000 * SECOND),
+        ({"order": 0, "waited_for_newer": PATIENCE}, 5, 0),
+    ],
+)  # fmt: skip
+def test_a_note_that_the_store_has_lost_is_written_again(changes, newest, first) -> None:
+    """A run begins the next burst, unless a newer call is noted. No call without an order replaces
+    the newest one.
+    """
     bench = Bench()
     bench.stores.note_order(KEY.stored, 5)
     Execution(bench.process, bench.call(runs="latest", group=None, **changes)).acquire()
-    assert bench.stores.burst(KEY.stored).newest == newest
+    burst = bench.stores.burst(KEY.stored)
+    assert (burst.newest, burst.first) == (newest, first)
 
 
 @pytest.mark.parametrize(("before", "delay"), [(None, 5.0), (20.0, 2.0)])

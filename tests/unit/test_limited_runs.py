@@ -19,10 +19,10 @@ from tests.unit.memory_worker import DONE, OF_THE_KEY, SOON, Bench
 OTHER_KEY = replace(KEY, key="invoice:7", stored="t:billing.send|invoice:7")
 
 
-@pytest.fixture
-def bench() -> Bench:
-    """A worker with leases in its database, whose groups have slots."""
-    return Bench(in_records=True)
+@pytest.fixture(params=[False, True], ids=["leases apart", "rows are leases"])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    """A worker whose lease store, or database, has the slots of groups."""
+    return Bench(in_records=request.param)
 
 
 def another(bench: Bench) -> Any:
@@ -66,7 +66,8 @@ def test_a_call_that_does_not_run_takes_no_slot(bench: Bench) -> None:
     bench.run(bench.call())
     done = bench.run(bench.call(call_id=THEIRS, ask=Ask(1)))
     assert isinstance(done, Return)
-    assert bench.stores.groups.slots([GROUP]) == {}  # type: ignore[union-attr]
+    slots = bench.stores.groups.slots([GROUP])
+    assert not any(found.held for found, _ in slots.values())
 
 
 def test_a_replay_takes_no_turn_of_the_rate() -> None:
@@ -91,9 +92,10 @@ def test_the_body_begins_when_it_is_its_turn(bench: Bench) -> None:
     began = []
     ask = Ask(pause=200.0)
     for key in (KEY, OTHER_KEY):
-        call = bench.call(key=key, call_id=key.key, ask=ask)
+        call = bench.call(key=key, call_id=key.key, ask=ask, canvas=True)
         bench.run(call, during=lambda _: began.append(bench.clock.now()))
     assert began[1] - began[0] == pytest.approx(0.2, abs=0.05)
+    assert bench.steps("release_slot") == []
 
 
 def test_a_slot_that_cannot_be_taken_is_an_outage(
@@ -104,7 +106,8 @@ def test_a_slot_that_cannot_be_taken_is_an_outage(
     def away(*_: Any) -> None:
         raise StoreUnavailable("the database is away", False)
 
-    monkeypatch.setattr(bench.stores.row_groups, "take", away)  # type: ignore[union-attr]
+    groups = bench.stores.row_groups or bench.stores.groups
+    monkeypatch.setattr(groups, "take" if bench.in_records else "taken", away)
     answer = bench.run(bench.call(ask=Ask(1)))
     assert isinstance(answer, Reschedule)
     assert answer.unavailable

@@ -186,12 +186,10 @@ class RecordStatements:
         """The update of the row *found* to *new*, if its compared columns are unchanged."""
         as_found = [self.table.c[name].is_not_distinct_from(found[name]) for name in rows.COMPARED]
         written = rows.column_values(new)
-        values = {name: value for name, value in written.items() if value != found[name]}
-        same = values or {"stored_key": found["stored_key"]}
         return (
             update(self.table)
             .where(self.table.c.stored_key == found["stored_key"], *as_found)
-            .values(same)
+            .values({name: value for name, value in written.items() if value != found[name]})
         )
 
     @cached_property
@@ -273,9 +271,8 @@ class RecordStatements:
 
     def _swap_statement(self) -> Update:
         columns = self.table.c
-        compared = [(columns[name], self._bound("seen", name)) for name in rows.COMPARED]
-        as_seen = [_as_seen(column, seen) for column, seen in compared]
-        values = {name: self._bound("new", name) for name in WHEN_CLAIMED}
+        as_seen = [_as_seen(columns[name], bindparam(f"seen_{name}")) for name in rows.COMPARED]
+        values: Mapping[str, Any] = {name: bindparam(f"new_{name}") for name in WHEN_CLAIMED}
         return (
             update(self.table)
             .where(columns.stored_key == bindparam("for_key"), *as_seen)
@@ -305,9 +302,6 @@ class RecordStatements:
             values["retry_at"] = case((wait.is_not(None), now + wait), else_=null())
             values["progress"] = case((progress.is_not(None), progress), else_=columns.progress)
         return update(self.table).where(*is_running(self.table, given)).values(values)
-
-    def _bound(self, prefix: str, name: str) -> BindParameter[Any]:
-        return bindparam(f"{prefix}_{name}", type_=self.table.c[name].type)
 
     def _is_closed(self, groups: FromClause) -> ColumnElement[bool]:
         """Whether a row is that of the group, and its group is not open."""
