@@ -438,7 +438,8 @@ class LeaseClient:
         """
         record, holder = self._changeable(what, key, stored, force=force, seen=seen)
         exact = not force or seen is not None
-        known = record if exact and record is not None and record.unreadable is None else None
+        compared = exact or what == "release"  # an attempt that has ended meanwhile holds nothing
+        known = record if compared and record is not None and record.unreadable is None else None
         # The row is changed first: a holder that loses only its lease could still write its
         # outcome.
         changed = record

@@ -152,6 +152,15 @@ def test_a_key_that_ends_while_an_operator_reads_must_be_read_again(
     assert row(sql_records, old.stored_key).state is State.DONE
 
 
+def test_a_key_that_is_done_while_an_operator_takes_it_stays_done(
+    client: OperatorClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = won(sql_records, make_call(fresh_key()), DATABASE)
+    call_after_first(monkeypatch, client._leases, "holder", lambda: closed(sql_records, held))
+    assert client.release(held.stored_key).state == "done"
+    assert row(sql_records, held.stored_key).state is State.DONE
+
+
 @pytest.mark.parametrize(
     ("own", "given", "days"), [(30.0, None, 30), (30.0, "2d", 2), (None, None, 7)]
 )
