@@ -82,6 +82,8 @@ class Broker(Server):
         #: What kombu has returned of a lost connection, and whose.
         self.returned: set[tuple[Any, str]] = set()
         self._tags = 0
+        #: Messages that it does not deliver yet.
+        self._held_back: set[int] = set()
         #: The workers whose connection was lost.
         self._interrupted: set[Any] = set()
 
@@ -106,9 +108,17 @@ class Broker(Server):
     def _accept(self, payload: str) -> None:
         self._tags += 1
         self.accepted.append(payload)
-        self._offer(Queued(self._tags, payload))
+        queued, world = Queued(self._tags, payload), self.world
+        if world.faults.active and world.random.random() < world.faults.held_back:
+            self._held_back.add(queued.tag)
+            world.later(
+                world.random.uniform(0, 8 * world.shortest_ttl), lambda: self._offer(queued)
+            )
+        else:
+            self._offer(queued)
 
     def _offer(self, queued: Queued) -> None:
+        self._held_back.discard(queued.tag)
         if self.world.random.random() < self.world.faults.reorder:
             self.waiting.appendleft(queued)
         else:
@@ -221,7 +231,7 @@ class Broker(Server):
 
     def is_empty(self) -> bool:
         """Whether it has no message, delivered or not."""
-        return self.is_idle() and not self.unacknowledged
+        return self.is_idle() and not (self.unacknowledged or self._held_back)
 
     def give_back(self, found: Unacknowledged) -> None:
         """Return a message to the queue, unless it was acknowledged."""

@@ -485,14 +485,18 @@ def what_keeps_failing_ends(history: History) -> Iterator[Violation]:
 
 def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
     """No body begins after so many others in a row whose processes died, unless the lease store has
-    lost leases: then their processes may have lived. If each call runs, those of its call count.
+    lost leases: then their processes may have lived. If each call runs, those of its call count. An
+    attempt from which an operator has taken the key does not count.
     """
     running: dict[str, tuple[tuple[str, str], str]] = {}
     crashes: defaultdict[tuple[str, str], int] = defaultdict(int)
-    for note in history.of("body", "body ended", "killed", "emptied", "evicted"):
+    for note in history.of("body", "body ended", "killed", "emptied", "evicted", "released"):
         given = note.details
         if note.what in ("emptied", "evicted"):
             return
+        if note.what == "released":
+            running = {token: its for token, its in running.items() if its[0][0] != given["key"]}
+            continue
         if note.what == "killed":
             for token, (work, process) in list(running.items()):
                 if process == given["process"]:
@@ -782,10 +786,23 @@ def nothing_left(history: History) -> Iterator[Violation]:
             yield Violation("nothing is left", None, f"the row waits for ever: {row}")
     for key in history.final["held"]:
         yield Violation("nothing is left", None, f"the lease of {key} is still held")
-    if history.final.get("late"):
+    if history.final.get("late") and not _fetched_by_a_dead_worker(history):
         yield Violation("nothing is left", None, "a message waited for the visibility timeout")
     if not history.final["quiet"]:
         yield Violation("nothing is left", None, "messages circulate for ever")
+
+
+def _fetched_by_a_dead_worker(history: History) -> bool:
+    """Whether a server executed the request for a message when the worker was dead already, perhaps
+    for so long that nobody looks any more for what it has fetched.
+    """
+    died = {note.details["process"]: note.at for note in history.of("killed")}
+    late = (note.details | {"at": note.at} for note in history.of("late request"))
+    return any(
+        each["op"] in ("eval", "blmove", "brpop")
+        and each["at"] + each["late"] > died.get(each["process"], math.inf)
+        for each in late
+    )
 
 
 def _was_not_closed(history: History, ended: Note) -> bool:

@@ -22,19 +22,8 @@ if TYPE_CHECKING:
 
 FATES = ("refused", "lost request", "lost reply", "late", "paused")
 """What happens to a request that goes wrong."""
-OFTEN = tuple(
-    (names, fate)
-    for names in (
-        ("claim", "acquire"),
-        ("settle",),
-        ("settle",),
-        ("effect",),
-        ("read",),
-        ("renew",),
-    )
-    for fate in FATES
-)
-"""What goes wrong often in some runs."""
+REQUESTS = (("claim", "acquire"), ("settle",), ("settle",), ("read",), ("renew",))
+"""Requests that go wrong often in some runs; of bodies with effects also those of an effect."""
 
 
 @dataclass
@@ -54,6 +43,8 @@ class Faults:
     #: Requests of which many go wrong, all in the same way.
     often: tuple[str, ...] = ()
     often_fate: str = ""
+    #: The broker has a message for a while before it delivers it.
+    held_back: float = 0.0
     active: bool = True
 
     def __post_init__(self) -> None:
@@ -62,7 +53,7 @@ class Faults:
         self._most = sum(rates) + 1e-9
 
     @classmethod
-    def drawn(cls, random: Random, others: Random) -> Faults:
+    def drawn(cls, random: Random, others: Random, *, effects: bool) -> Faults:
         """The rates of one run: some runs have no such faults, and some many."""
         scale = random.choice((0.0, 0.002, 0.01, 0.04))
         refused, request, reply, late = (scale * random.choice((0.0, 0.5, 1.0)) for _ in range(4))
@@ -71,9 +62,11 @@ class Faults:
             others.choice((0.0, 0.0, 0.005, 0.05)),
             others.choice((0.0,) * 3 + (0.3,)),
         )
-        often, often_fate = ((), "") if others.random() < 0.5 else others.choice(OFTEN)
         rates = (refused, request, reply, late, reorder, paused, unanswered)
-        return cls(random, *rates, often, often_fate)
+        requests = others.choice(REQUESTS + (("effect",),) * 5 * effects)
+        often = requests if others.random() < 0.5 else ()
+        held_back = others.choice((0.0, 0.0, 0.0, 0.3))
+        return cls(random, *rates, often, others.choice(FATES), held_back)
 
     def fate(self, server: Server, what: str) -> str:
         """What happens to a request; empty: nothing special."""

@@ -179,7 +179,9 @@ class World:
             self.shape.habit = habits.choice(HABITS)
         self.scheduler = Scheduler(self.random)
         self.kernel = Kernel(SimulatedClock(self, 0.0, 1.0))
-        self.faults = Faults.drawn(self.random, Random(f"others {self.seed}"))
+        self.faults = Faults.drawn(
+            self.random, Random(f"others {self.seed}"), effects="charged" in self.shape.tasks
+        )
         self.outside = work.Outside()
         self.app = work.app()
         self.shortest_ttl = work.TTL
@@ -414,7 +416,7 @@ class World:
         self.note("charges", process=self.here.name, store_until=until, **who)
         # It must be executed before another attempt asks for it, after verify_after.
         drawn = self.random.random() if self.scheduler.now < self.shape.span else 0.5
-        dies = self.shape.habit == "dies" and drawn > 0.4
+        dies = drawn > (0.4 if self.shape.habit == "dies" else 0.9)
         after, name = 0.6 if dies else min(0.25, self.latency(0.05)), self.here.name
 
         def execute() -> None:
