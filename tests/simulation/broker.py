@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kombu.exceptions import OperationalError
 from kombu.transport import TRANSPORT_ALIASES, virtual
 
+from celery_leases.worker.headers import ORDER
 from tests.simulation.servers import Server
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ class Broker(Server):
     def _accept(self, payload: str) -> None:
         self._tags += 1
         self.accepted.append(payload)
+        if (order := json.loads(payload)["headers"].get(ORDER)) is not None:
+            self.world.note("ordered", call=order[0], order=order[1])
         queued, world = Queued(self._tags, payload), self.world
         if world.faults.active and world.random.random() < world.faults.held_back:
             self._held_back.add(queued.tag)

@@ -15,6 +15,7 @@ A history is a list of notes. Those that count:
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -901,9 +902,12 @@ def own_results(history: History) -> Iterator[Violation]:
 
 
 def last_change_seen(history: History) -> Iterator[Violation]:
-    """With ``lease_runs="latest"`` each call is done by a run of itself or of a newer call, unless
-    its caller got an error. Calls that are published at the same time have any order.
+    """With ``lease_runs="latest"`` each call is done by a run of itself or of a newer call, whose
+    result its caller gets, unless that is an error. Calls that are published at the same time have
+    any order.
     """
+    orders = {note.details["call"]: note.details["order"] for note in history.of("ordered")}
+    values = history.final["values"]
     called = {note.details["call"]: note.at for note in history.of("calls")}
     ended = {note.details["call"]: note.at for note in history.of("published", "unconfirmed")}
     done: dict[str, float] = {}
@@ -917,6 +921,10 @@ def last_change_seen(history: History) -> Iterator[Violation]:
             continue
         if done.get(given["key"], -1.0) < called[given["call"]]:
             yield Violation("the last change is seen", note, "only older calls have run")
+        value = values.get(given["call"])
+        run = f"call-{json.loads(value)[0]}" if orders and value else ""
+        if orders.get(run, math.inf) < orders.get(given["call"], 0):
+            yield Violation("the last change is seen", note, f"it got the result of {run}")
 
 
 def limit_holds(history: History) -> Iterator[Violation]:

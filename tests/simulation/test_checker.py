@@ -132,6 +132,18 @@ class Story:
         ]
 
 
+def latest(*runs: int) -> Story:
+    """Two calls of which only the newest runs, and whose run each of them gets."""
+    made = Story()
+    for number in (1, 2):
+        made.note("calls", call=f"call-{number}").note(
+            "ordered", call=f"call-{number}", order=number
+        )
+        made.call(f"call-{number}", task="latest")
+    made.values = {f"call-{place + 1}": f"[{run}, 1]" for place, run in enumerate(runs)}
+    return made.claim(call="call-2", task="latest").body().ends().done()
+
+
 def having(story: Story, **fields: Any) -> Story:
     for name, value in fields.items():
         setattr(story, name, value)
@@ -184,6 +196,7 @@ GOOD: dict[str, Callable[[], Story]] = {
         .wait(3)
         .write(pid=99, state="pending", ended="terminated")
     ),
+    "two calls with the result of the newest": lambda: latest(2, 2),
     "an outcome that is not written in a minute": lambda: (
         called()
         .claim()
@@ -751,6 +764,7 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
         lambda: called().claim().body().ends(ending="self.retry").note("refused", process="w0/c1")
         .claim("b", 2).body("b", 2).ends("b").done(),
     ),
+    "a call with the result of an older one": ("the last change is seen", 6, lambda: latest(2, 1)),
     "an outcome that is not written because of two lost replies": (
         "an outcome is repeated", 7,
         lambda: called().claim().body().ends(ending="later").note("lost reply", process="w0/c1")
