@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from inspect import ismodule
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from celery import Celery
 
@@ -13,6 +14,7 @@ from celery_leases.settings import Settings, is_setting, read_settings
 from celery_leases.worker.rabbitmq_consumer_timeout import consumer_timeout_of
 
 _completed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+_longest_countdowns: WeakKeyDictionary[Celery, float] = WeakKeyDictionary()
 
 
 def complete_settings_by(completed: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
@@ -49,6 +51,13 @@ def settings_of(app: Celery, *, lenient: bool = False) -> Settings:
     if tls := conf.get("broker_use_ssl"):
         options.setdefault("ssl", tls)
     return read_settings(given, broker_url, options)
+
+
+def longest_countdown(app: Celery) -> float:
+    """Of the settings of *app*, which are read once: a worker asks for each message that waits."""
+    if app not in _longest_countdowns:
+        _longest_countdowns[app] = settings_of(app).longest_countdown
+    return _longest_countdowns[app]
 
 
 def _given(conf: Any) -> dict[str, Any]:

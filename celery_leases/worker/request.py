@@ -24,7 +24,7 @@ from celery_leases.errors import LeaseConfigurationError
 from celery_leases.results import failure_of
 from celery_leases.text.notices import logger
 from celery_leases.worker import child_exit, database_watch, processes, takeover
-from celery_leases.worker.app_settings import settings_of
+from celery_leases.worker.app_settings import longest_countdown
 from celery_leases.worker.arrivals import arrivals
 from celery_leases.worker.child_exit import EndedDelivery
 from celery_leases.worker.headers import (
@@ -136,7 +136,7 @@ class LeaseRequest(Request):
         Otherwise the broker would deliver the waiting message again and again, and this process
         would hold each delivery until the countdown is over.
         """
-        latest = self._app.now() + timedelta(seconds=settings_of(self._app).longest_countdown)
+        latest = self._app.now() + timedelta(seconds=longest_countdown(self._app))
         carried, due = self._request_dict, self._eta
         if due <= latest:
             return

@@ -45,7 +45,7 @@ from celery_leases.groups.slots import AHEAD, Ask, Room
 from celery_leases.options import Group
 from celery_leases.text.notices import logger
 from celery_leases.worker import processes
-from celery_leases.worker.app_settings import settings_of
+from celery_leases.worker.app_settings import longest_countdown
 from celery_leases.worker.headers import (
     ARRIVED,
     HEADER,
@@ -462,7 +462,7 @@ class WaitingCalls:
         waiters = self.by_key.get(stored_key)
         if waiters is None:
             waiters = KeyWaiters(
-                stored_key, os_threads.boot_clock(), longest=settings_of(task.app).longest_countdown
+                stored_key, os_threads.boot_clock(), longest=longest_countdown(task.app)
             )
             self.by_key[stored_key] = waiters
         self._tasks.add(task.name)
@@ -477,7 +477,7 @@ class WaitingCalls:
             return None
         waiters = self.by_key.get(_group_key(name))
         if not isinstance(waiters, GroupWaiters):
-            longest = settings_of(task.app).longest_countdown
+            longest = longest_countdown(task.app)
             now = os_threads.boot_clock()
             ahead = task.app.now().timestamp() - now
             waiters = GroupWaiters(_group_key(name), now, longest=longest, ahead=ahead)
