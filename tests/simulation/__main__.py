@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.reliability.runs import record, recorded
-from tests.simulation.search import Failure, run, shrunk
+from tests.simulation.search import Failure, collect_seldom, run, shrunk
 from tests.simulation.story import story, told
 from tests.simulation.world import DAY, World
 
@@ -33,6 +33,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.seed is not None:
         return _tell(given.seed, frozenset(given.without), day=given.days)
+    collect_seldom()
     began, done = time.process_time(), 0
     failed: list[int] = []
     total: Counter[str] = Counter()

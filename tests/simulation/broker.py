@@ -88,16 +88,10 @@ class Broker(Server):
         #: The workers whose connection was lost.
         self._interrupted: set[Any] = set()
 
-    @property
-    def up(self) -> bool:
-        """Whether it accepts connections; if not, those that it had are lost."""
-        return self._up
-
-    @up.setter
-    def up(self, up: bool) -> None:
-        self._up = up
-        if not up:
-            self.wake_all()
+    def stop(self) -> None:
+        """Accept no connections; those that it had are lost."""
+        super().stop()
+        self.wake_all()
 
     # -- publishing --------------------------------------------------------------------------------
 

@@ -129,7 +129,7 @@ def pause_host(world: World) -> None:
 def stop_server(world: World) -> None:
     """A server does not accept connections for a while; a lease server may lose its data."""
     server = world.random.choice(world.servers)
-    server.up = False
+    server.stop()
     world.note("down", server=server.name)
     if server is world.leases and world.random.random() < 0.5:
         world.leases.empty()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Note:
     """Something that happened, at a true time in seconds."""
 
@@ -19,7 +19,7 @@ class Note:
         return f"{self.at:10.4f} {self.what} {details}"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Row:
     """What a record said; ``retry_at`` in true time."""
 

@@ -506,8 +506,9 @@ def planted(bug: Bug) -> str:
 def seeds_to_find(bug: Bug, most: int = MOST_SEEDS) -> tuple[int, str] | None:
     """How many seeds it takes to find *bug*, and what showed it; ``None``: not found."""
     sys.meta_path.insert(0, Planting(bug))
-    from tests.simulation.search import first_failure
+    from tests.simulation.search import collect_seldom, first_failure
 
+    collect_seldom()
     found = first_failure(range(1, most + 1))
     return (found.seed, str(found.violation)) if found is not None else None
 

@@ -93,7 +93,11 @@ class Scheduler:
 
     def sleep(self, seconds: float) -> None:
         """Let others run for so many seconds."""
-        strand, until = self._running(), self.now + max(0.0, seconds)
+        if self._ended:
+            raise Ended
+        strand = self.current
+        assert strand is not None, "nothing waits outside of a simulated thread"
+        until = self.now + max(0.0, seconds)
         while not self._passes(until, strand):
             self._put(until, strand)
             self._switch(strand)
@@ -102,10 +106,13 @@ class Scheduler:
 
     def park(self, timeout: float = math.inf) -> bool:
         """Wait to be woken, at most *timeout* seconds; return whether that happened."""
-        strand = self._running()
+        if self._ended:
+            raise Ended
+        strand, queue = self.current, self._queue
+        assert strand is not None, "nothing waits outside of a simulated thread"
         strand.wakes += 1
         strand.value = False
-        if self._passes(self.now + timeout, strand):
+        if queue and queue[0][0] > self.now + timeout and self._passes(self.now + timeout, strand):
             return False
         if timeout < math.inf:
             self._put(self.now + timeout, strand)
@@ -156,12 +163,6 @@ class Scheduler:
                 strand.greenlet.throw(Ended())
         self._strands.clear()
         self.current = None
-
-    def _running(self) -> Strand:
-        if self._ended:
-            raise Ended
-        assert self.current is not None, "nothing waits outside of a simulated thread"
-        return self.current
 
     def _passes(self, until: float, strand: Strand) -> bool:
         """Let the time until then pass without the queue, if nothing else happens meanwhile."""

@@ -24,7 +24,7 @@ from celery_leases.stores.sql.database import Availability, Database, _count, _f
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
-from tests.distributions.toy_leases import Memory, ToyLeaseStore
+from tests.distributions.toy_leases import Memory, ToyGroups, ToyLeaseStore
 from tests.simulation import work
 from tests.simulation.faults import pause
 from tests.simulation.history import Row
@@ -61,6 +61,10 @@ class Server:
         #: How far its wall clock is ahead of the true time.
         self.ahead = 0.0
 
+    def stop(self) -> None:
+        """Accept no connections."""
+        self.up = False
+
     def now(self) -> float:
         """What its wall clock shows, in seconds since 1970."""
         return EPOCH + self.world.scheduler.now + self.ahead
@@ -90,13 +94,12 @@ class Server:
             world.note("lost request", span=wait, **who)
             scheduler.sleep(wait)
             raise error(None)
-        frozen = 0.0 if self.frozen_until <= scheduler.now else self.frozen_until - scheduler.now
+        frozen = max(0.0, self.frozen_until - scheduler.now)
         if fate == "late" or frozen > wait:
             late = max(frozen, world.random.uniform(0, 10) if fate == "late" else 0.0)
             world.note("late request", late=late, span=wait, **who)
-            scheduler.spawn(
-                self, lambda: self._execute_late(do, process), f"{self.name} {what}", late
-            )
+            work = partial(self._execute_late, do, process)
+            scheduler.spawn(self, work, f"{self.name} {what}", late)
             scheduler.sleep(wait)
             raise error(None)
         if frozen:
@@ -288,6 +291,7 @@ class DatabaseServer(Server):
             for table in ("records", "effects", "marks", "groups"):
                 connection.exec_driver_sql(f"DELETE FROM {getattr(self.records.tables, table)}")  # noqa: S608
         self.records.identity()
+        self._driver: Any = database.engine.raw_connection().dbapi_connection
         database.server, database.host_now = self, lambda: round(self.now() * 1e6)
 
     def rows(self) -> list[Row]:
@@ -312,22 +316,23 @@ class DatabaseServer(Server):
     def has_messages(self, column: str = "message") -> bool:
         """Whether a record has a message."""
         query = f"SELECT 1 FROM {self.records.tables.records} WHERE {column} IS NOT NULL"  # noqa: S608
-        with self.records.database.engine.connect() as connection:
-            return connection.exec_driver_sql(query).first() is not None
+        return self._first(query) is not None
 
     def effect_state(self, idempotency_key: str) -> str | None:
         """What is stored of an effect."""
         query = f"SELECT state FROM {self.records.tables.effects} WHERE idempotency_key = ?"  # noqa: S608
-        with self.records.database.engine.connect() as connection:
-            found = connection.exec_driver_sql(query, (idempotency_key,)).first()
+        found = self._first(query, idempotency_key)
         return found[0] if found is not None else None
 
     def lease_until(self, stored_key: str, token: str) -> float | None:
         """When the lease of *token* ends, in true time."""
-        record = self.records.read(stored_key)
-        if record is None or record.owner != token or record.lease_until is None:
-            return None
-        return record.lease_until / 1e6 - EPOCH - self.ahead
+        query = f"SELECT lease_until FROM {self.records.tables.records} WHERE stored_key = ? AND owner = ?"  # noqa: S608
+        found = self._first(query, stored_key, token)
+        return found[0] / 1e6 - EPOCH - self.ahead if found is not None and found[0] else None
+
+    def _first(self, query: str, *values: object) -> Any:
+        """What a query of the simulation itself finds first, by the driver alone."""
+        return self._driver.execute(query, values).fetchone()
 
     def record_store(self) -> SqlRecordStore:
         """The store of one process, which notes by itself when the database answers."""
@@ -435,38 +440,29 @@ class LeaseServer(Server):
         self.memory.began = self.now()
 
 
+class SimulatedGroups(ToyGroups):
+    """The groups of :class:`SimulatedLeases`, which executes its requests."""
+
+    request: Callable[..., Any]
+
+
 class SimulatedLeases(ToyLeaseStore):
     """The client of a :class:`LeaseServer`."""
 
     def __init__(self, server: LeaseServer, wait: float, *, shares: bool = False) -> None:
         super().__init__(server.memory, "simulated")
+        self.groups = SimulatedGroups(server.memory)
+        self.groups.request = self.request
         self._server = server
         self._wait = wait
-        its = {name: getattr(self, name) for name in _SHARED_STEPS}
-        for target, names in ((self, _STEPS), (self.groups, _GROUP_STEPS)):
-            for name in names:
-                setattr(target, name, self._requested(name, getattr(target, name)))
-        if not shares:
-            return
+        self._trips = shared(server, self._do, self._error, lambda: wait) if shares else None
 
-        def do(step: tuple[str, tuple[Any, ...]]) -> tuple[Any]:
-            return (its[step[0]](*step[1]),)
+    def request(self, name: str, do: Callable[[], T]) -> T:
+        """Execute *do*."""
+        return self._server.request(name, do, self._error, self._wait)
 
-        trips = shared(server, do, self._error, lambda: wait)
-        for name in _SHARED_STEPS:
-            setattr(self, name, partial(self._together, trips, name, getattr(self, name)))
-
-    def _requested(self, name: str, do: Callable[..., T]) -> Callable[..., T]:
-        def requested(*given: Any) -> T:
-            return self._server.request(name, lambda: do(*given), self._error, self._wait)
-
-        return requested
-
-    def _together(
-        self, trips: SharedTrips[Any, Any], name: str, alone: Callable[..., Any], *given: Any
-    ) -> Any:
-        (answer,) = trips.run((name, given), lambda: (alone(*given),))
-        return answer
+    def _do(self, step: tuple[str, tuple[Any, ...]]) -> tuple[Any]:
+        return (getattr(ToyLeaseStore, step[0])(self, *step[1]),)
 
     def _error(self, executed: bool | None) -> StoreUnavailable:
         return StoreUnavailable("the simulated lease store does not answer", executed)
@@ -483,3 +479,28 @@ class SimulatedLeases(ToyLeaseStore):
     def may_have_lost_leases(self, stored_key: str, seconds: float) -> bool:
         """Whether the server lost data within the last *seconds*, or has evicted keys."""
         return self._server.evicts or self.age(stored_key) < seconds
+
+
+def _requested(name: str, do: Callable[..., Any]) -> Callable[..., Any]:
+    def requested(self: Any, *given: Any) -> Any:
+        return self.request(name, lambda: do(self, *given))
+
+    return requested
+
+
+def _together(name: str, alone: Callable[..., Any]) -> Callable[..., Any]:
+    def together(self: Any, *given: Any) -> Any:
+        if self._trips is None:
+            return alone(self, *given)
+        (answer,) = self._trips.run((name, given), lambda: (alone(self, *given),))
+        return answer
+
+    return together
+
+
+for _name in _GROUP_STEPS:
+    setattr(SimulatedGroups, _name, _requested(_name, getattr(ToyGroups, _name)))
+for _name in _STEPS:
+    setattr(SimulatedLeases, _name, _requested(_name, getattr(ToyLeaseStore, _name)))
+for _name in _SHARED_STEPS:
+    setattr(SimulatedLeases, _name, _together(_name, getattr(SimulatedLeases, _name)))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import celery
 from celery import Celery
 from celery.backends.base import KeyValueStoreBackend
+from celery.utils.collections import ConfigurationView
 
 from celery_leases import LeasedTask
 from celery_leases.errors import Cooldown, LeaseLost, RetryLater, Snooze
@@ -135,6 +136,8 @@ def app() -> SimulatedCelery:
     made.finalize()  # without the shared tasks of other tests in this process
     celery._state._on_app_finalizers = others
     made.set_default()
+    # One dictionary, because Celery looks up each setting in three, by three names.
+    made.conf.swap_with(ConfigurationView({name: made.conf[name] for name in made.conf}))
     return made
 
 

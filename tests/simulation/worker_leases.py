@@ -97,8 +97,7 @@ class Client:
 
     def request(self, what: str, do: Callable[[], T], wait: float | None = None) -> T:
         """Execute *do*."""
-        wait = self._wait if wait is None else wait
-        return self.broker.request(what, do, lambda _: redis.ConnectionError("no answer"), wait)
+        return self.broker.request(what, do, _no_answer, self._wait if wait is None else wait)
 
     def ping(self) -> None:
         """Connect."""
@@ -119,6 +118,10 @@ class Client:
     def parse_response(self, connection: Socket, command: str, **_: Any) -> Any:
         """The reply to the request for a message."""
         return connection.reply()
+
+
+def _no_answer(executed: bool | None) -> redis.ConnectionError:
+    return redis.ConnectionError("no answer")
 
 
 class Pipeline:
@@ -366,6 +369,8 @@ class SimulatedWorkers(redis_workers.Workers):
             over = [other for other, until in leases.items() if until < now]
             leases[name] = now + ttl
             messages = self._broker.registered.setdefault(self.messages(name), {})
+            if not (added or ended or acknowledged):
+                return over[: redis_workers.BATCH]
             messages.update({tag: task.encode() for tag, task in added.items()})
             for tag in (*ended, *acknowledged):
                 messages.pop(tag, None)
@@ -381,8 +386,7 @@ class SimulatedWorkers(redis_workers.Workers):
                     self._broker.world.note("acknowledges for another", worker=name, tag=tag)
             return over[: redis_workers.BATCH]
 
-        changes = dict(added), list(ended), list(acknowledged)
-        added, ended, acknowledged = changes
+        added, ended, acknowledged = dict(added), list(ended), list(acknowledged)
         return self._simulated.request("renew", renew)
 
     def take(self, name: str, ttl: float) -> tuple[str, Sequence[str]] | None:

@@ -9,13 +9,13 @@ import random as random_module
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property, partial
 from itertools import count
 from random import Random
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, patch
 
 from billiard import einfo
 from celery.worker import state as worker_state
@@ -725,7 +725,7 @@ def simulated(world: World) -> Iterator[None]:
         (time, "monotonic", now),
         (time, "sleep", world.scheduler.sleep),
         (os_threads, "allocate_lock", Lock),
-        (shared_trips, "threading", Mock(Lock=Lock)),
+        (shared_trips, "threading", SimpleNamespace(Lock=Lock)),
         (os_threads, "Wakeup", Wakeup),
         (os_threads, "start_thread", start_thread),
         (os_threads, "boot_clock", now),
@@ -739,9 +739,9 @@ def simulated(world: World) -> Iterator[None]:
         (child_exit, "_unfinished", []),
         (requeue, "_requeued", OrderedDict()),
         (strategy, "to_timestamp", lambda moment: moment.timestamp()),
-        (request, "arrivals", Mock(order=order)),
+        (request, "arrivals", SimpleNamespace(order=order)),
         (einfo, "Traceback", lambda _: None),  # nobody reads them, and they take a third of a run
-        (einfo, "traceback", Mock(format_exception=lambda *_: ["simulated"])),
+        (einfo, "traceback", SimpleNamespace(format_exception=lambda *_: ["simulated"])),
         (database_watch, "_until", OfProcess(world)),
         (database, "_memory", MemoryOfWorker(world)),
         (request, "waiting_calls", WaitingOfWorker(world)),
@@ -751,9 +751,14 @@ def simulated(world: World) -> Iterator[None]:
         (work, "current", world),
     ]
     worker_state.reset_state()
-    with ExitStack() as stack:
-        stack.callback(random_module.setstate, random_module.getstate())
+    originals = [(target, name, getattr(target, name)) for target, name, _ in replaced]
+    drawn = random_module.getstate()
+    try:
         random_module.seed(world.seed)
         for target, name, value in replaced:
-            stack.enter_context(patch.object(target, name, value))
+            setattr(target, name, value)
         yield
+    finally:
+        for target, name, value in originals:
+            setattr(target, name, value)
+        random_module.setstate(drawn)
