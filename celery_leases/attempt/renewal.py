@@ -128,7 +128,14 @@ class Renewer:
 
     def lose(self, held_lease: HeldLease, reason: str) -> None:
         """Mark *held_lease* as lost and interrupt its body, whatever the store says."""
-        self._lose(held_lease, reason)
+        with self._lock:
+            if held_lease.lost is not None or held_lease.call.token not in self._held_leases:
+                return
+            held_lease.lost = reason
+        self._interrupt_body(held_lease, self._clock.now())
+        self._observer.observe(events.LeaseLost(**_of(held_lease), reason=reason))
+        held_lease.kill_if_key_is_free()
+        self._deadline_wakeup.notify()
 
     def wait_for_renewal(self, held_lease: HeldLease) -> None:
         """Wait for a renewal in progress; called before the body locks the row, for which that
@@ -320,7 +327,7 @@ class Renewer:
             held_lease.due = deadlines.renewal_due(self._clock.now(), held_lease.call.options.ttl)
             return
         if not held_lease.held or not _is_by(held_lease, record, State.RUNNING):
-            self._lose(
+            self.lose(
                 held_lease,
                 HELD_BY_OTHER if record is not None and record.state is State.RUNNING else RELEASED,
             )
@@ -331,7 +338,7 @@ class Renewer:
             )
 
     def _lose_and_release(self, held_lease: HeldLease, stores: Stores) -> None:
-        self._lose(held_lease, SUPERSEDED)
+        self.lose(held_lease, SUPERSEDED)
         stores.leases.release(held_lease.call.key.stored, held_lease.call.token)
 
     def _renewal_failed(self, held_lease: HeldLease, error: Exception) -> None:
@@ -370,23 +377,13 @@ class Renewer:
                 held_leases = list(self._held_leases.values())
             for held_lease in held_leases:
                 if held_lease.lost is None and (reason := held_lease.overdue(now)):
-                    self._lose(held_lease, reason)
+                    self.lose(held_lease, reason)
                 elif held_lease.lost is not None and held_lease.next_interrupt <= now:
                     self._interrupt_body(held_lease, now)
             with self._lock:
                 wakes = [_next_check(held_lease) for held_lease in self._held_leases.values()]
                 self._deadline_wakes_at = min(wakes, default=math.inf)
             self._deadline_wakeup.wait(self._deadline_wakes_at - now if wakes else None)
-
-    def _lose(self, held_lease: HeldLease, reason: str) -> None:
-        with self._lock:
-            if held_lease.lost is not None or held_lease.call.token not in self._held_leases:
-                return
-            held_lease.lost = reason
-        self._interrupt_body(held_lease, self._clock.now())
-        self._observer.observe(events.LeaseLost(**_of(held_lease), reason=reason))
-        held_lease.kill_if_key_is_free()
-        self._deadline_wakeup.notify()
 
     def _interrupt_body(self, held_lease: HeldLease, now: float) -> None:
         """Interrupt the body, and set the time of the next interrupt, at growing intervals: an

@@ -114,7 +114,7 @@ class KitRenewer(Renewer):
         """Lose each lease whose time is over, as the renewer's deadline thread does."""
         for held_lease in list(self._held_leases.values()):
             if held_lease.lost is None and (reason := held_lease.overdue(self._clock.now())):
-                self._lose(held_lease, reason)
+                self.lose(held_lease, reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,7 +191,7 @@ def _lose_all(renewer, seconds):
         for token, held_lease in list(renewer._held_leases.items()):
             at = due.setdefault(token, time.perf_counter() + seconds * random.uniform(0.5, 1.5))
             if time.perf_counter() >= at:
-                renewer._lose(held_lease, REASON)
+                renewer.lose(held_lease, REASON)
         pause.acquire(timeout=0.0005)
 
 
@@ -208,7 +208,7 @@ def reach():
 def _lose_now(renewer):
     for held_lease in list(renewer._held_leases.values()):
         LOST_AT[held_lease.call.key.key] = time.perf_counter()
-        renewer._lose(held_lease, REASON)
+        renewer.lose(held_lease, REASON)
 
 
 def _lose_soon(renewer, key):
@@ -224,7 +224,7 @@ def _lose_soon(renewer, key):
     ):
         pause.acquire(timeout=0.001)
     pause.acquire(timeout=0.2)
-    renewer._lose(found[0], REASON)
+    renewer.lose(found[0], REASON)
 
 
 def other(task, *args):

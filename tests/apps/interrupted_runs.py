@@ -66,7 +66,7 @@ def _lose(renewer, seconds, done):
     while time.perf_counter() < over:
         pass
     for held_lease in list(renewer._held_leases.values()):
-        renewer._lose(held_lease, "the test said so")
+        renewer.lose(held_lease, "the test said so")
 
 
 def _outcome(name, seconds=0.0):

@@ -10,6 +10,14 @@ _BY_REASON: Final[dict[str, tuple[str, ...]]] = {
             "attempt.held_lease HeldLease.interrupted_recently: self._clock.now() - self._interrupted_at"
             " < CLEANUP_TIME  ->  self._clock.now() - self._interrupted_at <= CLEANUP_TIME"
         ),
+        (
+            "attempt.held_lease HeldLease.needs_renewer: self._seen_locked > self._renewed"
+            "  ->  self._seen_locked >= self._renewed"
+        ),
+        (
+            "attempt.held_lease HeldLease.stop_deadline: self._seen_locked <= self._renewed"
+            "  ->  self._seen_locked < self._renewed"
+        ),
         "attempt.held_lease HeldLease.needs_row_lock: now >= self.own_stop  ->  now > self.own_stop",
         (
             "attempt.renewal Renewer._wait_for_renewal: self._clock.now() < until"
@@ -29,12 +37,6 @@ _BY_REASON: Final[dict[str, tuple[str, ...]]] = {
             "  ->  process.clock.now() + verdict.delay >= call.begin_by"
         ),
         "attempt.run retrying: clock.now() + pause > until()  ->  clock.now() + pause >= until()",
-    ),
-    "it waits without a pause, or looks less often": (
-        "attempt.renewal Renewer._wait_for_renewal: 0.002  ->  1.002",
-        "attempt.renewal Renewer._wait_for_renewal: self._clock.sleep(0.002)  ->  pass",
-        "attempt.renewal Renewer.close: 0.002  ->  1.002",
-        "attempt.renewal Renewer.close: self._clock.sleep(0.002)  ->  pass",
     ),
     "it writes again what is written": (
         ("attempt.run Execution._burst: noted > burst.newest  ->  noted >= burst.newest"),
@@ -105,6 +107,11 @@ _BY_REASON: Final[dict[str, tuple[str, ...]]] = {
         "attempt.run Execution._claimed: call.begin_by < math.inf  ->  call.begin_by <= math.inf",
     ),
     "it is written before it is read": (
+        "attempt.held_lease BodyState.__init__: self._locking = False  ->  pass",
+        "attempt.held_lease BodyState.__init__: self.published_retries: int | None = None  ->  pass",
+        "attempt.held_lease BodyState.__init__: self.replacement: Any = None  ->  pass",
+        "attempt.held_lease BodyState.__init__: False  ->  True",
+        "attempt.held_lease HeldLease.__init__: 0  ->  1",
         "attempt.held_lease HeldLease.__init__: self.fence = 0  ->  pass",
     ),
     "the clock of a system is past both": ("attempt.held_lease HeldLease.__init__: 0.0  ->  1.0",),
@@ -116,6 +123,7 @@ _BY_REASON: Final[dict[str, tuple[str, ...]]] = {
     ),
     "the document has no time of the end": ("stores.sql.rows settle_parameters: 0  ->  1",),
     "a store answers each renewal": (
+        "attempt.renewal Renewer._renew: True  ->  False",
         "attempt.renewal Renewer._renew: zip(strict=True)  ->  zip()",
     ),
 }

@@ -73,6 +73,14 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     engine.dispose()
 
 
+def test_a_body_has_one_lease(shop: Shop) -> None:
+    @shop.app.task(bind=True, base=LeasedTask, name="shop.ask", lease_key="ask", shared=False)
+    def ask(self: Any) -> bool:
+        return self.lease is self.lease and self.lease.key == "ask"
+
+    assert shop.app.tasks["shop.ask"].delay().get()
+
+
 def test_status_and_client_see_what_an_eager_call_has_done(shop: Shop) -> None:
     assert shop.state(1) == "absent"
     assert shop.ship.delay(1).get() == {"to": "home"}

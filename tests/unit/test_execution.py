@@ -56,6 +56,7 @@ from celery_leases.record import Ended, State
 from celery_leases.results import failure_of
 from tests.unit.decision_inputs import FAILURE, GROUP, KEY, OURS, THEIRS, TODAY, classified, raised
 from tests.unit.memory_worker import (
+    DONE,
     FOR_GOOD,
     KINDS,
     OF_THE_GROUP,
@@ -78,6 +79,15 @@ class TestAFailure:
         assert bench.run(bench.call()) == Return(1)
         assert bench.steps() == ["acquire", "claim", "settle", "release"]
         assert (bench.state, bench.held, bench.renewer.kept) == (State.DONE, False, set())
+
+    @pytest.mark.parametrize(("ending", "wait"), [(DONE, 0.0), (SOON, 2.0)])
+    def test_the_row_has_the_time_of_the_end_and_no_lease(self, ending: Ending, wait) -> None:
+        bench = Bench(in_records=True)
+        bench.run(bench.call(retention=99.0), ending, during=lambda _: bench.clock.sleep(3.0))
+        row = bench.row
+        assert (row.finished_at, row.lease_until, row.lease_store) == (row.now, None, "")
+        assert row.expires_at is not None
+        assert row.expires_at - row.now >= (99.0 + wait) * 1_000_000
 
     @pytest.mark.parametrize("renew", [True, False])
     def test_the_lease_is_renewed_unless_the_options_say_no(self, bench, renew: bool) -> None:

@@ -397,7 +397,7 @@ def test_a_late_answer_after_the_transaction_is_as_good_as_an_early_one(bench: B
 def test_a_lease_that_is_lost_is_not_asked_about(bench: Bench) -> None:
     """The answer would not matter."""
     held_lease, _ = outlasted(bench)
-    bench.renewer._lose(held_lease, DEADLINE)
+    bench.renewer.lose(held_lease, DEADLINE)
     with pytest.raises(LeaseLost):
         held_lease.check()
     assert not bench.leases.renewed

@@ -98,6 +98,16 @@ def test_the_body_begins_when_it_is_its_turn(bench: Bench) -> None:
     assert bench.steps("release_slot") == []
 
 
+def test_the_body_begins_when_it_is_its_turn_though_the_reply_to_its_claim_was_lost() -> None:
+    """The first one began after the pause of the second try."""
+    bench, began = Bench(in_records=True), []
+    for key in (KEY, OTHER_KEY):
+        bench.journal.away("acquire", times=1, done=True)
+        call = bench.call(key=key, call_id=key.key, ask=Ask(pause=200.0))
+        bench.run(call, during=lambda _: began.append(bench.clock.now()))
+    assert began[1] - began[0] == pytest.approx(0.15, abs=0.01)
+
+
 def test_a_slot_that_cannot_be_taken_is_an_outage(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,12 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sqlalchemy.orm import Session
 
 from celery_leases.attempt import process
 from celery_leases.attempt.process import BootClock, Process, open_process
 from celery_leases.concurrency import os_threads
 from celery_leases.settings import IN_MEMORY, Settings
+from celery_leases.stores.memory import EagerTransaction
 from celery_leases.stores.sql import leases
+from celery_leases.stores.sql.transactions import JoinedTransaction
 from tests.distributions.toy_leases import Memory, ToyLeaseStore
 from tests.unit.memory_stores import ManualClock, Seen
 
@@ -144,6 +147,19 @@ def test_stores_of_one_database_share_their_compiled_statements(monkeypatch) -> 
         ("records 1", "with_connections", 10, 10.0),
         ("records 1", "with_connections", 3, 7.0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("url", "given", "kind"),
+    [
+        (SETTINGS.database_url, object(), JoinedTransaction),
+        (IN_MEMORY, Session(), EagerTransaction),
+        (IN_MEMORY, object(), type(None)),
+    ],
+)
+def test_a_transaction_is_joined_where_its_commit_can_be_seen(monkeypatch, url, given, kind):
+    made = Opened(monkeypatch, replace(SETTINGS, database_url=url)).process
+    assert type(made.transaction(given)) is kind
 
 
 @pytest.mark.parametrize(("size", "given"), [(None, 10), (8, 8)])

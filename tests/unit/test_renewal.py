@@ -238,6 +238,7 @@ def test_another_owner_means_lost_at_once(bench: Bench) -> None:
     bench.leases.answer = lambda _: RenewalResult.OTHER
     bench.renew(held_lease)
     assert (held_lease.lost, held_lease.held, nudged) == (HELD_BY_OTHER, False, [1])
+    assert held_lease.remaining() == 0.0
     assert [event.reason for event in bench.seen.of(events.LeaseLost)] == [HELD_BY_OTHER]
     assert not bench.leases.released
 
@@ -246,7 +247,7 @@ def test_a_late_success_does_not_revive_a_lost_lease(bench: Bench) -> None:
     held_lease = bench.held_lease()
 
     def late(_: Renewal) -> RenewalResult:
-        bench.renewer._lose(held_lease, DEADLINE)
+        bench.renewer.lose(held_lease, DEADLINE)
         return RenewalResult.OURS
 
     bench.leases.answer = late
@@ -257,10 +258,20 @@ def test_a_late_success_does_not_revive_a_lost_lease(bench: Bench) -> None:
     assert len(bench.seen.of(events.LeaseLost)) == 1
 
 
+def test_a_lease_is_lost_once_and_not_after_it_was_dropped(bench: Bench) -> None:
+    lost, dropped = bench.held_lease("lost"), bench.held_lease("dropped")
+    bench.renewer.drop(dropped)
+    for reason in (RELEASED, HELD_BY_OTHER):
+        bench.renewer.lose(lost, reason)
+        bench.renewer.lose(dropped, reason)
+    assert (lost.lost, dropped.lost) == (RELEASED, None)
+    assert [event.reason for event in bench.seen.of(events.LeaseLost)] == [RELEASED]
+
+
 def test_a_lost_lease_is_not_renewed_any_more(bench: Bench) -> None:
     held_lease = bench.held_lease()
     assert held_lease.renewable(1000.0)
-    bench.renewer._lose(held_lease, HELD_BY_OTHER)
+    bench.renewer.lose(held_lease, HELD_BY_OTHER)
     assert not held_lease.renewable(1000.0)
 
 
@@ -339,8 +350,9 @@ def test_a_lease_that_needs_no_renewal_is_not_due_again_until_its_row_is_locked(
     bench.clock.time = completed.due
     assert bench.renewer._take_due(bench.clock.now()) == [other]
     assert completed.due == math.inf
+    bench.renewer._renewal_wakeup = woken = Waits(bench)  # type: ignore[assignment]
     bench.renewer.row_locked(completed, bench.clock.now())
-    assert completed.due < math.inf
+    assert (completed.due < math.inf, woken.notified) == (True, 1)
 
 
 def test_the_slot_of_a_completed_body_is_renewed_until_the_body_ends(bench: Bench) -> None:
@@ -357,6 +369,7 @@ def test_the_slot_of_a_completed_body_is_renewed_until_the_body_ends(bench: Benc
         bench.records.row = THEIRS
         bench.leases.answer = lambda _: RenewalResult.OTHER
     assert [renewal.slot for renewal in bench.leases.renewed] == [("openai", 1)] * 3
+    assert held_lease.due == pytest.approx(bench.clock.time + TTL / 3)
     assert held_lease.lost is None
     assert bench.leases.reasserted == []
 
@@ -430,8 +443,36 @@ def test_a_body_that_is_to_be_killed_is_killed_at_once_where_its_key_is_free(ben
     """Otherwise it may run until the end of its lease, during which no other call gets the key."""
     held_lease, told = bench.held_lease(), []
     held_lease.move_kill_timer = told.append
-    bench.renewer._lose(held_lease, reason)
+    bench.renewer.lose(held_lease, reason)
     assert (held_lease.lost, told) == (reason, moved)
+
+
+def test_the_kill_timer_follows_the_end_of_the_lease(bench: Bench) -> None:
+    held_lease, told = bench.held_lease(max_hold=60.0), []
+    held_lease.move_kill_timer = told.append
+    held_lease.extended(1001.0, TTL)
+    held_lease.completed()
+    assert told == pytest.approx([1001.0 + HARD, 1060.0])
+
+
+@pytest.mark.parametrize(
+    ("wait", "seconds"), [(Renewer.drop, 5.0), (Renewer.wait_for_renewal, TTL / 10)]
+)
+def test_a_renewal_without_an_answer_is_waited_for_so_long(wait: Any, seconds: float) -> None:
+    bench = Bench(clock=ManualClock())  # type: ignore[arg-type]
+    held_lease = bench.held_lease()
+    wait(bench.renewer, held_lease)
+    assert bench.clock.time == 1000.0
+    held_lease.in_flight = True
+    wait(bench.renewer, held_lease)
+    assert bench.clock.time == pytest.approx(1000.0 + seconds, abs=0.005)
+
+
+def test_a_deletion_without_an_answer_is_waited_for_so_long() -> None:
+    bench = Bench(clock=ManualClock())  # type: ignore[arg-type]
+    bench.renewer._purging = True
+    bench.renewer.close()
+    assert bench.clock.time == pytest.approx(1005.0, abs=0.005)
 
 
 # -- a store that forgot ---------------------------------------------------------------------------
@@ -479,6 +520,7 @@ def test_a_lease_that_its_own_outcome_has_ended_is_not_lost(bench: Bench, answer
     bench.clock.time = 1002.0
     bench.renew(held_lease)
     assert (held_lease.lost, held_lease.stop_deadline) == (None, before)
+    assert held_lease.due == pytest.approx(1002 + TTL / 3)
     assert not bench.seen.of(events.LeaseLost)
 
 
@@ -505,8 +547,9 @@ def test_a_lease_that_another_call_has_while_it_reads_the_record_is_not_lost(ben
     assert len(bench.seen.of(RenewalFailed)) == 1
     with pytest.raises(
         StoreUnavailable, match="another call holds the lease while it reads the record"
-    ):
+    ) as caught:
         bench.renewer.extend(held_lease, 60)
+    assert caught.value.executed is False
     bench.leases.answer, bench.leases.reasserts = (lambda _: RenewalResult.MISSING), True
     bench.renew(held_lease)
     assert held_lease.hard_deadline == pytest.approx(1002 + HARD)
@@ -527,6 +570,7 @@ def test_a_missing_lease_is_not_asserted_again_after_the_deadline(bench: Bench) 
     bench.renew(held_lease)
     assert not bench.leases.reasserted
     assert not held_lease.held
+    assert held_lease.due == pytest.approx(bench.clock.time + TTL / 12)
 
 
 def test_a_lease_asserted_again_without_a_record_to_compare_does_not_count(bench: Bench) -> None:
@@ -548,6 +592,23 @@ def test_a_lease_asserted_again_without_a_record_to_compare_does_not_count(bench
     bench.renew(held_lease)
     assert held_lease.lost == SUPERSEDED
     assert bench.leases.released == ["token"]
+
+
+@pytest.mark.parametrize("reads", [[], [True], [False, True]])
+def test_a_lease_that_was_not_forgotten_since_is_renewed_without_its_record(bench, reads) -> None:
+    held_lease, row, left = bench.held_lease(), bench.records.row, list(reads)
+
+    def read(_: str) -> Any:
+        if not left.pop(0):
+            raise StoreUnavailable("away", None)
+        return row
+
+    bench.records.read = read
+    for answer in [*[RenewalResult.MISSING] * bool(reads), *[RenewalResult.OURS] * 2]:
+        bench.leases.answer = lambda _: answer  # noqa: B023 - called at once
+        bench.clock.time += 1.0
+        bench.renew(held_lease)
+    assert (held_lease.hard_deadline, left) == (pytest.approx(bench.clock.time + HARD), [])
 
 
 # -- the threads, one after the other --------------------------------------------------------------
@@ -603,6 +664,13 @@ def test_the_deadline_thread_interrupts_a_lost_body_again_at_growing_intervals(b
     assert (held_lease.lost, len(bench.seen.of(events.LeaseLost))) == (DEADLINE, 1)
 
 
+def test_the_deadline_thread_interrupts_a_lost_body_that_nobody_has_interrupted_yet(bench) -> None:
+    held_lease, told = bench.held_lease(), []
+    held_lease.lost, held_lease.interrupt = RELEASED, lambda: told.append(bench.clock.time)
+    watch(bench)
+    assert told == [1000.0]
+
+
 def test_the_deadline_thread_sleeps_until_the_first_deadline_or_another_lease(bench) -> None:
     assert watch(bench) == [None]
     bench = Bench()
@@ -626,7 +694,7 @@ def test_an_added_lease_wakes_a_thread_only_if_it_is_the_first_to_be_due(bench, 
         renewer.add(held_lease)
         assert (due.notified, stop.notified) == (woken, woken)
     assert started == threads
-    renewer._lose(held_lease, DEADLINE)
+    renewer.lose(held_lease, DEADLINE)
     assert stop.notified == 2, "to interrupt the body again"
     renewer.close()
     assert (due.notified, stop.notified) == (2, 3)
@@ -634,6 +702,7 @@ def test_an_added_lease_wakes_a_thread_only_if_it_is_the_first_to_be_due(bench, 
 
 def test_the_renewal_thread_renews_what_is_due_and_then_waits_for_the_next(bench) -> None:
     bench.renewer._purge_at = math.inf
+    bench.held_lease("long", ttl=60.0)
     held_lease = bench.held_lease()
 
     def check() -> None:

@@ -159,7 +159,7 @@ class RecordStatements:
         rows. Of a comparison of two values of a row it expects that one row meets it, so that it
         uses the index.
         """
-        objects = cast(bindparam(array, type_=Text), JSON)
+        objects = cast(bindparam(array), JSON)
         typed = [column(name, kind) for name, kind in columns.items()]
         rows = func.json_to_recordset(objects).table_valued(*typed).render_derived(with_types=True)
         limit = f"(SELECT set_config('lock_timeout', '{LOCK_TIMEOUT}', true)) = '{LOCK_TIMEOUT}'"
