@@ -455,7 +455,7 @@ class LeaseClient:
                 retention=retention,
                 seen=known,
             )
-            if changed is None and exact:
+            if changed is None and (exact or what in RETRIES):
                 raise self._has_changed(key, stored)
         if what == "resolve_retry" and record is not None:
             self._effects.forget_sent(record)

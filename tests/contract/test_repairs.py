@@ -161,6 +161,21 @@ def test_a_key_that_is_done_while_an_operator_takes_it_stays_done(
     assert row(sql_records, held.stored_key).state is State.DONE
 
 
+@pytest.mark.parametrize("command", ["retry", "resolve retry"])
+def test_a_key_that_is_done_while_an_operator_lets_it_run_again_stays_done(
+    client: OperatorClient,
+    sql_records: SqlRecordStore,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    """Whatever is forced."""
+    running = won(sql_records, make_call(fresh_key()), DATABASE)
+    call_after_first(monkeypatch, client._leases, "holder", lambda: closed(sql_records, running))
+    with pytest.raises(LeaseIsLive, match="has changed meanwhile, and is done now"):
+        COMMANDS[command](client, running.stored_key, force=True)
+    assert row(sql_records, running.stored_key).state is State.DONE
+
+
 @pytest.mark.parametrize(
     ("own", "given", "days"), [(30.0, None, 30), (30.0, "2d", 2), (None, None, 7)]
 )

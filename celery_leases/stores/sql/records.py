@@ -617,16 +617,18 @@ class SqlRecordStore:
         """Take the row from its holder: it gets a new fence, is ``pending``, and does not wait.
 
         With *keep* it keeps its counts and history, and *forgive* sets failures, crashes, quick
-        retries and cooldowns to 0. Without *keep* it becomes an empty row of the next generation.
+        retries and cooldowns to 0, unless the row is done. Without *keep* it becomes an empty row of the next generation.
         It counts as absent after *retention* seconds; the default is its own retention, or 7 days.
         With *seen*, the row is only changed if it still has that fence and state. Returns the row
         afterwards, or ``None`` if no row was changed.
         """
-        return self._repair(
-            stored_key,
-            seen,
-            lambda row: repairs.reset(row, keep=keep, forgive=forgive, retention=retention),
-        )
+
+        def repair(row: Record) -> Record | None:
+            if forgive and row.state is State.DONE and not row.expired:
+                return None  # since the operator has looked
+            return repairs.reset(row, keep=keep, forgive=forgive, retention=retention)
+
+        return self._repair(stored_key, seen, repair)
 
     def _repair(
         self, stored_key: str, seen: Record | None, repair: Callable[[Record], Record | None]
