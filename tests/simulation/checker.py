@@ -9,7 +9,8 @@ A history is a list of notes. Those that count:
 * ``charges``, ``charged``, ``has charged``: a body calls the outside world for an effect, which has
   executed it, and whose reply the body gets.
 * ``extends``, ``item``: a body makes its lease longer, or does an item of its loop.
-* ``group``: the slots of the group have changed (who holds them; until when it is closed).
+* ``group``: the slots of a group have changed (who holds them; until when it is closed; when a body
+  may begin that began last by its rate).
 * ``final``: what is left at the end (rows, leases, results, messages).
 """
 
@@ -27,11 +28,13 @@ from celery_leases.events import Dropped
 from celery_leases.options import Failures
 from celery_leases.record import Ended, State
 from tests.simulation.history import Note, Row
-from tests.simulation.work import COOLDOWN, FAILURES, LIMIT, TIME_LIMIT, TTL
+from tests.simulation.work import COOLDOWN, FAILURES, GROUPS, LIMITS, PAUSE, TIME_LIMIT, TTL
 
 CRASHES = Failures().crashes
 RESTS = (State.DONE, State.FAILED, State.COOLING, State.UNCERTAIN)
-SEVERAL_RUNS = ("each", "latest", "limited")
+EACH_RUNS = ("each", "limited", "rated")
+"""Tasks whose calls all run."""
+SEVERAL_RUNS = (*EACH_RUNS, "latest")
 """Tasks of which a key is done more than once."""
 FAULTS = (
     *("refused", "lost request", "lost reply", "late request", "slow request"),
@@ -491,12 +494,20 @@ def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
     """
     running: dict[str, tuple[tuple[str, str], str]] = {}
     crashes: defaultdict[tuple[str, str], int] = defaultdict(int)
-    for note in history.of("body", "body ended", "killed", "emptied", "evicted", "released"):
+    for note in history.of(
+        *("row", "body", "body ended", "killed", "emptied", "evicted", "released"),
+    ):
         given = note.details
         if note.what in ("emptied", "evicted"):
             return
         if note.what == "released":
             running = {token: its for token, its in running.items() if its[0][0] != given["key"]}
+            continue
+        if note.what == "row":
+            old, new = given["old"], given["new"]
+            if _ran(old) and new is not None and new.ended == Ended.TERMINATED:
+                # Celery has ended another delivery of its call: the next one may run.
+                crashes.pop((new.key, new.call if new.task in SEVERAL_RUNS else ""), None)
             continue
         if note.what == "killed":
             for token, (work, process) in list(running.items()):
@@ -542,6 +553,7 @@ def only_crashes_count(history: History) -> Iterator[Violation]:
                 silent[row.fence] = row.key, process
             elif process == f"{given['pid']:x}":
                 silent.pop(row.fence, None)
+                died[row.key] += row.ended == Ended.TERMINATED  # by a time limit
             yield from too_early(row, note)
     for row in history.final["rows"]:
         yield from too_early(row, None)
@@ -622,11 +634,21 @@ def waits_for_the_lease(history: History) -> Iterator[Violation]:
 
 def group_holds(history: History) -> Iterator[Violation]:
     """No attempt gets a slot while a failure has closed the group; then one gets the only slot."""
+    for group, limit in LIMITS.items():
+        yield from _group_holds(history, group, limit)
+
+
+def _group_holds(history: History, group: str, limit: int) -> Iterator[Violation]:
     held: dict[str, float] = {}
     known: set[str] = set()
     until, alone = None, ""
-    for note in history.of("group"):
+    for note in history.of("group", "emptied"):
         given = note.details
+        if note.what == "emptied":
+            held, until, alone = {}, None, ""
+            continue
+        if given["group"] != group:
+            continue
         new = {token: ends for token, ends in given["held"].items() if ends > note.at}
         held = {token: ends for token, ends in held.items() if ends > note.at}
         for token in new.keys() - known:
@@ -634,7 +656,7 @@ def group_holds(history: History) -> Iterator[Violation]:
                 yield Violation("a closed group holds", note, f"{token} begins")
             elif until is not None and alone in held:
                 yield Violation("a closed group holds", note, f"{token} probes beside {alone}")
-            elif len(held) >= LIMIT:
+            elif len(held) >= limit:
                 yield Violation("a limit holds", note, f"{len(held)} others have slots")
         known |= new.keys()
         held, until, alone = new, given["closed_until"], given["alone"]
@@ -895,7 +917,7 @@ def own_results(history: History) -> Iterator[Violation]:
     for note in history.of("published"):
         given = note.details
         call, answer = given["call"], history.final["values"].get(given["call"])
-        if given["task"] not in ("each", "limited") or answer is None:
+        if given["task"] not in EACH_RUNS or answer is None:
             continue
         if (other := found.setdefault((given["key"], answer), call)) != call:
             yield Violation("own results", note, f"{answer} is the result of {other}")
@@ -928,17 +950,76 @@ def last_change_seen(history: History) -> Iterator[Violation]:
 
 
 def limit_holds(history: History) -> Iterator[Violation]:
-    """At most so many bodies of a group run at a time."""
-    bodies = [body for body in history.bodies if body.key.startswith("limited ")]
+    """At most so many bodies of a group run at a time. If its store loses its data, others may
+    begin until those that run have renewed their slots.
+    """
+    for task, group in GROUPS.items():
+        yield from _limit_holds(history, task, group.limit or 0)
+
+
+def _limit_holds(history: History, task: str, limit: int) -> Iterator[Violation]:
+    bodies = [body for body in history.bodies if body.key.partition(" ")[0] == task]
+    emptied = [note.at for note in history.of("emptied")]
     for number, body in enumerate(bodies):
+        if any(body.began.at - TTL <= at <= body.began.at for at in emptied):
+            continue
         beside = [
             other
             for other in bodies[:number]
             if other.ended > body.began.at + SLACK
             and not may_overlap(history, other, body.began.at)
         ]
-        if len(beside) >= LIMIT:
+        if len(beside) >= limit:
             yield Violation("a limit holds", body.began, f"{len(beside)} others run")
+
+
+def rate_holds(history: History) -> Iterator[Violation]:
+    """The turns of a group with a rate come at its distance, unless its store loses its data, and
+    no body begins before its turn.
+    """
+    turns: dict[str, float] = {}
+    last = -math.inf
+    for note in history.of("group", "body", "emptied", "clock"):
+        given = note.details
+        if note.what == "clock":
+            return
+        if note.what == "emptied":
+            last = -math.inf
+        elif note.what == "body":
+            if note.at < turns.get(given["token"], 0.0) - 0.01:
+                yield Violation("a rate holds", note, f"before its turn at {turns[given['token']]}")
+        elif given["group"] == str(GROUPS["rated"].name) and given["began"] > last:
+            if given["began"] < last + PAUSE - 0.01:
+                yield Violation("a rate holds", note, f"the last turn was at {last:.3f}")
+            last = given["began"]
+            turns.update({each: last for each in given["held"] if each not in turns})
+
+
+def slots_last(history: History) -> Iterator[Violation]:
+    """A body has its slot until it ends, if nothing goes wrong for its process."""
+    until: dict[str, float] = {}
+    for note in history.of("group", "body ended", "lost"):
+        given = note.details
+        if note.what == "lost":
+            until[given["token"]] = math.inf
+        elif note.what == "group":
+            until |= {each: max(at, until.get(each, 0.0)) for each, at in given["held"].items()}
+        elif until.get(given["token"], note.at) < note.at - SLACK:
+            lasted = until[given["token"]]
+            if not history.faults(given.get("process", ""), lasted - TTL, note.at):
+                yield Violation("a slot lasts", note, f"it ended at {lasted:.3f}")
+
+
+def slots_are_given_back(history: History) -> Iterator[Violation]:
+    """A body gives its slot back when it ends, if nothing goes wrong for its process."""
+    ended = {body.token: body for body in history.bodies if body.ended < math.inf}
+    for note in history.of("group"):
+        for token in note.details["held"].keys() & ended.keys():
+            body = ended[token]
+            if body.ended + SLACK < note.at < note.details["held"][token] and not history.faults(
+                body.process, body.ended - TTL, note.at
+            ):
+                yield Violation("a slot is given back", note, f"{token} has ended")
 
 
 CHECKS: tuple[Check, ...] = (
@@ -970,6 +1051,9 @@ CHECKS: tuple[Check, ...] = (
     own_results,
     last_change_seen,
     limit_holds,
+    rate_holds,
+    slots_last,
+    slots_are_given_back,
     group_holds,
     what_keeps_failing_ends,
     what_keeps_crashing_ends,

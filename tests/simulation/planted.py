@@ -317,6 +317,43 @@ BUGS = (
     publish.apply_async()
 """,
     ),
+    # -- groups, and operators
+    Bug(
+        "the slot of a body that has completed its call is not renewed",
+        "celery_leases.attempt.held_lease",
+        "        if self.slot is None:\n            self._renew_until = -math.inf",
+        "        if True:\n            self._renew_until = -math.inf",
+    ),
+    Bug(
+        "a slot is not renewed",
+        RENEWAL,
+        "slot=held_lease.slot,",
+        "slot=None,",
+    ),
+    Bug(
+        "a slot is not given back",
+        RUN,
+        "            if self._may_have_slot:\n",
+        "            if False:\n",
+    ),
+    Bug(
+        "a turn by the rate comes too early",
+        "celery_leases.groups.slots",
+        "begins = max(now + lead, slots.began + gap)",
+        "begins = now + lead",
+    ),
+    Bug(
+        "a body begins before its turn",
+        RUN,
+        "                if self._begins_at:  # by the rate of its group\n",
+        "                if False:\n",
+    ),
+    Bug(
+        "an operator takes a key that is done meanwhile",
+        "celery_leases.client",
+        '            if what == "release":\n',
+        "            if False:\n",
+    ),
     # -- messages
     Bug(
         "the last copy of a call is dropped",

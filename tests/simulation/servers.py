@@ -18,7 +18,7 @@ from celery_leases.call import Call
 from celery_leases.concurrency import wait_limit
 from celery_leases.concurrency.shared_trips import SharedTrips
 from celery_leases.errors import StoreUnavailable
-from celery_leases.groups.slots import load
+from celery_leases.groups.slots import Slots, load
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.database import Availability, Database, _count, _first
 from celery_leases.stores.sql.effects import SqlEffectStore
@@ -227,11 +227,11 @@ def _base_records() -> SqlRecordStore:
                 f"CREATE TRIGGER note_{verb} AFTER {verb} ON {store.tables.records} "
                 f"BEGIN SELECT row_changed({before}, {after}); END"
             )
-        driver.create_function("group_changed", 1, _group_changed)
+        driver.create_function("group_changed", 2, _group_changed)
         for verb in ("INSERT", "UPDATE"):
             connection.exec_driver_sql(
                 f"CREATE TRIGGER note_group_{verb} AFTER {verb} ON {store.tables.groups} "
-                "BEGIN SELECT group_changed(NEW.slots); END"
+                "BEGIN SELECT group_changed(NEW.name, NEW.slots); END"
             )
     return store
 
@@ -248,17 +248,20 @@ def _row_changed(*values: Any) -> None:
         work.current.row_changed(_noted_row(values[:size]), _noted_row(values[size:]))
 
 
-def _group_changed(text: str) -> None:
-    """Note the slots of the group, in true time; the only one is that of the tasks named
-    ``limited``.
-    """
+def _group_changed(name: str, text: str) -> None:
     if work.current is not None:
-        slots = load(text)
-        held = {token: until / 1000 - EPOCH for token, (until, _) in slots.held.items()}
-        closed = slots.closed
-        ends = None if closed is None else closed.ends / 1000 - EPOCH
-        alone = "" if closed is None else closed.alone
-        work.current.note("group", held=held, closed_until=ends, alone=alone)
+        _note_group(work.current, name, load(text), EPOCH)
+
+
+def _note_group(world: World, name: str, slots: Slots, epoch: float) -> None:
+    """Note the slots of a group in true time; *epoch*: what the clock of their store shows at its
+    beginning.
+    """
+    held = {token: until / 1000 - epoch for token, (until, _) in slots.held.items()}
+    closed, began = slots.closed, slots.began / 1000 - epoch
+    ends = None if closed is None else closed.ends / 1000 - epoch
+    alone = "" if closed is None else closed.alone
+    world.note("group", group=name, held=held, closed_until=ends, alone=alone, began=began)
 
 
 def _noted_row(values: Sequence[Any]) -> Row | None:
@@ -385,7 +388,7 @@ _STEPS = (
     "age",
 )
 _SHARED_STEPS = ("acquire", "release")
-_GROUP_STEPS = ("get", "close", "open", "release_slot")
+_GROUP_STEPS = ("get", "close", "open", "release_slot", "room")
 
 
 class LeaseServer(Server):
@@ -445,13 +448,22 @@ class SimulatedGroups(ToyGroups):
 
     request: Callable[..., Any]
 
+    def __init__(self, server: LeaseServer) -> None:
+        super().__init__(server.memory)
+        self._server = server
+
+    def note(self, group: str, slots: Slots) -> None:
+        """Store the slots of *group*, and note them."""
+        super().note(group, slots)
+        _note_group(self._server.world, group, slots, EPOCH + self._server.ahead)
+
 
 class SimulatedLeases(ToyLeaseStore):
     """The client of a :class:`LeaseServer`."""
 
     def __init__(self, server: LeaseServer, wait: float, *, shares: bool = False) -> None:
         super().__init__(server.memory, "simulated")
-        self.groups = SimulatedGroups(server.memory)
+        self.groups = SimulatedGroups(server)
         self.groups.request = self.request
         self._server = server
         self._wait = wait

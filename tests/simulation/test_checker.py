@@ -108,10 +108,19 @@ class Story:
     def item(self, item: int, owner: str = "a") -> Story:
         return self.note("item", item=item, key=KEY, call="c1", fence=1, token=owner)
 
-    def slots(self, *owners: str, until: float | None = None, alone: str = "") -> Story:
+    def slots(
+        self, *owners: str, until: float | None = None, alone: str = "", lasts: float = 9.0
+    ) -> Story:
         """The group changes: who has slots, until when it is closed, and who is its probe."""
-        held = dict.fromkeys(owners, self.at + 9.0)
-        return self.note("group", held=held, closed_until=until, alone=alone)
+        held = dict.fromkeys(owners, self.at + lasts)
+        given = {"closed_until": until, "alone": alone, "began": 0.0}
+        return self.note("group", group="api", held=held, **given)
+
+    def turn(self, owner: str, after: float = 0.0) -> Story:
+        """An attempt gets its turn in the group with a rate, in so many seconds."""
+        held, began = {owner: self.at + 9.0}, self.at + 1.0 + after
+        given = {"closed_until": None, "alone": "", "began": began}
+        return self.note("group", group="mail", held=held, **given)
 
     def end(self) -> list[Note]:
         rows = [self.row] if self.row is not None else []
@@ -349,14 +358,38 @@ GOOD: dict[str, Callable[[], Story]] = {
         called().run().note("event CallRescheduled", reason="another call holds the key", delay=3.4)
     ),
     "a group whose slots are taken in turn": lambda: (
-        called().run().slots("a", "b").slots("b").slots("b", "c")
+        called().run("f").slots("a", "b").slots("b").slots("b", "c")
     ),
     "a slot that is lost and written again": lambda: (
-        called().run().slots("a").slots().slots("b", "c").slots("b", "c", "a")
+        called().run("f").slots("a").slots().slots("b", "c").slots("b", "c", "a")
+    ),
+    "slots after the store has lost its data": lambda: (
+        called().run("f").slots("a", "b").note("emptied").slots("c").slots("c", "d")
+    ),
+    "turns at the distance of the rate": lambda: (
+        called().claim().turn("a", 0.3).body().ends().done().turn("b").wait(3).turn("c")
+    ),
+    "turns of a store that has lost its data": lambda: (
+        called().run("f").turn("a").note("emptied").turn("b")
+    ),
+    "a slot that is given back, or kept by a process that died": lambda: (
+        called()
+        .claim()
+        .slots("a")
+        .body()
+        .note("killed", process="w0/c1", pid=10)
+        .slots("a")
+        .wait(3)
+        .claim("b", 2)
+        .slots("a", "b")
+        .body("b", 2, "w1/c1")
+        .ends("b")
+        .slots("a")
+        .done(owner="b", fence=2)
     ),
     "a group that is closed and probed": lambda: (
         called()
-        .run()
+        .run("f")
         .slots("a", "b")
         .slots("b", until=12)
         .slots(until=12)
@@ -935,14 +968,27 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
         lambda: called().run().note("event CallRescheduled", reason="another call holds the key", delay=8.1),
     ),
     "a slot of a closed group": (
-        "a closed group holds", 7, lambda: called().run().slots(until=12).slots("a", until=12),
+        "a closed group holds", 7, lambda: called().run("f").slots(until=12).slots("a", until=12),
+    ),
+    "two turns that are too close": (
+        "a rate holds", 7, lambda: called().run("f").turn("a").wait(1).turn("b"),
+    ),
+    "a body before its turn": (
+        "a rate holds", 4, lambda: called().claim().turn("a", 2.0).body().ends().done(),
+    ),
+    "a slot that ends before its body": (
+        "a slot lasts", 5, lambda: called().claim().slots("a", lasts=3).body().wait(5).ends().done(),
+    ),
+    "a slot that is not given back": (
+        "a slot is given back", 6,
+        lambda: called().claim().slots("a").body().ends().slots("a", "b").done(),
     ),
     "two probes": (
         "a closed group holds", 8,
-        lambda: called().run().slots(until=6).slots("a", until=6, alone="a").slots("a", "b", until=6),
+        lambda: called().run("f").slots(until=6).slots("a", until=6, alone="a").slots("a", "b", until=6),
     ),
     "a slot above the limit": (
-        "a limit holds", 7, lambda: called().run().slots("a", "b").slots("a", "b", "c"),
+        "a limit holds", 7, lambda: called().run("f").slots("a", "b").slots("a", "b", "c"),
     ),
     "a message of a dead worker that waits for the visibility timeout": (
         "nothing is left", 0, lambda: having(called().run(), late=True),

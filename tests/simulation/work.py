@@ -24,8 +24,16 @@ if TYPE_CHECKING:
 
 TTL = 3.0
 COOLDOWN = 8.0
-LIMIT = 2
-"""Bodies of the tasks named ``limited`` at a time."""
+GROUPS = {
+    "limited": Group("api", limit=2),
+    "rated": Group("mail", limit=3, rate="20/m"),
+    "booked": Group("shop", limit=2),
+}
+"""The groups of tasks, by task."""
+LIMITS = {str(group.name): group.limit or 0 for group in GROUPS.values()}
+"""Bodies of each group at a time."""
+PAUSE = GROUPS["rated"].pause
+"""Seconds between two begins of the tasks named ``rated``."""
 TIME_LIMIT = 5.0
 """Seconds that bodies of the tasks named ``timed`` may take."""
 FAILURES = 4
@@ -123,8 +131,9 @@ def app() -> SimulatedCelery:
     made.task(name="once", **once)(body)
     made.task(name="each", lease_runs="each", **common)(body)
     made.task(name="latest", lease_runs="latest", **common)(body)
-    group = Group("api", limit=LIMIT)
-    made.task(name="limited", lease_group=group, lease_runs="each", **common)(body)
+    for name in ("limited", "rated"):
+        made.task(name=name, lease_group=GROUPS[name], lease_runs="each", **common)(body)
+    made.task(name="booked", lease_group=GROUPS["booked"], **once)(completing_body)
     made.task(name="killed", lease_on_lost="kill", **once)(body)
     made.task(name="charged", **once)(charging_body)
     made.task(name="queued", lease_outbox="once", **once)(body)
@@ -172,6 +181,7 @@ def completing_body(self: Any, key: str, number: int) -> Any:
         result = end(number)
         if not world().complete(self.lease, result, **end.who):
             end.ending = "rolled back"
+        world().lingers()
         return result
 
 

@@ -57,7 +57,7 @@ from tests.simulation.servers import EPOCH, QUICK, DatabaseServer, LeaseServer, 
 from tests.simulation.worker_leases import SimulatedWorkers
 
 TASKS = (
-    *("once", "each", "latest", "limited", "killed", "charged"),
+    *("once", "each", "latest", "limited", "rated", "booked", "killed", "charged"),
     *("timed", "picky", "completed", "queued", "enqueued"),
 )
 OUTBOX_TASKS = ("queued", "enqueued")
@@ -135,7 +135,6 @@ class Shape:
         takeover = random.random() < 0.25
         span = random.choice((60.0,) * 54 + (600.0,) * 5 + (DAY,))
         span = DAY if day else span
-        # The lease store in memory has no slots, so that limits are those of the database.
         return cls(
             span=span,
             workers=random.choice((1, 2, 3)) if span < DAY else 3,
@@ -144,7 +143,7 @@ class Shape:
             keys=random.choice((1, 1, 2, 4)) * (3 if threads else 1) if span < DAY else 20,
             calls=random.choice((4, 8, 12)) if span < DAY else 60,
             accidents=random.choice((0, 2, 5, 10)) if span < DAY else 10,
-            database_leases=random.random() < 0.5 or "limited" in tasks,
+            database_leases=random.random() < 0.5,
             visibility=3600.0 if takeover else random.choice((None, None, 10.0, 60.0)),
             takeover=takeover,
             tasks=tasks,
@@ -453,6 +452,11 @@ class World:
             raise ConnectionError("simulated, after the commit")
         return drawn >= 0.2
 
+    def lingers(self) -> None:
+        """The body goes on after it has completed its call."""
+        if self.scheduler.now < self.shape.span:
+            self.scheduler.sleep(self.random.choice((0.0, 0.0, 1.0, 6.0)))
+
     def has_charged(self, idempotency_key: str, **who: Any) -> None:
         """The effect has returned to the body."""
         state = self.database.effect_state(idempotency_key)
@@ -579,8 +583,6 @@ def _warm_up() -> None:
     """Run what happens once in a Python process, so that all seeds of it meet the same."""
     for database_leases in (False, True):
         everything = Shape(2, 2, False, 2, 20, 10, database_leases, None, TASKS)
-        if not database_leases:
-            everything.tasks = tuple(name for name in TASKS if name != "limited")
         World(0, given=everything)._run()
 
 
