@@ -150,9 +150,7 @@ def after_claim(call: Call, record: Record) -> Run | Reschedule | Raise:
     counted = record.crashed_call in (None, call.call_id) or not call.options.reruns
     if not counted:
         return Run()
-    if record.crashes >= call.options.failures.crashes and (
-        record.just_crashed or call.options.reruns
-    ):
+    if record.crashes >= call.options.failures.crashes:
         return Raise(crash_loop(record))
     return run_or_pause(record)
 

@@ -351,8 +351,8 @@ BUGS = (
     Bug(
         "an operator takes a key that is done meanwhile",
         "celery_leases.client",
-        '            if what == "release":\n',
-        "            if False:\n",
+        'compared = exact or what == "release"',
+        "compared = exact",
     ),
     # -- messages
     Bug(

@@ -56,9 +56,12 @@ class TestClaimed:
         assert verdict.error.rule == settlement.CRASH_LOOP
         assert f"{limit} times in a row" in str(verdict.error)
 
-    @pytest.mark.parametrize("crashes", [2, 3, 9])
+    @pytest.mark.parametrize("crashes", [2, 3, 8])
     def test_a_crash_is_answered_once(self, crashes: int) -> None:
         assert self.verdict(self.claimed(crashes, just_now=False), max_crashes=9) == Run()
+
+    def test_it_gives_up_if_an_earlier_claim_could_not_write_it(self) -> None:
+        assert isinstance(self.verdict(self.claimed(9, just_now=False), max_crashes=9), Raise)
 
     def test_a_row_claimed_after_its_retention_runs(self) -> None:
         assert self.verdict(self.claimed(expires_at=None)) == Run()
