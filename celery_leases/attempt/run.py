@@ -359,6 +359,8 @@ class Execution:
             age = process.leases.age(self.call.key.stored)
         except StoreUnavailable as error:
             raise StoreUnavailable(str(error), False) from error  # nothing was claimed
+        if process.clock.now() >= self.held_lease.own_stop:  # another attempt may hold the key
+            raise StoreUnavailable("the lease has ended before the claim", False)
         return age - (process.clock.now() - self.held_lease.since)
 
     def _claim_refused(self, answer: Refused, waited: float) -> Verdict:

@@ -688,6 +688,19 @@ def test_a_lease_that_was_granted_too_late_is_not_used(bench: Bench) -> None:
     assert bench.steps("claim", "release") == ["release"]
 
 
+def test_a_lease_that_has_ended_before_the_claim_takes_no_row_over(bench: Bench) -> None:
+    """The attempt that runs in it may have got the key since."""
+    holder = bench.call()
+    Execution(bench.process, holder).acquire()
+    bench.clock.sleep(60.0)
+    bench.journal.before("age", lambda: bench.clock.sleep(15.0))
+    reply = bench.run(bench.call())
+    assert isinstance(reply, Reschedule)
+    assert (reply.unavailable, bench.ran) == (True, [])
+    assert "ended before the claim" in reply.reason
+    assert bench.row.owner == holder.token
+
+
 @pytest.mark.parametrize(
     ("store", "step", "answer", "reason"),
     [
