@@ -617,10 +617,10 @@ class SqlRecordStore:
         """Take the row from its holder: it gets a new fence, is ``pending``, and does not wait.
 
         With *keep* it keeps its counts and history, and *forgive* sets failures, crashes, quick
-        retries and cooldowns to 0, unless the row is done. Without *keep* it becomes an empty row of
-        the next generation. It counts as absent after *retention* seconds; the default is its own
-        retention, or 7 days. With *seen*, the row is only changed if it still has that fence and
-        state. Returns the row afterwards, or ``None`` if no row was changed.
+        retries and cooldowns to 0, unless the row is done. Without *keep* it becomes an empty row
+        of the next generation. It counts as absent after *retention* seconds; the default is its
+        own retention, or 7 days. With *seen*, the row is only changed if it still has that fence
+        and state. Returns the row afterwards, or ``None`` if no row was changed.
         """
 
         def repair(row: Record) -> Record | None:
