@@ -319,7 +319,8 @@ class WorkerLease:
                 ended = self._renew(workers, channel)
                 self._failing = False
                 busy = next(returning, False)
-                if not busy and now - self._renewed_since >= self._ttl / deadlines.RENEWALS_PER_TTL:
+                longest = self._ttl / deadlines.RENEWALS_PER_TTL
+                if ended and not busy and now - self._renewed_since >= longest:
                     others = (self._return_messages(workers, channel, name) for name in ended)
                     returning = chain.from_iterable(others)
                     busy = next(returning, False)
@@ -327,10 +328,12 @@ class WorkerLease:
                 if not (busy or self._changes or self._unfinished):
                     self._wakeup.wait(due - self._clock())
                 self._idle = False
-                due = min(due, self._clock() + BATCH_TIME)
+                now = self._clock()
+                due = min(due, now + BATCH_TIME)
                 while busy and self._clock() < due:
                     busy = next(returning, False)
-                self._sleep(due - self._clock())
+                if due > now:
+                    self._sleep(due - self._clock())
         # Celery acknowledges nothing from now on. Kombu has returned what it could.
         self._changes.append(partial(self._return_all_but, frozenset()))
         self._renew(workers, channel)

@@ -32,11 +32,15 @@ OVERDUE = 26.0
 
 def lease_of(worker: Worker, ttl: float) -> WorkerLease:
     """The lease of *worker*, which a thread of its main process renews."""
-    world = worker.world
+    world, made = worker.world, SimpleNamespace(default_channel=None)
 
     @contextmanager
     def connection() -> Iterator[Any]:
-        yield SimpleNamespace(default_channel=RedisChannel(worker.main, ttl / 3, renews=True))
+        if made.default_channel is None:
+            made.default_channel = RedisChannel(worker.main, ttl / 3, renews=True)
+        else:  # another one would be the same, and to make it takes kombu long
+            made.default_channel.client.ping()
+        yield made
 
     tasks = frozenset(task.name for task in world.tasks)
     lease = WorkerLease(worker.name, connection, "simulated", ttl, tasks)

@@ -634,11 +634,12 @@ class Wakeup:
 
     def wait(self, timeout: float | None) -> None:
         if not self._notified:
-            scheduler = work.world().scheduler
+            assert work.current is not None
+            scheduler = work.current.scheduler
             self._waiting = strand = scheduler.current
             assert strand is not None
             seconds = 3600.0 if timeout is None or timeout > 3600.0 else timeout
-            scheduler.park(strand.process.clock.true_span(seconds) + TIMER_SLACK)
+            scheduler.park(seconds / strand.process.clock.rate + TIMER_SLACK)
             self._waiting = None
         self._notified = False
 
