@@ -451,6 +451,28 @@ def outcomes_are_repeated(history: History) -> Iterator[Violation]:
             yield Violation("an outcome is repeated", note, f"{old.owner} has ended after {faults}")
 
 
+def retries_are_not_repeated(history: History) -> Iterator[Violation]:
+    """Once a body has retried its call, no copy of the message before runs, while the row is that
+    of the call.
+    """
+    retries: dict[str, float] = {}
+    least: dict[str, tuple[str, float]] = {}
+    for note in history.of("body", "row", "released"):
+        given = note.details
+        if note.what == "body":
+            number = retries[given["token"]] = given.get("retries", math.inf)
+            call, retried = least.get(given["key"], ("", 0))
+            if given["call"] == call and number < retried:
+                why = f"with {number} retries, after {retried}"
+                yield Violation("a retry is not repeated", note, why)
+            continue
+        key, old, new = given["key"], given.get("old"), given.get("new")
+        if new is None or new.call != least.get(key, (new.call,))[0]:
+            least.pop(key, None)
+        elif new.owner in retries and _ran(old) and new.ended == Ended.RETRIED:
+            least[key] = new.call, retries[new.owner] + 1
+
+
 def what_has_failed_does_not_run(history: History) -> Iterator[Violation]:
     """A call that has failed for good does not run again, also after another call of its key. The
     failure of a call that crashed is taken back if its process has lived.
@@ -557,6 +579,36 @@ def only_crashes_count(history: History) -> Iterator[Violation]:
             yield from too_early(row, note)
     for row in history.final["rows"]:
         yield from too_early(row, None)
+
+
+def suspicions_are_taken_back(history: History) -> Iterator[Violation]:
+    """An attempt that is heard of after the next one has taken its row over counts as a crash no
+    more, unless the crashes in a row have ended since.
+    """
+    least: dict[tuple[str, int], int] = {}
+    written: dict[str, Note] = {}
+    for note in history.of("row", "event OutcomeRefused"):
+        given = note.details
+        if note.what == "row":
+            old, new = given["old"], given["new"]
+            if old is None or new is None:
+                continue
+            for work, crashes in least.items():
+                if work[0] == new.key:
+                    least[work] = min(crashes, old.crashes)
+            if old.state == State.RUNNING == new.state and old.owner != new.owner:
+                least[new.key, old.fence] = new.crashes
+            elif old.owner == new.owner and not given["by"].endswith("/main"):
+                written[new.key] = note
+            continue
+        if not given.get("was_suspected") or given["task"] in SEVERAL_RUNS:
+            continue
+        key = f"{given['task']} {given['key']}"
+        if least.get((key, given["fence"]), 0) < 1 or key not in written:
+            continue
+        last = written[key].details
+        if 0 < (crashes := last["new"].crashes) == last["old"].crashes:
+            yield Violation("only crashes count", note, f"{crashes} still count")
 
 
 def deliveries_are_handled_once(history: History) -> Iterator[Violation]:
@@ -1038,6 +1090,7 @@ CHECKS: tuple[Check, ...] = (
     cooldown_lasts,
     waits_are_not_shortened,
     outcomes_are_repeated,
+    retries_are_not_repeated,
     what_has_failed_does_not_run,
     without_faults_nothing_runs_twice,
     without_faults_no_lease_is_lost,
@@ -1058,6 +1111,7 @@ CHECKS: tuple[Check, ...] = (
     what_keeps_failing_ends,
     what_keeps_crashing_ends,
     only_crashes_count,
+    suspicions_are_taken_back,
     deliveries_are_handled_once,
     what_has_begun_does_not_expire,
     items_are_done_once,

@@ -66,7 +66,8 @@ class Faults:
         requests = others.choice(REQUESTS + (("effect",),) * 5 * effects)
         often = requests if others.random() < 0.5 else ()
         held_back = others.choice((0.0, 0.0, 0.0, 0.3))
-        return cls(random, *rates, often, others.choice(FATES), held_back)
+        fate = others.choice(FATES + ("paused",) * 4 * (requests == ("effect",)))
+        return cls(random, *rates, often, fate, held_back)
 
     def fate(self, server: Server, what: str) -> str:
         """What happens to a request; empty: nothing special."""

@@ -34,6 +34,7 @@ class Row:
     retry_at: float
     resumes: bool
     reason: str | None = None
+    crashes: int = 0
 
     def __str__(self) -> str:
         until = f" until {self.retry_at:.2f}" if self.retry_at else ""

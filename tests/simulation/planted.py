@@ -488,6 +488,30 @@ BUGS = (
         "        if True:\n            self._remove(delivery)",
     ),
     Bug(
+        "a retry that is delivered again is taken for an earlier message",
+        CLAIM,
+        "and row.retries > call.retries\n",
+        "and row.retries >= call.retries > 0\n",
+    ),
+    Bug(
+        "a row is taken over although the database was away",
+        CLAIM,
+        "return Refusal.LAPSED if late else None",
+        "return None",
+    ),
+    Bug(
+        "the row of a retry keeps the number of the attempt before",
+        AFTER_RUN,
+        "retries = record.retries + (ended is Ended.RETRIED)",
+        "retries = record.retries",
+    ),
+    Bug(
+        "a crash that was none still counts",
+        "celery_leases.decide.attempt_history",
+        'changes["crashes"] = row.crashes - 1',
+        'changes["crashes"] = row.crashes',
+    ),
+    Bug(
         "a message is requeued after a pause in which its worker's lease may have ended",
         TAKEOVER,
         "        while self._unfinished and self._clock() < self._counts_until:",

@@ -238,7 +238,7 @@ def _base_records() -> SqlRecordStore:
 
 _COLUMNS = (
     *("key", "task", "state", "fence", "owner", "call_id", "ended", "result", "retry_at"),
-    *("resumes", "reason"),
+    *("resumes", "reason", "crashes"),
 )
 
 
@@ -267,9 +267,9 @@ def _note_group(world: World, name: str, slots: Slots, epoch: float) -> None:
 def _noted_row(values: Sequence[Any]) -> Row | None:
     if values[0] is None:
         return None
-    key, task, state, fence, owner, call, ended, result, retry_at, resumes, reason = values
+    key, task, state, fence, owner, call, ended, result, retry_at, resumes, *more = values
     at, name = retry_at / 1e6 - EPOCH if retry_at else 0.0, f"{task} {key}"
-    return Row(name, task, state, fence, owner, call, ended, result, at, bool(resumes), reason)
+    return Row(name, task, state, fence, owner, call, ended, result, at, bool(resumes), *more)
 
 
 @cache

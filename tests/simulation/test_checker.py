@@ -205,6 +205,25 @@ GOOD: dict[str, Callable[[], Story]] = {
         .wait(3)
         .write(pid=99, state="pending", ended="terminated")
     ),
+    "a retry": lambda: (
+        called()
+        .claim()
+        .body(retries=0)
+        .ends(ending="self.retry")
+        .write(state="pending", ended="retried")
+        .claim("b", 2)
+        .body("b", 2, retries=1)
+        .ends("b")
+        .done()
+    ),
+    "a crash that is taken back": lambda: (
+        called()
+        .claim("a-a")
+        .claim("b-b", 2, crashes=1)
+        .write(10, crashes=0)
+        .note("event OutcomeRefused", task="once", key="k", fence=1, was_suspected=True)
+        .done()
+    ),
     "two calls with the result of the newest": lambda: latest(2, 2),
     "an outcome that is not written in a minute": lambda: (
         called()
@@ -796,6 +815,16 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
         "an outcome is repeated", 6,
         lambda: called().claim().body().ends(ending="self.retry").note("refused", process="w0/c1")
         .claim("b", 2).body("b", 2).ends("b").done(),
+    ),
+    "a copy of a message that was retried": (
+        "a retry is not repeated", 6,
+        lambda: called().claim().body(retries=0).ends(ending="self.retry")
+        .write(state="pending", ended="retried").body("b", 2, retries=0).ends("b"),
+    ),
+    "a crash that counts although the attempt was heard of": (
+        "only crashes count", 5,
+        lambda: called().claim("a-a").claim("b-b", 2, crashes=1).write(10)
+        .note("event OutcomeRefused", task="once", key="k", fence=1, was_suspected=True).done(),
     ),
     "a call with the result of an older one": ("the last change is seen", 6, lambda: latest(2, 1)),
     "an outcome that is not written because of two lost replies": (

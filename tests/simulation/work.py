@@ -241,7 +241,7 @@ def _noted(task: Any, key: str) -> Iterator[_Body]:
         "fence": lease.fence,
         "token": lease._call.token,
     }
-    here.body_began(lease._call.key.stored, **who)
+    here.body_began(lease._call.key.stored, retries=task.request.retries, **who)
     made = _Body(task, lease, who)
     try:
         yield made
