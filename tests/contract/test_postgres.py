@@ -9,6 +9,7 @@ import psycopg
 import pytest
 from sqlalchemy import insert, select, text
 
+from celery_leases.decide import claim as rule
 from celery_leases.decide.answers import Refused
 from celery_leases.errors import StoreUnavailable
 from celery_leases.record_filters import RecordFilter
@@ -16,6 +17,7 @@ from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.rows import insert_parameters
 from celery_leases.testing.contracts.calls import claimed, fresh_key, make_call
 from celery_leases.testing.contracts.record_case import outcome, won
 from celery_leases.testing.waits import wait_until
@@ -96,20 +98,30 @@ def test_a_claim_waits_for_an_insert_of_its_row_that_is_not_committed(
     with (
         records.database.engine.connect() as other,
         records.database.engine.connect() as watching,
-        ThreadPoolExecutor(1) as threads,
+        ThreadPoolExecutor(2) as threads,
     ):
         row = dict(watching.execute(table.select().where(is_row)).mappings().one())
         watching.execute(table.delete().where(is_row))
         other.execute(text("BEGIN"))
         other.execute(table.insert().values(row))
-        claiming = threads.submit(leases.acquire, call)
+        claiming, waiting = threads.submit(leases.acquire, call), 1
+        if (
+            end == "COMMIT"
+        ):  # the second statement of a claim does not see the row, and does not fail
+            again = records.statements.insert_or_read_again[group is not None]
+            values = insert_parameters(rule.claimed(None, call, "database", 0))
+            repeated = threads.submit(records.database.first, again, values | {"group": group})
+            waiting = 2
         waits = text(
             "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'transactionid' AND datname = current_database()"
         )
-        wait_until(lambda: watching.execute(waits).scalar_one() == 1, 10, "the claim to wait")
+        wait_until(lambda: watching.execute(waits).scalar_one() == waiting, 10, "the claim to wait")
         other.execute(text(end))
         answer = claiming.result(10)
     if end == "COMMIT":
+        found = repeated.result(10)
+        assert found is not None
+        assert (found["inserted"], found["record"]) == (False, None)
         assert isinstance(answer, Refused)
         assert answer.record is not None
         assert answer.record.owner == record.owner

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import part, put
-from tests.mutants.explained import EXPLAINED
+from tests.mutants.explained import reason_of
 from tests.reliability.runs import recorded
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "reliability.md"
@@ -99,7 +99,7 @@ def survivors() -> str:
     by_place: dict[str, list[str]] = {}
     for name in recorded("mutants")["survivors"]:
         place, _, change = name.removeprefix("celery_leases.").partition(": ")
-        why = f" ({EXPLAINED[name]})" if name in EXPLAINED else ""
+        why = f" ({reason})" if (reason := reason_of(name)) else ""
         by_place.setdefault(place, []).append(f"`{change}`{why}")
     return "\n".join(f"* {place}: {', '.join(changes)}" for place, changes in by_place.items())
 

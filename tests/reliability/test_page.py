@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.__main__ import modules
-from tests.mutants.explained import EXPLAINED
+from tests.mutants.explained import EXPLAINED, ON_POSTGRESQL
 from tests.mutants.mutations import mutations
 from tests.reliability import page, runs
 
@@ -36,3 +36,4 @@ def test_a_recorded_run_changes_the_page(tmp_path: Path, monkeypatch: pytest.Mon
 def test_each_explained_mutation_exists() -> None:
     names = {each.name for module in modules() for each in mutations(module)}
     assert not EXPLAINED.keys() - names
+    assert all(any(name.startswith(each) for name in names) for each in ON_POSTGRESQL)

@@ -460,7 +460,7 @@ BUGS = (
     Bug(
         "an outcome without progress deletes the saved one",
         STATEMENTS,
-        "case((progress.is_not(None), progress), else_=columns.progress)",
+        "func.coalesce(progress, columns.progress)",
         "progress",
     ),
     Bug(

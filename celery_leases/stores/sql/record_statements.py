@@ -299,8 +299,8 @@ class RecordStatements:
         }
         if also_waits:
             wait, progress = given("wait", number), given("new_progress", columns.progress.type)
-            values["retry_at"] = case((wait.is_not(None), now + wait), else_=null())
-            values["progress"] = case((progress.is_not(None), progress), else_=columns.progress)
+            values["retry_at"] = now + wait  # NULL without a wait
+            values["progress"] = func.coalesce(progress, columns.progress)
         return update(self.table).where(*is_running(self.table, given)).values(values)
 
     def _is_closed(self, groups: FromClause) -> ColumnElement[bool]:
