@@ -28,11 +28,22 @@ from celery_leases.events import Dropped
 from celery_leases.options import Failures
 from celery_leases.record import Ended, State
 from tests.simulation.history import Note, Row
-from tests.simulation.work import COOLDOWN, FAILURES, GROUPS, LIMITS, PAUSE, TIME_LIMIT, TTL
+from tests.simulation.work import (
+    COOLDOWN,
+    FAILURES,
+    GROUPS,
+    LIMITS,
+    PAUSE,
+    SHARED,
+    TIME_LIMIT,
+    TTL,
+    named,
+    ttl_of,
+)
 
 CRASHES = Failures().crashes
 RESTS = (State.DONE, State.FAILED, State.COOLING, State.UNCERTAIN)
-EACH_RUNS = ("each", "limited", "rated")
+EACH_RUNS = ("each", "limited", "rated", "strict", "lazy", *SHARED, *SHARED.values())
 """Tasks whose calls all run."""
 SEVERAL_RUNS = (*EACH_RUNS, "latest")
 """Tasks of which a key is done more than once."""
@@ -43,6 +54,7 @@ FAULTS = (
 """The notes of what has gone wrong for a process, its host, or all leases. An operator who takes a
 key from its holder is one.
 """
+BUSY = (Dropped.HELD_BY_OTHER, Dropped.COOLING)
 SLOW = ("lost request", "lost reply", "late request", "slow request")
 ENDED_BY_CELERY = ("revoked", "refused before the start", "time limit")
 SLACK = 0.3
@@ -322,7 +334,9 @@ def lease_is_believed_too_long(history: History) -> Iterator[Violation]:
             locks.add(note.details["token"])
         elif note.details["token"] in locks or note.at < emptied + SLACK:
             continue
-        elif note.details["until"] <= note.at or emptied > note.details["until"] - TTL:
+        elif note.details["until"] <= note.at or (
+            emptied > note.details["until"] - ttl_of(note.details["key"])
+        ):
             continue  # the reply came too late to be believed, or after what it says was lost
         elif note.details["until"] > note.details["store_until"] + 1e-6:
             yield Violation(
@@ -444,7 +458,7 @@ def outcomes_are_repeated(history: History) -> Iterator[Violation]:
         body = bodies.get(old.owner)
         if body is None or new.owner == old.owner or not body.ended <= note.at < body.ended + 50.0:
             continue
-        faults = history.faults(body.process, body.began.at - TTL, note.at)
+        faults = history.faults(body.process, body.began.at - ttl_of(body.key), note.at)
         if any(fault.what not in ("refused", *SLOW) for fault in faults) or old.call in calls:
             continue
         if old.owner not in excused and old.task != "timed":
@@ -677,11 +691,50 @@ def celery_ends_one_call(history: History) -> Iterator[Violation]:
 
 def waits_for_the_lease(history: History) -> Iterator[Violation]:
     """A call that waits for a held key looks again when the lease ends, if it is not renewed."""
-    longest = max((note.details["seconds"] for note in history.of("extends")), default=TTL) + 0.51
+    extended = max((note.details["seconds"] for note in history.of("extends")), default=0.0)
     for note in history.of("event CallRescheduled"):
         given = note.details
+        longest = max(extended, ttl_of(named(given["task"], given["key"]))) + 0.51
         if given["reason"] == Dropped.HELD_BY_OTHER.words and given["delay"] > longest:
             yield Violation("a call waits for the lease", note, f"for more than {longest} s")
+
+
+def only_busy_keys_refuse(history: History) -> Iterator[Violation]:
+    """A call is refused or dropped because another call holds its key only if its task says so, if
+    it has not begun, and if another call has run a moment before. A first message that is delivered
+    a second time does not say that its call has begun.
+    """
+    kinds = {"strict": "refused", "lazy": "dropped"}
+    running: dict[str, tuple[str, float]] = {}
+    begun: set[str] = set()
+    unaware: Counter[str] = Counter()
+    for note in history.of("row", "body", "delivers", "event CallDropped", "event CallRefused"):
+        given = note.details
+        if note.what == "body":
+            begun.add(given["call"])
+        elif note.what == "delivers":
+            unaware[given["call"]] += not given["begun"]
+        elif note.what == "row":
+            row, old = given["new"], given["old"]
+            if _ran(old) and not _ran(row):
+                running[old.key] = old.call, note.at
+            elif _ran(row):
+                running[row.key] = row.call, math.inf
+        elif (how := _refused_as_held(note)) is not None:
+            promise, call = "only a busy key refuses", given["call_id"]
+            other, until = running.get(f"{given['task']} {given['key']}", ("", -math.inf))
+            if kinds.get(given["task"]) != how:
+                yield Violation(promise, note, f"{given['task']} does not say that")
+            elif call in begun and unaware[call] < 2:
+                yield Violation(promise, note, "the call has begun")
+            elif other == call or until < note.at - 10.0:
+                yield Violation(promise, note, "no other call runs")
+
+
+def _refused_as_held(note: Note) -> str | None:
+    if note.what == "event CallDropped":
+        return "dropped" if note.details["reason"] == Dropped.HELD_BY_OTHER else None
+    return "refused" if " is held by call " in note.details["error"] else None
 
 
 def group_holds(history: History) -> Iterator[Violation]:
@@ -732,7 +785,7 @@ def without_faults_nothing_runs_twice(history: History) -> Iterator[Violation]:
         work = (key, given.get("call", "") if key.partition(" ")[0] in SEVERAL_RUNS else "")
         if note.what == "body" and (first := returned.get(work)) is not None:
             until = closed.get(first.token, note.at)
-            if not history.faults(first.process, first.began.at - TTL, until):
+            if not history.faults(first.process, first.began.at - ttl_of(key), until):
                 why = f"{first.token} has returned before"
                 yield Violation("without faults nothing runs twice", note, why)
         elif given.get("ending") == "return":
@@ -754,7 +807,8 @@ def without_faults_no_lease_is_lost(history: History) -> Iterator[Violation]:
         if note.at >= limits.get(note.details["token"], math.inf):
             continue
         # The outcome may be on its way for longer, and ends the lease before its reply comes.
-        after = min(note.at, ended.get(note.details["token"], math.inf)) - TTL
+        after = min(note.at, ended.get(note.details["token"], math.inf))
+        after -= ttl_of(note.details["key"])
         faults = history.faults(note.details["process"], after, note.at)
         if not faults or [fault.what for fault in faults] == ["refused"]:
             yield Violation("without faults no lease is lost", note, f"after {faults}")
@@ -778,7 +832,7 @@ def body_begins_under_its_lease(history: History) -> Iterator[Violation]:
             counted[given["token"]] = given["until"]
             continue
         until, own = given.get("store_until", math.inf), counted.get(given["token"], math.inf)
-        faults = history.faults(given["process"], note.at - TTL, note.at)
+        faults = history.faults(given["process"], note.at - ttl_of(given["key"]), note.at)
         lost = ("emptied", "evicted", "clock", "released")
         excused = any(fault.what in lost for fault in faults)
         lapsed = until is None or until < note.at
@@ -801,6 +855,11 @@ def nothing_lost(history: History) -> Iterator[Violation]:
     }
     rows = {row.key: row for row in history.final["rows"]}
     withdrawn = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
+    dropped = {
+        note.details["call_id"]
+        for note in history.of("event CallDropped")
+        if note.details["task"] == "lazy" and note.details["reason"] in BUSY
+    }
     expires = {note.details["call"] for note in history.of("calls") if "expires" in note.details}
     answers, lost = history.final["answers"], any(history.of("message lost"))
     gone = withdrawn | {call for call in expires if answers.get(call) == "REVOKED"}
@@ -810,6 +869,8 @@ def nothing_lost(history: History) -> Iterator[Violation]:
         expired = answer == "REVOKED" and call in expires
         if answer == "RETRY" and call in withdrawn | retried:
             continue
+        if answer is None and call in dropped:
+            continue  # its caller gets no result, as the task says
         if lost and answer is None and row is not None and row.ended == "crashed":
             continue  # the message that would tell its caller
         if answer not in ("SUCCESS", "FAILURE", "REVOKED"):
@@ -1108,6 +1169,7 @@ CHECKS: tuple[Check, ...] = (
     slots_last,
     slots_are_given_back,
     group_holds,
+    only_busy_keys_refuse,
     what_keeps_failing_ends,
     what_keeps_crashing_ends,
     only_crashes_count,

@@ -14,6 +14,7 @@ from celery.worker import state as worker_state
 from celery_leases.client import LeaseClient
 from celery_leases.errors import StoreUnavailable
 from celery_leases.record import State
+from tests.simulation.work import SHARED, named
 
 if TYPE_CHECKING:
     from tests.simulation.servers import Server
@@ -197,7 +198,8 @@ def evict_key(world: World) -> None:
     """The lease store drops one lease or cooldown, because it has too little memory."""
     if world.leases is not None and (keys := sorted(world.leases.memory.leases)):
         call = world.leases.evict(world.random.choice(keys))
-        world.note("evicted", key=f"{call.task} {call.key.key}" if call is not None else None)
+        key = named(call.task, call.key.key) if call is not None else None
+        world.note("evicted", key=key)
 
 
 def fail_over(world: World) -> None:
@@ -234,7 +236,9 @@ def release_key(world: World) -> None:
     def release() -> None:
         world.note("released", key=f"{task} {key}")
         with suppress(StoreUnavailable):
-            LeaseClient.from_app(world.app).release(key, task=task)
+            shared = task in SHARED.values()
+            given = (f"/{task}/{key}", None) if shared else (key, task)
+            LeaseClient.from_app(world.app).release(given[0], task=given[1])
 
     world.later(0.0, release, world.client)
 

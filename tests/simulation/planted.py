@@ -317,6 +317,18 @@ BUGS = (
     publish.apply_async()
 """,
     ),
+    Bug(
+        "a claim takes the ttl of the call before it",
+        CLAIM,
+        "    ttl, retention = call.options.ttl, call.options.retention or None\n",
+        "    ttl, retention = row.lease_ttl if row else call.options.ttl, call.options.retention\n",
+    ),
+    Bug(
+        "a call that has begun is refused because of another one",
+        "celery_leases.decide.waiting",
+        "waits = call.started or call.options.latest_runs",
+        "waits = call.options.latest_runs",
+    ),
     # -- groups, and operators
     Bug(
         "the slot of a body that has completed its call is not renewed",

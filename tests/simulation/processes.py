@@ -25,6 +25,7 @@ from celery_leases.attempt.renewal import Renewer, Stores
 from celery_leases.deadlines import call_timeout
 from celery_leases.worker.arrivals import Arrivals
 from celery_leases.worker.fetching import noted_at_once
+from celery_leases.worker.headers import HEADER
 from celery_leases.worker.interrupts import InterruptGuard, SignalGuard, _exit_code
 from celery_leases.worker.publisher import Publisher
 from celery_leases.worker.takeover import WorkerLease
@@ -392,6 +393,9 @@ class Worker:
             worker_state.requests.pop(request.id, None)
 
     def _receive(self, message: Any) -> None:
+        headers = message.headers
+        begun = bool((headers.get(HEADER) or {}).get("started")) or bool(headers.get("retries"))
+        self.world.note("delivers", call=headers["id"], begun=begun)
         self._strategies[message.headers["task"]](
             message, None, message.ack_log_error, message.reject_log_error, []
         )

@@ -268,7 +268,7 @@ def _noted_row(values: Sequence[Any]) -> Row | None:
     if values[0] is None:
         return None
     key, task, state, fence, owner, call, ended, result, retry_at, resumes, *more = values
-    at, name = retry_at / 1e6 - EPOCH if retry_at else 0.0, f"{task} {key}"
+    at, name = retry_at / 1e6 - EPOCH if retry_at else 0.0, work.named(task, key)
     return Row(name, task, state, fence, owner, call, ended, result, at, bool(resumes), *more)
 
 

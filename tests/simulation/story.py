@@ -7,8 +7,9 @@ from typing import Any
 
 from tests.simulation.history import Note
 from tests.simulation.search import Failure
+from tests.simulation.work import named
 
-_UNSEEN = ("checked",)
+_UNSEEN = ("checked", "delivers")
 
 
 def story(failure: Failure) -> str:
@@ -37,7 +38,7 @@ def told(notes: Sequence[Note], wrong: Note | None = None) -> Iterator[str]:
 def _is_about(note: Note, key: str | None) -> bool:
     """Whether a note is about *key*, or about no key; ``None``: all notes."""
     given, event = note.details, note.what.startswith("event ")
-    about = f"{given.get('task')} {given.get('key')}" if event else given.get("key")
+    about = named(given.get("task", ""), given.get("key", "")) if event else given.get("key")
     return key is None or about is None or about == key
 
 

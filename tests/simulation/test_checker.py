@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from celery_leases.events import Dropped
 from tests.simulation.checker import violations
 from tests.simulation.history import Note, Row
 
@@ -116,6 +117,21 @@ class Story:
         given = {"closed_until": until, "alone": alone, "began": 0.0}
         return self.note("group", group="api", held=held, **given)
 
+    def refuses(self, call: str, task: str = "strict") -> Story:
+        """A call gets an error because the key is held."""
+        error = "k is held by call c1 on w0 for another 2 s"
+        return self.note("event CallRefused", task=task, key="k", call_id=call, error=error)
+
+    def waits(self, delay: float) -> Story:
+        """A call is rescheduled because the key is held."""
+        given = {"task": "once", "key": "k", "reason": "another call holds the key"}
+        return self.note("event CallRescheduled", **given, delay=delay)
+
+    def drops(self, call: str) -> Story:
+        """A call ends without a result because the key is held."""
+        given = {"task": "lazy", "key": "k", "call_id": call, "reason": Dropped.HELD_BY_OTHER}
+        return self.note("event CallDropped", **given)
+
     def turn(self, owner: str, after: float = 0.0) -> Story:
         """An attempt gets its turn in the group with a rate, in so many seconds."""
         held, began = {owner: self.at + 9.0}, self.at + 1.0 + after
@@ -168,7 +184,7 @@ def of_task(task: str, told: Story) -> Story:
 
     for note in told.notes:
         note.details.update({name: changed(value) for name, value in note.details.items()})
-        if "key" in note.details:
+        if "key" in note.details and not note.what.startswith("event "):
             note.details["key"] = key
     told.row = changed(told.row)
     return told
@@ -374,7 +390,15 @@ GOOD: dict[str, Callable[[], Story]] = {
         .note("acknowledges for another", worker="w1/1", tag=1)
     ),
     "a call that waits until the lease ends": lambda: (
-        called().run().note("event CallRescheduled", reason="another call holds the key", delay=3.4)
+        called()
+        .run()
+        .note(
+            "event CallRescheduled",
+            task="once",
+            key="k",
+            reason="another call holds the key",
+            delay=3.4,
+        )
     ),
     "a group whose slots are taken in turn": lambda: (
         called().run("f").slots("a", "b").slots("b").slots("b", "c")
@@ -405,6 +429,36 @@ GOOD: dict[str, Callable[[], Story]] = {
         .ends("b")
         .slots("a")
         .done(owner="b", fence=2)
+    ),
+    "calls that are refused, or dropped, because another one runs": lambda: of_task(
+        "strict",
+        Story()
+        .call("c1", "strict")
+        .call("c2", "strict", "FAILURE")
+        .claim()
+        .body()
+        .refuses("c2")
+        .ends()
+        .done(),
+    ),
+    "a call whose caller gets nothing because the key was busy": lambda: of_task(
+        "lazy",
+        having(
+            Story().call("c1", "lazy").call("c2", "lazy").claim().body().drops("c2").ends().done(),
+            answers={"c1": "SUCCESS"},
+            values={"c1": "r"},
+        ),
+    ),
+    "a long lease that is lost after a fault": lambda: of_task(
+        "both",
+        called()
+        .claim()
+        .body()
+        .note("lost request", process="w0/c1")
+        .wait(7)
+        .loses()
+        .ends()
+        .run("b", 2),
     ),
     "a group that is closed and probed": lambda: (
         called()
@@ -994,7 +1048,7 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     ),
     "a call that waits for longer than the lease": (
         "a call waits for the lease", 6,
-        lambda: called().run().note("event CallRescheduled", reason="another call holds the key", delay=8.1),
+        lambda: called().run().waits(8.1),
     ),
     "a slot of a closed group": (
         "a closed group holds", 7, lambda: called().run("f").slots(until=12).slots("a", until=12),
@@ -1011,6 +1065,22 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a slot that is not given back": (
         "a slot is given back", 6,
         lambda: called().claim().slots("a").body().ends().slots("a", "b").done(),
+    ),
+    "a call that is refused although its task does not say that": (
+        "only a busy key refuses", 4,
+        lambda: called().claim().body().refuses("c2", "once").ends().done(),
+    ),
+    "a call that is dropped although it has begun": (
+        "only a busy key refuses", 8,
+        lambda: of_task(
+            "lazy",
+            Story().call("c1", "lazy").claim().body().ends().write(state="pending")
+            .claim("b", 2, "c2").body("b", 2, call="c2").drops("c1"),
+        ),
+    ),
+    "a call that is refused although no other one runs": (
+        "only a busy key refuses", 6,
+        lambda: of_task("strict", Story().call("c1", "strict").run().wait(20).refuses("c2")),
     ),
     "two probes": (
         "a closed group holds", 8,

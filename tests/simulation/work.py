@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -23,6 +23,18 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 TTL = 3.0
+LONG_TTL = 9.0
+"""The ttl of the tasks named ``steady``, which share their keys with those named ``swift``."""
+SHARED = {"swift": "both", "steady": "both"}
+"""Tasks whose keys are the same, and how these are named."""
+
+
+def expanded(names: Sequence[str]) -> tuple[str, ...]:
+    """Tasks with these names; that of a shared key stands for its tasks."""
+    of = {name: [task for task, key in SHARED.items() if key == name] or [name] for name in names}
+    return tuple(task for name in names for task in of[name])
+
+
 COOLDOWN = 8.0
 GROUPS = {
     "limited": Group("api", limit=2),
@@ -52,6 +64,16 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 """What bodies raise at their end."""
 current: World | None = None
 """The running simulation."""
+
+
+def named(task: str, key: str) -> str:
+    """The name of a key in a history."""
+    return f"{SHARED.get(task, task)} {key.removeprefix('/both/')}"
+
+
+def ttl_of(name: str) -> float:
+    """The longest ttl that a lease of the key with this name may have."""
+    return LONG_TTL if name.partition(" ")[0] in SHARED.values() else TTL
 
 
 def world() -> World:
@@ -130,6 +152,11 @@ def app() -> SimulatedCelery:
     once = {**common, "lease_fingerprint": False}
     made.task(name="once", **once)(body)
     made.task(name="each", lease_runs="each", **common)(body)
+    both = {**common, "lease_key": "/both/{key}", "lease_runs": "each"}
+    made.task(name="swift", **both)(body)
+    made.task(name="steady", **{**both, "lease_ttl": LONG_TTL})(body)
+    made.task(name="strict", lease_runs="each", lease_on_busy="raise", **common)(body)
+    made.task(name="lazy", lease_runs="each", lease_on_busy="ignore", **common)(body)
     made.task(name="latest", lease_runs="latest", **common)(body)
     for name in ("limited", "rated"):
         made.task(name=name, lease_group=GROUPS[name], lease_runs="each", **common)(body)
@@ -153,7 +180,7 @@ def app() -> SimulatedCelery:
 def before_start(task: Any, call: str, args: Any, kwargs: Any) -> None:
     """Refuse some calls before their body."""
     if world().random.random() < 0.3:
-        world().note("refused before the start", call=call, key=f"{task.name} {args[0]}")
+        world().note("refused before the start", call=call, key=named(task.name, args[0]))
         raise TypeError("simulated")
 
 
@@ -236,7 +263,7 @@ def _noted(task: Any, key: str) -> Iterator[_Body]:
     here, lease = world(), task.lease
     assert isinstance(lease, Lease)
     who = {
-        "key": f"{task.name} {key}",
+        "key": named(task.name, key),
         "call": task.request.id,
         "fence": lease.fence,
         "token": lease._call.token,

@@ -58,7 +58,7 @@ from tests.simulation.worker_leases import SimulatedWorkers
 
 TASKS = (
     *("once", "each", "latest", "limited", "rated", "booked", "killed", "charged"),
-    *("timed", "picky", "completed", "queued", "enqueued"),
+    *("timed", "picky", "completed", "queued", "enqueued", "both", "strict", "lazy"),
 )
 OUTBOX_TASKS = ("queued", "enqueued")
 """Tasks whose records have the messages, which the broker may lose."""
@@ -131,7 +131,7 @@ class Shape:
         """The cluster of one seed; *day*: it is observed for a day."""
         threads = random.random() < 0.25
         possible = [name for name in TASKS if not (threads and name in PREFORK_TASKS)]
-        tasks = tuple(random.sample(possible, random.choice((1, 1, 2))))
+        tasks = work.expanded(random.sample(possible, random.choice((1, 1, 2))))
         takeover = random.random() < 0.25
         span = random.choice((60.0,) * 54 + (600.0,) * 5 + (DAY,))
         span = DAY if day else span
@@ -255,7 +255,12 @@ class World:
         task, call_id = self.app.tasks[name], f"call-{number}"
         expires = self.random.random() < 0.1 and self.scheduler.now < self.shape.span
         options = {"expires": self.random.choice((1.0, 5.0, 15.0))} if expires else {}
-        who = {"task": task.name, "key": f"{task.name} {key}", "call": call_id, "number": number}
+        who = {
+            "task": task.name,
+            "key": work.named(task.name, key),
+            "call": call_id,
+            "number": number,
+        }
         who |= options
         self.note("calls", **who)
         try:
@@ -276,7 +281,7 @@ class World:
         with Session(self.database.transactional()) as session, self._transaction() as done:
             result = task.delay_in(session, key, number)
             if drawn < 0.15:
-                self.note("withdrawn", key=f"{task.name} {key}", call=result.id)
+                self.note("withdrawn", key=work.named(task.name, key), call=result.id)
                 done(False)
                 return session.rollback()
             done(True)
@@ -487,7 +492,7 @@ class World:
         """Note until when a process counts on a lease, and until when its store does."""
         call, clock, token = held_lease.call, self.here.clock, held_lease.call.token
         if isinstance(event, LeaseLost):
-            key = f"{call.task} {call.key.key}"
+            key = work.named(call.task, call.key.key)
             self.note("lost", key=key, token=token, process=self.here.name)
             return
         until = self._lease_until(call.key.stored, token)
@@ -495,7 +500,7 @@ class World:
             hard, stop = held_lease.hard_deadline, held_lease.stop_deadline
             self.note(
                 "holds",
-                key=f"{call.task} {call.key.key}",
+                key=work.named(call.task, call.key.key),
                 token=token,
                 until=clock.true_time(max(hard, stop)),
                 store_until=until,
@@ -582,7 +587,7 @@ class World:
 def _warm_up() -> None:
     """Run what happens once in a Python process, so that all seeds of it meet the same."""
     for database_leases in (False, True):
-        everything = Shape(2, 2, False, 2, 20, 10, database_leases, None, TASKS)
+        everything = Shape(2, 2, False, 2, 20, 10, database_leases, None, work.expanded(TASKS))
         World(0, given=everything)._run()
 
 
