@@ -34,6 +34,7 @@ from tests.simulation.work import (
     GROUPS,
     LIMITS,
     PAUSE,
+    RETRIES,
     SHARED,
     TIME_LIMIT,
     TTL,
@@ -521,6 +522,26 @@ def what_keeps_failing_ends(history: History) -> Iterator[Violation]:
             failures[new.key] += new.state == State.COOLING
             if failures[new.key] >= FAILURES:
                 yield Violation("what keeps failing ends", note, f"failure {failures[new.key]}")
+
+
+def retries_are_limited(history: History) -> Iterator[Violation]:
+    """After so many quick retries in a row a call cools down."""
+    asked: set[str] = set()
+    retried: Counter[tuple[str, str]] = Counter()
+    for note in history.of("body ended", "row"):
+        given = note.details
+        if note.what == "body ended":
+            if given.get("ending") == "retry":
+                asked.add(given["token"])
+            continue
+        old, new = given["old"], given["new"]
+        if new is None or new.state in RESTS:
+            retried = Counter({work: n for work, n in retried.items() if work[0] != given["key"]})
+        elif _ran(old) and new.owner in asked and new.ended == Ended.FAILED:
+            asked.discard(new.owner)
+            retried[new.key, new.call] += 1
+            if retried[new.key, new.call] > RETRIES:
+                yield Violation("retries are limited", note, "its call does not cool down")
 
 
 def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
@@ -1171,6 +1192,7 @@ CHECKS: tuple[Check, ...] = (
     group_holds,
     only_busy_keys_refuse,
     what_keeps_failing_ends,
+    retries_are_limited,
     what_keeps_crashing_ends,
     only_crashes_count,
     suspicions_are_taken_back,

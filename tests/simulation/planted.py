@@ -524,6 +524,12 @@ BUGS = (
         'changes["crashes"] = row.crashes',
     ),
     Bug(
+        "a body is retried once too often",
+        "celery_leases.decide.after_failure",
+        "if counts.quick_retries < retries:",
+        "if counts.quick_retries <= retries:",
+    ),
+    Bug(
         "a message is requeued after a pause in which its worker's lease may have ended",
         TAKEOVER,
         "        while self._unfinished and self._clock() < self._counts_until:",

@@ -91,6 +91,11 @@ class Story:
         ran = self.claim("a", fence).body("a", fence).ends(ending="cooldown")
         return ran.cools(8, resumes=True).wait(8)
 
+    def retries(self, fence: int) -> Story:
+        """A run whose body fails, and is retried quickly."""
+        ran = self.claim(f"a{fence}", fence).body(f"a{fence}", fence)
+        return ran.ends(f"a{fence}", "retry").write(state="pending", ended="failed")
+
     def crashes(self, fence: int, call: str = "c1") -> Story:
         """A run whose process dies; its main process sees it."""
         process, pid = f"w0/c{fence}", 16 + fence
@@ -232,6 +237,7 @@ GOOD: dict[str, Callable[[], Story]] = {
         .ends("b")
         .done()
     ),
+    "as many quick retries as are allowed": lambda: called().retries(1).retries(2).run("b", 3),
     "a crash that is taken back": lambda: (
         called()
         .claim("a-a")
@@ -869,6 +875,9 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
         "an outcome is repeated", 6,
         lambda: called().claim().body().ends(ending="self.retry").note("refused", process="w0/c1")
         .claim("b", 2).body("b", 2).ends("b").done(),
+    ),
+    "a quick retry too many": (
+        "retries are limited", 13, lambda: called().retries(1).retries(2).retries(3).run("b", 4),
     ),
     "a copy of a message that was retried": (
         "a retry is not repeated", 6,

@@ -50,10 +50,12 @@ TIME_LIMIT = 5.0
 """Seconds that bodies of the tasks named ``timed`` may take."""
 FAILURES = 4
 """Failures of a key after which it has failed for good."""
+RETRIES = 2
+"""Quick retries of a key after which it cools down."""
 ITEMS = 6
 """Items of a body that is a loop."""
 ERRORS: dict[str, Callable[[], BaseException]] = {
-    "retry": lambda: ConnectionError("simulated"),
+    "retry": lambda: ConnectionRefusedError("simulated"),
     "cooldown": lambda: Cooldown(COOLDOWN, "simulated"),
     "closes": lambda: Cooldown(COOLDOWN, "simulated", scope="group"),
     "later": lambda: RetryLater(2.0, "simulated"),
@@ -140,7 +142,7 @@ def app() -> SimulatedCelery:
         enable_utc=True,
     )
     made.backend_cls = Results
-    failures = Failures(cooldown=COOLDOWN, retries=2, failures=FAILURES)
+    failures = Failures(cooldown=COOLDOWN, retries=RETRIES, failures=FAILURES)
     common: dict[str, Any] = {
         "base": LeasedTask,
         "bind": True,

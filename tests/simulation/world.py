@@ -66,7 +66,7 @@ RESCUE_AFTER = 20.0
 """Seconds without a change after which a message counts as lost."""
 PREFORK_TASKS = ("killed", "timed")
 """Tasks that other pools do not support."""
-ENDINGS = ("cooldown", "error", "dies", "stalls", "self.retry", "closes")
+ENDINGS = ("retry", "cooldown", "error", "dies", "stalls", "self.retry", "closes")
 """How most bodies of a run end, if it has such a habit."""
 HABITS = (*ENDINGS, "extends", "loops")
 """What most bodies of a run do, if it has a habit."""
