@@ -258,6 +258,13 @@ def test_a_late_success_does_not_revive_a_lost_lease(bench: Bench) -> None:
     assert len(bench.seen.of(events.LeaseLost)) == 1
 
 
+def test_a_body_that_has_just_begun_has_done_nothing(bench: Bench) -> None:
+    state = bench.held_lease().body_state
+    assert (state.goes_on, state.lease, state.progressed, state.completing) == (
+        None, None, False, False,
+    )  # fmt: skip
+
+
 def test_a_lease_is_lost_once_and_not_after_it_was_dropped(bench: Bench) -> None:
     lost, dropped = bench.held_lease("lost"), bench.held_lease("dropped")
     bench.renewer.drop(dropped)
