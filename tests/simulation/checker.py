@@ -44,9 +44,13 @@ from tests.simulation.work import (
 
 CRASHES = Failures().crashes
 RESTS = (State.DONE, State.FAILED, State.COOLING, State.UNCERTAIN)
-EACH_RUNS = ("each", "limited", "rated", "strict", "lazy", *SHARED, *SHARED.values())
+EACH_RUNS = (
+    *("each", "limited", "rated", "fused", "strict", "lazy", "each-charged"),
+    *(*SHARED, *SHARED.values()),
+)
 """Tasks whose calls all run."""
-SEVERAL_RUNS = (*EACH_RUNS, "latest")
+NEWEST_RUNS = ("latest", "latest-charged")
+SEVERAL_RUNS = (*EACH_RUNS, *NEWEST_RUNS)
 """Tasks of which a key is done more than once."""
 FAULTS = (
     *("refused", "lost request", "lost reply", "late request", "slow request"),
@@ -166,7 +170,9 @@ def one_outcome(history: History) -> Iterator[Violation]:
     the main process after that has died; of a call that Celery has ended, any main process.
     """
     killed: set[str] = set()
-    ended = {note.details["call"]: note.at for note in history.of(*ENDED_BY_CELERY)}
+    ended: dict[str, float] = {}
+    for note in history.of(*ENDED_BY_CELERY):
+        ended.setdefault(note.details["call"], note.at)
     for note in history.of("row", "killed"):
         if note.what == "killed":
             killed.add(f"{note.details['pid']:x}")
@@ -303,7 +309,7 @@ def _was_released(history: History, body: Body, at: float) -> bool:
 
 def _waits_for_the_database(history: History, body: Body, at: float) -> bool:
     """Whether a body is in a step of an effect, for whose end an interrupt waits."""
-    return body.key.startswith("charged ") and any(
+    return "charged " in body.key and any(
         fault.what in SLOW for fault in history.faults(body.process, at - SLACK, at)
     )
 
@@ -379,14 +385,23 @@ def disturbed(history: History, process: str, at: float) -> bool:
 
 
 def effects_once(history: History) -> Iterator[Violation]:
-    """An effect with ``verify`` is executed once."""
-    seen: set[str] = set()
-    for note in history.of("charged"):
-        if note.details["effect"] in seen and not disturbed(
-            history, note.details["process"], note.at
-        ):
+    """An effect with ``verify`` is executed once for its key, or for its call if there are several
+    runs, unless a process stood still between intent and call.
+    """
+    seen: dict[tuple[str, str, int], bool] = {}
+    stood: set[tuple[str, int]] = set()
+    for note in history.of("charges", "charged"):
+        given = note.details
+        intent = given["token"], given.get("part", 0)
+        if disturbed(history, given["process"], note.at):
+            stood.add(intent)
+        if note.what == "charges":
+            continue
+        several = given["key"].partition(" ")[0] in SEVERAL_RUNS
+        effect = given["key"], given["call"] if several else "", intent[1]
+        if effect in seen and not (seen[effect] or intent in stood):
             yield Violation("one effect", note, "it was executed before")
-        seen.add(note.details["effect"])
+        seen[effect] = intent in stood or seen.get(effect, False)
 
 
 def cooldown_holds(history: History) -> Iterator[Violation]:
@@ -497,7 +512,7 @@ def what_has_failed_does_not_run(history: History) -> Iterator[Violation]:
         given, row = note.details, note.details.get("new")
         if note.what == "body" and (given["key"], given["call"]) in failed:
             yield Violation("what has failed does not run", note, "its call has failed")
-        if row is None or row.state != State.FAILED or row.task == "latest":
+        if row is None or row.state != State.FAILED or row.task in NEWEST_RUNS:
             continue
         if row.reason != "crash_loop":
             failed.add((row.key, row.call))
@@ -577,7 +592,7 @@ def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
         if note.what == "body ended":
             running.pop(given["token"], None)
             crashes.pop(work, None)
-        elif task not in ("charged", "queued"):
+        elif "charged" not in task and task != "queued":
             if crashes[work] >= CRASHES:
                 yield Violation("what keeps crashing ends", note, f"{crashes[work]} crashes")
             running[given["token"]] = work, given["process"]
@@ -633,7 +648,7 @@ def suspicions_are_taken_back(history: History) -> Iterator[Violation]:
                     least[work] = min(crashes, old.crashes)
             if old.state == State.RUNNING == new.state and old.owner != new.owner:
                 least[new.key, old.fence] = new.crashes
-            elif old.owner == new.owner and not given["by"].endswith("/main"):
+            elif old.owner == new.owner and given["by"].partition("/")[2] not in ("", "main"):
                 written[new.key] = note
             continue
         if not given.get("was_suspected") or given["task"] in SEVERAL_RUNS:
@@ -764,7 +779,7 @@ def group_holds(history: History) -> Iterator[Violation]:
         yield from _group_holds(history, group, limit)
 
 
-def _group_holds(history: History, group: str, limit: int) -> Iterator[Violation]:
+def _group_holds(history: History, group: str, limit: float) -> Iterator[Violation]:
     held: dict[str, float] = {}
     known: set[str] = set()
     until, alone = None, ""
@@ -786,6 +801,59 @@ def _group_holds(history: History, group: str, limit: int) -> Iterator[Violation
                 yield Violation("a limit holds", note, f"{len(held)} others have slots")
         known |= new.keys()
         held, until, alone = new, given["closed_until"], given["alone"]
+
+
+def holders_keep_their_rows(history: History) -> Iterator[Violation]:
+    """No attempt takes over the row of a body that runs while its lease lasts, unless the lease
+    store has lost that.
+    """
+    running: set[str] = set()
+    until: dict[str, float] = {}
+    for note in history.of(
+        *("row", "holds", "body", "body ended", "killed", "emptied", "evicted", "clock"),
+    ):
+        given = note.details
+        if note.what == "holds":
+            until[given["token"]] = given["store_until"]
+        elif note.what == "body":
+            running.add(given["token"])
+        elif note.what == "body ended":
+            running.discard(given["token"])
+        elif note.what == "killed":
+            running = {each for each in running if not each.endswith(f"-{given.get('pid', 0):x}")}
+        elif note.what != "row":
+            until.clear()
+        elif _ran(given["old"]) and _ran(given["new"]):
+            holder, lasts = given["old"].owner, until.get(given["old"].owner, 0.0) > note.at
+            if given["new"].owner != holder in running and lasts:
+                yield Violation("a holder keeps its row", note, f"{holder} has its lease")
+
+
+def probes_are_alone(history: History) -> Iterator[Violation]:
+    """After the time for which a failure has closed a group, no body begins beside another one that
+    began after that time, until the group is open, or closed for longer.
+    """
+    bodies = {body.token: body for body in history.bodies}
+    names = {task: str(group.name) for task, group in GROUPS.items()}
+    until: dict[str, float | None] = {}
+    probes: defaultdict[str, list[Body]] = defaultdict(list)
+    for note in history.of("group", "body", "emptied"):
+        given = note.details
+        if note.what == "emptied":
+            until.clear()
+        elif note.what == "group":
+            if given["closed_until"] != until.get(given["group"]):
+                probes.pop(given["group"], None)
+            until[given["group"]] = given["closed_until"]
+        elif (
+            ends := until.get(group := names.get(given["key"].partition(" ")[0], ""))
+        ) is not None:
+            if note.at < ends + SLACK:
+                continue  # it may have got its lease before the failure
+            for other in probes[group]:
+                if other.ended > note.at + SLACK and not may_overlap(history, other, note.at):
+                    yield Violation("a probe is alone", note, f"beside {other.token}")
+            probes[group].append(bodies[given["token"]])
 
 
 def without_faults_nothing_runs_twice(history: History) -> Iterator[Violation]:
@@ -894,6 +962,13 @@ def nothing_lost(history: History) -> Iterator[Violation]:
             continue  # its caller gets no result, as the task says
         if lost and answer is None and row is not None and row.ended == "crashed":
             continue  # the message that would tell its caller
+        if (
+            lost
+            and answer is None
+            and note.details["task"] == "stored"
+            and (row is None or row.call != call)
+        ):
+            continue  # its record does not have its message: it had not begun
         if answer not in ("SUCCESS", "FAILURE", "REVOKED"):
             yield Violation("nothing is lost", note, f"the caller has no answer, but {answer}")
         elif expired or call in withdrawn or (row is not None and row.call in gone):
@@ -1069,11 +1144,12 @@ def last_change_seen(history: History) -> Iterator[Violation]:
     done: dict[str, float] = {}
     for note in history.of("row"):
         new = note.details["new"]
-        if new is not None and new.task == "latest" and new.state == State.DONE:
+        if new is not None and new.task in NEWEST_RUNS and new.state == State.DONE:
             done[new.key] = max(done.get(new.key, 0.0), ended[new.call])
     for note in history.of("published"):
         given = note.details
-        if given["task"] != "latest" or history.final["answers"].get(given["call"]) != "SUCCESS":
+        answer = history.final["answers"].get(given["call"])
+        if given["task"] not in NEWEST_RUNS or answer != "SUCCESS":
             continue
         if done.get(given["key"], -1.0) < called[given["call"]]:
             yield Violation("the last change is seen", note, "only older calls have run")
@@ -1088,10 +1164,10 @@ def limit_holds(history: History) -> Iterator[Violation]:
     begin until those that run have renewed their slots.
     """
     for task, group in GROUPS.items():
-        yield from _limit_holds(history, task, group.limit or 0)
+        yield from _limit_holds(history, task, LIMITS[str(group.name)])
 
 
-def _limit_holds(history: History, task: str, limit: int) -> Iterator[Violation]:
+def _limit_holds(history: History, task: str, limit: float) -> Iterator[Violation]:
     bodies = [body for body in history.bodies if body.key.partition(" ")[0] == task]
     emptied = [note.at for note in history.of("emptied")]
     for number, body in enumerate(bodies):
@@ -1190,6 +1266,8 @@ CHECKS: tuple[Check, ...] = (
     slots_last,
     slots_are_given_back,
     group_holds,
+    probes_are_alone,
+    holders_keep_their_rows,
     only_busy_keys_refuse,
     what_keeps_failing_ends,
     retries_are_limited,

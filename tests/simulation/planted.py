@@ -530,6 +530,36 @@ BUGS = (
         "if counts.quick_retries <= retries:",
     ),
     Bug(
+        "an effect belongs to what several calls share, although each of them runs",
+        EFFECTS,
+        "each_runs=options.reruns,",
+        "each_runs=options.each_runs,",
+    ),
+    Bug(
+        "a body that waits for its turn counts as begun already",
+        "celery_leases.groups.slots",
+        "began=now + found.wait * 1000, pause=ask.pause)",
+        "began=now, pause=ask.pause)",
+    ),
+    Bug(
+        "the probe of a group without a limit has no slot",
+        "celery_leases.groups.slots",
+        "if ask.limit or slots.closed is not None:",
+        "if ask.limit:",
+    ),
+    Bug(
+        "a claim replaces a message that is not published yet",
+        CLAIM,
+        "if row.publish_at is None and call.message is not None:",
+        "if call.message is not None:",
+    ),
+    Bug(
+        "a key has one crash more than it may",
+        AFTER_RUN,
+        "if outcome.crashes < call.options.failures.crashes:",
+        "if outcome.crashes <= call.options.failures.crashes:",
+    ),
+    Bug(
         "a message is requeued after a pause in which its worker's lease may have ended",
         TAKEOVER,
         "        while self._unfinished and self._clock() < self._counts_until:",

@@ -122,6 +122,17 @@ class Story:
         given = {"closed_until": until, "alone": alone, "began": 0.0}
         return self.note("group", group="api", held=held, **given)
 
+    def charged(
+        self, owner: str = "a", call: str = "c1", part: int = 0, process: str = "w0/c1"
+    ) -> Story:
+        """The outside world has executed an effect."""
+        who = {"key": KEY, "call": call, "token": owner, "process": process}
+        return self.note("charged", effect="e", part=part, **who)
+
+    def holds(self, owner: str = "a", *, until: float) -> Story:
+        """A process and the store know until when a lease lasts."""
+        return self.note("holds", key=KEY, token=owner, until=until - 0.1, store_until=until)
+
     def refuses(self, call: str, task: str = "strict") -> Story:
         """A call gets an error because the key is held."""
         error = "k is held by call c1 on w0 for another 2 s"
@@ -593,17 +604,66 @@ GOOD: dict[str, Callable[[], Story]] = {
         .ends("b")
         .done()
     ),
-    "one effect": lambda: (
-        called().claim().body().note("charged", effect="e", process="w0/c1").ends().done()
-    ),
-    "two effects": lambda: (
+    "one effect": lambda: called().claim().body().charged().ends().done(),
+    "two effects": lambda: called().claim().body().charged().charged(part=1).ends().done(),
+    "effects of two calls that both run": lambda: of_task(
+        "each-charged",
         called()
         .claim()
         .body()
-        .note("charged", effect="e", process="w0/c1")
-        .note("charged", effect="f", process="w0/c1")
+        .charged()
         .ends()
         .done()
+        .claim("b", 2, "c2")
+        .body("b", 2, call="c2")
+        .charged("b", "c2")
+        .ends("b")
+        .done(),
+    ),
+    "an effect of a process that stood still between its intent and its call": lambda: (
+        called()
+        .claim()
+        .body()
+        .note("paused", process="w0/c1", span=5.0)
+        .wait(4)
+        .note("charges", key=KEY, token="a", part=0, process="w0/c1", store_until=99.0)
+        .wait(5)
+        .charged()
+        .note("killed", process="w0/c1", pid=10)
+        .claim("b", 2)
+        .body("b", 2, "w1/c1")
+        .charged("b", process="w1/c1")
+        .ends("b")
+        .done()
+    ),
+    "a row that is taken over after its lease": lambda: (
+        called().claim().body().holds(until=5.0).note("killed", process="w0/c1", pid=10).run("b", 2)
+    ),
+    "a row that is taken over after its body has ended, by the next delivery of its call": lambda: (
+        called()
+        .claim()
+        .body()
+        .holds(until=9.0)
+        .ends(ending="later")
+        .note("lost request", process="w0/c1")
+        .wait(60)
+        .run("b", 2)
+    ),
+    "a probe after another one": lambda: of_task(
+        "limited",
+        called()
+        .slots(until=4.0)
+        .wait(3)
+        .slots("a", until=4.0, alone="a")
+        .claim()
+        .body()
+        .ends()
+        .slots(until=4.0)
+        .slots("b", until=4.0, alone="b")
+        .claim("b", 2, "c2")
+        .body("b", 2, call="c2")
+        .ends("b")
+        .done(),
     ),
     "a body that runs again because its outcome was not written": lambda: (
         called()
@@ -845,14 +905,29 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     ),
     "an effect that is executed twice": (
         "one effect", 5,
-        lambda: called().claim().body().note("charged", effect="e", process="w0/c1")
-        .note("charged", effect="e", process="w0/c1").ends().done(),
+        lambda: called().claim().body().charged()
+        .charged().ends().done(),
     ),
     "an effect that two attempts execute": (
         "one effect", 8,
-        lambda: called().claim().body().note("charged", effect="e", process="w0/c1")
+        lambda: called().claim().body().charged()
         .note("killed", process="w0/c1", pid=10).claim("b", 2).body("b", 2, "w1/c1")
-        .note("charged", effect="e", process="w1/c1").ends("b").done(),
+        .charged("b", process="w1/c1").ends("b").done(),
+    ),
+    "an effect of a call that is executed by two of its runs": (
+        "one effect", 13,
+        lambda: of_task("each-charged", called().claim().body().charged().ends()
+        .write(state="pending", ended="lost").run("b", 2, "c2")
+        .claim("c", 3).body("c", 3).charged("c").ends("c").done()),
+    ),
+    "a row that is taken over while its holder has its lease": (
+        "a holder keeps its row", 5,
+        lambda: called().claim().body().holds(until=9.0).run("b", 2),
+    ),
+    "a probe beside another one without a slot": (
+        "a probe is alone", 6,
+        lambda: of_task("limited", called().slots(until=4.0).wait(3).claim().body()
+        .claim("b", 2, "c2").body("b", 2, "w1/c1", call="c2").ends().ends("b").done()),
     ),
     "a body in a cooldown": (
         "a cooldown holds", 7,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -40,9 +41,10 @@ GROUPS = {
     "limited": Group("api", limit=2),
     "rated": Group("mail", limit=3, rate="20/m"),
     "booked": Group("shop", limit=2),
+    "fused": Group("fuse"),
 }
 """The groups of tasks, by task."""
-LIMITS = {str(group.name): group.limit or 0 for group in GROUPS.values()}
+LIMITS = {str(group.name): group.limit or math.inf for group in GROUPS.values()}
 """Bodies of each group at a time."""
 PAUSE = GROUPS["rated"].pause
 """Seconds between two begins of the tasks named ``rated``."""
@@ -162,9 +164,13 @@ def app() -> SimulatedCelery:
     made.task(name="latest", lease_runs="latest", **common)(body)
     for name in ("limited", "rated"):
         made.task(name=name, lease_group=GROUPS[name], lease_runs="each", **common)(body)
+    made.task(name="fused", lease_group=GROUPS["fused"], lease_runs="each", **common)(body)
     made.task(name="booked", lease_group=GROUPS["booked"], **once)(completing_body)
     made.task(name="killed", lease_on_lost="kill", **once)(body)
     made.task(name="charged", **once)(charging_body)
+    made.task(name="each-charged", lease_runs="each", **common)(charging_body)
+    made.task(name="latest-charged", lease_runs="latest", **common)(charging_body)
+    made.task(name="stored", lease_outbox="store", **once)(body)
     made.task(name="queued", lease_outbox="once", **once)(body)
     made.task(name="enqueued", **once)(body)
     made.task(name="completed", **once)(completing_body)
@@ -193,12 +199,14 @@ def body(self: Any, key: str, number: int) -> Any:
 
 
 def charging_body(self: Any, key: str, number: int) -> Any:
-    """The same, and charge once for the key, or for each of its parts."""
+    """The same, and charge once for the key, or for each of its parts; or for the call, if each
+    runs.
+    """
     with _noted(self, key) as end:
         here, lease, who = world(), self.lease, end.who
-        charge = partial(here.charge, who, lease._call.key.stored)
         here.scheduler.sleep(here.random.choice((0.0, 0.5, 2.0, 4.0)))
         for part in range(here.random.choice((1, 5))):
+            charge = partial(here.charge, {**who, "part": part}, lease._call.key.stored)
             made = lease.effect(f"part {part}", charge, verify=here.find_charge, verify_after=1.0)
             here.has_charged(made.idempotency_key, **who)
         return end(number)

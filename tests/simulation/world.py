@@ -60,7 +60,9 @@ TASKS = (
     *("once", "each", "latest", "limited", "rated", "booked", "killed", "charged"),
     *("timed", "picky", "completed", "queued", "enqueued", "both", "strict", "lazy"),
 )
-OUTBOX_TASKS = ("queued", "enqueued")
+OTHER_TASKS = ("each-charged", "latest-charged", "fused", "stored")
+"""Tasks that some runs have instead of these."""
+OUTBOX_TASKS = ("queued", "enqueued", "stored")
 """Tasks whose records have the messages, which the broker may lose."""
 RESCUE_AFTER = 20.0
 """Seconds without a change after which a message counts as lost."""
@@ -126,6 +128,15 @@ class Shape:
     #: What most bodies do.
     habit: str = ""
 
+    def draw_others(self, random: Random) -> None:
+        """Let some runs have other tasks."""
+        if random.random() > 0.2:
+            return
+        self.tasks = tuple(random.sample(OTHER_TASKS, random.choice((1, 1, 2))))
+        self.loses = random.random() < 0.5 and set(self.tasks) <= set(OUTBOX_TASKS)
+        if "fused" in self.tasks and random.random() < 0.5:
+            self.habit = "closes"
+
     @classmethod
     def drawn(cls, random: Random, *, day: bool = False) -> Shape:
         """The cluster of one seed; *day*: it is observed for a day."""
@@ -176,10 +187,12 @@ class World:
         habits = Random(f"habit of {self.seed}")  # so that the other seeds stay as they are
         if self.given is None and habits.random() < 0.3:
             self.shape.habit = habits.choice(HABITS)
+        if self.given is None:
+            self.shape.draw_others(Random(f"other tasks of {self.seed}"))
         self.scheduler = Scheduler(self.random)
         self.kernel = Kernel(SimulatedClock(self, 0.0, 1.0))
         self.faults = Faults.drawn(
-            self.random, Random(f"others {self.seed}"), effects="charged" in self.shape.tasks
+            self.random, Random(f"others {self.seed}"), effects="charged" in str(self.shape.tasks)
         )
         self.outside = work.Outside()
         self.app = work.app()
@@ -264,7 +277,7 @@ class World:
         who |= options
         self.note("calls", **who)
         try:
-            if name == "enqueued":
+            if name == "enqueued" or (name == "stored" and self.random.random() < 0.5):
                 result = self._enqueue(task, key, number)
             else:
                 result = task.apply_async((key, number), task_id=call_id, **options)
@@ -425,7 +438,7 @@ class World:
 
         def execute() -> None:
             self.outside.charge(idempotency_key)
-            self.note("charged", effect=idempotency_key, process=name)
+            self.note("charged", effect=idempotency_key, process=name, **who)
 
         if drawn >= 0.05:
             self.later(after, execute)  # also if the process dies meanwhile
@@ -587,7 +600,8 @@ class World:
 def _warm_up() -> None:
     """Run what happens once in a Python process, so that all seeds of it meet the same."""
     for database_leases in (False, True):
-        everything = Shape(2, 2, False, 2, 20, 10, database_leases, None, work.expanded(TASKS))
+        tasks = work.expanded(TASKS) + OTHER_TASKS
+        everything = Shape(2, 2, False, 2, 20, 10, database_leases, None, tasks)
         World(0, given=everything)._run()
 
 
