@@ -736,21 +736,14 @@ def waits_for_the_lease(history: History) -> Iterator[Violation]:
 
 
 def only_busy_keys_refuse(history: History) -> Iterator[Violation]:
-    """A call is refused or dropped because another call holds its key only if its task says so, if
-    it has not begun, and if another call has run a moment before. A first message that is delivered
-    a second time does not say that its call has begun.
+    """A call is refused or dropped because another call holds its key only if its task says so, and
+    if another call has run a moment before.
     """
     kinds = {"strict": "refused", "lazy": "dropped"}
     running: dict[str, tuple[str, float]] = {}
-    begun: set[str] = set()
-    unaware: Counter[str] = Counter()
-    for note in history.of("row", "body", "delivers", "event CallDropped", "event CallRefused"):
+    for note in history.of("row", "event CallDropped", "event CallRefused"):
         given = note.details
-        if note.what == "body":
-            begun.add(given["call"])
-        elif note.what == "delivers":
-            unaware[given["call"]] += not given["begun"]
-        elif note.what == "row":
+        if note.what == "row":
             row, old = given["new"], given["old"]
             if _ran(old) and not _ran(row):
                 running[old.key] = old.call, note.at
@@ -761,16 +754,44 @@ def only_busy_keys_refuse(history: History) -> Iterator[Violation]:
             other, until = running.get(f"{given['task']} {given['key']}", ("", -math.inf))
             if kinds.get(given["task"]) != how:
                 yield Violation(promise, note, f"{given['task']} does not say that")
-            elif call in begun and unaware[call] < 2:
-                yield Violation(promise, note, "the call has begun")
             elif other == call or until < note.at - 10.0:
                 yield Violation(promise, note, "no other call runs")
+
+
+def what_has_begun_is_not_refused(history: History) -> Iterator[Violation]:
+    """A call that has begun is not refused or dropped because another call holds its key, or
+    because that cools down. A message that is delivered a second time does not say that its call
+    has begun.
+    """
+    begun: set[str] = set()
+    unaware: Counter[tuple[str, str]] = Counter()
+    for note in history.of("body", "delivers", "event CallDropped", "event CallRefused"):
+        given = note.details
+        if note.what == "body":
+            begun.add(given["call"])
+        elif note.what == "delivers":
+            message = given["call"], given.get("copy", "")
+            unaware[message] += not given["begun"]
+            if unaware[message] > 1:
+                unaware[given["call"], "twice"] = 1
+        elif (
+            given["call_id"] in begun
+            and not unaware[given["call_id"], "twice"]
+            and (_refused_as_held(note) or _refused_as_cooling(note))
+        ):
+            yield Violation("what has begun is not refused", note, "the call has begun")
 
 
 def _refused_as_held(note: Note) -> str | None:
     if note.what == "event CallDropped":
         return "dropped" if note.details["reason"] == Dropped.HELD_BY_OTHER else None
     return "refused" if " is held by call " in note.details["error"] else None
+
+
+def _refused_as_cooling(note: Note) -> bool:
+    if note.what == "event CallDropped":
+        return bool(note.details["reason"] == Dropped.COOLING)
+    return str(note.details["error"]).startswith("Retry available in ")
 
 
 def group_holds(history: History) -> Iterator[Violation]:
@@ -1269,6 +1290,7 @@ CHECKS: tuple[Check, ...] = (
     probes_are_alone,
     holders_keep_their_rows,
     only_busy_keys_refuse,
+    what_has_begun_is_not_refused,
     what_keeps_failing_ends,
     retries_are_limited,
     what_keeps_crashing_ends,

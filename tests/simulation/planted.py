@@ -530,6 +530,18 @@ BUGS = (
         "if counts.quick_retries <= retries:",
     ),
     Bug(
+        "a call forgets that it has begun when it is rescheduled again",
+        RESCHEDULING,
+        "started=self.header.started or again.started,",
+        "started=again.started,",
+    ),
+    Bug(
+        "an attempt that is refused its outcome forgets that its call has begun",
+        RUN,
+        "            self.call = replace(call, started=True)",
+        "            self.call = call",
+    ),
+    Bug(
         "an effect belongs to what several calls share, although each of them runs",
         EFFECTS,
         "each_runs=options.reruns,",

@@ -394,8 +394,9 @@ class Worker:
 
     def _receive(self, message: Any) -> None:
         headers = message.headers
-        begun = bool((headers.get(HEADER) or {}).get("started")) or bool(headers.get("retries"))
-        self.world.note("delivers", call=headers["id"], begun=begun)
+        header = headers.get(HEADER) or {}
+        begun = bool(header.get("started") or headers.get("retries"))
+        self.world.note("delivers", call=headers["id"], begun=begun, copy=header.get("copy", ""))
         self._strategies[message.headers["task"]](
             message, None, message.ack_log_error, message.reject_log_error, []
         )

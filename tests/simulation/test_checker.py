@@ -458,6 +458,24 @@ GOOD: dict[str, Callable[[], Story]] = {
         .ends()
         .done(),
     ),
+    "a message that is delivered again, and is refused although its call has begun": lambda: (
+        Story()
+        .call(answer="FAILURE")
+        .note("delivers", call="c1", begun=False, copy="")
+        .claim()
+        .body()
+        .ends()
+        .write(state="pending", ended="lost")
+        .note("delivers", call="c1", begun=False, copy="")
+        .cools(8, call="c2")
+        .note(
+            "event CallRefused",
+            task="once",
+            key="k",
+            call_id="c1",
+            error="Retry available in 8 seconds: k is cooling down",
+        )
+    ),
     "a call whose caller gets nothing because the key was busy": lambda: of_task(
         "lazy",
         having(
@@ -1154,8 +1172,16 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
         "only a busy key refuses", 4,
         lambda: called().claim().body().refuses("c2", "once").ends().done(),
     ),
+    "a call that is refused because its key cools down, although it has begun": (
+        "what has begun is not refused", 9,
+        lambda: Story().call("c1", answer="FAILURE").note("delivers", call="c1", begun=False, copy="")
+        .claim().body().ends().write(state="pending", ended="lost")
+        .note("delivers", call="c1", begun=False, copy="2 b")
+        .cools(8, call="c2").note("event CallRefused", task="once", key="k", call_id="c1",
+        error="Retry available in 8 seconds: k is cooling down"),
+    ),
     "a call that is dropped although it has begun": (
-        "only a busy key refuses", 8,
+        "what has begun is not refused", 8,
         lambda: of_task(
             "lazy",
             Story().call("c1", "lazy").claim().body().ends().write(state="pending")
