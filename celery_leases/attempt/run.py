@@ -144,6 +144,8 @@ class Execution:
             try:
                 if self._begins_at:  # by the rate of its group
                     self.process.clock.sleep(self._begins_at - self.process.clock.now())
+                    if self.process.clock.now() >= self.held_lease.own_stop:
+                        return self._report_verdict(self._released_unstarted(self._lapsed()))
                 return self._run(body, store_failures)
             except BaseException:  # an unexpected one: the lease expires
                 self.process.renewer.drop(self.held_lease)
@@ -404,15 +406,18 @@ class Execution:
                     process.leases.note_order(call.key.stored, call.order, self._missing)
         if process.clock.now() >= held_lease.own_stop:
             self._close(unrun(call, record, 0.0))
-            return Reschedule(
-                SHORT_PAUSE + process.rand(),
-                "the claim took longer than the lease lasts",
-                started=True,
-            )
+            return self._lapsed()
         if call.begin_by < math.inf and process.clock.now() > call.begin_by:
             self._close(unrun(call, record, 0.0))
             return replace(self._too_late(), started=True)
         return verdict
+
+    def _lapsed(self) -> Reschedule:
+        return Reschedule(
+            SHORT_PAUSE + self.process.rand(),
+            "the claim took longer than the lease lasts",
+            started=True,
+        )
 
     def _after_crashes(self) -> Verdict:
         """Decide whether the claimed attempt runs although its key has crashed, and report the
@@ -542,7 +547,7 @@ class Execution:
         try:
             process.renewer.add(held_lease)
         except Exception as error:  # noqa: BLE001 - no thread can be started
-            return self._release_unstarted(error, store_failures)
+            return self._released_unstarted(self._after_unknown_error(error, store_failures))
         if observer.wants(events.LeaseAcquired):
             observer.observe(
                 events.LeaseAcquired(**call.subject, fence=record.fence, attempt=record.attempt)
@@ -617,12 +622,14 @@ class Execution:
         )
         return replace(self._after_store_failure(described, store_failures), prior=call.token)
 
-    def _release_unstarted(self, error: Exception, store_failures: int) -> Reschedule:
-        """Close an attempt whose lease cannot be renewed, and release its key."""
+    def _released_unstarted(self, verdict: Reschedule) -> Reschedule:
+        """*verdict* for a claimed attempt whose body does not begin; its row is closed and its key
+        released.
+        """
         with suppress(StoreUnavailable):  # the next attempt of the call knows the token
             self.process.records.settle(self.record, unrun(self.call, self.record, 0.0))
         self._free()
-        return self._after_unknown_error(error, store_failures)
+        return replace(verdict, prior=self.record.owner)
 
     def _outcome_not_written(self, ending: Ending, store_failures: int) -> Verdict:
         again = self._after_store_failure("the outcome could not be written", store_failures)

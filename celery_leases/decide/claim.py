@@ -206,6 +206,9 @@ def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int
     values |= EMPTY[Emptied.CLAIM]
     if new_generation:
         values |= EMPTY[Emptied.GENERATION]
+    if reruns and not row.expired and row.state in (State.PENDING, State.COOLING):
+        # The call before has not ended. If calls fail in turn, the key waits longer each time.
+        values |= {name: getattr(row, name) for name in ("quick_retries", "cooldowns", "failed_at")}
     if row.expired:
         values |= EMPTY[Emptied.EXPIRED]
     # The fingerprint of a call is that of its first message, even if a retry has other arguments.

@@ -98,6 +98,20 @@ def test_the_body_begins_when_it_is_its_turn(bench: Bench) -> None:
     assert bench.steps("release_slot") == []
 
 
+def test_a_body_whose_turn_comes_after_its_lease_does_not_begin(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process stood still, so another attempt may hold the key."""
+    ask, began, sleep = Ask(pause=200.0), [], bench.clock.sleep
+    bench.run(bench.call(key=OTHER_KEY, call_id="first", ask=ask))
+    monkeypatch.setattr(bench.clock, "sleep", lambda seconds: sleep(seconds + 1000))
+    late = bench.run(bench.call(ask=ask), during=began.append)
+    assert isinstance(late, Reschedule)
+    assert late.started
+    assert (began, bench.row.state) == ([], State.PENDING)
+    assert bench.stores.holder(KEY.stored) is None
+
+
 def test_the_body_begins_when_it_is_its_turn_though_the_reply_to_its_claim_was_lost() -> None:
     """The first one began after the pause of the second try."""
     bench, began = Bench(in_records=True), []

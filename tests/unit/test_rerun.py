@@ -25,7 +25,7 @@ from celery_leases.decide.endings import Returned
 from celery_leases.decide.repairs import settled
 from celery_leases.decide.verdicts import Drop, Raise, Reschedule, Return, Run
 from celery_leases.errors import CoolingDown, PermanentFailure, ResultMissing
-from celery_leases.failures.actions import cooldown, permanent
+from celery_leases.failures.actions import cooldown, permanent, retry
 from celery_leases.record import Ended, Record, State
 from tests.unit.decision_inputs import (
     NOW,
@@ -140,6 +140,19 @@ class TestCrashesUnderRerun:
         assert bodies <= 30 * 4
         assert row is not None
         assert len(row.other_crashes or {}) <= CRASHED_CALLS_MAX + 1
+
+    def test_a_key_whose_calls_fail_in_turn_cools_down(self) -> None:
+        """They would call a service that is down once a second otherwise."""
+        row, waits, now = None, [], NOW
+        for number in range(12):
+            call = a_call(runs="each", call_id=f"call-{number % 2}", token=f"token-{number}")
+            row = claimed(row, call, STORE, now)
+            outcome = after_failure(call, row, raised(retry()), 0.0)
+            row = settled(row, outcome, now)
+            waits.append(outcome.retry_after or 0.0)
+            now += round(waits[-1] * 1e6) + SECOND
+        assert waits[:3] == sorted({*waits[:3]})
+        assert max(waits) > 100 * waits[0]  # it has cooled down
 
     @pytest.mark.parametrize(
         ("counts", "crashes", "gone"),
