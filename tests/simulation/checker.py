@@ -1241,13 +1241,17 @@ def slots_last(history: History) -> Iterator[Violation]:
                 yield Violation("a slot lasts", note, f"it ended at {lasted:.3f}")
 
 
+GIVEN_BACK = 1.0
+"""Seconds in which a slot is given back, after the outcome was written: several requests."""
+
+
 def slots_are_given_back(history: History) -> Iterator[Violation]:
     """A body gives its slot back when it ends, if nothing goes wrong for its process."""
     ended = {body.token: body for body in history.bodies if body.ended < math.inf}
     for note in history.of("group"):
         for token in note.details["held"].keys() & ended.keys():
             body = ended[token]
-            if body.ended + SLACK < note.at < note.details["held"][token] and not history.faults(
+            if body.ended + GIVEN_BACK < note.at < note.details["held"][token] and not history.faults(
                 body.process, body.ended - TTL, note.at
             ):
                 yield Violation("a slot is given back", note, f"{token} has ended")
