@@ -1251,9 +1251,9 @@ def slots_are_given_back(history: History) -> Iterator[Violation]:
     for note in history.of("group"):
         for token in note.details["held"].keys() & ended.keys():
             body = ended[token]
-            if body.ended + GIVEN_BACK < note.at < note.details["held"][token] and not history.faults(
-                body.process, body.ended - TTL, note.at
-            ):
+            if body.ended + GIVEN_BACK < note.at < note.details["held"][
+                token
+            ] and not history.faults(body.process, body.ended - TTL, note.at):
                 yield Violation("a slot is given back", note, f"{token} has ended")
 
 

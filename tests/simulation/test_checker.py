@@ -1166,7 +1166,7 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     ),
     "a slot that is not given back": (
         "a slot is given back", 6,
-        lambda: called().claim().slots("a").body().ends().slots("a", "b").done(),
+        lambda: called().claim().slots("a").body().ends().wait(1).slots("a", "b").done(),
     ),
     "a call that is refused although its task does not say that": (
         "only a busy key refuses", 4,
