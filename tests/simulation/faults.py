@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 FATES = ("refused", "lost request", "lost reply", "late", "paused")
 """What happens to a request that goes wrong."""
 REQUESTS = (("claim", "acquire"), ("settle",), ("settle",), ("read",), ("renew",))
-"""Requests that go wrong often in some runs; of bodies with effects also those of an effect."""
+"""Requests that go wrong often in some runs; of bodies with effects also those of an effect,
+and of calls that are queued once the publish.
+"""
 
 
 @dataclass
@@ -54,7 +56,9 @@ class Faults:
         self._most = sum(rates) + 1e-9
 
     @classmethod
-    def drawn(cls, random: Random, others: Random, *, effects: bool) -> Faults:
+    def drawn(
+        cls, random: Random, others: Random, *, effects: bool = False, queues: bool = False
+    ) -> Faults:
         """The rates of one run: some runs have no such faults, and some many."""
         scale = random.choice((0.0, 0.002, 0.01, 0.04))
         refused, request, reply, late = (scale * random.choice((0.0, 0.5, 1.0)) for _ in range(4))
@@ -64,7 +68,9 @@ class Faults:
             others.choice((0.0,) * 3 + (0.3,)),
         )
         rates = (refused, request, reply, late, reorder, paused, unanswered)
-        requests = others.choice(REQUESTS + (("effect",),) * 5 * effects)
+        requests = others.choice(
+            REQUESTS + (("effect",),) * 5 * effects + (("publish",),) * 5 * queues
+        )
         often = requests if others.random() < 0.5 else ()
         held_back = others.choice((0.0, 0.0, 0.0, 0.3))
         fate = others.choice(FATES + ("paused",) * 4 * (requests == ("effect",)))

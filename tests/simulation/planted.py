@@ -530,6 +530,12 @@ BUGS = (
         "if counts.quick_retries <= retries:",
     ),
     Bug(
+        "a caller relies on a queued call that is withdrawn meanwhile",
+        "celery_leases.stores.sql.outbox",
+        "values(publish_at=self._table.c.started_at)\n        return self.database.count(own, {}) == 1",
+        "values(publish_at=self._table.c.started_at)\n        return self.database.count(own, {}) >= 0",
+    ),
+    Bug(
         "a call forgets that it has begun when it is rescheduled again",
         RESCHEDULING,
         "started=self.header.started or again.started,",

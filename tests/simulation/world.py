@@ -192,7 +192,10 @@ class World:
         self.scheduler = Scheduler(self.random)
         self.kernel = Kernel(SimulatedClock(self, 0.0, 1.0))
         self.faults = Faults.drawn(
-            self.random, Random(f"others {self.seed}"), effects="charged" in str(self.shape.tasks)
+            self.random,
+            Random(f"others {self.seed}"),
+            effects="charged" in str(self.shape.tasks),
+            queues="queued" in self.shape.tasks,
         )
         self.outside = work.Outside()
         self.app = work.app()
