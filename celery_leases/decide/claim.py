@@ -41,11 +41,8 @@ def refusal(row: Record | None, call: Call) -> Refusal | None:
     failed = row.ended is Ended.FAILED and row.failure_delivered
     if ours and failed and call.is_copy_of(row.fence):
         return Refusal.REPORTED
-    if (
-        ours
-        and row.retries > call.retries
-        and (row.state is State.RUNNING or row.ended is Ended.RETRIED)
-    ):
+    goes_on = row.state is State.RUNNING or row.resumes or row.ended is Ended.RETRIED
+    if ours and goes_on and row.retries > call.retries:
         return Refusal.SUPERSEDED
     answered = call.options.latest_runs and covers(row, call)
     over = answered or not call.options.reruns
@@ -206,7 +203,7 @@ def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int
     values |= EMPTY[Emptied.CLAIM]
     if new_generation:
         values |= EMPTY[Emptied.GENERATION]
-    if reruns and not row.expired and row.state in (State.PENDING, State.COOLING):
+    if reruns and not row.expired and row.state in (State.PENDING, State.COOLING, State.RUNNING):
         # The call before has not ended. If calls fail in turn, the key waits longer each time.
         values |= {name: getattr(row, name) for name in ("quick_retries", "cooldowns", "failed_at")}
     if row.expired:

@@ -483,7 +483,7 @@ def outcomes_are_repeated(history: History) -> Iterator[Violation]:
 
 def retries_are_not_repeated(history: History) -> Iterator[Violation]:
     """Once a body has retried its call, no copy of the message before runs, while the row is that
-    of the call.
+    of the call, which goes on by itself.
     """
     retries: dict[str, float] = {}
     least: dict[str, tuple[str, float]] = {}
@@ -501,6 +501,8 @@ def retries_are_not_repeated(history: History) -> Iterator[Violation]:
             least.pop(key, None)
         elif new.owner in retries and _ran(old) and new.ended == Ended.RETRIED:
             least[key] = new.call, retries[new.owner] + 1
+        elif not (_ran(new) or new.resumes):
+            least.pop(key, None)
 
 
 def what_has_failed_does_not_run(history: History) -> Iterator[Violation]:

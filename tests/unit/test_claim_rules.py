@@ -128,15 +128,18 @@ class TestARunningRow:
 
 
 @pytest.mark.parametrize(
-    ("state", "ended", "why"),
+    ("state", "ended", "resumes", "why"),
     [
-        (State.RUNNING, None, Refusal.SUPERSEDED),
-        (State.PENDING, Ended.RETRIED, Refusal.SUPERSEDED),
-        (State.PENDING, Ended.LOST, None),
+        (State.RUNNING, None, False, Refusal.SUPERSEDED),
+        (State.PENDING, Ended.RETRIED, False, Refusal.SUPERSEDED),
+        (State.PENDING, Ended.LOST, True, Refusal.SUPERSEDED),
+        (State.PENDING, Ended.LOST, False, None),
     ],
 )
-def test_a_later_retry_that_runs_or_will_run_supersedes_the_call(state, ended, why) -> None:
-    row = a_record(state, OURS, retries=2, ended=ended)
+def test_a_later_retry_that_runs_or_will_run_supersedes_the_call(
+    state, ended, resumes, why
+) -> None:
+    row = a_record(state, OURS, retries=2, ended=ended, resumes=resumes)
     assert [refusal(row, a_claim(retries=retries)) for retries in (1, 2)] == [why, None]
 
 

@@ -141,7 +141,8 @@ class TestCrashesUnderRerun:
         assert row is not None
         assert len(row.other_crashes or {}) <= CRASHED_CALLS_MAX + 1
 
-    def test_a_key_whose_calls_fail_in_turn_cools_down(self) -> None:
+    @pytest.mark.parametrize("state", [None, State.RUNNING], ids=["", "a crash in between"])
+    def test_a_key_whose_calls_fail_in_turn_cools_down(self, state: State | None) -> None:
         """They would call a service that is down once a second otherwise."""
         row, waits, now = None, [], NOW
         for number in range(12):
@@ -149,6 +150,7 @@ class TestCrashesUnderRerun:
             row = claimed(row, call, STORE, now)
             outcome = after_failure(call, row, raised(retry()), 0.0)
             row = settled(row, outcome, now)
+            row = replace(row, state=state or row.state)
             waits.append(outcome.retry_after or 0.0)
             now += round(waits[-1] * 1e6) + SECOND
         assert waits[:3] == sorted({*waits[:3]})
