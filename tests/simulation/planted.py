@@ -502,8 +502,8 @@ BUGS = (
     Bug(
         "a retry that is delivered again is taken for an earlier message",
         CLAIM,
-        "and row.retries > call.retries\n",
-        "and row.retries >= call.retries > 0\n",
+        "and row.retries > call.retries:\n",
+        "and row.retries >= call.retries > 0:\n",
     ),
     Bug(
         "a row is taken over although the database was away",

@@ -114,22 +114,26 @@ class FailureContract(RecordCase):
         assert moved.failed_at > failed.failed_at
 
     def test_counts_end_with_their_generation(self, records: SqlRecordStore, key: str) -> None:
-        """If each call runs, the next one begins at 0, also if its own first attempt dies.
-        Crashes are counted on.
+        """If each call runs, the failures of the next one begin at 0, also if its own first
+        attempt dies. Crashes are counted on; so are quick retries and cooldowns of a call that has
+        not ended.
         """
         call = make_call(key, each_runs=True)
         closed(records, won(records, call), State.PENDING, ended=Ended.FAILED, **COUNTED)
         assert counts(won(records, again(call, each_runs=True))) == (4, 3, 2, True)
         other = make_call(key, each_runs=True)
         for _ in range(2):
-            assert counts(won(records, other)) == (0, 0, 0, False)
-            assert counts(row(records, key)) == (0, 0, 0, False)
+            assert counts(won(records, other)) == (0, 3, 2, True)
+            assert counts(row(records, key)) == (0, 3, 2, True)
             other = again(other, each_runs=True)
         record = won(records, other)
         assert record.crashes == 2
         found = closed(records, record, State.PENDING, ended=Ended.FAILED, failures=1, failed=True)
         assert counts(found) == (1, 0, 0, True)
-        assert counts(won(records, again(other, each_runs=True))) == (1, 0, 0, True)
+        record = won(records, again(other, each_runs=True))
+        assert counts(record) == (1, 0, 0, True)
+        closed(records, record, State.DONE, **COUNTED)
+        assert counts(won(records, make_call(key, each_runs=True))) == (0, 0, 0, False)
 
     def test_counts_end_with_the_retention(
         self, records: SqlRecordStore, key: str, pass_time: PassTime
