@@ -415,7 +415,7 @@ class Execution:
     def _lapsed(self) -> Reschedule:
         return Reschedule(
             SHORT_PAUSE + self.process.rand(),
-            "the claim took longer than the lease lasts",
+            "the lease ended before the body could begin",
             started=True,
         )
 

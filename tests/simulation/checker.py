@@ -425,15 +425,17 @@ def cooldown_holds(history: History) -> Iterator[Violation]:
             yield Violation("a cooldown holds", note, "the key waits")
 
 
+def _tokens(history: History, *endings: str) -> set[str]:
+    """The tokens of the attempts whose bodies have ended so."""
+    ended = (note.details for note in history.of("body ended"))
+    return {given["token"] for given in ended if given.get("ending") in endings}
+
+
 def cooldown_lasts(history: History) -> Iterator[Violation]:
     """A cooldown that a body asks for has the length that it asks for."""
-    asked: set[str] = set()
-    for note in history.of("body ended", "row"):
+    asked = _tokens(history, "cooldown")
+    for note in history.of("row"):
         given = note.details
-        if note.what == "body ended":
-            if given.get("ending") == "cooldown":
-                asked.add(given["token"])
-            continue
         new = given["new"]
         if new is not None and new.state == State.COOLING and new.owner in asked:
             asked.discard(new.owner)
@@ -522,14 +524,10 @@ def what_has_failed_does_not_run(history: History) -> Iterator[Violation]:
 
 def what_keeps_failing_ends(history: History) -> Iterator[Violation]:
     """A key does not cool down after the last failure that it may have."""
-    asked: set[str] = set()
+    asked = _tokens(history, "cooldown", "error")
     failures: defaultdict[str, int] = defaultdict(int)
-    for note in history.of("body ended", "row"):
+    for note in history.of("row"):
         given = note.details
-        if note.what == "body ended":
-            if given.get("ending") in ("cooldown", "error"):
-                asked.add(given["token"])
-            continue
         old, new = given["old"], given["new"]
         if new is None or new.state == State.RUNNING or new.task in (*SEVERAL_RUNS, "queued"):
             continue
@@ -543,14 +541,10 @@ def what_keeps_failing_ends(history: History) -> Iterator[Violation]:
 
 def retries_are_limited(history: History) -> Iterator[Violation]:
     """After so many quick retries in a row a call cools down."""
-    asked: set[str] = set()
+    asked = _tokens(history, "retry")
     retried: Counter[tuple[str, str]] = Counter()
-    for note in history.of("body ended", "row"):
+    for note in history.of("row"):
         given = note.details
-        if note.what == "body ended":
-            if given.get("ending") == "retry":
-                asked.add(given["token"])
-            continue
         old, new = given["old"], given["new"]
         if new is None or new.state in RESTS:
             retried = Counter({work: n for work, n in retried.items() if work[0] != given["key"]})
