@@ -75,6 +75,13 @@ class Call:
         return {"task": self.task, "key": self.key.shown, "call_id": self.call_id}
 
     @property
+    def counted_for(self) -> str | None:
+        """The call whose crashes are counted; ``None`` if those of all calls of the key are counted
+        together (``lease_runs="once"``).
+        """
+        return self.call_id if self.options.reruns else None
+
+    @property
     def fresh(self) -> bool:
         """Whether the message is not known to be a copy of an earlier run of the call."""
         return not self.repeat or self.failure_fence == 0

@@ -471,10 +471,14 @@ class LeaseClient:
         """The record and the holder of a key that *what* may change.
 
         The record is read first. So a claim between the two reads is noticed: by its lease, or by
-        its fence when the record is written.
+        its fence when the record is written. What is forced is for the holder, so the record is
+        read again if that has claimed it meanwhile.
         """
-        record = self._records.read(stored, lenient=what == "forget")
+        lenient = what == "forget"
+        record = self._records.read(stored, lenient=lenient)
         holder = self._leases.holder(stored)
+        if holder is not None and (record is None or record.owner != holder.token):
+            record = self._records.read(stored, lenient=lenient)
         if holder is not None and not force:
             raise LeaseIsLive(
                 f"{key} is held by {holder.host} (call {holder.call_id}) for another {holder.remaining:.1f} s; "

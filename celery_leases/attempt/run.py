@@ -771,7 +771,7 @@ class Execution:
         ended = Ended.TERMINATED if isinstance(ending, Terminated) else Ended.LOST
         try:
             known = self.process.records.note_end(
-                record.stored_key, record.owner, ended, call.call_id
+                record.stored_key, record.owner, ended, call.counted_for
             )
             now = known or self.process.records.read(record.stored_key)
             self.process.observer.observe(

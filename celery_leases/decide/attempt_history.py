@@ -20,7 +20,9 @@ ERROR_MAX: Final = 160
 """Characters of an error in a history, at most."""
 CRASHED_CALLS_MAX: Final = 16
 """How many other calls that have crashed a record of a task whose calls all run counts."""
-_UNCOUNTED: Final = (Ended.LOST, Ended.INTERRUPTED, Ended.SNOOZED, Ended.WAITING)
+_UNCOUNTED: Final = (
+    *(Ended.LOST, Ended.INTERRUPTED, Ended.SNOOZED, Ended.WAITING, Ended.RELEASED),
+)
 """After these the next crash is still one in a row."""
 
 
@@ -73,12 +75,15 @@ def crashes_counted_for(row: Record, call_id: str, most: int) -> Record:
     return replace(row, crashes=crashes, crashed_call=call_id, other_crashes=others or None)
 
 
-def with_end(row: Record, owner: str, ended: Ended, call_id: str = "") -> Record | None:
-    """*row* after the abandoned attempt with the token *owner*, of the call *call_id*, is known to
-    have *ended*; ``None`` if the history has no such attempt.
+def with_end(
+    row: Record, owner: str, ended: Ended, counted_for: str | None = None
+) -> Record | None:
+    """*row* after the abandoned attempt with the token *owner* is known to have *ended*; ``None``
+    if the history has no such attempt.
 
-    ``CRASHED`` and ``TERMINATED`` confirm its crash, any other end takes the crash back. If the key
-    has failed for good because of that crash, it may run again.
+    ``CRASHED`` and ``TERMINATED`` confirm its crash, any other end takes the crash back: from the
+    crashes of the call *counted_for*, or from those of the key. If the key has failed for good
+    because of that crash, it may run again.
     """
     past = next((each for each in row.history if each.owner == owner), None)
     if past is None:
@@ -93,10 +98,17 @@ def with_end(row: Record, owner: str, ended: Ended, call_id: str = "") -> Record
             changes["previous"] = replace(row.previous, ended=ended)
         if not known_crash:
             changes["crashed_at"] = None
-    if known_crash or past not in crashes_in_a_row(row):
+    if known_crash:
         return replace(row, **changes)
-    if (others := row.other_crashes or {}).get(call_id):
-        return replace(row, **changes, other_crashes={**others, call_id: others[call_id] - 1})
+    if counted_for is None:
+        counts = past in crashes_in_a_row(row)
+    else:  # the history does not say which attempts were those of the call
+        if (others := row.other_crashes or {}).get(counted_for):
+            others = {**others, counted_for: others[counted_for] - 1}
+            return replace(row, **changes, other_crashes=others)
+        counts = row.crashes > 0 and row.crashed_call == counted_for
+    if not counts:
+        return replace(row, **changes)
     changes["crashes"] = row.crashes - 1
     if row.state is State.FAILED and row.reason == Reason.CRASH_LOOP:
         changes |= {"state": State.PENDING, "failure": None, "reason": None}

@@ -180,7 +180,7 @@ def dated(new: Record, now: int) -> Record:
 
 def _taken(row: Record, call: Call, lease_store: str, now: int, lease_until: int | None) -> Record:
     for owner in call.prior:
-        row = attempt_history.with_end(row, owner, Ended.LOST, call.call_id) or row
+        row = attempt_history.with_end(row, owner, Ended.LOST, call.counted_for) or row
     reruns, same_call = call.options.reruns, row.call_id == call.call_id
     most = call.options.failures.crashes
     # Its retention is over, or each call has a generation of its own (unless ``runs="once"``).

@@ -355,7 +355,9 @@ def _note_end(
     """
     crashed = ended.cause in (ExitCause.KILLED, ExitCause.TIME_LIMIT)
     how = Ended.CRASHED if crashed else Ended.INTERRUPTED
-    known = retry(lambda: process.records.note_end(call.key.stored, ended.token, how, call.call_id))
+    known = retry(
+        lambda: process.records.note_end(call.key.stored, ended.token, how, call.counted_for)
+    )
     if known is not None and crashed:
         host = f"{process.host.rpartition('/')[0]}/{ended.pid}"
         process.observer.observe(events.CrashSeen(**call.subject, crashes=known.crashes, host=host))

@@ -215,6 +215,7 @@ class WorkerLease:
         it from the broker while it runs elsewhere.
         """
         message, requeue = delivery.message, kwargs.get("requeue")
+        delivery.gone |= delivery.is_returned()
         counts = not delivery.sent or self._clock() < self._counts_until
         without_lease = self._stopping or self._counts_until == math.inf
         if counts and not delivery.gone and (requeue or without_lease):
@@ -431,8 +432,8 @@ class WorkerLease:
         self._to_remove.pop(delivery.tag, None)
 
     def _acknowledge(self, delivery: _Delivery) -> None:
+        self._remove(delivery)
         if not delivery.gone:
-            self._remove(delivery)
             self._to_acknowledge[delivery.tag] = delivery
 
     def _remove(self, delivery: _Delivery) -> None:

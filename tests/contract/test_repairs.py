@@ -161,6 +161,29 @@ def test_a_key_that_is_done_while_an_operator_takes_it_stays_done(
     assert row(sql_records, held.stored_key).state is State.DONE
 
 
+def test_an_attempt_that_begins_while_an_operator_takes_the_key_loses_it(
+    client: OperatorClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its history says so, and its outcome is refused."""
+    old = closed(sql_records, won(sql_records, make_call(fresh_key()), DATABASE), State.PENDING)
+    begun: list[Record] = []
+
+    def begin(record: Record | None) -> Record | None:
+        begun.append(won(sql_records, make_call(old.stored_key), DATABASE))
+        return record
+
+    its, calls = sql_records.read, iter([begin])
+    monkeypatch.setattr(
+        client._records,
+        "read",
+        lambda *args, **given: next(calls, lambda record: record)(its(*args, **given)),
+    )
+    client.release(old.stored_key)
+    now = row(sql_records, old.stored_key)
+    assert now.fence > begun[0].fence
+    assert (now.state, now.ended, now.owner) == (State.PENDING, Ended.RELEASED, "")
+
+
 @pytest.mark.parametrize("command", ["retry", "resolve retry"])
 def test_a_key_that_is_done_while_an_operator_lets_it_run_again_stays_done(
     client: OperatorClient,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -83,6 +83,13 @@ class Broker(Server):
         #: What kombu has returned of a lost connection, and whose.
         self.returned: set[tuple[Any, str]] = set()
         self._tags = 0
+        #: How often workers have fetched each message.
+        self._fetched: Counter[int] = Counter()
+        #: When each host last knew that the lease of its worker had ended.
+        self.lapsed: defaultdict[Any, float] = defaultdict(float)
+        #: A message that no other worker can have was not acknowledged within the visibility
+        #: timeout.
+        self.forgotten = False
         #: Messages that it does not deliver yet.
         self._held_back: set[int] = set()
         #: The workers whose connection was lost.
@@ -142,12 +149,18 @@ class Broker(Server):
         self._offer(Queued(self._tags, chosen, self.world.random.random() < 0.5))
         return str(json.loads(chosen)["headers"]["id"])
 
-    def lose_one(self) -> None:
-        """Lose one message, whether a worker has it or not."""
+    def lose_one(self) -> str | None:
+        """Lose one message, whether a worker has it or not; returns the id of its call."""
         if self.waiting:
-            del self.waiting[self.world.random.randrange(len(self.waiting))]
+            place = self.world.random.randrange(len(self.waiting))
+            lost = self.waiting[place]
+            del self.waiting[place]
         elif self.unacknowledged:
-            del self.unacknowledged[self.world.random.choice(sorted(self.unacknowledged))]
+            tag = self.world.random.choice(sorted(self.unacknowledged))
+            lost = self.unacknowledged.pop(tag).queued
+        else:
+            return None
+        return str(json.loads(lost.payload)["headers"]["id"])
 
     # -- consuming, as Redis executes it -----------------------------------------------------------
 
@@ -168,8 +181,15 @@ class Broker(Server):
         """Note that a worker on *host* has fetched a message, in seconds since 1970."""
         self.returned.discard((queued.tag, host))
         self.unacknowledged[queued.tag] = found = Unacknowledged(queued, host, at)
+        self._fetched[queued.tag] += 1
         if self.visibility is not None:
-            self.world.later(self.visibility, lambda: self.give_back(found), self)
+            self.world.later(self.visibility, lambda: self._time_out(found), self)
+
+    def _time_out(self, found: Unacknowledged) -> None:
+        tag = found.queued.tag
+        alone = self._fetched[tag] == 1 and self.lapsed[found.worker] < found.at
+        self.forgotten |= self.unacknowledged.get(tag) is found and alone
+        self.give_back(found)
 
     def stored(self, tag: Any) -> bytes | None:
         """An unacknowledged message in kombu's form."""

@@ -561,37 +561,43 @@ def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
     attempt from which an operator has taken the key does not count.
     """
     running: dict[str, tuple[tuple[str, str], str]] = {}
-    crashes: defaultdict[tuple[str, str], int] = defaultdict(int)
-    for note in history.of(
-        *("row", "body", "body ended", "killed", "emptied", "evicted", "released"),
-    ):
+    dead: set[str] = set()
+    crashes: Counter[tuple[str, str]] = Counter()
+    lost = min((note.at for note in history.of("emptied", "evicted")), default=math.inf)
+    for note in history.of("row", "body", "body ended", "killed", "released"):
         given = note.details
-        if note.what in ("emptied", "evicted"):
+        if note.at >= lost:
             return
         if note.what == "released":
             running = {token: its for token, its in running.items() if its[0][0] != given["key"]}
             continue
         if note.what == "row":
             old, new = given["old"], given["new"]
-            if _ran(old) and new is not None and new.ended == Ended.TERMINATED:
+            ended = new.ended if new is not None and _ran(old) else None
+            if ended == Ended.TERMINATED:
                 # Celery has ended another delivery of its call: the next one may run.
-                crashes.pop((new.key, new.call if new.task in SEVERAL_RUNS else ""), None)
+                crashes.pop(_counted_together(old.key, old.call), None)
+            elif ended == Ended.RELEASED and old.owner in dead:
+                crashes[_counted_together(old.key, old.call)] -= 1
             continue
         if note.what == "killed":
-            for token, (work, process) in list(running.items()):
-                if process == given["process"]:
-                    del running[token]
-                    crashes[work] += 1
+            gone = {token for token, (_, its) in running.items() if its == given["process"]}
+            crashes.update(running.pop(token)[0] for token in gone)
+            dead |= gone
             continue
-        task = given["key"].partition(" ")[0]
-        work = given["key"], given["call"] if task in SEVERAL_RUNS else ""
+        work = _counted_together(given["key"], given["call"])
         if note.what == "body ended":
             running.pop(given["token"], None)
             crashes.pop(work, None)
-        elif "charged" not in task and task != "queued":
+        elif "charged" not in given["key"] and not given["key"].startswith("queued "):
             if crashes[work] >= CRASHES:
                 yield Violation("what keeps crashing ends", note, f"{crashes[work]} crashes")
             running[given["token"]] = work, given["process"]
+
+
+def _counted_together(key: str, call: str) -> tuple[str, str]:
+    """Names the calls whose crashes are counted together."""
+    return key, call if key.partition(" ")[0] in SEVERAL_RUNS else ""
 
 
 def only_crashes_count(history: History) -> Iterator[Violation]:
@@ -622,6 +628,9 @@ def only_crashes_count(history: History) -> Iterator[Violation]:
             elif process == f"{given['pid']:x}":
                 silent.pop(row.fence, None)
                 died[row.key] += row.ended == Ended.TERMINATED  # by a time limit
+                more = row.crashes - given["old"].crashes if given["old"] is not None else 0
+                if more > 0 and disturbed(history, given["by"], note.at):
+                    died[row.key] += more  # it has read the row before it stood still
             yield from too_early(row, note)
     for row in history.final["rows"]:
         yield from too_early(row, None)
@@ -678,8 +687,14 @@ def deliveries_are_handled_once(history: History) -> Iterator[Violation]:
 
 
 def what_has_begun_does_not_expire(history: History) -> Iterator[Violation]:
-    """A call that has begun is not revoked because it expires."""
+    """A call that has begun is not revoked because it expires. A message that is delivered a second
+    time does not say that its call has begun.
+    """
     ended = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
+    delivered: Counter[tuple[str, str]] = Counter()
+    for note in history.of("delivers"):
+        delivered[note.details["call"], note.details.get("copy", "")] += not note.details["begun"]
+    ended |= {call for (call, _), times in delivered.items() if times > 1}
     for body in history.bodies:
         call = body.began.details["call"]
         if history.final["answers"].get(call) == "REVOKED" and call not in ended:
@@ -722,10 +737,14 @@ def celery_ends_one_call(history: History) -> Iterator[Violation]:
 
 
 def waits_for_the_lease(history: History) -> Iterator[Violation]:
-    """A call that waits for a held key looks again when the lease ends, if it is not renewed."""
+    """A call that waits for a held key looks again when the lease ends, if it is not renewed, and
+    if the clock of the lease store does not step.
+    """
     extended = max((note.details["seconds"] for note in history.of("extends")), default=0.0)
-    for note in history.of("event CallRescheduled"):
+    for note in history.of("event CallRescheduled", "clock"):
         given = note.details
+        if note.what == "clock":
+            return
         longest = max(extended, ttl_of(named(given["task"], given["key"]))) + 0.51
         if given["reason"] == Dropped.HELD_BY_OTHER.words and given["delay"] > longest:
             yield Violation("a call waits for the lease", note, f"for more than {longest} s")
@@ -733,9 +752,10 @@ def waits_for_the_lease(history: History) -> Iterator[Violation]:
 
 def only_busy_keys_refuse(history: History) -> Iterator[Violation]:
     """A call is refused or dropped because another call holds its key only if its task says so, and
-    if another call has run a moment before.
+    if another call has run a moment before, or before a process stood still.
     """
     kinds = {"strict": "refused", "lazy": "dropped"}
+    stood = [(its.at, its.at + its.details["span"]) for its in history.of("paused", "host paused")]
     running: dict[str, tuple[str, float]] = {}
     for note in history.of("row", "event CallDropped", "event CallRefused"):
         given = note.details
@@ -750,7 +770,9 @@ def only_busy_keys_refuse(history: History) -> Iterator[Violation]:
             other, until = running.get(f"{given['task']} {given['key']}", ("", -math.inf))
             if kinds.get(given["task"]) != how:
                 yield Violation(promise, note, f"{given['task']} does not say that")
-            elif other == call or until < note.at - 10.0:
+            elif (other == call or until < note.at - 10.0) and not any(
+                at < until + 10.0 and note.at < end + SLACK for at, end in stood
+            ):
                 yield Violation(promise, note, "no other call runs")
 
 
@@ -967,7 +989,8 @@ def nothing_lost(history: History) -> Iterator[Violation]:
         if note.details["task"] == "lazy" and note.details["reason"] in BUSY
     }
     expires = {note.details["call"] for note in history.of("calls") if "expires" in note.details}
-    answers, lost = history.final["answers"], any(history.of("message lost"))
+    answers = history.final["answers"]
+    lost = {note.details["call"] for note in history.of("message lost")}
     gone = withdrawn | {call for call in expires if answers.get(call) == "REVOKED"}
     for note in history.of("published"):
         row, call = rows.get(note.details["key"]), note.details["call"]
@@ -977,15 +1000,11 @@ def nothing_lost(history: History) -> Iterator[Violation]:
             continue
         if answer is None and call in dropped:
             continue  # its caller gets no result, as the task says
-        if lost and answer is None and row is not None and row.ended == "crashed":
-            continue  # the message that would tell its caller
-        if (
-            lost
-            and answer is None
-            and note.details["task"] == "stored"
-            and (row is None or row.call != call)
-        ):
-            continue  # its record does not have its message: it had not begun
+        if call in lost and answer in (None, "RETRY"):
+            if row is not None and (row.state == State.DONE or row.ended == "crashed"):
+                continue  # the message that would tell its caller
+            if row is None or row.call != call:
+                continue  # its record does not have its message: it had not begun
         if answer not in ("SUCCESS", "FAILURE", "REVOKED"):
             yield Violation("nothing is lost", note, f"the caller has no answer, but {answer}")
         elif expired or call in withdrawn or (row is not None and row.call in gone):
@@ -1004,7 +1023,8 @@ def _belongs_to_no_call(row: Any) -> bool:
 
 
 def nothing_left(history: History) -> Iterator[Violation]:
-    """In the end nothing runs, nothing is held, and no message is left.
+    """In the end nothing runs, nothing is held, and no message is left. A message whose call has
+    ended may be left until the visibility timeout, if another worker may have it.
 
     The row of a dead attempt still says that it runs, or by a statement that was executed late that
     it waits, if Celery ends the call before it begins again. The next call of the key takes the row
@@ -1087,11 +1107,13 @@ def completed_with_its_rows(history: History) -> Iterator[Violation]:
 
 
 def withdrawn_calls_do_not_run(history: History) -> Iterator[Violation]:
-    """A call whose transaction was rolled back does not run."""
+    """A call whose transaction was rolled back does not run, unless the caller has got a call that
+    was queued before.
+    """
     withdrawn = {note.details["call"] for note in history.of("withdrawn")}
-    published = {note.details["call"] for note in history.of("published")}
+    queued = {note.details["call"] for note in history.of("calls", "published")}
     for note in history.of("body"):
-        if note.details["call"] in withdrawn - published:
+        if note.details["call"] in withdrawn - queued:
             yield Violation("a withdrawn call does not run", note, "it was rolled back")
 
 
@@ -1101,14 +1123,18 @@ def queued_once(history: History) -> Iterator[Violation]:
     """
     queued: dict[str, Note] = {}
     over: set[str] = set()
+    called = {note.details["call"]: note.at for note in history.of("calls")}
     for note in history.of("published", "row", *FAULTS, *ENDED_BY_CELERY, "down", "message lost"):
         if note.what == "published":
             if note.details["task"] != "queued" or not note.details["own"]:
                 continue
+            expires, call = note.details.get("expires", math.inf), note.details["call"]
+            if note.at - called.get(call, note.at) > expires:
+                continue  # its publish took longer
             if note.details["key"] in queued:
                 why = f"after {queued[note.details['key']].details['call']}"
                 yield Violation("queued once", note, why)
-            if not note.details.get("expires") and note.details["call"] not in over:
+            if expires == math.inf and call not in over:
                 queued[note.details["key"]] = note
         elif note.what == "row":
             new = note.details["new"]

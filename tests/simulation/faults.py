@@ -222,8 +222,7 @@ def fail_over(world: World) -> None:
 
 def lose_message(world: World) -> None:
     """The broker loses a message."""
-    world.broker.lose_one()
-    world.note("message lost")
+    world.note("message lost", call=world.broker.lose_one())
 
 
 def copy_message(world: World) -> None:

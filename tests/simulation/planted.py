@@ -496,8 +496,8 @@ BUGS = (
     Bug(
         "a worker acknowledges what another one has got",
         TAKEOVER,
-        "        if not delivery.gone:\n            self._remove(delivery)",
-        "        if True:\n            self._remove(delivery)",
+        "        if not delivery.gone:\n            self._to_acknowledge",
+        "        if True:\n            self._to_acknowledge",
     ),
     Bug(
         "a retry that is delivered again is taken for an earlier message",

@@ -12,4 +12,8 @@ REGRESSIONS: Final[tuple[tuple[int, tuple[str, ...]], ...]] = (
     (1828, ("call 2", "call 5")),
     (2404, ()),
     (2990, ("accident 10", "call 3")),
+    (3234, ()),
+    (4238, ()),
+    (7127, ()),
+    (14131, ()),
 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import celery
 from celery import Celery
 from celery.backends.base import KeyValueStoreBackend
+from celery.states import READY_STATES
 from celery.utils.collections import ConfigurationView
 
 from celery_leases import LeasedTask
@@ -101,7 +102,10 @@ class Results(KeyValueStoreBackend):
         return world().results.get(bytes(key, "utf-8") if isinstance(key, str) else key)
 
     def set(self, key: Any, value: Any) -> None:
-        world().results[bytes(key, "utf-8") if isinstance(key, str) else key] = value
+        name = bytes(key, "utf-8") if isinstance(key, str) else key
+        world().results[name] = value
+        if json.loads(value)["status"] in READY_STATES:
+            world().answered.setdefault(name, world().scheduler.now)
 
     def delete(self, key: Any) -> None:
         world().results.pop(key, None)

@@ -174,7 +174,12 @@ class Pipeline:
             broker, found = client.broker, client.broker.unacknowledged.pop(tag, None)
             if not client.renews:  # kombu's own channel, from which the worker may have it still
                 broker.returned.add((tag, client.host))
-            elif found is not None and found.worker != client.host and not late:
+            elif (
+                found is not None
+                and found.worker != client.host
+                and not late
+                and (tag, client.host) not in broker.returned
+            ):
                 broker.world.note("returns for another", worker=client.host, tag=tag)
 
         self._steps.append(end)
@@ -369,6 +374,7 @@ class SimulatedWorkers(redis_workers.Workers):
         def renew() -> Sequence[str] | None:
             leases, now = self._broker.leases, self._now
             if name not in leases:
+                self._broker.lapsed[name.partition("/")[0]] = now
                 return None
             over = [other for other, until in leases.items() if until < now]
             leases[name] = now + ttl
@@ -435,11 +441,10 @@ class SimulatedWorkers(redis_workers.Workers):
         def register() -> Sequence[str]:
             new: list[Any] = [tag for tag in added if not self._is_registered(tag)]
             broker = self._broker
-            living = {
-                name.partition("/")[0] for name, at in broker.leases.items() if at > self._now
-            }
+            living = {name.partition("/")[0] for name in broker.leases if name != ended}
             holders = ((tag, broker.unacknowledged.get(tag)) for tag in new)
-            # A worker that lives may not have registered yet what it has just fetched.
+            # A worker that lives, or can renew a lease that nobody has ended yet, may not have
+            # registered what it has just fetched.
             broker.returned |= {
                 (tag, found.worker) for tag, found in holders if found and found.worker in living
             }
@@ -479,6 +484,9 @@ class SimulatedWorkers(redis_workers.Workers):
                 found = self._broker.unacknowledged.get(tag)
                 if mine and found is not None and repr(found.at).encode() == fetched:
                     del self._broker.unacknowledged[tag]
+                    if found.worker != ended.partition("/")[0]:
+                        # Kombu has returned it before, and another worker has fetched it.
+                        self._broker.returned.add((tag, found.worker))
                     for _, text in pushes:
                         self._broker.push(text)
                     returned += 1

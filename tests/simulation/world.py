@@ -8,7 +8,7 @@ import os
 import random as random_module
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property, partial
@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from billiard import einfo
+from celery.local import Proxy
 from celery.worker import state as worker_state
 from celery.worker import strategy
 from sqlalchemy.orm import Session
@@ -27,6 +28,7 @@ from celery_leases.concurrency import os_threads, shared_trips
 from celery_leases.errors import StoreUnavailable
 from celery_leases.events import LeaseAcquired, LeaseLost, LeaseRenewed
 from celery_leases.outbox.calls import relay, rescue
+from celery_leases.record import Ended
 from celery_leases.stores.redis import workers as redis_workers
 from celery_leases.stores.sql import database
 from celery_leases.worker import (
@@ -76,7 +78,7 @@ DAY = 86_400.0
 TIMER_SLACK = 5e-5
 """Seconds by which the kernel ends a wait late."""
 PATIENCE = 4 * 3600.0
-"""Seconds after the last fault after which everything must be quiet."""
+"""Seconds after the last fault, and the last cooldown, after which everything must be quiet."""
 
 
 @dataclass
@@ -173,6 +175,8 @@ class World:
     history: list[Note] = field(default_factory=list)
     processes: dict[int, Any] = field(default_factory=dict)
     results: dict[bytes, Any] = field(default_factory=dict)
+    #: When their calls ended.
+    answered: dict[bytes, float] = field(default_factory=dict)
     workers: list[Worker] = field(default_factory=list)
     #: Calls and accidents that are left out, such as ``"call 3"``.
     without: frozenset[str] = frozenset()
@@ -206,6 +210,8 @@ class World:
         self._bytes = Random(self.seed)
         self._recording = True
         self._quiet_since = math.inf
+        #: When the longest cooldown ends.
+        self._waits_until = 0.0
         #: The writes of an open transaction.
         #: The thread that has a transaction open, and what its process has written meanwhile.
         self.writer: Strand | None = None
@@ -358,7 +364,7 @@ class World:
             return True  # also what its last message has left to threads is done
         else:
             self._quiet_since = since
-        return now > self.shape.span + PATIENCE
+        return now > max(self.shape.span, self._waits_until) + PATIENCE
 
     def _is_quiet(self) -> bool:
         busy = any(place.job for worker in self.workers for place in worker.places)
@@ -381,7 +387,12 @@ class World:
             answers=answers,
             values=values,
             quiet=self._is_quiet(),
-            late=self.shape.takeover and self.scheduler.now > self._settled_at + 900.0,
+            late=self.shape.takeover
+            and (
+                self.broker.forgotten
+                or max(self.answered.values(), default=0.0)
+                > max(self._settled_at, self._waits_until) + 900.0
+            ),
         )
 
     def row_changed(self, old: Row | None, new: Row | None) -> None:
@@ -391,8 +402,11 @@ class World:
             return
         row, by = new or old, self.here
         assert row is not None
+        self._waits_until = max(self._waits_until, row.retry_at)
         by = getattr(by, "client", None) or by
         self.note("row", key=row.key, old=old, new=new, by=by.name, pid=getattr(by, "pid", None))
+        if new is not None and new.ended == Ended.RELEASED and by is self.client:
+            self.note("released", key=row.key)
 
     def plan(self) -> Plan:
         """What the next body does."""
@@ -500,7 +514,7 @@ class World:
         self.note(f"event {type(event).__name__}", **given)
         if isinstance(event, LeaseAcquired | LeaseRenewed | LeaseLost):
             for held_lease in self.here.library.renewer.held_leases:
-                is_its = held_lease.lost is not None or not isinstance(event, LeaseLost)
+                is_its = (held_lease.lost is not None) == isinstance(event, LeaseLost)
                 if held_lease.call.call_id == event.call_id and is_its:
                     self._note_lease(held_lease, event)
 
@@ -666,37 +680,10 @@ class Wakeup:
         self._notified = False
 
 
-class OfProcess(MutableMapping[Any, Any]):
-    """A dictionary of a module, of which each process has its own."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._all: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._all[self._world.here][key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._all[self._world.here][key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._all[self._world.here][key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._all[self._world.here])
-
-    def __len__(self) -> int:
-        return len(self._all[self._world.here])
-
-
-class WaitingOfWorker:
-    """The calls that wait in the worker whose main process runs."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._world.here.waiting, name)
+def of_process(world: World, make: Callable[[], Any]) -> Any:
+    """What a module has once in each process."""
+    own: defaultdict[Any, Any] = defaultdict(make)
+    return Proxy(lambda: own[world.here])
 
 
 class LeaseOfWorker:
@@ -711,21 +698,6 @@ class LeaseOfWorker:
             lease.received(message, task)
 
 
-class MemoryOfWorker:
-    """The memory that the main process of a worker shares with its children."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        size = len(database._memory)
-        self._all: defaultdict[str, bytearray] = defaultdict(lambda: bytearray(size))
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._all[self._world.here.host][key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._all[self._world.here.host][key] = value
-
-
 @contextmanager
 def simulated(world: World) -> Iterator[None]:
     """Replace clocks, randomness, threads and processes by those of *world*."""
@@ -738,6 +710,10 @@ def simulated(world: World) -> Iterator[None]:
 
     def start_thread(target: Callable[[], object]) -> None:
         world.scheduler.spawn(world.here, target, "thread")
+
+    #: The memory that the main process of a worker shares with its children.
+    size = len(database._memory)
+    shared: defaultdict[str, bytearray] = defaultdict(lambda: bytearray(size))
 
     def order(app: Any) -> int:
         return int(world.here.arrivals.order(app))
@@ -760,16 +736,16 @@ def simulated(world: World) -> Iterator[None]:
         (interrupts, "_kill_timer", lambda held: SimulatedKillTimer(world, held.kill_deadline)),
         (child_exit, "_exists", lambda pid: pid in world.processes),
         (child_exit, "watch", lambda _: None),
-        (child_exit, "_stores_lock", Lock()),
-        (child_exit, "_unfinished", []),
-        (requeue, "_requeued", OrderedDict()),
+        (child_exit, "_stores_lock", of_process(world, Lock)),
+        (child_exit, "_unfinished", of_process(world, list)),
+        (requeue, "_requeued", of_process(world, OrderedDict)),
         (strategy, "to_timestamp", lambda moment: moment.timestamp()),
         (request, "arrivals", SimpleNamespace(order=order)),
         (einfo, "Traceback", lambda _: None),  # nobody reads them, and they take a third of a run
         (einfo, "traceback", SimpleNamespace(format_exception=lambda *_: ["simulated"])),
-        (database_watch, "_until", OfProcess(world)),
-        (database, "_memory", MemoryOfWorker(world)),
-        (request, "waiting_calls", WaitingOfWorker(world)),
+        (database_watch, "_until", of_process(world, dict)),
+        (database, "_memory", Proxy(lambda: shared[world.here.host])),
+        (request, "waiting_calls", Proxy(lambda: world.here.waiting)),
         (takeover, "current", LeaseOfWorker(world)),
         (takeover, "state", StateOfWorker(world)),
         (redis_workers, "Workers", SimulatedWorkers),

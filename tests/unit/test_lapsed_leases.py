@@ -394,10 +394,19 @@ class TestWithEnd:
         [
             ((), 1, 0), ((Ended.CRASHED,), 2, 1), ((Ended.LOST, Ended.ABANDONED), 2, 1),
             ((Ended.FAILED, Ended.CRASHED), 1, 1), ((Ended.RETURNED,), 0, 0),
+            ((Ended.RELEASED, Ended.CRASHED), 2, 1),
         ],
     )  # fmt: skip
     def test_only_a_crash_that_still_counts_is_taken_back(self, after, crashes, left) -> None:
         found = attempt_history.with_end(self.row(*after, crashes=crashes), "theirs", Ended.LOST)
+        assert found is not None
+        assert (found.crashes, found.history[0].ended) == (left, Ended.LOST)
+
+    @pytest.mark.parametrize(("call", "left"), [(OURS, 0), (THEIRS, 1)])
+    def test_a_failure_of_another_call_keeps_the_crashes_of_a_call(self, call, left) -> None:
+        """Unless ``lease_runs="once"``."""
+        row = replace(self.row(Ended.FAILED), crashed_call=OURS)
+        found = attempt_history.with_end(row, "theirs", Ended.LOST, call)
         assert found is not None
         assert (found.crashes, found.history[0].ended) == (left, Ended.LOST)
 

@@ -183,6 +183,9 @@ class TestCrashesUnderRerun:
         lives = attempt_history.with_end(third, "token-1", Ended.LOST, THEIRS)
         assert lives is not None
         assert (lives.crashes, lives.other_crashes) == (2, {THEIRS: 0, OURS: 1})
+        ours_lives = attempt_history.with_end(third, "token-1", Ended.LOST, OURS)
+        assert ours_lives is not None
+        assert (ours_lives.crashes, ours_lives.other_crashes) == (2, {THEIRS: 1, OURS: 0})
         theirs = claimed(
             replace(lives, state=State.PENDING),
             a_call(runs="each", call_id=THEIRS, token="token-4"),

@@ -656,10 +656,10 @@ class SqlRecordStore:
         )
 
     def note_end(
-        self, stored_key: str, owner: str, ended: Ended, call_id: str = ""
+        self, stored_key: str, owner: str, ended: Ended, counted_for: str | None = None
     ) -> Record | None:
-        """Write how an abandoned attempt with the token *owner*, of the call *call_id*, has ended,
-        into the row of a later attempt: :func:`celery_leases.decide.attempt_history.with_end`.
+        """Write how an abandoned attempt with the token *owner* has ended into the row of a later
+        attempt: :func:`celery_leases.decide.attempt_history.with_end`, also for *counted_for*.
 
         Returns the row afterwards, or ``None`` if it does not have that attempt.
         """
@@ -667,7 +667,7 @@ class SqlRecordStore:
             stored_key,
             None,
             lambda row: (
-                attempt_history.with_end(row, owner, ended, call_id)
+                attempt_history.with_end(row, owner, ended, counted_for)
                 if row.unreadable is None
                 else None
             ),
