@@ -75,6 +75,13 @@ class _Delivery:
         """
         return self.tag not in self.message.channel.qos._delivered  # noqa: SLF001
 
+    def leave(self) -> None:
+        """Leave the message, which was returned to its queue, to the next worker: this one does not
+        end it, and kombu does not return it a second time.
+        """
+        self.gone = True
+        QoS.ack(self.message.channel.qos, self.tag)  # in this process alone
+
 
 class WorkerLease:
     """The lease of one worker, which a thread of its own renews.
@@ -360,7 +367,7 @@ class WorkerLease:
             # got its request; otherwise the broker was emptied.
             if self._clock() >= self._counts_until:
                 for delivery in earlier:
-                    delivery.gone = True
+                    delivery.leave()
                     del self._registered[delivery.tag]
                 done = self._to_acknowledge.items()
                 self._to_acknowledge = {
@@ -410,7 +417,7 @@ class WorkerLease:
         if late:
             free = workers.unregistered(list(late), _unacked(channel)[0])
             for tag in late.keys() - free.keys():
-                late[tag].gone = True
+                late[tag].leave()
                 self._registered.pop(tag, None)
                 self._to_acknowledge.pop(tag, None)
 
@@ -541,8 +548,7 @@ def _requeue(qos: Any, delivery: _Delivery) -> None:
 
 def _return(qos: Any, delivery: _Delivery) -> None:
     qos.restore_by_tag(delivery.tag)
-    delivery.gone = True
-    QoS.ack(delivery.message.channel.qos, delivery.tag)  # kombu returns it no second time
+    delivery.leave()
 
 
 def _return_page(

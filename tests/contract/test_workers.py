@@ -377,6 +377,25 @@ def test_a_late_acknowledgement_leaves_the_message_to_its_new_worker(
     again.ack()
 
 
+def test_kombu_does_not_return_what_the_next_worker_has(
+    connection: Connection, workers: Workers, channel: Any
+) -> None:
+    """It closes the channel of a worker that has lost its lease and its connection."""
+    with connection.clone() as of_worker:
+        (message,) = fetched(of_worker, 1)
+        lease = opened(connection, "a", 1.0)
+        lease.received(message, "task")
+        lease._renew(workers, channel)
+        wait_until(lambda: ended(workers) == [lease._name], 5, "the lease to end")
+        take_over(workers, channel, lease._name)
+        again = connection.SimpleQueue("work").get(timeout=5)
+        lease._renew(workers, channel)
+        message.channel.close()
+        assert channel.client.hlen("unacked") == 1
+        assert waiting(connection) == []
+        again.ack()
+
+
 def test_a_worker_that_stands_still_while_it_renews_leaves_its_messages_to_others(
     connection: Connection, workers: Workers, channel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
