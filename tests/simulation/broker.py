@@ -149,18 +149,20 @@ class Broker(Server):
         self._offer(Queued(self._tags, chosen, self.world.random.random() < 0.5))
         return str(json.loads(chosen)["headers"]["id"])
 
-    def lose_one(self) -> str | None:
-        """Lose one message, whether a worker has it or not; returns the id of its call."""
+    def lose_one(self) -> tuple[str | None, Any]:
+        """Lose one message; returns the id of its call, and which worker has it."""
+        worker = None
         if self.waiting:
             place = self.world.random.randrange(len(self.waiting))
             lost = self.waiting[place]
             del self.waiting[place]
         elif self.unacknowledged:
             tag = self.world.random.choice(sorted(self.unacknowledged))
-            lost = self.unacknowledged.pop(tag).queued
+            found = self.unacknowledged.pop(tag)
+            lost, worker = found.queued, found.worker
         else:
-            return None
-        return str(json.loads(lost.payload)["headers"]["id"])
+            return None, None
+        return str(json.loads(lost.payload)["headers"]["id"]), worker
 
     # -- consuming, as Redis executes it -----------------------------------------------------------
 

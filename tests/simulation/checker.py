@@ -45,7 +45,7 @@ from tests.simulation.work import (
 CRASHES = Failures().crashes
 RESTS = (State.DONE, State.FAILED, State.COOLING, State.UNCERTAIN)
 EACH_RUNS = (
-    *("each", "limited", "rated", "fused", "strict", "lazy", "each-charged"),
+    *("each", "limited", "rated", "fused", "tight", "roomy", "strict", "lazy", "each-charged"),
     *(*SHARED, *SHARED.values()),
 )
 """Tasks whose calls all run."""
@@ -91,6 +91,11 @@ class Body:
     lost: float = math.inf
     #: A lost lease interrupts it.
     interrupted: bool = True
+
+    @property
+    def task(self) -> str:
+        """Its task, or the name of the tasks that share its key."""
+        return self.key.partition(" ")[0]
 
 
 @dataclass
@@ -522,6 +527,36 @@ def what_has_failed_does_not_run(history: History) -> Iterator[Violation]:
             failed.add((row.key, row.call))
 
 
+def what_is_reported_does_not_run(history: History) -> Iterator[Violation]:
+    """A call whose caller has its failure does not run again because its message is delivered a
+    second time, and says so. Nobody knows that of two messages that look like the first one, or of
+    a message that is published after the failure.
+    """
+    reported: dict[str, str] = {}
+    again: set[str] = set()
+    firsts: Counter[str] = Counter()
+    for note in history.of("row", "body", "delivers"):
+        given = note.details
+        call = given.get("call", "")
+        if note.what == "delivers":
+            if not (given.get("again") or given["begun"] or given["copy"]):
+                firsts[call] += 1 + (call in reported.values())
+            firsts[call] += 2 * (given.get("met") is not None)
+            again.add(call)
+        elif note.what == "body":
+            if reported.get(given["key"]) == call and call in again and firsts[call] < 2:
+                yield Violation("what is reported does not run", note, "its caller has its failure")
+        elif (row := given["new"]) is None or not _ran(given["old"]):
+            if row is None or not _ran(row) or reported.get(row.key) != row.call:
+                reported.pop(given["key"], None)
+        elif not _ran(row):
+            reported.pop(row.key, None)
+            waits = row.state in (State.COOLING, State.PENDING) and not row.resumes
+            if waits and row.ended == Ended.FAILED:
+                reported[row.key] = row.call
+                again.discard(row.call)
+
+
 def what_keeps_failing_ends(history: History) -> Iterator[Violation]:
     """A key does not cool down after the last failure that it may have."""
     asked = _tokens(history, "cooldown", "error")
@@ -927,9 +962,7 @@ def without_faults_no_lease_is_lost(history: History) -> Iterator[Violation]:
     """
     ended = {body.token: body.ended for body in history.bodies}
     limits = {
-        body.token: body.began.at + TIME_LIMIT
-        for body in history.bodies
-        if body.key.partition(" ")[0] == "timed"
+        body.token: body.began.at + TIME_LIMIT for body in history.bodies if body.task == "timed"
     }
     for note in history.of("lost"):
         if note.at >= limits.get(note.details["token"], math.inf):
@@ -1203,15 +1236,16 @@ def last_change_seen(history: History) -> Iterator[Violation]:
 
 
 def limit_holds(history: History) -> Iterator[Violation]:
-    """At most so many bodies of a group run at a time. If its store loses its data, others may
-    begin until those that run have renewed their slots.
+    """At most so many bodies of a group run at a time: the smallest limit of those that run. If its
+    store loses its data, others may begin until those that run have renewed their slots.
     """
-    for task, group in GROUPS.items():
-        yield from _limit_holds(history, task, LIMITS[str(group.name)])
+    for group in LIMITS:
+        yield from _limit_holds(history, group)
 
 
-def _limit_holds(history: History, task: str, limit: float) -> Iterator[Violation]:
-    bodies = [body for body in history.bodies if body.key.partition(" ")[0] == task]
+def _limit_holds(history: History, group: str) -> Iterator[Violation]:
+    limits = {task: each.limit for task, each in GROUPS.items() if each.name == group}
+    bodies = [body for body in history.bodies if body.task in limits]
     emptied = [note.at for note in history.of("emptied")]
     for number, body in enumerate(bodies):
         if any(body.began.at - TTL <= at <= body.began.at for at in emptied):
@@ -1222,7 +1256,7 @@ def _limit_holds(history: History, task: str, limit: float) -> Iterator[Violatio
             if other.ended > body.began.at + SLACK
             and not may_overlap(history, other, body.began.at)
         ]
-        if len(beside) >= limit:
+        if len(beside) >= min(limits[each.task] or math.inf for each in (body, *beside)):
             yield Violation("a limit holds", body.began, f"{len(beside)} others run")
 
 
@@ -1297,6 +1331,7 @@ CHECKS: tuple[Check, ...] = (
     outcomes_are_repeated,
     retries_are_not_repeated,
     what_has_failed_does_not_run,
+    what_is_reported_does_not_run,
     without_faults_nothing_runs_twice,
     without_faults_no_lease_is_lost,
     body_begins_under_its_lease,

@@ -221,8 +221,12 @@ def fail_over(world: World) -> None:
 
 
 def lose_message(world: World) -> None:
-    """The broker loses a message."""
-    world.note("message lost", call=world.broker.lose_one())
+    """The broker loses a message, and perhaps the worker that has it dies too."""
+    call, holder = world.broker.lose_one()
+    world.note("message lost", call=call)
+    for worker in list(world.workers):
+        if holder in (worker, worker.host) and world.random.random() < 0.5:
+            world.replace_worker(worker)
 
 
 def copy_message(world: World) -> None:

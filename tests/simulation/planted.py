@@ -566,6 +566,30 @@ BUGS = (
         "if ask.limit:",
     ),
     Bug(
+        "of two limits of a group, that of the call counts",
+        "celery_leases.groups.slots",
+        "places = limit - len(slots.held)",
+        "places = ask.limit - len(slots.held)",
+    ),
+    Bug(
+        "a lost message of a retry is published with the number of the attempt before",
+        "celery_leases.outbox.calls",
+        'options["retries"] = record.retries',
+        'options.setdefault("retries", record.retries)',
+    ),
+    Bug(
+        "a message that is delivered again counts as the first one",
+        "celery_leases.worker.delivery",
+        "self.received_header is not None or self.redelivered or request.retries > 0",
+        "self.received_header is not None or request.retries > 0",
+    ),
+    Bug(
+        "calls without a limit all begin once the time of a closed group is over",
+        "celery_leases.stores.sql.cooldown_groups",
+        '"new_limited_until": int(new.closed.counts * 1000)',
+        '"new_limited_until": int(new.closed.ends * 1000)',
+    ),
+    Bug(
         "a claim replaces a message that is not published yet",
         CLAIM,
         "if row.publish_at is None and call.message is not None:",

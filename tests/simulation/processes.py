@@ -396,7 +396,14 @@ class Worker:
         headers = message.headers
         header = headers.get(HEADER) or {}
         begun = bool(header.get("started") or headers.get("retries"))
-        self.world.note("delivers", call=headers["id"], begun=begun, copy=header.get("copy", ""))
+        self.world.note(
+            "delivers",
+            call=headers["id"],
+            begun=begun,
+            copy=header.get("copy", ""),
+            again=bool(message.delivery_info.get("redelivered")),
+            met=header.get("met"),
+        )
         self._strategies[message.headers["task"]](
             message, None, message.ack_log_error, message.reject_log_error, []
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -191,9 +192,9 @@ def having(story: Story, **fields: Any) -> Story:
     return story
 
 
-def of_task(task: str, told: Story) -> Story:
+def of_task(task: str, told: Story, key: str = "k") -> Story:
     """The same history of a key of that task."""
-    key = f"{task} k"
+    key = f"{task} {key}"
 
     def changed(value: Any) -> Any:
         return replace(value, key=key, task=task) if isinstance(value, Row) else value
@@ -215,6 +216,20 @@ def runs(told: Story, *numbers: int) -> Story:
 
 def story() -> Story:
     return Story()
+
+
+def together(*keys: str) -> Story:
+    """A body of each of these keys at the same time."""
+    bodies = []
+    for owner, name in zip("abcdef", keys, strict=False):
+        task, _, key = name.partition(" ")
+        alone = Story().claim(owner, call=owner).body(owner, process=f"w0/{key}", call=owner)
+        bodies.append(of_task(task, alone.wait(5).ends(owner).done(), key))
+    return having(bodies[0], notes=sorted(chain(*(each.notes for each in bodies)), key=_at))
+
+
+def _at(note: Note) -> float:
+    return note.at
 
 
 def called() -> Story:
@@ -457,6 +472,21 @@ GOOD: dict[str, Callable[[], Story]] = {
         .refuses("c2")
         .ends()
         .done(),
+    ),
+    "as many bodies as the larger limit of a group allows": lambda: together(
+        *("roomy k1", "roomy k2", "roomy k3", "roomy k4")
+    ),
+    "a call that has failed, and runs again by a message that looks like its first": lambda: (
+        Story()
+        .call(answer="FAILURE")
+        .note("delivers", call="c1", begun=False, copy="")
+        .claim()
+        .body()
+        .ends(ending="permanent")
+        .cools(8)
+        .note("delivers", call="c1", begun=False, copy="")
+        .wait(8)
+        .run("b", 2)
     ),
     "a message that is delivered again, and is refused although its call has begun": lambda: (
         Story()
@@ -1167,6 +1197,15 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a slot that is not given back": (
         "a slot is given back", 6,
         lambda: called().claim().slots("a").body().ends().wait(1).slots("a", "b").done(),
+    ),
+    "a call that has failed, and runs again because its message is delivered again": (
+        "what is reported does not run", 9,
+        lambda: Story().call(answer="FAILURE").note("delivers", call="c1", begun=False, copy="")
+        .claim().body().ends(ending="permanent").cools(8)
+        .note("delivers", call="c1", begun=False, copy="", again=True).wait(8).run("b", 2),
+    ),
+    "a call of two limits of a group that begins beyond the smaller one": (
+        "a limit holds", 6, lambda: together("roomy k1", "tight k2", "roomy k3"),
     ),
     "a call that is refused although its task does not say that": (
         "only a busy key refuses", 4,

@@ -31,10 +31,13 @@ SHARED = {"swift": "both", "steady": "both"}
 """Tasks whose keys are the same, and how these are named."""
 
 
+TOGETHER = {"both": tuple(SHARED), "pooled": ("tight", "roomy")}
+"""Tasks that run together: they share their keys, or a group that they limit differently."""
+
+
 def expanded(names: Sequence[str]) -> tuple[str, ...]:
-    """Tasks with these names; that of a shared key stands for its tasks."""
-    of = {name: [task for task, key in SHARED.items() if key == name] or [name] for name in names}
-    return tuple(task for name in names for task in of[name])
+    """Tasks with these names, and those for which a name stands."""
+    return tuple(task for name in names for task in TOGETHER.get(name, (name,)))
 
 
 COOLDOWN = 8.0
@@ -43,10 +46,15 @@ GROUPS = {
     "rated": Group("mail", limit=3, rate="20/m"),
     "booked": Group("shop", limit=2),
     "fused": Group("fuse"),
+    "tight": Group("pool", limit=2),
+    "roomy": Group("pool", limit=4),
 }
 """The groups of tasks, by task."""
-LIMITS = {str(group.name): group.limit or math.inf for group in GROUPS.values()}
-"""Bodies of each group at a time."""
+LIMITS = {
+    name: max(group.limit or math.inf for group in GROUPS.values() if group.name == name)
+    for name in {str(group.name): None for group in GROUPS.values()}
+}
+"""Bodies of each group at a time, at most."""
 PAUSE = GROUPS["rated"].pause
 """Seconds between two begins of the tasks named ``rated``."""
 TIME_LIMIT = 5.0
@@ -166,7 +174,7 @@ def app() -> SimulatedCelery:
     made.task(name="strict", lease_runs="each", lease_on_busy="raise", **common)(body)
     made.task(name="lazy", lease_runs="each", lease_on_busy="ignore", **common)(body)
     made.task(name="latest", lease_runs="latest", **common)(body)
-    for name in ("limited", "rated"):
+    for name in ("limited", "rated", "tight", "roomy"):
         made.task(name=name, lease_group=GROUPS[name], lease_runs="each", **common)(body)
     made.task(name="fused", lease_group=GROUPS["fused"], lease_runs="each", **common)(body)
     made.task(name="booked", lease_group=GROUPS["booked"], **once)(completing_body)

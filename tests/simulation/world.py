@@ -62,7 +62,7 @@ TASKS = (
     *("once", "each", "latest", "limited", "rated", "booked", "killed", "charged"),
     *("timed", "picky", "completed", "queued", "enqueued", "both", "strict", "lazy"),
 )
-OTHER_TASKS = ("each-charged", "latest-charged", "fused", "stored")
+OTHER_TASKS = ("each-charged", "latest-charged", "fused", "stored", "pooled")
 """Tasks that some runs have instead of these."""
 OUTBOX_TASKS = ("queued", "enqueued", "stored")
 """Tasks whose records have the messages, which the broker may lose."""
@@ -134,10 +134,12 @@ class Shape:
         """Let some runs have other tasks."""
         if random.random() > 0.2:
             return
-        self.tasks = tuple(random.sample(OTHER_TASKS, random.choice((1, 1, 2))))
+        self.tasks = work.expanded(random.sample(OTHER_TASKS, random.choice((1, 1, 2))))
         self.loses = random.random() < 0.5 and set(self.tasks) <= set(OUTBOX_TASKS)
         if "fused" in self.tasks and random.random() < 0.5:
             self.habit = "closes"
+        if "stored" in self.tasks and self.loses and random.random() < 0.5:
+            self.habit = "self.retry"
 
     @classmethod
     def drawn(cls, random: Random, *, day: bool = False) -> Shape:
@@ -617,7 +619,7 @@ class World:
 def _warm_up() -> None:
     """Run what happens once in a Python process, so that all seeds of it meet the same."""
     for database_leases in (False, True):
-        tasks = work.expanded(TASKS) + OTHER_TASKS
+        tasks = work.expanded(TASKS + OTHER_TASKS)
         everything = Shape(2, 2, False, 2, 20, 10, database_leases, None, tasks)
         World(0, given=everything)._run()
 
