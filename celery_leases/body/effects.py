@@ -54,6 +54,8 @@ from celery_leases.text.durations import seconds
 T = TypeVar("T")
 RECORD_CHANGED: Final = "the record was changed by another attempt or an operator"
 DEFAULT_RULES: Final = Rules.default()
+LATE_INTENT: Final = 0.5
+"""Seconds for which a reply may take, at least, before the intent is committed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ class Effects:
         key = idempotency_key(
             self.process.settings.prefix, self.record.stored_key, name, self._scope.name
         )
-        begun = self._begin(name, key)
+        begun = self._begin(name, key, arguments)
         if isinstance(begun, Found):
             return self._settle_found(begun.effect, arguments)
         return self._call(begun.effect, arguments)
@@ -171,17 +173,27 @@ class Effects:
         until = self.process.clock.now() + after_run.SETTLE_TIMEOUT
         return retrying(step, lambda: until, self.process.clock, repeatable=repeatable)
 
-    def _begin(self, name: str, key: str, take_over: int | None = None) -> Begun | Found:
+    def _begin(
+        self, name: str, key: str, arguments: EffectArguments, take_over: int | None = None
+    ) -> Begun | Found:
         """Commit the intent, and repeat that while its outcome is unknown. Repeating does no harm;
         an intent that was committed unnoticed would be an effect with an unknown outcome.
 
+        ``verify_after`` counts from the intent. If the reply came late, the intent is committed
+        again, so that a later attempt does not ask before the call has arrived.
+
         *take_over*: the fence of an earlier attempt whose intent this attempt takes over.
         """
+        began = self.process.clock.now()
 
         def may_be_open(error: StoreUnavailable, _: int) -> bool:
             return error.executed is not False
 
-        return self._retrying(lambda: self._begin_once(name, key, take_over), may_be_open)
+        begun = self._retrying(lambda: self._begin_once(name, key, take_over), may_be_open)
+        late = self.process.clock.now() - began > max(LATE_INTENT, arguments.verify_after / 2)
+        if late and arguments.verify is not None and isinstance(begun, Begun):
+            return self._begin(name, key, arguments, begun.effect.fence)
+        return begun
 
     def _begin_once(self, name: str, key: str, take_over: int | None) -> Begun | Found:
         self.held_lease.check()
@@ -201,8 +213,8 @@ class Effects:
             )
         return begun
 
-    def _take_over(self, effect: Effect) -> Effect:
-        begun = self._begin(effect.name, effect.idempotency_key, effect.fence)
+    def _take_over(self, effect: Effect, arguments: EffectArguments) -> Effect:
+        begun = self._begin(effect.name, effect.idempotency_key, arguments, effect.fence)
         if isinstance(begun, Found):  # the attempt that made the call has just written the reply
             message = f"{self.record.key}: another attempt has changed effect {effect.name!r}"
             raise Snooze(1.0, message)
@@ -226,7 +238,7 @@ class Effects:
             case Verify():
                 return self._verify(effect, arguments)
             case RepeatCall():
-                return self._call(self._take_over(effect), arguments, doubted=True)
+                return self._call(self._take_over(effect, arguments), arguments, doubted=True)
             case AskOperator():
                 raise outcome_unknown(self.record.key, effect, "no verify was given")
             case _ as never:
@@ -266,7 +278,7 @@ class Effects:
             found = self._call_verify(effect, arguments)
         except Uncertain as error:
             raise outcome_unknown(self.record.key, effect, str(error)) from error
-        ours = self._take_over(effect)
+        ours = self._take_over(effect, arguments)
         if found is None:
             return self._call(ours, arguments)
         return replace(self._write_reply(ours, found, arguments), saved=True)

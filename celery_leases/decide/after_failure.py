@@ -9,9 +9,8 @@ from typing import Final, assert_never
 
 from celery_leases.call import Call
 from celery_leases.decide.after_run import (
-    NO_RESULT,
     crashes_of_another_call,
-    finished,
+    failed_for_good,
     unchanged,
     with_retention,
     without_failures,
@@ -76,7 +75,7 @@ def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> Ou
                 closed,
                 state=State.FAILED,
                 failures=closed.failures + 1,
-                finished=finished(call, record, NO_RESULT),
+                finished=failed_for_good(call, record, failure),
             )
         case "retry":
             number = closed.quick_retries + 1

@@ -48,6 +48,8 @@ from celery_leases.text.redaction import message_of
 CRASH_LOOP = Reason.CRASH_LOOP.value
 NO_RESULT = ""
 """Stands for the result of a finished call that has none."""
+FAILED_FOR_GOOD = "!"
+"""Begins what stands for the result of a call that has failed for good; its error follows."""
 WITHOUT_RESULT = (Ended.IGNORED, Ended.REPLACED)
 LONGEST_SETTLE_PAUSE = 2.0
 """Seconds between two tries to write an outcome, at most."""
@@ -228,7 +230,7 @@ def stopped_by_crash_loop(call: Call, record: Record) -> Outcome:
     ended = record.previous.ended if record.previous is not None else Ended.CRASHED
     closed = replace(unchanged(call, record), ended=ended, attempt=record.attempt - 1, unrun=True)
     stopped = _after_crash(call, record, closed, one_known=False)
-    return replace(stopped, finished=finished(call, record, NO_RESULT))
+    return replace(stopped, finished=failed_for_good(call, record, stopped.failure))
 
 
 def unrun(call: Call, record: Record, delay: float) -> Outcome:
@@ -331,6 +333,14 @@ def finished(call: Call, record: Record, result: str | None) -> Mapping[str, str
     others = [(name, results.get(name)) for name in record.finished_calls if name != call.call_id]
     stored = result if result is not None and len(result) <= FINISHED_RESULT_MAX else None
     return dict([*others, (call.call_id, stored)][-FINISHED_CALLS_MAX:])
+
+
+def failed_for_good(
+    call: Call, record: Record, failure: Failure | None
+) -> Mapping[str, str | None] | None:
+    """The finished calls of the key once *call* has failed for good."""
+    text = failure.text if failure is not None else ""
+    return finished(call, record, f"{FAILED_FOR_GOOD}{text}"[:FINISHED_RESULT_MAX])
 
 
 def crash_pause(crashes: int) -> float:

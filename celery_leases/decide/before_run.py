@@ -37,8 +37,7 @@ anything else                                     ``Run``
 
 A call that has begun is never dropped or refused because of another call: it is rescheduled, or
 gets the saved result. A delivery that carries chain, chord, group or link is never dropped because
-of another call either. Without a result ends a call that raises ``Ignore`` or calls ``replace()``,
-and unless ``lease_runs="once"`` also a call that failed for good before another call ran. With
+of another call either. Without a result ends a call that raises ``Ignore`` or calls ``replace()``. With
 ``lease_runs="latest"`` another call ends a call only if it is not older, and
 :mod:`~celery_leases.decide.latest` decides which one runs. A call whose caller has its failure no
 longer reserves the key for its arguments.
@@ -84,7 +83,13 @@ from typing import Final, assert_never
 
 from celery_leases.call import Call
 from celery_leases.decide import attempt_history, claim
-from celery_leases.decide.after_run import NO_RESULT, WITHOUT_RESULT, crash_loop, crash_pause
+from celery_leases.decide.after_run import (
+    FAILED_FOR_GOOD,
+    NO_RESULT,
+    WITHOUT_RESULT,
+    crash_loop,
+    crash_pause,
+)
 from celery_leases.decide.answers import Holder, Refusal
 from celery_leases.decide.verdicts import (
     Drop,
@@ -229,6 +234,11 @@ def _finished_before(call: Call, record: Record) -> Verdict:
     result = (record.finished_results or {}).get(call.call_id)
     if result == NO_RESULT:
         return Drop(Dropped.NO_RESULT)
+    if result is not None and result.startswith(FAILED_FOR_GOOD):
+        text = printable(result.removeprefix(FAILED_FOR_GOOD), None)
+        return Raise(
+            PermanentFailure(text or f"{printable(record.key)} has failed for good"), own=True
+        )
     if result is not None:
         return _return(record, result, call.call_id)
     message = f"{printable(record.key)}: this call is done, but its result was not stored"

@@ -222,12 +222,17 @@ class WorkerLease:
         it from the broker while it runs elsewhere.
         """
         message, requeue = delivery.message, kwargs.get("requeue")
-        delivery.gone |= delivery.is_returned()
         counts = not delivery.sent or self._clock() < self._counts_until
         without_lease = self._stopping or self._counts_until == math.inf
         if counts and not delivery.gone and (requeue or without_lease):
             try:
-                end(*args, **kwargs)
+                if requeue:
+                    # First, because the message may come again at once, with the same tag.
+                    QoS.ack(message.channel.qos, delivery.tag)
+                    message._state = "REQUEUED"  # noqa: SLF001 - as Message.requeue does
+                    _requeue(message.channel.qos, delivery)
+                else:
+                    end(*args, **kwargs)
             except Exception:
                 self._end_later(delivery, requeue)
                 raise
@@ -439,8 +444,8 @@ class WorkerLease:
         self._to_remove.pop(delivery.tag, None)
 
     def _acknowledge(self, delivery: _Delivery) -> None:
-        self._remove(delivery)
         if not delivery.gone:
+            self._remove(delivery)
             self._to_acknowledge[delivery.tag] = delivery
 
     def _remove(self, delivery: _Delivery) -> None:

@@ -509,27 +509,6 @@ def test_what_kombu_has_returned_is_not_returned_again_when_the_worker_stops(
         again.ack()
 
 
-@pytest.mark.parametrize("requeue", [False, True])
-def test_what_kombu_has_returned_is_not_ended_by_its_first_run(
-    connection: Connection, workers: Workers, channel: Any, requeue: bool
-) -> None:
-    """Not even before the lease is renewed."""
-    with connection.clone() as of_worker:
-        (message,) = fetched(of_worker, 1)
-        lease = opened(connection, "a", 60.0)
-        lease.received(message, "task")
-        lease._renew(workers, channel)
-        message.channel.close()
-        again = connection.SimpleQueue("work").get(timeout=5)
-        message.reject(requeue=True) if requeue else message.ack()
-        for _ in range(2):
-            lease._renew(workers, channel)
-        assert channel.client.hlen("unacked") == 1
-        assert waiting(connection) == []
-        assert [one.messages for one in workers.listed()] == [0]
-        again.ack()
-
-
 def test_the_lease_of_a_worker_that_failed_ends_by_itself(
     connection: Connection, workers: Workers, channel: Any
 ) -> None:

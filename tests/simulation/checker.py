@@ -1006,13 +1006,18 @@ def body_begins_under_its_lease(history: History) -> Iterator[Violation]:
 def nothing_lost(history: History) -> Iterator[Violation]:
     """In the end each confirmed call has an answer, and each key rests, unless Celery has ended the
     call. Celery writes that it retries a call after it has published it, perhaps after the end of
-    what it has published, if its process was slow.
+    what it has published, if its process was slow. So it may do after the end of another copy.
     """
     retried = {
         note.details["call"]
         for note in history.of("body ended")
         if note.details.get("ending") == "self.retry"
         and history.faults(note.details["process"], note.at - TTL, note.at + 60.0)
+    }
+    retried |= {
+        note.details["call_id"]
+        for note in history.of("event CallDropped")
+        if note.details["reason"] == Dropped.NO_RESULT and any(history.of(*FAULTS))
     }
     rows = {row.key: row for row in history.final["rows"]}
     withdrawn = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
@@ -1095,16 +1100,18 @@ def nothing_left(history: History) -> Iterator[Violation]:
 
 
 def _fetched_by_a_dead_worker(history: History) -> bool:
-    """Whether a server executed the request for a message when the worker was dead already, perhaps
-    for so long that nobody looks any more for what it has fetched.
+    """Whether a server executed the request for a message when the worker was dead already, or had
+    given up: perhaps for so long that nobody looks any more for what it has fetched.
     """
     died = {note.details["process"]: note.at for note in history.of("killed")}
-    late = (note.details | {"at": note.at} for note in history.of("late request"))
-    return any(
-        each["op"] in ("eval", "blmove", "brpop")
-        and each["at"] + each["late"] > died.get(each["process"], math.inf)
-        for each in late
-    )
+    for note in history.of("late request", "slow request"):
+        given = note.details
+        if given["op"] in ("eval", "blmove", "brpop"):
+            late = given.get("late", given["span"])
+            given_up = note.what == "late request" and late > given["span"]
+            if given_up or note.at + late > died.get(given["process"], math.inf):
+                return True
+    return False
 
 
 def _was_not_closed(history: History, ended: Note) -> bool:

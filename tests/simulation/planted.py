@@ -393,8 +393,8 @@ BUGS = (
     Bug(
         "an effect is called before its intent is committed",
         EFFECTS,
-        "        begun = self._begin(name, key)\n        if isinstance(begun, Found):",
-        "        arguments.call(key)\n        begun = self._begin(name, key)\n        if isinstance(begun, Found):",
+        "        begun = self._begin(name, key, arguments)\n",
+        "        arguments.call(key)\n        begun = self._begin(name, key, arguments)\n",
     ),
     Bug(
         "an effect with an unknown outcome is called again",
@@ -496,8 +496,8 @@ BUGS = (
     Bug(
         "a worker acknowledges what another one has got",
         TAKEOVER,
-        "        if not delivery.gone:\n            self._to_acknowledge",
-        "        if True:\n            self._to_acknowledge",
+        "        if not delivery.gone:\n            self._remove(delivery)",
+        "        if True:\n            self._remove(delivery)",
     ),
     Bug(
         "a retry that is delivered again is taken for an earlier message",

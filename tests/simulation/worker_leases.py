@@ -173,7 +173,7 @@ class Pipeline:
             late = client.broker.world.here is client.broker
             broker, found = client.broker, client.broker.unacknowledged.pop(tag, None)
             if not client.renews:  # kombu's own channel, from which the worker may have it still
-                broker.returned.add((tag, client.host))
+                broker.returned |= {(tag, client.host), (tag, getattr(found, "worker", ""))}
             elif (
                 found is not None
                 and found.worker != client.host

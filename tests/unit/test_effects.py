@@ -362,6 +362,14 @@ class TestStoresAway:
         attempt.effect()
         assert desk.steps() == ["begin", "begin", "begin", "call", "finish"]
 
+    @pytest.mark.parametrize("verify", [None, lambda _: None])
+    def test_the_intent_is_young_when_the_call_is_made(self, desk, attempt, verify) -> None:
+        """Otherwise a later attempt asks for the call before that has arrived."""
+        desk.journal.away("begin", times=4, done=True)
+        asked = {"verify": verify, "verify_after": 1.0} if verify else {}
+        attempt.effect(**asked)
+        assert desk.steps() == [*["begin"] * (6 if verify else 5), "call", "finish"]
+
     @staticmethod
     def refuse_the_check(attempt: Attempt, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         """That check, the first of them being number 1, gets no answer from the store."""

@@ -204,7 +204,7 @@ CASES = [
          partial(closed, raised(cooldown("60s")), resume="never"), resumes=False),
     case("but is retried quickly all the same", partial(closed, raised(retry("1s")), resume="never"), resumes=True),
     case("under rerun a call that failed for good is over", partial(closed, raised(permanent()), runs="each"),
-         finished={OURS: settlement.NO_RESULT}),
+         finished={OURS: "!" + raised(permanent()).failure.text}),
     case("and one that cools is not", partial(closed, raised(cooldown("60s")), runs="each"), finished=None),
     case("giving up fails for good and gives the attempt back",
          partial(stopped_by_crash_loop, a_call(), replace(RUNNING, crashes=3)),

@@ -202,7 +202,11 @@ class TestCrashesUnderRerun:
         finished = stopped_by_crash_loop(call, a_record(State.RUNNING, OURS, crashes=3)).finished
         assert finished is not None
         later = a_record(State.DONE, finished_calls=tuple(finished), finished_results=finished)
-        assert isinstance(decide(call, later), Drop)
+        again = decide(call, later)
+        assert isinstance(again, Raise)
+        assert isinstance(again.error, PermanentFailure)
+        assert "its process died" in str(again.error)
+        assert again.own
 
 
 class TestRememberedCalls:
@@ -246,10 +250,11 @@ class TestRememberedCalls:
             "finished_calls": tuple(outcome.finished),
             "finished_results": outcome.finished,
         }
-        verdict = decide(call, a_record(State.FAILED, OURS, failure=outcome.failure, **listed))
-        assert isinstance(verdict, Raise)
-        assert (str(verdict.error), verdict.own) == ("ValueError: boom", True)
-        assert isinstance(decide(call, a_record(State.RUNNING, **listed)), Drop)
+        failed = a_record(State.FAILED, OURS, failure=outcome.failure, **listed)
+        for record in (failed, a_record(State.RUNNING, **listed)):
+            verdict = decide(call, record)
+            assert isinstance(verdict, Raise)
+            assert (str(verdict.error), verdict.own) == ("ValueError: boom", True)
 
     def test_what_it_remembers_is_what_it_answers(self) -> None:
         outcome = after_run(a_call(runs="each"), RUNNING, Returned(None, "1"))
