@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class Queued:
     tag: int
     payload: str
     redelivered: bool = False
+    #: How often it was returned to a queue that counts that.
+    returns: int = 0
 
     @classmethod
     def of(cls, text: str) -> Queued:
@@ -65,11 +68,20 @@ class Broker(Server):
 
     *visibility*: seconds after which a message is delivered again although its worker lives;
     ``None``: only once the connection of its worker has ended, as RabbitMQ does it.
+
+    *limit*: how often a message may be returned before the queue discards it; ``None``: it does not
+    count. RabbitMQ 4 counts each ``basic.reject`` that requeues, and each message that a worker has
+    when its connection ends.
     """
 
-    def __init__(self, world: World, visibility: float | None) -> None:
+    def __init__(self, world: World, visibility: float | None, limit: int | None) -> None:
         super().__init__(world, "broker")
         self.visibility = visibility
+        self.limit = limit
+        #: Until when it delivers messages, but takes none, as RabbitMQ does with too little memory.
+        self.takes_none_until = -math.inf
+        #: Messages whose process has died in the pool of a worker that lives.
+        self.died_with: set[int] = set()
         self.lists: defaultdict[str, deque[Queued]] = defaultdict(deque)
         self.waiting = self.lists[QUEUE]
         self.unacknowledged: dict[int, Unacknowledged] = {}
@@ -105,6 +117,11 @@ class Broker(Server):
     def publish(self, message: dict[str, Any]) -> None:
         """Accept a message; raises ``OperationalError`` if it was not confirmed."""
         payload = json.dumps(message)
+        if self.takes_none_until > self.world.scheduler.now:
+            process = self.world.here.name
+            self.world.note("lost request", server="broker", op="publish", process=process)
+            self.world.scheduler.sleep(PUBLISH_WAIT)
+            raise _publish_error(None)
         self.request("publish", lambda: self._accept(payload), _publish_error, PUBLISH_WAIT)
 
     def _accept(self, payload: str) -> None:
@@ -218,25 +235,29 @@ class Broker(Server):
             self.world.later(self.visibility, lambda: self.give_back(found), self)
         return queued
 
-    def acknowledge(self, worker: Any, tag: int) -> None:
+    def acknowledge(self, worker: Any, queued: Queued) -> None:
         """Forget a message; what is sent to a broker that cannot be reached is lost.
 
-        RabbitMQ knows the connection, and Redis only the message, whoever has it now.
+        RabbitMQ knows the delivery, and Redis only the message, whoever has it now.
         """
-        found = self.unacknowledged.get(tag)
+        found = self.unacknowledged.get(queued.tag)
         if not self._is_reached_by(worker):
             if self.visibility is not None:
                 raise OperationalError("the simulated broker does not answer")
             self._interrupted.add(worker)
-        elif found is not None and (self.visibility is not None or found.worker is worker):
-            del self.unacknowledged[tag]
+        elif found is not None and (
+            self.visibility is not None or (found.worker is worker and found.queued is queued)
+        ):
+            del self.unacknowledged[queued.tag]
 
-    def reject(self, worker: Any, tag: int, *, requeue: bool) -> None:
+    def reject(self, worker: Any, queued: Queued, *, requeue: bool) -> None:
         """Return a message at once, or forget it."""
+        tag = queued.tag
         found = self.unacknowledged.get(tag)
-        self.acknowledge(worker, tag)
+        self.acknowledge(worker, queued)
         if requeue and found is not None and tag not in self.unacknowledged:
-            self._offer(Queued(tag, found.queued.payload, True))
+            self._return(found.queued, "death" if tag in self.died_with else "reject")
+        self.died_with.discard(tag)
 
     def _is_reached_by(self, worker: Any) -> bool:
         return self.up and worker.host not in self.cut
@@ -257,7 +278,17 @@ class Broker(Server):
         tag = found.queued.tag
         if self.unacknowledged.get(tag) is found:
             del self.unacknowledged[tag]
-            self._offer(Queued(tag, found.queued.payload, True))
+            self._return(found.queued, "lost connection")
+
+    def _return(self, queued: Queued, why: str) -> None:
+        """Deliver a message again, unless that was done too often."""
+        returned = Queued(queued.tag, queued.payload, True, queued.returns + 1)
+        left = math.inf if self.limit is None else self.limit - returned.returns
+        if left <= 0:
+            call = json.loads(queued.payload)["headers"]["id"]
+            self.world.note("returned" if left == 0 else "discarded", call=call, why=why)
+        if left >= 0:
+            self._offer(returned)
 
     def wake_all(self) -> None:
         """Let all workers look for messages: it can be reached again, or no longer."""
@@ -308,16 +339,20 @@ class Delivered:
 
     no_ack_consumers: None = None
 
-    def __init__(self, broker: Broker, worker: Any) -> None:
+    def __init__(self, broker: Broker, worker: Any, queued: Queued) -> None:
         self._broker = broker
         self._worker = worker
+        self._queued = queued
         self.qos = worker.qos
 
-    def message(self, queued: Queued) -> virtual.Message:
+    def message(self) -> virtual.Message:
         """The message as Celery's consumer gets it."""
+        queued = self._queued
         payload = json.loads(queued.payload)
         payload["properties"]["delivery_tag"] = queued.tag
         payload["properties"]["delivery_info"]["redelivered"] = queued.redelivered
+        if queued.redelivered and self._broker.limit is not None:
+            payload["headers"]["x-delivery-count"] = queued.returns
         return virtual.Message(payload, channel=self)
 
     def decode_body(self, body: Any, encoding: str | None = None) -> Any:
@@ -326,8 +361,8 @@ class Delivered:
 
     def basic_ack(self, tag: int, multiple: bool = False) -> None:
         """Acknowledge."""
-        self._broker.acknowledge(self._worker, tag)
+        self._broker.acknowledge(self._worker, self._queued)
 
     def basic_reject(self, tag: int, requeue: bool = False) -> None:
         """Reject."""
-        self._broker.reject(self._worker, tag, requeue=requeue)
+        self._broker.reject(self._worker, self._queued, requeue=requeue)

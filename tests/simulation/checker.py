@@ -11,6 +11,8 @@ A history is a list of notes. Those that count:
 * ``extends``, ``item``: a body makes its lease longer, or does an item of its loop.
 * ``group``: the slots of a group have changed (who holds them; until when it is closed; when a body
   may begin that began last by its rate).
+* ``returned``: a message has come back to its queue, which would discard it the next time, as it
+  has done with what is ``discarded``; both say why.
 * ``final``: what is left at the end (rows, leases, results, messages).
 """
 
@@ -33,6 +35,7 @@ from tests.simulation.work import (
     FAILURES,
     GROUPS,
     LIMITS,
+    OUTBOX_TASKS,
     PAUSE,
     RETRIES,
     SHARED,
@@ -1028,16 +1031,16 @@ def nothing_lost(history: History) -> Iterator[Violation]:
     }
     expires = {note.details["call"] for note in history.of("calls") if "expires" in note.details}
     answers = history.final["answers"]
-    lost = {note.details["call"] for note in history.of("message lost")}
-    gone = withdrawn | {call for call in expires if answers.get(call) == "REVOKED"}
+    lost = {note.details["call"] for note in history.of("message lost", "discarded")}
+    failed, discarded = _failed_for_its_queue(history), _discarded(history)
+    excused = {"RETRY": withdrawn | retried | discarded, None: dropped | discarded}
+    gone = withdrawn | discarded | {call for call in expires if answers.get(call) == "REVOKED"}
     for note in history.of("published"):
         row, call = rows.get(note.details["key"]), note.details["call"]
         answer = answers.get(call)
         expired = answer == "REVOKED" and call in expires
-        if answer == "RETRY" and call in withdrawn | retried:
-            continue
-        if answer is None and call in dropped:
-            continue  # its caller gets no result, as the task says
+        if call in excused.get(answer, ()):
+            continue  # so its caller gets no result
         if call in lost and answer in (None, "RETRY"):
             if row is not None and (row.state == State.DONE or row.ended == "crashed"):
                 continue  # the message that would tell its caller
@@ -1047,17 +1050,60 @@ def nothing_lost(history: History) -> Iterator[Violation]:
             yield Violation("nothing is lost", note, f"the caller has no answer, but {answer}")
         elif expired or call in withdrawn or (row is not None and row.call in gone):
             continue
-        elif row is None or not (row.state in RESTS or _belongs_to_no_call(row)):
+        elif not _rests(row, call, failed):
             yield Violation("nothing is lost", note, f"the row is {row}")
-        elif row.state == State.COOLING and row.resumes:
+        elif row is not None and row.state == State.COOLING and row.resumes:
             yield Violation("nothing is lost", note, "the key waits for a call that does not come")
         elif answer == "REVOKED":
             yield Violation("nothing is lost", note, "nobody has revoked it")
 
 
+def _discarded(history: History) -> set[str]:
+    """The calls of messages that a quorum queue has discarded because of workers that died, or lost
+    their connection, with them, and that no record has.
+    """
+    tasks = {note.details["call"]: note.details["task"] for note in history.of("published")}
+    discarded = (
+        note.details["call"] for note in history.of("discarded") if note.details["why"] != "reject"
+    )
+    return {call for call in discarded if tasks.get(call) not in OUTBOX_TASKS}
+
+
+def _rests(row: Any, call: str, failed: set[str]) -> bool:
+    """Whether a key rests; *failed*: calls that could not be rescheduled."""
+    if row is None:
+        return call in failed
+    ended = row.call in failed and (_ran(row) or not row.resumes)
+    return ended or row.state in RESTS or _belongs_to_no_call(row)
+
+
+def _failed_for_its_queue(history: History) -> set[str]:
+    """The calls that have failed because the broker took no copy, and a quorum queue would have
+    discarded their message.
+    """
+    answers = history.final["answers"]
+    used = {note.details["call"] for note in history.of("returned")}
+    return {call for call in used if answers.get(call) == "FAILURE"}
+
+
 def _belongs_to_no_call(row: Any) -> bool:
     """Whether the last caller was told that the broker has not taken the message."""
     return bool(row.state == State.PENDING and not row.call)
+
+
+def queues_discard_nothing(history: History) -> Iterator[Violation]:
+    """A call whose message its queue would discard fails before, and not earlier."""
+    used: set[str] = set()
+    for note in history.of("returned", "discarded", "event CallRefused"):
+        given = note.details
+        if note.what == "returned":
+            used.add(given["call"])
+        elif note.what == "discarded":
+            if given["why"] == "reject":
+                yield Violation("nothing is lost", note, "its worker returned it once too often")
+        elif "cannot be rescheduled" in given["error"] and given["call_id"] not in used:
+            why = "its queue takes its message back"
+            yield Violation("a call fails only if it cannot be returned", note, why)
 
 
 def nothing_left(history: History) -> Iterator[Violation]:
@@ -1081,8 +1127,10 @@ def nothing_left(history: History) -> Iterator[Violation]:
     ended = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
     ended -= {note.details["call"] for note in limited if not _was_not_closed(history, note)}
     ended |= {note.details["call"] for note in history.of("calls") if "expires" in note.details}
+    ended |= _failed_for_its_queue(history)
+    dropped |= _discarded(history)
     for row in history.final["rows"]:
-        if row.state == State.RUNNING and row.call not in ended:
+        if row.state == State.RUNNING and row.call not in ended | dropped:
             yield Violation("nothing is left", None, f"the row still runs: {row}")
         elif (
             row.state == State.PENDING
@@ -1164,7 +1212,9 @@ def queued_once(history: History) -> Iterator[Violation]:
     queued: dict[str, Note] = {}
     over: set[str] = set()
     called = {note.details["call"]: note.at for note in history.of("calls")}
-    for note in history.of("published", "row", *FAULTS, *ENDED_BY_CELERY, "down", "message lost"):
+    for note in history.of(
+        "published", "row", *FAULTS, *ENDED_BY_CELERY, "down", "message lost", "discarded"
+    ):
         if note.what == "published":
             if note.details["task"] != "queued" or not note.details["own"]:
                 continue
@@ -1343,6 +1393,7 @@ CHECKS: tuple[Check, ...] = (
     without_faults_no_lease_is_lost,
     body_begins_under_its_lease,
     nothing_lost,
+    queues_discard_nothing,
     nothing_left,
     completed_with_its_rows,
     withdrawn_calls_do_not_run,

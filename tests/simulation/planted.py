@@ -38,7 +38,7 @@ AFTER_RUN, CHILD_EXIT = "celery_leases.decide.after_run", "celery_leases.worker.
 STATEMENTS, ROWS = "celery_leases.stores.sql.record_statements", "celery_leases.stores.sql.rows"
 TAKEOVER, FETCHING = "celery_leases.worker.takeover", "celery_leases.worker.fetching"
 REQUEST = "celery_leases.worker.request"
-DEADLINES = "celery_leases.deadlines"
+DEADLINES, WAITING = "celery_leases.deadlines", "celery_leases.decide.waiting"
 
 BUGS = (
     # -- the lease, as its holder sees it
@@ -325,7 +325,7 @@ BUGS = (
     ),
     Bug(
         "a call that has begun is refused because of another one",
-        "celery_leases.decide.waiting",
+        WAITING,
         "waits = call.started or call.options.latest_runs",
         "waits = call.options.latest_runs",
     ),
@@ -477,7 +477,7 @@ BUGS = (
     ),
     Bug(
         "another call runs a second before the end of a retry's countdown",
-        "celery_leases.decide.waiting",
+        WAITING,
         "if record.call_id == call_id and record.ended is Ended.RETRIED else 0.0",
         "if record.ended is Ended.RETRIED else 0.0",
     ),
@@ -612,6 +612,39 @@ BUGS = (
         TAKEOVER,
         "                self._drop_found(workers, channel)\n",
         "                pass\n",
+    ),
+    # -- the limit of a quorum queue
+    Bug(
+        "a message is returned once too often",
+        WAITING,
+        "return limit is None or returns < limit",
+        "return limit is None or returns <= limit",
+    ),
+    Bug(
+        "a call fails although its message can be returned",
+        WAITING,
+        "return limit is None or returns < limit",
+        "return limit is None or returns < limit - 1",
+    ),
+    Bug(
+        "the returns that a queue has counted are not read",
+        "celery_leases.worker.routes",
+        "return count if isinstance(count, int) else 0",
+        "return 0",
+    ),
+    Bug(
+        "the message of a call of which a copy runs is returned once too often",
+        RESCHEDULING,
+        """        if may_be_returned(*self._requeue_count(call)):
+            self._requeue(call, again, "a copy""",
+        """        if True:
+            self._requeue(call, again, "a copy""",
+    ),
+    Bug(
+        "the message of a retry is returned once too often",
+        "celery_leases.worker.delivery",
+        "if not may_be_returned(*before):",
+        "if False:",
     ),
 )
 """Each breaks a promise of docs/explanation/guarantees.md."""

@@ -330,7 +330,7 @@ class Worker:
             scheduler.sleep(self.world.latency(0.002))
             if self.main.paused_until > fetched:
                 self.world.note("received late", worker=self.name)
-            message = Delivered(broker, self).message(queued)
+            message = Delivered(broker, self, queued).message()
             self.qos._delivered.add(queued.tag)
             # A message that waits for its time does not count.
             self._receive(message)
@@ -534,6 +534,8 @@ class Worker:
         """Handle the death of a child as Celery's pool does; another one begins."""
         place = next(place for place in self.places if place.process is process)
         job, place.job = place.job, None
+        if job is not None:
+            self.world.broker.died_with.add(job.request.message.delivery_tag)
         process.kill()
         self.places[self.places.index(place)] = self._new_place()
         if not self.alive:

@@ -25,7 +25,7 @@ class Story:
         self.notes: list[Note] = []
         self.at = 0.0
         self.row: Row | None = None
-        self.answers: dict[str, str] = {}
+        self.answers: dict[str, str | None] = {}
         self.values: dict[str, str] = {}
         self.held: list[str] = []
         self.quiet = True
@@ -48,7 +48,12 @@ class Story:
         return self.note("row", key=KEY, old=old, new=self.row, by="w0/c1", pid=pid or by)
 
     def call(
-        self, call: str = "c1", task: str = "once", answer: str = "SUCCESS", *, own: bool = True
+        self,
+        call: str = "c1",
+        task: str = "once",
+        answer: str | None = "SUCCESS",
+        *,
+        own: bool = True,
     ) -> Story:
         """A confirmed call, and what its caller gets in the end."""
         self.answers[call] = answer
@@ -148,6 +153,16 @@ class Story:
         """A call ends without a result because the key is held."""
         given = {"task": "lazy", "key": "k", "call_id": call, "reason": Dropped.HELD_BY_OTHER}
         return self.note("event CallDropped", **given)
+
+    def returns(self, why: str, *, once_more: bool = True) -> Story:
+        """The queue takes the message back for the last time, and then discards it."""
+        told = self.note("returned", call="c1", why=why)
+        return told.note("discarded", call="c1", why=why) if once_more else told
+
+    def cannot_wait(self) -> Story:
+        """The call fails because the broker takes no copy."""
+        error = "k: busy, and the call cannot be rescheduled: the broker accepts no copy of it"
+        return self.note("event CallRefused", task="once", key="k", call_id="c1", error=error)
 
     def turn(self, owner: str, after: float = 0.0) -> Story:
         """An attempt gets its turn in the group with a rate, in so many seconds."""
@@ -847,6 +862,33 @@ GOOD: dict[str, Callable[[], Story]] = {
         .done()
     ),
     "an unconfirmed call that never came": lambda: Story().note("unconfirmed", call="c1"),
+    "a message that a queue discards before its call begins, because workers died with it": (
+        lambda: Story().call(answer=None).returns("lost connection")
+    ),
+    "a message that a queue discards because the processes of its bodies died": lambda: (
+        Story()
+        .call(answer=None)
+        .crashes(1)
+        .returns("death", once_more=False)
+        .crashes(2)
+        .returns("death")
+    ),
+    "a message that a queue discards because a worker died with its body": lambda: (
+        Story().call(answer=None).claim().body().returns("lost connection")
+    ),
+    "a call that fails because its queue would discard its message": lambda: (
+        Story()
+        .call(answer="FAILURE")
+        .claim()
+        .body()
+        .ends(ending="later")
+        .write(state="pending", ended="failed")
+        .returns("reject", once_more=False)
+        .cannot_wait()
+    ),
+    "a call that fails so before it has a row": lambda: (
+        Story().call(answer="FAILURE").returns("reject", once_more=False).cannot_wait()
+    ),
 }
 
 BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
@@ -1244,6 +1286,29 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a call without a row": ("nothing is lost", 1, called),
     "a call whose row is pending": (
         "nothing is lost", 1, lambda: called().claim().body().ends().write(state="pending"),
+    ),
+    "a call without an answer whose message its worker returned once too often": (
+        "nothing is lost", 3, lambda: called().returns("reject").run(),
+    ),
+    "a call that is lost although its queue has its message": (
+        "nothing is lost", 1, lambda: Story().call(answer=None).returns("death", once_more=False).run(),
+    ),
+    "a discarded message that a record has": (
+        "nothing is lost", 1,
+        lambda: of_task(
+            "queued",
+            Story().call(answer=None, task="queued").claim().write(state="pending").returns("death"),
+        ),
+    ),
+    "a call that fails although its queue takes its message back": (
+        "a call fails only if it cannot be returned", 3,
+        lambda: Story().call(answer="FAILURE").claim().cannot_wait()
+        .write(state="failed", ended="failed"),
+    ),
+    "a call that fails because of its queue, whose row waits for it": (
+        "nothing is lost", 1,
+        lambda: Story().call(answer="FAILURE").claim().write(state="pending", resumes=True)
+        .returns("reject", once_more=False).cannot_wait(),
     ),
     "a cooldown that nobody ends": (
         "nothing is lost", 1, lambda: called().claim().body().ends().cools(5, resumes=True),

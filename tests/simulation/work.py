@@ -40,6 +40,8 @@ def expanded(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(task for name in names for task in TOGETHER.get(name, (name,)))
 
 
+OUTBOX_TASKS = ("queued", "enqueued", "stored")
+"""Tasks whose records have the messages, which the broker may lose."""
 COOLDOWN = 8.0
 GROUPS = {
     "limited": Group("api", limit=2),

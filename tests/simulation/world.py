@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
 from itertools import count
 from random import Random
@@ -27,11 +27,13 @@ from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.concurrency import os_threads, shared_trips
 from celery_leases.errors import StoreUnavailable
 from celery_leases.events import LeaseAcquired, LeaseLost, LeaseRenewed
+from celery_leases.options import LONGEST_COUNTDOWN
 from celery_leases.outbox.calls import relay, rescue
 from celery_leases.record import Ended
 from celery_leases.stores.redis import workers as redis_workers
 from celery_leases.stores.sql import database
 from celery_leases.worker import (
+    app_settings,
     child_exit,
     database_watch,
     delivery,
@@ -42,9 +44,10 @@ from celery_leases.worker import (
     takeover,
 )
 from celery_leases.worker.app_settings import settings_of
+from celery_leases.worker.routes import DELIVERY_LIMIT
 from tests.simulation import broker as broker_module
 from tests.simulation import work
-from tests.simulation.broker import Broker
+from tests.simulation.broker import QUEUE, Broker
 from tests.simulation.faults import ACCIDENTS, UNSAFE, Accident, Faults, lose_message, pause
 from tests.simulation.history import Note, Row
 from tests.simulation.processes import (
@@ -56,6 +59,7 @@ from tests.simulation.processes import (
 )
 from tests.simulation.scheduler import Scheduler, Strand
 from tests.simulation.servers import EPOCH, QUICK, DatabaseServer, LeaseServer, Server
+from tests.simulation.work import OUTBOX_TASKS
 from tests.simulation.worker_leases import SimulatedWorkers
 
 TASKS = (
@@ -64,8 +68,6 @@ TASKS = (
 )
 OTHER_TASKS = ("each-charged", "latest-charged", "fused", "stored", "pooled")
 """Tasks that some runs have instead of these."""
-OUTBOX_TASKS = ("queued", "enqueued", "stored")
-"""Tasks whose records have the messages, which the broker may lose."""
 RESCUE_AFTER = 20.0
 """Seconds without a change after which a message counts as lost."""
 PREFORK_TASKS = ("killed", "timed")
@@ -129,6 +131,31 @@ class Shape:
     early: bool = False
     #: What most bodies do.
     habit: str = ""
+    #: How often the broker's queue takes a message back; ``None``: it does not count that.
+    delivery_limit: int | None = None
+    #: When the broker takes no messages, and for how long.
+    takes_none: tuple[float, float] | None = None
+    #: How long a message waits in a worker, as the app's ``consumer_timeout`` allows it.
+    longest_countdown: float = LONGEST_COUNTDOWN
+
+    def draw_limit(self, random: Random) -> None:
+        """Let some runs have a quorum queue of RabbitMQ."""
+        if self.visibility is not None or random.random() > 0.35:
+            return
+        self.delivery_limit = random.choice((1, 1, 2, 2, 3, 5, DELIVERY_LIMIT))
+        self.longest_countdown = random.choice((10.0, 20.0, LONGEST_COUNTDOWN))
+        if random.random() < 0.7:
+            span = random.choice((20.0, 200.0, 3000.0))
+            self.takes_none = random.uniform(0, self.span / 2), span
+
+    @property
+    def queue_arguments(self) -> dict[str, Any] | None:
+        """What the app says of the broker's queue."""
+        if self.delivery_limit is None:
+            return None
+        own = self.delivery_limit != DELIVERY_LIMIT
+        limit = {"x-delivery-limit": self.delivery_limit} if own else {}
+        return {"x-queue-type": "quorum", **limit}
 
     def draw_others(self, random: Random) -> None:
         """Let some runs have other tasks."""
@@ -195,6 +222,7 @@ class World:
             self.shape.habit = habits.choice(HABITS)
         if self.given is None:
             self.shape.draw_others(Random(f"other tasks of {self.seed}"))
+            self.shape.draw_limit(Random(f"delivery limit of {self.seed}"))
         self.scheduler = Scheduler(self.random)
         self.kernel = Kernel(SimulatedClock(self, 0.0, 1.0))
         self.faults = Faults.drawn(
@@ -228,11 +256,14 @@ class World:
 
     def _run(self) -> list[Note]:
         with simulated(self):
-            self.settings = settings_of(self.app)
+            longest = self.shape.longest_countdown
+            self.settings = replace(settings_of(self.app), longest_countdown=longest)
             self.database = DatabaseServer(self)
             self.history.clear()  # of the rows of another run
             self.leases = None if self.shape.database_leases else LeaseServer(self)
-            self.broker = broker_module.current = Broker(self, self.shape.visibility)
+            self.broker = broker_module.current = Broker(
+                self, self.shape.visibility, self.shape.delivery_limit
+            )
             self.servers: list[Server] = [self.database, self.broker]
             if self.leases is not None:
                 self.servers.append(self.leases)
@@ -241,6 +272,8 @@ class World:
             for number in range(self.shape.workers):
                 self.workers.append(Worker(self, f"worker-{number}"))
             self._plan_calls_and_accidents()
+            if self.shape.takes_none is not None:
+                self.later(self.shape.takes_none[0], self._take_none)
             self.later(self.shape.span, self._heal)
             if set(self.shape.tasks) & set(OUTBOX_TASKS):
                 self.scheduler.spawn(self.client, self._keep_outbox, "outbox")
@@ -331,6 +364,13 @@ class World:
         finally:
             self.uncommitted, self.writer = [], None
 
+    def _take_none(self) -> None:
+        """The broker takes no messages for a while, but delivers those that it has."""
+        assert self.shape.takes_none is not None
+        span = self.shape.takes_none[1]
+        self.broker.takes_none_until = self.scheduler.now + span
+        self.note("takes none", span=span)
+
     def _keep_outbox(self) -> None:
         """What an operator's timer does: publish the messages that are due or lost."""
         while True:
@@ -355,8 +395,16 @@ class World:
     @cached_property
     def _settled_at(self) -> float:
         """When what dead processes have left must have ended by itself."""
-        wait = 10 * self.shortest_ttl + (4 * RESCUE_AFTER + self.shape.span / 50) * self.shape.loses
+        wait = (
+            10 * self.shortest_ttl + (4 * RESCUE_AFTER + self.shape.span / 50) * self._needs_rescue
+        )
         return self.shape.span + wait
+
+    @property
+    def _needs_rescue(self) -> bool:
+        """Whether the broker may lose messages that records have."""
+        outbox = bool(set(self.shape.tasks) & set(OUTBOX_TASKS))
+        return self.shape.loses or (outbox and self.shape.delivery_limit is not None)
 
     def _is_over(self) -> bool:
         now = self.scheduler.now
@@ -752,6 +800,8 @@ def simulated(world: World) -> Iterator[None]:
         (takeover, "state", StateOfWorker(world)),
         (redis_workers, "Workers", SimulatedWorkers),
         (work, "current", world),
+        (app_settings, "_longest_countdowns", {world.app: world.shape.longest_countdown}),
+        (world.app.amqp.queues[QUEUE], "queue_arguments", world.shape.queue_arguments),
     ]
     worker_state.reset_state()
     originals = [(target, name, getattr(target, name)) for target, name, _ in replaced]
