@@ -1,14 +1,18 @@
 """Which process deletes expired rows: one process of a database at a time, and not too often."""
 
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Delete, text
 
 from celery_leases.stores.sql import records
+from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
+from celery_leases.testing.contracts.effect_case import found_of, sent
 from celery_leases.testing.contracts.record_case import closed, refused, won
 from celery_leases.testing.waits import wait_until
 
@@ -105,6 +109,34 @@ def test_a_row_that_runs_for_longer_than_its_retention_stays(sql_records: SqlRec
     assert after.expires_at - after.finished_at == 1000
     time.sleep(0.01)
     assert sql_records.purge(10) == 1
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_row_that_is_claimed_during_a_purge_stays_with_its_effects(
+    sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """Also if it *ends*, and its retention is over, before the purge goes on: its effects came
+    after those were deleted.
+    """
+    key, effects = fresh_key(), SqlEffectStore(sql_records.database, sql_records.tables)
+    closed(sql_records, won(sql_records, make_call(key)), retention=0.001)
+    time.sleep(0.01)
+    count = sql_records.database.count
+
+    def counted(statement: Any, values: Mapping[str, Any]) -> int:
+        if isinstance(statement, Delete) and statement.table is sql_records.tables.records:
+            monkeypatch.undo()
+            record = won(sql_records, make_call(key))
+            sent(effects, record)
+            if ends:
+                closed(sql_records, record, retention=0.001)
+                time.sleep(0.01)
+        return count(statement, values)
+
+    monkeypatch.setattr(sql_records.database, "count", counted)
+    assert sql_records.purge(10) == 0
+    assert (record := sql_records.read(key)) is not None
+    assert len(found_of(effects, record)) == 1
 
 
 @pytest.mark.parametrize(("early", "unchanged"), [(0, True), (30, True), (40, False)])

@@ -13,30 +13,37 @@ A history is a list of notes. Those that count:
   may begin that began last by its rate).
 * ``returned``: a message has come back to its queue, which would discard it the next time, as it
   has done with what is ``discarded``; both say why.
-* ``final``: what is left at the end (rows, leases, results, messages).
+* ``purged``: an operator has purged; all that had expired before (since) is gone.
+* ``final``: what is left at the end (rows, leases, results, messages, effects without a record).
+
+A key whose record has expired is new: what is promised of a key holds for each of its generations.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property, wraps
 from typing import Any
 
 from celery_leases.decide.after_run import FINISHED_CALLS_MAX
 from celery_leases.events import Dropped
-from celery_leases.options import Failures
+from celery_leases.options import Failures, LeaseOptions
 from celery_leases.record import Ended, State
 from tests.simulation.history import Note, Row
 from tests.simulation.work import (
+    BRIEF,
     COOLDOWN,
     FAILURES,
     GROUPS,
     LIMITS,
     OUTBOX_TASKS,
     PAUSE,
+    RETENTION,
     RETRIES,
     SHARED,
     TIME_LIMIT,
@@ -49,7 +56,7 @@ CRASHES = Failures().crashes
 RESTS = (State.DONE, State.FAILED, State.COOLING, State.UNCERTAIN)
 EACH_RUNS = (
     *("each", "limited", "rated", "fused", "tight", "roomy", "strict", "lazy", "each-charged"),
-    *(*SHARED, *SHARED.values()),
+    *("each-brief-charged", *SHARED, *SHARED.values()),
 )
 """Tasks whose calls all run."""
 NEWEST_RUNS = ("latest", "latest-charged")
@@ -108,6 +115,8 @@ class History:
     notes: Sequence[Note]
     bodies: list[Body] = field(default_factory=list)
     final: dict[str, Any] = field(default_factory=dict)
+    #: What these notes were in another history of the same run.
+    originals: Sequence[Note] = ()
     _faults: defaultdict[str, list[Note]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
@@ -133,6 +142,58 @@ class History:
             elif note.what == "final":
                 self.final = given
 
+    @cached_property
+    def generations(self) -> dict[str, list[int]]:
+        """The fence with which each generation of a key begins, of the keys whose records expire:
+        that of the first claim, and of each claim of a record that is deleted, or has expired.
+        """
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        for note in self.of("row"):
+            key, new, old = note.details["key"], note.details["new"], note.details["old"]
+            if _is_brief(key) and new is not None and (old is None or _is_over(old, note.at)):
+                found[key].append(new.fence)
+        return found
+
+    def generation(self, key: str, fence: int) -> int:
+        """The number of the generation of an attempt."""
+        return bisect_right(self.generations.get(key, ()), fence)
+
+    @cached_property
+    def of_generations(self) -> History:
+        """The same history, in which each generation of a key is a key of its own."""
+        if not self.generations:
+            return self
+        fences: dict[str, int] = {}
+        latest: dict[str, int] = {}
+
+        def renamed(row: Row | None) -> Row | None:
+            number = row and self.generation(row.key, row.fence)
+            return replace(row, key=f"{row.key} #{number}") if row and number else row
+
+        notes: list[Note] = []
+        originals: list[Note] = []
+        for note in self.notes:
+            given = note.details
+            if (key := given.get("key")) not in self.generations:
+                notes.append(note)
+                originals.append(note)
+                continue
+            if note.what == "row":
+                old, new = renamed(given["old"]), renamed(given["new"])
+                if new is None:
+                    continue
+                fences[new.owner] = latest[key] = new.fence
+                old = old if old is not None and old.key == new.key else None
+                given = {**given, "key": new.key, "old": old, "new": new}
+            else:
+                fence = given.get("fence") or fences.get(given.get("token", ""), latest.get(key, 0))
+                given = {**given, "key": f"{key} #{self.generation(key, fence)}"}
+            notes.append(Note(note.at, note.what, given))
+            originals.append(note)
+        final = {**self.final, "rows": [renamed(row) for row in self.final["rows"]]}
+        notes[-1] = replace(notes[-1], details=final)
+        return History(notes, originals=originals)
+
     def of(self, *kinds: str) -> Iterator[Note]:
         """The notes of these kinds."""
         return (note for note in self.notes if note.what in kinds)
@@ -147,7 +208,30 @@ class History:
         ]
 
 
+def _is_brief(key: str) -> bool:
+    return key.partition(" ")[0] in BRIEF
+
+
+def _is_over(row: Row, at: float) -> bool:
+    """Whether a row does not run, and its retention is over."""
+    return row.state != State.RUNNING and row.expires_at <= at
+
+
 Check = Callable[[History], Iterator[Violation]]
+
+
+def of_each_generation(check: Check) -> Check:
+    """The same check of the generations of all keys."""
+
+    @wraps(check)
+    def checked(history: History) -> Iterator[Violation]:
+        told = history.of_generations
+        for found in check(told):
+            places = (place for place, note in enumerate(told.notes) if note is found.note)
+            place = next(places, None) if told.originals else None
+            yield found if place is None else replace(found, note=told.originals[place])
+
+    return checked
 
 
 def violations(notes: Sequence[Note]) -> list[Violation]:
@@ -186,11 +270,7 @@ def one_outcome(history: History) -> Iterator[Violation]:
             killed.add(f"{note.details['pid']:x}")
             continue
         old, new, pid = note.details["old"], note.details["new"], note.details["pid"]
-        if old is None or new is None:
-            if old is not None:
-                yield Violation("one outcome", note, "a row was deleted")
-            continue
-        if old.state != State.RUNNING or new.state == State.RUNNING:
+        if old is None or new is None or not _ran(old) or _ran(new):
             continue
         owner = old.owner.rpartition("-")[2]
         if new.ended == Ended.RELEASED and not new.owner and new.fence > old.fence:
@@ -205,6 +285,31 @@ def one_outcome(history: History) -> Iterator[Violation]:
 
 def _ran(row: Row | None) -> bool:
     return row is not None and row.state == State.RUNNING
+
+
+def records_last(history: History) -> Iterator[Violation]:
+    """A record lasts until its retention is over, which counts from its outcome, or from the end of
+    its wait; an operator counts from what was read. No running one is deleted.
+    """
+    for note in history.of("row"):
+        old, new = note.details["old"], note.details["new"]
+        if new is None:
+            if not _is_over(old, note.at):
+                yield Violation("a record lasts", note, f"it was deleted: {old}")
+        elif _ran(old) and not _ran(new) and new.ended != Ended.RELEASED:
+            least = RETENTION if _is_brief(new.key) else LeaseOptions.retention
+            if new.expires_at < max(note.at, new.retry_at) + least * 0.99 - 0.01:
+                yield Violation("a record lasts", note, f"until {new.expires_at:.3f}")
+
+
+def what_has_expired_is_purged(history: History) -> Iterator[Violation]:
+    """Nothing is left of what had expired when the last purge began."""
+    since = max((note.details["since"] for note in history.of("purged")), default=-math.inf)
+    for row in history.final["rows"]:
+        if _is_over(row, since):
+            yield Violation("what has expired is purged", None, f"the record is left: {row}")
+    for effect in history.final.get("effects", ()):
+        yield Violation("what has expired is purged", None, f"{effect} is left without its record")
 
 
 def closed_after_its_lease(history: History) -> Iterator[Violation]:
@@ -228,6 +333,7 @@ def closed_after_its_lease(history: History) -> Iterator[Violation]:
                 yield Violation("closed after its lease", note, "its lease has not ended")
 
 
+@of_each_generation
 def done_stays_done(history: History) -> Iterator[Violation]:
     """Finished work is not run again: a done row does not change, unless each call runs."""
     for note in history.of("row"):
@@ -238,6 +344,7 @@ def done_stays_done(history: History) -> Iterator[Violation]:
             yield Violation("done stays done", note, f"it became {new.state}, {new.result}")
 
 
+@of_each_generation
 def each_call_once(history: History) -> Iterator[Violation]:
     """A call is done once, and does not run afterwards, while its record lists it."""
     done: dict[tuple[str, str], None] = {}
@@ -266,7 +373,7 @@ def body_owns_row(history: History) -> Iterator[Violation]:
     rows: dict[str, Any] = {}
     for note in history.of("row", "body"):
         if note.what == "row":
-            rows[note.details["key"]] = note.details["new"]
+            rows[note.details["key"]] = note.details["new"] or note.details["old"]
             continue
         row, given = rows.get(note.details["key"]), note.details
         if (
@@ -392,11 +499,13 @@ def disturbed(history: History, process: str, at: float) -> bool:
     return False
 
 
+@of_each_generation
 def effects_once(history: History) -> Iterator[Violation]:
     """An effect with ``verify`` is executed once for its key, or for its call if there are several
     runs, unless a process stood still between intent and call.
     """
     seen: dict[tuple[str, str, int], bool] = {}
+    latest: dict[tuple[str, str, int], float] = {}
     stood: set[tuple[str, int]] = set()
     for note in history.of("charges", "charged"):
         given = note.details
@@ -407,9 +516,36 @@ def effects_once(history: History) -> Iterator[Violation]:
             continue
         several = given["key"].partition(" ")[0] in SEVERAL_RUNS
         effect = given["key"], given["call"] if several else "", intent[1]
-        if effect in seen and not (seen[effect] or intent in stood):
+        if (
+            effect in seen
+            and not (seen[effect] or intent in stood)
+            and not (several and _may_be_purged(history, given, latest[effect], note.at))
+        ):
             yield Violation("one effect", note, "it was executed before")
+        latest[effect] = note.at
         seen[effect] = intent in stood or seen.get(effect, False)
+
+
+def _may_be_purged(history: History, given: dict[str, Any], latest: float, at: float) -> bool:
+    """Whether the effect of a call, executed at *latest*, may be purged before *at*: its retention
+    is over, and another call has the row then.
+    """
+    if not _is_brief(key := given["key"]):
+        return False
+    intent = max(
+        note.at
+        for note in history.of("body")
+        if note.at <= latest
+        and note.details["key"] == key
+        and note.details["call"] == given["call"]
+    )
+    rows = [note for note in history.of("row") if note.details["key"] == key and note.at <= at]
+    ends = [note.at for note in rows[1:]] + [at]
+    return any(
+        note.details["new"].call != given["call"] and end >= intent + RETENTION
+        for note, end in zip(rows, ends, strict=True)
+        if note.at >= latest
+    )
 
 
 def cooldown_holds(history: History) -> Iterator[Violation]:
@@ -515,6 +651,7 @@ def retries_are_not_repeated(history: History) -> Iterator[Violation]:
             least.pop(key, None)
 
 
+@of_each_generation
 def what_has_failed_does_not_run(history: History) -> Iterator[Violation]:
     """A call that has failed for good does not run again, also after another call of its key. The
     failure of a call that crashed is taken back if its process has lived.
@@ -530,6 +667,7 @@ def what_has_failed_does_not_run(history: History) -> Iterator[Violation]:
             failed.add((row.key, row.call))
 
 
+@of_each_generation
 def what_is_reported_does_not_run(history: History) -> Iterator[Violation]:
     """A call whose caller has its failure does not run again because its message is delivered a
     second time, and says so. Nobody knows that of two messages that look like the first one, or of
@@ -560,6 +698,7 @@ def what_is_reported_does_not_run(history: History) -> Iterator[Violation]:
                 again.discard(row.call)
 
 
+@of_each_generation
 def what_keeps_failing_ends(history: History) -> Iterator[Violation]:
     """A key does not cool down after the last failure that it may have."""
     asked = _tokens(history, "cooldown", "error")
@@ -577,6 +716,7 @@ def what_keeps_failing_ends(history: History) -> Iterator[Violation]:
                 yield Violation("what keeps failing ends", note, f"failure {failures[new.key]}")
 
 
+@of_each_generation
 def retries_are_limited(history: History) -> Iterator[Violation]:
     """After so many quick retries in a row a call cools down."""
     asked = _tokens(history, "retry")
@@ -593,6 +733,7 @@ def retries_are_limited(history: History) -> Iterator[Violation]:
                 yield Violation("retries are limited", note, "its call does not cool down")
 
 
+@of_each_generation
 def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
     """No body begins after so many others in a row whose processes died, unless the lease store has
     lost leases: then their processes may have lived. If each call runs, those of its call count. An
@@ -638,6 +779,7 @@ def _counted_together(key: str, call: str) -> tuple[str, str]:
     return key, call if key.partition(" ")[0] in SEVERAL_RUNS else ""
 
 
+@of_each_generation
 def only_crashes_count(history: History) -> Iterator[Violation]:
     """A key fails because of crashes only after so many attempts that have died, or of which
     nothing was heard since another one has taken the row over; what is heard later counts too.
@@ -739,6 +881,7 @@ def what_has_begun_does_not_expire(history: History) -> Iterator[Violation]:
             yield Violation("what has begun does not expire", body.began, "it was revoked")
 
 
+@of_each_generation
 def items_are_done_once(history: History) -> Iterator[Violation]:
     """A loop goes on where it was interrupted, if its process has lived: only the item in progress
     is repeated.
@@ -933,6 +1076,7 @@ def probes_are_alone(history: History) -> Iterator[Violation]:
             probes[group].append(bodies[given["token"]])
 
 
+@of_each_generation
 def without_faults_nothing_runs_twice(history: History) -> Iterator[Violation]:
     """If nothing goes wrong for an attempt, what its body has returned is the outcome, so no other
     body begins: for the key, or for the call if there are several runs.
@@ -979,9 +1123,16 @@ def without_faults_no_lease_is_lost(history: History) -> Iterator[Violation]:
 
 
 def effect_is_stored(history: History) -> Iterator[Violation]:
-    """When a body gets the reply of an effect, the database has it."""
-    for note in history.of("has charged"):
-        if note.details["state"] != "done":
+    """When a body gets the reply of an effect, the database has it, unless the row of its attempt
+    was deleted meanwhile.
+    """
+    deleted: dict[str, int] = {}
+    for note in history.of("has charged", "row"):
+        given = note.details
+        if note.what == "row":
+            if given["new"] is None:
+                deleted[given["key"]] = given["old"].fence
+        elif given["state"] != "done" and given.get("fence", 1) > deleted.get(given["key"], 0):
             yield Violation("the reply of an effect is stored", note, "no later attempt knows it")
 
 
@@ -1022,7 +1173,7 @@ def nothing_lost(history: History) -> Iterator[Violation]:
         for note in history.of("event CallDropped")
         if note.details["reason"] == Dropped.NO_RESULT and any(history.of(*FAULTS))
     }
-    rows = {row.key: row for row in history.final["rows"]}
+    rows = _last_rows(history)
     withdrawn = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
     dropped = {
         note.details["call_id"]
@@ -1086,6 +1237,38 @@ def _failed_for_its_queue(history: History) -> set[str]:
     return {call for call in used if answers.get(call) == "FAILURE"}
 
 
+def _last_rows(history: History) -> dict[str, Row]:
+    """The last row of each key, also if it was purged; that of a call that was done before its
+    record expired is done, if Celery has perhaps dropped its message.
+    """
+    deleted = (note for note in history.of("row") if note.details["new"] is None)
+    rows: dict[str, Row] = {note.details["key"]: note.details["old"] for note in deleted}
+    rows |= {row.key: row for row in history.final["rows"]}
+    for key, call in _done_before(history):
+        if rows[key].call == call:
+            rows[key] = replace(rows[key], state=State.DONE)
+    return rows
+
+
+def _done_before(history: History) -> set[tuple[str, str]]:
+    """The calls, with their keys, that were done before their record expired, have it again, and
+    whose process has perhaps died: then Celery drops the message, because the call has a result.
+    """
+    done: dict[tuple[str, str], int] = {}
+    again: set[tuple[str, str]] = set()
+    dropped: set[tuple[str, str]] = set()
+    for note in history.of("row", "killed") if history.generations else ():
+        if note.what == "killed":
+            dropped |= again
+        elif (row := note.details["new"]) is not None:
+            number = history.generation(row.key, row.fence)
+            if row.state == State.DONE:
+                done.setdefault((row.key, row.call), number)
+            elif done.get((row.key, row.call), number) < number:
+                again.add((row.key, row.call))
+    return dropped
+
+
 def _belongs_to_no_call(row: Any) -> bool:
     """Whether the last caller was told that the broker has not taken the message."""
     return bool(row.state == State.PENDING and not row.call)
@@ -1121,6 +1304,7 @@ def nothing_left(history: History) -> Iterator[Violation]:
         if note.details["reason"] == "copy_waits"
     }
     dropped &= {note.details["call"] for note in history.of("revoked")}
+    dropped_by_celery = _done_before(history)
     killed = {note.details["pid"] for note in history.of("killed")}
     last = {note.details["key"]: note.details["pid"] for note in history.of("row")}
     limited = list(history.of("time limit"))
@@ -1130,6 +1314,8 @@ def nothing_left(history: History) -> Iterator[Violation]:
     ended |= _failed_for_its_queue(history)
     dropped |= _discarded(history)
     for row in history.final["rows"]:
+        if (row.key, row.call) in dropped_by_celery:
+            continue
         if row.state == State.RUNNING and row.call not in ended | dropped:
             yield Violation("nothing is left", None, f"the row still runs: {row}")
         elif (
@@ -1247,10 +1433,27 @@ def one_result(history: History) -> Iterator[Violation]:
             continue
         if (answer := values[call]) is None:
             yield Violation("one result", note, "a success without a result")
-        elif note.details["task"] in SEVERAL_RUNS:
+        if answer is None or note.details["task"] in SEVERAL_RUNS:
             continue
-        elif results.setdefault(note.details["key"], answer) != answer:
-            yield Violation("one result", note, f"{answer} is not {results[note.details['key']]}")
+        key = note.details["key"]
+        if key in history.generations:
+            key += f" #{history.generation(key, json.loads(answer)[1])}"
+        if results.setdefault(key, answer) != answer:
+            yield Violation("one result", note, f"{answer} is not {results[key]}")
+
+
+def what_has_expired_answers_nobody(history: History) -> Iterator[Violation]:
+    """No call gets the result of a run whose record had expired when it was made."""
+    expires: dict[tuple[str, int], float] = {}
+    for note in history.of("row") if history.generations else ():
+        if (row := note.details["new"]) is not None:
+            expires[row.key, row.fence] = row.expires_at
+    for note in history.of("calls") if history.generations else ():
+        key, answer = note.details["key"], history.final["values"].get(note.details["call"])
+        if key not in history.generations or answer is None:
+            continue
+        if expires[key, json.loads(answer)[1]] < note.at:
+            yield Violation("what has expired answers nobody", note, f"it got {answer}")
 
 
 def own_results(history: History) -> Iterator[Violation]:
@@ -1373,6 +1576,8 @@ def slots_are_given_back(history: History) -> Iterator[Violation]:
 CHECKS: tuple[Check, ...] = (
     fences_grow,
     one_outcome,
+    records_last,
+    what_has_expired_is_purged,
     closed_after_its_lease,
     done_stays_done,
     each_call_once,
@@ -1399,6 +1604,7 @@ CHECKS: tuple[Check, ...] = (
     withdrawn_calls_do_not_run,
     queued_once,
     one_result,
+    what_has_expired_answers_nobody,
     own_results,
     last_change_seen,
     limit_holds,

@@ -25,7 +25,7 @@ FATES = ("refused", "lost request", "lost reply", "late", "paused")
 """What happens to a request that goes wrong."""
 REQUESTS = (("claim", "acquire"), ("settle",), ("settle",), ("read",), ("renew",))
 """Requests that go wrong often in some runs; of bodies with effects also those of an effect,
-and of calls that are queued once the publish.
+of calls that are queued once the publish, and of records that expire those of a purge.
 """
 
 
@@ -57,7 +57,13 @@ class Faults:
 
     @classmethod
     def drawn(
-        cls, random: Random, others: Random, *, effects: bool = False, queues: bool = False
+        cls,
+        random: Random,
+        others: Random,
+        *,
+        effects: bool = False,
+        queues: bool = False,
+        purges: bool = False,
     ) -> Faults:
         """The rates of one run: some runs have no such faults, and some many."""
         scale = random.choice((0.0, 0.002, 0.01, 0.04))
@@ -69,11 +75,15 @@ class Faults:
         )
         rates = (refused, request, reply, late, reorder, paused, unanswered)
         requests = others.choice(
-            REQUESTS + (("effect",),) * 5 * effects + (("publish",),) * 5 * queues
+            REQUESTS
+            + (("effect",),) * 5 * effects
+            + (("publish",),) * 5 * queues
+            + (("select", "delete"),) * 20 * purges
         )
         often = requests if others.random() < 0.5 else ()
         held_back = others.choice((0.0, 0.0, 0.0, 0.3))
-        fate = others.choice(FATES + ("paused",) * 4 * (requests == ("effect",)))
+        at_worst = requests in (("effect",), ("select", "delete"))
+        fate = others.choice(FATES + ("paused",) * 4 * at_worst)
         return cls(random, *rates, often, fate, held_back)
 
     def fate(self, server: Server, what: str) -> str:

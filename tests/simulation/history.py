@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,8 @@ class Row:
     resumes: bool
     reason: str | None = None
     crashes: int = 0
+    #: When its retention is over, in true time.
+    expires_at: float = math.inf
 
     def __str__(self) -> str:
         until = f" until {self.retry_at:.2f}" if self.retry_at else ""

@@ -37,7 +37,7 @@ EFFECTS = "celery_leases.body.effects"
 AFTER_RUN, CHILD_EXIT = "celery_leases.decide.after_run", "celery_leases.worker.child_exit"
 STATEMENTS, ROWS = "celery_leases.stores.sql.record_statements", "celery_leases.stores.sql.rows"
 TAKEOVER, FETCHING = "celery_leases.worker.takeover", "celery_leases.worker.fetching"
-REQUEST = "celery_leases.worker.request"
+REQUEST, RECORDS = "celery_leases.worker.request", "celery_leases.stores.sql.records"
 DEADLINES, WAITING = "celery_leases.deadlines", "celery_leases.decide.waiting"
 
 BUGS = (
@@ -419,6 +419,43 @@ BUGS = (
         EFFECTS,
         "accepted = self._retrying(lambda: self.process.effects.finish(effect, text, reference))",
         "accepted = True",
+    ),
+    # -- records that expire
+    Bug(
+        "a purge deletes a row that was claimed meanwhile",
+        RECORDS,
+        "delete(records).where(records.c.stored_key.in_(old), over)",
+        "delete(records).where(records.c.stored_key.in_(old))",
+    ),
+    Bug(
+        "a purge deletes the effects of a call that has the row",
+        RECORDS,
+        "over = and_(effects.c.expires_at <= self.database.now, ~present)",
+        "over = effects.c.expires_at <= self.database.now",
+    ),
+    Bug(
+        "the effects of a purged row are left",
+        RECORDS,
+        "        self.database.count(gone, {})\n",
+        "",
+    ),
+    Bug(
+        "the retention of a success counts from the claim",
+        STATEMENTS,
+        "                else_=now + keep,",
+        "                else_=columns.started_at + keep,",
+    ),
+    Bug(
+        "a row that runs for longer than its retention counts as absent",
+        ROWS,
+        '"expires_at": row["expires_at"] if state is not State.RUNNING else None,',
+        '"expires_at": row["expires_at"],',
+    ),
+    Bug(
+        "a record counts until it is purged",
+        "celery_leases.record",
+        "return self.expires_at is not None and self.expires_at <= self.now",
+        "return False",
     ),
     # -- what a reviewer proposed
     Bug(

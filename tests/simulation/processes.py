@@ -102,7 +102,8 @@ class SimulatedProcess:
             for_bodies = Stores(world.leases.lease_store(call_timeout(ttl)), records)
         if self.has_threads:
             world.database.share_trips(records)
-        renewer = Renewer(for_renewals, for_bodies, world, self.clock, None)
+        purged = world.database.record_store() if world.shape.purges else None
+        renewer = Renewer(for_renewals, for_bodies, world, self.clock, purged)
         process = Process(
             settings=world.settings,
             leases=leases,

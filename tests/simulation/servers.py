@@ -238,7 +238,7 @@ def _base_records() -> SqlRecordStore:
 
 _COLUMNS = (
     *("key", "task", "state", "fence", "owner", "call_id", "ended", "result", "retry_at"),
-    *("resumes", "reason", "crashes"),
+    *("resumes", "reason", "crashes", "expires_at"),
 )
 
 
@@ -267,8 +267,9 @@ def _note_group(world: World, name: str, slots: Slots, epoch: float) -> None:
 def _noted_row(values: Sequence[Any]) -> Row | None:
     if values[0] is None:
         return None
-    key, task, state, fence, owner, call, ended, result, retry_at, resumes, *more = values
+    key, task, state, fence, owner, call, ended, result, retry_at, resumes, *more, expires = values
     at, name = retry_at / 1e6 - EPOCH if retry_at else 0.0, work.named(task, key)
+    more.append(expires / 1e6 - EPOCH if expires else math.inf)
     return Row(name, task, state, fence, owner, call, ended, result, at, bool(resumes), *more)
 
 
@@ -326,6 +327,18 @@ class DatabaseServer(Server):
         query = f"SELECT state FROM {self.records.tables.effects} WHERE idempotency_key = ?"  # noqa: S608
         found = self._first(query, idempotency_key)
         return found[0] if found is not None else None
+
+    def has_expired(self, at: float) -> bool:
+        """Whether the retention of a record is over."""
+        query = f"SELECT 1 FROM {self.records.tables.records} WHERE expires_at <= ? AND state <> 'running'"  # noqa: S608
+        return self._first(query, round((at + EPOCH) * 1e6)) is not None
+
+    def left_effects(self) -> list[str]:
+        """The effects of keys that are left without a record."""
+        effects, records = self.records.tables.effects, self.records.tables.records
+        without = f"stored_key NOT IN (SELECT stored_key FROM {records})"  # noqa: S608
+        query = f"SELECT name FROM {effects} WHERE expires_at IS NULL AND {without}"  # noqa: S608
+        return [name for (name,) in self._driver.execute(query).fetchall()]
 
     def lease_until(self, stored_key: str, token: str) -> float | None:
         """When the lease of *token* ends, in true time."""

@@ -14,6 +14,7 @@ import pytest
 from celery_leases.events import Dropped
 from tests.simulation.checker import violations
 from tests.simulation.history import Note, Row
+from tests.simulation.work import RETENTION
 
 KEY = "once k"
 
@@ -28,6 +29,7 @@ class Story:
         self.answers: dict[str, str | None] = {}
         self.values: dict[str, str] = {}
         self.held: list[str] = []
+        self.effects: list[str] = []
         self.quiet = True
         self.late = False
 
@@ -82,6 +84,15 @@ class Story:
 
     def done(self, result: str = "r", **changes: Any) -> Story:
         return self.write(state="done", result=result, **changes)
+
+    def expires(self, number: int = 1, lasts: float = RETENTION) -> Story:
+        """The outcome of a run, whose record expires."""
+        return self.done(f"[0, {number}]", expires_at=self.at + 1.0 + lasts)
+
+    def deleted(self) -> Story:
+        """A purge deletes the row."""
+        old, self.row = self.row, None
+        return self.note("row", key=KEY, old=old, new=None, by="client", pid=10)
 
     def cools(self, seconds: float, **changes: Any) -> Story:
         until = self.at + 1.0 + seconds
@@ -180,6 +191,7 @@ class Story:
                 {
                     "rows": rows,
                     "held": self.held,
+                    "effects": self.effects,
                     "answers": self.answers,
                     "values": self.values,
                     "quiet": self.quiet,
@@ -251,7 +263,65 @@ def called() -> Story:
     return Story().call()
 
 
+def brief() -> Story:
+    """A call whose record expires."""
+    return having(Story().call(task="brief"), values={"c1": "[0, 1]"})
+
+
+def expired(call: str = "c2", task: str = "brief", *, deletes: bool = True) -> Story:
+    """A record that has expired when a call is made, which runs then."""
+    told = Story().note("calls", key=KEY, call="c1").call(task=task)
+    told.values = {"c1": f"[0, {1 if call == 'c2' else 2}]", call: "[0, 2]"}
+    told.claim().body().charged().ends().expires().wait(RETENTION)
+    told = told.deleted() if deletes else told
+    told = told.note("calls", key=KEY, call="c2").call("c2", task=task) if call == "c2" else told
+    told.claim("b", 2, call).body("b", 2, call=call).charged("b", call).ends("b").expires(2)
+    return of_task(task, told)
+
+
+def each_brief(call: str = "c2") -> Story:
+    """A call has charged, and runs again after *call* has had the row for the retention."""
+    told = Story().call(task="each-brief-charged").claim().body().charged().ends()
+    told.write(state="pending", ended="failed").claim("b", 2, call).wait(RETENTION)
+    told.write(state="pending", ended="failed").claim("c", 3).body("c", 3).charged("c")
+    return of_task("each-brief-charged", told.ends("c").done())
+
+
 GOOD: dict[str, Callable[[], Story]] = {
+    "a call after the record has expired": expired,
+    "a late copy of a call after the record has expired": lambda: expired("c1"),
+    "a call after the record has expired, which is not purged yet": lambda: expired(deletes=False),
+    "an effect of each generation": lambda: expired(task="brief-charged"),
+    "an effect that was purged while another call had the row": each_brief,
+    "a reply of an effect that was purged while its process stood still": lambda: of_task(
+        "brief",
+        brief()
+        .claim()
+        .body()
+        .claim("b", 2)
+        .expires()
+        .wait(RETENTION)
+        .deleted()
+        .note("has charged", key=KEY, token="a", fence=1, state=None)
+        .ends(),
+    ),
+    "a record that is purged in the end": lambda: of_task(
+        "brief",
+        brief().claim().body().ends().expires().wait(RETENTION).deleted().note("purged", since=7.0),
+    ),
+    "a late copy of a call whose process dies, so that Celery drops it": lambda: of_task(
+        "brief",
+        brief()
+        .claim()
+        .body()
+        .ends()
+        .expires()
+        .wait(RETENTION)
+        .claim("b-10", 2)
+        .body("b-10", 2)
+        .note("killed", process="w0/c1", pid=16)
+        .write(99, state="pending", ended="crashed", expires_at=9e9),
+    ),
     "nothing happens": story,
     "one run": lambda: called().run(),
     "two calls, one run": lambda: called().call("c2").run(),
@@ -1331,9 +1401,42 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "two results": (
         "one result", 2, lambda: having(called().call("c2").run(), values={"c1": "r", "c2": "s"}),
     ),
-    "a row that is deleted": (
-        "one outcome", 6,
-        lambda: (told := called().run()).note("row", key=KEY, old=told.row, new=None, pid=10),
+    "a row that is deleted": ("a record lasts", 6, lambda: called().run().deleted()),
+    "a row that is deleted before its retention is over": (
+        "a record lasts", 6, lambda: called().claim().body().ends().expires(lasts=8e5).deleted(),
+    ),
+    "a row that is deleted while it runs": (
+        "a record lasts", 4, lambda: called().claim(expires_at=2.0).body().deleted(),
+    ),
+    "a retention that counts from the claim": (
+        "a record lasts", 5,
+        lambda: of_task("brief", brief().claim().body().wait(1).ends().expires(lasts=0.5)),
+    ),
+    "a retention that counts from the failure, and not from the wait": (
+        "a record lasts", 5,
+        lambda: of_task("brief", brief().claim().body().ends().cools(8, expires_at=10.0)),
+    ),
+    "a record that is left by a purge": (
+        "what has expired is purged", 0,
+        lambda: of_task("brief", brief().claim().body().ends().expires())
+        .wait(RETENTION).note("purged", since=8.0),
+    ),
+    "an effect that is left by a purge": (
+        "what has expired is purged", 0, lambda: having(called().run(), effects=["e"]),
+    ),
+    "a done key that runs again before its record expires": (
+        "each call once", 7,
+        lambda: of_task("brief", brief().claim().body().ends().expires().run("b", 2)),
+    ),
+    "the result of a record that had expired": (
+        "what has expired answers nobody", 9, lambda: having(expired(), values={"c2": "[0, 1]"}),
+    ),
+    "two results of a generation": (
+        "one result", 10,
+        lambda: having(expired(), values={"c1": "[0, 2]", "c2": "[1, 2]"}),
+    ),
+    "an effect that is executed again while its call has the row": (
+        "one effect", 11, lambda: each_brief("c1"),
     ),
 }  # fmt: skip
 

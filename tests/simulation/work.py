@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 TTL = 3.0
+RETENTION = 2.0
+"""The retention of the tasks in :data:`BRIEF`, in seconds."""
+BRIEF = ("brief", "brief-charged", "each-brief-charged")
+"""Tasks whose records expire within a run."""
 LONG_TTL = 9.0
 """The ttl of the tasks named ``steady``, which share their keys with those named ``swift``."""
 SHARED = {"swift": "both", "steady": "both"}
@@ -184,6 +188,10 @@ def app() -> SimulatedCelery:
     made.task(name="charged", **once)(charging_body)
     made.task(name="each-charged", lease_runs="each", **common)(charging_body)
     made.task(name="latest-charged", lease_runs="latest", **common)(charging_body)
+    made.task(name="brief", lease_retention=RETENTION, **once)(body)
+    made.task(name="brief-charged", lease_retention=RETENTION, **once)(charging_body)
+    each_brief = {**common, "lease_runs": "each", "lease_retention": RETENTION}
+    made.task(name="each-brief-charged", **each_brief)(charging_body)
     made.task(name="stored", lease_outbox="store", **once)(body)
     made.task(name="queued", lease_outbox="once", **once)(body)
     made.task(name="enqueued", **once)(body)

@@ -23,10 +23,12 @@ from celery.worker import state as worker_state
 from celery.worker import strategy
 from sqlalchemy.orm import Session
 
+from celery_leases.attempt import renewal
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.concurrency import os_threads, shared_trips
 from celery_leases.errors import StoreUnavailable
 from celery_leases.events import LeaseAcquired, LeaseLost, LeaseRenewed
+from celery_leases.ops.client import OperatorClient
 from celery_leases.options import LONGEST_COUNTDOWN
 from celery_leases.outbox.calls import relay, rescue
 from celery_leases.record import Ended
@@ -168,6 +170,18 @@ class Shape:
         if "stored" in self.tasks and self.loses and random.random() < 0.5:
             self.habit = "self.retry"
 
+    def draw_brief(self, random: Random) -> None:
+        """Let some runs have tasks whose records expire, and are purged, within the run."""
+        if self.span < DAY and random.random() < 0.03:
+            self.tasks = tuple(random.sample(work.BRIEF, random.choice((1, 1, 2))))
+            self.keys, self.loses = random.choice((1, 1, 2)), False
+            self.calls = random.choice((8, 12, 16))
+
+    @property
+    def purges(self) -> bool:
+        """Whether records expire within the run."""
+        return not set(work.BRIEF).isdisjoint(self.tasks)
+
     @classmethod
     def drawn(cls, random: Random, *, day: bool = False) -> Shape:
         """The cluster of one seed; *day*: it is observed for a day."""
@@ -223,6 +237,7 @@ class World:
         if self.given is None:
             self.shape.draw_others(Random(f"other tasks of {self.seed}"))
             self.shape.draw_limit(Random(f"delivery limit of {self.seed}"))
+            self.shape.draw_brief(Random(f"brief tasks of {self.seed}"))
         self.scheduler = Scheduler(self.random)
         self.kernel = Kernel(SimulatedClock(self, 0.0, 1.0))
         self.faults = Faults.drawn(
@@ -230,6 +245,7 @@ class World:
             Random(f"others {self.seed}"),
             effects="charged" in str(self.shape.tasks),
             queues="queued" in self.shape.tasks,
+            purges=self.shape.purges,
         )
         self.outside = work.Outside()
         self.app = work.app()
@@ -277,6 +293,8 @@ class World:
             self.later(self.shape.span, self._heal)
             if set(self.shape.tasks) & set(OUTBOX_TASKS):
                 self.scheduler.spawn(self.client, self._keep_outbox, "outbox")
+            if self.shape.purges:
+                self.scheduler.spawn(self.client, self._purge, "purge")
             self.scheduler.run(self._is_over, self._settled_at)
             self._note_final()
             self._recording = False
@@ -381,6 +399,24 @@ class World:
                 relay(self.app)
                 rescue(self.app, older=RESCUE_AFTER)
 
+    def _purge(self) -> None:
+        """What an operator's timer does, beside the workers: ``leases purge``."""
+        client = OperatorClient.from_app(self.app)
+        while True:
+            self.scheduler.sleep(2 * self.pause_of_purges)
+            since = self.scheduler.now
+            if not self.database.has_expired(since):
+                continue
+            with suppress(StoreUnavailable):
+                for _ in client.purge(client.purgeable()):
+                    pass
+                self.note("purged", since=since)
+
+    @property
+    def pause_of_purges(self) -> float:
+        """Seconds between two purges of the workers; an operator purges half as often."""
+        return max(5.0, self.shape.span / 200)
+
     def _heal(self) -> None:
         self.faults.active = False
         self.faults.reorder = 0.0
@@ -436,6 +472,7 @@ class World:
             held=[] if self.leases is None else self.leases.held_keys(later),
             answers=answers,
             values=values,
+            effects=self.database.left_effects(),
             quiet=self._is_quiet(),
             late=self.shape.takeover
             and (
@@ -667,7 +704,7 @@ class World:
 def _warm_up() -> None:
     """Run what happens once in a Python process, so that all seeds of it meet the same."""
     for database_leases in (False, True):
-        tasks = work.expanded(TASKS + OTHER_TASKS)
+        tasks = work.BRIEF + work.expanded(TASKS + OTHER_TASKS)
         everything = Shape(2, 2, False, 2, 20, 10, database_leases, None, tasks)
         World(0, given=everything)._run()
 
@@ -794,6 +831,8 @@ def simulated(world: World) -> Iterator[None]:
         (einfo, "Traceback", lambda _: None),  # nobody reads them, and they take a third of a run
         (einfo, "traceback", SimpleNamespace(format_exception=lambda *_: ["simulated"])),
         (database_watch, "_until", of_process(world, dict)),
+        (renewal, "PURGE_EVERY", world.pause_of_purges),
+        (renewal, "PURGE_BATCH", 2),
         (database, "_memory", Proxy(lambda: shared[world.here.host])),
         (request, "waiting_calls", Proxy(lambda: world.here.waiting)),
         (takeover, "current", LeaseOfWorker(world)),

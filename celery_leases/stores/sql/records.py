@@ -792,16 +792,19 @@ class SqlRecordStore:
 
     def _purge_records(self, limit: int) -> int:
         records, effects = self.tables.records, self.tables.effects
-        over = and_(records.c.expires_at <= self.database.now, records.c.state != State.RUNNING)
-        # Both deletes repeat the condition, so the effects of a row that was claimed since stay.
-        expired = select(records.c.stored_key).where(over).limit(limit)
+        ended, now = records.c.state != State.RUNNING, self.database.now
+        expired = select(records.c.stored_key, now.label("now"))
+        expired = expired.where(records.c.expires_at <= now, ended).limit(limit)
         if self.database.dialect.joint_index:
             expired = expired.order_by(records.c.started_at)  # so that it uses the index
         found = self.database.all(expired, {})
-        old = [row["stored_key"] for row in found]
-        of_old = exists().where(records.c.stored_key == effects.c.stored_key, over)
-        if not old:
+        if not found:
             return 0
+        old = [row["stored_key"] for row in found]
+        # Both deletes repeat the condition, with the time of the select, so a row that was claimed
+        # since stays with its effects, also if it has expired again.
+        over = and_(records.c.expires_at <= int(found[0]["now"]), ended)
+        of_old = exists().where(records.c.stored_key == effects.c.stored_key, over)
         gone = delete(effects).where(
             effects.c.stored_key.in_(old), effects.c.expires_at.is_(None), of_old
         )
