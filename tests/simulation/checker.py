@@ -786,27 +786,28 @@ def only_crashes_count(history: History) -> Iterator[Violation]:
     """
     if any(note.details.get("server") == "database" for note in history.of("refused", *SLOW)):
         return
-    silent: dict[int, tuple[str, str]] = {}
+    silent: dict[tuple[str, int], str] = {}
     died: Counter[str] = Counter()
 
     def too_early(row: Row, note: Note | None) -> Iterator[Violation]:
-        crashes = died[row.key] + sum(key == row.key for key, _ in silent.values())
+        crashes = died[row.key] + sum(key == row.key for key, _ in silent)
         if (row.state, row.reason) == (State.FAILED, "crash_loop") and crashes < CRASHES:
             yield Violation("only crashes count", note, f"{crashes} crashes: {row}")
 
     for note in history.of("row", "killed", "event OutcomeRefused"):
         given = note.details
         if note.what == "event OutcomeRefused":
-            silent.pop(given["fence"], None)
+            silent.pop((named(given["task"], given["key"]), given["fence"]), None)
         elif note.what == "killed":
-            dead = [each for each, (_, pid) in silent.items() if pid == f"{given['pid']:x}"]
-            died.update(silent.pop(fence)[0] for fence in dead)
+            dead = [each for each, pid in silent.items() if pid == f"{given['pid']:x}"]
+            died.update(key for key, _ in dead)
+            silent = {each: pid for each, pid in silent.items() if each not in dead}
         elif (row := given["new"]) is not None:
             process = row.owner.rpartition("-")[2]
             if row.state == State.RUNNING:
-                silent[row.fence] = row.key, process
+                silent[row.key, row.fence] = process
             elif process == f"{given['pid']:x}":
-                silent.pop(row.fence, None)
+                silent.pop((row.key, row.fence), None)
                 died[row.key] += row.ended == Ended.TERMINATED  # by a time limit
                 more = row.crashes - given["old"].crashes if given["old"] is not None else 0
                 if more > 0 and disturbed(history, given["by"], note.at):
@@ -1116,7 +1117,7 @@ def without_faults_no_lease_is_lost(history: History) -> Iterator[Violation]:
             continue
         # The outcome may be on its way for longer, and ends the lease before its reply comes.
         after = min(note.at, ended.get(note.details["token"], math.inf))
-        after -= ttl_of(note.details["key"])
+        after -= ttl_of(note.details["key"]) + 2.0  # a renewal may take as long
         faults = history.faults(note.details["process"], after, note.at)
         if not faults or [fault.what for fault in faults] == ["refused"]:
             yield Violation("without faults no lease is lost", note, f"after {faults}")
@@ -1277,6 +1278,8 @@ def _belongs_to_no_call(row: Any) -> bool:
 def queues_discard_nothing(history: History) -> Iterator[Violation]:
     """A call whose message its queue would discard fails before, and not earlier."""
     used: set[str] = set()
+    # A process counts the returns of all messages of a call together.
+    copied = any(history.of("copied", "delivered late"))
     for note in history.of("returned", "discarded", "event CallRefused"):
         given = note.details
         if note.what == "returned":
@@ -1284,7 +1287,11 @@ def queues_discard_nothing(history: History) -> Iterator[Violation]:
         elif note.what == "discarded":
             if given["why"] == "reject":
                 yield Violation("nothing is lost", note, "its worker returned it once too often")
-        elif "cannot be rescheduled" in given["error"] and given["call_id"] not in used:
+        elif (
+            "cannot be rescheduled" in given["error"]
+            and given["call_id"] not in used
+            and not copied
+        ):
             why = "its queue takes its message back"
             yield Violation("a call fails only if it cannot be returned", note, why)
 

@@ -1258,13 +1258,13 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a key that fails by a crash that was heard of": (
         "only crashes count", 15,
         lambda: called().crashes(1).crashes(2).claim("c-c", 3).claim("d-d", 4)
-        .note("event OutcomeRefused", fence=3).claim("e-e", 5)
-        .note("event OutcomeRefused", fence=4).write(0xE, state="failed", reason="crash_loop"),
+        .note("event OutcomeRefused", task="once", key="k", fence=3).claim("e-e", 5)
+        .note("event OutcomeRefused", task="once", key="k", fence=4).write(0xE, state="failed", reason="crash_loop"),
     ),
     "a key that has failed by crashes that are heard of later": (
         "only crashes count", 0,
         lambda: called().crashes(1).claim("b-b", 2).claim("c-c", 3).claim("d-d", 4)
-        .write(0xD, state="failed", reason="crash_loop").note("event OutcomeRefused", fence=3),
+        .write(0xD, state="failed", reason="crash_loop").note("event OutcomeRefused", task="once", key="k", fence=3),
     ),
     "a message that begins twice": (
         "a delivery is handled once", 6, lambda: called().run().note("begins twice", call="c1"),

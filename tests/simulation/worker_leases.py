@@ -433,6 +433,8 @@ class SimulatedWorkers(redis_workers.Workers):
     def unregistered(self, tags: Sequence[str], unacked: str) -> Mapping[str, bytes]:
         def unregistered() -> Mapping[str, bytes]:
             found = {tag: self._broker.stored(tag) for tag in tags if not self._is_registered(tag)}
+            # Another worker may have fetched it a moment before.
+            self._broker.returned |= {(tag, self._simulated.host) for tag in found}
             return {tag: message for tag, message in found.items() if message is not None}
 
         return self._simulated.request("unregistered", unregistered)
