@@ -74,6 +74,19 @@ def test_an_unpublished_call_frees_its_key(outbox: Outbox, sql_records: SqlRecor
     assert row(sql_records, other).state is State.RUNNING
 
 
+def test_an_unpublished_call_that_has_run_keeps_its_key(
+    outbox: Outbox, sql_records: SqlRecordStore
+) -> None:
+    """It waits for its next attempt: the broker had its message, and only the reply was lost."""
+    key = fresh_key()
+    queue(outbox, key, "call-1")
+    record = won(sql_records, make_call(key, call_id="call-1"), DATABASE)
+    closed(sql_records, record, State.PENDING, ended=Ended.FAILED, resumes=True)
+    outbox.withdraw(key, "call-1", 3600.0)
+    found = row(sql_records, key)
+    assert (found.call_id, found.resumes) == ("call-1", True)
+
+
 def test_an_unpublished_call_on_which_another_caller_relies_stays_due(
     outbox: Outbox, sql_records: SqlRecordStore
 ) -> None:

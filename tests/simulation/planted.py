@@ -302,8 +302,8 @@ BUGS = (
     Bug(
         "a queued call that another caller has got is withdrawn",
         "celery_leases.stores.sql.outbox",
-        "table.c.state == State.PENDING, not_taken)",
-        "table.c.state == State.PENDING)",
+        "table.c.state == State.PENDING, table.c.ended.is_(None), not_taken)",
+        "table.c.state == State.PENDING, table.c.ended.is_(None))",
     ),
     Bug(
         "a call in a transaction that is rolled back is published",

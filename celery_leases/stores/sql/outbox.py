@@ -116,7 +116,7 @@ class Outbox:
         own, table = self._to_be_published(stored_key, call_id), self._table
         due_in = table.c.publish_at - table.c.started_at
         not_taken = and_(due_in > 0, due_in < _PUBLISH_AGAIN_US)
-        own = own.where(table.c.state == State.PENDING, not_taken)
+        own = own.where(table.c.state == State.PENDING, table.c.ended.is_(None), not_taken)
         until = self.database.now + microseconds(retention)
         self.database.count(
             own.values(message=None, publish_at=None, call_id="", expires_at=until), {}
