@@ -1185,6 +1185,7 @@ def nothing_lost(history: History) -> Iterator[Violation]:
     answers = history.final["answers"]
     lost = {note.details["call"] for note in history.of("message lost", "discarded")}
     failed, discarded = _failed_for_its_queue(history), _discarded(history)
+    unreachable = _not_closed(history)
     excused = {"RETRY": withdrawn | retried | discarded, None: dropped | discarded}
     gone = withdrawn | discarded | {call for call in expires if answers.get(call) == "REVOKED"}
     for note in history.of("published"):
@@ -1202,7 +1203,7 @@ def nothing_lost(history: History) -> Iterator[Violation]:
             yield Violation("nothing is lost", note, f"the caller has no answer, but {answer}")
         elif expired or call in withdrawn or (row is not None and row.call in gone):
             continue
-        elif not _rests(row, call, failed):
+        elif not _rests(row, call, failed) and call not in unreachable:
             yield Violation("nothing is lost", note, f"the row is {row}")
         elif row is not None and row.state == State.COOLING and row.resumes:
             yield Violation("nothing is lost", note, "the key waits for a call that does not come")
@@ -1227,6 +1228,19 @@ def _rests(row: Any, call: str, failed: set[str]) -> bool:
         return call in failed
     ended = row.call in failed and (_ran(row) or not row.resumes)
     return ended or row.state in RESTS or _belongs_to_no_call(row)
+
+
+def _not_closed(history: History) -> set[str]:
+    """The calls that could not be rescheduled while the database did not answer either."""
+    away = [
+        its.at for its in history.of("refused", *SLOW) if its.details.get("server") == "database"
+    ]
+    return {
+        note.details["call_id"]
+        for note in history.of("event CallRefused")
+        if "cannot be rescheduled" in note.details["error"]
+        and any(0 <= note.at - at <= 10.0 for at in away)
+    }
 
 
 def _failed_for_its_queue(history: History) -> set[str]:
@@ -1319,7 +1333,7 @@ def nothing_left(history: History) -> Iterator[Violation]:
     ended -= {note.details["call"] for note in limited if not _was_not_closed(history, note)}
     ended |= {note.details["call"] for note in history.of("calls") if "expires" in note.details}
     ended |= _failed_for_its_queue(history)
-    dropped |= _discarded(history)
+    dropped |= _discarded(history) | _not_closed(history)
     for row in history.final["rows"]:
         if (row.key, row.call) in dropped_by_celery:
             continue
