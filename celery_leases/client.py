@@ -471,8 +471,8 @@ class LeaseClient:
         """The record and the holder of a key that *what* may change.
 
         The record is read first. So a claim between the two reads is noticed: by its lease, or by
-        its fence when the record is written. What is forced is for the holder, so the record is
-        read again if that has claimed it meanwhile.
+        its fence when the record is written. If an attempt has claimed the key between them, the
+        record is read again, so that a forced change applies to that attempt.
         """
         lenient = what == "forget"
         record = self._records.read(stored, lenient=lenient)

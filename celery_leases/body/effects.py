@@ -55,7 +55,7 @@ T = TypeVar("T")
 RECORD_CHANGED: Final = "the record was changed by another attempt or an operator"
 DEFAULT_RULES: Final = Rules.default()
 LATE_INTENT: Final = 0.5
-"""Seconds for which a reply may take, at least, before the intent is committed again."""
+"""Seconds after which a reply to an intent is late, also if half of ``verify_after`` is less."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,9 @@ CRASH_LOOP = Reason.CRASH_LOOP.value
 NO_RESULT = ""
 """Stands for the result of a finished call that has none."""
 FAILED_FOR_GOOD = "!"
-"""Begins what stands for the result of a call that has failed for good; its error follows."""
+"""Stands before the error of a call that has failed for good, in the place of its result. No JSON
+text begins with it.
+"""
 WITHOUT_RESULT = (Ended.IGNORED, Ended.REPLACED)
 LONGEST_SETTLE_PAUSE = 2.0
 """Seconds between two tries to write an outcome, at most."""

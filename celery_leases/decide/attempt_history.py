@@ -21,7 +21,11 @@ ERROR_MAX: Final = 160
 CRASHED_CALLS_MAX: Final = 16
 """How many other calls that have crashed a record of a task whose calls all run counts."""
 _UNCOUNTED: Final = (
-    *(Ended.LOST, Ended.INTERRUPTED, Ended.SNOOZED, Ended.WAITING, Ended.RELEASED),
+    Ended.LOST,
+    Ended.INTERRUPTED,
+    Ended.SNOOZED,
+    Ended.WAITING,
+    Ended.RELEASED,
 )
 """After these the next crash is still one in a row."""
 

@@ -37,8 +37,8 @@ anything else                                     ``Run``
 
 A call that has begun is never dropped or refused because of another call: it is rescheduled, or
 gets the saved result. A delivery that carries chain, chord, group or link is never dropped because
-of another call either. Without a result ends a call that raises ``Ignore`` or calls ``replace()``. With
-``lease_runs="latest"`` another call ends a call only if it is not older, and
+of another call either. Without a result ends a call that raises ``Ignore`` or calls ``replace()``.
+With ``lease_runs="latest"`` another call ends a call only if it is not older, and
 :mod:`~celery_leases.decide.latest` decides which one runs. A call whose caller has its failure no
 longer reserves the key for its arguments.
 

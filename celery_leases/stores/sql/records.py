@@ -659,7 +659,7 @@ class SqlRecordStore:
         self, stored_key: str, owner: str, ended: Ended, counted_for: str | None = None
     ) -> Record | None:
         """Write how an abandoned attempt with the token *owner* has ended into the row of a later
-        attempt: :func:`celery_leases.decide.attempt_history.with_end`, also for *counted_for*.
+        attempt. :func:`celery_leases.decide.attempt_history.with_end` describes the arguments.
 
         Returns the row afterwards, or ``None`` if it does not have that attempt.
         """
