@@ -1004,9 +1004,9 @@ def _group_holds(history: History, group: str, limit: float) -> Iterator[Violati
     held: dict[str, float] = {}
     known: set[str] = set()
     until, alone = None, ""
-    for note in history.of("group", "emptied"):
+    for note in history.of("group", "emptied", "clock"):
         given = note.details
-        if note.what == "emptied":
+        if note.what != "group":
             held, until, alone = {}, None, ""
             continue
         if given["group"] != group:

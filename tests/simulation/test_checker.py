@@ -610,6 +610,14 @@ GOOD: dict[str, Callable[[], Story]] = {
         .ends()
         .run("b", 2),
     ),
+    "a probe after the clock of the store has stepped, which ends the slot of another one": lambda: (
+        called()
+        .run("f")
+        .slots(until=6)
+        .slots("a", until=6, alone="a")
+        .note("clock", by=10.0)
+        .slots("b", until=-4, alone="b")
+    ),
     "a group that is closed and probed": lambda: (
         called()
         .run("f")
