@@ -37,10 +37,12 @@ from celery_leases.record import Ended, State
 from tests.simulation.history import Note, Row
 from tests.simulation.work import (
     BRIEF,
+    CLOSED_FOR,
     COOLDOWN,
     FAILURES,
     GROUPS,
     LIMITS,
+    LONGEST_CLOSED,
     OUTBOX_TASKS,
     PAUSE,
     RETENTION,
@@ -1077,6 +1079,49 @@ def probes_are_alone(history: History) -> Iterator[Violation]:
             probes[group].append(bodies[given["token"]])
 
 
+def closings_grow(history: History) -> Iterator[Violation]:
+    """A probe that is rejected closes its group for twice as long as the closing before it, up to a
+    longest time; the failures of other bodies do not count. Until the group is open again, the
+    number of closings in a row is unknown if its store has lost data, or if nobody knows whether
+    the probe still had its slot.
+    """
+    rejected = _tokens(history, "rejects")
+    ended = {body.token: body.ended for body in history.bodies}
+    is_open = {"closed_until": None, "held": {}, "alone": ""}
+    before: dict[str, dict[str, Any] | None] = dict.fromkeys(LIMITS, is_open)
+    closings: dict[str, int | None] = {}
+    for note in history.of("group", "emptied", "clock"):
+        given = note.details
+        if note.what == "clock":
+            return
+        if note.what == "emptied":
+            before = dict.fromkeys(LIMITS)
+            closings = {}
+            continue
+        group, until = given["group"], given["closed_until"]
+        old, before[group] = before[group], given
+        if old is None or until in (None, old["closed_until"]):
+            continue
+        if old["closed_until"] is None:
+            closings[group] = 1
+            continue
+        probe = old["alone"]
+        end, slot = ended.get(probe, note.at), old["held"].get(probe, 0.0)
+        if old["closed_until"] > note.at or probe in given["held"] or slot <= end:
+            continue  # another body has failed
+        number = closings.get(group)
+        if number is None or old["closed_until"] > end or note.at >= slot:
+            closings[group] = None
+            continue
+        closings[group] = number = number + 1
+        if probe not in rejected:
+            continue
+        lasts = min(CLOSED_FOR * 2.0 ** (number - 1), LONGEST_CLOSED)
+        if not end + lasts - 0.01 <= until <= note.at + lasts + 0.01:
+            why = f"closing {number} in a row ends at {until:.3f}, not {lasts:g} s later"
+            yield Violation("a closing grows", note, why)
+
+
 @of_each_generation
 def without_faults_nothing_runs_twice(history: History) -> Iterator[Violation]:
     """If nothing goes wrong for an attempt, what its body has returned is the outcome, so no other
@@ -1634,6 +1679,7 @@ CHECKS: tuple[Check, ...] = (
     slots_are_given_back,
     group_holds,
     probes_are_alone,
+    closings_grow,
     holders_keep_their_rows,
     only_busy_keys_refuse,
     what_has_begun_is_not_refused,

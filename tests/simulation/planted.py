@@ -650,6 +650,12 @@ BUGS = (
         "                self._drop_found(workers, channel)\n",
         "                pass\n",
     ),
+    Bug(
+        "the failure of a probe counts no closing of its group",
+        "celery_leases.groups.slots",
+        "    slots = slots.at(now)\n    before = slots.closed\n",
+        "    slots = without_slot(slots.at(now), token)\n    before = slots.closed\n",
+    ),
     # -- the limit of a quorum queue
     Bug(
         "a message is returned once too often",

@@ -279,6 +279,30 @@ def expired(call: str = "c2", task: str = "brief", *, deletes: bool = True) -> S
     return of_task(task, told)
 
 
+def rejections(*closed_for: float) -> Story:
+    """Bodies of a group that are rejected one after the other, each of which closes it for so long;
+    all but the first one are probes. Then one succeeds.
+    """
+    told, until = Story().call(task="limited"), None
+    for number, seconds in enumerate(closed_for, 1):
+        owner = f"a{number}"
+        told.claim(owner, number).slots(owner, until=until, alone=owner).body(owner, number)
+        until = told.ends(owner, "rejects").at + 1.0 + seconds
+        told.slots(until=until, alone=owner).cools(seconds, resumes=True).wait(seconds)
+    told.claim("b", 9).slots("b", until=until, alone="b").body("b", 9).ends("b")
+    return of_task("limited", told.slots().done())
+
+
+def two_rejections(closed_for: float) -> Story:
+    """Two bodies of an open group are rejected, then a probe, which closes it for so long."""
+    told = Story().call(task="limited").claim("a", 1).slots("a", "b").body("a", 1)
+    told.ends("a", "rejects").slots("b", until=8.0).cools(2, resumes=True)
+    told.slots(until=10.0).wait(3).claim("c", 2).slots("c", until=10.0, alone="c").body("c", 2)
+    until = told.ends("c", "rejects").at + 1.0 + closed_for
+    told.slots(until=until, alone="c").cools(closed_for, resumes=True).wait(closed_for)
+    return of_task("limited", told.run("d", 3))
+
+
 def each_brief(call: str = "c2") -> Story:
     """A call has charged, and runs again after *call* has had the row for the retention."""
     told = Story().call(task="each-brief-charged").claim().body().charged().ends()
@@ -629,6 +653,25 @@ GOOD: dict[str, Callable[[], Story]] = {
         .slots()
         .slots("d")
         .slots("d", "e")
+    ),
+    "closings of a group that grow": lambda: rejections(2, 4, 8, 16, 32, 64, 64),
+    "a rejection beside the first one, which counts no closing": lambda: two_rejections(4),
+    "a rejection after the store has lost its data": lambda: of_task(
+        "limited",
+        Story()
+        .call(task="limited")
+        .slots(until=4.0)
+        .note("emptied")
+        .slots(until=4.0)
+        .wait(1)
+        .claim("a", 1)
+        .slots("a", until=4.0, alone="a")
+        .body("a", 1)
+        .ends("a", "rejects")
+        .slots(until=11.0, alone="a")
+        .cools(2, resumes=True)
+        .wait(2)
+        .run("b", 2),
     ),
     "a failure that the caller gets": lambda: (
         Story().call(answer="FAILURE").claim().body().ends().write(state="failed", ended="failed")
@@ -1304,6 +1347,16 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     ),
     "a slot of a closed group": (
         "a closed group holds", 7, lambda: called().run("f").slots(until=12).slots("a", until=12),
+    ),
+    "a probe that is rejected, and closes its group for no longer than before": (
+        "a closing grows", 12, lambda: rejections(2, 2),
+    ),
+    "a rejection beside the first one, which counts": (
+        "a closing grows", 13, lambda: two_rejections(8),
+    ),
+    "a closing that is counted twice": ("a closing grows", 18, lambda: rejections(2, 4, 16)),
+    "a closing beyond the longest one": (
+        "a closing grows", 42, lambda: rejections(2, 4, 8, 16, 32, 64, 128),
     ),
     "two turns that are too close": (
         "a rate holds", 7, lambda: called().run("f").turn("a").wait(1).turn("b"),

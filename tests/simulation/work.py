@@ -20,6 +20,7 @@ from celery_leases import LeasedTask
 from celery_leases.errors import Cooldown, LeaseLost, RetryLater, Snooze
 from celery_leases.lease import Lease
 from celery_leases.options import Failures, Group
+from celery_leases.rules import Rules, cooldown
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -47,6 +48,11 @@ def expanded(names: Sequence[str]) -> tuple[str, ...]:
 OUTBOX_TASKS = ("queued", "enqueued", "stored")
 """Tasks whose records have the messages, which the broker may lose."""
 COOLDOWN = 8.0
+CLOSED_FOR = 2.0
+LONGEST_CLOSED = 64.0
+"""Seconds for which a rejection closes a group: the first time, then twice as long each time in a
+row, and at most.
+"""
 GROUPS = {
     "limited": Group("api", limit=2),
     "rated": Group("mail", limit=3, rate="20/m"),
@@ -71,10 +77,17 @@ RETRIES = 2
 """Quick retries of a key after which it cools down."""
 ITEMS = 6
 """Items of a body that is a loop."""
+
+
+class Rejected(Exception):
+    """The other system rejects all requests of the group for a while, and does not say how long."""
+
+
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "retry": lambda: ConnectionRefusedError("simulated"),
     "cooldown": lambda: Cooldown(COOLDOWN, "simulated"),
     "closes": lambda: Cooldown(COOLDOWN, "simulated", scope="group"),
+    "rejects": lambda: Rejected("simulated"),
     "later": lambda: RetryLater(2.0, "simulated"),
     "snooze": lambda: Snooze(2.0),
     "error": lambda: ZeroDivisionError("simulated"),
@@ -162,7 +175,10 @@ def app() -> SimulatedCelery:
         enable_utc=True,
     )
     made.backend_cls = Results
-    failures = Failures(cooldown=COOLDOWN, retries=RETRIES, failures=FAILURES)
+    rules = Rules.default().on(
+        exc=Rejected, to=cooldown(CLOSED_FOR, scope="group", cap=LONGEST_CLOSED)
+    )
+    failures = Failures(rules, cooldown=COOLDOWN, retries=RETRIES, failures=FAILURES)
     common: dict[str, Any] = {
         "base": LeasedTask,
         "bind": True,

@@ -78,6 +78,8 @@ ENDINGS = ("retry", "cooldown", "error", "dies", "stalls", "self.retry", "closes
 """How most bodies of a run end, if it has such a habit."""
 HABITS = (*ENDINGS, "extends", "loops")
 """What most bodies of a run do, if it has a habit."""
+IN_GROUPS = "rejects"
+"""How most bodies end of some runs whose tasks have groups."""
 DAY = 86_400.0
 TIMER_SLACK = 5e-5
 """Seconds by which the kernel ends a wait late."""
@@ -177,6 +179,11 @@ class Shape:
             self.keys, self.loses = random.choice((1, 1, 2)), False
             self.calls = random.choice((8, 12, 16))
 
+    def draw_rejections(self, random: Random) -> None:
+        """Let most bodies of some runs with groups be rejected."""
+        if set(self.tasks) & work.GROUPS.keys() and random.random() < 0.2:
+            self.habit = IN_GROUPS
+
     @property
     def purges(self) -> bool:
         """Whether records expire within the run."""
@@ -238,6 +245,7 @@ class World:
             self.shape.draw_others(Random(f"other tasks of {self.seed}"))
             self.shape.draw_limit(Random(f"delivery limit of {self.seed}"))
             self.shape.draw_brief(Random(f"brief tasks of {self.seed}"))
+            self.shape.draw_rejections(Random(f"rejections of {self.seed}"))
         self.scheduler = Scheduler(self.random)
         self.kernel = Kernel(SimulatedClock(self, 0.0, 1.0))
         self.faults = Faults.drawn(
@@ -505,7 +513,7 @@ class World:
         plan = Plan(list(lengths), ending, random.random() < 0.7)
         if self.shape.habit and self.scheduler.now < self.shape.span and random.random() < 0.85:
             plan.habit = self.shape.habit
-            if plan.habit in ENDINGS:
+            if plan.habit in (*ENDINGS, IN_GROUPS):
                 plan.ending = plan.habit
         return plan
 
