@@ -32,12 +32,13 @@ UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError)
 class Fetching:
     """Fetches messages on a *channel* of kombu, in place of its own methods.
 
-    It calls *unanswered* if the broker may have noted a message and the reply did not come.
+    It calls *unanswered* if the broker may have noted a message and the reply did not come, with
+    the seconds since the request was sent.
     """
 
-    def __init__(self, channel: Any, unanswered: Callable[[], object]) -> None:
+    def __init__(self, channel: Any, unanswered: Callable[[float], object]) -> None:
         self._channel = channel
-        self._unanswered = unanswered
+        self._on_unanswered = unanswered
         self._own_start = channel._brpop_start  # noqa: SLF001
         self._own_read = channel._brpop_read  # noqa: SLF001
         self._own_append = channel.qos.append
@@ -81,6 +82,9 @@ class Fetching:
             self._send("BLMOVE", *self._names(keys[:2]), "RIGHT", "RIGHT", WAIT)
         else:
             self._own_start(*(() if timeout is None else (timeout,)))
+
+    def _unanswered(self) -> None:
+        self._on_unanswered(time.monotonic() - self._channel._brpop_sent_at)  # noqa: SLF001
 
     def _can_wait(self, queues: Sequence[str]) -> bool:
         channel = self._channel
@@ -165,7 +169,7 @@ class Fetching:
             self._own_append(message, tag)
 
 
-def noted_at_once(channel: Any, unanswered: Callable[[], object]) -> None:
+def noted_at_once(channel: Any, unanswered: Callable[[float], object]) -> None:
     """Let the broker note each message that it takes out of a queue, where kombu notes messages;
     see :class:`Fetching`.
     """

@@ -131,8 +131,8 @@ class WorkerLease:
         self._worker: Any = None
         self._stopped = os_threads.Wakeup()
         self._failing = False
-        #: A message may have been fetched whose delivery did not arrive.
-        self._looks = False
+        #: When requests were sent that may have fetched a message whose delivery did not arrive.
+        self._unanswered: deque[float] = deque()
         #: The server does not allow what a lease needs, so this worker has none.
         self._refused = False
         self._hub = greenlets.hub_scheduler() if os_threads.uses_greenlets() else None
@@ -199,9 +199,11 @@ class WorkerLease:
         self._changed(partial(self._return_all_but, running))
         self._wait_for_renewal()
 
-    def unanswered(self) -> None:
-        """Let a worker look, after a ttl, for a message that this one may have fetched."""
-        self._looks = True
+    def unanswered(self, seconds: float) -> None:
+        """Let a worker look, after a ttl, for a message that this one may have fetched by a request
+        that was sent so many *seconds* ago.
+        """
+        self._unanswered.append(self._clock() - seconds)
 
     def _wait_for_renewal(self) -> None:
         """Let the worker fetch nothing before it has a lease: if it were killed in between, the
@@ -386,9 +388,10 @@ class WorkerLease:
             ended = self._write(workers, channel)
         self._renewed = sent
         self._counts_until = self._stop_deadline(sent)
-        if self._looks:
-            self._enter(workers)  # a worker that dies: others look for what it has fetched
-            self._looks = False
+        while self._unanswered:
+            # A worker that dies: others look for what it has fetched.
+            self._enter(workers, sent - self._unanswered[0])
+            self._unanswered.popleft()
         while self._unfinished and self._clock() < self._counts_until:
             delivery, action = self._unfinished[0]
             if not delivery.gone:
@@ -397,11 +400,11 @@ class WorkerLease:
             self._remove(delivery)
         return ended or ()
 
-    def _enter(self, workers: Workers) -> str:
-        """Give a worker of a new name a lease."""
+    def _enter(self, workers: Workers, before: float = 0.0) -> str:
+        """Give a worker of a new name a lease, as if it had lasted for *before* seconds."""
         from celery_leases.stores.redis.workers import name_of
 
-        name = name_of(self._host, os.getpid(), secrets.token_hex(4), self._ttl)
+        name = name_of(self._host, os.getpid(), secrets.token_hex(4), self._ttl + before)
         workers.enter(name, self._ttl)
         return name
 

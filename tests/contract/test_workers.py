@@ -420,13 +420,17 @@ def test_a_worker_that_stands_still_while_it_renews_leaves_its_messages_to_other
     again.ack()
 
 
+@pytest.mark.parametrize("ago", [0.0, 200.0])
 def test_a_message_whose_fetch_got_no_reply_is_returned(
-    connection: Connection, workers: Workers, channel: Any
+    connection: Connection, workers: Workers, channel: Any, ago: float
 ) -> None:
-    """The worker that has fetched it lives on."""
+    """The worker that has fetched it lives on, and has perhaps stood still before it read that its
+    connection was lost.
+    """
     lease = opened(connection, "a", 1.0)
-    fetched(connection, 1, task="leased")
-    lease.unanswered()
+    (message,) = fetched(connection, 1, task="leased")
+    fetched_at(channel, message, ago)
+    lease.unanswered(ago)
     lease._renew(workers, channel)
     lease._renew(workers, channel)
     (other,) = {one.name for one in workers.listed()} - {lease._name}
