@@ -39,8 +39,8 @@ class Arrivals:
         )
 
     def order(self, app: Any) -> int:
-        """The order of a call that has just arrived, in microseconds; 0 if the clock of the lease
-        store is not known yet.
+        """The order of a call that has just arrived, in microseconds; by the clock of this machine
+        if that of the lease store is not known yet, because it does not answer.
         """
         now = round(os_threads.boot_clock() * 1e6)
         every = TRY_EVERY if self._ahead is None else COMPARE_EVERY
@@ -48,9 +48,10 @@ class Arrivals:
             self._compared_at = now
             # The worker's loop must not wait for the store.
             greenlets.start(lambda: self._compare(app))
-        if self._ahead is None:
-            return 0
-        self._last = max(now + self._ahead, self._last + 1)
+        ahead = self._ahead
+        if ahead is None:
+            ahead = round(app.now().timestamp() * 1e6) - now
+        self._last = max(now + ahead, self._last + 1)
         return self._last
 
     def _compare(self, app: Any) -> None:

@@ -233,8 +233,11 @@ class Delivery(Rescheduling):
     def _call(self) -> Call:
         request, header, limits = self.request, self.header, self.time_limits
         group = message = ask = None
+        order = order_of(request.__dict__, self.call_id) if self.options.latest_runs else 0
         if self.options.latest_runs and not header.arrived:
             arrived = request.__dict__.get(ARRIVED, 0)
+            if self.redelivered and order:
+                arrived = order  # it has arrived before, some time after it was published
             self.header = header = replace(header, arrived=arrived)
         if self.options.group is not None:
             if self.options.group.limited:
@@ -278,7 +281,7 @@ class Delivery(Rescheduling):
             reschedulable=not request.is_eager,
             message=message,
             starts_when_free=WOKEN in request.__dict__,
-            order=order_of(request.__dict__, self.call_id) if self.options.latest_runs else 0,
+            order=order,
             arrived=header.arrived,
             waited_for_newer=header.waited_for_newer and self._waited_for_newer(),
         )

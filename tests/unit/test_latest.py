@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import time
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
+from celery.app.task import Context
 from celery.exceptions import Ignore
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -32,9 +34,10 @@ from celery_leases.options import DATABASE, LeaseOptions
 from celery_leases.outbox import in_order
 from celery_leases.record import Ended, Record, State
 from celery_leases.worker import processes
+from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.arrivals import Arrivals
 from celery_leases.worker.delivery import Delivery
-from celery_leases.worker.headers import CAME, ORDER, Header
+from celery_leases.worker.headers import ARRIVED, CAME, ORDER, Header
 from celery_leases.worker.rescheduling import Rescheduling
 from tests.unit.celery_apps import apps
 from tests.unit.decision_inputs import KEY, NOW, OURS, SECOND, THEIRS, a_call, a_record
@@ -356,6 +359,26 @@ def test_calls_that_arrive_while_the_lease_store_is_down_keep_their_order() -> N
 
 
 @pytest.mark.usefixtures("apps")
+@pytest.mark.parametrize(
+    ("redelivered", "order", "arrived"), [(False, 5, 9), (True, 5, 5), (True, 0, 9)]
+)
+def test_a_call_that_comes_again_counts_from_its_publication(redelivered, order, arrived) -> None:
+    """Its first arrival, before that of calls without an order that came meanwhile, is unknown."""
+    app = Celery(set_as_current=False)
+    app.conf.update(leases_url="memory://", leases_database_url="memory://")
+
+    @app.task(base=LeasedTask, lease_key="k", lease_runs="latest", name="sync")
+    def task() -> None:
+        pass
+
+    headers = {"id": "c", ORDER: ["c", order]} if order else {"id": "c"}
+    request = Context(headers, delivery_info={"redelivered": redelivered}, **{ARRIVED: 9})
+    delivery = Delivery(task, request, (), {}, int)
+    delivery.process = replace(Bench().process, settings=settings_of(app))
+    assert delivery._call().arrived == delivery.header.arrived == arrived
+
+
+@pytest.mark.usefixtures("apps")
 def test_without_the_lease_store_a_call_is_published_in_the_order_of_the_local_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -409,14 +432,15 @@ def test_a_frozen_lease_store_delays_a_publisher_no_longer_than_the_limit(
 def test_the_clock_of_the_lease_store_is_read_again_soon_if_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A call without an order counts from its arrival."""
+    """A call without an order counts from its arrival, until then by the local clock."""
     now, asked = [10.0], []
+    app = SimpleNamespace(now=lambda: datetime.fromtimestamp(1000.0 + now[0], UTC))
     monkeypatch.setattr(os_threads, "boot_clock", lambda: now[0])
     monkeypatch.setattr(os_threads, "start_thread", asked.append)
     arrivals = Arrivals()
     for moment in (10.0, 10.5, 11.5):
         now[0] = moment
-        assert arrivals.order(None) == 0
+        assert arrivals.order(app) == (1000 + moment) * SECOND
     assert len(asked) == 2
     arrivals.compare(SimpleNamespace(leases=SimpleNamespace(burst=lambda _: Burst(NOW))))  # type: ignore[arg-type]
     now[0] = 100.0
