@@ -89,9 +89,11 @@ class Broker(Server):
         self.accepted: list[str] = []
         #: Threads to wake when there is a message.
         self.consumers: dict[Any, Any] = {}
-        #: The leases of workers, until when they last, and what each has registered.
+        #: The leases of workers, until when they last, what each has registered, and until when
+        #: that is kept.
         self.leases: dict[str, float] = {}
         self.registered: dict[str, dict[Any, bytes]] = {}
+        self.kept_until: dict[str, float] = {}
         #: What kombu has returned of a lost connection, and whose.
         self.returned: set[tuple[Any, str]] = set()
         self._tags = 0

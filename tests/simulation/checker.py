@@ -34,15 +34,18 @@ from celery_leases.decide.after_run import FINISHED_CALLS_MAX
 from celery_leases.events import Dropped
 from celery_leases.options import Failures, LeaseOptions
 from celery_leases.record import Ended, State
+from celery_leases.worker.arrivals import COMPARE_EVERY
 from tests.simulation.history import Note, Row
 from tests.simulation.work import (
     BRIEF,
+    CLOCK_ERROR,
     CLOSED_FOR,
     COOLDOWN,
     FAILURES,
     GROUPS,
     LIMITS,
     LONGEST_CLOSED,
+    NEWEST_RUNS,
     OUTBOX_TASKS,
     PAUSE,
     RETENTION,
@@ -55,13 +58,18 @@ from tests.simulation.work import (
 )
 
 CRASHES = Failures().crashes
+FIRST_COOLDOWNS = {"rejects": CLOSED_FOR, "error": COOLDOWN, "retry": 30.0}
+"""Seconds of the first cooldown of a key, by how its body ends."""
+FIRST_RETRY = 1.0
+"""Seconds of the first quick retry."""
+CLOSE_GROUPS = ("rejects", "retry", "closes")
+"""Bodies that end so close their group, if they have one."""
 RESTS = (State.DONE, State.FAILED, State.COOLING, State.UNCERTAIN)
 EACH_RUNS = (
     *("each", "limited", "rated", "fused", "tight", "roomy", "strict", "lazy", "each-charged"),
     *("each-brief-charged", *SHARED, *SHARED.values()),
 )
 """Tasks whose calls all run."""
-NEWEST_RUNS = ("latest", "latest-charged")
 SEVERAL_RUNS = (*EACH_RUNS, *NEWEST_RUNS)
 """Tasks of which a key is done more than once."""
 FAULTS = (
@@ -589,6 +597,44 @@ def cooldown_lasts(history: History) -> Iterator[Violation]:
                 yield Violation("a cooldown lasts", note, "it was asked for longer")
 
 
+@of_each_generation
+def waits_grow(history: History) -> Iterator[Violation]:
+    """If nobody names a time, each quick retry of a key waits twice as long as the one before, and
+    each cooldown too, until a call ends; at most half of it is taken off.
+    """
+    endings = {note.details["token"]: note.details["ending"] for note in history.of("body ended")}
+    retries: Counter[str] = Counter()
+    cooldowns: Counter[str] = Counter()
+    unknown: set[str] = set()
+    for note in history.of("row"):
+        key, old, new = note.details["key"], note.details["old"], note.details["new"]
+        if new is None or new.state in (State.DONE, State.FAILED, State.UNCERTAIN):
+            retries.pop(key, None)
+            cooldowns.pop(key, None)
+            unknown.discard(key)
+            continue
+        if not new.owner:
+            unknown.add(key)  # an operator may have reset the counts
+        if key in unknown or not _ran(old) or new.ended != Ended.FAILED or new.owner not in endings:
+            continue
+        ending = endings[new.owner]
+        if new.state == State.PENDING:
+            retries[key] += 1
+            number, first = retries[key], FIRST_RETRY * (ending == "retry")
+        elif new.state == State.COOLING:
+            retries.pop(key, None)
+            if ending in CLOSE_GROUPS and new.task in GROUPS:
+                continue  # the group cools down
+            cooldowns[key] += 1
+            number, first = cooldowns[key], FIRST_COOLDOWNS.get(ending, 0.0)
+        else:
+            continue
+        longest, lasts = first * 2 ** (number - 1), new.retry_at - note.at
+        longest = min(longest, LONGEST_CLOSED) if ending == "rejects" else longest
+        if first and not longest / 2 - 0.01 <= lasts <= longest + 0.01:
+            yield Violation("waits grow", note, f"wait {number} lasts {lasts:.2f} s")
+
+
 def waits_are_not_shortened(history: History) -> Iterator[Violation]:
     """Once a key waits, only an operator, who raises the fence, makes the wait shorter: not the end
     of the call that waits.
@@ -817,6 +863,24 @@ def only_crashes_count(history: History) -> Iterator[Violation]:
             yield from too_early(row, note)
     for row in history.final["rows"]:
         yield from too_early(row, None)
+
+
+@of_each_generation
+def crashes_are_not_forgotten(history: History) -> Iterator[Violation]:
+    """If several calls of a key run, another call's claim or outcome does not change for how many
+    crashes in a row a call counts.
+    """
+    for note in history.of("row"):
+        old, new = note.details["old"], note.details["new"]
+        if old is None or new is None or new.task not in SEVERAL_RUNS or not new.owner:
+            continue
+        if (old.state, old.owner) == (new.state, new.owner):
+            continue  # a suspicion that was taken back
+        for call, crashes in old.crashes_of.items():
+            if call in (old.call, new.call) or crashes >= CRASHES:
+                continue  # a call that has ended is forgotten in time
+            if new.crashes_of.get(call, 0) < crashes:
+                yield Violation("crashes are not forgotten", note, f"those of {call} are")
 
 
 def suspicions_are_taken_back(history: History) -> Iterator[Violation]:
@@ -1537,27 +1601,47 @@ def own_results(history: History) -> Iterator[Violation]:
 def last_change_seen(history: History) -> Iterator[Violation]:
     """With ``lease_runs="latest"`` each call is done by a run of itself or of a newer call, whose
     result its caller gets, unless that is an error. Calls that are published at the same time have
-    any order.
+    any order. If one of two calls has no order, the one that arrived first at a worker is older.
     """
     orders = {note.details["call"]: note.details["order"] for note in history.of("ordered")}
     values = history.final["values"]
     called = {note.details["call"]: note.at for note in history.of("calls")}
     ended = {note.details["call"]: note.at for note in history.of("published", "unconfirmed")}
-    done: dict[str, float] = {}
+    # The first arrival of a message may be forgotten when its worker dies: an order is the time of
+    # the publication, and without it the next arrival counts.
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    for note in history.of("delivers"):
+        call, again = note.details["call"], not note.details["copy"]
+        first.setdefault(call, note.at)
+        if again and call in orders:
+            first[call] = min(first[call], called[call] if note.details["again"] else note.at)
+        if again and (call not in orders or call not in last):
+            last[call] = note.at
+    done: defaultdict[str, set[str]] = defaultdict(set)
     for note in history.of("row"):
         new = note.details["new"]
         if new is not None and new.task in NEWEST_RUNS and new.state == State.DONE:
-            done[new.key] = max(done.get(new.key, 0.0), ended[new.call])
+            done[new.key].add(new.call)
+
+    def is_older(run: str, call: str) -> bool:
+        if call in orders and run in orders:
+            return ended[run] < called[call]
+        drift = 2 * CLOCK_ERROR * min(COMPARE_EVERY, called[call])
+        return bool(first) and last[run] < first[call] - SLACK - drift
+
     for note in history.of("published"):
         given = note.details
-        answer = history.final["answers"].get(given["call"])
+        call = given["call"]
+        answer = history.final["answers"].get(call)
         if given["task"] not in NEWEST_RUNS or answer != "SUCCESS":
             continue
-        if done.get(given["key"], -1.0) < called[given["call"]]:
+        if all(is_older(run, call) for run in done[given["key"]]):
             yield Violation("the last change is seen", note, "only older calls have run")
-        value = values.get(given["call"])
-        run = f"call-{json.loads(value)[0]}" if orders and value else ""
-        if orders.get(run, math.inf) < orders.get(given["call"], 0):
+        value = values.get(call)
+        run = f"call-{json.loads(value)[0]}" if orders and value else call
+        both = run in orders and call in orders
+        if orders[run] < orders[call] if both else run != call and is_older(run, call):
             yield Violation("the last change is seen", note, f"it got the result of {run}")
 
 
@@ -1655,6 +1739,7 @@ CHECKS: tuple[Check, ...] = (
     effect_is_stored,
     cooldown_holds,
     cooldown_lasts,
+    waits_grow,
     waits_are_not_shortened,
     outcomes_are_repeated,
     retries_are_not_repeated,
@@ -1688,6 +1773,7 @@ CHECKS: tuple[Check, ...] = (
     what_keeps_crashing_ends,
     only_crashes_count,
     suspicions_are_taken_back,
+    crashes_are_not_forgotten,
     deliveries_are_handled_once,
     what_has_begun_does_not_expire,
     items_are_done_once,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -38,6 +39,8 @@ class Row:
     crashes: int = 0
     #: When its retention is over, in true time.
     expires_at: float = math.inf
+    #: The crashes in a row of each call.
+    crashes_of: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         until = f" until {self.retry_at:.2f}" if self.retry_at else ""

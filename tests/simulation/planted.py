@@ -131,6 +131,30 @@ BUGS = (
         "row.lease_remaining > 0 and row.owner not in call.prior:\n        return None",
     ),
     Bug(
+        "a call without an order is answered by any run",
+        CLAIM,
+        "return 0 < call.order <= row.order",
+        "return 0 <= call.order <= row.order",
+    ),
+    Bug(
+        "a call with an order counts from its second arrival",
+        "celery_leases.worker.delivery",
+        "if self.redelivered and order:",
+        "if False:",
+    ),
+    Bug(
+        "the cooldowns of a key do not grow",
+        "celery_leases.decide.after_failure",
+        "number = closed.cooldowns + 1",
+        "number = closed.cooldowns or 1",
+    ),
+    Bug(
+        "the retries of a key do not wait longer",
+        "celery_leases.decide.after_failure",
+        "number = closed.quick_retries + 1",
+        "number = closed.quick_retries or 1",
+    ),
+    Bug(
         "a call that waits for its time is not refused",
         CLAIM,
         "return Refusal.NOT_DUE if is_waiting(call.call_id, row) else None",
@@ -257,6 +281,12 @@ BUGS = (
         TAKEOVER,
         "            if page:\n",
         "            if False:\n",
+    ),
+    Bug(
+        "what a worker has registered is kept as long as its lease",
+        TAKEOVER,
+        "workers.renew(self._name, self._ttl, DAY, tasks",
+        "workers.renew(self._name, self._ttl, self._ttl, tasks",
     ),
     Bug(
         "a message that a dead worker had not registered is not returned",

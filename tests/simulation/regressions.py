@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 REGRESSIONS: Final[tuple[tuple[int, tuple[str, ...]], ...]] = (
+    (166, ()),
     (203, ()),
     (561, ()),
+    (1173, ()),
     (1441, ()),
     (1451, ()),
     (1828, ("call 2", "call 5")),

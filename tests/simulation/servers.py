@@ -5,6 +5,7 @@ A request to a server may wait, fail, be executed late, or be executed without a
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -238,7 +239,7 @@ def _base_records() -> SqlRecordStore:
 
 _COLUMNS = (
     *("key", "task", "state", "fence", "owner", "call_id", "ended", "result", "retry_at"),
-    *("resumes", "reason", "crashes", "expires_at"),
+    *("resumes", "reason", "crashes", "expires_at", "details"),
 )
 
 
@@ -267,10 +268,20 @@ def _note_group(world: World, name: str, slots: Slots, epoch: float) -> None:
 def _noted_row(values: Sequence[Any]) -> Row | None:
     if values[0] is None:
         return None
-    key, task, state, fence, owner, call, ended, result, retry_at, resumes, *more, expires = values
+    key, task, state, fence, owner, call, ended, result, retry_at, resumes, *more = values
     at, name = retry_at / 1e6 - EPOCH if retry_at else 0.0, work.named(task, key)
-    more.append(expires / 1e6 - EPOCH if expires else math.inf)
-    return Row(name, task, state, fence, owner, call, ended, result, at, bool(resumes), *more)
+    reason, crashes, expires, details = more
+    until = expires / 1e6 - EPOCH if expires else math.inf
+    counts = _crashes_of(crashes, details) if "crashed_call" in details else {}
+    return Row(
+        *(name, task, state, fence, owner, call, ended, result, at, bool(resumes)),
+        *(reason, crashes, until, counts),
+    )
+
+
+def _crashes_of(crashes: int, details: str) -> dict[str, int]:
+    read = json.loads(details)
+    return {**read.get("other_crashes", {}), read["crashed_call"]: crashes}
 
 
 @cache

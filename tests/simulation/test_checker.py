@@ -108,10 +108,11 @@ class Story:
         ran = self.claim("a", fence).body("a", fence).ends(ending="cooldown")
         return ran.cools(8, resumes=True).wait(8)
 
-    def retries(self, fence: int) -> Story:
+    def retries(self, fence: int, wait: float | None = None) -> Story:
         """A run whose body fails, and is retried quickly."""
-        ran = self.claim(f"a{fence}", fence).body(f"a{fence}", fence)
-        return ran.ends(f"a{fence}", "retry").write(state="pending", ended="failed")
+        ran = self.claim(f"a{fence}", fence).body(f"a{fence}", fence).ends(f"a{fence}", "retry")
+        until = self.at + 1.0 + (0.8 * 2 ** (fence - 1) if wait is None else wait)
+        return ran.write(state="pending", ended="failed", retry_at=until).wait(until - self.at)
 
     def crashes(self, fence: int, call: str = "c1") -> Story:
         """A run whose process dies; its main process sees it."""
@@ -138,6 +139,11 @@ class Story:
         held = dict.fromkeys(owners, self.at + lasts)
         given = {"closed_until": until, "alone": alone, "began": 0.0}
         return self.note("group", group="api", held=held, **given)
+
+    def rejected(self, fence: int, seconds: float, call: str = "c1") -> Story:
+        """A run whose dependency accepts no request, and the wait."""
+        ran = self.claim("a", fence, call).body("a", fence, call=call).ends(ending="rejects")
+        return ran.cools(seconds).wait(seconds)
 
     def charged(
         self, owner: str = "a", call: str = "c1", part: int = 0, process: str = "w0/c1"
@@ -211,6 +217,31 @@ def latest(*runs: int) -> Story:
         made.call(f"call-{number}", task="latest")
     made.values = {f"call-{place + 1}": f"[{run}, 1]" for place, run in enumerate(runs)}
     return made.claim(call="call-2", task="latest").body().ends().done()
+
+
+def unordered(first: int, *comes_again: int, ordered: int = 0) -> Story:
+    """Two calls of which only the newest runs, which is the one that arrives last; the first has
+    the row. Messages of these numbers come again; one call has an order.
+    """
+    made, numbers = Story(), (first, 3 - first)
+    for number in numbers:
+        made.note("calls", call=f"call-{number}")
+        if number == ordered:
+            made.note("ordered", call=f"call-{number}", order=number)
+        made.call(f"call-{number}", task="latest")
+    for number in numbers:
+        made.note("delivers", call=f"call-{number}", copy="", again=False, begun=False)
+    for number in comes_again:
+        made.note("delivers", call=f"call-{number}", copy="", again=True, begun=False)
+    made.values = dict.fromkeys(made.answers, f"[{first}, 1]")
+    return made.claim(call=f"call-{first}", task="latest").body().ends().done()
+
+
+def other_crashes(of: dict[str, int], then: dict[str, int], **changes: Any) -> Story:
+    """A call has crashed, and the next one has the row."""
+    told = Story().call("c2").claim(call="c2").body(call="c2")
+    told.row = replace(told.row, crashes_of=of) if told.row is not None else None
+    return of_task("each", told.ends().write(**{"state": "done", "crashes_of": then, **changes}))
 
 
 def having(story: Story, **fields: Any) -> Story:
@@ -312,6 +343,13 @@ def each_brief(call: str = "c2") -> Story:
 
 
 GOOD: dict[str, Callable[[], Story]] = {
+    "a call without an order that is answered by one that arrived later": lambda: unordered(2, 2),
+    "a call without an order whose first arrival was forgotten": lambda: unordered(1, 1),
+    "a call with an order that came again, and counts from its publication": lambda: unordered(
+        1, 2, ordered=2
+    ),
+    "crashes of another call": lambda: other_crashes({"c1": 2}, {"c1": 2}),
+    "crashes of a call that has ended with them": lambda: other_crashes({"c1": 3}, {}),
     "a call after the record has expired": expired,
     "a late copy of a call after the record has expired": lambda: expired("c1"),
     "a call after the record has expired, which is not purged yet": lambda: expired(deletes=False),
@@ -345,6 +383,28 @@ GOOD: dict[str, Callable[[], Story]] = {
         .body("b-10", 2)
         .note("killed", process="w0/c1", pid=16)
         .write(99, state="pending", ended="crashed", expires_at=9e9),
+    ),
+    "cooldowns that grow": lambda: (
+        called().rejected(1, 1.5).rejected(2, 3.0).rejected(3, 7.0).run("b", 4)
+    ),
+    "a first cooldown after a call that has ended": lambda: of_task(
+        "each",
+        called()
+        .call("c2")
+        .rejected(1, 2.0)
+        .rejected(2, 3.0)
+        .run("b", 3)
+        .rejected(4, 1.5, "c2")
+        .run("d", 5, "c2"),
+    ),
+    "a cooldown of a group, which is no cooldown of the key": lambda: of_task(
+        "limited", called().rejected(1, 3.0).rejected(2, 24.0).run("b", 3)
+    ),
+    "retries that wait longer each time": lambda: (
+        called().retries(1, 0.5).retries(2, 1.2).run("b", 3)
+    ),
+    "a cooldown after an operator has reset the counts": lambda: (
+        called().rejected(1, 2.0).released().rejected(3, 2.0).run("b", 4)
     ),
     "nothing happens": story,
     "one run": lambda: called().run(),
@@ -1013,6 +1073,31 @@ GOOD: dict[str, Callable[[], Story]] = {
 }
 
 BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
+    "a call without an order that an earlier one answers": (
+        "the last change is seen", 4, lambda: unordered(1),
+    ),
+    "a call without an order that an earlier one with an order answers, which came again": (
+        "the last change is seen", 5, lambda: unordered(1, 1, ordered=1),
+    ),
+    "crashes of another call that count no more": (
+        "crashes are not forgotten", 5, lambda: other_crashes({"c1": 2}, {"c1": 1}),
+    ),
+    "crashes of another call that are forgotten": (
+        "crashes are not forgotten", 5, lambda: other_crashes({"c1": 2}, {}, state="pending", ended="failed"),
+    ),
+    "a cooldown that does not grow": (
+        "waits grow", 9, lambda: called().rejected(1, 1.5).rejected(2, 1.9).run("b", 3),
+    ),
+    "a cooldown that grows after a call that has ended": (
+        "waits grow", 14,
+        lambda: of_task(
+            "each", called().rejected(1, 1.5).run("b", 2).call("c2").rejected(3, 3.5, "c2").run("d", 4, "c2")
+        ),
+    ),
+    "a retry that does not wait longer": (
+        "waits grow", 9, lambda: called().retries(1, 0.9).retries(2, 0.9).run("b", 3),
+    ),
+    "a cooldown that is too long": ("waits grow", 5, lambda: called().rejected(1, 3.2).run("b", 2)),
     "a fence that is used twice": ("fences grow", 3, lambda: called().claim().claim("b").run("b", 2)),
     "a fence that shrinks": ("fences grow", 3, lambda: called().claim("a", 5).claim("b", 4).done()),
     "a holder that changes its fence": (

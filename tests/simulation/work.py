@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 TTL = 3.0
+CLOCK_ERROR = 0.004
+"""The share by which the monotonic clock of a host is too fast or too slow, at most."""
 RETENTION = 2.0
 """The retention of the tasks in :data:`BRIEF`, in seconds."""
 BRIEF = ("brief", "brief-charged", "each-brief-charged")
@@ -45,13 +47,16 @@ def expanded(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(task for name in names for task in TOGETHER.get(name, (name,)))
 
 
+NEWEST_RUNS = ("latest", "latest-charged")
+"""Tasks of which only the newest call runs."""
 OUTBOX_TASKS = ("queued", "enqueued", "stored")
 """Tasks whose records have the messages, which the broker may lose."""
 COOLDOWN = 8.0
+"""Seconds of a cooldown that a body asks for, and of the first one of an unknown failure."""
 CLOSED_FOR = 2.0
 LONGEST_CLOSED = 64.0
-"""Seconds for which a rejection closes a group: the first time, then twice as long each time in a
-row, and at most.
+"""Seconds for which a rejection closes a group, or a key cools down: the first time, then twice as
+long each time in a row, and at most.
 """
 GROUPS = {
     "limited": Group("api", limit=2),
@@ -80,7 +85,7 @@ ITEMS = 6
 
 
 class Rejected(Exception):
-    """The other system rejects all requests of the group for a while, and does not say how long."""
+    """The other system rejects all requests for a while, and does not say for how long."""
 
 
 ERRORS: dict[str, Callable[[], BaseException]] = {

@@ -378,7 +378,8 @@ class SimulatedWorkers(redis_workers.Workers):
                 return None
             over = [other for other, until in leases.items() if until < now]
             leases[name] = now + ttl
-            messages = self._broker.registered.setdefault(self.messages(name), {})
+            messages = self._messages(name)
+            self._broker.kept_until[self.messages(name)] = now + kept
             if not (added or ended or acknowledged):
                 return over[: redis_workers.BATCH]
             messages.update({tag: task.encode() for tag, task in added.items()})
@@ -408,11 +409,13 @@ class SimulatedWorkers(redis_workers.Workers):
             taken = name
             if redis_workers.own_name(name) == name:
                 taken = f"{name}!{round(until * 1000)}"
-                if (messages := registered.pop(self.messages(name), None)) is not None:
-                    registered[self.messages(taken)] = messages
+                registered[self.messages(taken)] = self._messages(name)
+                del registered[self.messages(name)]
+                kept_until = self._broker.kept_until
+                kept_until[self.messages(taken)] = kept_until.pop(self.messages(name), math.inf)
             del leases[name]
             leases[taken] = self._now + ttl
-            return taken, list(registered.get(self.messages(taken), {}))[::-1]
+            return taken, list(self._messages(taken))[::-1]
 
         return self._simulated.request("take", take)
 
@@ -426,9 +429,15 @@ class SimulatedWorkers(redis_workers.Workers):
 
         return self._simulated.request("fetched", fetched)
 
+    def _messages(self, name: str) -> dict[Any, bytes]:
+        """What a worker has registered, as long as that is kept."""
+        key, broker = self.messages(name), self._broker
+        if broker.kept_until.get(key, math.inf) <= self._now:
+            broker.registered.pop(key, None)
+        return broker.registered.setdefault(key, {})
+
     def _is_registered(self, tag: Any) -> bool:
-        leases, registered = self._broker.leases, self._broker.registered
-        return any(tag in registered.get(self.messages(name), {}) for name in leases)
+        return any(tag in self._messages(name) for name in self._broker.leases)
 
     def unregistered(self, tags: Sequence[str], unacked: str) -> Mapping[str, bytes]:
         def unregistered() -> Mapping[str, bytes]:
@@ -450,8 +459,8 @@ class SimulatedWorkers(redis_workers.Workers):
             broker.returned |= {
                 (tag, found.worker) for tag, found in holders if found and found.worker in living
             }
-            messages = self._broker.registered.setdefault(self.messages(ended), {})
-            messages.update({tag: added[tag].encode() for tag in new})
+            self._messages(ended).update({tag: added[tag].encode() for tag in new})
+            broker.kept_until[self.messages(ended)] = self._now + kept
             return new
 
         return self._simulated.request("register", register)
@@ -460,7 +469,7 @@ class SimulatedWorkers(redis_workers.Workers):
         self, ended: str, tags: Sequence[Any], unacked: str, index: str
     ) -> Sequence[tuple[str, bytes, bytes]]:
         def read() -> Sequence[tuple[str, bytes, bytes]]:
-            registered, found = self._broker.registered.get(self.messages(ended), {}), []
+            registered, found = self._messages(ended), []
             for tag in tags:
                 if (message := self._broker.stored(tag)) is None:
                     registered.pop(tag, None)
@@ -480,7 +489,7 @@ class SimulatedWorkers(redis_workers.Workers):
         prefix: str,
     ) -> int:
         def give_back() -> int:
-            registered, returned = self._broker.registered.get(self.messages(ended), {}), 0
+            registered, returned = self._messages(ended), 0
             for tag, fetched, pushes in moves:
                 mine = registered.pop(tag, None) is not None
                 found = self._broker.unacknowledged.get(tag)

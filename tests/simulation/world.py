@@ -78,8 +78,8 @@ ENDINGS = ("retry", "cooldown", "error", "dies", "stalls", "self.retry", "closes
 """How most bodies of a run end, if it has such a habit."""
 HABITS = (*ENDINGS, "extends", "loops")
 """What most bodies of a run do, if it has a habit."""
-IN_GROUPS = "rejects"
-"""How most bodies end of some runs whose tasks have groups."""
+REJECTS = "rejects"
+"""How most bodies of some other runs end."""
 DAY = 86_400.0
 TIMER_SLACK = 5e-5
 """Seconds by which the kernel ends a wait late."""
@@ -135,6 +135,10 @@ class Shape:
     early: bool = False
     #: What most bodies do.
     habit: str = ""
+    #: Some bodies last longer than workers look for what a dead one has fetched.
+    long_bodies: bool = False
+    #: Some calls come from a producer without the library, as by ``send_task()``.
+    plain: bool = False
     #: How often the broker's queue takes a message back; ``None``: it does not count that.
     delivery_limit: int | None = None
     #: When the broker takes no messages, and for how long.
@@ -180,9 +184,20 @@ class Shape:
             self.calls = random.choice((8, 12, 16))
 
     def draw_rejections(self, random: Random) -> None:
-        """Let most bodies of some runs with groups be rejected."""
-        if set(self.tasks) & work.GROUPS.keys() and random.random() < 0.2:
-            self.habit = IN_GROUPS
+        """Let most bodies of some runs be rejected, which closes their groups."""
+        in_groups = bool(set(self.tasks) & work.GROUPS.keys())
+        if random.random() < (0.2 if in_groups else 0.04):
+            self.habit = REJECTS
+
+    def draw_long(self, random: Random) -> None:
+        """Let some runs with leases of workers have long bodies."""
+        self.long_bodies = self.takeover and random.random() < 0.2
+        if self.long_bodies:
+            self.accidents = random.choice((5, 10))
+
+    def draw_plain(self, random: Random) -> None:
+        """Let some runs have calls without an order under ``lease_runs="latest"``."""
+        self.plain = random.random() < 0.6 and bool(set(self.tasks) & set(work.NEWEST_RUNS))
 
     @property
     def purges(self) -> bool:
@@ -246,6 +261,8 @@ class World:
             self.shape.draw_limit(Random(f"delivery limit of {self.seed}"))
             self.shape.draw_brief(Random(f"brief tasks of {self.seed}"))
             self.shape.draw_rejections(Random(f"rejections of {self.seed}"))
+            self.shape.draw_long(Random(f"long {self.seed}"))
+            self.shape.draw_plain(Random(f"plain {self.seed}"))
         self.scheduler = Scheduler(self.random)
         self.kernel = Kernel(SimulatedClock(self, 0.0, 1.0))
         self.faults = Faults.drawn(
@@ -349,6 +366,8 @@ class World:
         try:
             if name == "enqueued" or (name == "stored" and self.random.random() < 0.5):
                 result = self._enqueue(task, key, number)
+            elif self.shape.plain and name in work.NEWEST_RUNS and self.random.random() < 0.5:
+                result = self.app.send_task(name, (key, number), task_id=call_id, **options)
             else:
                 result = task.apply_async((key, number), task_id=call_id, **options)
         except Exception as error:  # noqa: BLE001 - the caller learns that it was not confirmed
@@ -509,11 +528,13 @@ class World:
         endings = ("return",) * 12 + ("retry", "retry", "cooldown", "later", "snooze", "permanent")
         endings += ("error", "self.retry")
         lengths = random.choice(((0.01,), (0.2, 0.3), (1.0, 1.0, 1.0), (2.0,) * 5, (8.0,)))
+        if self.shape.long_bodies and random.random() < 0.5:
+            lengths = (20.0,) * 5
         ending = random.choice(endings) if self.scheduler.now < self.shape.span else "return"
         plan = Plan(list(lengths), ending, random.random() < 0.7)
         if self.shape.habit and self.scheduler.now < self.shape.span and random.random() < 0.85:
             plan.habit = self.shape.habit
-            if plan.habit in (*ENDINGS, IN_GROUPS):
+            if plan.habit in (*ENDINGS, REJECTS):
                 plan.ending = plan.habit
         return plan
 
@@ -686,7 +707,10 @@ class World:
     def clock_of(self, host: str) -> SimulatedClock:
         """The clock of a host, which all its processes share."""
         if host not in self._clocks:
-            offset, rate = self.random.uniform(0, 1e6), 1 + self.random.uniform(-0.004, 0.004)
+            offset, rate = (
+                self.random.uniform(0, 1e6),
+                1 + self.random.uniform(-work.CLOCK_ERROR, work.CLOCK_ERROR),
+            )
             self._clocks[host] = SimulatedClock(self, offset, rate)
         return self._clocks[host]
 
