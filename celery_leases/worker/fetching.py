@@ -4,6 +4,8 @@ Kombu's BRPOP takes a message out of its queue, and kombu notes it as unacknowle
 has read the reply. If the worker is killed in between, the message is lost. A script of the broker
 does both at once. When it has found no message, the worker waits.
 
+The time that is noted names this fetch: the tag is the same each time a message is fetched.
+
 A wait for several keys takes a message out of its queue: kombu waits by BRPOP. If the worker has
 one queue, and has seen no message with a priority, it waits for a message at the first key, by
 BLMOVE to the second one, so the message stays in the queue, whose other workers find it there.
@@ -18,9 +20,10 @@ from typing import Any, Final
 from kombu.transport.redis import Channel
 from kombu.transport.virtual.base import QoS
 from kombu.utils.encoding import bytes_to_str
-from kombu.utils.json import loads
+from kombu.utils.json import dumps, loads
 
 from celery_leases.stores.redis.workers import FETCH
+from celery_leases.worker.returning import return_message
 
 WAIT: Final = 1.0
 """Seconds for which a worker waits at one key of its queue before it looks at the others."""
@@ -41,7 +44,7 @@ class Fetching:
         self._on_unanswered = unanswered
         self._own_start = channel._brpop_start  # noqa: SLF001
         self._own_read = channel._brpop_read  # noqa: SLF001
-        self._own_append = channel.qos.append
+        self._own_restore = channel.qos.restore_by_tag
         #: Commands that the broker has refused.
         self._refused: set[str] = set()
         #: Messages have priorities.
@@ -51,6 +54,8 @@ class Fetching:
         self._asked = ""
         #: The last command has moved a message to the second key.
         self._moved = False
+        #: The time that the script notes.
+        self._sent_at = 0.0
         #: The tag of the message that is being delivered, and noted.
         self._noted: str | None = None
 
@@ -60,6 +65,7 @@ class Fetching:
         channel._brpop_start = self.start  # noqa: SLF001
         channel._brpop_read = channel.handlers["BRPOP"] = self.read  # noqa: SLF001
         channel.qos.append = self.append
+        channel.qos.restore_by_tag = self.restore
 
     def start(self, timeout: float | None = None) -> None:
         """Send the request for the next message."""
@@ -77,7 +83,8 @@ class Fetching:
                 keys[:2] = keys[1::-1]
             keys += channel.unacked_key, channel.unacked_index_key
             names = self._names(keys)
-            self._send("EVAL", FETCH.text, len(names), *names, time.time())
+            self._sent_at = time.time()
+            self._send("EVAL", FETCH.text, len(names), *names, self._sent_at)
         elif self._asked == "BLMOVE":
             self._send("BLMOVE", *self._names(keys[:2]), "RIGHT", "RIGHT", WAIT)
         else:
@@ -161,12 +168,29 @@ class Fetching:
             self._noted = None
 
     def append(self, message: Any, tag: str) -> None:
-        """Note a message as unacknowledged."""
+        """Note a message as unacknowledged, as kombu does, and keep the time that is noted."""
+        qos, info = self._channel.qos, message.delivery_info
         if tag == self._noted:
             self._noted = None
-            QoS.append(self._channel.qos, message, tag)
+            message.fetched_at = self._sent_at
         else:
-            self._own_append(message, tag)
+            message.fetched_at = time.time()
+            stored = dumps([message._raw, info["exchange"], info["routing_key"]])  # noqa: SLF001
+            with qos.pipe_or_acquire() as pipe:
+                pipe.zadd(qos.unacked_index_key, {tag: message.fetched_at})
+                pipe.hset(qos.unacked_key, tag, stored).execute()
+        QoS.append(qos, message, tag)
+
+    def restore(self, tag: str, client: Any = None, leftmost: bool = False) -> None:
+        """Return a message to its queue as kombu does, but not if this channel has fetched it and
+        another worker has it now.
+        """
+        message = self._channel.qos._delivered.get(tag)  # noqa: SLF001
+        if message is None or "EVAL" in self._refused:
+            self._own_restore(tag, client, leftmost)
+        else:
+            fetched = getattr(message, "fetched_at", "")
+            return_message(self._channel, tag, fetched, leftmost=leftmost)
 
 
 def noted_at_once(channel: Any, unanswered: Callable[[float], object]) -> None:

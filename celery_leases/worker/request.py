@@ -100,7 +100,7 @@ class LeaseRequest(Request):
         carried["retries"] = retries_of(carried.get("retries"), self.name, self.id)
         self._strip_embedded()
         if takeover.current is not None:
-            takeover.current.received(self._message, self.name)
+            takeover.current.received(self._message)
         token = carried[TOKEN] = new_token()
         worker = processes.current_worker()
         carried[ORIGIN] = origin_of(self._message, worker)

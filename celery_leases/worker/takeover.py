@@ -39,9 +39,15 @@ from celery_leases.text.notices import logger
 from celery_leases.text.redaction import redact
 from celery_leases.worker.app_settings import leased_tasks
 from celery_leases.worker.headers import HEADER, ORDER
+from celery_leases.worker.returning import (
+    acknowledge_message,
+    pushes_of,
+    return_message,
+    unacked_keys,
+)
 
 if TYPE_CHECKING:
-    from celery_leases.stores.redis.workers import Workers
+    from celery_leases.stores.redis.workers import Fetched, Workers
 
 BATCH_TIME: Final = 0.05
 """Seconds in which changes of the registered messages are gathered for one round trip."""
@@ -56,31 +62,15 @@ has removed it, at most.
 class _Delivery:
     """A leased message that this worker has got and not acknowledged yet."""
 
-    __slots__ = ("gone", "message", "sent", "sent_at", "tag", "task")
+    __slots__ = ("fetched", "message", "sent", "tag")
 
-    def __init__(self, message: Any, task: str) -> None:
+    def __init__(self, message: Any) -> None:
         self.message = message
         self.tag: str = message.delivery_tag
-        self.task = task
+        #: The broker ends the message only if it was not fetched again: then another worker has it.
+        self.fetched: Fetched = getattr(message, "fetched_at", "")
         #: The broker may have its registration.
         self.sent = False
-        #: When its registration was first sent.
-        self.sent_at = math.inf
-        #: The message was returned to its queue, so another worker may have it.
-        self.gone = False
-
-    def is_returned(self) -> bool:
-        """Whether kombu has returned the message to its queue, as it does when a channel closes and
-        the broker answers.
-        """
-        return self.tag not in self.message.channel.qos._delivered  # noqa: SLF001
-
-    def leave(self) -> None:
-        """Leave the message, which was returned to its queue, to the next worker: this one does not
-        end it, and kombu does not return it a second time.
-        """
-        self.gone = True
-        QoS.ack(self.message.channel.qos, self.tag)  # in this process alone
 
 
 class WorkerLease:
@@ -106,10 +96,8 @@ class WorkerLease:
         self._ttl = ttl
         self._tasks = tasks
         self._clock = os_threads.boot_clock
-        #: Until when this worker may acknowledge what it has registered. Before it has a lease,
-        #: nobody returns its messages.
-        self._counts_until = math.inf
-        #: When the last successful renewal was sent.
+        #: When the last successful renewal was sent. Before it has a lease, nobody returns its
+        #: messages.
         self._renewed = -math.inf
         #: Since when the lease has been renewed without a gap.
         self._renewed_since = math.inf
@@ -122,8 +110,8 @@ class WorkerLease:
         self._to_add: dict[str, _Delivery] = {}
         self._to_remove: dict[str, None] = {}
         self._to_acknowledge: dict[str, _Delivery] = {}
-        #: What is still to be done with messages at the broker.
-        self._unfinished: deque[tuple[_Delivery, Callable[[Any, _Delivery], object]]] = deque()
+        #: Messages that are still to be returned; whether to the end of the queue.
+        self._unfinished: deque[tuple[_Delivery, bool]] = deque()
         self._moved = False
         self._wakeup = os_threads.Wakeup()
         self._idle = False
@@ -183,11 +171,11 @@ class WorkerLease:
             self._wait_for_renewal()
         _read_unread(channel)
 
-    def received(self, message: Any, task: str) -> None:
-        """Register a *message* of a leased *task*, until it is acknowledged or rejected."""
+    def received(self, message: Any) -> None:
+        """Register a *message* of a leased task, until it is acknowledged or rejected."""
         if self._refused:
             return
-        delivery = _Delivery(message, task)
+        delivery = _Delivery(message)
         message.ack = partial(self._end, delivery, message.ack)
         message.reject = partial(self._end, delivery, message.reject)
         self._changed(partial(self._add, delivery))
@@ -217,46 +205,32 @@ class WorkerLease:
     def _end(
         self, delivery: _Delivery, end: Callable[..., None], *args: Any, **kwargs: Any
     ) -> None:
-        """End a message: acknowledge it with the next renewal, or requeue it by *end*, unless
-        another worker has it, or may have it. Without a lease, *end* also acknowledges.
-
-        A message that is delivered again has the same tag, so a late acknowledgement would remove
-        it from the broker while it runs elsewhere.
+        """End a message: requeue it, or acknowledge it with the next renewal; by *end* if this
+        worker has no lease yet.
         """
         message, requeue = delivery.message, kwargs.get("requeue")
-        counts = not delivery.sent or self._clock() < self._counts_until
-        without_lease = self._stopping or self._counts_until == math.inf
-        if counts and not delivery.gone and (requeue or without_lease):
-            try:
+        change = self._remove
+        try:
+            if self._renewed == -math.inf:
+                end(*args, **kwargs)
+            else:
+                # First, because the message may come again at once, with the same tag.
+                QoS.ack(message.channel.qos, delivery.tag)  # in this process alone
+                message._state = "REQUEUED" if requeue else "ACK"  # noqa: SLF001 - as in Message
                 if requeue:
-                    # First, because the message may come again at once, with the same tag.
-                    QoS.ack(message.channel.qos, delivery.tag)
-                    message._state = "REQUEUED"  # noqa: SLF001 - as Message.requeue does
-                    _requeue(message.channel.qos, delivery)
+                    return_message(message.channel, delivery.tag, delivery.fetched, leftmost=True)
+                elif self._stopping:  # there may be no renewal any more
+                    acknowledge_message(message.channel, delivery.tag, delivery.fetched)
                 else:
-                    end(*args, **kwargs)
-            except Exception:
-                self._end_later(delivery, requeue)
-                raise
-            self._changed(partial(self._remove, delivery))
-        else:
-            QoS.ack(message.channel.qos, delivery.tag)  # in this process alone
-            message._state = "ACK"  # noqa: SLF001 - as Message.ack does
-            self._end_later(delivery, requeue)
+                    change = self._acknowledge
+        except Exception:
+            self._changed(partial(self._requeue if requeue else self._acknowledge, delivery))
+            raise
+        self._changed(partial(change, delivery))
         del message.ack, message.reject
-
-    def _end_later(self, delivery: _Delivery, requeue: object) -> None:
-        if requeue:
-            self._unfinished.append((delivery, _requeue))
-            self._wake()
-        else:
-            self._changed(partial(self._acknowledge, delivery))
 
     def _changed(self, change: Callable[[], None]) -> None:
         self._changes.append(change)
-        self._wake()
-
-    def _wake(self) -> None:
         if self._idle:
             self._idle = False
             self._wakeup.notify()
@@ -282,7 +256,7 @@ class WorkerLease:
         from celery_leases.stores.redis.errors import advice_for
 
         # After a renewal, messages are registered: another worker may return them meanwhile.
-        self._refused = self._counts_until == math.inf and advice_for(error) is not None
+        self._refused = self._renewed == -math.inf and advice_for(error) is not None
         if self._refused:
             self._log(
                 logging.INFO,
@@ -354,7 +328,6 @@ class WorkerLease:
         self._renew(workers, channel)
         if getattr(self._worker, "exitcode", None) != EX_FAILURE and not self._unfinished:
             workers.forget(self._name)
-        self._counts_until = math.inf
 
     def _sleep(self, seconds: float) -> None:
         until = self._clock() + seconds
@@ -365,37 +338,26 @@ class WorkerLease:
         """Renew the lease and write what has changed; return workers whose leases have ended."""
         self._gather()
         sent = self._clock()
-        if sent >= self._counts_until:
+        hard_deadline = deadlines.hard_deadline(self._renewed, self._ttl)
+        if sent >= deadlines.stop_deadline(hard_deadline, self._ttl):
             self._renewed_since = sent
-        earlier = [each for each in self._registered.values() if self._may_be_gone(each, sent)]
         ended = self._write(workers, channel)
         if ended is None:
-            # Another worker has returned them, perhaps while this one stood still before the broker
-            # got its request; otherwise the broker was emptied.
-            if self._clock() >= self._counts_until:
-                for delivery in earlier:
-                    delivery.leave()
-                    del self._registered[delivery.tag]
-                done = self._to_acknowledge.items()
-                self._to_acknowledge = {
-                    tag: each for tag, each in done if not self._may_be_gone(each, sent)
-                }
-                self._drop_found(workers, channel)
+            # Another worker has returned its messages, or the broker was emptied.
             for delivery in self._registered.values():
                 delivery.sent = False
             self._name = self._enter(workers)
             self._to_add.update(self._registered)
             ended = self._write(workers, channel)
         self._renewed = sent
-        self._counts_until = self._stop_deadline(sent)
         while self._unanswered:
             # A worker that dies: others look for what it has fetched.
             self._enter(workers, sent - self._unanswered[0])
             self._unanswered.popleft()
-        while self._unfinished and self._clock() < self._counts_until:
-            delivery, action = self._unfinished[0]
-            if not delivery.gone:
-                action(channel.qos, delivery)
+        due = deadlines.renewal_due(sent, self._ttl)
+        while self._unfinished and self._clock() < due:
+            delivery, leftmost = self._unfinished[0]
+            return_message(channel, delivery.tag, delivery.fetched, leftmost=leftmost)
             self._unfinished.popleft()
             self._remove(delivery)
         return ended or ()
@@ -408,48 +370,23 @@ class WorkerLease:
         workers.enter(name, self._ttl)
         return name
 
-    def _may_be_gone(self, delivery: _Delivery, now: float) -> bool:
-        """Whether the message is perhaps registered under a lease that has ended, so that another
-        worker may have returned it. A registration that was sent after that end can count only if
-        it has revived the lease, which then lasts for a ttl.
-        """
-        ended_before = delivery.sent_at < self._counts_until
-        return delivery.sent and (ended_before or now >= self._stop_deadline(delivery.sent_at))
-
-    def _drop_found(self, workers: Workers, channel: Any) -> None:
-        """Drop the messages that were not registered before the lease ended, and that another
-        worker has found and returned.
-        """
-        both = chain(self._registered.values(), self._to_acknowledge.values())
-        late = {each.tag: each for each in both}
-        if late:
-            free = workers.unregistered(list(late), _unacked(channel)[0])
-            for tag in late.keys() - free.keys():
-                late[tag].leave()
-                self._registered.pop(tag, None)
-                self._to_acknowledge.pop(tag, None)
-
-    def _stop_deadline(self, sent: float) -> float:
-        """Until when a lease that was renewed at *sent* counts."""
-        return deadlines.stop_deadline(deadlines.hard_deadline(sent, self._ttl), self._ttl)
-
     def _gather(self) -> None:
         """Find what to write. A message that has come and ended meanwhile is not written."""
         while self._changes:
             self._changes.popleft()()
 
     def _add(self, delivery: _Delivery) -> None:
-        # If the message has come before, it was returned meanwhile: its first run, which may still
-        # end, must not acknowledge it.
-        if (before := self._registered.get(delivery.tag)) is not None:
-            before.gone = True
+        # If the message has come before, it was returned meanwhile.
         self._registered[delivery.tag] = self._to_add[delivery.tag] = delivery
         self._to_remove.pop(delivery.tag, None)
 
     def _acknowledge(self, delivery: _Delivery) -> None:
-        if not delivery.gone:
+        if self._registered.get(delivery.tag) is delivery:
             self._remove(delivery)
             self._to_acknowledge[delivery.tag] = delivery
+
+    def _requeue(self, delivery: _Delivery) -> None:
+        self._unfinished.append((delivery, True))
 
     def _remove(self, delivery: _Delivery) -> None:
         if self._registered.get(delivery.tag) is delivery:
@@ -461,21 +398,17 @@ class WorkerLease:
     def _return_all_but(self, running: AbstractSet[str]) -> None:
         """Return the messages that Celery holds no longer."""
         for delivery in list(self._registered.values()):
-            if delivery.message.acknowledged:
-                continue  # and perhaps not at the broker yet
-            if delivery.is_returned():
-                delivery.gone = True
-                self._remove(delivery)
-            elif delivery.tag not in running:
-                self._unfinished.append((delivery, _return))
+            # If it was acknowledged, that is perhaps not at the broker yet.
+            if not delivery.message.acknowledged and delivery.tag not in running:
+                self._unfinished.append((delivery, False))
 
     def _write(self, workers: Workers, channel: Any) -> Sequence[str] | None:
         for delivery in self._to_add.values():
-            if not delivery.sent:
-                delivery.sent, delivery.sent_at = True, self._clock()
-        tasks = {tag: delivery.task for tag, delivery in self._to_add.items()}
-        over = list(self._to_remove), list(self._to_acknowledge)
-        written = workers.renew(self._name, self._ttl, DAY, tasks, *over, *_unacked(channel))
+            delivery.sent = True
+        added = {tag: delivery.fetched for tag, delivery in self._to_add.items()}
+        done = {tag: delivery.fetched for tag, delivery in self._to_acknowledge.items()}
+        over = list(self._to_remove), done
+        written = workers.renew(self._name, self._ttl, DAY, added, *over, *unacked_keys(channel))
         self._to_add.clear()
         self._to_remove.clear()
         if written is not None:
@@ -516,25 +449,23 @@ class WorkerLease:
 
         If another worker has fetched one of them, its call is delivered twice.
         """
-        unacked, index = _unacked(channel)
-        tags = workers.fetched(ended, index)
+        unacked, index = unacked_keys(channel)
+        fetched = workers.fetched(ended, index)
+        tags = list(fetched)
         for place in range(0, len(tags), PAGE):
-            found = workers.unregistered(tags[place : place + PAGE], unacked)
-            tasks = {tag: self._leased_task(message) for tag, message in found.items()}
-            leased = {tag: task for tag, task in tasks.items() if task is not None}
+            found = workers.unregistered(tags[place : place + PAGE], unacked, index)
+            leased = {tag: fetched[tag] for tag, stored in found.items() if self._is_leased(stored)}
             yield ()
             if leased:
-                yield workers.register(ended, DAY, leased)
+                yield workers.register(ended, DAY, leased, index)
 
-    def _leased_task(self, stored: bytes) -> str | None:
-        """The name of the task of a message in kombu's form; ``None`` if it has no lease."""
+    def _is_leased(self, stored: bytes) -> bool:
+        """Whether a message in kombu's form is that of a leased task."""
         try:
             headers = loads(bytes_to_str(stored))[0]["headers"]
-            task = headers["task"]
-            leased = HEADER in headers or ORDER in headers or task in self._tasks
+            return HEADER in headers or ORDER in headers or headers["task"] in self._tasks
         except (LookupError, TypeError, ValueError):
-            return None  # another program has written it
-        return task if leased and isinstance(task, str) else None
+            return False  # another program has written it
 
 
 def _read_unread(channel: Any) -> None:
@@ -550,15 +481,6 @@ def _read_unread(channel: Any) -> None:
             channel.handlers["BRPOP"]()
 
 
-def _requeue(qos: Any, delivery: _Delivery) -> None:
-    qos.restore_by_tag(delivery.tag, leftmost=True)
-
-
-def _return(qos: Any, delivery: _Delivery) -> None:
-    qos.restore_by_tag(delivery.tag)
-    delivery.leave()
-
-
 def _return_page(
     workers: Workers, channel: Any, ended: str, tags: Sequence[str]
 ) -> tuple[int, int]:
@@ -568,29 +490,14 @@ def _return_page(
     message whose exchange this worker does not know stays: kombu would drop it, and another worker
     may know it. Returns how many messages were returned, and how many stay.
     """
-    unacked = _unacked(channel)
+    unacked = unacked_keys(channel)
     moves = []
     found = workers.unacknowledged(ended, tags, *unacked)
     for tag, fetched, stored in found:
-        pushes = _Pushes()
-        channel._do_restore_message(*loads(bytes_to_str(stored)), pushes)  # noqa: SLF001 - as kombu
-        if pushes:
+        if pushes := pushes_of(channel, stored):
             moves.append((tag, fetched, pushes))
-    returned = workers.give_back(ended, moves, *unacked, channel.global_keyprefix)
+    returned = workers.give_back(moves, *unacked, channel.global_keyprefix)
     return returned, len(found) - len(moves)
-
-
-class _Pushes(list[tuple[str, str]]):
-    """Stands for a pipeline of Redis to which kombu adds what returns a message."""
-
-    def rpush(self, queue: str, message: str) -> None:
-        self.append((queue, message))
-
-
-def _unacked(channel: Any) -> tuple[str, str]:
-    """Kombu's keys of the unacknowledged messages and of the times at which they were fetched."""
-    prefix = channel.global_keyprefix
-    return f"{prefix}{channel.unacked_key}", f"{prefix}{channel.unacked_index_key}"
 
 
 current: WorkerLease | None = None

@@ -145,6 +145,7 @@ def test_the_note_is_that_of_kombu(connection: Connection, broker: Broker, url: 
     type(qos).append(qos, got[0], tag)
     assert broker.noted() == ours
     assert 0 <= broker.time(tag) - at < 5
+    got[0].fetched_at = broker.time(tag)
     got[0].reject(requeue=True)
     drain(connection, got, 2)
     assert got[1].payload == body
@@ -275,6 +276,7 @@ def test_kombu_waits_where_a_message_cannot_stay_in_its_queue(
             assert len(broker.noted()) == 2
             drain(own, got, 2)
             assert [one.payload for one in got] == [1, 2]
+            assert all(one.fetched_at == broker.time(one.delivery_tag) for one in got)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from redis.exceptions import AuthenticationError, ResponseError
 from celery_leases.stores.redis.workers import Workers, own_name
 from celery_leases.testing.waits import wait_until
 from celery_leases.worker import takeover
+from celery_leases.worker.fetching import noted_at_once
 from celery_leases.worker.takeover import WorkerLease, _return_page
 from tests.support.servers import RedisServer
 from tests.unit.doc_pages import page
@@ -38,6 +39,7 @@ def connection(request: pytest.FixtureRequest, leases_redis: RedisServer) -> Ite
     options = {"global_keyprefix": request.param, "socket_timeout": 5}
     with Connection(url, transport_options=options) as opened:
         opened.default_channel.client.flushdb()
+        noted_at_once(opened.default_channel, Mock())
         yield opened
 
 
@@ -80,7 +82,7 @@ def holding(connection: Connection, workers: Workers, channel: Any) -> Holding:
     def held(ttl: float, number: int = 1) -> tuple[Any, ...]:
         lease, messages = opened(connection, "a", ttl), fetched(connection, number)
         for message in messages:
-            lease.received(message, "task")
+            lease.received(message)
         lease._renew(workers, channel)
         return lease, *messages
 
@@ -90,9 +92,10 @@ def holding(connection: Connection, workers: Workers, channel: Any) -> Holding:
 def dies(workers: Workers, name: str, *messages: Any) -> None:
     """Let the lease of a worker with these messages, or tags, end."""
     workers.enter(name, 60)
-    workers.renew(
-        name, 0.001, 60, {getattr(each, "delivery_tag", each): "t" for each in messages}, []
-    )
+    added = {
+        getattr(each, "delivery_tag", each): getattr(each, "fetched_at", "") for each in messages
+    }
+    workers.renew(name, 0.001, 60, added, [])
     wait_until(lambda: name in ended(workers), 5, "the lease to end")
 
 
@@ -117,15 +120,16 @@ def take_over(workers: Workers, channel: Any, name: str, ttl: float = 60.0) -> N
 
 def fetched_at(channel: Any, message: Any, seconds_ago: float) -> None:
     """Let kombu have fetched a message so long ago."""
-    channel.client.zadd("unacked_index", {message.delivery_tag: time.time() - seconds_ago})
+    message.fetched_at = time.time() - seconds_ago
+    channel.client.zadd("unacked_index", {message.delivery_tag: message.fetched_at})
 
 
 def test_a_worker_is_known_until_it_is_forgotten(workers: Workers) -> None:
-    assert workers.renew("a", 10, 60, {"t1": "task"}, []) is None
+    assert workers.renew("a", 10, 60, {"t1": ""}, []) is None
     assert workers.listed() == []
     workers.enter("a", 60)
-    assert workers.renew("a", 10, 60, {"t1": "task", "t2": "task"}, []) == []
-    assert workers.renew("a", 10, 60, {"t3": "task"}, ["t1"]) == []
+    assert workers.renew("a", 10, 60, {"t1": "", "t2": ""}, []) == []
+    assert workers.renew("a", 10, 60, {"t3": ""}, ["t1"]) == []
     (state,) = workers.listed()
     assert (state.name, state.messages) == ("a", 2)
     assert state.remaining is not None
@@ -137,7 +141,7 @@ def test_a_worker_is_known_until_it_is_forgotten(workers: Workers) -> None:
 def test_only_a_lease_that_has_ended_is_taken(workers: Workers) -> None:
     """And then by one caller at a time."""
     workers.enter("a", 60)
-    workers.renew("a", 10, 60, {"t1": "task"}, [])
+    workers.renew("a", 10, 60, {"t1": ""}, [])
     assert workers.take("a", 60) is None
     dies(workers, "a")
     name, tags = workers.take("a", 0.3) or ("", [])
@@ -208,7 +212,7 @@ def test_leased_messages_that_nobody_has_registered_are_returned_too(
         fetched_at(channel, early, 5 + 20 + 60 + 1)
         fetched_at(channel, just_now, 0)
         workers.enter("living", 60)
-        workers.renew("living", 60, 60, {registered.delivery_tag: "leased"}, [])
+        workers.renew("living", 60, 60, {registered.delivery_tag: registered.fetched_at}, [])
         dies(workers, "dead/1/word/20000", dead[0])
         take_over(workers, channel, "dead/1/word/20000")
         assert waiting(connection) == [0, 1, 2]
@@ -234,7 +238,7 @@ def test_a_message_that_nobody_has_registered_is_returned_once(
             dies(workers, name)
         for name, added in (("gone!1", ["t1"]), ("gone too!1", [])):
             workers.enter(name, 60)
-            assert workers.register(name, 60, {"t1": "leased"}) == added
+            assert workers.register(name, 60, {"t1": ""}, "unacked_index") == added
         lease = WorkerLease("c", Mock(), PREFIX, 60.0, {"leased"})
         steps = [
             lease._return_messages(workers, channel, "dead"),
@@ -280,7 +284,7 @@ def test_acknowledged_messages_are_registered_no_longer(
     lease = opened(connection, "a", 5.0)
     messages = fetched(connection, 3)
     for message in messages:
-        lease.received(message, "task")
+        lease.received(message)
     messages[0].ack()  # before it was registered
     lease.start()
     wait_until(lambda: [one.messages for one in workers.listed()] == [2], 5, "the registration")
@@ -293,29 +297,41 @@ def test_acknowledged_messages_are_registered_no_longer(
     assert workers.listed() == []
 
 
-def test_a_message_is_not_requeued_after_a_pause_that_may_have_ended_the_lease(
-    connection: Connection, workers: Workers, channel: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ends", ["ack", "requeue", "dropped"])
+@pytest.mark.parametrize("received", ["early", "late"])
+def test_a_worker_ends_no_message_that_another_one_has_fetched_again(
+    connection: Connection,
+    workers: Workers,
+    channel: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    received: str,
+    ends: str,
 ) -> None:
-    """Another worker may have it. The next renewal shows whether that is so."""
-    lease, now, renew = opened(connection, "a", 60.0), [0.0], workers.renew
-
-    def stands_still(*given: Any) -> Any:
-        written = renew(*given)
-        now[0] += 100.0
-        return written
-
-    monkeypatch.setattr(lease, "_clock", lambda: now[0])
-    (message,) = fetched(connection, 1)
-    lease.received(message, "task")
-    lease._renew(workers, channel)
-    now[0] += 100.0
-    message.reject(requeue=True)
-    with monkeypatch.context() as patched:
-        patched.setattr(workers, "renew", stands_still)
+    """It did not see that the message was returned: its lease never ended, or it stood still when
+    it had fetched the message.
+    """
+    monkeypatch.setattr(takeover, "TIMEOUT", 0)  # nothing renews it here
+    lease, (message,) = opened(connection, "a", 60.0), fetched(connection, 1)
+    if received == "early":
+        lease.received(message)
         lease._renew(workers, channel)
-    assert channel.client.hlen("unacked") == 1
-    lease._renew(workers, channel)
-    assert waiting(connection) == [0]
+    with connection.clone() as other:
+        other.default_channel.qos.restore_by_tag(message.delivery_tag)
+        again = other.SimpleQueue("work").get(timeout=5)
+        assert again.delivery_tag == message.delivery_tag
+        if received == "late":
+            lease.received(message)
+            lease._renew(workers, channel)
+        if ends == "ack":
+            message.ack()
+        elif ends == "requeue":
+            message.reject(requeue=True)
+        else:
+            lease.reconnected()
+        lease._renew(workers, channel)
+        assert channel.client.hlen("unacked") == 1
+        assert not channel.client.llen("work")
+        again.ack()
 
 
 def test_a_renewal_acknowledges_all_messages_that_have_ended(
@@ -328,10 +344,10 @@ def test_a_renewal_acknowledges_all_messages_that_have_ended(
     lease._renew(workers, channel)
     messages = fetched(connection, 4)
     for message in messages[:2]:
-        lease.received(message, "task")
+        lease.received(message)
     lease._renew(workers, channel)
     for message in messages[2:]:
-        lease.received(message, "task")
+        lease.received(message)
     for message in messages:
         message.ack()
         assert message.acknowledged
@@ -382,9 +398,10 @@ def test_kombu_does_not_return_what_the_next_worker_has(
 ) -> None:
     """It closes the channel of a worker that has lost its lease and its connection."""
     with connection.clone() as of_worker:
+        noted_at_once(of_worker.default_channel, Mock())
         (message,) = fetched(of_worker, 1)
         lease = opened(connection, "a", 1.0)
-        lease.received(message, "task")
+        lease.received(message)
         lease._renew(workers, channel)
         wait_until(lambda: ended(workers) == [lease._name], 5, "the lease to end")
         take_over(workers, channel, lease._name)
@@ -401,7 +418,7 @@ def test_a_worker_that_stands_still_while_it_renews_leaves_its_messages_to_other
 ) -> None:
     lease = opened(connection, "a", 1.0)
     (message,) = fetched(connection, 1)
-    lease.received(message, "task")
+    lease.received(message)
     lease._renew(workers, channel)
     own = workers.renew
 
@@ -451,7 +468,7 @@ def test_a_message_that_comes_again_is_acknowledged_by_its_second_run_only(
     assert again.delivery_tag == message.delivery_tag
     if first_ends == "before":
         message.ack()
-    lease.received(again, "task")
+    lease.received(again)
     if first_ends == "between":
         message.ack()
     if first_ends != "after":
@@ -472,7 +489,7 @@ def test_without_another_worker_a_late_acknowledgement_counts(
     wait_until(lambda: (workers.listed()[0].remaining or 0) < 0, 5, "the lease to end")
     messages[0].ack()
     messages[1].reject(requeue=True)
-    assert channel.client.hlen("unacked") == 2
+    assert channel.client.hlen("unacked") == 1
     lease._renew(workers, channel)
     assert not channel.client.hlen("unacked")
     assert waiting(connection) == [1]
@@ -498,9 +515,10 @@ def test_what_kombu_has_returned_is_not_returned_again_when_the_worker_stops(
 ) -> None:
     """It may run elsewhere by then."""
     with connection.clone() as of_worker:
+        noted_at_once(of_worker.default_channel, Mock())
         (message,) = fetched(of_worker, 1)
         lease = opened(connection, "a", 5.0)
-        lease.received(message, "task")
+        lease.received(message)
         lease._renew(workers, channel)
         message.channel.close()
         again = connection.SimpleQueue("work").get(timeout=5)
@@ -519,7 +537,7 @@ def test_the_lease_of_a_worker_that_failed_ends_by_itself(
     """The error may have interrupted kombu between the fetch of a message and its delivery."""
     lease = opened(connection, "a", 1.0)
     messages = fetched(connection, 2, task="leased")
-    lease.received(messages[0], "leased")
+    lease.received(messages[0])
     lease.start()
     fetched_at(channel, messages[1], 1)
     lease._worker = Mock(exitcode=EX_FAILURE)
@@ -717,7 +735,7 @@ def test_before_its_first_renewal_a_worker_acknowledges_as_celery_does(
     """Also if the broker refuses the lease for an unknown reason."""
     lease = opened(connection, "a", 5.0)
     (message,) = fetched(connection, 1)
-    lease.received(message, "task")
+    lease.received(message)
     with monkeypatch.context() as patched:
         patched.setattr(workers, "renew", Mock(side_effect=ResponseError("CROSSSLOT")))
         with pytest.raises(ResponseError):
@@ -739,6 +757,7 @@ def test_a_renewal_that_arrives_late_does_not_revive_a_worker(
     assert lease._name != before
     again = connection.SimpleQueue("work").get(timeout=5)
     message.ack()
+    lease._renew(workers, channel)
     assert channel.client.hlen("unacked") == 1
     assert sorted(one.messages for one in workers.listed()) == [0, 0]
     again.ack()
@@ -759,7 +778,7 @@ def test_what_came_after_the_lease_had_ended_is_acknowledged(
     take_over(workers, channel, lease._name)
     assert waiting(connection) == [0]
     (second,) = fetched(connection, 1)
-    lease.received(second, "task")
+    lease.received(second)
     with monkeypatch.context() as patched:
         patched.setattr(workers, fails, Mock(side_effect=ConnectionError))
         with pytest.raises(ConnectionError):
@@ -778,11 +797,11 @@ def test_a_late_acknowledgement_leaves_what_was_never_registered_to_its_new_work
     lease = opened(connection, "a", 1.0)
     lease._renew(workers, channel)
     (message,) = fetched(connection, 1, task="leased")
-    lease.received(message, "leased")
+    lease.received(message)
     wait_until(lambda: ended(workers) == [lease._name], 5, "the lease to end")
     take_over(workers, channel, lease._name)
     again = connection.SimpleQueue("work").get(timeout=5)
-    workers.renew("b", 60, 60, {again.delivery_tag: "leased"}, [])
+    workers.renew("b", 60, 60, {again.delivery_tag: again.fetched_at}, [])
     if ends == "before":
         message.ack()
     lease._renew(workers, channel)
@@ -854,7 +873,7 @@ def test_the_lease_follows_its_worker_to_another_broker(
         there = Workers(other.default_channel.pool, prefix)
         assert [one.name for one in there.listed()] == [lease._name]
         (message,) = fetched(other, 1)
-        lease.received(message, "task")
+        lease.received(message)
         message.ack()
         wait_until(lambda: not other.default_channel.client.hlen("unacked"), 5, "the ack")
         lease.stop()
@@ -962,11 +981,11 @@ def test_a_broker_that_forbids_it_leaves_all_as_in_celery(
     with Connection(url.replace("redis://", "redis://narrow:secret@")) as connection:
         lease = opened(connection, "a", 5.0)
         messages = fetched(connection, 2)
-        lease.received(messages[0], "task")
+        lease.received(messages[0])
         with caplog.at_level("INFO", "celery_leases"):
             lease.start()
             wait_until(lambda: "no lease of its own" in caplog.text, 5, "the log line")
-        lease.received(messages[1], "task")
+        lease.received(messages[1])
         for message in messages:
             message.ack()
         assert not connection.default_channel.client.hlen("unacked")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kombu.exceptions import OperationalError
 from kombu.transport import TRANSPORT_ALIASES, virtual
 
+from celery_leases.stores.redis.workers import Fetched
 from celery_leases.worker.headers import ORDER
 from tests.simulation.servers import Server
 
@@ -92,10 +93,8 @@ class Broker(Server):
         #: The leases of workers, until when they last, what each has registered, and until when
         #: that is kept.
         self.leases: dict[str, float] = {}
-        self.registered: dict[str, dict[Any, bytes]] = {}
+        self.registered: dict[str, dict[Any, Fetched]] = {}
         self.kept_until: dict[str, float] = {}
-        #: What kombu has returned of a lost connection, and whose.
-        self.returned: set[tuple[Any, str]] = set()
         self._tags = 0
         #: How often workers have fetched each message.
         self._fetched: Counter[int] = Counter()
@@ -200,7 +199,6 @@ class Broker(Server):
 
     def note(self, queued: Queued, host: str, at: float) -> None:
         """Note that a worker on *host* has fetched a message, in seconds since 1970."""
-        self.returned.discard((queued.tag, host))
         self.unacknowledged[queued.tag] = found = Unacknowledged(queued, host, at)
         self._fetched[queued.tag] += 1
         if self.visibility is not None:

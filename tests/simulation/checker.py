@@ -914,23 +914,11 @@ def suspicions_are_taken_back(history: History) -> Iterator[Violation]:
 
 
 def deliveries_are_handled_once(history: History) -> Iterator[Violation]:
-    """A worker begins a delivery once, and ends none that another worker has, unless it stood still
-    after kombu had fetched a message and before it received this, or kombu could not return all:
-    then a message may be returned while its next worker has it.
-    """
-    returned: set[Any] = set()
-    late = {note.details["worker"] for note in history.of("received late")}
+    """A worker begins a delivery once, and ends none that another worker has."""
     for note in history.of("begins twice"):
         yield Violation("a delivery is handled once", note, "the worker has begun it before")
     for note in history.of("acknowledges for another", "returns for another"):
-        worker, tag = note.details["worker"].partition("/")[0], note.details["tag"]
-        if note.what == "returns for another":
-            excused = _kombu_has_failed(history, note.at, worker)
-            returned.add(tag)
-        else:
-            excused = worker in late or tag in returned
-        if not excused:
-            yield Violation("a delivery is handled once", note, "another worker has the message")
+        yield Violation("a delivery is handled once", note, "another worker has the message")
 
 
 def what_has_begun_does_not_expire(history: History) -> Iterator[Violation]:
@@ -1489,12 +1477,6 @@ def _was_not_closed(history: History, ended: Note) -> bool:
         if note.details["process"] == main and note.details.get("server", "database") == "database"
     )
     return any(note.at >= ended.at for note in failed)
-
-
-def _kombu_has_failed(history: History, at: float, worker: str) -> bool:
-    """Kombu does not know what it has returned of a lost connection if that failed in between."""
-    faults = history.faults(f"{worker}/main", at - 30.0, at)
-    return any(note.details.get("op") in ("read", "write") for note in faults)
 
 
 def completed_with_its_rows(history: History) -> Iterator[Violation]:

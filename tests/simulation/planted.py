@@ -285,8 +285,8 @@ BUGS = (
     Bug(
         "what a worker has registered is kept as long as its lease",
         TAKEOVER,
-        "workers.renew(self._name, self._ttl, DAY, tasks",
-        "workers.renew(self._name, self._ttl, self._ttl, tasks",
+        "workers.renew(self._name, self._ttl, DAY, added",
+        "workers.renew(self._name, self._ttl, self._ttl, added",
     ),
     Bug(
         "a message that a dead worker had not registered is not returned",
@@ -295,27 +295,22 @@ BUGS = (
         "in pages:\n",
     ),
     Bug(
-        "a late acknowledgement is sent although the lease may be gone",
-        TAKEOVER,
-        """ if not self._may_be_gone(each, sent)
-                }
-                self._drop_found(workers, channel)
-""",
-        """
-                }
-""",
-    ),
-    Bug(
         "an acknowledgement that failed is dropped",
         TAKEOVER,
         "        written = workers.renew(",
         "        self._to_acknowledge.clear()\n        written = workers.renew(",
     ),
     Bug(
-        "a message is returned that kombu has returned",
-        TAKEOVER,
-        "return self.tag not in self.message.channel.qos._delivered",
-        "return False",
+        "kombu returns what another worker has got",
+        FETCHING,
+        'fetched = getattr(message, "fetched_at", "")',
+        'fetched = ""',
+    ),
+    Bug(
+        "a message is known by the time at which its fetch is read",
+        FETCHING,
+        "message.fetched_at = self._sent_at",
+        "message.fetched_at = time.time()",
     ),
     Bug(
         "a fetched message is not noted",
@@ -563,8 +558,8 @@ BUGS = (
     Bug(
         "a worker acknowledges what another one has got",
         TAKEOVER,
-        "        if not delivery.gone:\n            self._remove(delivery)",
-        "        if True:\n            self._remove(delivery)",
+        "done = {tag: delivery.fetched for",
+        'done = {tag: "" for',
     ),
     Bug(
         "a retry that is delivered again is taken for an earlier message",
@@ -669,16 +664,16 @@ BUGS = (
         "if outcome.crashes <= call.options.failures.crashes:",
     ),
     Bug(
-        "a message is requeued after a pause in which its worker's lease may have ended",
+        "a worker requeues what another one has got",
         TAKEOVER,
-        "        while self._unfinished and self._clock() < self._counts_until:",
-        "        while self._unfinished:",
+        "return_message(message.channel, delivery.tag, delivery.fetched,",
+        'return_message(message.channel, delivery.tag, "",',
     ),
     Bug(
-        "a worker keeps what another one has found",
+        "a worker that connects again returns what another one has got",
         TAKEOVER,
-        "                self._drop_found(workers, channel)\n",
-        "                pass\n",
+        "return_message(channel, delivery.tag, delivery.fetched,",
+        'return_message(channel, delivery.tag, "",',
     ),
     Bug(
         "the failure of a probe counts no closing of its group",

@@ -20,6 +20,7 @@ from celery.worker import state as worker_state
 from celery.worker import strategy
 from kombu.exceptions import OperationalError
 
+from celery_leases import deadlines
 from celery_leases.attempt.process import STORE_TIMEOUT, Process
 from celery_leases.attempt.renewal import Renewer, Stores
 from celery_leases.deadlines import call_timeout
@@ -327,10 +328,7 @@ class Worker:
             if queued is None:
                 scheduler.park()
                 continue
-            fetched = scheduler.now
             scheduler.sleep(self.world.latency(0.002))
-            if self.main.paused_until > fetched:
-                self.world.note("received late", worker=self.name)
             message = Delivered(broker, self, queued).message()
             self.qos._delivered.add(queued.tag)
             # A message that waits for its time does not count.
@@ -353,8 +351,6 @@ class Worker:
                     if not seen:
                         self._loop_runs(lease, channel)
                 if channel.qos.can_consume() and channel._in_poll and channel._in_poll.can_read(0):
-                    if self.main.paused_until > channel._in_poll.asked_at:
-                        self.world.note("received late", worker=self.name)
                     with suppress(Empty):
                         channel.handlers["BRPOP"]()
             except redis.ConnectionError:
@@ -414,7 +410,8 @@ class Worker:
         worker.
         """
         looked, self._looked = self._looked, self.world.scheduler.now
-        if self.main.paused_until > looked and lease._clock() >= lease._counts_until:
+        counts_until = deadlines.hard_deadline(lease._renewed, lease._ttl)
+        if self.main.paused_until > looked and lease._clock() >= counts_until:
             lease._loop_seen = -math.inf
             self._loop_runs(lease, channel)
 

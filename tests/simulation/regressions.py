@@ -6,7 +6,9 @@ from typing import Final
 
 REGRESSIONS: Final[tuple[tuple[int, tuple[str, ...]], ...]] = (
     (166, ()),
+    (170, ()),
     (203, ()),
+    (426, ()),
     (561, ()),
     (1173, ()),
     (1441, ()),

@@ -577,19 +577,6 @@ GOOD: dict[str, Callable[[], Story]] = {
         .note("killed", process="w0/c1", pid=10)
         .write(state="pending", ended="lost", resumes=True)
     ),
-    "a late acknowledgement of a message that was received late": lambda: (
-        called()
-        .run()
-        .note("received late", worker="w0")
-        .note("acknowledges for another", worker="w0/1", tag=1)
-    ),
-    "a message that kombu has returned without knowing it": lambda: (
-        called()
-        .run()
-        .note("refused", op="read", process="w0/main")
-        .note("returns for another", worker="w0", tag=1)
-        .note("acknowledges for another", worker="w1/1", tag=1)
-    ),
     "a call that waits until the lease ends": lambda: (
         called()
         .run()

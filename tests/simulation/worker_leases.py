@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
@@ -16,6 +16,7 @@ from kombu.transport import redis as kombu_redis
 from kombu.transport import virtual
 
 from celery_leases.stores.redis import workers as redis_workers
+from celery_leases.stores.redis.workers import Fetched
 from celery_leases.worker import fetching
 from celery_leases.worker.takeover import WorkerLease
 from tests.simulation.broker import Queued
@@ -37,7 +38,7 @@ def lease_of(worker: Worker, ttl: float) -> WorkerLease:
     @contextmanager
     def connection() -> Iterator[Any]:
         if made.default_channel is None:
-            made.default_channel = RedisChannel(worker.main, ttl / 3, renews=True)
+            made.default_channel = RedisChannel(worker.main, ttl / 3)
         else:  # another one would be the same, and to make it takes kombu long
             made.default_channel.client.ping()
         yield made
@@ -70,13 +71,13 @@ class RedisConnection:
 
 class RedisChannel(kombu_redis.Channel):
     """Kombu's channel to the broker, for a thread of *process*, whose requests take at most *wait*
-    seconds; that which *renews* the lease of the worker has one of its own.
+    seconds.
     """
 
     do_restore = True
 
-    def __init__(self, process: SimulatedProcess, wait: float, *, renews: bool = False) -> None:
-        self._simulated: Client = Client(process, wait, renews=renews)
+    def __init__(self, process: SimulatedProcess, wait: float) -> None:
+        self._simulated: Client = Client(process, wait)
         super().__init__(RedisConnection())
         self.qos._on_collect.cancel()  # so that Python's end does not meet all channels
         self._simulated.connection.channel = self
@@ -92,10 +93,9 @@ class RedisChannel(kombu_redis.Channel):
 class Client:
     """What kombu and the library use of a client of redis-py."""
 
-    def __init__(self, process: SimulatedProcess, wait: float, *, renews: bool) -> None:
+    def __init__(self, process: SimulatedProcess, wait: float) -> None:
         self.broker: Broker = process.world.broker
         self.host = process.host
-        self.renews = renews
         self._wait = wait
         self.connection: Socket = Socket(self, process)
 
@@ -111,14 +111,6 @@ class Client:
         """Commands that are executed together."""
         return Pipeline(self)
 
-    def transaction(self, work: Callable[[Pipeline], object], *_: str) -> None:
-        """Repeat *work* until what it has read is unchanged when its commands are executed."""
-        pipe = Pipeline(self)
-        work(pipe)
-        while not pipe.execute():
-            pipe = Pipeline(self)
-            work(pipe)
-
     def parse_response(self, connection: Socket, command: str, **_: Any) -> Any:
         """The reply to the request for a message."""
         return connection.reply()
@@ -129,29 +121,16 @@ def _no_answer(executed: bool | None) -> redis.ConnectionError:
 
 
 class Pipeline:
-    """Commands that Redis executes in one step, unless a message has changed that was read."""
+    """Commands that Redis executes in one step."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._steps: list[Callable[[], object]] = []
-        self._read: list[tuple[Any, Any]] = []
-        self._returns = False
-
-    def hget(self, _: str, tag: Any) -> bytes | None:
-        """Read an unacknowledged message."""
-        broker = self._client.broker
-
-        def read() -> bytes | None:
-            self._read.append((tag, broker.unacknowledged.get(tag)))
-            return broker.stored(tag)
-
-        return self._client.request("read", read)
-
-    def multi(self) -> None:
-        """What follows is executed together."""
+        self._at = 0.0
 
     def zadd(self, _: str, times: Mapping[Any, float]) -> Pipeline:
-        """The time of a fetch, from kombu's own clock: the next command notes it too."""
+        """The time of a fetch: the next command notes it."""
+        (self._at,) = times.values()
         return self
 
     def zrem(self, _: str, tag: Any) -> Pipeline:
@@ -161,50 +140,23 @@ class Pipeline:
     def hset(self, _: str, tag: Any, text: str) -> Pipeline:
         """Note a message as unacknowledged."""
         broker, host = self._client.broker, self._client.host
-        stored = text[1 : text.rindex(', "", ')]
-        self._steps.append(lambda: broker.note(Queued.of(stored), host, broker.now()))
+        at, stored = self._at, text[1 : text.rindex(', "", ')]
+        self._steps.append(lambda: broker.note(Queued.of(stored), host, at))
         return self
 
     def hdel(self, _: str, tag: Any) -> Pipeline:
         """Remove a message from the unacknowledged ones."""
-
-        def end() -> None:
-            client = self._client
-            late = client.broker.world.here is client.broker
-            broker, found = client.broker, client.broker.unacknowledged.pop(tag, None)
-            if not client.renews:  # kombu's own channel, from which the worker may have it still
-                broker.returned |= {(tag, client.host), (tag, getattr(found, "worker", ""))}
-            elif (
-                found is not None
-                and found.worker != client.host
-                and not late
-                and (tag, client.host) not in broker.returned
-            ):
-                broker.world.note("returns for another", worker=client.host, tag=tag)
-
-        self._steps.append(end)
+        self._steps.append(lambda: self._client.broker.unacknowledged.pop(tag, None))
         return self
 
-    def rpush(self, _: str, text: str) -> Pipeline:
-        """Return a message to its queue."""
-        self._returns = True
-        self._steps.append(lambda: self._client.broker.push(text))
-        return self
+    def execute(self) -> None:
+        """Execute all."""
 
-    lpush = rpush
-
-    def execute(self) -> bool:
-        """Execute all; return whether nothing has changed that was read."""
-
-        def execute() -> bool:
-            unacknowledged = self._client.broker.unacknowledged
-            if any(unacknowledged.get(tag) is not found for tag, found in self._read):
-                return False
+        def execute() -> None:
             for step in self._steps:
                 step()
-            return True
 
-        return self._client.request("write", execute)
+        self._client.request("write", execute)
 
 
 class Socket:
@@ -226,8 +178,7 @@ class Socket:
         #: The thread that reads the reply.
         self.reader: Strand | None = None
         self._reply: Callable[[], Any] | None = None
-        #: When its latest request was sent, and its number.
-        self.asked_at = 0.0
+        #: The number of its latest request.
         self._number = 0
         #: When a server that waits for a message ends that.
         self._until = math.inf
@@ -245,7 +196,6 @@ class Socket:
         """Send a request."""
         self._number += 1
         self._reply, self._until = None, math.inf
-        self.asked_at = self._broker.world.scheduler.now
         commands: dict[str, Callable[..., Any]]
         commands = {"EVAL": self._fetch, "BLMOVE": self._move, "BRPOP": self._pop}
         work = partial(
@@ -365,9 +315,9 @@ class SimulatedWorkers(redis_workers.Workers):
         name: str,
         ttl: float,
         kept: float,
-        added: Mapping[str, str],
+        added: Mapping[str, Fetched],
         ended: Sequence[str],
-        acknowledged: Sequence[Any] = (),
+        acknowledged: Mapping[Any, Fetched] = MappingProxyType({}),
         unacked: str = "",
         index: str = "",
     ) -> Sequence[str] | None:
@@ -382,23 +332,28 @@ class SimulatedWorkers(redis_workers.Workers):
             self._broker.kept_until[self.messages(name)] = now + kept
             if not (added or ended or acknowledged):
                 return over[: redis_workers.BATCH]
-            messages.update({tag: task.encode() for tag, task in added.items()})
-            for tag in (*ended, *acknowledged):
+            messages.update(added)
+            for tag in ended:
                 messages.pop(tag, None)
-            for tag in acknowledged:
-                found = self._broker.unacknowledged.pop(tag, None)
-                host = name.partition("/")[0]
-                another = found is not None and found.worker != host
-                if (
-                    another
-                    and (tag, host) not in self._broker.returned
-                    and self._is_registered(tag)
-                ):
-                    self._broker.world.note("acknowledges for another", worker=name, tag=tag)
+            for tag, fetched in acknowledged.items():
+                self._end(tag, fetched, "acknowledges for another")
             return over[: redis_workers.BATCH]
 
-        added, ended, acknowledged = dict(added), list(ended), list(acknowledged)
+        added, ended, acknowledged = dict(added), list(ended), dict(acknowledged)
         return self._simulated.request("renew", renew)
+
+    def _is_latest(self, tag: Any, fetched: Fetched) -> bool:
+        found = self._broker.unacknowledged.get(tag)
+        return found is not None and (fetched == "" or float(fetched) == found.at)
+
+    def _end(self, tag: Any, fetched: Fetched, what: str) -> bool:
+        """Remove a message of this worker; note if another one has it."""
+        if not self._is_latest(tag, fetched):
+            return False
+        found, host = self._broker.unacknowledged.pop(tag), self._simulated.host
+        if found.worker != host:
+            self._broker.world.note(what, worker=host, tag=tag)
+        return True
 
     def take(self, name: str, ttl: float) -> tuple[str, Sequence[str]] | None:
         def take() -> tuple[str, Sequence[str]] | None:
@@ -419,17 +374,17 @@ class SimulatedWorkers(redis_workers.Workers):
 
         return self._simulated.request("take", take)
 
-    def fetched(self, ended: str, index: str) -> Sequence[str]:
+    def fetched(self, ended: str, index: str) -> Mapping[str, Fetched]:
         since, before = redis_workers._fetched_between(ended)
 
-        def fetched() -> Sequence[Any]:
+        def fetched() -> Mapping[Any, Fetched]:
             last = min(before, self._now - redis_workers._REGISTERED_AFTER)
-            unacknowledged = self._broker.unacknowledged.items()
-            return [tag for tag, found in unacknowledged if since <= found.at <= last][::-1]
+            found = list(self._broker.unacknowledged.items())[::-1]
+            return {tag: each.at for tag, each in found if since <= each.at <= last}
 
         return self._simulated.request("fetched", fetched)
 
-    def _messages(self, name: str) -> dict[Any, bytes]:
+    def _messages(self, name: str) -> dict[Any, Fetched]:
         """What a worker has registered, as long as that is kept."""
         key, broker = self.messages(name), self._broker
         if broker.kept_until.get(key, math.inf) <= self._now:
@@ -437,70 +392,58 @@ class SimulatedWorkers(redis_workers.Workers):
         return broker.registered.setdefault(key, {})
 
     def _is_registered(self, tag: Any) -> bool:
-        return any(tag in self._messages(name) for name in self._broker.leases)
+        hashes = map(self._messages, self._broker.leases)
+        return any(tag in each and self._is_latest(tag, each[tag]) for each in hashes)
 
-    def unregistered(self, tags: Sequence[str], unacked: str) -> Mapping[str, bytes]:
+    def unregistered(self, tags: Sequence[str], unacked: str, index: str) -> Mapping[str, bytes]:
         def unregistered() -> Mapping[str, bytes]:
             found = {tag: self._broker.stored(tag) for tag in tags if not self._is_registered(tag)}
-            # Another worker may have fetched it a moment before.
-            self._broker.returned |= {(tag, self._simulated.host) for tag in found}
             return {tag: message for tag, message in found.items() if message is not None}
 
         return self._simulated.request("unregistered", unregistered)
 
-    def register(self, ended: str, kept: float, added: Mapping[str, str]) -> Sequence[str]:
+    def register(
+        self, ended: str, kept: float, added: Mapping[str, Fetched], index: str
+    ) -> Sequence[str]:
         def register() -> Sequence[str]:
-            new: list[Any] = [tag for tag in added if not self._is_registered(tag)]
-            broker = self._broker
-            living = {name.partition("/")[0] for name in broker.leases if name != ended}
-            holders = ((tag, broker.unacknowledged.get(tag)) for tag in new)
-            # A worker that lives, or can renew a lease that nobody has ended yet, may not have
-            # registered what it has just fetched.
-            broker.returned |= {
-                (tag, found.worker) for tag, found in holders if found and found.worker in living
-            }
-            self._messages(ended).update({tag: added[tag].encode() for tag in new})
-            broker.kept_until[self.messages(ended)] = self._now + kept
-            return new
+            new = {tag: at for tag, at in added.items() if not self._is_registered(tag)}
+            self._messages(ended).update(new)
+            self._broker.kept_until[self.messages(ended)] = self._now + kept
+            return list(new)
 
         return self._simulated.request("register", register)
 
     def unacknowledged(
         self, ended: str, tags: Sequence[Any], unacked: str, index: str
-    ) -> Sequence[tuple[str, bytes, bytes]]:
-        def read() -> Sequence[tuple[str, bytes, bytes]]:
+    ) -> Sequence[tuple[str, Fetched, bytes]]:
+        def read() -> Sequence[tuple[str, Fetched, bytes]]:
             registered, found = self._messages(ended), []
             for tag in tags:
-                if (message := self._broker.stored(tag)) is None:
+                message, fetched = self._broker.stored(tag), registered.get(tag, "")
+                if message is None or not self._is_latest(tag, fetched):
                     registered.pop(tag, None)
                 elif tag in registered:
-                    fetched = repr(self._broker.unacknowledged[tag].at).encode()
-                    found.append((tag, fetched, message))
+                    found.append((tag, self._broker.unacknowledged[tag].at, message))
             return found
 
         return self._simulated.request("read", read)
 
-    def give_back(
-        self,
-        ended: str,
-        moves: Sequence[Any],
-        unacked: str,
-        index: str,
-        prefix: str,
-    ) -> int:
+    def stored(self, tag: Any, unacked: str) -> bytes | None:
+        return self._simulated.request("read", lambda: self._broker.stored(tag))
+
+    def give_back(self, moves: Sequence[Any], unacked: str, index: str, prefix: str) -> int:
         def give_back() -> int:
-            registered, returned = self._messages(ended), 0
+            returned = 0
             for tag, fetched, pushes in moves:
-                mine = registered.pop(tag, None) is not None
-                found = self._broker.unacknowledged.get(tag)
-                if mine and found is not None and repr(found.at).encode() == fetched:
-                    del self._broker.unacknowledged[tag]
-                    if found.worker != ended.partition("/")[0]:
-                        # Kombu has returned it before, and another worker has fetched it.
-                        self._broker.returned.add((tag, found.worker))
-                    for _, text in pushes:
-                        self._broker.push(text)
-                    returned += 1
+                if self._workers:  # as the messages of an ended worker
+                    done = self._is_latest(tag, fetched)
+                    if done:
+                        del self._broker.unacknowledged[tag]
+                else:
+                    done = self._end(tag, fetched, "returns for another")
+                for _, _, text in pushes if done else ():
+                    self._broker.push(text)
+                returned += done
             return returned
 
         return self._simulated.request("return", give_back)

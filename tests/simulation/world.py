@@ -811,10 +811,10 @@ class LeaseOfWorker:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def received(self, message: Any, task: str) -> None:
+    def received(self, message: Any) -> None:
         """A message has come."""
         if (lease := self._world.here.lease) is not None:
-            lease.received(message, task)
+            lease.received(message)
 
 
 @contextmanager

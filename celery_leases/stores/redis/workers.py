@@ -2,7 +2,7 @@
 acknowledged.
 
 A sorted set has the workers by the end of their leases, on the server's clock in milliseconds. A
-hash for each worker has its messages: the delivery tag, and the name of the task. A worker whose
+hash for each worker has its messages: the delivery tag, and when it was fetched. A worker whose
 lease has ended gets another name before its messages are returned, so that it learns of that when
 it comes back. Under this name, the worker that returns the messages holds a lease of its own. Both
 names say when messages may have been fetched that were not registered any more: the first one ends
@@ -14,17 +14,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, cast
 
 import redis
 
 from celery_leases.stores.redis.lease_scripts import Script
 from celery_leases.stores.redis.values import as_text
 
-Move = tuple[str, bytes, Sequence[tuple[str, str]]]
-"""A message that is to be returned: its tag, when it was fetched, and what is to be pushed to which
-queues.
+Fetched = bytes | float | str
+"""When a message was fetched, in seconds since 1970, as kombu's index has it; ``""``: not known.
+
+A message keeps its tag when it is returned and fetched again. This time is another one then, so it
+tells whose delivery a worker ends, or has registered.
 """
+Push = tuple[str, str, str]
+"""A command of Redis, a queue, and the message that it pushes."""
+Move = tuple[str, Fetched, Sequence[Push]]
+"""A message that is to be returned: its tag, when it was fetched, and what is to be pushed."""
 
 BATCH: Final = 10
 """Ended workers that one call returns, at most."""
@@ -51,22 +58,30 @@ ENTER: Final = Script(
 )
 """KEYS: the workers. ARGV: the name of a new worker, its ttl."""
 
+_IS_LATEST: Final = """
+local function is_latest(index, tag, fetched)
+    return fetched == '' or tonumber(fetched) == tonumber(redis.call('ZSCORE', index, tag) or '')
+end
+"""
+"""Whether an unacknowledged message was fetched then for the last time."""
+
 RENEW: Final = Script(
     _NOW
+    + _IS_LATEST
     + f"""
 if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then return false end
 local ended = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. now, 'LIMIT', 0, {BATCH})
 redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
 local added = tonumber(ARGV[4])
 for place = 5, 4 + added, 2 do redis.call('HSET', KEYS[2], ARGV[place], ARGV[place + 1]) end
-local last = 5 + added + ARGV[5 + added]
-for place = 6 + added, #ARGV do
-    redis.call('HDEL', KEYS[2], ARGV[place])
-    if place <= last then
+local last = 5 + added + 2 * ARGV[5 + added]
+for place = 6 + added, last, 2 do
+    if is_latest(KEYS[4], ARGV[place], ARGV[place + 1]) then
         redis.call('HDEL', KEYS[3], ARGV[place])
         redis.call('ZREM', KEYS[4], ARGV[place])
     end
 end
+for place = last + 1, #ARGV do redis.call('HDEL', KEYS[2], ARGV[place]) end
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
 return ended
 """,
@@ -74,9 +89,9 @@ return ended
 )
 """KEYS: the workers, the messages of this worker, kombu's unacknowledged messages, kombu's index of
 these. ARGV: its name, its ttl, how long its messages are kept, the number of the arguments that
-follow for added messages (tag and task), these, the number of acknowledged messages, their tags,
-the tags of other ended messages. Returns the workers whose leases have ended; ``nil``, and nothing
-was done, if the worker is not known.
+follow for added messages (tag and time of the fetch), these, the number of acknowledged messages,
+these, the tags of all ended messages. Returns the workers whose leases have ended; ``nil``, and
+nothing was done, if the worker is not known.
 """
 
 TAKE: Final = Script(
@@ -105,30 +120,35 @@ FETCHED: Final = Script(
     _NOW
     + f"""
 local last = math.min(ARGV[2], now / 1000 - {_REGISTERED_AFTER})
-return redis.call('ZRANGEBYSCORE', KEYS[1], ARGV[1], string.format('%.3f', last))
+return redis.call('ZRANGEBYSCORE', KEYS[1], ARGV[1], string.format('%.3f', last), 'WITHSCORES')
 """,
     keys=1,
 )
-"""KEYS: kombu's index of unacknowledged messages. ARGV: two times in seconds. Returns the tags of
-messages that were fetched between these, except those that a worker may just have fetched.
+"""KEYS: kombu's index of unacknowledged messages. ARGV: two times in seconds. Returns tag and
+time of the fetch of messages that were fetched between these, except those that a worker may just
+have fetched.
 """
 
-_UNREGISTERED: Final = """
+_UNREGISTERED: Final = (
+    _IS_LATEST
+    + """
 local workers = redis.call('ZRANGE', KEYS[1], 0, -1)
-local function unregistered(tag)
+local function unregistered(index, tag)
     for _, worker in ipairs(workers) do
-        if redis.call('HGET', KEYS[1] .. ':' .. worker, tag) then return false end
+        local fetched = redis.call('HGET', KEYS[1] .. ':' .. worker, tag)
+        if fetched and is_latest(index, tag, fetched) then return false end
     end
     return true
 end
 """
+)
 
 UNREGISTERED: Final = Script(
     _UNREGISTERED
     + """
 local found = {}
 for _, tag in ipairs(ARGV) do
-    local message = unregistered(tag) and redis.call('HGET', KEYS[2], tag)
+    local message = unregistered(KEYS[3], tag) and redis.call('HGET', KEYS[2], tag)
     if message then
         found[#found + 1] = tag
         found[#found + 1] = message
@@ -136,10 +156,10 @@ for _, tag in ipairs(ARGV) do
 end
 return found
 """,
-    keys=2,
+    keys=3,
 )
-"""KEYS: the workers, kombu's unacknowledged messages. ARGV: tags. Returns tag and message of those
-that no worker has registered.
+"""KEYS: the workers, kombu's unacknowledged messages, kombu's index of these. ARGV: tags. Returns
+tag and message of those that no worker has registered.
 """
 
 REGISTER: Final = Script(
@@ -147,7 +167,7 @@ REGISTER: Final = Script(
     + """
 local added = {}
 for place = 2, #ARGV, 2 do
-    if unregistered(ARGV[place]) then
+    if unregistered(KEYS[3], ARGV[place]) then
         redis.call('HSET', KEYS[2], ARGV[place], ARGV[place + 1])
         added[#added + 1] = ARGV[place]
     end
@@ -155,20 +175,22 @@ end
 redis.call('PEXPIRE', KEYS[2], ARGV[1])
 return added
 """,
-    keys=2,
+    keys=3,
 )
-"""KEYS: the workers, the messages of an ended worker. ARGV: how long these are kept, tags and tasks
-of further messages. Adds those that no worker has registered, and returns their tags.
+"""KEYS: the workers, the messages of an ended worker, kombu's index of unacknowledged messages.
+ARGV: how long these are kept, tag and time of the fetch of further messages. Adds those that no
+worker has registered, and returns their tags.
 """
 
 UNACKNOWLEDGED: Final = Script(
-    """
+    _IS_LATEST
+    + """
 local found = {}
 for _, tag in ipairs(ARGV) do
-    local message = redis.call('HGET', KEYS[2], tag)
-    if not message then
+    local message, fetched = redis.call('HGET', KEYS[2], tag), redis.call('HGET', KEYS[1], tag)
+    if not message or fetched and not is_latest(KEYS[3], tag, fetched) then
         redis.call('HDEL', KEYS[1], tag)
-    elseif redis.call('HGET', KEYS[1], tag) then
+    elseif fetched then
         found[#found + 1] = {tag, redis.call('ZSCORE', KEYS[3], tag) or '', message}
     end
 end
@@ -178,20 +200,19 @@ return found
 )
 """KEYS: the messages of an ended worker, kombu's unacknowledged messages, kombu's index of these.
 ARGV: tags. Returns tag, time of the fetch and message of those that are registered there; removes
-the registrations of acknowledged ones.
+the registrations of those that were acknowledged or fetched again.
 """
 
 GIVE_BACK: Final = Script(
-    """
+    _IS_LATEST
+    + """
 local returned, place = 0, 2
 while place <= #ARGV do
-    local tag, fetched, pushes = ARGV[place], ARGV[place + 1], 2 * ARGV[place + 2]
-    local mine = redis.call('HDEL', KEYS[1], tag) == 1
-    if mine and (redis.call('ZSCORE', KEYS[3], tag) or '') == fetched
-        and redis.call('HDEL', KEYS[2], tag) == 1 then
-        redis.call('ZREM', KEYS[3], tag)
-        for push = place + 3, place + 2 + pushes, 2 do
-            redis.call('RPUSH', ARGV[1] .. ARGV[push], ARGV[push + 1])
+    local tag, pushes = ARGV[place], 3 * ARGV[place + 2]
+    if is_latest(KEYS[2], tag, ARGV[place + 1]) and redis.call('HDEL', KEYS[1], tag) == 1 then
+        redis.call('ZREM', KEYS[2], tag)
+        for push = place + 3, place + 2 + pushes, 3 do
+            redis.call(ARGV[push], ARGV[1] .. ARGV[push + 1], ARGV[push + 2])
         end
         returned = returned + 1
     end
@@ -199,11 +220,12 @@ while place <= #ARGV do
 end
 return returned
 """,
-    keys=3,
+    keys=2,
 )
-"""KEYS: as for ``UNACKNOWLEDGED``. ARGV: the prefix of all queues; for each message: tag, time of
-the fetch, number of the pushes that follow, and for each of them queue and message. Returns how
-many messages it has returned; kombu or another worker has returned the others.
+"""KEYS: kombu's unacknowledged messages, kombu's index of these. ARGV: the prefix of all queues;
+for each message: tag, time of the fetch, number of the pushes that follow, and for each of them
+command, queue and message. Returns how many messages it has returned; kombu or another worker has
+returned the others.
 """
 
 FETCH: Final = Script(
@@ -319,14 +341,15 @@ class Workers:
         name: str,
         ttl: float,
         kept: float,
-        added: Mapping[str, str],
+        added: Mapping[str, Fetched],
         ended: Sequence[str],
-        acknowledged: Sequence[str] = (),
+        acknowledged: Mapping[str, Fetched] = MappingProxyType({}),
         unacked: str = "unacked",
         index: str = "unacked_index",
     ) -> Sequence[str] | None:
         """Renew the lease of worker *name* for *ttl* seconds, and write which messages it has got,
-        and which have ended, and acknowledge some; *unacked* and *index* are kombu's keys.
+        and when, and which have ended, and acknowledge some, unless they were fetched again;
+        *unacked* and *index* are kombu's keys.
 
         Returns the names of workers whose leases have ended; ``None``, and does nothing, if the
         worker is not known: another one has taken its messages, or the broker was emptied. The
@@ -334,7 +357,7 @@ class Workers:
         """
         pairs = [part for pair in added.items() for part in pair]
         times = (round(ttl * 1000), round(kept * 1000))
-        over = (len(acknowledged), *acknowledged, *ended)
+        over = (len(acknowledged), *chain.from_iterable(acknowledged.items()), *ended)
         keys = (self._workers, self.messages(name), unacked, index)
         dead = self._eval(RENEW, *keys, name, *times, len(pairs), *pairs, *over)
         return None if dead is None else [as_text(one) for one in dead]
@@ -350,49 +373,55 @@ class Workers:
         ended = as_text(now)
         return ended, [as_text(tag) for tag in self._client.hkeys(self.messages(ended))[::-1]]
 
-    def fetched(self, ended: str, index: str) -> Sequence[str]:
+    def fetched(self, ended: str, index: str) -> Mapping[str, Fetched]:
         """The tags of the messages that were fetched when the *ended* worker may have lived without
-        registering them, the newest first; *index* is kombu's key of the times at which messages
-        were fetched.
+        registering them, the newest first, and when that was; *index* is kombu's key of the times
+        at which messages were fetched.
         """
         found = self._eval(FETCHED, index, *_fetched_between(ended))
-        return [as_text(tag) for tag in found[::-1]]
+        return dict(zip(map(as_text, found[-2::-2]), found[::-2], strict=True))
 
-    def unregistered(self, tags: Sequence[str], unacked: str) -> Mapping[str, bytes]:
-        """Those of these messages that no worker has registered, by tag; *unacked* is kombu's key
-        of the unacknowledged messages.
+    def unregistered(self, tags: Sequence[str], unacked: str, index: str) -> Mapping[str, bytes]:
+        """Those of these messages that no worker has registered, by tag; *unacked* and *index* are
+        kombu's keys.
         """
-        found = self._eval(UNREGISTERED, self._workers, unacked, *tags)
+        found = self._eval(UNREGISTERED, self._workers, unacked, index, *tags)
         return dict(zip(map(as_text, found[::2]), found[1::2], strict=True))
 
-    def register(self, ended: str, kept: float, added: Mapping[str, str]) -> Sequence[str]:
+    def register(
+        self, ended: str, kept: float, added: Mapping[str, Fetched], index: str
+    ) -> Sequence[str]:
         """Register messages for an *ended* worker, and return the tags of those that no other
         worker has registered meanwhile. They are kept for *kept* seconds.
         """
-        pairs = [part for pair in added.items() for part in pair]
-        return [as_text(tag) for tag in self._run(REGISTER, ended, round(kept * 1000), *pairs)]
+        pairs = chain.from_iterable(added.items())
+        keys = (self._workers, self.messages(ended), index)
+        found = self._eval(REGISTER, *keys, round(kept * 1000), *pairs)
+        return [as_text(tag) for tag in found]
 
     def unacknowledged(
         self, ended: str, tags: Sequence[str], unacked: str, index: str
-    ) -> Sequence[tuple[str, bytes, bytes]]:
+    ) -> Sequence[tuple[str, Fetched, bytes]]:
         """Which of these messages an *ended* worker has registered, and are not acknowledged: the
         tag, when it was fetched, and the message. *unacked* and *index* are kombu's keys.
         """
         found = self._eval(UNACKNOWLEDGED, self.messages(ended), unacked, index, *tags)
         return [(as_text(tag), fetched, message) for tag, fetched, message in found]
 
-    def give_back(
-        self, ended: str, moves: Sequence[Move], unacked: str, index: str, prefix: str
-    ) -> int:
-        """Return messages of an *ended* worker to queues whose keys begin with *prefix*, except
-        those that somebody has returned since they were read; return how many.
+    def stored(self, tag: str, unacked: str) -> bytes | None:
+        """An unacknowledged message; ``None`` if there is no such message."""
+        return cast("bytes | None", self._client.hget(unacked, tag))
+
+    def give_back(self, moves: Sequence[Move], unacked: str, index: str, prefix: str) -> int:
+        """Return messages to queues whose keys begin with *prefix*, except those that somebody has
+        returned since; return how many.
         """
         parts = (
             (tag, fetched, len(pushes), *chain.from_iterable(pushes))
             for tag, fetched, pushes in moves
         )
-        keys = (self.messages(ended), unacked, index)
-        return int(self._eval(GIVE_BACK, *keys, prefix, *chain.from_iterable(parts)))
+        given = (unacked, index, prefix, *chain.from_iterable(parts))
+        return int(self._eval(GIVE_BACK, *given))
 
     def forget(self, name: str) -> None:
         """Remove a worker and its messages."""
