@@ -13,7 +13,7 @@ from celery_leases.text.notices import logger
 from celery_leases.worker import processes
 
 COMPARE_EVERY: Final = 600.0
-"""Seconds after which the clock is compared with that of the lease store again."""
+"""Seconds after which the clock is compared with that of the lease store again: they drift."""
 TRY_EVERY: Final = 1.0
 """Seconds between two tries while that clock is not known."""
 REQUESTS: Final = 3
@@ -26,8 +26,9 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        self._ahead: int | None = None
-        self._compared_at = self._last = 0
+        #: How far the clock of the store is ahead of the local one, and until when that is known.
+        self._ahead = self._known_until = 0
+        self._tried_at = self._last = 0
 
     def compare(self, process: Process) -> None:
         """Compare the clock of the lease store with the local one. Raises ``StoreUnavailable``."""
@@ -37,20 +38,20 @@ class Arrivals:
             -round(os_threads.boot_clock() * 1e6) + process.leases.burst("").now
             for _ in range(REQUESTS)
         )
+        self._known_until = round((os_threads.boot_clock() + COMPARE_EVERY) * 1e6)
 
     def order(self, app: Any) -> int:
         """The order of a call that has just arrived, in microseconds; by the clock of this machine
-        if that of the lease store is not known yet, because it does not answer.
+        if that of the lease store is not known: it does not answer, or was compared long ago.
         """
         now = round(os_threads.boot_clock() * 1e6)
-        every = TRY_EVERY if self._ahead is None else COMPARE_EVERY
-        if now - self._compared_at > every * 1e6:
-            self._compared_at = now
-            # The worker's loop must not wait for the store.
-            greenlets.start(lambda: self._compare(app))
         ahead = self._ahead
-        if ahead is None:
+        if now >= self._known_until:
             ahead = round(app.now().timestamp() * 1e6) - now
+            if now - self._tried_at > TRY_EVERY * 1e6:
+                self._tried_at = now
+                # The worker's loop must not wait for the store.
+                greenlets.start(lambda: self._compare(app))
         self._last = max(now + ahead, self._last + 1)
         return self._last
 

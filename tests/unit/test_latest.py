@@ -448,6 +448,20 @@ def test_the_clock_of_the_lease_store_is_read_again_soon_if_that_failed(
     assert len(asked) == 2
 
 
+def test_a_clock_that_was_compared_long_ago_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clocks drift, and a worker may get no call for a day."""
+    now, asked = [10.0], []
+    app = SimpleNamespace(now=lambda: datetime.fromtimestamp(1000.0 + now[0], UTC))
+    monkeypatch.setattr(os_threads, "boot_clock", lambda: now[0])
+    monkeypatch.setattr(os_threads, "start_thread", asked.append)
+    arrivals = Arrivals()
+    arrivals.compare(SimpleNamespace(leases=SimpleNamespace(burst=lambda _: Burst(5_000_000))))  # type: ignore[arg-type]
+    for moment, order in ((609.9, 604.9), (610.1, 1610.1)):
+        now[0] = moment
+        assert arrivals.order(app) == round(order * SECOND)
+    assert len(asked) == 1
+
+
 def test_a_slow_request_does_not_make_arrivals_look_late(monkeypatch: pytest.MonkeyPatch) -> None:
     now, delays = [10.0], iter([0.5, 2.0, 0.001])
 
