@@ -119,8 +119,9 @@ class PastAttempt:
     :mod:`celery_leases.decide.attempt_history`.
 
     ``finished_at`` is ``None`` if the attempt reported no outcome: its process died, or another
-    attempt took its row. ``error`` is the class and the beginning of the message, ``rule`` the rule
-    that decided. ``owner``: the token of an abandoned attempt, until it is known how it ended.
+    attempt took its row. ``error`` is the class and the beginning of the message, or why Celery has
+    terminated the attempt; ``rule`` is the rule that decided. ``owner``: the token of an abandoned
+    attempt, until it is known how it ended.
     """
 
     started_at: int

@@ -11,8 +11,8 @@ from typing import Any, Final, Self
 
 from celery_leases import progress as saved
 from celery_leases.decide import attempt_history
-from celery_leases.decide.after_run import ExitCause
 from celery_leases.decide.answers import Holder
+from celery_leases.decide.endings import ExitCause
 from celery_leases.effect import Effect
 from celery_leases.errors import Cooldown, RecordUnreadable, RetryLater
 from celery_leases.failures.actions import Reason

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from enum import Enum
 from typing import Final, assert_never
 
 from celery_leases.call import Call
@@ -14,6 +13,7 @@ from celery_leases.decide import attempt_history
 from celery_leases.decide.endings import (
     ControlFlow,
     Ending,
+    ExitCause,
     Interrupted,
     Lost,
     Raised,
@@ -63,17 +63,6 @@ FINISHED_RESULT_MAX = 4096
 
 SHORT_PAUSE: Final = 1.0
 """Seconds to wait at least before a call that could not run for a reason of a moment runs."""
-
-
-class ExitCause(Enum):
-    """Why Celery ended a delivery; the value is the reason in logs and records."""
-
-    KILLED = "its process died"
-    TIME_LIMIT = "hard time limit"
-    REVOKED = "revoked"
-    STOPPED = "cold shutdown"
-    #: In ``before_start``, for example, or in Celery itself.
-    ERROR = "an error outside of its body"
 
 
 SETTLE_TIMEOUT = 60.0

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from celery_leases.decide.endings import ExitCause
 from celery_leases.failures.actions import Reason
 from celery_leases.record import Ended, PastAttempt, Record, State
 
@@ -28,6 +29,8 @@ _UNCOUNTED: Final = (
     Ended.RELEASED,
 )
 """After these the next crash is still one in a row."""
+_NO_CRASH: Final = (ExitCause.REVOKED.value, ExitCause.ERROR.value)
+"""An attempt that Celery has terminated for these reasons has not crashed."""
 
 
 def latest_ended(row: Record) -> PastAttempt | None:
@@ -51,6 +54,8 @@ def crashes_in_a_row(row: Record) -> Sequence[PastAttempt]:
     """
     found = []
     for attempt in reversed(timeline(row)):
+        if attempt.ended is Ended.TERMINATED and attempt.error in _NO_CRASH:
+            continue
         if attempt.ended in (Ended.CRASHED, Ended.ABANDONED, Ended.TERMINATED):
             found.append(attempt)
         elif attempt.ended not in _UNCOUNTED:
@@ -164,7 +169,8 @@ def load(value: Any) -> tuple[PastAttempt, ...]:
 def _attempt(row: Record, ended: Ended, at: int | None) -> PastAttempt:
     failure = row.failure
     if failure is None:
-        return PastAttempt(row.started_at, at, ended, row.holder)
+        why = row.reason if ended is Ended.TERMINATED else None
+        return PastAttempt(row.started_at, at, ended, row.holder, why)
     text = ": ".join(part for part in (failure.type, failure.message) if part)
     error = text if len(text) <= ERROR_MAX else f"{text[: ERROR_MAX - 1]}…"
     return PastAttempt(row.started_at, at, ended, row.holder, error, failure.rule)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from celery_leases.failures.actions import RuleMatch
 from celery_leases.record import Ended, Failure
 from celery_leases.value_class import value_class
+
+
+class ExitCause(Enum):
+    """Why Celery ended a delivery; the value is the reason in logs and records."""
+
+    KILLED = "its process died"
+    TIME_LIMIT = "hard time limit"
+    REVOKED = "revoked"
+    STOPPED = "cold shutdown"
+    #: In ``before_start``, for example, or in Celery itself.
+    ERROR = "an error outside of its body"
 
 
 @value_class(frozen=True, slots=True)

@@ -21,8 +21,9 @@ from celery_leases.attempt.run import retrying
 from celery_leases.call import Call
 from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.decide import after_run
-from celery_leases.decide.after_run import ExitCause, child_exited, closed_for_celery
+from celery_leases.decide.after_run import child_exited, closed_for_celery
 from celery_leases.decide.answers import Holder
+from celery_leases.decide.endings import ExitCause
 from celery_leases.errors import StoreUnavailable
 from celery_leases.record import Ended, Failure, Outcome, Record, State
 from celery_leases.stores.sql.outbox import Outbox

@@ -19,7 +19,7 @@ from kombu.utils.imports import symbol_by_name
 
 from celery_leases.concurrency import os_threads
 from celery_leases.deadlines import begin_by
-from celery_leases.decide.after_run import ExitCause
+from celery_leases.decide.endings import ExitCause
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.results import failure_of
 from celery_leases.text.notices import logger

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from celery_leases.decide.after_run import ExitCause
+from celery_leases.decide.endings import ExitCause
 from celery_leases.testing.waits import wait_until
 from celery_leases.worker import child_exit
 from celery_leases.worker.child_exit import EndedDelivery

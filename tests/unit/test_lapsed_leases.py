@@ -13,7 +13,7 @@ from celery_leases.call import Call
 from celery_leases.decide import attempt_history
 from celery_leases.decide.after_run import after_run
 from celery_leases.decide.claim import ALWAYS
-from celery_leases.decide.endings import Ending, Interrupted, Terminated
+from celery_leases.decide.endings import Ending, ExitCause, Interrupted, Terminated
 from celery_leases.decide.verdicts import Raise, Reschedule, Return, Run, Verdict
 from celery_leases.decide.waiting import LAPSED_LEASE_WAIT
 from celery_leases.errors import PermanentFailure, StoreUnavailable
@@ -401,6 +401,22 @@ class TestWithEnd:
         found = attempt_history.with_end(self.row(*after, crashes=crashes), "theirs", Ended.LOST)
         assert found is not None
         assert (found.crashes, found.history[0].ended) == (left, Ended.LOST)
+
+    @pytest.mark.parametrize(("cause", "left"), [
+        (ExitCause.REVOKED, 0), (ExitCause.ERROR, 0), (ExitCause.TIME_LIMIT, 1)
+    ])  # fmt: skip
+    def test_an_attempt_that_celery_has_revoked_is_no_crash(self, cause, left) -> None:
+        """The history keeps why it was terminated."""
+        row = replace(self.row(state=State.RUNNING), state=State.PENDING, finished_at=NOW)
+        row = replace(row, ended=Ended.TERMINATED, reason=cause.value)
+        claimed = replace(
+            row, history=attempt_history.with_attempt(row, attempt_history.latest_ended(row))
+        )
+        stored = attempt_history.load(attempt_history.dump(claimed.history))
+        running = replace(claimed, state=State.RUNNING, history=stored)
+        found = attempt_history.with_end(running, "theirs", Ended.LOST)
+        assert found is not None
+        assert found.crashes == left
 
     @pytest.mark.parametrize(("call", "left"), [(OURS, 0), (THEIRS, 1)])
     def test_a_failure_of_another_call_keeps_the_crashes_of_a_call(self, call, left) -> None:

@@ -13,7 +13,6 @@ from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTEND
 from celery_leases.decide import attempt_history, repairs
 from celery_leases.decide.after_run import (
     CRASH_LOOP,
-    ExitCause,
     after_group_closed,
     after_outcome,
     after_run,
@@ -27,7 +26,7 @@ from celery_leases.decide.answers import Holder
 from celery_leases.decide.before_run import holder_of_row
 from celery_leases.decide.claim import claimed, covers, has_message_of, replaces
 from celery_leases.decide.copies import UNCOPIED, callbacks_mark, waiter_mark, waiting_call
-from celery_leases.decide.endings import ControlFlow, Lost, Raised, Returned, Snoozed
+from celery_leases.decide.endings import ControlFlow, ExitCause, Lost, Raised, Returned, Snoozed
 from celery_leases.decide.verdicts import Follow, Raise, Reschedule, Return, TaskEvent
 from celery_leases.decide.waiting import countdown_until_free
 from celery_leases.errors import Cooldown, LeaseLost, RecordUnreadable, ResultMissing, Snooze

@@ -14,7 +14,6 @@ import pytest
 from celery_leases.decide import after_run as settlement
 from celery_leases.decide.after_run import (
     CRASH_LOOP,
-    ExitCause,
     child_exited,
     closed_for_celery,
     crash_pause,
@@ -28,6 +27,7 @@ from celery_leases.decide.before_run import after_claim
 from celery_leases.decide.endings import (
     ControlFlow,
     Ending,
+    ExitCause,
     Interrupted,
     Lost,
     Raised,

@@ -22,7 +22,8 @@ from sqlalchemy.orm import Session
 
 from celery_leases import Cooldown, LeaseClient, LeasedTask, testing
 from celery_leases.concurrency import os_threads
-from celery_leases.decide.after_run import FINISHED_CALLS_MAX, ExitCause
+from celery_leases.decide.after_run import FINISHED_CALLS_MAX
+from celery_leases.decide.endings import ExitCause
 from celery_leases.errors import (
     AlreadyQueued,
     CoolingDown,

@@ -13,7 +13,6 @@ from celery_leases.decide.after_failure import after_failure
 from celery_leases.decide.after_run import (
     FINISHED_CALLS_MAX,
     FINISHED_RESULT_MAX,
-    ExitCause,
     after_run,
     child_exited,
     stopped_by_crash_loop,
@@ -21,7 +20,7 @@ from celery_leases.decide.after_run import (
 from celery_leases.decide.attempt_history import CRASHED_CALLS_MAX
 from celery_leases.decide.before_run import after_claim
 from celery_leases.decide.claim import claimed
-from celery_leases.decide.endings import Returned
+from celery_leases.decide.endings import ExitCause, Returned
 from celery_leases.decide.repairs import settled
 from celery_leases.decide.verdicts import Drop, Raise, Reschedule, Return, Run
 from celery_leases.errors import CoolingDown, PermanentFailure, ResultMissing

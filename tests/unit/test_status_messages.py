@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from celery_leases.decide.after_run import ExitCause
 from celery_leases.decide.answers import Holder
+from celery_leases.decide.endings import ExitCause
 from celery_leases.errors import Cooldown, RetryLater
 from celery_leases.failures.actions import Reason
 from celery_leases.groups.group import ClosedGroup
