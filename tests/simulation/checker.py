@@ -41,6 +41,8 @@ from tests.simulation.work import (
     CLOCK_ERROR,
     CLOSED_FOR,
     COOLDOWN,
+    DEBOUNCE,
+    DEBOUNCE_MAX,
     FAILURES,
     GROUPS,
     LIMITS,
@@ -58,10 +60,14 @@ from tests.simulation.work import (
 )
 
 CRASHES = Failures().crashes
-FIRST_COOLDOWNS = {"rejects": CLOSED_FOR, "error": COOLDOWN, "retry": 30.0}
-"""Seconds of the first cooldown of a key, by how its body ends."""
-FIRST_RETRY = 1.0
-"""Seconds of the first quick retry."""
+COOLDOWNS = {
+    "rejects": (CLOSED_FOR, LONGEST_CLOSED),
+    "error": (COOLDOWN, 6 * 3600.0),
+    "retry": (30.0, 3600.0),
+}
+"""Seconds of the first cooldown of a key, and of the longest one, by how its body ends."""
+RETRY = (1.0, 300.0)
+"""Seconds of the first quick retry, and of the longest one."""
 CLOSE_GROUPS = ("rejects", "retry", "closes")
 """Bodies that end so close their group, if they have one."""
 RESTS = (State.DONE, State.FAILED, State.COOLING, State.UNCERTAIN)
@@ -620,18 +626,19 @@ def waits_grow(history: History) -> Iterator[Violation]:
         ending = endings[new.owner]
         if new.state == State.PENDING:
             retries[key] += 1
-            number, first = retries[key], FIRST_RETRY * (ending == "retry")
+            number, bounds = retries[key], RETRY if ending == "retry" else None
         elif new.state == State.COOLING:
             retries.pop(key, None)
             if ending in CLOSE_GROUPS and new.task in GROUPS:
                 continue  # the group cools down
             cooldowns[key] += 1
-            number, first = cooldowns[key], FIRST_COOLDOWNS.get(ending, 0.0)
+            number, bounds = cooldowns[key], COOLDOWNS.get(ending)
         else:
             continue
-        longest, lasts = first * 2 ** (number - 1), new.retry_at - note.at
-        longest = min(longest, LONGEST_CLOSED) if ending == "rejects" else longest
-        if first and not longest / 2 - 0.01 <= lasts <= longest + 0.01:
+        if bounds is None:
+            continue
+        longest, lasts = min(bounds[0] * 2 ** (number - 1), bounds[1]), new.retry_at - note.at
+        if not longest / 2 - 0.01 <= lasts <= longest + 0.01:
             yield Violation("waits grow", note, f"wait {number} lasts {lasts:.2f} s")
 
 
@@ -1302,7 +1309,12 @@ def nothing_lost(history: History) -> Iterator[Violation]:
             continue
         elif not _rests(row, call, failed) and call not in unreachable:
             yield Violation("nothing is lost", note, f"the row is {row}")
-        elif row is not None and row.state == State.COOLING and row.resumes:
+        elif (
+            row is not None
+            and row.state == State.COOLING
+            and row.resumes
+            and row.call not in unreachable
+        ):
             yield Violation("nothing is lost", note, "the key waits for a call that does not come")
         elif answer == "REVOKED":
             yield Violation("nothing is lost", note, "nobody has revoked it")
@@ -1345,8 +1357,20 @@ def _failed_for_its_queue(history: History) -> set[str]:
     discarded their message.
     """
     answers = history.final["answers"]
-    used = {note.details["call"] for note in history.of("returned")}
+    used = {note.details["call"] for note in history.of("returned")} | _of_several_messages(history)
     return {call for call in used if answers.get(call) == "FAILURE"}
+
+
+def _of_several_messages(history: History) -> set[str]:
+    """The calls of which several messages may have been returned: a process counts the returns of
+    all messages of a call together.
+    """
+    copied = any(history.of("copied", "delivered late"))
+    again: defaultdict[str, set[str]] = defaultdict(set)
+    for note in history.of("delivers"):
+        if note.details.get("again"):
+            again[note.details["call"]].add(note.details["copy"])
+    return {call for call, copies in again.items() if copied or len(copies) > 1}
 
 
 def _last_rows(history: History) -> dict[str, Row]:
@@ -1388,9 +1412,7 @@ def _belongs_to_no_call(row: Any) -> bool:
 
 def queues_discard_nothing(history: History) -> Iterator[Violation]:
     """A call whose message its queue would discard fails before, and not earlier."""
-    used: set[str] = set()
-    # A process counts the returns of all messages of a call together.
-    copied = any(history.of("copied", "delivered late"))
+    used = _of_several_messages(history)
     for note in history.of("returned", "discarded", "event CallRefused"):
         given = note.details
         if note.what == "returned":
@@ -1398,11 +1420,7 @@ def queues_discard_nothing(history: History) -> Iterator[Violation]:
         elif note.what == "discarded":
             if given["why"] == "reject":
                 yield Violation("nothing is lost", note, "its worker returned it once too often")
-        elif (
-            "cannot be rescheduled" in given["error"]
-            and given["call_id"] not in used
-            and not copied
-        ):
+        elif "cannot be rescheduled" in given["error"] and given["call_id"] not in used:
             why = "its queue takes its message back"
             yield Violation("a call fails only if it cannot be returned", note, why)
 
@@ -1627,6 +1645,27 @@ def last_change_seen(history: History) -> Iterator[Violation]:
             yield Violation("the last change is seen", note, f"it got the result of {run}")
 
 
+def bursts_are_over(history: History) -> Iterator[Violation]:
+    """With ``lease_debounce`` no body begins before that time has passed without a newer call,
+    unless the first of them has waited for ``lease_debounce_max``, or its process was disturbed.
+    """
+    keys = {note.details["call"]: note.details["key"] for note in history.of("calls")}
+    published: defaultdict[str, list[float]] = defaultdict(list)
+    for note in history.of("ordered", "body"):
+        given = note.details
+        if note.what == "ordered":
+            if (key := keys.pop(given["call"], None)) is not None:  # and is no copy
+                published[key].append(note.at)
+            continue
+        if not given["key"].startswith("debounced "):
+            continue
+        calls = published.pop(given["key"], [note.at])
+        last, waited = calls[-1], note.at - calls[0]
+        early = 2 * SLACK < note.at - last < DEBOUNCE - SLACK and waited < DEBOUNCE_MAX - SLACK
+        if early and not history.faults(given["process"], note.at - DEBOUNCE, note.at):
+            yield Violation("a burst is over", note, f"{note.at - last:.2f} s after a newer call")
+
+
 def limit_holds(history: History) -> Iterator[Violation]:
     """At most so many bodies of a group run at a time: the smallest limit of those that run. If its
     store loses its data, others may begin until those that run have renewed their slots.
@@ -1740,6 +1779,7 @@ CHECKS: tuple[Check, ...] = (
     what_has_expired_answers_nobody,
     own_results,
     last_change_seen,
+    bursts_are_over,
     limit_holds,
     rate_holds,
     slots_last,

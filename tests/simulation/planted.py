@@ -131,6 +131,18 @@ BUGS = (
         "row.lease_remaining > 0 and row.owner not in call.prior:\n        return None",
     ),
     Bug(
+        "a call does not wait for the end of its burst",
+        "celery_leases.decide.latest",
+        "min(debounce - burst.quiet_for, -overdue)",
+        "min(0.5 - burst.quiet_for, -overdue)",
+    ),
+    Bug(
+        "a revoked attempt counts as a crash in a row",
+        "celery_leases.decide.attempt_history",
+        "if attempt.ended is Ended.TERMINATED and attempt.error in _NO_CRASH:",
+        "if False:",
+    ),
+    Bug(
         "a call without an order is answered by any run",
         CLAIM,
         "return 0 < call.order <= row.order",

@@ -211,7 +211,7 @@ def latest(*runs: int) -> Story:
     """Two calls of which only the newest runs, and whose run each of them gets."""
     made = Story()
     for number in (1, 2):
-        made.note("calls", call=f"call-{number}").note(
+        made.note("calls", key=KEY, call=f"call-{number}").note(
             "ordered", call=f"call-{number}", order=number
         )
         made.call(f"call-{number}", task="latest")
@@ -225,7 +225,7 @@ def unordered(first: int, *comes_again: int, ordered: int = 0) -> Story:
     """
     made, numbers = Story(), (first, 3 - first)
     for number in numbers:
-        made.note("calls", call=f"call-{number}")
+        made.note("calls", key=KEY, call=f"call-{number}")
         if number == ordered:
             made.note("ordered", call=f"call-{number}", order=number)
         made.call(f"call-{number}", task="latest")
@@ -235,6 +235,17 @@ def unordered(first: int, *comes_again: int, ordered: int = 0) -> Story:
         made.note("delivers", call=f"call-{number}", copy="", again=True, begun=False)
     made.values = dict.fromkeys(made.answers, f"[{first}, 1]")
     return made.claim(call=f"call-{first}", task="latest").body().ends().done()
+
+
+def burst(*pauses: float) -> Story:
+    """Calls with these pauses before them, and a pause before the body of the last one."""
+    made, calls = Story(), [f"call-{number}" for number in range(1, len(pauses))]
+    for call, pause in zip(calls, pauses, strict=False):
+        made.wait(pause).note("calls", key=KEY, call=call).call(call, task="debounced")
+        made.note("ordered", call=call, order=made.at).wait(-1)
+    made.wait(pauses[-1] - 1).claim(call=calls[-1]).body(call=calls[-1])
+    made.values = dict.fromkeys(calls, f"[{len(calls)}, 1]")
+    return of_task("debounced", made.ends().done())
 
 
 def other_crashes(of: dict[str, int], then: dict[str, int], **changes: Any) -> Story:
@@ -347,6 +358,16 @@ GOOD: dict[str, Callable[[], Story]] = {
     "a call without an order whose first arrival was forgotten": lambda: unordered(1, 1),
     "a call with an order that came again, and counts from its publication": lambda: unordered(
         1, 2, ordered=2
+    ),
+    "a body after a burst of calls": lambda: burst(0, 0, 2),
+    "a body beside its call": lambda: burst(0, 0),
+    "a body after a burst of calls that has lasted long": lambda: burst(0, 1, 1, 1),
+    "a failure of a call of two messages that are returned again and again": lambda: (
+        Story()
+        .call(answer="FAILURE")
+        .note("delivers", call="c1", copy="", again=True, begun=False)
+        .note("delivers", call="c1", copy="1 x", again=True, begun=False)
+        .cannot_wait()
     ),
     "crashes of another call": lambda: other_crashes({"c1": 2}, {"c1": 2}),
     "crashes of a call that has ended with them": lambda: other_crashes({"c1": 3}, {}),
@@ -964,7 +985,7 @@ GOOD: dict[str, Callable[[], Story]] = {
         Story().call(answer="REVOKED").note("revoked", call="c1")
     ),
     "a call that expires": lambda: (
-        Story().note("calls", call="c1", expires=5.0).call(answer="REVOKED")
+        Story().note("calls", key=KEY, call="c1", expires=5.0).call(answer="REVOKED")
     ),
     "a call that is refused before its start, and another one": lambda: (
         Story()
@@ -1066,6 +1087,7 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a call without an order that an earlier one with an order answers, which came again": (
         "the last change is seen", 5, lambda: unordered(1, 1, ordered=1),
     ),
+    "a body within a burst of calls": ("a burst is over", 8, lambda: burst(0, 0, 1)),
     "crashes of another call that count no more": (
         "crashes are not forgotten", 5, lambda: other_crashes({"c1": 2}, {"c1": 1}),
     ),

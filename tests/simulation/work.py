@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 TTL = 3.0
+DEBOUNCE, DEBOUNCE_MAX = 2.0, 6.0
+"""Seconds without a newer call after which the tasks named ``debounced`` run, and at the latest."""
 CLOCK_ERROR = 0.004
 """The share by which the monotonic clock of a host is too fast or too slow, at most."""
 RETENTION = 2.0
@@ -47,7 +49,7 @@ def expanded(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(task for name in names for task in TOGETHER.get(name, (name,)))
 
 
-NEWEST_RUNS = ("latest", "latest-charged")
+NEWEST_RUNS = ("latest", "latest-charged", "debounced")
 """Tasks of which only the newest call runs."""
 OUTBOX_TASKS = ("queued", "enqueued", "stored")
 """Tasks whose records have the messages, which the broker may lose."""
@@ -201,6 +203,8 @@ def app() -> SimulatedCelery:
     made.task(name="strict", lease_runs="each", lease_on_busy="raise", **common)(body)
     made.task(name="lazy", lease_runs="each", lease_on_busy="ignore", **common)(body)
     made.task(name="latest", lease_runs="latest", **common)(body)
+    waits = {"lease_debounce": DEBOUNCE, "lease_debounce_max": DEBOUNCE_MAX}
+    made.task(name="debounced", lease_runs="latest", **waits, **common)(body)
     for name in ("limited", "rated", "tight", "roomy"):
         made.task(name=name, lease_group=GROUPS[name], lease_runs="each", **common)(body)
     made.task(name="fused", lease_group=GROUPS["fused"], lease_runs="each", **common)(body)

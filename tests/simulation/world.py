@@ -189,6 +189,11 @@ class Shape:
         if random.random() < (0.2 if in_groups else 0.04):
             self.habit = REJECTS
 
+    def draw_debounced(self, random: Random) -> None:
+        """Let some runs wait for the end of a burst of calls."""
+        if random.random() < 0.4:
+            self.tasks = tuple("debounced" if name == "latest" else name for name in self.tasks)
+
     def draw_long(self, random: Random) -> None:
         """Let some runs with leases of workers have long bodies."""
         self.long_bodies = self.takeover and random.random() < 0.2
@@ -261,6 +266,7 @@ class World:
             self.shape.draw_limit(Random(f"delivery limit of {self.seed}"))
             self.shape.draw_brief(Random(f"brief tasks of {self.seed}"))
             self.shape.draw_rejections(Random(f"rejections of {self.seed}"))
+            self.shape.draw_debounced(Random(f"debounced {self.seed}"))
             self.shape.draw_long(Random(f"long {self.seed}"))
             self.shape.draw_plain(Random(f"plain {self.seed}"))
         self.scheduler = Scheduler(self.random)
@@ -736,7 +742,7 @@ class World:
 def _warm_up() -> None:
     """Run what happens once in a Python process, so that all seeds of it meet the same."""
     for database_leases in (False, True):
-        tasks = work.BRIEF + work.expanded(TASKS + OTHER_TASKS)
+        tasks = (*work.BRIEF, *work.expanded(TASKS + OTHER_TASKS), "debounced")
         everything = Shape(2, 2, False, 2, 20, 10, database_leases, None, tasks)
         World(0, given=everything)._run()
 
