@@ -83,6 +83,8 @@ REJECTS = "rejects"
 DAY = 86_400.0
 TIMER_SLACK = 5e-5
 """Seconds by which the kernel ends a wait late."""
+LONG_BODY = 100.0
+"""Seconds that a long body lasts."""
 PATIENCE = 4 * 3600.0
 """Seconds after the last fault, and the last cooldown, after which everything must be quiet."""
 
@@ -492,6 +494,7 @@ class World:
     def _note_final(self) -> None:
         # With nothing left to do, a run ends before leases have ended that nobody holds any more.
         later = max(0.0, self._settled_at - self.scheduler.now)
+        in_turn = self.shape.calls * LONG_BODY if self.shape.long_bodies else 0.0
         answers, values = {}, {}
         for key, stored in self.results.items():
             meta = json.loads(stored)
@@ -511,7 +514,7 @@ class World:
             and (
                 self.broker.forgotten
                 or max(self.answered.values(), default=0.0)
-                > max(self._settled_at, self._waits_until) + 900.0
+                > max(self._settled_at, self._waits_until) + 900.0 + in_turn
             ),
         )
 
@@ -535,7 +538,7 @@ class World:
         endings += ("error", "self.retry")
         lengths = random.choice(((0.01,), (0.2, 0.3), (1.0, 1.0, 1.0), (2.0,) * 5, (8.0,)))
         if self.shape.long_bodies and random.random() < 0.5:
-            lengths = (20.0,) * 5
+            lengths = (LONG_BODY / 5,) * 5
         ending = random.choice(endings) if self.scheduler.now < self.shape.span else "return"
         plan = Plan(list(lengths), ending, random.random() < 0.7)
         if self.shape.habit and self.scheduler.now < self.shape.span and random.random() < 0.85:
