@@ -272,7 +272,7 @@ class Worker:
         self._socket: Socket | None = None
         self.qos = SimpleNamespace(_delivered=set(), _quick_ack=lambda _: None)
         if world.shape.takeover:
-            self.main.lease = lease_of(self, world.shortest_ttl)
+            self.main.lease = lease_of(self, world.ttl_of_workers)
         consumer = self._consumer()
         self.main.worker = SimpleNamespace(
             app=world.app,
@@ -347,7 +347,7 @@ class Worker:
                 # Without a message, what waits unread is looked at as often as the lease is.
                 unread = channel._in_poll and not channel.qos.can_consume()
                 if not (channel.qos.can_consume() and channel._in_poll.can_read(0)):
-                    seen = scheduler.park(self.world.shortest_ttl / 3 if unread else math.inf)
+                    seen = scheduler.park(self.world.ttl_of_workers / 3 if unread else math.inf)
                     if not seen:
                         self._loop_runs(lease, channel)
                 if channel.qos.can_consume() and channel._in_poll and channel._in_poll.can_read(0):

@@ -283,6 +283,8 @@ class World:
         self.outside = work.Outside()
         self.app = work.app()
         self.shortest_ttl = work.TTL
+        # In a day an idle worker renews its lease often enough.
+        self.ttl_of_workers = work.TTL if self.shape.span < DAY else 5 * work.TTL
         self._clocks: dict[str, SimulatedClock] = {}
         self._numbers: dict[str, Iterator[int]] = {}
         self._published = 0
