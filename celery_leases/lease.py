@@ -18,7 +18,7 @@ from celery_leases.attempt.process import Process
 from celery_leases.body.effects import RECORD_CHANGED, EffectReply, Effects, checked_arguments
 from celery_leases.body.null_lease import Unleased
 from celery_leases.call import Call
-from celery_leases.decide.after_run import after_run
+from celery_leases.decide.after_run import after_run, crashes_of_another_call
 from celery_leases.decide.endings import Returned
 from celery_leases.effect import NAME_MAX, VERIFY_AFTER, OnUncertain, is_valid_name
 from celery_leases.errors import (
@@ -286,7 +286,8 @@ class Lease:
         self.check()
         text = saved.dump(now, self._record.generation)
         with self._interrupts_deferred():
-            if not self._process.effects.save_progress(self._record, text):
+            keeps = crashes_of_another_call(self._call, self._record)
+            if not self._process.effects.save_progress(self._record, text, keeps_crashes=keeps):
                 raise LeaseLost(
                     f"{self.key}: the lease is lost: {RECORD_CHANGED}", self.key, RECORD_CHANGED
                 )

@@ -25,6 +25,7 @@ from celery_leases.decide.after_run import (
     after_outcome,
     after_run,
     again_soon,
+    crashes_of_another_call,
     settle_pause,
     settle_until,
     stopped_by_crash_loop,
@@ -556,7 +557,7 @@ class Execution:
         ending = body(held_lease, record)
         runtime = clock.now() - began
         left_open = bool(state.joined) and state.roll_back_open()
-        if state.progressed:
+        if state.progressed and not crashes_of_another_call(call, record):
             self.record = record = replace(record, crashes=0)
         if state.completing:
             read = self._until_settled(ending, partial(process.records.read, record.stored_key))

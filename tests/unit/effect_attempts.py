@@ -74,7 +74,7 @@ class Attempt:
         )
         self.held_lease.fence = record.fence
         each_runs = options.pop("each_runs", False)
-        given: dict[str, Any] = {"retention": 60.0}
+        given: dict[str, Any] = {"retention": 60.0, "call_id": record.call_id}
         self.call = a_call(runs="each" if each_runs else "once", **(given | options))
         process: Any = SimpleNamespace(
             renewer=FakeRenewer(desk.journal, desk.clock),

@@ -331,6 +331,18 @@ class TestOneAttempt:
         ]  # fmt: skip
         assert desk.row.crashes == 0
 
+    def test_it_keeps_the_crashes_of_another_call(self, desk: EffectBench) -> None:
+        """If each call runs, each one's crashes count."""
+        desk.attempt("one", each_runs=True)
+        other = desk.attempt("other", each_runs=True)
+        other.effect()
+        other.lease.save_progress(1)
+        assert (desk.row.crashes, desk.row.crashed_call) == (1, "one")
+        own = desk.attempt("other", each_runs=True)
+        assert (desk.row.crashes, desk.row.other_crashes) == (1, {"one": 1})
+        own.effect(name="mail")
+        assert (desk.row.crashes, desk.row.other_crashes) == (0, {"one": 1})
+
     def test_crashes_that_cannot_be_cleared_are_no_reason_to_fail(self, desk, attempt) -> None:
         attempt = desk.attempt()
         desk.journal.away("clear crashes")

@@ -458,6 +458,14 @@ class TestProgress:
             bench.run(bench.call(), Terminated(SystemExit(), "hard time limit"), during=during)
         assert bench.row.crashes == crashes
 
+    def test_a_body_that_gets_further_keeps_the_crashes_of_another_call(self, bench: Bench) -> None:
+        def during(held_lease: Any) -> None:
+            held_lease.body_state.progressed = True
+
+        bench.run(bench.call(runs="each"), Terminated(SystemExit(), "hard time limit"))
+        bench.run(bench.call(runs="each", call_id="another"), SOON, during=during)
+        assert (bench.row.crashes, bench.row.crashed_call) == (1, OURS)
+
 
 def _raise(error: Exception) -> Callable[..., Any]:
     def step(*_: object) -> object:

@@ -96,7 +96,9 @@ class SqlEffectStore:
         running, columns = is_running(self.records), self.records.c
         cleared = update(self.records).where(*running).values(crashes=0)
         progress: BindParameter[str] = bindparam("new_progress", type_=columns.progress.type)
-        return select(columns.fence).where(*running), cleared, cleared.values(progress=progress)
+        kept = columns.crashes * bindparam("keeps_crashes", type_=columns.crashes.type)
+        saved = cleared.values(progress=progress, crashes=kept)
+        return select(columns.fence).where(*running), cleared, saved
 
     def begin(
         self,
@@ -211,11 +213,12 @@ class SqlEffectStore:
         )
         return self.database.count(sent, {})
 
-    def save_progress(self, record: Record, progress: str) -> bool:
-        """Save the progress and set the crashes in a row to 0, if the attempt still owns the
-        row.
+    def save_progress(self, record: Record, progress: str, *, keeps_crashes: bool = False) -> bool:
+        """Save the progress, and set the crashes in a row to 0 unless they are kept, if the attempt
+        still owns the row.
         """
-        values = attempt_parameters(record) | {"new_progress": progress}
+        given = {"new_progress": progress, "keeps_crashes": int(keeps_crashes)}
+        values = attempt_parameters(record) | given
         return self.database.count(self._save_progress, values) == 1
 
     def clear_crashes(self, record: Record) -> None:

@@ -40,6 +40,17 @@ class ProgressContract(EffectCase):
         assert row(records, key) == replace(before, progress=text)
         assert won(records, make_call(key)).progress == text
 
+    @pytest.mark.parametrize("kept", [0, 1])
+    def test_progress_keeps_the_crashes_of_another_call(
+        self, records: SqlRecordStore, effects: SqlEffectStore, key: str, kept: int
+    ) -> None:
+        """Otherwise the crashes in a row have ended."""
+        first = won(records, make_call(key))
+        closed(records, first, state=State.PENDING, ended=Ended.CRASHED, crashes=1)
+        record = won(records, make_call(key))
+        assert effects.save_progress(record, '{"n": 1}', keeps_crashes=bool(kept))
+        assert row(records, key).crashes == kept
+
     @pytest.mark.parametrize("how", ["overtaken", "done", "wrong owner", "forgotten"])
     def test_progress_of_a_stale_attempt_is_refused(
         self, records: SqlRecordStore, effects: SqlEffectStore, key: str, how: str
