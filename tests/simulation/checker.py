@@ -1229,15 +1229,23 @@ def without_faults_no_lease_is_lost(history: History) -> Iterator[Violation]:
 
 def effect_is_stored(history: History) -> Iterator[Violation]:
     """When a body gets the reply of an effect, the database has it, unless the row of its attempt
-    was deleted meanwhile.
+    was deleted meanwhile, or the effect was purged.
     """
     deleted: dict[str, int] = {}
-    for note in history.of("has charged", "row"):
+    executed: dict[tuple[str, str, int], float] = {}
+    for note in history.of("charged", "has charged", "row"):
         given = note.details
+        effect = given["key"], given.get("call", ""), given.get("part", 0)
         if note.what == "row":
             if given["new"] is None:
                 deleted[given["key"]] = given["old"].fence
-        elif given["state"] != "done" and given.get("fence", 1) > deleted.get(given["key"], 0):
+        elif note.what == "charged":
+            executed[effect] = note.at
+        elif (
+            given["state"] != "done"
+            and given.get("fence", 1) > deleted.get(given["key"], 0)
+            and not _may_be_purged(history, given, executed.get(effect, note.at), note.at)
+        ):
             yield Violation("the reply of an effect is stored", note, "no later attempt knows it")
 
 
@@ -1292,6 +1300,7 @@ def nothing_lost(history: History) -> Iterator[Violation]:
     unreachable = _not_closed(history)
     excused = {"RETRY": withdrawn | retried | discarded, None: dropped | discarded}
     gone = withdrawn | discarded | {call for call in expires if answers.get(call) == "REVOKED"}
+    gone |= dropped  # another delivery of its message, which had come twice, ran and died
     for note in history.of("published"):
         row, call = rows.get(note.details["key"]), note.details["call"]
         answer = answers.get(call)
@@ -1651,10 +1660,10 @@ def bursts_are_over(history: History) -> Iterator[Violation]:
     """
     keys = {note.details["call"]: note.details["key"] for note in history.of("calls")}
     published: defaultdict[str, list[float]] = defaultdict(list)
-    for note in history.of("ordered", "body"):
+    for note in history.of("ordered", "delivers", "body"):
         given = note.details
-        if note.what == "ordered":
-            if (key := keys.pop(given["call"], None)) is not None:  # and is no copy
+        if note.what != "body":  # without an order, the first arrival counts
+            if (key := keys.pop(given["call"], None)) is not None:
                 published[key].append(note.at)
             continue
         if not given["key"].startswith("debounced "):

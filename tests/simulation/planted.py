@@ -143,6 +143,12 @@ BUGS = (
         "if False:",
     ),
     Bug(
+        "progress of a call ends the crashes of another one",
+        EFFECTS,
+        "kept = after_run.crashes_of_another_call(self.call, self.record)",
+        "kept = False",
+    ),
+    Bug(
         "a call without an order is answered by any run",
         CLAIM,
         "return 0 < call.order <= row.order",

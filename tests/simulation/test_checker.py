@@ -361,6 +361,14 @@ GOOD: dict[str, Callable[[], Story]] = {
     ),
     "a body after a burst of calls": lambda: burst(0, 0, 2),
     "a body beside its call": lambda: burst(0, 0),
+    "a body after a call without an order that has waited for long": lambda: having(
+        burst(8, 0, 1),
+        notes=[
+            Note(0.0, "calls", {"call": "c0", "key": "debounced k"}),
+            Note(1.0, "delivers", {"call": "c0", "copy": "", "again": False, "begun": False}),
+            *burst(8, 0, 1).notes,
+        ],
+    ),
     "a body after a burst of calls that has lasted long": lambda: burst(0, 1, 1, 1),
     "a failure of a call of two messages that are returned again and again": lambda: (
         Story()
@@ -376,6 +384,24 @@ GOOD: dict[str, Callable[[], Story]] = {
     "a call after the record has expired, which is not purged yet": lambda: expired(deletes=False),
     "an effect of each generation": lambda: expired(task="brief-charged"),
     "an effect that was purged while another call had the row": each_brief,
+    "a reply of an effect that was purged while another call had the row": lambda: of_task(
+        "each-brief-charged",
+        Story()
+        .call(task="each-brief-charged")
+        .claim()
+        .body()
+        .charged()
+        .claim("b", 2, "c2")
+        .wait(RETENTION)
+        .write(state="pending", ended="failed")
+        .note("has charged", key=KEY, call="c1", token="a", fence=1, state=None)
+        .ends()
+        .claim("c", 3)
+        .body("c", 3)
+        .charged("c")
+        .ends("c")
+        .done(),
+    ),
     "a reply of an effect that was purged while its process stood still": lambda: of_task(
         "brief",
         brief()
