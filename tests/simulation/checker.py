@@ -1288,11 +1288,7 @@ def nothing_lost(history: History) -> Iterator[Violation]:
     }
     rows = _last_rows(history)
     withdrawn = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
-    dropped = {
-        note.details["call_id"]
-        for note in history.of("event CallDropped")
-        if note.details["task"] == "lazy" and note.details["reason"] in BUSY
-    }
+    dropped = _dropped_as_busy(history)
     expires = {note.details["call"] for note in history.of("calls") if "expires" in note.details}
     answers = history.final["answers"]
     lost = {note.details["call"] for note in history.of("message lost", "discarded")}
@@ -1300,7 +1296,7 @@ def nothing_lost(history: History) -> Iterator[Violation]:
     unreachable = _not_closed(history)
     excused = {"RETRY": withdrawn | retried | discarded, None: dropped | discarded}
     gone = withdrawn | discarded | {call for call in expires if answers.get(call) == "REVOKED"}
-    gone |= dropped  # another delivery of its message, which had come twice, ran and died
+    gone |= dropped
     for note in history.of("published"):
         row, call = rows.get(note.details["key"]), note.details["call"]
         answer = answers.get(call)
@@ -1327,6 +1323,17 @@ def nothing_lost(history: History) -> Iterator[Violation]:
             yield Violation("nothing is lost", note, "the key waits for a call that does not come")
         elif answer == "REVOKED":
             yield Violation("nothing is lost", note, "nobody has revoked it")
+
+
+def _dropped_as_busy(history: History) -> set[str]:
+    """The calls that were dropped because another one had the key. If the message had come twice,
+    the other delivery may have run later, and have died.
+    """
+    return {
+        note.details["call_id"]
+        for note in history.of("event CallDropped")
+        if note.details["task"] == "lazy" and note.details["reason"] in BUSY
+    }
 
 
 def _discarded(history: History) -> set[str]:
@@ -1457,7 +1464,7 @@ def nothing_left(history: History) -> Iterator[Violation]:
     ended -= {note.details["call"] for note in limited if not _was_not_closed(history, note)}
     ended |= {note.details["call"] for note in history.of("calls") if "expires" in note.details}
     ended |= _failed_for_its_queue(history)
-    dropped |= _discarded(history) | _not_closed(history)
+    dropped |= _discarded(history) | _not_closed(history) | _dropped_as_busy(history)
     for row in history.final["rows"]:
         if (row.key, row.call) in dropped_by_celery:
             continue
