@@ -1665,18 +1665,23 @@ def bursts_are_over(history: History) -> Iterator[Violation]:
     """With ``lease_debounce`` no body begins before that time has passed without a newer call,
     unless the first of them has waited for ``lease_debounce_max``, or its process was disturbed.
     """
-    keys = {note.details["call"]: note.details["key"] for note in history.of("calls")}
-    published: defaultdict[str, list[float]] = defaultdict(list)
-    for note in history.of("ordered", "delivers", "body"):
+    keys: dict[str, str] = {}
+    called: dict[str, float] = {}
+    newest: dict[str, float] = {}
+    for note in history.of("calls", "ordered", "delivers", "body"):
         given = note.details
+        if note.what == "calls":  # perhaps its order is noted now, and its message comes later
+            keys[given["call"]] = given["key"]
+            called.setdefault(given["key"], note.at)
+            continue
         if note.what != "body":  # without an order, the first arrival counts
             if (key := keys.pop(given["call"], None)) is not None:
-                published[key].append(note.at)
+                newest[key] = note.at
             continue
         if not given["key"].startswith("debounced "):
             continue
-        calls = published.pop(given["key"], [note.at])
-        last, waited = calls[-1], note.at - calls[0]
+        last = newest.pop(given["key"], note.at)
+        waited = note.at - called.pop(given["key"], note.at)
         early = 2 * SLACK < note.at - last < DEBOUNCE - SLACK and waited < DEBOUNCE_MAX - SLACK
         if early and not history.faults(given["process"], note.at - DEBOUNCE, note.at):
             yield Violation("a burst is over", note, f"{note.at - last:.2f} s after a newer call")
