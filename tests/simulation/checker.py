@@ -1662,19 +1662,20 @@ def last_change_seen(history: History) -> Iterator[Violation]:
 
 
 def bursts_are_over(history: History) -> Iterator[Violation]:
-    """With ``lease_debounce`` no body begins before that time has passed without a newer call,
-    unless the first of them has waited for ``lease_debounce_max``, or its process was disturbed.
+    """With ``lease_debounce`` no body begins before that time has passed without a newer call that
+    has an order, unless the first call has waited for ``lease_debounce_max``, or the process was
+    disturbed.
     """
     keys: dict[str, str] = {}
     called: dict[str, float] = {}
     newest: dict[str, float] = {}
-    for note in history.of("calls", "ordered", "delivers", "body"):
+    for note in history.of("calls", "ordered", "body"):
         given = note.details
         if note.what == "calls":  # perhaps its order is noted now, and its message comes later
             keys[given["call"]] = given["key"]
             called.setdefault(given["key"], note.at)
             continue
-        if note.what != "body":  # without an order, the first arrival counts
+        if note.what == "ordered":
             if (key := keys.pop(given["call"], None)) is not None:
                 newest[key] = note.at
             continue

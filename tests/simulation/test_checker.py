@@ -365,7 +365,6 @@ GOOD: dict[str, Callable[[], Story]] = {
         burst(8, 0, 1),
         notes=[
             Note(0.0, "calls", {"call": "c0", "key": "debounced k"}),
-            Note(1.0, "delivers", {"call": "c0", "copy": "", "again": False, "begun": False}),
             *burst(8, 0, 1).notes,
         ],
     ),
