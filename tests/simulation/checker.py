@@ -1138,6 +1138,43 @@ def probes_are_alone(history: History) -> Iterator[Violation]:
             probes[group].append(bodies[given["token"]])
 
 
+def closings_are_not_shortened(history: History) -> Iterator[Violation]:
+    """A failure that would close a closed group for a shorter time changes nothing."""
+    until: dict[str, float] = {}
+    for note in history.of("group", "emptied", "clock"):
+        given = note.details
+        if note.what != "group":
+            until.clear()
+            continue
+        ends = given["closed_until"]
+        if ends is not None and ends < until.get(given["group"], ends) - 0.01:
+            yield Violation("a closing is not shortened", note, f"from {until[given['group']]:.3f}")
+        until[given["group"]] = -math.inf if ends is None else ends
+
+
+def what_proves_nothing_opens_no_group(history: History) -> Iterator[Violation]:
+    """A probe whose call runs again within moments does not open its group: it was retried,
+    snoozed or interrupted. The next call is the probe.
+    """
+    again: set[str] = set()
+    before: dict[str, dict[str, Any]] = {}
+    for note in history.of("group", "row", "emptied", "clock"):
+        given = note.details
+        if note.what == "row":
+            new = given["new"]
+            if _ran(given["old"]) and new is not None and new.state == State.PENDING:
+                again.add(new.owner)
+            continue
+        if note.what != "group":
+            before.clear()
+            continue
+        old, before[given["group"]] = before.get(given["group"], given), given
+        opens = given["closed_until"] is None and old["closed_until"] is not None
+        if opens and old["alone"] in again:
+            why = f"{old['alone']} has proven nothing"
+            yield Violation("what proves nothing opens no group", note, why)
+
+
 def closings_grow(history: History) -> Iterator[Violation]:
     """A probe that is rejected closes its group for twice as long as the closing before it, up to a
     longest time; the failures of other bodies do not count. Until the group is open again, the
@@ -1809,6 +1846,8 @@ CHECKS: tuple[Check, ...] = (
     group_holds,
     probes_are_alone,
     closings_grow,
+    closings_are_not_shortened,
+    what_proves_nothing_opens_no_group,
     holders_keep_their_rows,
     only_busy_keys_refuse,
     what_has_begun_is_not_refused,

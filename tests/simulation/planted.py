@@ -699,6 +699,30 @@ BUGS = (
         "    slots = slots.at(now)\n    before = slots.closed\n",
         "    slots = without_slot(slots.at(now), token)\n    before = slots.closed\n",
     ),
+    Bug(
+        "each failure counts a closing of its group",
+        "celery_leases.groups.slots",
+        "before.in_a_row + slots.probes(token, now)",
+        "before.in_a_row + 1",
+    ),
+    Bug(
+        "a failure shortens the time for which its group is closed",
+        "celery_leases.groups.slots",
+        "if before is not None and now + wait <= before.ends:",
+        "if before is not None and now + wait == before.ends:",
+    ),
+    Bug(
+        "a probe that is snoozed opens its group",
+        RUN,
+        "        return outcome.ended is Ended.RETURNED\n",
+        "        return True\n",
+    ),
+    Bug(
+        "a probe that is retried soon opens its group",
+        "celery_leases.decide.after_failure",
+        "return outcome.state is State.PENDING or failure.ambiguous or unrelated",
+        "return failure.ambiguous or unrelated",
+    ),
     # -- the limit of a quorum queue
     Bug(
         "a message is returned once too often",

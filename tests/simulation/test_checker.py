@@ -321,6 +321,16 @@ def expired(call: str = "c2", task: str = "brief", *, deletes: bool = True) -> S
     return of_task(task, told)
 
 
+def errors(number: int) -> Story:
+    """So many failures of a key; each cooldown is twice as long, up to six hours."""
+    told = called()
+    for fence in range(1, number + 1):
+        seconds = min(8.0 * 2 ** (fence - 1), 6 * 3600.0)
+        told.claim("a", fence).body("a", fence).ends(ending="error")
+        told.cools(seconds, resumes=True).wait(seconds)
+    return of_task("each", told.run("b", number + 1))
+
+
 def rejections(*closed_for: float) -> Story:
     """Bodies of a group that are rejected one after the other, each of which closes it for so long;
     all but the first one are probes. Then one succeeds.
@@ -333,6 +343,16 @@ def rejections(*closed_for: float) -> Story:
         told.slots(until=until, alone=owner).cools(seconds, resumes=True).wait(seconds)
     told.claim("b", 9).slots("b", until=until, alone="b").body("b", 9).ends("b")
     return of_task("limited", told.slots().done())
+
+
+def snoozed_probe(opens: str) -> Story:
+    """The first probe of a group is snoozed, the second one returns. One of them opens it."""
+    told, until = Story().call(task="limited").slots(until=4.0).wait(3), 4.0
+    told.claim().slots("a", until=until, alone="a").body().ends(ending="snooze")
+    told.write(state="pending", ended="snoozed")
+    told.slots(until=None if opens == "a" else until, alone="a")
+    told.claim("b", 2).slots("b", until=until, alone="b").body("b", 2).ends("b", "return")
+    return of_task("limited", told.done().slots())
 
 
 def two_rejections(closed_for: float) -> Story:
@@ -433,6 +453,7 @@ GOOD: dict[str, Callable[[], Story]] = {
     "cooldowns that grow": lambda: (
         called().rejected(1, 1.5).rejected(2, 3.0).rejected(3, 7.0).run("b", 4)
     ),
+    "cooldowns that grow up to the longest one": lambda: errors(14),
     "a first cooldown after a call that has ended": lambda: of_task(
         "each",
         called()
@@ -749,6 +770,25 @@ GOOD: dict[str, Callable[[], Story]] = {
     ),
     "closings of a group that grow": lambda: rejections(2, 4, 8, 16, 32, 64, 64),
     "a rejection beside the first one, which counts no closing": lambda: two_rejections(4),
+    "a closing for a shorter time after the store has lost its data": lambda: (
+        called().run("f").slots(until=20).note("emptied").slots(until=12)
+    ),
+    "a probe that is snoozed, and the next one, which opens the group": lambda: snoozed_probe("b"),
+    "a group that is open since its store has lost its data": lambda: of_task(
+        "limited",
+        Story()
+        .call(task="limited")
+        .slots(until=4.0)
+        .wait(3)
+        .claim()
+        .slots("a", until=4.0, alone="a")
+        .body()
+        .ends(ending="snooze")
+        .write(state="pending", ended="snoozed")
+        .note("emptied")
+        .slots()
+        .run("b", 2),
+    ),
     "a rejection after the store has lost its data": lambda: of_task(
         "limited",
         Story()
@@ -1469,6 +1509,12 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     ),
     "a probe that is rejected, and closes its group for no longer than before": (
         "a closing grows", 12, lambda: rejections(2, 2),
+    ),
+    "a failure that closes a group for a shorter time": (
+        "a closing is not shortened", 7, lambda: called().run("f").slots(until=20).slots(until=12),
+    ),
+    "a probe that is snoozed, and opens the group": (
+        "what proves nothing opens no group", 8, lambda: snoozed_probe("a"),
     ),
     "a rejection beside the first one, which counts": (
         "a closing grows", 13, lambda: two_rejections(8),

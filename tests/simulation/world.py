@@ -78,8 +78,8 @@ ENDINGS = ("retry", "cooldown", "error", "dies", "stalls", "self.retry", "closes
 """How most bodies of a run end, if it has such a habit."""
 HABITS = (*ENDINGS, "extends", "loops")
 """What most bodies of a run do, if it has a habit."""
-REJECTS = "rejects"
-"""How most bodies of some other runs end."""
+REJECTIONS = (*("rejects",) * 4, "closes", "snooze", "self.retry", "retry")
+"""How most bodies of some other runs end: some of them show nothing about their group."""
 DAY = 86_400.0
 TIMER_SLACK = 5e-5
 """Seconds by which the kernel ends a wait late."""
@@ -189,7 +189,7 @@ class Shape:
         """Let most bodies of some runs be rejected, which closes their groups."""
         in_groups = bool(set(self.tasks) & work.GROUPS.keys())
         if random.random() < (0.2 if in_groups else 0.04):
-            self.habit = REJECTS
+            self.habit = "rejects"
 
     def draw_debounced(self, random: Random) -> None:
         """Let some runs wait for the end of a burst of calls."""
@@ -545,8 +545,10 @@ class World:
         plan = Plan(list(lengths), ending, random.random() < 0.7)
         if self.shape.habit and self.scheduler.now < self.shape.span and random.random() < 0.85:
             plan.habit = self.shape.habit
-            if plan.habit in (*ENDINGS, REJECTS):
+            if plan.habit in ENDINGS:
                 plan.ending = plan.habit
+            elif plan.habit == "rejects":
+                plan.ending = random.choice(REJECTIONS)
         return plan
 
     # -- what bodies do ----------------------------------------------------------------------------
