@@ -1310,7 +1310,9 @@ def body_begins_under_its_lease(history: History) -> Iterator[Violation]:
 def nothing_lost(history: History) -> Iterator[Violation]:
     """In the end each confirmed call has an answer, and each key rests, unless Celery has ended the
     call. Celery writes that it retries a call after it has published it, perhaps after the end of
-    what it has published, if its process was slow. So it may do after the end of another copy.
+    what it has published, if its process was slow. So it may do after the end of another copy, and
+    after another worker has revoked the call because a second copy of its message had expired. A
+    key that failed because of crashes waits for its next call once one of them was none.
     """
     retried = {
         note.details["call"]
@@ -1327,17 +1329,24 @@ def nothing_lost(history: History) -> Iterator[Violation]:
     withdrawn = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
     dropped = _dropped_as_busy(history)
     expires = {note.details["call"] for note in history.of("calls") if "expires" in note.details}
+    retried |= expires & {
+        note.details["call_id"]
+        for note in history.of("event CallDropped")
+        if note.details["reason"] == Dropped.REVOKED
+    }
     answers = history.final["answers"]
     lost = {note.details["call"] for note in history.of("message lost", "discarded")}
     failed, discarded = _failed_for_its_queue(history), _discarded(history)
     unreachable = _not_closed(history)
     excused = {"RETRY": withdrawn | retried | discarded, None: dropped | discarded}
     gone = withdrawn | discarded | {call for call in expires if answers.get(call) == "REVOKED"}
+    lived = _failures_taken_back(history)
     gone |= dropped
     for note in history.of("published"):
         row, call = rows.get(note.details["key"]), note.details["call"]
         answer = answers.get(call)
         expired = answer == "REVOKED" and call in expires
+        excepted = row is not None and (row.call in gone or row.owner in lived)
         if call in excused.get(answer, ()):
             continue  # so its caller gets no result
         if call in lost and answer in (None, "RETRY"):
@@ -1347,7 +1356,7 @@ def nothing_lost(history: History) -> Iterator[Violation]:
                 continue  # its record does not have its message: it had not begun
         if answer not in ("SUCCESS", "FAILURE", "REVOKED"):
             yield Violation("nothing is lost", note, f"the caller has no answer, but {answer}")
-        elif expired or call in withdrawn or (row is not None and row.call in gone):
+        elif expired or call in withdrawn or excepted:
             continue
         elif not _rests(row, call, failed) and call not in unreachable:
             yield Violation("nothing is lost", note, f"the row is {row}")
@@ -1371,6 +1380,17 @@ def _dropped_as_busy(history: History) -> set[str]:
         for note in history.of("event CallDropped")
         if note.details["task"] == "lazy" and note.details["reason"] in BUSY
     }
+
+
+def _failures_taken_back(history: History) -> set[str]:
+    """The owners of rows that had failed because of crashes, of which one was none."""
+    found: set[str] = set()
+    for note in history.of("row"):
+        old, new = note.details["old"], note.details["new"]
+        failed = old is not None and (old.state, old.reason) == (State.FAILED, "crash_loop")
+        if failed and new is not None and new.ended == Ended.LOST:
+            found.add(new.owner)
+    return found
 
 
 def _discarded(history: History) -> set[str]:

@@ -331,6 +331,26 @@ def errors(number: int) -> Story:
     return of_task("each", told.run("b", number + 1))
 
 
+def suspected(*, lives: bool) -> Story:
+    """A key fails because of three processes of which nothing was heard; one of them lives."""
+    told = Story().call(answer="FAILURE").note("paused", process="w0/c1", span=99.0)
+    for fence in (1, 2, 3):
+        told.claim(f"a-{fence}", fence).body(f"a-{fence}", fence)
+    told.claim("a-4", 4).write(state="failed", ended="abandoned", reason="crash_loop")
+    if lives:
+        told.note("event OutcomeRefused", task="once", key="k", fence=3)
+    return told.write(3, state="pending", ended="lost" if lives else "failed", reason=None)
+
+
+def revoked_copy(*, drops: bool) -> Story:
+    """A body fails and its call goes on; another worker revokes it, because a copy has expired."""
+    told = Story().note("calls", key=KEY, call="c1", expires=5.0).call(answer="RETRY")
+    told.claim().body().ends(ending="cooldown").cools(8, resumes=True)
+    told.write(99, ended="terminated", resumes=False)
+    given = {"task": "once", "key": "k", "call_id": "c1", "reason": Dropped.REVOKED}
+    return told.note("event CallDropped", **given) if drops else told
+
+
 def rejections(*closed_for: float) -> Story:
     """Bodies of a group that are rejected one after the other, each of which closes it for so long;
     all but the first one are probes. Then one succeeds.
@@ -767,6 +787,12 @@ GOOD: dict[str, Callable[[], Story]] = {
         .slots()
         .slots("d")
         .slots("d", "e")
+    ),
+    "a key that has failed because of crashes, of which one was none": lambda: suspected(
+        lives=True
+    ),
+    "a call that goes on, and is revoked because a copy has expired": lambda: revoked_copy(
+        drops=True
     ),
     "closings of a group that grow": lambda: rejections(2, 4, 8, 16, 32, 64, 64),
     "a rejection beside the first one, which counts no closing": lambda: two_rejections(4),
@@ -1509,6 +1535,12 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     ),
     "a probe that is rejected, and closes its group for no longer than before": (
         "a closing grows", 12, lambda: rejections(2, 2),
+    ),
+    "a key that has failed because of crashes, and waits for ever": (
+        "nothing is lost", 1, lambda: suspected(lives=False),
+    ),
+    "a call that goes on, and ends although nobody has revoked it": (
+        "nothing is lost", 2, lambda: revoked_copy(drops=False),
     ),
     "a failure that closes a group for a shorter time": (
         "a closing is not shortened", 7, lambda: called().run("f").slots(until=20).slots(until=12),
