@@ -618,6 +618,8 @@ def waits_grow(history: History) -> Iterator[Violation]:
             retries.pop(key, None)
             cooldowns.pop(key, None)
             unknown.discard(key)
+            if new is not None and new.reason == "crash_loop":
+                unknown.add(key)  # its counts come back if a crash was none
             continue
         if not new.owner:
             unknown.add(key)  # an operator may have reset the counts
@@ -1718,22 +1720,28 @@ def last_change_seen(history: History) -> Iterator[Violation]:
             yield Violation("the last change is seen", note, f"it got the result of {run}")
 
 
+SLOW_PUBLISH = 5.0
+"""Seconds after a call from which on its message comes long after it has asked for its order."""
+
+
 def bursts_are_over(history: History) -> Iterator[Violation]:
     """With ``lease_debounce`` no body begins before that time has passed without a newer call that
     has an order, unless the first call has waited for ``lease_debounce_max``, or the process was
     disturbed.
     """
     keys: dict[str, str] = {}
+    made: dict[str, float] = {}
     called: dict[str, float] = {}
     newest: dict[str, float] = {}
     for note in history.of("calls", "ordered", "body"):
         given = note.details
         if note.what == "calls":  # perhaps its order is noted now, and its message comes later
-            keys[given["call"]] = given["key"]
+            keys[given["call"]], made[given["call"]] = given["key"], note.at
             called.setdefault(given["key"], note.at)
             continue
         if note.what == "ordered":
-            if (key := keys.pop(given["call"], None)) is not None:
+            key = keys.pop(given["call"], None)
+            if key is not None and note.at < made[given["call"]] + SLOW_PUBLISH:
                 newest[key] = note.at
             continue
         if not given["key"].startswith("debounced "):

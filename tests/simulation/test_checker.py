@@ -248,6 +248,17 @@ def burst(*pauses: float) -> Story:
     return of_task("debounced", made.ends().done())
 
 
+def slow_publish() -> Story:
+    """Two calls of a burst, of which the message of one comes long after its call."""
+    made = Story().note("calls", key=KEY, call="call-1").note("calls", key=KEY, call="call-2")
+    made.call("call-1", task="debounced").note("ordered", call="call-1", order=1).wait(2)
+    made.claim(call="call-1").body(call="call-1").ends().done().wait(20)
+    made.call("call-2", task="debounced").note("ordered", call="call-2", order=2).wait(-1)
+    made.claim("b", 2, "call-2").body("b", 2, call="call-2").ends("b").done()
+    made.values = {"call-1": "[1, 1]", "call-2": "[2, 2]"}
+    return of_task("debounced", made)
+
+
 def other_crashes(of: dict[str, int], then: dict[str, int], **changes: Any) -> Story:
     """A call has crashed, and the next one has the row."""
     told = Story().call("c2").claim(call="c2").body(call="c2")
@@ -351,6 +362,18 @@ def revoked_copy(*, drops: bool) -> Story:
     return told.note("event CallDropped", **given) if drops else told
 
 
+def errors_before_crashes() -> Story:
+    """A failure, crashes of which one was none, and another failure."""
+    told = called().note("refused", server="database", process="w0/c1")
+    told.claim("a", 1).body("a", 1).ends("a", "error").cools(7, resumes=True).wait(7)
+    told.claim("b", 2).write(state="failed", ended="abandoned", reason="crash_loop")
+    told.note("event OutcomeRefused", task="once", key="k", fence=2)
+    told.write(3, state="pending", ended="lost", reason=None, retry_at=0.0)
+    told.claim("c", 3).body("c", 3).ends("c", "error")
+    told.cools(15, resumes=True).wait(15)
+    return told.run("d", 4)
+
+
 def rejections(*closed_for: float) -> Story:
     """Bodies of a group that are rejected one after the other, each of which closes it for so long;
     all but the first one are probes. Then one succeeds.
@@ -400,6 +423,7 @@ GOOD: dict[str, Callable[[], Story]] = {
         1, 2, ordered=2
     ),
     "a body after a burst of calls": lambda: burst(0, 0, 2),
+    "a body after a message that comes long after its call": slow_publish,
     "a body beside its call": lambda: burst(0, 0),
     "a body after a call without an order that has waited for long": lambda: having(
         burst(8, 0, 1),
@@ -474,6 +498,7 @@ GOOD: dict[str, Callable[[], Story]] = {
         called().rejected(1, 1.5).rejected(2, 3.0).rejected(3, 7.0).run("b", 4)
     ),
     "cooldowns that grow up to the longest one": lambda: errors(14),
+    "a cooldown that grows after crashes of which one was none": errors_before_crashes,
     "a first cooldown after a call that has ended": lambda: of_task(
         "each",
         called()
