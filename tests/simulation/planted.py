@@ -144,9 +144,9 @@ BUGS = (
     ),
     Bug(
         "progress of a call ends the crashes of another one",
-        EFFECTS,
-        "kept = after_run.crashes_of_another_call(self.call, self.record)",
-        "kept = False",
+        RUN,
+        "if state.progressed and not crashes_of_another_call(call, record):",
+        "if state.progressed:",
     ),
     Bug(
         "a call without an order is answered by any run",

@@ -135,6 +135,7 @@ class SimulatedProcess:
         """End the process at once: none of its code runs again."""
         self.alive = False
         self.world.processes.pop(self.pid, None)
+        self.world.roll_back(self)
         self.world.note("killed", process=self.name, pid=self.pid)
 
 

@@ -324,6 +324,10 @@ class DatabaseServer(Server):
         engine = self.records.database.engine
         return engine.execution_options(isolation_level="SERIALIZABLE")
 
+    def roll_back(self) -> None:
+        """Forget what the open transaction has written."""
+        self._driver.rollback()
+
     def has_due_messages(self) -> bool:
         """Whether a record has a message that is to be published."""
         return self.has_messages("publish_at")

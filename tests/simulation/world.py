@@ -419,6 +419,12 @@ class World:
         finally:
             self.uncommitted, self.writer = [], None
 
+    def roll_back(self, process: SimulatedProcess) -> None:
+        """The transaction that a killed process has open ends with its connection."""
+        if self.writer is not None and self.writer.process is process:
+            self.database.roll_back()
+            self.uncommitted, self.writer = [], None
+
     def _take_none(self) -> None:
         """The broker takes no messages for a while, but delivers those that it has."""
         assert self.shape.takes_none is not None
