@@ -26,8 +26,10 @@ SOON = TTL + 10.0
 
 
 def registered(client: redis.Redis) -> int:
-    """How many messages all workers have registered."""
-    return sum(client.hlen(key) for key in client.scan_iter("celery_leases:unacked:workers:*"))
+    """How many messages all workers have registered that were not fetched again since."""
+    keys = client.scan_iter("celery_leases:unacked:workers:*")
+    times = [each for key in keys for each in client.hgetall(key).items()]
+    return sum(float(time) == client.zscore("unacked_index", tag) for tag, time in times)
 
 
 def begins(scene: Scene, name: str) -> list[int]:
