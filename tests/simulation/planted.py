@@ -229,7 +229,7 @@ BUGS = (
         "the lease is released before the record is written",
         RUN,
         "        settled = self._until_settled(ending, partial(process.records.settle",
-        "        self._free(None)\n        settled = self._until_settled(ending, partial(process.records.settle",
+        "        self._free()\n        settled = self._until_settled(ending, partial(process.records.settle",
     ),
     Bug(
         "a cooldown is half as long",
