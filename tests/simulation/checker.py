@@ -1720,34 +1720,30 @@ def last_change_seen(history: History) -> Iterator[Violation]:
             yield Violation("the last change is seen", note, f"it got the result of {run}")
 
 
-SLOW_PUBLISH = 5.0
-"""Seconds after a call from which on its message comes long after it has asked for its order."""
-
-
 def bursts_are_over(history: History) -> Iterator[Violation]:
     """With ``lease_debounce`` no body begins before that time has passed without a newer call that
     has an order, unless the first call has waited for ``lease_debounce_max``, or the process was
     disturbed.
     """
-    keys: dict[str, str] = {}
-    made: dict[str, float] = {}
-    called: dict[str, float] = {}
+    calls: dict[str, Note] = {}
+    first: dict[str, float] = {}
     newest: dict[str, float] = {}
     for note in history.of("calls", "ordered", "body"):
         given = note.details
-        if note.what == "calls":  # perhaps its order is noted now, and its message comes later
-            keys[given["call"]], made[given["call"]] = given["key"], note.at
-            called.setdefault(given["key"], note.at)
+        if note.what == "calls":  # its order is noted now, and its message may come later
+            calls[given["call"]] = note
+            first.setdefault(given["key"], note.at)
             continue
         if note.what == "ordered":
-            key = keys.pop(given["call"], None)
-            if key is not None and note.at < made[given["call"]] + SLOW_PUBLISH:
-                newest[key] = note.at
+            if (call := calls.pop(given["call"], None)) is not None:
+                key = call.details["key"]
+                newest[key] = max(call.at, newest.get(key, 0.0))
             continue
         if not given["key"].startswith("debounced "):
             continue
         last = newest.pop(given["key"], note.at)
-        waited = note.at - called.pop(given["key"], note.at)
+        waited = note.at - first.get(given["key"], note.at)
+        first[given["key"]] = note.at  # of a newer call, which waits from now on
         early = 2 * SLACK < note.at - last < DEBOUNCE - SLACK and waited < DEBOUNCE_MAX - SLACK
         if early and not history.faults(given["process"], note.at - DEBOUNCE, note.at):
             yield Violation("a burst is over", note, f"{note.at - last:.2f} s after a newer call")

@@ -1203,7 +1203,7 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a call without an order that an earlier one with an order answers, which came again": (
         "the last change is seen", 5, lambda: unordered(1, 1, ordered=1),
     ),
-    "a body within a burst of calls": ("a burst is over", 8, lambda: burst(0, 0, 1)),
+    "a body within a burst of calls": ("a burst is over", 8, lambda: burst(0, 0, -0.5)),
     "crashes of another call that count no more": (
         "crashes are not forgotten", 5, lambda: other_crashes({"c1": 2}, {"c1": 1}),
     ),
