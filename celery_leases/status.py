@@ -129,7 +129,8 @@ class AttemptStatus:
 
     The times are aware datetimes in UTC. ``runtime`` is the seconds from the claim to the outcome,
     or until now. It and ``finished_at`` are ``None`` if the attempt reported no outcome. ``error``
-    is the class and the beginning of the message, ``rule`` the rule that decided.
+    is the class and the beginning of the message, or why Celery has terminated the attempt.
+    ``rule`` is the rule that decided.
     """
 
     started_at: datetime

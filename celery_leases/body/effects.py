@@ -368,9 +368,9 @@ class Effects:
                 except BaseException as error:  # noqa: BLE001 - raised below, once the reply is written
                     reference_error = error
             accepted = self._retrying(lambda: self.process.effects.finish(effect, text, reference))
-            kept = after_run.crashes_of_another_call(self.call, self.record)
-            progressed = self.held_lease.body_state.progressed or kept
-            if accepted and self.record.crashes and not progressed:
+            counts = self.record.crashes and not self.held_lease.body_state.progressed
+            others = after_run.crashes_of_another_call(self.call, self.record)
+            if accepted and counts and not others:
                 with suppress(StoreUnavailable):  # the next step of the body raises it
                     self.process.effects.clear_crashes(self.record)
             self.held_lease.body_state.progressed |= accepted

@@ -96,8 +96,8 @@ class WorkerLease:
         self._ttl = ttl
         self._tasks = tasks
         self._clock = os_threads.boot_clock
-        #: When the last successful renewal was sent. Before it has a lease, nobody returns its
-        #: messages.
+        #: When the last successful renewal was sent. Nobody returns the messages of a worker that
+        #: has had no lease yet.
         self._renewed = -math.inf
         #: Since when the lease has been renewed without a gap.
         self._renewed_since = math.inf

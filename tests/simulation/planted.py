@@ -85,7 +85,7 @@ BUGS = (
         "return now + 10 * ttl",
     ),
     Bug(
-        "a body that asks is not told of a loss before the deadline",
+        "lease.check() succeeds until the deadline of a lost lease",
         "celery_leases.attempt.held_lease",
         "        if self.lost is None and self._clock.now() < self.own_stop:\n            return",
         "        if self._clock.now() < self.own_stop:\n            return",
@@ -495,7 +495,7 @@ BUGS = (
         '"expires_at": row["expires_at"],',
     ),
     Bug(
-        "a record counts until it is purged",
+        "an expired record answers calls until it is purged",
         "celery_leases.record",
         "return self.expires_at is not None and self.expires_at <= self.now",
         "return False",
