@@ -18,6 +18,7 @@ from celery_leases.attempt.process import Process
 from celery_leases.body.effects import RECORD_CHANGED, EffectReply, Effects, checked_arguments
 from celery_leases.body.null_lease import Unleased
 from celery_leases.call import Call
+from celery_leases.decide import attempt_history
 from celery_leases.decide.after_run import after_run, crashes_of_another_call
 from celery_leases.decide.endings import Returned
 from celery_leases.effect import NAME_MAX, VERIFY_AFTER, OnUncertain, is_valid_name
@@ -328,8 +329,12 @@ class Lease:
                 )
             self.check()
             ending = Returned(result, *encode(result))
-            outcome = after_run(self._call, self._record, ending)
-            self._lock(transaction, lambda: transaction.complete(self._record, outcome))
+            record = self._record
+            if record.history and attempt_history.has_suspicions(record):
+                now = transaction.read(record.stored_key, record.key, newest=True)
+                record = attempt_history.with_known_ends(record, now)
+            outcome = after_run(self._call, record, ending)
+            self._lock(transaction, lambda: transaction.complete(record, outcome))
             self._held_lease.body_state.completing = True
         return decode(text)
 

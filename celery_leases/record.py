@@ -264,7 +264,7 @@ class Record:
         default=None, metadata=details("results", _FORGET)
     )
     #: The columns describe no attempt of their own: the body of the last claim did not begin, or an
-    #: operator has changed the row since.
+    #: operator has changed the row since, or the call has ended without another attempt.
     unrun: bool = field(
         default=False, metadata=details("unrun", _CLAIM | _QUEUE | _FORGET, needed=False)
     )
@@ -379,7 +379,7 @@ class Outcome:
     other_crashes: Mapping[str, int] | None = None
     #: The traceback of the failure.
     traceback: str | None = None
-    #: The body did not begin.
+    #: It is not that of an attempt whose body has begun.
     unrun: bool = False
     #: Close the failure's group in this way before the outcome is written: the group may
     #: set a longer wait.

@@ -570,7 +570,7 @@ class Execution:
             ending = self._not_committed(ending, "the body returned after complete(), but")
         elif left_open:
             ending = self._not_committed(ending, "the body returned after guard(), but")
-        if record.crashed_at is not None:
+        if record.history and attempt_history.has_suspicions(record):
             self.record = record = self._with_known_ends()
         outcome = (
             self._failed(ending) if isinstance(ending, Raised) else after_run(call, record, ending)
@@ -590,21 +590,10 @@ class Execution:
         return after_outcome(call, ending, outcome, process.rand(), process.wall_time())
 
     def _with_known_ends(self) -> Record:
-        """The record with what the attempt before, which it has taken over, has written since: that
-        it lives, so that its crash does not count.
-        """
         record = self.record
         with suppress(StoreUnavailable):  # a suspicion that stays is taken back by nobody
             now = self.process.records.read(record.stored_key)
-            if now is not None and now.is_attempt(State.RUNNING, record.owner, record.fence):
-                return replace(
-                    record,
-                    crashes=now.crashes,
-                    other_crashes=now.other_crashes,
-                    crashed_at=now.crashed_at,
-                    previous=now.previous,
-                    history=now.history,
-                )
+            return attempt_history.with_known_ends(record, now)
         return record
 
     def _after_unknown_error(self, error: Exception, store_failures: int) -> Reschedule:

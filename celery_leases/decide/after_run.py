@@ -212,7 +212,7 @@ def closed_for_celery(
         reason=cause.value,
         failure=failure or row.failure,
         retry_after=row.waits or None,
-        unrun=row.unrun or row.queued,
+        unrun=True,
     )
 
 

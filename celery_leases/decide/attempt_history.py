@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from celery_leases.decide.endings import ExitCause
 from celery_leases.failures.actions import Reason
-from celery_leases.record import Ended, PastAttempt, Record, State
+from celery_leases.record import Attempt, Ended, PastAttempt, Record, State
 
 HISTORY_MAX: Final = 9
 """Attempts in a history, at most: with the attempt in the columns they are ten."""
@@ -128,6 +128,27 @@ def with_end(
     return replace(row, **changes)
 
 
+def has_suspicions(row: Record) -> bool:
+    """Whether an abandoned attempt in the history of *row* may still write how it ended."""
+    return any(each.owner is not None for each in row.history)
+
+
+def with_known_ends(record: Record, now: Record | None) -> Record:
+    """The *record* of a running attempt with what abandoned attempts have written since into its
+    row, which is *now* that: an outcome without it would count their crashes again.
+    """
+    if now is None or not now.is_attempt(State.RUNNING, record.owner, record.fence):
+        return record
+    return replace(
+        record,
+        crashes=now.crashes,
+        other_crashes=now.other_crashes,
+        crashed_at=now.crashed_at,
+        previous=now.previous,
+        history=now.history,
+    )
+
+
 def only_suspected(row: Record) -> bool:
     """Whether no crash in a row of *row* is known: its process may live each time."""
     return all(each.ended is Ended.ABANDONED for each in crashes_in_a_row(row))
@@ -146,6 +167,17 @@ def crashes_in_words(row: Record, crashes: int, *, one_known: bool = False) -> s
 def with_attempt(row: Record, latest: PastAttempt | None) -> tuple[PastAttempt, ...]:
     """The history of *row* with *latest* added, if it is not ``None``."""
     return (*row.history, latest)[-HISTORY_MAX:] if latest is not None else row.history
+
+
+def with_attempt_aside(row: Record) -> Record:
+    """*row* with its latest attempt in the history alone, because the columns are about to say how
+    its call ends without an attempt.
+    """
+    latest = latest_ended(row)
+    if latest is None:
+        return row
+    previous = Attempt(latest.ended, row.failure, row.holder)
+    return replace(row, history=with_attempt(row, latest), previous=previous, unrun=True)
 
 
 def timeline(row: Record) -> Sequence[PastAttempt]:

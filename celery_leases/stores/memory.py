@@ -80,6 +80,10 @@ class EagerTransaction(JoinedTransaction):
         now = self.records.read(record.stored_key)
         return now is not None and now.is_attempt(State.DONE, record.owner, record.fence)
 
+    def read(self, stored_key: str, key: str, *, newest: bool = False) -> Record | None:
+        """The row of a key."""
+        return self.records.read(stored_key)
+
     def complete(self, record: Record, outcome: Outcome) -> None:
         """Write the outcome when this transaction commits; raises :class:`LeaseLost` as
         :meth:`guard` does.

@@ -31,6 +31,7 @@ from functools import cached_property, wraps
 from typing import Any
 
 from celery_leases.decide.after_run import FINISHED_CALLS_MAX
+from celery_leases.decide.attempt_history import HISTORY_MAX
 from celery_leases.events import Dropped
 from celery_leases.options import Failures, LeaseOptions
 from celery_leases.record import Ended, State
@@ -890,6 +891,25 @@ def crashes_are_not_forgotten(history: History) -> Iterator[Violation]:
                 continue  # a call that has ended is forgotten in time
             if new.crashes_of.get(call, 0) < crashes:
                 yield Violation("crashes are not forgotten", note, f"those of {call} are")
+
+
+def ends_are_kept(history: History) -> Iterator[Violation]:
+    """A record says how its last attempts ended, whatever becomes of their calls; what was only a
+    suspicion is corrected, and a hard limit may end an attempt that is being interrupted. A process
+    that is disturbed between its read of a row and its write may not see such a correction.
+    """
+    corrected = (Ended.ABANDONED, Ended.INTERRUPTED)
+    for note in history.of("row"):
+        old, new = note.details["old"], note.details["new"]
+        if old is None or new is None or _is_over(old, note.at) or len(old.ends) >= HISTORY_MAX:
+            continue
+        later = (*new.ends, *(None for _ in old.ends))
+        for before, after in zip(old.ends, later, strict=False):
+            if after == before or before in corrected:
+                continue
+            by = note.details["by"]
+            if after != Ended.ABANDONED or not history.faults(by, note.at - SLACK, note.at):
+                yield Violation("how an attempt ended is kept", note, f"{before} is {after} now")
 
 
 def suspicions_are_taken_back(history: History) -> Iterator[Violation]:
@@ -1880,6 +1900,7 @@ CHECKS: tuple[Check, ...] = (
     what_keeps_crashing_ends,
     only_crashes_count,
     suspicions_are_taken_back,
+    ends_are_kept,
     crashes_are_not_forgotten,
     deliveries_are_handled_once,
     what_has_begun_does_not_expire,

@@ -41,6 +41,8 @@ class Row:
     expires_at: float = math.inf
     #: The crashes in a row of each call.
     crashes_of: Mapping[str, int] = field(default_factory=dict)
+    #: How its attempts ended, as far as it has them, the latest last.
+    ends: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         until = f" until {self.retry_at:.2f}" if self.retry_at else ""

@@ -604,6 +604,18 @@ BUGS = (
         'changes["crashes"] = row.crashes',
     ),
     Bug(
+        "the end of a call hides how its latest attempt ended",
+        RECORDS,
+        "attempt_history.with_attempt_aside(row) if outcome.unrun else row",
+        "row",
+    ),
+    Bug(
+        "an outcome counts a crash again that was none",
+        RUN,
+        "if record.history and attempt_history.has_suspicions(record):",
+        "if record.crashed_at is not None:",
+    ),
+    Bug(
         "a body is retried once too often",
         "celery_leases.decide.after_failure",
         "if counts.quick_retries < retries:",

@@ -20,6 +20,7 @@ from celery_leases.concurrency import wait_limit
 from celery_leases.concurrency.shared_trips import SharedTrips
 from celery_leases.errors import StoreUnavailable
 from celery_leases.groups.slots import Slots, load
+from celery_leases.record import State
 from celery_leases.stores.sql.connections import engine_for
 from celery_leases.stores.sql.database import Availability, Database, _count, _first
 from celery_leases.stores.sql.effects import SqlEffectStore
@@ -272,16 +273,17 @@ def _noted_row(values: Sequence[Any]) -> Row | None:
     at, name = retry_at / 1e6 - EPOCH if retry_at else 0.0, work.named(task, key)
     reason, crashes, expires, details = more
     until = expires / 1e6 - EPOCH if expires else math.inf
-    counts = _crashes_of(crashes, details) if "crashed_call" in details else {}
+    told = any(each in details for each in ("crashed_call", "past", "unrun"))
+    read = json.loads(details) if told else {}
+    counts: dict[str, int] = read.get("other_crashes", {})
+    if "crashed_call" in read:
+        counts |= {read["crashed_call"]: crashes}
+    latest = () if state == State.RUNNING or ended is None or "unrun" in read else (ended,)
+    ends = (*(past[2] for past in read.get("past", ())), *latest)
     return Row(
         *(name, task, state, fence, owner, call, ended, result, at, bool(resumes)),
-        *(reason, crashes, until, counts),
+        *(reason, crashes, until, counts, ends),
     )
-
-
-def _crashes_of(crashes: int, details: str) -> dict[str, int]:
-    read = json.loads(details)
-    return {**read.get("other_crashes", {}), read["crashed_call"]: crashes}
 
 
 @cache

@@ -259,6 +259,14 @@ def slow_publish() -> Story:
     return of_task("debounced", made)
 
 
+def with_ends(*ends: tuple[str, ...]) -> Story:
+    """A row that says one after the other how its attempts ended."""
+    told = called().claim().body().ends()
+    for each in ends:
+        told.write(state="pending", ends=each)
+    return told.run("b", 2)
+
+
 def other_crashes(of: dict[str, int], then: dict[str, int], **changes: Any) -> Story:
     """A call has crashed, and the next one has the row."""
     told = Story().call("c2").claim(call="c2").body(call="c2")
@@ -439,6 +447,30 @@ GOOD: dict[str, Callable[[], Story]] = {
         .note("delivers", call="c1", copy="", again=True, begun=False)
         .note("delivers", call="c1", copy="1 x", again=True, begun=False)
         .cannot_wait()
+    ),
+    "an attempt whose call ends without another one": lambda: with_ends(
+        ("crashed",),
+        ("crashed",),
+        ("crashed", "failed"),
+    ),
+    "a suspicion that was none, and a limit while an attempt is interrupted": lambda: with_ends(
+        ("abandoned", "interrupted"),
+        ("lost", "terminated"),
+    ),
+    "an attempt that stood still between its read and its write": lambda: (
+        called()
+        .claim()
+        .body()
+        .ends()
+        .write(state="pending", ends=("abandoned",))
+        .write(ends=("lost",))
+        .note("paused", process="w0/c1", span=9.0)
+        .write(ends=("abandoned", "failed"))
+        .run("b", 2)
+    ),
+    "an attempt that the record has no longer": lambda: with_ends(
+        ("crashed", *("failed",) * 8),
+        (*("failed",) * 8, "returned"),
     ),
     "crashes of another call": lambda: other_crashes({"c1": 2}, {"c1": 2}),
     "crashes of a call that has ended with them": lambda: other_crashes({"c1": 3}, {}),
@@ -1204,6 +1236,16 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
         "the last change is seen", 5, lambda: unordered(1, 1, ordered=1),
     ),
     "a body within a burst of calls": ("a burst is over", 8, lambda: burst(0, 0, -0.5)),
+    "the end of a call hides a crash": (
+        "how an attempt ended is kept", 6, lambda: with_ends(("crashed",), ("failed",)),
+    ),
+    "an outcome forgets that a suspicion was none": (
+        "how an attempt ended is kept", 7,
+        lambda: with_ends(("abandoned",), ("lost",), ("abandoned", "failed")),
+    ),
+    "an attempt that is forgotten": (
+        "how an attempt ended is kept", 6, lambda: with_ends(("crashed", "failed"), ("crashed",)),
+    ),
     "crashes of another call that count no more": (
         "crashes are not forgotten", 5, lambda: other_crashes({"c1": 2}, {"c1": 1}),
     ),

@@ -278,6 +278,15 @@ class TestTheOldHolder:
         assert not bench.seen.of(CrashSeen)
         assert [event.host for event in bench.seen.of(AttemptAbandoned)] == [bench.row.holder]
 
+    @pytest.mark.parametrize("ending", [Interrupted(SystemExit()), SOON])
+    def test_it_takes_the_count_back_while_a_later_attempt_runs(self, bench, ending) -> None:
+        zombie = unheard(bench, call_id="zombie")
+        bench.run(bench.call(), Interrupted(SystemExit()))
+        bench.clock.sleep(HOUR)
+        assert (bench.row.crashes, histories(bench)) == (1, [Ended.ABANDONED])
+        bench.run(bench.call(), ending, during=lambda _: ends(bench, *zombie))
+        assert (bench.row.crashes, histories(bench)[0]) == (0, Ended.LOST)
+
     def test_the_next_attempt_ends_though_the_record_was_deleted(self, bench: Bench) -> None:
         unheard(bench, call_id="zombie")
         key = bench.row.stored_key

@@ -120,7 +120,7 @@ def test_a_limit_counts_the_attempt_that_was_closed_as_interrupted() -> None:
 def test_a_limit_ends_a_call_that_waits_and_leaves_its_wait(begun: bool) -> None:
     row = waiting(State.PENDING, 5.0, OURS, ended=Ended.FAILED if begun else None, resumes=begun)
     outcome = ended_by_a_limit(row)
-    assert (outcome.retry_after, outcome.unrun) == (5.0, not begun)
+    assert (outcome.retry_after, outcome.unrun) == (5.0, True)
     assert (outcome.state, outcome.ended, outcome.reason) == (
         State.PENDING, Ended.TERMINATED, "hard time limit",
     )  # fmt: skip

@@ -21,7 +21,6 @@ from typing import Any, Final, Self
 
 from sqlalchemy import (
     BigInteger,
-    ColumnElement,
     Engine,
     Executable,
     Select,
@@ -484,18 +483,19 @@ class SqlRecordStore:
         return self.database.first(self.statements.select_row, {"stored_key": stored_key})
 
     def stop_resuming(self, record: Record, failure: Failure) -> bool:
-        """Write that a call will not run again, because *failure* is raised to its caller.
+        """Write that a call will not run again, because *failure* is raised to its caller. The
+        history keeps how the latest attempt ended.
 
         Returns ``False`` if the row has changed.
         """
-        records = self.tables.records
-        unmoved = (
-            records.c.stored_key == record.stored_key,
-            records.c.resumes == 1,
-            *self._unchanged(record),
-        )
-        values = {"resumes": 0, "ended": Ended.FAILED, "error": rows.written(failure)}
-        return self.database.count(update(records).where(*unmoved).values(values), {}) == 1
+
+        def repair(row: Record) -> Record | None:
+            if not row.resumes:
+                return None
+            row = attempt_history.with_attempt_aside(row)
+            return replace(row, resumes=False, ended=Ended.FAILED, failure=failure)
+
+        return self._repair(record.stored_key, record, repair) is not None
 
     def search(
         self, *, states: Sequence[str] = (), task: str | None = None, limit: int = 100
@@ -677,7 +677,8 @@ class SqlRecordStore:
         self, stored_key: str, close: Callable[[Record], Outcome | None]
     ) -> tuple[Record, Outcome] | None:
         """Write the outcome that *close* gives for a row that does not run. Its message is not
-        published again, unless the call still resumes.
+        published again, unless the call still resumes. If the outcome is not that of an attempt
+        (``unrun``), the history keeps how the latest one ended.
 
         Returns the row as it was read, and the outcome; ``None`` if there is no row, or *close*
         returns ``None``.
@@ -689,7 +690,8 @@ class SqlRecordStore:
             if outcome is None:
                 return None
             closed[:] = [(row, outcome)]
-            after = repairs.settled(row, outcome, row.now)
+            before = attempt_history.with_attempt_aside(row) if outcome.unrun else row
+            after = repairs.settled(before, outcome, row.now)
             if outcome.state is row.state and outcome.retry_after == (row.waits or None):
                 after = replace(after, retry_at=row.retry_at)  # also if that time is over
             return after if after.resumes else replace(after, message=None, publish_at=None)
@@ -738,12 +740,6 @@ class SqlRecordStore:
             ),
         )
         return done is not None
-
-    def _unchanged(self, seen: Record | None) -> Sequence[ColumnElement[bool]]:
-        records = self.tables.records
-        return (
-            () if seen is None else (records.c.fence == seen.fence, records.c.state == seen.state)
-        )
 
     def purge(self, limit: int) -> int:
         """Delete expired rows: at most *limit* each of records, marks, groups and effects of calls.

@@ -132,6 +132,35 @@ class ClaimContract(RecordCase):
         assert noted.previous is not None
         assert (noted.crashes, noted.previous.ended) == (2 * crashes - 2, ended)
 
+    @pytest.mark.parametrize("by_celery", [True, False])
+    def test_the_end_of_a_call_without_another_attempt_hides_no_crash(
+        self, records: SqlRecordStore, key: str, by_celery: bool
+    ) -> None:
+        """The history keeps how the latest attempt ended, so a suspected crash before it can still
+        be taken back.
+        """
+        first, second = won(records, make_call(key)), won(records, make_call(key))
+        counted: dict[str, Any] = {"ended": Ended.CRASHED, "crashes": 2, "resumes": True}
+        crashed = closed(records, second, State.PENDING, **counted)
+        failure = Failure("builtins.TypeError", "no")
+        ends: dict[str, Any] = {"ended": Ended.FAILED, "failure": failure, "unrun": True}
+        if by_celery:
+            assert records.close_waiting(key, lambda seen: outcome(seen, State.PENDING, **ends))
+        else:
+            assert records.stop_resuming(crashed, failure)
+            assert not records.stop_resuming(crashed, failure), "it resumes no more"
+        after = row(records, key)
+        assert (after.ended, after.failure, after.resumes) == (Ended.FAILED, failure, False)
+        assert after.unrun
+        assert [past.ended for past in after.history] == [Ended.ABANDONED, Ended.CRASHED]
+        assert after.previous is not None
+        assert (after.previous.ended, after.previous.host) == (Ended.CRASHED, second.holder)
+        noted = records.note_end(key, first.owner, Ended.LOST)
+        assert noted is not None
+        assert noted.crashes == 1
+        third = won(records, make_call(key))
+        assert [past.ended for past in third.history] == [Ended.LOST, Ended.CRASHED]
+
     def test_a_running_row_is_left_alone_while_its_lease_store_is_younger_than_its_ttl(
         self, records: SqlRecordStore, key: str
     ) -> None:
