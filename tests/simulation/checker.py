@@ -30,17 +30,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any
 
-from celery_leases.decide.after_run import FINISHED_CALLS_MAX
+from celery_leases.decide.after_run import CALL_ENDING_CAUSES, FINISHED_CALLS_MAX
 from celery_leases.decide.attempt_history import HISTORY_MAX
 from celery_leases.events import Dropped
 from celery_leases.options import Failures, LeaseOptions
-from celery_leases.record import Ended, State
+from celery_leases.record import CALLER_HAS_FAILURE, Ended, State
 from celery_leases.worker.arrivals import COMPARE_EVERY
 from tests.simulation.history import Note, Row
 from tests.simulation.work import (
     BRIEF,
     CLOCK_ERROR,
     CLOSED_FOR,
+    COMPARED,
     COOLDOWN,
     DEBOUNCE,
     DEBOUNCE_MAX,
@@ -88,6 +89,7 @@ key from its holder is one.
 """
 BUSY = (Dropped.HELD_BY_OTHER, Dropped.COOLING)
 SLOW = ("lost request", "lost reply", "late request", "slow request")
+STOOD = ("paused", "host paused", "frozen")
 ENDED_BY_CELERY = ("revoked", "refused before the start", "time limit")
 SLACK = 0.3
 """Seconds in which an interrupted body ends: one step of the protocol may have to end before."""
@@ -1041,6 +1043,31 @@ def only_busy_keys_refuse(history: History) -> Iterator[Violation]:
                 yield Violation(promise, note, "no other call runs")
 
 
+def what_has_failed_keeps_no_key(history: History) -> Iterator[Violation]:
+    """A call is not refused for its arguments once the caller of the call before has its failure.
+    A process that is slow, or stood still, may have read the row before.
+    """
+    slow = [(its.at, its.at + its.details.get("span", 0.0)) for its in history.of(*STOOD, *SLOW)]
+    failed: dict[str, float] = {}
+    for note in history.of("row", "event CallRefused"):
+        given = note.details
+        if note.what == "row":
+            row = given["new"]
+            failed.pop(given["key"], None)
+            if row is not None and _is_stopped(row) and row.ended in CALLER_HAS_FAILURE:
+                failed[row.key] = note.at
+        elif " with other arguments" in given["error"]:
+            since = failed.get(f"{given['task']} {given['key']}", math.inf) + 2.0
+            if since < note.at and not any(at < note.at and since < end + 4.0 for at, end in slow):
+                why = f"the call before has failed at {since - 2.0:.3f}"
+                yield Violation("what has failed keeps no key", note, why)
+
+
+def _is_stopped(row: Row) -> bool:
+    """Whether the call of a key that waits does not run again by itself."""
+    return row.state in (State.PENDING, State.COOLING) and not row.resumes
+
+
 def what_has_begun_is_not_refused(history: History) -> Iterator[Violation]:
     """A call that has begun is not refused or dropped because another call holds its key, or
     because that cools down. A message that is delivered a second time does not say that its call
@@ -1646,6 +1673,26 @@ def queued_once(history: History) -> Iterator[Violation]:
             queued.clear()
 
 
+def what_has_ended_is_not_queued(history: History) -> Iterator[Violation]:
+    """A caller does not get the call of another one that Celery has ended before, unless its key
+    waits.
+    """
+    called = {note.details.get("number"): note.at for note in history.of("calls")}
+    ended: dict[str, tuple[str, float]] = {}
+    for note in history.of("row", "published"):
+        given = note.details
+        if note.what == "row":
+            row = given["new"]
+            ended.pop(given["key"], None)
+            by_celery = row is not None and row.ended == Ended.TERMINATED
+            if by_celery and _is_stopped(row) and row.reason in CALL_ENDING_CAUSES:
+                ended[row.key] = row.call, max(note.at, row.retry_at)
+        elif given["task"] in OUTBOX_TASKS and not given["own"]:
+            call, since = ended.get(given["key"], ("", math.inf))
+            if call == given["call"] and since < called.get(given["number"], -math.inf):
+                yield Violation("what has ended is not queued", note, f"it ended at {since:.3f}")
+
+
 def one_result(history: History) -> Iterator[Violation]:
     """All callers of a key whose work is done once get the same result, and each caller who is told
     of a success gets one.
@@ -1682,12 +1729,12 @@ def what_has_expired_answers_nobody(history: History) -> Iterator[Violation]:
 
 
 def own_results(history: History) -> Iterator[Violation]:
-    """If each call runs, no two calls of a key get the same result."""
+    """If each call runs, or has other arguments, no two calls of a key get the same result."""
     found: dict[tuple[str, Any], str] = {}
     for note in history.of("published"):
         given = note.details
         call, answer = given["call"], history.final["values"].get(given["call"])
-        if given["task"] not in EACH_RUNS or answer is None:
+        if given["task"] not in (*EACH_RUNS, COMPARED) or answer is None:
             continue
         if (other := found.setdefault((given["key"], answer), call)) != call:
             yield Violation("own results", note, f"{answer} is the result of {other}")
@@ -1878,6 +1925,7 @@ CHECKS: tuple[Check, ...] = (
     completed_with_its_rows,
     withdrawn_calls_do_not_run,
     queued_once,
+    what_has_ended_is_not_queued,
     one_result,
     what_has_expired_answers_nobody,
     own_results,
@@ -1894,6 +1942,7 @@ CHECKS: tuple[Check, ...] = (
     what_proves_nothing_opens_no_group,
     holders_keep_their_rows,
     only_busy_keys_refuse,
+    what_has_failed_keeps_no_key,
     what_has_begun_is_not_refused,
     what_keeps_failing_ends,
     retries_are_limited,

@@ -735,6 +735,30 @@ BUGS = (
         "return outcome.state is State.PENDING or failure.ambiguous or unrelated",
         "return failure.ambiguous or unrelated",
     ),
+    Bug(
+        "a call that has failed for good is forgotten once another one has the row",
+        "celery_leases.decide.after_failure",
+        "                finished=failed_for_good(call, record, failure),\n",
+        "",
+    ),
+    Bug(
+        "the failure of a call ends the crashes of another one",
+        "celery_leases.decide.after_failure",
+        "if not crashes_of_another_call(call, record):",
+        "if True:",
+    ),
+    Bug(
+        "a call that has failed keeps its key for its arguments",
+        CLAIM,
+        "free = ours or row.failure_delivered or call.options.reruns",
+        "free = ours or call.options.reruns",
+    ),
+    Bug(
+        "a key whose queued call was revoked is given to no other call",
+        AFTER_RUN,
+        "return stopped or record.ended in (*CALLER_HAS_FAILURE, Ended.CRASHED)",
+        "return record.ended in (*CALLER_HAS_FAILURE, Ended.CRASHED)",
+    ),
     # -- the limit of a quorum queue
     Bug(
         "a message is returned once too often",

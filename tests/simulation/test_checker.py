@@ -219,6 +219,26 @@ def latest(*runs: int) -> Story:
     return made.claim(call="call-2", task="latest").body().ends().done()
 
 
+def given_another(ended: str | None, reason: str | None = None, **changes: Any) -> Story:
+    """A caller gets the queued call of another one, which has ended so."""
+    made = Story().note("calls", key=KEY, call="c1", number=0)
+    made.call(task="queued", answer="REVOKED").note("revoked", call="c1").claim()
+    made.write(state="pending", ended=ended, reason=reason, **changes)
+    made.note("calls", key=KEY, call="c2", number=1).call(
+        task="queued", answer="REVOKED", own=False
+    )
+    return of_task("queued", made)
+
+
+def other_arguments(wait: float, **changes: Any) -> Story:
+    """A call is refused for its arguments, so long after the call before has failed."""
+    made = Story().call(task="compared", answer="FAILURE").claim().body().ends(ending="cooldown")
+    made.cools(8, **changes).wait(wait).call("c2", "compared", "FAILURE")
+    error = "k stands for an earlier call with other arguments; they differ in number"
+    made.note("event CallRefused", task="compared", key="k", call_id="c2", error=error)
+    return of_task("compared", made if not changes else made.run("b", 2))
+
+
 def unordered(first: int, *comes_again: int, ordered: int = 0) -> Story:
     """Two calls of which only the newest runs, which is the one that arrives last; the first has
     the row. Messages of these numbers come again; one call has an order.
@@ -1188,6 +1208,19 @@ GOOD: dict[str, Callable[[], Story]] = {
         .ends()
         .done()
     ),
+    "a queued call of another caller that goes on": lambda: given_another(
+        "terminated", "revoked", resumes=True
+    ).run("b", 2),
+    "a queued call of another caller whose key waits": lambda: (
+        given_another("terminated", "revoked", retry_at=99.0).wait(99).run("b", 2)
+    ),
+    "a queued call of another caller that has got the row of a revoked one": lambda: given_another(
+        None, "revoked"
+    ).run("b", 2),
+    "a call with other arguments while another one goes on": lambda: other_arguments(
+        5, resumes=True
+    ),
+    "a call with other arguments whose process has read the row before": lambda: other_arguments(0),
     "a transaction that is rolled back by a caller": lambda: Story().note("withdrawn", call="c1"),
     "a lease that the lock of a transaction prolongs": lambda: (
         called()
@@ -1523,6 +1556,17 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a record that is done although its transaction was rolled back": (
         "completed with its rows", 4,
         lambda: called().claim().body().note("rolled back", token="a").ends().done(),
+    ),
+    "a revoked call for another caller": (
+        "what has ended is not queued", 7, lambda: given_another("terminated", "revoked"),
+    ),
+    "a call with other arguments after a failure": (
+        "what has failed keeps no key", 7, lambda: other_arguments(5),
+    ),
+    "a result for another call with other arguments": (
+        "own results", 2, lambda: of_task(
+            "compared", Story().call(task="compared").call("c2", "compared").run(),
+        ),
     ),
     "two queued calls of a key": (
         "queued once", 2,

@@ -34,6 +34,8 @@ RETENTION = 2.0
 """The retention of the tasks in :data:`BRIEF`, in seconds."""
 BRIEF = ("brief", "brief-charged", "each-brief-charged")
 """Tasks whose records expire within a run."""
+COMPARED = "compared"
+"""The task that refuses calls of a key with other arguments."""
 LONG_TTL = 9.0
 """The ttl of the tasks named ``steady``, which share their keys with those named ``swift``."""
 SHARED = {"swift": "both", "steady": "both"}
@@ -197,6 +199,7 @@ def app() -> SimulatedCelery:
     once = {**common, "lease_fingerprint": False}
     made.task(name="once", **once)(body)
     made.task(name="each", lease_runs="each", **common)(body)
+    made.task(name=COMPARED, **common)(body)
     both = {**common, "lease_key": "/both/{key}", "lease_runs": "each"}
     made.task(name="swift", **both)(body)
     made.task(name="steady", **{**both, "lease_ttl": LONG_TTL})(body)

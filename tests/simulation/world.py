@@ -185,6 +185,11 @@ class Shape:
             self.keys, self.loses = random.choice((1, 1, 2)), False
             self.calls = random.choice((8, 12, 16))
 
+    def draw_compared(self, random: Random) -> None:
+        """Let some runs have a task that refuses calls with other arguments."""
+        if self.span < DAY and random.random() < 0.03:
+            self.tasks, self.keys, self.loses = (work.COMPARED,), 1, False
+
     def draw_rejections(self, random: Random) -> None:
         """Let most bodies of some runs be rejected, which closes their groups."""
         in_groups = bool(set(self.tasks) & work.GROUPS.keys())
@@ -267,6 +272,7 @@ class World:
             self.shape.draw_others(Random(f"other tasks of {self.seed}"))
             self.shape.draw_limit(Random(f"delivery limit of {self.seed}"))
             self.shape.draw_brief(Random(f"brief tasks of {self.seed}"))
+            self.shape.draw_compared(Random(f"compared {self.seed}"))
             self.shape.draw_rejections(Random(f"rejections of {self.seed}"))
             self.shape.draw_debounced(Random(f"debounced {self.seed}"))
             self.shape.draw_long(Random(f"long {self.seed}"))
@@ -755,7 +761,7 @@ class World:
 def _warm_up() -> None:
     """Run what happens once in a Python process, so that all seeds of it meet the same."""
     for database_leases in (False, True):
-        tasks = (*work.BRIEF, *work.expanded(TASKS + OTHER_TASKS), "debounced")
+        tasks = (*work.BRIEF, *work.expanded(TASKS + OTHER_TASKS), "debounced", work.COMPARED)
         everything = Shape(2, 2, False, 2, 20, 10, database_leases, None, tasks)
         World(0, given=everything)._run()
 
