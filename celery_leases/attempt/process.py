@@ -85,6 +85,9 @@ class Process:
     publisher: Any = None
     #: The ``LeaseClient`` on the same stores, once one was made.
     client: Any = None
+    #: The last order that the lease store has given to a call under ``lease_runs="latest"``, and
+    #: when, by the local clock; both in microseconds.
+    last_order: tuple[int, int] = (0, 0)
     _opened: list[Stores] = field(default_factory=list)
     _checked: bool = False
 

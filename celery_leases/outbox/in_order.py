@@ -10,13 +10,15 @@ from uuid import uuid4
 from celery.result import AsyncResult
 from celery.utils.time import maybe_make_aware
 
-from celery_leases.concurrency import wait_limit
+from celery_leases.attempt.process import Process
+from celery_leases.concurrency import os_threads, wait_limit
 from celery_leases.decide.latest import PATIENCE
 from celery_leases.errors import LeasesError
 from celery_leases.keys import call_key
 from celery_leases.outbox.calls import arguments_of, headers_of, is_published_before
 from celery_leases.text.notices import logger
 from celery_leases.worker import processes
+from celery_leases.worker.arrivals import COMPARE_EVERY
 from celery_leases.worker.headers import ORDER, call_id_of
 
 LONGEST_WAIT: Final = 1.0
@@ -35,8 +37,8 @@ def publish(
     The store notes a call with a countdown of more than :data:`PATIENCE` as the newest when that is
     over: until then an older one need not wait for it.
 
-    If that fails, the time of this machine is its order, which may differ by a little. The time of
-    its arrival at a worker would be later than that of calls published while it was queued.
+    If that fails, the order is an estimate; see :func:`_estimate`. The time of its arrival at a
+    worker would be later than that of calls published while it was queued.
     """
     given = arguments_of(positional, named)
     if task.app.conf.task_always_eager or is_published_before(task, given):
@@ -46,20 +48,22 @@ def publish(
         check(*args, **kwargs)  # as apply_async does
     task_id = given.pop("task_id", None) or str(uuid4())
     call_id = call_id_of(task_id, given.get("replaced_task_nesting"))
+    process: Process | None = None
     try:
         options, headers = task.lease_options, None
         if options.tenant is not None:
             headers = headers_of(task, args, kwargs, given.get("headers"))
         key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs, headers)
         with wait_limit.within(LONGEST_WAIT):
-            leases = processes.process_of(task.app).leases
+            process = processes.process_of(task.app)
             if _delay(task, given) > PATIENCE:
-                burst = leases.burst(key.stored)
+                burst = process.leases.burst(key.stored)
                 order = max(burst.now, burst.newest + 1)
             else:
-                order = leases.new_order(key.stored)
+                order = process.leases.new_order(key.stored)
+        process.last_order = order, _local_time()
     except LeasesError as error:
-        order = round(task.app.now().timestamp() * 1e6)
+        order = _estimate(task.app, process)
         logger.warning(
             "%s[%s] is published in the order of this machine's clock: %s",
             task.name,
@@ -69,6 +73,22 @@ def publish(
         )
     given["headers"] = {**(given.get("headers") or {}), ORDER: [call_id, order]}
     return publish(args, kwargs, task_id=task_id, **given)
+
+
+def _estimate(app: Any, process: Process | None) -> int:
+    """The order of a call without an answer of the lease store: the last order that the store has
+    given to this process, and the time since then. If there was none, or long ago, the wall clock
+    of this machine counts, which may differ from that of the store.
+    """
+    order, given_at = process.last_order if process is not None else (0, 0)
+    since = _local_time() - given_at
+    if order and since < COMPARE_EVERY * 1e6:
+        return order + max(1, since)
+    return int(app.now().timestamp() * 1e6)
+
+
+def _local_time() -> int:
+    return round(os_threads.boot_clock() * 1e6)
 
 
 def _delay(task: Any, given: Mapping[str, Any]) -> float:

@@ -404,6 +404,44 @@ def test_without_the_lease_store_a_call_is_published_in_the_order_of_the_local_c
 
 
 @pytest.mark.usefixtures("apps")
+@pytest.mark.parametrize(
+    ("waits", "countdown", "order"),
+    [(0.0, 0, NOW + 1), (599.0, 0, NOW + 599 * SECOND), (599.0, 60, NOW + 600 * SECOND)],
+)
+def test_without_the_lease_store_a_publisher_goes_on_from_the_last_order(
+    monkeypatch: pytest.MonkeyPatch, waits: float, countdown: int, order: int
+) -> None:
+    """The clock of this machine may differ from that of the store. It counts after ten minutes."""
+    app = Celery("unpublished", set_as_current=False)
+
+    @app.task(base=LeasedTask, lease_key="k", lease_runs="latest", name="newest")
+    def task() -> None:
+        pass
+
+    now, process, published = [10.0], Bench().process, []
+
+    def publish(countdown: int = 0) -> int:
+        given = {"countdown": countdown}
+        in_order.publish(task, lambda *_, **given: published.append(given), (), given)
+        return int(published[-1]["headers"][ORDER][1])
+
+    def away(_: str) -> int:
+        raise StoreUnavailable("away")
+
+    monkeypatch.setattr(processes, "process_of", lambda _: process)
+    monkeypatch.setattr(os_threads, "boot_clock", lambda: now[0])
+    monkeypatch.setattr(process.leases, "new_order", lambda _: NOW, raising=False)
+    monkeypatch.setattr(process.leases, "burst", lambda _: Burst(NOW + SECOND), raising=False)
+    publish(countdown)
+    for name in ("new_order", "burst"):
+        monkeypatch.setattr(process.leases, name, away)
+    now[0] += waits
+    assert publish() == order
+    now[0] += 601.0
+    assert abs(publish() / SECOND - time.time()) < 10.0
+
+
+@pytest.mark.usefixtures("apps")
 def test_a_frozen_lease_store_delays_a_publisher_no_longer_than_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,6 +14,8 @@ from celery_leases.testing.waits import wait_until
 
 THREADS = 8
 PATIENCE = 10.0
+HOUR = 3_600_000_000
+"""In microseconds, as orders are."""
 
 
 class MarkStoreContract:
@@ -134,6 +136,14 @@ class MarkStoreContract:
         assert 0 <= burst.now - burst.newest < 60_000_000
         assert marks.burst(f"{key}*").newest == 0
         assert marks.new_order(key) > burst.newest
+
+    def test_orders_rise_although_the_clock_was_set_back(self, marks: MarkStore, key: str) -> None:
+        """Then the newest call seems to come from the future, and the next ones follow it."""
+        ahead = marks.burst(key).now + HOUR
+        marks.note_order(key, ahead)
+        orders = [marks.new_order(key) for _ in range(3)]
+        assert ahead < orders[0] < orders[1] < orders[2] < ahead + HOUR
+        assert (marks.burst(key).newest, marks.burst(key).first) == (orders[2], ahead)
 
     def test_a_given_order_is_noted_unless_a_newer_one_is(self, marks: MarkStore, key: str) -> None:
         """The order of a call that had none when it was published. One that does not come is
