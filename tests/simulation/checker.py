@@ -1387,8 +1387,13 @@ def nothing_lost(history: History) -> Iterator[Violation]:
     lost = {note.details["call"] for note in history.of("message lost", "discarded")}
     failed, discarded = _failed_for_its_queue(history), _discarded(history)
     unreachable = _not_closed(history)
-    excused = {"RETRY": withdrawn | retried | discarded, None: dropped | discarded}
-    gone = withdrawn | discarded | {call for call in expires if answers.get(call) == "REVOKED"}
+    unanswered = _ended_without_answer(history)
+    excused = {
+        "RETRY": withdrawn | retried | discarded | unanswered,
+        None: dropped | discarded | unanswered,
+    }
+    gone = withdrawn | discarded | _returned_in_vain(history)
+    gone |= {call for call in expires if answers.get(call) == "REVOKED"}
     lived = _failures_taken_back(history)
     gone |= dropped
     for note in history.of("published"):
@@ -1418,6 +1423,28 @@ def nothing_lost(history: History) -> Iterator[Violation]:
             yield Violation("nothing is lost", note, "the key waits for a call that does not come")
         elif answer == "REVOKED":
             yield Violation("nothing is lost", note, "nobody has revoked it")
+
+
+def _ended_without_answer(history: History) -> set[str]:
+    """The calls whose last body has ended so that Celery tells their caller nothing."""
+    last = {note.details["call"]: note.details.get("ending") for note in history.of("body ended")}
+    ended = {call for call, ending in last.items() if ending in ("ignore", "reject")}
+    return ended | _returned_in_vain(history)
+
+
+def _returned_in_vain(history: History) -> set[str]:
+    """The calls whose body has returned their message, which the queue has discarded, or which
+    another body of the call has rejected for good.
+    """
+    endings: defaultdict[str, set[str]] = defaultdict(set)
+    for note in history.of("body ended"):
+        endings[note.details["call"]].add(note.details.get("ending", ""))
+    discarded = {note.details["call"] for note in history.of("discarded")}
+    return {
+        call
+        for call, ended in endings.items()
+        if "requeue" in ended and (call in discarded or "reject" in ended)
+    }
 
 
 def _dropped_as_busy(history: History) -> set[str]:
@@ -1458,6 +1485,7 @@ def _rests(row: Any, call: str, failed: set[str]) -> bool:
     if row is None:
         return call in failed
     ended = row.call in failed and (_ran(row) or not row.resumes)
+    ended |= row.ended == Ended.REJECTED and not row.resumes
     return ended or row.state in RESTS or _belongs_to_no_call(row)
 
 
@@ -1535,12 +1563,13 @@ def _belongs_to_no_call(row: Any) -> bool:
 def queues_discard_nothing(history: History) -> Iterator[Violation]:
     """A call whose message its queue would discard fails before, and not earlier."""
     used = _of_several_messages(history)
+    returned = _returned_in_vain(history)
     for note in history.of("returned", "discarded", "event CallRefused"):
         given = note.details
         if note.what == "returned":
             used.add(given["call"])
         elif note.what == "discarded":
-            if given["why"] == "reject":
+            if given["why"] == "reject" and given["call"] not in returned:
                 yield Violation("nothing is lost", note, "its worker returned it once too often")
         elif "cannot be rescheduled" in given["error"] and given["call_id"] not in used:
             why = "its queue takes its message back"
@@ -1571,6 +1600,7 @@ def nothing_left(history: History) -> Iterator[Violation]:
     ended |= {note.details["call"] for note in history.of("calls") if "expires" in note.details}
     ended |= _failed_for_its_queue(history)
     dropped |= _discarded(history) | _not_closed(history) | _dropped_as_busy(history)
+    dropped |= _returned_in_vain(history)
     for row in history.final["rows"]:
         if (row.key, row.call) in dropped_by_celery:
             continue

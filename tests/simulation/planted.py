@@ -792,6 +792,19 @@ BUGS = (
         "if not may_be_returned(*before):",
         "if False:",
     ),
+    # -- ends that only Celery knows
+    Bug(
+        "a call that its body ignores waits for another message",
+        "celery_leases.worker.body_exceptions",
+        "return ControlFlow(error, runs_again=False, ended=Ended.IGNORED)",
+        "return ControlFlow(error, runs_again=True, ended=Ended.IGNORED)",
+    ),
+    Bug(
+        "a call whose body returns its message is rejected for good",
+        "celery_leases.worker.body_exceptions",
+        "case Reject() if error.requeue:",
+        "case Reject() if error.requeue is None:",
+    ),
 )
 """Each breaks a promise of docs/explanation/guarantees.md."""
 

@@ -82,7 +82,7 @@ class Story:
     def loses(self, owner: str = "a", process: str = "w0/c1") -> Story:
         return self.note("lost", key=KEY, token=owner, process=process)
 
-    def done(self, result: str = "r", **changes: Any) -> Story:
+    def done(self, result: str | None = "r", **changes: Any) -> Story:
         return self.write(state="done", result=result, **changes)
 
     def expires(self, number: int = 1, lasts: float = RETENTION) -> Story:
@@ -1149,6 +1149,36 @@ GOOD: dict[str, Callable[[], Story]] = {
         .ends("b")
         .done()
     ),
+    "a call that its body ignores": lambda: (
+        Story().call(answer=None).claim().body().ends(ending="ignore").done(None)
+    ),
+    "a call that its body rejects for good, after another one": lambda: of_task(
+        "each",
+        called()
+        .run()
+        .call("c2", answer=None)
+        .claim("b", 2, "c2")
+        .body("b", 2, call="c2")
+        .note("body ended", key=KEY, call="c2", token="b", ending="reject", process="w0/c1")
+        .write(state="pending", ended="rejected"),
+    ),
+    "a call whose body returns its message, which comes again": lambda: (
+        called()
+        .claim()
+        .body()
+        .ends(ending="requeue")
+        .write(state="pending", ended="rejected", resumes=True)
+        .run("b", 2)
+    ),
+    "a call whose body returns its message, which its queue discards": lambda: (
+        Story()
+        .call(answer=None)
+        .claim()
+        .body()
+        .ends(ending="requeue")
+        .write(state="pending", ended="rejected", resumes=True)
+        .returns("reject")
+    ),
     "a call that is revoked before it runs": lambda: (
         Story().call(answer="REVOKED").note("revoked", call="c1")
     ),
@@ -1721,6 +1751,21 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     ),
     "a message of a dead worker that waits for the visibility timeout": (
         "nothing is left", 0, lambda: having(called().run(), late=True),
+    ),
+    "a call whose body returns its message, which does not come": (
+        "nothing is lost", 1,
+        lambda: Story().call(answer=None).claim().body().ends(ending="requeue")
+        .write(state="pending", ended="rejected", resumes=True),
+    ),
+    "a call whose last body is not the one that ignored it": (
+        "nothing is lost", 1,
+        lambda: Story().call(answer=None).claim().body().ends(ending="ignore").claim("b", 2)
+        .body("b", 2).ends("b").write(state="pending"),
+    ),
+    "a call that its body rejects for good, whose row waits for it": (
+        "nothing is lost", 1,
+        lambda: called().claim().body().ends(ending="reject")
+        .write(state="pending", ended="rejected", resumes=True),
     ),
     "a call without a row": ("nothing is lost", 1, called),
     "a call whose row is pending": (

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import celery
 from celery import Celery
 from celery.backends.base import KeyValueStoreBackend
+from celery.exceptions import Ignore, Reject
 from celery.states import READY_STATES
 from celery.utils.collections import ConfigurationView
 
@@ -101,6 +102,9 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "snooze": lambda: Snooze(2.0),
     "error": lambda: ZeroDivisionError("simulated"),
     "permanent": lambda: TypeError("simulated"),
+    "ignore": lambda: Ignore("simulated"),
+    "reject": lambda: Reject("simulated"),
+    "requeue": lambda: Reject("simulated", requeue=True),
 }
 """What bodies raise at their end."""
 current: World | None = None

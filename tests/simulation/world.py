@@ -80,6 +80,8 @@ HABITS = (*ENDINGS, "extends", "loops")
 """What most bodies of a run do, if it has a habit."""
 REJECTIONS = (*("rejects",) * 4, "closes", "snooze", "self.retry", "retry")
 """How most bodies of some other runs end: some of them show nothing about their group."""
+CELERYS_ENDS = ("ignore", "reject", "requeue", "requeue", "return")
+"""How most bodies of some runs end: as only Celery ends a call."""
 DAY = 86_400.0
 TIMER_SLACK = 5e-5
 """Seconds by which the kernel ends a wait late."""
@@ -196,6 +198,11 @@ class Shape:
         if random.random() < (0.2 if in_groups else 0.04):
             self.habit = "rejects"
 
+    def draw_ends(self, random: Random) -> None:
+        """Let most bodies of some runs end as only Celery ends a call."""
+        if random.random() < 0.04:
+            self.habit = "Celery's ends"
+
     def draw_debounced(self, random: Random) -> None:
         """Let some runs wait for the end of a burst of calls."""
         if random.random() < 0.4:
@@ -274,6 +281,7 @@ class World:
             self.shape.draw_brief(Random(f"brief tasks of {self.seed}"))
             self.shape.draw_compared(Random(f"compared {self.seed}"))
             self.shape.draw_rejections(Random(f"rejections of {self.seed}"))
+            self.shape.draw_ends(Random(f"ends of {self.seed}"))
             self.shape.draw_debounced(Random(f"debounced {self.seed}"))
             self.shape.draw_long(Random(f"long {self.seed}"))
             self.shape.draw_plain(Random(f"plain {self.seed}"))
@@ -561,6 +569,8 @@ class World:
                 plan.ending = plan.habit
             elif plan.habit == "rejects":
                 plan.ending = random.choice(REJECTIONS)
+            elif plan.habit == "Celery's ends":
+                plan.ending = random.choice(CELERYS_ENDS)
         return plan
 
     # -- what bodies do ----------------------------------------------------------------------------
