@@ -19,6 +19,7 @@ from celery_leases.decide.waiting import LAPSED_LEASE_WAIT
 from celery_leases.errors import PermanentFailure, StoreUnavailable
 from celery_leases.events import AttemptAbandoned, CrashSeen, OutcomeRefused
 from celery_leases.record import Attempt, Ended, PastAttempt, Record, State
+from celery_leases.stores.sql import database
 from celery_leases.stores.sql.database import GRACE, NEVER, SILENCE, Availability
 from tests.unit.decision_inputs import NOW, OURS, SECOND, THEIRS, a_record, reschedule
 from tests.unit.memory_worker import DONE, SOON, Bench, error
@@ -219,6 +220,45 @@ class TestAvailability:
         for number in range(5):
             self.asks(availability, 100.0 + 4 * number, takes=3.5)
         assert availability.takeover_until(120.0) != NEVER
+
+    def late(self, availability: Availability, sent: float, takes: float = 0.01) -> float:
+        """How late an answer is that comes after so many seconds, or one of the latest was."""
+        now = int((sent + takes) * 1e6)
+        return (now - availability.answered(sent, sent + takes, now)) / 1e6
+
+    def test_a_late_answer_counts_for_the_time_of_grace(self, availability: Availability) -> None:
+        """If it was late by more than a third of a row's ttl, a renewal of its holder may have
+        failed, and the holder needs as long to try again.
+        """
+        self.asks(availability, *self.every(100.0, 105.0))
+        assert self.late(availability, 105.1, takes=60.0) == pytest.approx(60.0)
+        for sent in self.every(165.2, 165.0 + GRACE):
+            assert self.late(availability, sent) == pytest.approx(60.0)
+        for sent in self.every(165.2 + GRACE, 166.2 + 2 * GRACE):
+            latest = self.late(availability, sent)
+        assert latest == pytest.approx(0.01)
+
+    def test_so_does_one_that_the_process_was_late_to_read(self, availability) -> None:
+        """It does not know what the database did meanwhile."""
+        self.asks(availability, *self.every(100.0, 105.0))
+        availability.answered(105.1, 165.1, int(105.11 * 1e6))
+        for sent in self.every(165.2, 165.0 + GRACE):
+            assert self.late(availability, sent) == pytest.approx(60.0, abs=0.02)
+
+    def test_so_does_one_that_the_main_process_has_seen(
+        self, availability: Availability, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(database, "_memory", bytearray(len(database._memory)))
+        main = Availability()
+        self.asks(main, *self.every(100.0, 105.0))
+        self.asks(main, 105.1, takes=60.0)
+        main.share()
+        assert self.late(availability, 165.2) == pytest.approx(60.0)
+
+    def test_of_a_database_that_is_always_slow_it_is_no_later(self, availability) -> None:
+        for number in range(5):
+            self.asks(availability, 100.0 + 4 * number, takes=3.5)
+        assert self.late(availability, 120.0, takes=3.5) == pytest.approx(3.5)
 
     def test_without_grace_there_is_nothing_to_know(self) -> None:
         assert Availability(0.0).takeover_until(1.0) == ALWAYS

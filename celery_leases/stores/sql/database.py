@@ -21,7 +21,7 @@ from copy import copy
 from mmap import mmap
 from operator import itemgetter
 from struct import Struct
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 from zlib import crc32
 
@@ -503,18 +503,52 @@ def _cursors_of(record: Any) -> MutableMapping[CompiledStatement, Any]:
 GRACE: Final = LONGEST_SETTLE_PAUSE + 1.0
 """Seconds for which the database must have answered: a live holder retries its outcome within
 ``LONGEST_SETTLE_PAUSE`` and its renewal within 1 s, and either takes some time.
+
+For as long after a late answer a row is not taken over whose lease may have ended meanwhile: if the
+answer was late by more than a third of the row's ttl, a renewal of its holder may have failed.
 """
 
 SILENCE: Final = 1.0
-"""The longest pause in seconds between two answers that counts as availability. An answer that took
-longer does not count.
+"""The longest pause in seconds between two answers that counts as availability. Of an answer that
+took longer, only so much counts.
 """
 
 NEVER: Final = -ALWAYS
 """A time before every other time."""
 
 
-_FORM: Final = Struct("<?LdQd")
+class Answers(NamedTuple):
+    """What the answers of a database have shown; times of the database are in microseconds."""
+
+    #: When the last claim was answered, and the database's clock in that answer.
+    at: float = -math.inf
+    now: int = 0
+    #: For how long the database had been answering.
+    answering: float = 0.0
+    #: How late it executed a statement, at most, since a time and in the ``GRACE`` before that.
+    since: float = -math.inf
+    late_since: int = 0
+    late_before: int = 0
+
+    @property
+    def late(self) -> int:
+        """How late the database executed a statement in the last ``GRACE``, or a bit before."""
+        return max(self.late_since, self.late_before)
+
+    def estimated(self, sent: float) -> int:
+        """What the database's clock says at *sent*."""
+        return self.now + int((sent - self.at) * 1e6)  # another thread may have got this answer
+
+    def then(self, sent: float, at: float, now: int, grace: float) -> Answers:
+        """The same with one answer more."""
+        answering = self.answering + min(max(0.0, at - self.at), SILENCE)
+        late = max(0, now - self.estimated(sent))
+        if at - self.since > grace:
+            return Answers(at, now, answering, at, late, self.late_since)
+        return Answers(at, now, answering, self.since, max(late, self.late_since), self.late_before)
+
+
+_FORM: Final = Struct("<?LdQddQQ")
 _memory: Final = mmap(-1, _FORM.size + 4)
 """Shared by a process and its forks: true once the main process of the worker has seen something,
 what that was last, and a checksum, because a child may read while it is written.
@@ -537,23 +571,21 @@ class Availability:
     def __init__(self, grace: float = GRACE, database: str = "") -> None:
         self.grace = grace
         self._database = crc32(database.encode())
-        #: When the last claim was answered, the database's clock in that answer, and for how long
-        #: the database had been answering.
-        self._last = (-math.inf, 0, 0.0)
+        self._last = Answers()
         self._failed = -math.inf
 
     def answered(self, sent: float, at: float, now: int) -> int:
         """A statement that was sent at *sent* was answered at *at*; the database's clock said
-        *now*. Returns :meth:`takeover_until` as it was without this answer.
+        *now*. Returns :meth:`takeover_until` as it was without this answer, or so much before *now*
+        as another answer of the last ``GRACE`` was late.
         """
-        until = self.takeover_until(sent)
-        last, _, answering = self._last
-        if self._broken(sent):
-            answering = 0.0
-        else:
-            answering += min(max(0.0, at - last), SILENCE)
-        self._last = at, now, answering
-        return until
+        until, known, last = self.takeover_until(sent), self._known(sent), self._last
+        self._last = (
+            Answers(at, now, since=at)
+            if self._broken(sent)
+            else last.then(sent, at, now, self.grace)
+        )
+        return until if known is None else min(until, now - known.late)
 
     def failed(self, at: float) -> None:
         """A statement failed without an answer."""
@@ -567,16 +599,20 @@ class Availability:
         that a frozen database executes later takes over nothing. The claim adds a third of the
         row's ttl, which is the least that a live holder has left.
         """
-        last, now, answering = self._last
         if not self.grace:
             return ALWAYS
-        if self._broken(sent) or answering < self.grace:
-            if not _memory[0]:
-                return NEVER
-            last, now, answering = self._seen_by_main_process()
-            if sent - last > SILENCE or answering < self.grace:
-                return NEVER
-        return now + int((sent - last) * 1e6)  # another thread may have got its answer since
+        known = self._known(sent)
+        return NEVER if known is None else known.estimated(sent)
+
+    def _known(self, sent: float) -> Answers | None:
+        """The answers that show that the database has been answering; ``None``: none do."""
+        last = self._last
+        if not self._broken(sent) and last.answering >= self.grace:
+            return last
+        if not _memory[0]:
+            return None
+        last = self._seen_by_main_process()
+        return last if sent - last.at <= SILENCE and last.answering >= self.grace else None
 
     def share(self) -> None:
         """Let the forks of this process use what it has seen. Only one thread of a worker's main
@@ -585,16 +621,14 @@ class Availability:
         seen = _FORM.pack(True, self._database, *self._last)
         _memory[:] = seen + crc32(seen).to_bytes(4, "little")
 
-    def _seen_by_main_process(self) -> tuple[float, int, float]:
+    def _seen_by_main_process(self) -> Answers:
         read = _memory[:]
         seen, checksum = read[: _FORM.size], int.from_bytes(read[_FORM.size :], "little")
-        _, database, last, now, answering = _FORM.unpack(seen)
+        _, database, *last = _FORM.unpack(seen)
         return (
-            (last, now, answering)
-            if crc32(seen) == checksum and database == self._database
-            else (-math.inf, 0, 0.0)
+            Answers(*last) if crc32(seen) == checksum and database == self._database else Answers()
         )
 
     def _broken(self, sent: float) -> bool:
-        last = self._last[0]
+        last = self._last.at
         return sent - last > SILENCE or self._failed >= last
