@@ -80,12 +80,23 @@ def replaces(row: Record, call: Call) -> bool:
 
 def has_message_of(row: Record, call_id: str) -> bool:
     """Whether the message in *row* was published, and is that of the call *call_id*."""
-    if row.message is None or row.published_at is None:
-        return False
+    return row.published_at is not None and _message_call(row) == call_id
+
+
+def queues_another(row: Record) -> bool:
+    """Whether the message in *row* is that of another call than the last one that ran, and is
+    published or will be.
+    """
+    queued = row.publish_at is not None or row.published_at is not None
+    return queued and _message_call(row) not in (None, row.call_id)
+
+
+def _message_call(row: Record) -> str | None:
+    """The Celery id of the call whose message is in *row*; ``None`` if nobody can read it."""
     try:
-        return bool(json.loads(row.message)["options"]["task_id"] == call_id)
+        return str(json.loads(row.message or "")["options"]["task_id"])
     except Exception:  # noqa: BLE001 - somebody has changed it by hand
-        return False
+        return None
 
 
 def finished_by(call_id: str, row: Record) -> bool:

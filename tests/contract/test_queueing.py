@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from celery_leases.record import Ended, Record, State
 from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.calls import fresh_key, make_call
-from celery_leases.testing.contracts.record_case import closed, row, won
+from celery_leases.testing.contracts.record_case import closed, outcome, row, won
 from tests.contract.sql_stores import statements_of
 
 DATABASE = "database"
@@ -27,7 +28,8 @@ def outbox(sql_records: SqlRecordStore) -> Outbox:
 
 def queue(outbox: Outbox, key: str, call_id: str) -> bool:
     """Write the record of a call that is being published; returns whether the key had none."""
-    call = NewCall("task", CallKey(key, key), call_id, '{"task": "task"}', **SPANS)
+    message = json.dumps({"task": "task", "options": {"task_id": call_id}})
+    call = NewCall("task", CallKey(key, key), call_id, message, **SPANS)
     return outbox.database.touch(outbox.enqueue_writes(call), {})
 
 
@@ -85,6 +87,35 @@ def test_an_unpublished_call_that_has_run_keeps_its_key(
     outbox.withdraw(key, "call-1", 3600.0)
     found = row(sql_records, key)
     assert (found.call_id, found.resumes) == ("call-1", True)
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_the_end_of_a_call_keeps_the_message_of_another_one(
+    outbox: Outbox, sql_records: SqlRecordStore, published: bool
+) -> None:
+    """Celery ends a call that waits, while another one is queued for its key."""
+    key = fresh_key()
+    queue(outbox, key, "queued")
+    if published:
+        outbox.sent(key, "queued")
+    waits = {"ended": Ended.FAILED, "retry_after": 60.0, "resumes": True}
+    closed(sql_records, won(sql_records, make_call(key), DATABASE), State.COOLING, **waits)
+    ends: dict[str, Any] = {"ended": Ended.TERMINATED, "unrun": True}
+    assert sql_records.close_waiting(key, lambda seen: outcome(seen, State.PENDING, **ends))
+    after = row(sql_records, key)
+    assert not after.resumes
+    assert json.loads(str(after.message))["options"]["task_id"] == "queued"
+    assert (after.publish_at is None) == published
+
+
+def test_the_end_of_a_call_drops_its_message(outbox: Outbox, sql_records: SqlRecordStore) -> None:
+    key = fresh_key()
+    queue(outbox, key, "call-1")
+    assert sql_records.close_waiting(
+        key, lambda seen: outcome(seen, State.PENDING, ended=Ended.TERMINATED)
+    )
+    after = row(sql_records, key)
+    assert (after.message, after.publish_at) == (None, None)
 
 
 def test_an_unpublished_call_on_which_another_caller_relies_stays_due(

@@ -43,7 +43,7 @@ from celery_leases.concurrency.shared_trips import SharedTrips
 from celery_leases.decide import attempt_history, repairs
 from celery_leases.decide import claim as rule
 from celery_leases.decide.answers import Acquired, Refusal, Refused
-from celery_leases.decide.claim import ALWAYS
+from celery_leases.decide.claim import ALWAYS, queues_another
 from celery_leases.errors import KeyUnusable, StoreUnavailable, ValueRefused
 from celery_leases.groups.group import ClosedGroup, stored_group
 from celery_leases.groups.slots import Room, Taken, may_begin
@@ -677,8 +677,9 @@ class SqlRecordStore:
         self, stored_key: str, close: Callable[[Record], Outcome | None]
     ) -> tuple[Record, Outcome] | None:
         """Write the outcome that *close* gives for a row that does not run. Its message is not
-        published again, unless the call still resumes. If the outcome is not that of an attempt
-        (``unrun``), the history keeps how the latest one ended.
+        published again, unless the call still resumes, or the message is that of another call. If
+        the outcome is not that of an attempt (``unrun``), the history keeps how the latest one
+        ended.
 
         Returns the row as it was read, and the outcome; ``None`` if there is no row, or *close*
         returns ``None``.
@@ -694,7 +695,9 @@ class SqlRecordStore:
             after = repairs.settled(before, outcome, row.now)
             if outcome.state is row.state and outcome.retry_after == (row.waits or None):
                 after = replace(after, retry_at=row.retry_at)  # also if that time is over
-            return after if after.resumes else replace(after, message=None, publish_at=None)
+            if after.resumes or queues_another(after):
+                return after
+            return replace(after, message=None, publish_at=None)
 
         return closed[0] if self._repair(stored_key, None, repair) is not None else None
 
