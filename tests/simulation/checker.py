@@ -1136,9 +1136,10 @@ def _group_holds(history: History, group: str, limit: float) -> Iterator[Violati
 
 def holders_keep_their_rows(history: History) -> Iterator[Violation]:
     """No attempt takes over the row of a body that runs while its lease lasts, unless the lease
-    store has lost that.
+    store has lost that, or, while the claim was on its way, the lease of the attempt.
     """
     running: set[str] = set()
+    lost: dict[str | None, float] = {}
     until: dict[str, float] = {}
     for note in history.of(
         *("row", "holds", "body", "body ended", "killed", "emptied", "evicted", "clock"),
@@ -1154,9 +1155,12 @@ def holders_keep_their_rows(history: History) -> Iterator[Violation]:
             running = {each for each in running if not each.endswith(f"-{given.get('pid', 0):x}")}
         elif note.what != "row":
             until.clear()
+            lost[given.get("key")] = note.at
         elif _ran(given["old"]) and _ran(given["new"]):
             holder, lasts = given["old"].owner, until.get(given["old"].owner, 0.0) > note.at
-            if given["new"].owner != holder in running and lasts:
+            own = max(lost.get(given["key"], -math.inf), lost.get(None, -math.inf))
+            on_its_way = note.at - own < ttl_of(given["key"])
+            if given["new"].owner != holder in running and lasts and not on_its_way:
                 yield Violation("a holder keeps its row", note, f"{holder} has its lease")
 
 

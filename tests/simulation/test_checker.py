@@ -1137,6 +1137,17 @@ GOOD: dict[str, Callable[[], Story]] = {
         .ends("b")
         .done()
     ),
+    "a claim that was on its way when its lease was evicted": lambda: (
+        called()
+        .claim()
+        .body(interrupted=False)
+        .note("evicted", key=KEY)
+        .holds(until=9.0)
+        .claim("b", 2)
+        .ends()
+        .write(state="pending", owner="b")
+        .run("b", 3)
+    ),
     "an overlap of a body that cannot be interrupted": lambda: (
         called()
         .claim()
@@ -1445,6 +1456,10 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
         lambda: of_task("each-charged", called().claim().body().charged().ends()
         .write(state="pending", ended="lost").run("b", 2, "c2")
         .claim("c", 3).body("c", 3).charged("c").ends("c").done()),
+    ),
+    "a row that is taken over long after a lease was evicted": (
+        "a holder keeps its row", 6,
+        lambda: called().note("evicted", key=KEY).claim().body().holds(until=9.0).run("b", 2),
     ),
     "a row that is taken over while its holder has its lease": (
         "a holder keeps its row", 5,

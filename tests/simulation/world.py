@@ -8,7 +8,7 @@ import os
 import random as random_module
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
@@ -139,6 +139,8 @@ class Shape:
     early: bool = False
     #: What most bodies do.
     habit: str = ""
+    #: The only kinds of accidents that happen; ``None``: all.
+    kinds: tuple[Accident, ...] | None = None
     #: Some bodies last longer than workers look for what a dead one has fetched.
     long_bodies: bool = False
     #: Some calls come from a producer without the library, as by ``send_task()``.
@@ -202,6 +204,12 @@ class Shape:
         """Let most bodies of some runs end as only Celery ends a call."""
         if random.random() < 0.04:
             self.habit = "Celery's ends"
+
+    def draw_kinds(self, random: Random, accidents: Sequence[Accident]) -> None:
+        """Let some runs have a few kinds of accidents only, so that the same ones come together."""
+        if self.span < DAY and random.random() < 0.3:
+            self.kinds = tuple(random.sample(accidents, random.choice((1, 2, 2, 3))))
+            self.accidents = max(self.accidents, random.choice((2, 5, 10)))
 
     def draw_debounced(self, random: Random) -> None:
         """Let some runs wait for the end of a burst of calls."""
@@ -282,6 +290,7 @@ class World:
             self.shape.draw_compared(Random(f"compared {self.seed}"))
             self.shape.draw_rejections(Random(f"rejections of {self.seed}"))
             self.shape.draw_ends(Random(f"ends of {self.seed}"))
+            self.shape.draw_kinds(Random(f"kinds of {self.seed}"), self.accidents)
             self.shape.draw_debounced(Random(f"debounced {self.seed}"))
             self.shape.draw_long(Random(f"long {self.seed}"))
             self.shape.draw_plain(Random(f"plain {self.seed}"))
@@ -368,7 +377,7 @@ class World:
             if f"call {number}" not in self.without:
                 self.later(at, partial(self._call, number, task, f"k{key}"), self.client)
         for number in range(1, self.shape.accidents + 1):
-            possible = self.accidents
+            possible = self.shape.kinds or self.accidents
             possible += UNSAFE if self.shape.unsafe else ()
             possible += (lose_message,) * 4 if self.shape.loses else ()
             accident, at = self.random.choice(possible), self.random.uniform(0, self.shape.span)
