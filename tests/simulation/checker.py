@@ -1541,20 +1541,26 @@ def _last_rows(history: History) -> dict[str, Row]:
 
 
 def _done_before(history: History) -> set[tuple[str, str]]:
-    """The calls, with their keys, that were done before their record expired, have it again, and
-    whose process has perhaps died: then Celery drops the message, because the call has a result.
+    """The calls, with their keys, that have an answer and run again, and whose process has perhaps
+    died: then Celery drops the message, because the call has a result. They were done before their
+    record expired, or answered by another one, which another copy takes for older: if one of two
+    calls has no order, their arrivals are compared, and copies may remember different ones.
     """
     done: dict[tuple[str, str], int] = {}
+    answered: set[str] = set()
     again: set[tuple[str, str]] = set()
     dropped: set[tuple[str, str]] = set()
-    for note in history.of("row", "killed") if history.generations else ():
+    for note in history.of("row", "killed", "event ResultReplayed"):
         if note.what == "killed":
             dropped |= again
+        elif note.what == "event ResultReplayed":
+            if note.details["replaced"]:
+                answered.add(note.details["call_id"])
         elif (row := note.details["new"]) is not None:
             number = history.generation(row.key, row.fence)
             if row.state == State.DONE:
                 done.setdefault((row.key, row.call), number)
-            elif done.get((row.key, row.call), number) < number:
+            elif done.get((row.key, row.call), number) < number or row.call in answered:
                 again.add((row.key, row.call))
     return dropped
 

@@ -258,6 +258,7 @@ def release_key(world: World) -> None:
             shared = task in SHARED.values()
             given = (f"/{task}/{key}", None) if shared else (key, task)
             LeaseClient.from_app(world.app).release(given[0], task=given[1])
+        world.note("released", key=f"{task} {key}")  # the lease perhaps a while after the record
 
     world.later(0.0, release, world.client)
 

@@ -1190,6 +1190,17 @@ GOOD: dict[str, Callable[[], Story]] = {
         .write(state="pending", ended="rejected", resumes=True)
         .returns("reject")
     ),
+    "a call that another one has answered, and whose copy runs and dies": lambda: of_task(
+        "latest",
+        called()
+        .call("c2")
+        .run("a", 1, "c2")
+        .note("event ResultReplayed", call_id="c1", replaced=True)
+        .claim("b", 2)
+        .body("b", 2, pid=11)
+        .note("killed", process="w0/c1", pid=11)
+        .write(state="pending", ended="crashed", resumes=True),
+    ),
     "a call that is revoked before it runs": lambda: (
         Story().call(answer="REVOKED").note("revoked", call="c1")
     ),
@@ -1783,6 +1794,12 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
         .write(state="pending", ended="rejected", resumes=True),
     ),
     "a call without a row": ("nothing is lost", 1, called),
+    "a call that waits for ever although another one has not answered it": (
+        "nothing is lost", 1,
+        lambda: of_task("latest", called().call("c2").run("a", 1, "c2").claim("b", 2)
+        .body("b", 2, pid=11).note("killed", process="w0/c1", pid=11)
+        .write(state="pending", ended="crashed", resumes=True)),
+    ),
     "a call whose row is pending": (
         "nothing is lost", 1, lambda: called().claim().body().ends().write(state="pending"),
     ),
