@@ -5,6 +5,7 @@ A history is a list of notes. Those that count:
 * ``published``: a caller's message was confirmed (task, key, call, number).
 * ``row``: the row of a key has changed (key, old and new state, fence, owner and call; result).
 * ``body`` and ``body ended``: a body runs (key, call, fence, token, process).
+* ``delivers``, ``tries``: a worker gets the message of a call, and begins with it in its pool.
 * ``killed``, ``paused``: a process (process, span); ``emptied``, ``clock``: the lease store.
 * ``charges``, ``charged``, ``has charged``: a body calls the outside world for an effect, which has
   executed it, and whose reply the body gets.
@@ -25,14 +26,16 @@ import json
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any
 
 from celery_leases.decide.after_run import CALL_ENDING_CAUSES, FINISHED_CALLS_MAX
 from celery_leases.decide.attempt_history import HISTORY_MAX
+from celery_leases.decide.latest import PATIENCE, QUIET
 from celery_leases.events import Dropped
+from celery_leases.options import DEBOUNCE_MAX as DEBOUNCES
 from celery_leases.options import Failures, LeaseOptions
 from celery_leases.record import CALLER_HAS_FAILURE, Ended, State
 from celery_leases.worker.arrivals import COMPARE_EVERY
@@ -88,6 +91,9 @@ FAULTS = (
 key from its holder is one.
 """
 BUSY = (Dropped.HELD_BY_OTHER, Dropped.COOLING)
+RESCHEDULED = ("event CallRescheduled",)
+NEWER_RUNS = "a newer call of the key runs instead"
+"""The reason of a call that waits for a newer one."""
 SLOW = ("lost request", "lost reply", "late request", "slow request")
 STOOD = ("paused", "host paused", "frozen")
 ENDED_BY_CELERY = ("revoked", "refused before the start", "time limit")
@@ -1274,10 +1280,11 @@ def closings_grow(history: History) -> Iterator[Violation]:
 @of_each_generation
 def without_faults_nothing_runs_twice(history: History) -> Iterator[Violation]:
     """If nothing goes wrong for an attempt, what its body has returned is the outcome, so no other
-    body begins: for the key, or for the call if there are several runs.
+    body begins: for the key, or for the call if there are several runs, while the record lists it.
     """
     bodies = {body.token: body for body in history.bodies}
     closed: dict[str, float] = {}
+    done: defaultdict[str, list[str]] = defaultdict(list)
     returned: dict[tuple[str, str], Body] = {}
     for note in history.of("row", "body", "body ended"):
         given = note.details
@@ -1285,11 +1292,16 @@ def without_faults_nothing_runs_twice(history: History) -> Iterator[Violation]:
             old, new = given["old"], given["new"]
             if old and old.state == State.RUNNING and (not new or str(old) != str(new)):
                 closed.setdefault(old.owner, note.at)
+                if new is not None and new.state == State.DONE:
+                    done[new.key].append(new.call)
             continue
         key = given["key"]
         work = (key, given.get("call", "") if key.partition(" ")[0] in SEVERAL_RUNS else "")
         if note.what == "body" and (first := returned.get(work)) is not None:
             until = closed.get(first.token, note.at)
+            call, others = given.get("call"), done[key][-FINISHED_CALLS_MAX:]
+            if call in done[key] and call not in others:
+                continue
             if not history.faults(first.process, first.began.at - ttl_of(key), until):
                 why = f"{first.token} has returned before"
                 yield Violation("without faults nothing runs twice", note, why)
@@ -1780,6 +1792,17 @@ def own_results(history: History) -> Iterator[Violation]:
             yield Violation("own results", note, f"{answer} is the result of {other}")
 
 
+def _estimated(
+    history: History, called: Mapping[str, float], ended: Mapping[str, float]
+) -> set[str]:
+    """The calls whose publisher may have counted on from an order before a step of the clock."""
+    if not any(history.of("clock")):
+        return set()
+    return {
+        call for call, at in called.items() if history.faults("client", at, ended.get(call, at))
+    }
+
+
 def last_change_seen(history: History) -> Iterator[Violation]:
     """With ``lease_runs="latest"`` each call is done by a run of itself or of a newer call, whose
     result its caller gets, unless that is an error. Calls that are published at the same time have
@@ -1806,9 +1829,11 @@ def last_change_seen(history: History) -> Iterator[Violation]:
         if new is not None and new.task in NEWEST_RUNS and new.state == State.DONE:
             done[new.key].add(new.call)
 
+    estimated = _estimated(history, called, ended)
+
     def is_older(run: str, call: str) -> bool:
         if call in orders and run in orders:
-            return ended[run] < called[call]
+            return ended[run] < called[call] and estimated.isdisjoint((run, call))
         drift = 2 * CLOCK_ERROR * min(COMPARE_EVERY, called[call])
         return bool(first) and last[run] < first[call] - SLACK - drift
 
@@ -1854,6 +1879,166 @@ def bursts_are_over(history: History) -> Iterator[Violation]:
         early = 2 * SLACK < note.at - last < DEBOUNCE - SLACK and waited < DEBOUNCE_MAX - SLACK
         if early and not history.faults(given["process"], note.at - DEBOUNCE, note.at):
             yield Violation("a burst is over", note, f"{note.at - last:.2f} s after a newer call")
+
+
+@dataclass
+class Ordered:
+    """A call that has an order: when it was made, and when its message was published."""
+
+    order: int
+    called: float
+    published: float
+    #: Others wait for it: the lease store has noted it, and it does not end without a run.
+    counts: bool
+
+
+@dataclass
+class Latest:
+    """A key of ``lease_runs="latest"``, and its calls that have an order."""
+
+    calls: dict[str, Ordered] = field(default_factory=dict)
+    #: The greatest order that has run, and the greatest of a call that others need not wait for.
+    has_run: int = 0
+    given_up: int = 0
+    #: When its row was last claimed, and when attempts have ended.
+    began: float = -math.inf
+    ends: list[float] = field(default_factory=list)
+
+    def changed(self, old: Row | None, new: Row | None, at: float) -> None:
+        """Its row has changed."""
+        if not _ran(old):
+            return
+        if not _ran(new) and (new is None or new.ended != Ended.RELEASED):
+            self.ends.append(at)
+        elif old and new and old.owner != new.owner:  # the note of the newest may be replaced
+            self.given_up = self._newest
+
+    @property
+    def _newest(self) -> int:
+        return max((each.order for each in self.calls.values()), default=0)
+
+    def claimed(self, call: str, tries: Sequence[float], at: float, task: str) -> Ordered | None:
+        """Its row is claimed for a call that workers have tried at these times; returns the newer
+        call that must run instead.
+        """
+        if (own := self.calls.get(call)) is None:
+            own = Ordered(self._newest, at, at, counts=False)
+        waits = [each for each in self.calls.values() if each.order > self.has_run]
+        first = max(self.began, min((each.called for each in waits), default=at))
+        self.has_run, self.began = max(self.has_run, own.order), at
+        newer = [
+            each
+            for each in self.calls.values()
+            if each.order > max(own.order, self.given_up)
+            and each.published < tries[-1]
+            and each.counts
+        ]
+        if not newer:
+            return None
+        newest = max(newer, key=lambda each: each.order)
+        ended = max((each for each in self.ends if each <= tries[-1]), default=-math.inf)
+        if at - max(newest.called, ended, tries[0]) >= PATIENCE - SLACK:
+            self.given_up = newest.order  # its note is replaced
+            return None
+        debounced = task == "debounced"
+        quiet, longest = (DEBOUNCE, DEBOUNCE_MAX) if debounced else (QUIET, DEBOUNCES * QUIET)
+        come_fast = (
+            at - first >= longest - SLACK
+            and newest.published >= tries[-1] - quiet - SLACK
+            and (at - ended >= quiet - SLACK or len(tries) == 1)
+        )
+        return None if come_fast else newest
+
+
+def _is_noted(history: History, made: Note, published: Note) -> bool:
+    """Whether the lease store has given a call its order, and the call does not expire."""
+    disturbed = history.faults("client", made.at, published.at)
+    return "expires" not in made.details and not disturbed
+
+
+def bursts_cost_few_runs(history: History) -> Iterator[Violation]:
+    """With ``lease_runs="latest"`` no call runs while a newer one waits, with two exceptions: the
+    newer one has not come for 10 s, in which no run has ended; or calls have come so fast for 10 s,
+    or ``lease_debounce_max``, that each was replaced before it could begin.
+
+    So the calls that wait cost one run, and one more in each of these times. A call counts as newer
+    if the lease store has noted it, and Celery has not ended it. If an attempt dies, an operator
+    takes its key, or the store loses its notes, more may run.
+    """
+    called: dict[str, Note] = {}
+    keys: defaultdict[str, Latest] = defaultdict(Latest)
+    tries: defaultdict[str, list[float]] = defaultdict(list)
+    claims: dict[str, Ordered | None] = {}
+    ended = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
+    for note in history.of("calls", "ordered", "tries", "row", "body", "emptied", "clock"):
+        given = note.details
+        match note.what:
+            case "clock":
+                return
+            case "emptied":
+                for latest in keys.values():
+                    latest.calls.clear()
+            case "calls":
+                called[given["call"]] = note
+            case "ordered":
+                made = called[given["call"]]
+                counts = given["call"] not in ended and _is_noted(history, made, note)
+                found = Ordered(given["order"], made.at, note.at, counts)
+                keys[made.details["key"]].calls.setdefault(given["call"], found)
+            case "tries":
+                tries[given["call"]].append(note.at)
+            case "row":
+                old, new, latest = given["old"], given["new"], keys[given["key"]]
+                latest.changed(old, new, note.at)
+                if _ran(new) and (old is None or old.owner != new.owner):
+                    tried = tries[new.call] or [note.at]
+                    claims[new.owner] = latest.claimed(new.call, tried, note.at, new.task)
+            case "body":
+                if (newer := claims.get(given["token"])) is not None:
+                    why = f"a newer call was published at {newer.published:.2f}"
+                    yield Violation("a burst costs few runs", note, why)
+
+
+def newer_calls_are_waited_for_briefly(history: History) -> Iterator[Violation]:
+    """With ``lease_runs="latest"`` a call that has waited in workers for 10 s for a newer one, in
+    which no run has begun or ended and no other call was made, is not rescheduled for it again.
+    """
+    keys: dict[str, str] = {}
+    changed: defaultdict[str, float] = defaultdict(lambda: -math.inf)
+    came: dict[str, float] = {}
+    tried: dict[str, float] = {}
+    stays: dict[str, float] = {}
+    waited: dict[str, float] = {}
+    trying: set[str] = set()
+    several: set[str] = set()
+    for note in history.of("calls", "ordered", "delivers", "tries", "row", "clock", *RESCHEDULED):
+        given, call = note.details, note.details.get("call") or note.details.get("call_id", "")
+        match note.what:
+            case "clock":
+                return
+            case "calls" | "row" | "ordered":
+                key = keys[call] = given.get("key") or keys.get(call, "")
+                if note.what != "ordered" or call not in tried:  # it is no copy
+                    changed[key] = note.at
+            case "delivers":
+                several |= {call} & came.keys()  # each message has waited for a time of its own
+                if given.get("again"):
+                    waited.pop(call, None)  # its header may be older
+                came[call] = note.at
+            case "tries":
+                several |= {call} & trying
+                trying.add(call)
+                tried[call], stays[call] = note.at, note.at - came.pop(call, note.at)
+            case _ if not given["reason"].startswith(NEWER_RUNS):
+                trying.discard(call)
+                waited.pop(call, None)
+            case _:
+                trying.discard(call)
+                waited[call] = waited[call] + stays[call] if call in waited else 0.0
+                lasted = min(waited[call], tried[call] - changed[keys[call]])
+                if lasted > PATIENCE + SLACK and call not in several:
+                    why = f"{call} has waited for {waited[call]:.2f} s"
+                    yield Violation("a newer call is waited for briefly", note, why)
 
 
 def limit_holds(history: History) -> Iterator[Violation]:
@@ -1971,6 +2156,8 @@ CHECKS: tuple[Check, ...] = (
     own_results,
     last_change_seen,
     bursts_are_over,
+    bursts_cost_few_runs,
+    newer_calls_are_waited_for_briefly,
     limit_holds,
     rate_holds,
     slots_last,

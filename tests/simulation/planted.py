@@ -39,6 +39,7 @@ STATEMENTS, ROWS = "celery_leases.stores.sql.record_statements", "celery_leases.
 TAKEOVER, FETCHING = "celery_leases.worker.takeover", "celery_leases.worker.fetching"
 REQUEST, RECORDS = "celery_leases.worker.request", "celery_leases.stores.sql.records"
 DEADLINES, WAITING = "celery_leases.deadlines", "celery_leases.decide.waiting"
+LATEST = "celery_leases.decide.latest"
 
 BUGS = (
     # -- the lease, as its holder sees it
@@ -132,9 +133,39 @@ BUGS = (
     ),
     Bug(
         "a call does not wait for the end of its burst",
-        "celery_leases.decide.latest",
+        LATEST,
         "min(debounce - burst.quiet_for, -overdue)",
         "min(0.5 - burst.quiet_for, -overdue)",
+    ),
+    Bug(
+        "the wait for a newer call does not begin again when a run has ended",
+        LATEST,
+        "        waited = min(waited, (record.now - record.finished_at) / MICROSECONDS)\n    if waited",
+        "        pass\n    if waited",
+    ),
+    Bug(
+        "the wait for a newer call does not begin again when that is published",
+        LATEST,
+        "        waited = min(waited, burst.quiet_for)",
+        "        pass",
+    ),
+    Bug(
+        "calls that come fast do not leave the newest a second after a run",
+        LATEST,
+        "        overdue = min(overdue, (record.now - record.finished_at) / MICROSECONDS - quiet)",
+        "        pass",
+    ),
+    Bug(
+        "a call does not wait for a newer one",
+        LATEST,
+        "    if waited >= PATIENCE:\n        return None",
+        "    return None",
+    ),
+    Bug(
+        "a newer call is waited for three times as long",
+        LATEST,
+        "    if waited >= PATIENCE:\n        return None",
+        "    if waited >= 3 * PATIENCE:\n        return None",
     ),
     Bug(
         "a revoked attempt counts as a crash in a row",

@@ -458,6 +458,7 @@ class Worker:
 
     def _run(self, place: Place, job: Job) -> None:
         self._in_main(lambda: self._accepted(place, job))
+        self.world.note("tries", call=job.args[1], process=place.process.name)
         try:
             answer = job.target(*job.args)
         except Exception as error:  # noqa: BLE001 - as the pool does it

@@ -9,7 +9,7 @@ from tests.simulation.history import Note
 from tests.simulation.search import Failure
 from tests.simulation.work import named
 
-_UNSEEN = ("checked", "delivers")
+_UNSEEN = ("checked", "delivers", "tries")
 
 
 def story(failure: Failure) -> str:

@@ -219,6 +219,20 @@ def latest(*runs: int) -> Story:
     return made.claim(call="call-2", task="latest").body().ends().done()
 
 
+def estimated(*happens: str) -> Story:
+    """The lease store does not answer the publisher of the first of two calls, which runs, and has
+    the greater order.
+    """
+    made = Story()
+    for what in happens:
+        made.note(what, process="client", span=0.0 if what == "clock" else 5.0)
+    for number, order in ((1, 9), (2, 8)):
+        made.note("calls", key=KEY, call=f"call-{number}").wait(-1)
+        made.note("ordered", call=f"call-{number}", order=order).call(f"call-{number}", "latest")
+    made.values = {"call-1": "[1, 1]", "call-2": "[1, 1]"}
+    return of_task("latest", made.claim(call="call-1").body(call="call-1").ends().done())
+
+
 def given_another(ended: str | None, reason: str | None = None, **changes: Any) -> Story:
     """A caller gets the queued call of another one, which has ended so."""
     made = Story().note("calls", key=KEY, call="c1", number=0)
@@ -266,6 +280,73 @@ def burst(*pauses: float) -> Story:
     made.wait(pauses[-1] - 1).claim(call=calls[-1]).body(call=calls[-1])
     made.values = dict.fromkeys(calls, f"[{len(calls)}, 1]")
     return of_task("debounced", made.ends().done())
+
+
+def two_wait(*calls: str, after: float, happens: str = "", tried: bool = True) -> Story:
+    """Two calls are made while another one runs for 20 s, and wait. So long *after* its end *calls*
+    begin, one after the other.
+    """
+    made = Story()
+    for number in (1, 2, 3):
+        call = f"call-{number}"
+        made.note("calls", key=KEY, call=call).note("ordered", call=call, order=number)
+        made.call(call, task="latest")
+        if tried or number == 1:
+            made.note("tries", call=call)
+        if number == 1:
+            made.claim(call=call).body(call=call)
+    made.wait(20).ends()
+    if happens == "released":
+        made.released().wait(-1)
+    elif happens != "killed":  # the row stays as it is
+        made.done()
+    if happens and happens != "released":
+        made.note(happens, key="latest k", process="w0/c1", pid=10, call="call-3").wait(-1)
+    for number, call in enumerate(calls, 2):
+        made.wait(after - 3).note("tries", call=call).claim(f"b{number}", number, call)
+        made.body(f"b{number}", number, call=call).ends(f"b{number}").done()
+        after = 3.0
+    made.values = {f"call-{number}": f"[{number}, 1]" for number in (1, 2, 3)}
+    if calls == ("call-3",):
+        made.values["call-2"] = "[3, 1]"
+    return of_task("latest", made)
+
+
+def fast_calls(seconds: int, last: float = 0.0, task: str = "latest") -> Story:
+    """A call is made each half a second, for so long. After *last* seconds more, the one before the
+    newest begins.
+    """
+    made, calls = Story(), [f"call-{number}" for number in range(1, 2 * seconds + 1)]
+    for place, call in enumerate(calls, 1):
+        made.wait(-2.5).note("calls", key=KEY, call=call).note("ordered", call=call, order=place)
+        made.call(call, task=task)
+    made.wait(last - 1).note("tries", call=calls[-2]).wait(-1).claim(call=calls[-2])
+    made.body(call=calls[-2]).ends().done()
+    made.wait(20).note("tries", call=calls[-1]).claim("b", 2, calls[-1])
+    made.body("b", 2, call=calls[-1]).ends("b").done()
+    made.values = {
+        call: f"[{min(place, 2 * seconds - 1)}, 1]" for place, call in enumerate(calls, 1)
+    }
+    made.values[calls[-1]] = f"[{2 * seconds}, 2]"
+    made.values |= dict.fromkeys(calls[:-2], f"[{2 * seconds - 1}, 1]")
+    return of_task(task, made)
+
+
+def waits_for_newer(
+    *pauses: float, reason: str = "a newer call of the key runs instead", again: bool = False
+) -> Story:
+    """A call is rescheduled for a newer one which does not come, after so long in a worker each
+    time; *again*: its message has come again before the last time.
+    """
+    made = Story().note("calls", key=KEY, call="c1").note("calls", key=KEY, call="c2").call()
+    for place, pause in enumerate(pauses, 1):
+        comes_again = again and place == len(pauses)
+        made.note("delivers", call="c1", copy="", again=comes_again, begun=False)
+        made.wait(pause - 1).note("tries", call="c1")
+        why = reason if place == len(pauses) - 1 else "a newer call of the key runs instead"
+        given = {"task": "latest", "key": "k", "call_id": "c1", "reason": why}
+        made.note("event CallRescheduled", **given, delay=1.0)
+    return of_task("latest", made.run())
 
 
 def slow_publish() -> Story:
@@ -450,8 +531,33 @@ GOOD: dict[str, Callable[[], Story]] = {
     "a call with an order that came again, and counts from its publication": lambda: unordered(
         1, 2, ordered=2
     ),
+    "an order that its publisher has estimated after a step of the store's clock": lambda: (
+        estimated("clock", "lost reply")
+    ),
     "a body after a burst of calls": lambda: burst(0, 0, 2),
     "a body after a message that comes long after its call": slow_publish,
+    "the newest of the calls that have waited": lambda: two_wait("call-3", after=3),
+    "an older call whose newer one does not come": lambda: two_wait("call-2", "call-3", after=11),
+    "an older call after a crash": lambda: two_wait("call-2", "call-3", after=3, happens="killed"),
+    "an older call after an operator has taken the key": lambda: two_wait(
+        "call-2", "call-3", after=3, happens="released"
+    ),
+    "an older call after the notes were lost": lambda: two_wait(
+        "call-2", "call-3", after=3, happens="emptied"
+    ),
+    "an older call than one that was revoked": lambda: two_wait(
+        "call-2", "call-3", after=3, happens="revoked"
+    ),
+    "one of the newest calls that come fast": lambda: fast_calls(12),
+    "one of the newest debounced calls that come fast": lambda: fast_calls(7, task="debounced"),
+    "a call that waits for a newer one": lambda: waits_for_newer(1, 4, 5),
+    "a call that waits for a newer one, and then for its key": lambda: waits_for_newer(
+        1, 9, 1, 9, reason="another call holds the key"
+    ),
+    "a call that waits for a newer one, and comes again": lambda: waits_for_newer(
+        1, 9, 9, again=True
+    ),
+    "a call that waits in the broker": lambda: waits_for_newer(30, 9),
     "a body beside its call": lambda: burst(0, 0),
     "a body after a call without an order that has waited for long": lambda: having(
         burst(8, 0, 1),
@@ -1320,7 +1426,31 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a call without an order that an earlier one with an order answers, which came again": (
         "the last change is seen", 5, lambda: unordered(1, 1, ordered=1),
     ),
+    "an older call with a greater order, although the store has answered": (
+        "the last change is seen", 7, lambda: estimated("clock"),
+    ),
+    "an older call with a greater order, although no clock has stepped": (
+        "the last change is seen", 7, lambda: estimated("lost reply"),
+    ),
     "a body within a burst of calls": ("a burst is over", 8, lambda: burst(0, 0, -0.5)),
+    "an older call that runs soon after a long run": (
+        "a burst costs few runs", 19, lambda: two_wait("call-2", "call-3", after=3),
+    ),
+    "an older call that has just come": (
+        "a burst costs few runs", 17, lambda: two_wait("call-2", "call-3", after=12, tried=False),
+    ),
+    "one of the calls that have come fast for too short": (
+        "a burst costs few runs", 27, lambda: fast_calls(4, 0.5),
+    ),
+    "one of the debounced calls that have come fast for too short": (
+        "a burst costs few runs", 15, lambda: fast_calls(2, 0.5, "debounced"),
+    ),
+    "one of the calls that have come fast, which come no more": (
+        "a burst costs few runs", 75, lambda: fast_calls(12, 3),
+    ),
+    "a call that waits for a newer one for too long": (
+        "a newer call is waited for briefly", 12, lambda: waits_for_newer(1, 5, 6),
+    ),
     "the end of a call hides a crash": (
         "how an attempt ended is kept", 6, lambda: with_ends(("crashed",), ("failed",)),
     ),

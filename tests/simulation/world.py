@@ -87,6 +87,10 @@ TIMER_SLACK = 5e-5
 """Seconds by which the kernel ends a wait late."""
 LONG_BODY = 100.0
 """Seconds that a long body lasts."""
+BURST_TASKS = ("latest", "latest", "latest", "debounced", "latest-charged", "each")
+"""Tasks of the runs in which calls come in bursts."""
+BURST_BODIES = ((2.0,) * 5, (4.0,) * 5, (8.0,) * 5)
+"""The steps of many bodies in these runs."""
 PATIENCE = 4 * 3600.0
 """Seconds after the last fault, and the last cooldown, after which everything must be quiet."""
 
@@ -147,6 +151,8 @@ class Shape:
     plain: bool = False
     #: How often the broker's queue takes a message back; ``None``: it does not count that.
     delivery_limit: int | None = None
+    #: Calls come in bursts, and many bodies last for 10 to 40 s.
+    bursts: bool = False
     #: When the broker takes no messages, and for how long.
     takes_none: tuple[float, float] | None = None
     #: How long a message waits in a worker, as the app's ``consumer_timeout`` allows it.
@@ -226,6 +232,16 @@ class Shape:
         """Let some runs have calls without an order under ``lease_runs="latest"``."""
         self.plain = random.random() < 0.6 and bool(set(self.tasks) & set(work.NEWEST_RUNS))
 
+    def draw_bursts(self, random: Random) -> None:
+        """Let some runs have bursts of calls, of which most tasks run only the newest."""
+        self.bursts = self.span < DAY and not self.long_bodies and random.random() < 0.04
+        if not self.bursts:
+            return
+        self.tasks, self.loses = (random.choice(BURST_TASKS),), False
+        self.keys, self.calls = random.choice((1, 1, 2)), random.choice((8, 16, 30))
+        self.accidents = random.choice((0, 2, 5))
+        self.plain &= random.random() < 0.3
+
     @property
     def purges(self) -> bool:
         """Whether records expire within the run."""
@@ -294,6 +310,7 @@ class World:
             self.shape.draw_debounced(Random(f"debounced {self.seed}"))
             self.shape.draw_long(Random(f"long {self.seed}"))
             self.shape.draw_plain(Random(f"plain {self.seed}"))
+            self.shape.draw_bursts(Random(f"bursts {self.seed}"))
         self.scheduler = Scheduler(self.random)
         self.kernel = Kernel(SimulatedClock(self, 0.0, 1.0))
         self.faults = Faults.drawn(
@@ -367,11 +384,15 @@ class World:
             # Otherwise it comes together with the call before, as what shares statements does, or
             # finds what the call before has left in the row of its key.
             drawn, soon = self.random.random(), self.random.random() < 0.5
-            if drawn < (0.2 if self.shape.threads else 0.4):
+            if self.shape.bursts and number > 1 and drawn < 0.9:
+                # The next call of a burst, seldom after a pause.
+                longest = 0.5 if drawn < 0.5 else 2.0 if drawn < 0.85 else 8.0
+                at = min(at + self.random.uniform(0, longest), self.shape.span * 0.9)
+            elif drawn < (0.2 if self.shape.threads else 0.4):
                 at = self.random.uniform(0, self.shape.span * 0.8)
             elif soon:
                 at = min(at + self.random.uniform(0, 1.5 * work.COOLDOWN), self.shape.span * 0.8)
-            if drawn < 0.4 or not soon:
+            if (drawn >= 0.9 or number == 1) if self.shape.bursts else (drawn < 0.4 or not soon):
                 task = self.random.choice(self.shape.tasks)
                 key = self.random.randrange(self.shape.keys)
             if f"call {number}" not in self.without:
@@ -525,7 +546,8 @@ class World:
     def _note_final(self) -> None:
         # With nothing left to do, a run ends before leases have ended that nobody holds any more.
         later = max(0.0, self._settled_at - self.scheduler.now)
-        in_turn = self.shape.calls * LONG_BODY if self.shape.long_bodies else 0.0
+        long = self.shape.long_bodies or self.shape.bursts
+        in_turn = self.shape.calls * LONG_BODY if long else 0.0
         answers, values = {}, {}
         for key, stored in self.results.items():
             meta = json.loads(stored)
@@ -570,6 +592,8 @@ class World:
         lengths = random.choice(((0.01,), (0.2, 0.3), (1.0, 1.0, 1.0), (2.0,) * 5, (8.0,)))
         if self.shape.long_bodies and random.random() < 0.5:
             lengths = (LONG_BODY / 5,) * 5
+        if self.shape.bursts and random.random() < 0.7:
+            lengths = random.choice(BURST_BODIES)
         ending = random.choice(endings) if self.scheduler.now < self.shape.span else "return"
         plan = Plan(list(lengths), ending, random.random() < 0.7)
         if self.shape.habit and self.scheduler.now < self.shape.span and random.random() < 0.85:
