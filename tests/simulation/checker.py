@@ -14,6 +14,8 @@ A history is a list of notes. Those that count:
   may begin that began last by its rate).
 * ``returned``: a message has come back to its queue, which would discard it the next time, as it
   has done with what is ``discarded``; both say why.
+* ``down`` and ``up``, ``frozen``, ``cut`` and ``mended``, ``healed``: a server executes nothing, or
+  nothing for a host.
 * ``purged``: an operator has purged; all that had expired before (since) is gone.
 * ``final``: what is left at the end (rows, leases, results, messages, effects without a record).
 
@@ -29,7 +31,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 from celery_leases.decide.after_run import CALL_ENDING_CAUSES, FINISHED_CALLS_MAX
 from celery_leases.decide.attempt_history import HISTORY_MAX
@@ -97,6 +99,10 @@ NEWER_RUNS = "a newer call of the key runs instead"
 SLOW = ("lost request", "lost reply", "late request", "slow request")
 STOOD = ("paused", "host paused", "frozen")
 ENDED_BY_CELERY = ("revoked", "refused before the start", "time limit")
+ANSWERED_FOR, LONGEST_GAP = 3.0, 1.0
+"""Seconds for which the database has answered before a row is taken over, and between two answers
+at most.
+"""
 SLACK = 0.3
 """Seconds in which an interrupted body ends: one step of the protocol may have to end before."""
 
@@ -1170,6 +1176,78 @@ def holders_keep_their_rows(history: History) -> Iterator[Violation]:
                 yield Violation("a holder keeps its row", note, f"{holder} has its lease")
 
 
+def takeovers_wait_for_the_database(history: History) -> Iterator[Violation]:
+    """With database leases, a running row is taken over only once the database has answered for 3 s
+    since it was silent, so that a live holder, whose renewals failed, writes first. Shorter gaps
+    than a process must notice do not count, nor does the write of a claim that had found the row
+    without a lease before. A call takes what it has left itself.
+    """
+    silences = _silences(history)
+    prior: defaultdict[str, set[str]] = defaultdict(set)
+    for note in history.of("row", "delivers"):
+        given = note.details
+        if note.what == "delivers":
+            prior[given["call"]].update(given.get("prior", ()))
+            continue
+        old, new = given["old"], given["new"]
+        if not (_ran(old) and _ran(new)) or old.lease_until is None or old.owner == new.owner:
+            continue
+        if old.owner in prior[new.call]:
+            continue
+        host, unnoticed = given["by"].partition("/")[0], LONGEST_GAP + ttl_of(old.key) / 3 + SLACK
+        for silence in silences:
+            answered = note.at - silence.ended
+            if (
+                silence.host in ("", host)
+                and silence.began < note.at
+                and (silence.began < old.lease_until or not _was_late(history, note))
+                and silence.ended - silence.began > unnoticed
+                and 0 <= answered < ANSWERED_FOR * (1 - CLOCK_ERROR)
+            ):
+                why = f"the database answers since {answered:.3f} s, at {silence.ended:.4f}"
+                yield Violation("a takeover waits for the database", note, why)
+                break
+
+
+def _was_late(history: History, write: Note) -> bool:
+    """Whether the database executed this write of a claim later than it got it."""
+    late = (
+        fault.at + fault.details.get("late", fault.details["span"])
+        for fault in history.faults(write.details["by"], -math.inf, write.at)
+        if fault.what in ("late request", "slow request") and fault.details["op"] == "claim"
+    )
+    return any(math.isclose(at, write.at, abs_tol=1e-6) for at in late)
+
+
+class Silence(NamedTuple):
+    """The database executed nothing, or only not for *host*."""
+
+    began: float
+    ended: float
+    host: str
+
+
+def _silences(history: History) -> list[Silence]:
+    """When the database was down, frozen, or cut from a host."""
+    found: list[Silence] = []
+    began: dict[str, float] = {}
+    healed = next((note.at for note in history.of("healed")), math.inf)
+    for note in history.of("down", "up", "frozen", "cut", "mended", "healed"):
+        host = note.details.get("host", "")
+        if note.what == "healed":
+            found += [Silence(since, note.at, of) for of, since in began.items()]
+            began.clear()
+        elif note.details["server"] != "database":
+            continue
+        elif note.what == "frozen":
+            found.append(Silence(note.at, min(note.at + note.details["span"], healed), ""))
+        elif note.what in ("down", "cut"):
+            began.setdefault(host, note.at)
+        elif host in began:
+            found.append(Silence(began.pop(host), note.at, host))
+    return found
+
+
 def probes_are_alone(history: History) -> Iterator[Violation]:
     """After the time for which a failure has closed a group, no body begins beside another one that
     began after that time, until the group is open, or closed for longer.
@@ -1312,14 +1390,23 @@ def without_faults_nothing_runs_twice(history: History) -> Iterator[Violation]:
 def without_faults_no_lease_is_lost(history: History) -> Iterator[Violation]:
     """A lease is lost only through a fault; one refused renewal is none, because it is repeated.
 
-    A lease is given up too when its body has taken longer than its time limit allows.
+    A lease is given up too when its body has taken longer than its time limit allows, and seems to
+    be lost when the outcome is written, and another call has the row before its reply comes.
     """
+    written: set[str] = set()
     ended = {body.token: body.ended for body in history.bodies}
     limits = {
         body.token: body.began.at + TIME_LIMIT for body in history.bodies if body.task == "timed"
     }
-    for note in history.of("lost"):
+    for note in history.of("lost", "row"):
+        if note.what == "row":
+            old, new = note.details["old"], note.details["new"]
+            if _ran(old) and new is not None and not _ran(new) and new.owner == old.owner:
+                written.add(old.owner)
+            continue
         if note.at >= limits.get(note.details["token"], math.inf):
+            continue
+        if note.details["token"] in written:
             continue
         # The outcome may be on its way for longer, and ends the lease before its reply comes.
         after = min(note.at, ended.get(note.details["token"], math.inf))
@@ -2168,6 +2255,7 @@ CHECKS: tuple[Check, ...] = (
     closings_are_not_shortened,
     what_proves_nothing_opens_no_group,
     holders_keep_their_rows,
+    takeovers_wait_for_the_database,
     only_busy_keys_refuse,
     what_has_failed_keeps_no_key,
     what_has_begun_is_not_refused,

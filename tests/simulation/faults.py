@@ -147,18 +147,22 @@ def pause_host(world: World) -> None:
 def stop_server(world: World) -> None:
     """A server does not accept connections for a while; a lease server may lose its data."""
     server = world.random.choice(world.servers)
-    server.stop()
-    world.note("down", server=server.name)
+    _stop(server)
     if server is world.leases and world.random.random() < 0.5:
         world.leases.empty()
         world.note("emptied")
+    world.later(_span(world), partial(_start, server))
 
-    def start() -> None:
-        server.up = True
-        world.broker.wake_all()
-        world.note("up", server=server.name)
 
-    world.later(_span(world), start)
+def _stop(server: Server) -> None:
+    server.stop()
+    server.world.note("down", server=server.name)
+
+
+def _start(server: Server) -> None:
+    server.up = True
+    server.world.broker.wake_all()
+    server.world.note("up", server=server.name)
 
 
 def empty_leases(world: World) -> None:
@@ -172,9 +176,25 @@ def freeze_server(world: World) -> None:
     """A server executes nothing for a while, then all that it has got."""
     server = world.random.choice(world.servers)
     span = _span(world)
-    server.frozen_until = world.scheduler.now + span
+    _freeze(server, span)
     world.later(span + 0.001, world.broker.wake_all)
-    world.note("frozen", server=server.name, span=span)
+
+
+def _freeze(server: Server, span: float) -> None:
+    server.frozen_until = max(server.frozen_until, server.world.scheduler.now + span)
+    server.world.note("frozen", server=server.name, span=span)
+
+
+def silence_database(world: World) -> None:
+    """The database executes nothing for longer than a lease lasts after its renewal: it is frozen,
+    but not for so long that a statement fails, or it is down.
+    """
+    span = world.random.uniform(0.8, 1.6) * world.shortest_ttl
+    if world.random.random() < 0.5:
+        _freeze(world.database, span)
+    else:
+        _stop(world.database)
+        world.later(span, partial(_start, world.database))
 
 
 def cut(world: World) -> None:
@@ -186,6 +206,7 @@ def cut(world: World) -> None:
     def mend() -> None:
         server.cut.discard(host)
         world.broker.wake_all()
+        world.note("mended", server=server.name, host=host)
 
     world.later(_span(world), mend)
 

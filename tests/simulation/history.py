@@ -43,6 +43,8 @@ class Row:
     crashes_of: Mapping[str, int] = field(default_factory=dict)
     #: How its attempts ended, as far as it has them, the latest last.
     ends: tuple[str, ...] = ()
+    #: When its lease ends, in true time, if the row is the lease.
+    lease_until: float | None = None
 
     def __str__(self) -> str:
         until = f" until {self.retry_at:.2f}" if self.retry_at else ""

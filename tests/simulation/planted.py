@@ -38,6 +38,7 @@ AFTER_RUN, CHILD_EXIT = "celery_leases.decide.after_run", "celery_leases.worker.
 STATEMENTS, ROWS = "celery_leases.stores.sql.record_statements", "celery_leases.stores.sql.rows"
 TAKEOVER, FETCHING = "celery_leases.worker.takeover", "celery_leases.worker.fetching"
 REQUEST, RECORDS = "celery_leases.worker.request", "celery_leases.stores.sql.records"
+DATABASE = "celery_leases.stores.sql.database"
 DEADLINES, WAITING = "celery_leases.deadlines", "celery_leases.decide.waiting"
 LATEST = "celery_leases.decide.latest"
 
@@ -621,6 +622,48 @@ BUGS = (
         CLAIM,
         "return Refusal.LAPSED if late else None",
         "return None",
+    ),
+    Bug(
+        "a takeover does not ask whether the database has been answering",
+        DATABASE,
+        "return NEVER if known is None else",
+        "return ALWAYS if known is None else",
+    ),
+    Bug(
+        "a claim that the database executed late counts its own answer",
+        DATABASE,
+        "return until if known is None else min(until, now - known.late)",
+        "return self.takeover_until(at)",
+    ),
+    Bug(
+        "a late answer counts for no time",
+        DATABASE,
+        "return until if known is None else min(until, now - known.late)",
+        "return until",
+    ),
+    Bug(
+        "a late answer counts for less than the time of grace",
+        DATABASE,
+        "Answers(at, now, answering, at, late, self.late_since)",
+        "Answers(at, now, answering, at, late, 0)",
+    ),
+    Bug(
+        "a gap between two answers does not end what was known of the database",
+        DATABASE,
+        "return sent - last > SILENCE or self._failed >= last",
+        "return self._failed >= last",
+    ),
+    Bug(
+        "what the main process has seen of the database counts for ever",
+        DATABASE,
+        "return last if sent - last.at <= SILENCE and last.answering",
+        "return last if last.answering",
+    ),
+    Bug(
+        "the database has been answering once it has answered twice",
+        DATABASE,
+        "last.answering >= self.grace:",
+        "last.answering > 0.0:",
     ),
     Bug(
         "the row of a retry keeps the number of the attempt before",

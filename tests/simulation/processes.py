@@ -401,6 +401,7 @@ class Worker:
             copy=header.get("copy", ""),
             again=bool(message.delivery_info.get("redelivered")),
             met=header.get("met"),
+            prior=tuple(header.get("prior", ())),
         )
         self._strategies[message.headers["task"]](
             message, None, message.ack_log_error, message.reject_log_error, []

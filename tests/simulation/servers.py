@@ -240,7 +240,7 @@ def _base_records() -> SqlRecordStore:
 
 _COLUMNS = (
     *("key", "task", "state", "fence", "owner", "call_id", "ended", "result", "retry_at"),
-    *("resumes", "reason", "crashes", "expires_at", "details"),
+    *("resumes", "reason", "crashes", "expires_at", "details", "lease_until"),
 )
 
 
@@ -271,7 +271,7 @@ def _noted_row(values: Sequence[Any]) -> Row | None:
         return None
     key, task, state, fence, owner, call, ended, result, retry_at, resumes, *more = values
     at, name = retry_at / 1e6 - EPOCH if retry_at else 0.0, work.named(task, key)
-    reason, crashes, expires, details = more
+    reason, crashes, expires, details, lease = more
     until = expires / 1e6 - EPOCH if expires else math.inf
     told = any(each in details for each in ("crashed_call", "past", "unrun"))
     read = json.loads(details) if told else {}
@@ -282,7 +282,7 @@ def _noted_row(values: Sequence[Any]) -> Row | None:
     ends = (*(past[2] for past in read.get("past", ())), *latest)
     return Row(
         *(name, task, state, fence, owner, call, ended, result, at, bool(resumes)),
-        *(reason, crashes, until, counts, ends),
+        *(reason, crashes, until, counts, ends, None if lease is None else lease / 1e6 - EPOCH),
     )
 
 

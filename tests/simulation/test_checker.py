@@ -525,7 +525,72 @@ def each_brief(call: str = "c2") -> Story:
     return of_task("each-brief-charged", told.ends("c").done())
 
 
+def taken_over(
+    *notes: tuple[str, dict[str, Any]],
+    answered: float = 0.5,
+    lasts: float | None = 5.5,
+    begun: str = "frozen",
+    ended: str = "",
+    span: float = 3.0,
+    **of: Any,
+) -> Story:
+    """A row whose lease *lasts* until then is taken over when the database has *answered* for so
+    long since it was silent, from second 4 on.
+    """
+    made = Story().call().claim(lease_until=lasts).note("killed", process="w0/c0", pid=10)
+    of = {"server": "database", **of}
+    made.note(begun, **of, **({"span": span} if begun == "frozen" else {}))
+    for what, details in notes:
+        made.note(what, **details)
+    if ended:
+        made.at = 3.0 + span
+        made.note(ended, **of)
+    made.at = 3.0 + span + answered
+    made.claim("b", 2, lease_until=made.at + 4.0).body("b", 2)
+    return made.ends("b").done()
+
+
+def slow_claim(**changes: Any) -> Story:
+    """The database executes a claim when it is silent no more."""
+    who = {"server": "database", "op": "claim", "process": "w0/c1", "span": 2.0, **changes}
+    return taken_over(("slow request", who), answered=0.0, lasts=who.pop("lasts"))
+
+
 GOOD: dict[str, Callable[[], Story]] = {
+    "a row that is taken over when the database has answered for long": lambda: taken_over(
+        answered=3.0
+    ),
+    "a row that is taken over soon after the database was silent for a moment": lambda: taken_over(
+        span=2.0
+    ),
+    "a row that is taken over soon after the broker was silent": lambda: taken_over(
+        server="broker"
+    ),
+    "a row that is taken over soon after another host was cut": lambda: taken_over(
+        begun="cut", ended="mended", host="w1"
+    ),
+    "a row whose lease is elsewhere, taken over after the database was down": lambda: taken_over(
+        begun="down", ended="up", lasts=None
+    ),
+    "a row that its own call has left, taken over after a silence": lambda: taken_over(
+        ("delivers", {"call": "c1", "copy": "", "again": True, "begun": True, "prior": ("a",)})
+    ),
+    "a lease that seems to be lost once its outcome is written": lambda: of_task(
+        "each",
+        called()
+        .claim()
+        .body()
+        .ends()
+        .done()
+        .claim("b", 2, "c2")
+        .loses()
+        .body("b", 2, call="c2")
+        .ends("b")
+        .done(),
+    ),
+    "a claim that has found no lease, and is written after a silence": lambda: slow_claim(
+        lasts=3.5
+    ),
     "a call without an order that is answered by one that arrived later": lambda: unordered(2, 2),
     "a call without an order whose first arrival was forgotten": lambda: unordered(1, 1),
     "a call with an order that came again, and counts from its publication": lambda: unordered(
@@ -1419,7 +1484,35 @@ GOOD: dict[str, Callable[[], Story]] = {
     ),
 }
 
+WAITS = "a takeover waits for the database"
 BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
+    "a row that is taken over soon after the database was frozen": (
+        WAITS, 5, lambda: taken_over(answered=2.9),
+    ),
+    "a row that is taken over soon after the database was down": (
+        WAITS, 6, lambda: taken_over(begun="down", ended="up"),
+    ),
+    "a row that is taken over soon after the host was cut": (
+        WAITS, 6, lambda: taken_over(begun="cut", ended="mended", host="w0"),
+    ),
+    "a row that is taken over soon after all is healed": (
+        WAITS, 6, lambda: taken_over(begun="down", ended="healed"),
+    ),
+    "a row without a lease that is taken over soon after the database was frozen": (
+        WAITS, 5, lambda: taken_over(lasts=3.5),
+    ),
+    "a row that another call has left, taken over after a silence": (
+        WAITS, 6,
+        lambda: taken_over(("delivers", {
+            "call": "c2", "copy": "", "again": True, "begun": True, "prior": ("a",)
+        })),
+    ),
+    "a claim whose row has lost its lease in the silence": (
+        WAITS, 6, lambda: slow_claim(lasts=5.5),
+    ),
+    "a claim after which another process takes the row over": (
+        WAITS, 6, lambda: slow_claim(lasts=3.5, process="w0/c9"),
+    ),
     "a call without an order that an earlier one answers": (
         "the last change is seen", 4, lambda: unordered(1),
     ),

@@ -50,7 +50,15 @@ from celery_leases.worker.routes import DELIVERY_LIMIT
 from tests.simulation import broker as broker_module
 from tests.simulation import work
 from tests.simulation.broker import QUEUE, Broker
-from tests.simulation.faults import ACCIDENTS, UNSAFE, Accident, Faults, lose_message, pause
+from tests.simulation.faults import (
+    ACCIDENTS,
+    UNSAFE,
+    Accident,
+    Faults,
+    lose_message,
+    pause,
+    silence_database,
+)
 from tests.simulation.history import Note, Row
 from tests.simulation.processes import (
     SimulatedClock,
@@ -145,6 +153,8 @@ class Shape:
     habit: str = ""
     #: The only kinds of accidents that happen; ``None``: all.
     kinds: tuple[Accident, ...] | None = None
+    #: The database, which has the leases, is silent again and again.
+    silent: bool = False
     #: Some bodies last longer than workers look for what a dead one has fetched.
     long_bodies: bool = False
     #: Some calls come from a producer without the library, as by ``send_task()``.
@@ -242,6 +252,22 @@ class Shape:
         self.accidents = random.choice((0, 2, 5))
         self.plain &= random.random() < 0.3
 
+    def draw_silences(self, random: Random) -> None:
+        """Let the database that has the leases be silent again and again in some runs, while the
+        main processes watch it because of calls with a short time limit.
+        """
+        if (
+            self.database_leases
+            and self.span == 60.0
+            and not self.bursts
+            and random.random() < 0.15
+        ):
+            self.silent, self.loses, self.kinds, self.accidents = True, False, None, 20
+            self.calls = random.choice((12, 16, 24))
+            self.habit = random.choice(("stalls", "stalls", "loops", ""))
+            if not self.threads:
+                self.tasks, self.keys = ("timed",), random.choice((1, 2, 4))
+
     @property
     def purges(self) -> bool:
         """Whether records expire within the run."""
@@ -311,6 +337,7 @@ class World:
             self.shape.draw_long(Random(f"long {self.seed}"))
             self.shape.draw_plain(Random(f"plain {self.seed}"))
             self.shape.draw_bursts(Random(f"bursts {self.seed}"))
+            self.shape.draw_silences(Random(f"silences of {self.seed}"))
         self.scheduler = Scheduler(self.random)
         self.kernel = Kernel(SimulatedClock(self, 0.0, 1.0))
         self.faults = Faults.drawn(
@@ -401,6 +428,7 @@ class World:
             possible = self.shape.kinds or self.accidents
             possible += UNSAFE if self.shape.unsafe else ()
             possible += (lose_message,) * 4 if self.shape.loses else ()
+            possible += (silence_database,) * 10 if self.shape.silent else ()
             accident, at = self.random.choice(possible), self.random.uniform(0, self.shape.span)
             if f"accident {number}" not in self.without:
                 self.later(at, partial(accident, self))
