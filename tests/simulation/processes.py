@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -140,16 +140,32 @@ class SimulatedProcess:
 
 
 class StateOfWorker:
-    """Celery's state of the worker whose main process runs."""
+    """Celery's state of the worker whose main process runs. It never stops by itself."""
+
+    should_stop = None
+    should_terminate = None
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     @property
+    def scheduled_requests(self) -> set[Any]:
+        """The requests that wait in its timer."""
+        return self._own(worker_state.scheduled_requests)
+
+    @property
+    def reserved_requests(self) -> set[Any]:
+        """The requests that it has given to its pool, and that have not ended."""
+        return self._own(worker_state.reserved_requests)
+
+    @property
     def active_requests(self) -> set[Any]:
         """The requests that its pool has accepted."""
+        return self._own(worker_state.active_requests)
+
+    def _own(self, requests: Iterable[Any]) -> set[Any]:
         host = self._world.here.host
-        return {each for each in worker_state.active_requests if each.hostname == host}
+        return {each for each in requests if each.hostname == host}
 
 
 class SimulatedGuard(SignalGuard):

@@ -44,6 +44,7 @@ from celery_leases.worker import (
     request,
     requeue,
     takeover,
+    waiting_calls,
 )
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.routes import DELIVERY_LIMIT
@@ -930,6 +931,8 @@ def simulated(world: World) -> Iterator[None]:
     size = len(database._memory)
     shared: defaultdict[str, bytearray] = defaultdict(lambda: bytearray(size))
 
+    state = StateOfWorker(world)
+
     def order(app: Any) -> int:
         return int(world.here.arrivals.order(app))
 
@@ -964,7 +967,8 @@ def simulated(world: World) -> Iterator[None]:
         (database, "_memory", Proxy(lambda: shared[world.here.host])),
         (request, "waiting_calls", Proxy(lambda: world.here.waiting)),
         (takeover, "current", LeaseOfWorker(world)),
-        (takeover, "state", StateOfWorker(world)),
+        (takeover, "state", state),
+        (waiting_calls, "state", state),
         (redis_workers, "Workers", SimulatedWorkers),
         (work, "current", world),
         (app_settings, "_longest_countdowns", {world.app: world.shape.longest_countdown}),
