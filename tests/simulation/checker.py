@@ -9,6 +9,7 @@ A history is a list of notes. Those that count:
 * ``killed``, ``paused``: a process (process, span); ``emptied``, ``clock``: the lease store.
 * ``charges``, ``charged``, ``has charged``: a body calls the outside world for an effect, which has
   executed it, and whose reply the body gets.
+* ``goes on``, ``saves``, ``saved``: a body gets the progress of its key, and saves its own.
 * ``extends``, ``item``: a body makes its lease longer, or does an item of its loop.
 * ``group``: the slots of a group have changed (who holds them; until when it is closed; when a body
   may begin that began last by its rate).
@@ -815,10 +816,13 @@ def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
     dead: set[str] = set()
     crashes: Counter[tuple[str, str]] = Counter()
     lost = min((note.at for note in history.of("emptied", "evicted")), default=math.inf)
-    for note in history.of("row", "body", "body ended", "killed", "released"):
+    for note in history.of("row", "body", "body ended", "killed", "released", "saves"):
         given = note.details
         if note.at >= lost:
             return
+        if note.what == "saves":
+            crashes.pop(_counted_together(given["key"], given["call"]), None)
+            continue
         if note.what == "released":
             running = {token: its for token, its in running.items() if its[0][0] != given["key"]}
             continue
@@ -977,6 +981,36 @@ def what_has_begun_does_not_expire(history: History) -> Iterator[Violation]:
         call = body.began.details["call"]
         if history.final["answers"].get(call) == "REVOKED" and call not in ended:
             yield Violation("what has begun does not expire", body.began, "it was revoked")
+
+
+def progress_is_given(history: History) -> Iterator[Violation]:
+    """A body gets the progress that was saved last, also if an attempt has died since. It may be a
+    value whose save was not confirmed.
+    """
+    saved: dict[str, Any] = {}
+    sent: defaultdict[str, list[Any]] = defaultdict(list)
+    for note in history.of("goes on", "saves", "saved"):
+        key, value = note.details["key"], note.details["value"]
+        if note.what == "saves":
+            sent[key].append(value)
+            continue
+        if note.what == "goes on" and value not in (saved.get(key), *sent[key]):
+            yield Violation("progress is given", note, f"{saved.get(key)} was saved")
+        saved[key] = value
+        sent[key].clear()
+
+
+def leases_end_that_are_not_renewed(history: History) -> Iterator[Violation]:
+    """With ``lease_renew=False`` a body has lost its lease, or has ended, when the ttl is over,
+    unless it has made the lease longer, or its process stands still.
+    """
+    longer = {note.details["token"] for note in history.of("extends", "item")}
+    for body in history.bodies:
+        over = body.began.at + TTL + SLACK
+        if body.task != "unrenewed" or body.token in longer or min(body.ended, body.lost) <= over:
+            continue
+        if not disturbed(history, body.process, over):
+            yield Violation("a lease ends that is not renewed", body.began, "it has it for longer")
 
 
 @of_each_generation
@@ -1390,13 +1424,17 @@ def without_faults_nothing_runs_twice(history: History) -> Iterator[Violation]:
 def without_faults_no_lease_is_lost(history: History) -> Iterator[Violation]:
     """A lease is lost only through a fault; one refused renewal is none, because it is repeated.
 
-    A lease is given up too when its body has taken longer than its time limit allows, and seems to
-    be lost when the outcome is written, and another call has the row before its reply comes.
+    A lease is given up too when it is not renewed, or its body has taken longer than its time limit
+    allows, and seems to be lost when the outcome is written, and another call has the row before
+    its reply comes.
     """
     written: set[str] = set()
     ended = {body.token: body.ended for body in history.bodies}
+    lasts = {"timed": TIME_LIMIT, "unrenewed": TTL / 2}
     limits = {
-        body.token: body.began.at + TIME_LIMIT for body in history.bodies if body.task == "timed"
+        body.token: body.began.at + lasts[body.task]
+        for body in history.bodies
+        if body.task in lasts
     }
     for note in history.of("lost", "row"):
         if note.what == "row":
@@ -2269,6 +2307,8 @@ CHECKS: tuple[Check, ...] = (
     deliveries_are_handled_once,
     what_has_begun_does_not_expire,
     items_are_done_once,
+    progress_is_given,
+    leases_end_that_are_not_renewed,
     celery_ends_one_call,
     waits_for_the_lease,
 )

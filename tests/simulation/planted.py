@@ -98,6 +98,30 @@ BUGS = (
         "        if self.lost is not None:\n            return False\n        now",
         "        now",
     ),
+    Bug(
+        "a lease is renewed although the task says no",
+        RUN,
+        "renew=options.renew, max_hold",
+        "renew=True, max_hold",
+    ),
+    Bug(
+        "a lease that is not renewed does not end for its holder",
+        "celery_leases.attempt.held_lease",
+        "self._renew_until = self._hold_until if renew else sent",
+        "self._renew_until = self._hold_until",
+    ),
+    Bug(
+        "saved progress is not given to the next attempt",
+        "celery_leases.progress",
+        'if saved.get("generation") != generation:',
+        "if True:",
+    ),
+    Bug(
+        "the outcome of an attempt wipes its progress",
+        "celery_leases.stores.sql.record_statements",
+        "func.coalesce(progress, columns.progress)",
+        "progress",
+    ),
     # -- the claim
     Bug(
         "a row is taken over although its store was emptied",

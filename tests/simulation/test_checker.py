@@ -233,6 +233,32 @@ def estimated(*happens: str) -> Story:
     return of_task("latest", made.claim(call="call-1").body(call="call-1").ends().done())
 
 
+def progress(*given: int, confirmed: bool = True) -> Story:
+    """Attempts that are given such progress, of which each saves the next number, and dies."""
+    made = Story().call(task="saving", answer="FAILURE")
+    for fence, value in enumerate(given, 1):
+        token = f"a{fence}-{fence:x}"
+        made.claim(token, fence).body(token, fence, f"w0/c{fence}")
+        made.note("goes on", key=KEY, call="c1", token=token, value=value or None)
+        made.note("saves", key=KEY, call="c1", token=token, value=value + 1)
+        if confirmed:
+            made.note("saved", key=KEY, call="c1", token=token, value=value + 1)
+        made.note("killed", process=f"w0/c{fence}", pid=fence)
+        made.write(99, state="pending", ended="crashed")
+    made.claim("e-e", 9).body("e-e", 9).ends("e-e")
+    return of_task("saving", made.write(state="failed", ended="failed"))
+
+
+def unrenewed(seconds: float, *, happens: str = "", lost: bool = False) -> Story:
+    """A body whose lease is not renewed, and which lasts so long, or loses its lease then."""
+    made = called().claim().body()
+    if happens:
+        made.note(happens, key=KEY, token="a", process="w0/c1", seconds=15.0, span=seconds + 5.0)
+        made.wait(-1)
+    made.wait(seconds - 1)
+    return of_task("unrenewed", (made.loses().wait(5) if lost else made).ends().done())
+
+
 def given_another(ended: str | None, reason: str | None = None, **changes: Any) -> Story:
     """A caller gets the queued call of another one, which has ended so."""
     made = Story().note("calls", key=KEY, call="c1", number=0)
@@ -599,6 +625,12 @@ GOOD: dict[str, Callable[[], Story]] = {
     "an order that its publisher has estimated after a step of the store's clock": lambda: (
         estimated("clock", "lost reply")
     ),
+    "attempts that get what was saved": lambda: progress(0, 1, 2),
+    "attempts that get what may be saved": lambda: progress(0, 1, 1, confirmed=False),
+    "a body that ends before its lease does": lambda: unrenewed(2),
+    "a body that loses a lease that is not renewed": lambda: unrenewed(3, lost=True),
+    "a body that has made its lease longer": lambda: unrenewed(9, happens="extends"),
+    "a body whose process stands still": lambda: unrenewed(9, happens="paused"),
     "a body after a burst of calls": lambda: burst(0, 0, 2),
     "a body after a message that comes long after its call": slow_publish,
     "the newest of the calls that have waited": lambda: two_wait("call-3", after=3),
@@ -1524,6 +1556,18 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     ),
     "an older call with a greater order, although no clock has stepped": (
         "the last change is seen", 7, lambda: estimated("lost reply"),
+    ),
+    "an attempt that does not get what was saved": (
+        "progress is given", 11, lambda: progress(0, 0),
+    ),
+    "an attempt that gets what was saved before": (
+        "progress is given", 18, lambda: progress(0, 1, 1),
+    ),
+    "an attempt that gets what was never saved": (
+        "progress is given", 10, lambda: progress(0, 2, confirmed=False),
+    ),
+    "a body that has a lease for too long that is not renewed": (
+        "a lease ends that is not renewed", 3, lambda: unrenewed(9),
     ),
     "a body within a burst of calls": ("a burst is over", 8, lambda: burst(0, 0, -0.5)),
     "an older call that runs soon after a long run": (

@@ -37,6 +37,10 @@ BRIEF = ("brief", "brief-charged", "each-brief-charged")
 """Tasks whose records expire within a run."""
 COMPARED = "compared"
 """The task that refuses calls of a key with other arguments."""
+SELDOM = ("unrenewed", "saving")
+"""Tasks that some runs have: ``lease_renew=False``, and bodies that save their progress."""
+STEPS = 4
+"""Steps of a body that saves its progress after each."""
 LONG_TTL = 9.0
 """The ttl of the tasks named ``steady``, which share their keys with those named ``swift``."""
 SHARED = {"swift": "both", "steady": "both"}
@@ -227,6 +231,8 @@ def app() -> SimulatedCelery:
     made.task(name="stored", lease_outbox="store", **once)(body)
     made.task(name="queued", lease_outbox="once", **once)(body)
     made.task(name="enqueued", **once)(body)
+    made.task(name="unrenewed", lease_renew=False, **once)(body)
+    made.task(name="saving", **once)(saving_body)
     made.task(name="completed", **once)(completing_body)
     made.task(name="timed", time_limit=TIME_LIMIT, soft_time_limit=4.0, **once)(body)
     made.task(name="picky", before_start=before_start, **once)(body)
@@ -263,6 +269,20 @@ def charging_body(self: Any, key: str, number: int) -> Any:
             charge = partial(here.charge, {**who, "part": part}, lease._call.key.stored)
             made = lease.effect(f"part {part}", charge, verify=here.find_charge, verify_after=1.0)
             here.has_charged(made.idempotency_key, **who)
+        return end(number)
+
+
+def saving_body(self: Any, key: str, number: int) -> Any:
+    """The same, after steps that no later attempt repeats: it saves each of them."""
+    with _noted(self, key) as end:
+        here, lease, who = world(), self.lease, end.who
+        here.note("goes on", value=lease.progress, **who)
+        done = lease.progress[1] if lease.progress else 0
+        for step in range(done + 1, STEPS + 1):
+            here.scheduler.sleep(here.random.choice((0.01, 0.5, 2.0)))
+            here.note("saves", value=[lease.fence, step], **who)
+            lease.save_progress([lease.fence, step])
+            here.note("saved", value=[lease.fence, step], **who)
         return end(number)
 
 

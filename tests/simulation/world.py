@@ -211,6 +211,11 @@ class Shape:
         if self.span < DAY and random.random() < 0.03:
             self.tasks, self.keys, self.loses = (work.COMPARED,), 1, False
 
+    def draw_seldom(self, random: Random) -> None:
+        """Let some runs have tasks of a kind that is seldom."""
+        if self.span < DAY and random.random() < 0.04:
+            self.tasks, self.loses = (random.choice(work.SELDOM),), False
+
     def draw_rejections(self, random: Random) -> None:
         """Let most bodies of some runs be rejected, which closes their groups."""
         in_groups = bool(set(self.tasks) & work.GROUPS.keys())
@@ -331,6 +336,7 @@ class World:
             self.shape.draw_limit(Random(f"delivery limit of {self.seed}"))
             self.shape.draw_brief(Random(f"brief tasks of {self.seed}"))
             self.shape.draw_compared(Random(f"compared {self.seed}"))
+            self.shape.draw_seldom(Random(f"seldom {self.seed}"))
             self.shape.draw_rejections(Random(f"rejections of {self.seed}"))
             self.shape.draw_ends(Random(f"ends of {self.seed}"))
             self.shape.draw_kinds(Random(f"kinds of {self.seed}"), self.accidents)
@@ -833,7 +839,13 @@ class World:
 def _warm_up() -> None:
     """Run what happens once in a Python process, so that all seeds of it meet the same."""
     for database_leases in (False, True):
-        tasks = (*work.BRIEF, *work.expanded(TASKS + OTHER_TASKS), "debounced", work.COMPARED)
+        tasks = (
+            *work.BRIEF,
+            *work.expanded(TASKS + OTHER_TASKS),
+            "debounced",
+            work.COMPARED,
+            *work.SELDOM,
+        )
         everything = Shape(2, 2, False, 2, 20, 10, database_leases, None, tasks)
         World(0, given=everything)._run()
 
