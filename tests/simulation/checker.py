@@ -1748,6 +1748,10 @@ def nothing_left(history: History) -> Iterator[Violation]:
     ended |= _failed_for_its_queue(history)
     dropped |= _discarded(history) | _not_closed(history) | _dropped_as_busy(history)
     dropped |= _returned_in_vain(history)
+    # Nobody was told that it is queued, and its record does not have its message.
+    dropped |= {note.details["call"] for note in history.of("message lost")} & {
+        note.details["call"] for note in history.of("unconfirmed")
+    }
     for row in history.final["rows"]:
         if (row.key, row.call) in dropped_by_celery:
             continue

@@ -1404,6 +1404,15 @@ GOOD: dict[str, Callable[[], Story]] = {
         .note("killed", process="w0/c1", pid=11)
         .write(state="pending", ended="crashed", resumes=True),
     ),
+    "a lost message of a call of which its caller has got an error": lambda: of_task(
+        "queued",
+        Story()
+        .note("unconfirmed", task="queued", key=KEY, call="c1")
+        .claim()
+        .body(pid=11)
+        .note("message lost", call="c1")
+        .note("killed", process="w0/c1", pid=11),
+    ),
     "a call that is revoked before it runs": lambda: (
         Story().call(answer="REVOKED").note("revoked", call="c1")
     ),
@@ -2066,6 +2075,14 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
         lambda: of_task("latest", called().call("c2").run("a", 1, "c2").claim("b", 2)
         .body("b", 2, pid=11).note("killed", process="w0/c1", pid=11)
         .write(state="pending", ended="crashed", resumes=True)),
+    ),
+    "a lost message of a call that runs": (
+        "nothing is left", 0,
+        lambda: of_task(
+            "queued",
+            Story().note("unconfirmed", task="queued", key=KEY, call="c2").claim().body(pid=11)
+            .note("message lost", call="c1").note("killed", process="w0/c1", pid=11),
+        ),
     ),
     "a call whose row is pending": (
         "nothing is lost", 1, lambda: called().claim().body().ends().write(state="pending"),
