@@ -514,6 +514,12 @@ BUGS = (
         "            pass",
     ),
     Bug(
+        "an effect that nobody can verify is repeated",
+        "celery_leases.effect",
+        'return RepeatCall() if uncertain == "rerun" else AskOperator()',
+        'return RepeatCall() if uncertain == "stop" else AskOperator()',
+    ),
+    Bug(
         "the reply of an effect is not written",
         EFFECTS,
         "accepted = self._retrying(lambda: self.process.effects.finish(effect, text, reference))",

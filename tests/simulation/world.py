@@ -156,6 +156,8 @@ class Shape:
     kinds: tuple[Accident, ...] | None = None
     #: The database, which has the leases, is silent again and again.
     silent: bool = False
+    #: Bodies ask the outside world for an effect of which they do not know whether it was executed.
+    asks: bool = True
     #: Some bodies last longer than workers look for what a dead one has fetched.
     long_bodies: bool = False
     #: Some calls come from a producer without the library, as by ``send_task()``.
@@ -345,6 +347,7 @@ class World:
             self.shape.draw_plain(Random(f"plain {self.seed}"))
             self.shape.draw_bursts(Random(f"bursts {self.seed}"))
             self.shape.draw_silences(Random(f"silences of {self.seed}"))
+            self.shape.asks = Random(f"asks {self.seed}").random() > 0.2
         self.scheduler = Scheduler(self.random)
         self.kernel = Kernel(SimulatedClock(self, 0.0, 1.0))
         self.faults = Faults.drawn(
