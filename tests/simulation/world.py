@@ -346,7 +346,7 @@ class World:
             self.shape.draw_long(Random(f"long {self.seed}"))
             self.shape.draw_plain(Random(f"plain {self.seed}"))
             self.shape.draw_bursts(Random(f"bursts {self.seed}"))
-            self.shape.draw_silences(Random(f"silences of {self.seed}"))
+            self.shape.draw_silences(Random(f"a silent database of {self.seed}"))
             self.shape.asks = Random(f"asks {self.seed}").random() > 0.2
         self.scheduler = Scheduler(self.random)
         self.kernel = Kernel(SimulatedClock(self, 0.0, 1.0))
