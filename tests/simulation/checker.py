@@ -58,6 +58,7 @@ from tests.simulation.work import (
     NEWEST_RUNS,
     OUTBOX_TASKS,
     PAUSE,
+    REPEATED,
     RETENTION,
     RETRIES,
     SHARED,
@@ -531,6 +532,23 @@ def disturbed(history: History, process: str, at: float) -> bool:
     return False
 
 
+def calls_are_repeated(history: History) -> Iterator[Violation]:
+    """With ``uncertain="rerun"`` a call whose outcome is unknown is made again, with the same
+    idempotency key, and no operator has to decide.
+    """
+    keys: dict[tuple[str, int], str] = {}
+    for note in history.of("charged", "row"):
+        given = note.details
+        if not given["key"].startswith(f"{REPEATED} "):
+            continue
+        if note.what == "charged":
+            known = keys.setdefault((given["key"], given["part"]), given["effect"])
+            if given["effect"] != known:
+                yield Violation("a call is repeated", note, f"its idempotency key was {known}")
+        elif given["new"] is not None and given["new"].state == State.UNCERTAIN:
+            yield Violation("a call is repeated", note, "an operator has to decide")
+
+
 @of_each_generation
 def effects_once(history: History) -> Iterator[Violation]:
     """An effect with ``verify`` is executed once for its key, or for its call if there are several
@@ -546,6 +564,8 @@ def effects_once(history: History) -> Iterator[Violation]:
             stood.add(intent)
         if note.what == "charges":
             continue
+        if given["key"].startswith(f"{REPEATED} "):
+            continue  # the other system knows a repeated call by its idempotency key
         several = given["key"].partition(" ")[0] in SEVERAL_RUNS
         effect = given["key"], given["call"] if several else "", intent[1]
         if (
@@ -2261,6 +2281,7 @@ CHECKS: tuple[Check, ...] = (
     lease_is_believed_too_long,
     lost_stays_lost,
     effects_once,
+    calls_are_repeated,
     effect_is_stored,
     cooldown_holds,
     cooldown_lasts,

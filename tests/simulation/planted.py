@@ -122,6 +122,18 @@ BUGS = (
         "func.coalesce(progress, columns.progress)",
         "progress",
     ),
+    Bug(
+        "a call whose outcome is unknown waits for an operator, although it may be repeated",
+        "celery_leases.effect",
+        'return RepeatCall() if uncertain == "rerun" else AskOperator()',
+        "return AskOperator()",
+    ),
+    Bug(
+        "each attempt makes a call with an idempotency key of its own",
+        EFFECTS,
+        "reply = arguments.call(effect.idempotency_key)",
+        'reply = arguments.call(f"{effect.idempotency_key}:{self.record.fence}")',
+    ),
     # -- the claim
     Bug(
         "a row is taken over although its store was emptied",

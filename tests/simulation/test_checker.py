@@ -625,6 +625,9 @@ GOOD: dict[str, Callable[[], Story]] = {
     "an order that its publisher has estimated after a step of the store's clock": lambda: (
         estimated("clock", "lost reply")
     ),
+    "a call that is repeated": lambda: of_task(
+        "repeated-charged", called().claim().body().charged().charged().ends().done()
+    ),
     "attempts that get what was saved": lambda: progress(0, 1, 2),
     "attempts that get what may be saved": lambda: progress(0, 1, 1, confirmed=False),
     "a body that ends before its lease does": lambda: unrenewed(2),
@@ -1565,6 +1568,16 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     ),
     "an older call with a greater order, although no clock has stepped": (
         "the last change is seen", 7, lambda: estimated("lost reply"),
+    ),
+    "a call that is repeated with another idempotency key": (
+        "a call is repeated", 5,
+        lambda: of_task("repeated-charged", called().claim().body().charged().note(
+            "charged", key=KEY, call="c1", token="a", effect="f", part=0, process="w0/c1"
+        )),
+    ),
+    "a call that is not repeated": (
+        "a call is repeated", 5,
+        lambda: of_task("repeated-charged", called().claim().body().ends().write(state="uncertain")),
     ),
     "an attempt that does not get what was saved": (
         "progress is given", 11, lambda: progress(0, 0),

@@ -37,6 +37,8 @@ BRIEF = ("brief", "brief-charged", "each-brief-charged")
 """Tasks whose records expire within a run."""
 COMPARED = "compared"
 """The task that refuses calls of a key with other arguments."""
+REPEATED = "repeated-charged"
+"""The task that makes a call again whose outcome is unknown (``uncertain="rerun"``)."""
 SELDOM = ("unrenewed", "saving")
 """Tasks that some runs have: ``lease_renew=False``, and bodies that save their progress."""
 STEPS = 4
@@ -232,6 +234,7 @@ def app() -> SimulatedCelery:
     made.task(name="queued", lease_outbox="once", **once)(body)
     made.task(name="enqueued", **once)(body)
     made.task(name="unrenewed", lease_renew=False, **once)(body)
+    made.task(name=REPEATED, **once)(charging_body)
     made.task(name="saving", **once)(saving_body)
     made.task(name="completed", **once)(completing_body)
     made.task(name="timed", time_limit=TIME_LIMIT, soft_time_limit=4.0, **once)(body)
@@ -268,7 +271,8 @@ def charging_body(self: Any, key: str, number: int) -> Any:
         for part in range(here.random.choice((1, 5))):
             charge = partial(here.charge, {**who, "part": part}, lease._call.key.stored)
             asks = {"verify": here.find_charge, "verify_after": 1.0} if here.shape.asks else {}
-            made = lease.effect(f"part {part}", charge, **asks)
+            how: dict[str, Any] = {"uncertain": "rerun"} if self.name == REPEATED else asks
+            made = lease.effect(f"part {part}", charge, **how)
             here.has_charged(made.idempotency_key, **who)
         return end(number)
 

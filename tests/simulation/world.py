@@ -217,6 +217,8 @@ class Shape:
         """Let some runs have tasks of a kind that is seldom."""
         if self.span < DAY and random.random() < 0.04:
             self.tasks, self.loses = (random.choice(work.SELDOM),), False
+        elif self.span < DAY and random.random() < 0.02:
+            self.tasks, self.loses = (work.REPEATED,), False
 
     def draw_rejections(self, random: Random) -> None:
         """Let most bodies of some runs be rejected, which closes their groups."""
@@ -848,6 +850,7 @@ def _warm_up() -> None:
             "debounced",
             work.COMPARED,
             *work.SELDOM,
+            work.REPEATED,
         )
         everything = Shape(2, 2, False, 2, 20, 10, database_leases, None, tasks)
         World(0, given=everything)._run()
