@@ -2089,11 +2089,13 @@ class Latest:
         if at - max(newest.called, ended, tries[0]) >= PATIENCE - SLACK:
             self.given_up = newest.order  # its note is replaced
             return None
+        # Also a call that expires or that Celery ends has come.
+        came = max(each.published for each in waits if each.published < tries[-1])
         debounced = task == "debounced"
         quiet, longest = (DEBOUNCE, DEBOUNCE_MAX) if debounced else (QUIET, DEBOUNCES * QUIET)
         come_fast = (
             at - first >= longest - SLACK
-            and newest.published >= tries[-1] - quiet - SLACK
+            and came >= tries[-1] - quiet - SLACK
             and (at - ended >= quiet - SLACK or len(tries) == 1)
         )
         return None if come_fast else newest
