@@ -2082,15 +2082,15 @@ class Latest:
             and each.published < tries[-1]
             and each.counts
         ]
-        if not newer:
-            return None
+        if not newer or any(tries[-1] < each <= at for each in self.ends):
+            return None  # or it could not know when the attempt would end that ran meanwhile
         newest = max(newer, key=lambda each: each.order)
         ended = max((each for each in self.ends if each <= tries[-1]), default=-math.inf)
         if at - max(newest.called, ended, tries[0]) >= PATIENCE - SLACK:
             self.given_up = newest.order  # its note is replaced
             return None
         # Also a call that expires or that Celery ends has come.
-        came = max(each.published for each in waits if each.published < tries[-1])
+        came = max(each.published for each in self.calls.values() if each.published < tries[-1])
         debounced = task == "debounced"
         quiet, longest = (DEBOUNCE, DEBOUNCE_MAX) if debounced else (QUIET, DEBOUNCES * QUIET)
         come_fast = (
