@@ -1955,7 +1955,8 @@ def _estimated(
 def last_change_seen(history: History) -> Iterator[Violation]:
     """With ``lease_runs="latest"`` each call is done by a run of itself or of a newer call, whose
     result its caller gets, unless that is an error. Calls that are published at the same time have
-    any order. If one of two calls has no order, the one that arrived first at a worker is older.
+    any order. If one of two calls has no order, the one that arrived first at a worker is older,
+    unless the clock of the lease store has stepped before.
     """
     orders = {note.details["call"]: note.details["order"] for note in history.of("ordered")}
     values = history.final["values"]
@@ -1980,11 +1981,14 @@ def last_change_seen(history: History) -> Iterator[Violation]:
 
     estimated = _estimated(history, called, ended)
 
+    stepped = min((note.at for note in history.of("clock")), default=math.inf)
+
     def is_older(run: str, call: str) -> bool:
         if call in orders and run in orders:
             return ended[run] < called[call] and estimated.isdisjoint((run, call))
         drift = 2 * CLOCK_ERROR * min(COMPARE_EVERY, called[call])
-        return bool(first) and last[run] < first[call] - SLACK - drift
+        is_first = bool(first) and last[run] < first[call] - SLACK - drift
+        return is_first and first[call] < stepped
 
     for note in history.of("published"):
         given = note.details

@@ -279,11 +279,11 @@ def other_arguments(wait: float, **changes: Any) -> Story:
     return of_task("compared", made if not changes else made.run("b", 2))
 
 
-def unordered(first: int, *comes_again: int, ordered: int = 0) -> Story:
+def unordered(first: int, *comes_again: int, ordered: int = 0, step: bool = False) -> Story:
     """Two calls of which only the newest runs, which is the one that arrives last; the first has
     the row. Messages of these numbers come again; one call has an order.
     """
-    made, numbers = Story(), (first, 3 - first)
+    made, numbers = Story().note("clock", by=-20.0) if step else Story(), (first, 3 - first)
     for number in numbers:
         made.note("calls", key=KEY, call=f"call-{number}")
         if number == ordered:
@@ -618,6 +618,7 @@ GOOD: dict[str, Callable[[], Story]] = {
         lasts=3.5
     ),
     "a call without an order that is answered by one that arrived later": lambda: unordered(2, 2),
+    "arrivals at a clock that has stepped": lambda: unordered(1, step=True),
     "a call without an order whose first arrival was forgotten": lambda: unordered(1, 1),
     "a call with an order that came again, and counts from its publication": lambda: unordered(
         1, 2, ordered=2
