@@ -12,7 +12,7 @@ A history is a list of notes. Those that count:
 * ``goes on``, ``saves``, ``saved``: a body gets the progress of its key, and saves its own.
 * ``extends``, ``item``: a body makes its lease longer, or does an item of its loop.
 * ``group``: the slots of a group have changed (who holds them; until when it is closed; when a body
-  may begin that began last by its rate).
+  may begin that began last by its rate; since when the oldest call of each worker waits).
 * ``returned``: a message has come back to its queue, which would discard it the next time, as it
   has done with what is ``discarded``; both say why.
 * ``down`` and ``up``, ``frozen``, ``cut`` and ``mended``, ``healed``: a server executes nothing, or
@@ -38,6 +38,7 @@ from celery_leases.decide.after_run import CALL_ENDING_CAUSES, FINISHED_CALLS_MA
 from celery_leases.decide.attempt_history import HISTORY_MAX
 from celery_leases.decide.latest import PATIENCE, QUIET
 from celery_leases.events import Dropped
+from celery_leases.groups.slots import OVERTAKING
 from celery_leases.options import DEBOUNCE_MAX as DEBOUNCES
 from celery_leases.options import Failures, LeaseOptions
 from celery_leases.record import CALLER_HAS_FAILURE, Ended, State
@@ -2274,6 +2275,118 @@ def slots_are_given_back(history: History) -> Iterator[Violation]:
                 yield Violation("a slot is given back", note, f"{token} has ended")
 
 
+ASKED_WITHIN = 0.5
+"""Seconds within which a worker knows that a message has come, and a begun call is in its pool."""
+
+
+@dataclass
+class Wait:
+    """A message of a call that waits in a worker for its turn in a group."""
+
+    call: str
+    #: When its first message came that waits for the group, since its body has run last.
+    since: float
+    arrived: float
+    ended: float = math.inf
+
+
+def _waits_in_groups(history: History) -> dict[tuple[str, str], list[Wait]]:
+    """By worker and group, the calls that wait for their turn as copies. A call is left out that
+    may have left the worker without a trace, or of which another message may wait.
+    """
+    unclear = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
+    unclear |= {note.details["call"] for note in history.of("calls") if "expires" in note.details}
+    tasks = {note.details["call"]: note.details.get("task") for note in history.of("calls")}
+    first: dict[str, float] = {}
+    waits: defaultdict[tuple[str, str], list[Wait]] = defaultdict(list)
+    latest: dict[str, Wait] = {}
+    arrived: set[str] = set()
+    for note in history.of("delivers", "tries", "body", "killed"):
+        given = note.details
+        if note.what == "killed":
+            of_worker = [key for key in waits if f"{key[0]}/main" == given["process"]]
+            for wait in (wait for key in of_worker for wait in waits[key]):
+                wait.ended = min(wait.ended, note.at)
+            continue
+        call = given["call"]
+        if call in latest:
+            latest.pop(call).ended = note.at
+        if note.what == "body":
+            first.pop(call, None)
+        elif note.what == "delivers":
+            if given.get("again") or (not given.get("copy") and call in arrived):
+                unclear.add(call)
+            arrived.add(call)
+            task = tasks.get(call)
+            if given.get("full") and task in GROUPS and call not in unclear:
+                since = first.setdefault(call, note.at)
+                latest[call] = wait = Wait(call, since, note.at)
+                waits[given["worker"], str(GROUPS[task].name)].append(wait)
+    return waits
+
+
+def places_are_of_the_oldest(history: History) -> Iterator[Violation]:
+    """In the list of a full group, a worker has the place of its oldest waiting call: no call
+    loses its place when it is rescheduled.
+    """
+    waits = _waits_in_groups(history)
+    before: dict[tuple[str, str], tuple[float, float]] = {}
+    for note in history.of("group", "clock"):
+        if note.what == "clock":
+            return
+        group = note.details["group"]
+        for worker, place in note.details.get("places", {}).items():
+            if before.get((worker, group)) == place:
+                continue
+            before[worker, group] = place
+            for wait in waits.get((worker, group), ()):
+                there = wait.arrived + ASKED_WITHIN < note.at < wait.ended - ASKED_WITHIN
+                if not there or place[0] <= wait.since + ASKED_WITHIN:
+                    continue
+                if not history.faults(f"{worker}/main", wait.arrived, note.at):
+                    why = (
+                        f"{wait.call} waits in {worker} since {wait.since:.3f}, not {place[0]:.3f}"
+                    )
+                    yield Violation("the oldest has the place", note, why)
+
+
+def older_calls_begin_first(history: History) -> Iterator[Violation]:
+    """A call gets a slot of a full group, or its turn, only if one is left for the place of each
+    other worker whose oldest call came more than two seconds before it.
+    """
+    bodies = {body.token: body for body in history.bodies}
+    came: dict[str, float] = {}
+    held: defaultdict[str, set[str]] = defaultdict(set)
+    unsure = -math.inf
+    for note in history.of("delivers", "group", "emptied", "clock"):
+        given = note.details
+        if note.what == "clock":
+            return
+        if note.what == "delivers":
+            came.setdefault(given["call"], note.at)
+            continue
+        if note.what == "emptied":
+            unsure = note.at + TTL
+            continue
+        group = given["group"]
+        new, held[group] = set(given["held"]) - held[group], set(given["held"])
+        for token in new if note.at > unsure else ():
+            if (body := bodies.get(token)) is None or body.began.at < note.at:
+                continue
+            worker, call = body.process.partition("/")[0], body.began.details["call"]
+            older = [
+                other
+                for other, (since, until) in given.get("places", {}).items()
+                if other != worker
+                and until > note.at
+                and since < came.get(call, 0.0) - OVERTAKING / 1000 - ASKED_WITHIN
+            ]
+            running = sum(until > note.at for until in given["held"].values())
+            left = 0 if GROUPS["rated"].name == group else LIMITS[group] - running
+            if left < len(older):
+                yield Violation("older calls begin first", note, f"{call} before those of {older}")
+
+
 CHECKS: tuple[Check, ...] = (
     fences_grow,
     one_outcome,
@@ -2318,6 +2431,8 @@ CHECKS: tuple[Check, ...] = (
     rate_holds,
     slots_last,
     slots_are_given_back,
+    places_are_of_the_oldest,
+    older_calls_begin_first,
     group_holds,
     probes_are_alone,
     closings_grow,

@@ -460,6 +460,24 @@ BUGS = (
         "            if False:\n",
     ),
     Bug(
+        "a call loses its place when it is rescheduled",
+        WAITING,
+        "since = (call.ask or NOTHING).since or float(round(room.now))",
+        "since = float(round(room.now))",
+    ),
+    Bug(
+        "the place of a copy counts from its arrival",
+        "celery_leases.worker.waiting_calls",
+        "in_group.wait_since(request, header.since)",
+        "in_group.wait_since(request, None)",
+    ),
+    Bug(
+        "a call takes its turn before older ones of other workers",
+        "celery_leases.groups.slots",
+        "return Room(max(0, places - before), wait,",
+        "return Room(max(0, places), wait,",
+    ),
+    Bug(
         "a turn by the rate comes too early",
         "celery_leases.groups.slots",
         "begins = max(now + lead, slots.began + gap)",

@@ -418,6 +418,8 @@ class Worker:
             again=bool(message.delivery_info.get("redelivered")),
             met=header.get("met"),
             prior=tuple(header.get("prior", ())),
+            worker=self.name,
+            full=bool(header.get("full")),
         )
         self._strategies[message.headers["task"]](
             message, None, message.ack_log_error, message.reject_log_error, []

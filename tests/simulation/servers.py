@@ -263,7 +263,12 @@ def _note_group(world: World, name: str, slots: Slots, epoch: float) -> None:
     closed, began = slots.closed, slots.began / 1000 - epoch
     ends = None if closed is None else closed.ends / 1000 - epoch
     alone = "" if closed is None else closed.alone
-    world.note("group", group=name, held=held, closed_until=ends, alone=alone, began=began)
+    places = {
+        worker: (since / 1000 - epoch, until / 1000 - epoch)
+        for worker, (since, until) in slots.places.items()
+    }
+    state = {"held": held, "closed_until": ends, "alone": alone, "began": began, "places": places}
+    world.note("group", group=name, **state)
 
 
 def _noted_row(values: Sequence[Any]) -> Row | None:

@@ -187,6 +187,13 @@ class Story:
         given = {"closed_until": None, "alone": "", "began": began}
         return self.note("group", group="mail", held=held, **given)
 
+    def listed(self, group: str, *owners: str, **since: float) -> Story:
+        """The group changes: who has slots, and since when the oldest call of each worker waits."""
+        held = dict.fromkeys(owners, self.at + 9.0)
+        places = {worker: (at, self.at + 3.0) for worker, at in since.items()}
+        given = {"closed_until": None, "alone": "", "began": 0.0, "places": places}
+        return self.note("group", group=group, held=held, **given)
+
     def end(self) -> list[Note]:
         rows = [self.row] if self.row is not None else []
         return [
@@ -399,6 +406,32 @@ def other_crashes(of: dict[str, int], then: dict[str, int], **changes: Any) -> S
     told = Story().call("c2").claim(call="c2").body(call="c2")
     told.row = replace(told.row, crashes_of=of) if told.row is not None else None
     return of_task("each", told.ends().write(**{"state": "done", "crashes_of": then, **changes}))
+
+
+def rescheduled(*places: float, then: Callable[[Story], Story] | None = None) -> Story:
+    """A call waits for its turn in one message after the other, while the place of its worker says
+    that it waits since these times; *then*: what happens before the last message.
+    """
+    made = Story().note("calls", key=KEY, call="c1", task="limited").call(task="limited")
+    for number, since in enumerate(places):
+        if then and number == len(places) - 1:
+            made = then(made)
+        message = {"copy": f"copy {number}", "again": False, "begun": False, "full": True}
+        made.note("delivers", call="c1", worker="w0", **message).wait(2)
+        made.listed("api", w0=since).note("tries", call="c1", process="w0/c1")
+    return of_task("limited", made.run("a", 2))
+
+
+def overtakes(
+    *others: str, task: str = "limited", group: str = "api", then: str = "", **since: float
+) -> Story:
+    """A call that comes at 7 s gets a slot while others have some, and workers have places."""
+    made = Story().call(task=task).wait(5)
+    made.note("delivers", call="c1", worker="w0", copy="", again=False, begun=False)
+    if then:
+        made.note(then)
+    made.claim().listed(group, "a", *others, **since).body().ends().done()
+    return of_task(task, made)
 
 
 def having(story: Story, **fields: Any) -> Story:
@@ -635,6 +668,21 @@ GOOD: dict[str, Callable[[], Story]] = {
     "a body that loses a lease that is not renewed": lambda: unrenewed(3, lost=True),
     "a body that has made its lease longer": lambda: unrenewed(9, happens="extends"),
     "a body whose process stands still": lambda: unrenewed(9, happens="paused"),
+    "a call that is rescheduled and has its place since it came first": lambda: rescheduled(3, 3),
+    "a place of a call that is older than the one that is known": lambda: rescheduled(3, 1),
+    "a place that counts anew after a run": lambda: rescheduled(
+        3, 19, then=lambda made: made.fails(1)
+    ),
+    "a place that counts anew while the worker stands still": lambda: rescheduled(
+        3, 9, then=lambda made: made.note("paused", process="w0/main", span=9.0)
+    ),
+    "a place that counts anew after a step of the store's clock": lambda: rescheduled(
+        3, 9, then=lambda made: made.note("clock")
+    ),
+    "a call before one of another worker that came little earlier": lambda: overtakes("b", w1=5),
+    "a call of the worker that has the place": lambda: overtakes("b", w0=3),
+    "a later call that leaves a slot for each place": lambda: overtakes(w1=3),
+    "a later call after the store has lost its data": lambda: overtakes("b", then="emptied", w1=3),
     "a body after a burst of calls": lambda: burst(0, 0, 2),
     "a body after a message that comes long after its call": slow_publish,
     "the newest of the calls that have waited": lambda: two_wait("call-3", after=3),
@@ -2011,6 +2059,24 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
     "a closing that is counted twice": ("a closing grows", 18, lambda: rejections(2, 4, 16)),
     "a closing beyond the longest one": (
         "a closing grows", 42, lambda: rejections(2, 4, 8, 16, 32, 64, 128),
+    ),
+    "a call that loses its place when it is rescheduled": (
+        "the oldest has the place", 7, lambda: rescheduled(3, 8),
+    ),
+    "a call that loses its place the second time": (
+        "the oldest has the place", 10, lambda: rescheduled(3, 3, 13),
+    ),
+    "a place of a call that came later": (
+        "the oldest has the place", 4, lambda: rescheduled(5),
+    ),
+    "a later call that takes the only slot": (
+        "older calls begin first", 4, lambda: overtakes("b", w1=4),
+    ),
+    "a later call that leaves a slot for one of two places": (
+        "older calls begin first", 4, lambda: overtakes(w1=4, w2=3),
+    ),
+    "a later call that takes a turn by the rate": (
+        "older calls begin first", 4, lambda: overtakes(task="rated", group="mail", w1=4),
     ),
     "two turns that are too close": (
         "a rate holds", 7, lambda: called().run("f").turn("a").wait(1).turn("b"),

@@ -242,6 +242,13 @@ class Shape:
         if random.random() < 0.4:
             self.tasks = tuple("debounced" if name == "latest" else name for name in self.tasks)
 
+    def draw_full_groups(self, random: Random) -> None:
+        """Let workers of some runs have many calls that wait for their turn in a group."""
+        if self.span < DAY and set(self.tasks) & work.GROUPS.keys() and random.random() < 0.25:
+            self.workers, self.keys = random.choice((2, 2, 3)), random.choice((4, 8))
+            self.calls, self.accidents = random.choice((16, 24)), random.choice((0, 2, 5))
+            self.early = self.delivery_limit is None
+
     def draw_long(self, random: Random) -> None:
         """Let some runs with leases of workers have long bodies."""
         self.long_bodies = self.takeover and random.random() < 0.2
@@ -346,6 +353,7 @@ class World:
             self.shape.draw_kinds(Random(f"kinds of {self.seed}"), self.accidents)
             self.shape.draw_debounced(Random(f"debounced {self.seed}"))
             self.shape.draw_long(Random(f"long {self.seed}"))
+            self.shape.draw_full_groups(Random(f"full group {self.seed}"))
             self.shape.draw_plain(Random(f"plain {self.seed}"))
             self.shape.draw_bursts(Random(f"bursts {self.seed}"))
             self.shape.draw_silences(Random(f"a silent database of {self.seed}"))
