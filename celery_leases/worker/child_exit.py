@@ -280,7 +280,7 @@ def _close_in_stores(ended: EndedDelivery, call: Call) -> float:
     held_for = 0.0
     try:
         held_for = _settle(process, call, ended)
-        if call.options.debounce and ended.cause is ExitCause.REVOKED:
+        if call.options.latest_runs and ended.cause is ExitCause.REVOKED:
             _end_burst(process, call)
     except StoreUnavailable as error:
         unsettled = error

@@ -228,7 +228,7 @@ class LeaseRequest(Request):
         options = self.task.lease_options
         queued = options.queues_once and not self._expired
         returned = HEADER in self._request_dict or self.delivery_info.get("redelivered")
-        if revoked and not before and (queued or options.debounce or returned):
+        if revoked and not before and (queued or options.latest_runs or returned):
             child_exit.close_ended(self._ended(ExitCause.REVOKED, 0))
         return revoked
 

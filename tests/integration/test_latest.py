@@ -163,3 +163,19 @@ def test_a_burst_ends_when_its_newest_call_is_revoked(stage: Stage, name: str) -
         stage.wait_for_log(call.id, "Discarding revoked task")
     until(lambda: leases.burst(key).first == 0, "the end of the burst")
     assert numbers(stage, name) == []
+
+
+def test_a_burst_during_a_run_ends_when_its_calls_are_revoked(stage: Stage, name: str) -> None:
+    task, leases = stage.tasks.newest, process_of(stage.app).leases
+    key, gate = stored_key(task.name, f"newest:{name}"), stage.gate()
+    running = task.delay(name, 0, gate=str(gate))
+    stage.wait_for("begin", name=name)
+    calls = [task.delay(name, number) for number in range(1, 3)]
+    assert leases.burst(key).first > 0
+    stage.app.control.revoke([call.id for call in calls])
+    gate.touch()
+    for call in calls:
+        stage.wait_for_log(call.id, "Discarding revoked task")
+    assert got(running) == 0
+    until(lambda: leases.burst(key).first == 0, "the end of the burst")
+    assert numbers(stage, name) == [0]
