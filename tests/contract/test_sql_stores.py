@@ -219,7 +219,7 @@ def test_a_claim_that_is_executed_late_takes_no_expired_lease(
     lapsed = sql_records.read(key)
     assert lapsed is not None
     sent = lapsed.now + (-310_000 if late else 10_000_000)
-    monkeypatch.setattr(sql_records.availability, "takeover_until", lambda _: sent)
+    monkeypatch.setattr(sql_records.availability, "takeover_until", lambda *_: sent)
     assert acquired(leases.acquire(make_call(key))) is not late
 
 

@@ -686,26 +686,26 @@ BUGS = (
     Bug(
         "a takeover does not ask whether the database has been answering",
         DATABASE,
-        "return NEVER if known is None else",
-        "return ALWAYS if known is None else",
+        "            if not _memory[0]:\n                return NEVER",
+        "            if not _memory[0]:\n                return ALWAYS",
     ),
     Bug(
         "a claim that the database executed late counts its own answer",
         DATABASE,
-        "return until if known is None else min(until, now - known.late)",
-        "return self.takeover_until(at)",
+        "        return until\n\n    def failed",
+        "        return self.takeover_until(at)\n\n    def failed",
     ),
     Bug(
         "a late answer counts for no time",
         DATABASE,
-        "return until if known is None else min(until, now - known.late)",
+        "return until if now is None else min(until, now - late, now - before)",
         "return until",
     ),
     Bug(
         "a late answer counts for less than the time of grace",
         DATABASE,
-        "Answers(at, now, answering, at, late, self.late_since)",
-        "Answers(at, now, answering, at, late, 0)",
+        "since, late, before = at, 0, late",
+        "since, late, before = at, 0, 0",
     ),
     Bug(
         "a gap between two answers does not end what was known of the database",
@@ -716,14 +716,14 @@ BUGS = (
     Bug(
         "what the main process has seen of the database counts for ever",
         DATABASE,
-        "return last if sent - last.at <= SILENCE and last.answering",
-        "return last if last.answering",
+        "if sent - last > SILENCE or answering < self.grace:",
+        "if answering < self.grace:",
     ),
     Bug(
         "the database has been answering once it has answered twice",
         DATABASE,
-        "last.answering >= self.grace:",
-        "last.answering > 0.0:",
+        "if self._broken(sent) or answering < self.grace:",
+        "if self._broken(sent) or not answering:",
     ),
     Bug(
         "the row of a retry keeps the number of the attempt before",

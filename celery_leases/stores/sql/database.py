@@ -21,7 +21,7 @@ from copy import copy
 from mmap import mmap
 from operator import itemgetter
 from struct import Struct
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, Self, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 from zlib import crc32
 
@@ -517,35 +517,13 @@ NEVER: Final = -ALWAYS
 """A time before every other time."""
 
 
-class Answers(NamedTuple):
-    """What the answers of a database have shown; times of the database are in microseconds."""
-
-    #: When the last claim was answered, and the database's clock in that answer.
-    at: float = -math.inf
-    now: int = 0
-    #: For how long the database had been answering.
-    answering: float = 0.0
-    #: How late it executed a statement, at most, since a time and in the ``GRACE`` before that.
-    since: float = -math.inf
-    late_since: int = 0
-    late_before: int = 0
-
-    @property
-    def late(self) -> int:
-        """How late the database executed a statement in the last ``GRACE``, or a bit before."""
-        return max(self.late_since, self.late_before)
-
-    def estimated(self, sent: float) -> int:
-        """What the database's clock says at *sent*."""
-        return self.now + int((sent - self.at) * 1e6)  # another thread may have got this answer
-
-    def then(self, sent: float, at: float, now: int, grace: float) -> Answers:
-        """The same with one answer more."""
-        answering = self.answering + min(max(0.0, at - self.at), SILENCE)
-        late = max(0, now - self.estimated(sent))
-        if at - self.since > grace:
-            return Answers(at, now, answering, at, late, self.late_since)
-        return Answers(at, now, answering, self.since, max(late, self.late_since), self.late_before)
+Answers = tuple[float, int, float, float, int, int]
+"""What the answers of a database have shown, times of the database in microseconds: when the last
+claim was answered, and the database's clock in that answer; for how long the database had been
+answering; how late it executed a statement, at most, since a time (the fourth and fifth) and in the
+``GRACE`` before that.
+"""
+_NO_ANSWERS: Final[Answers] = (-math.inf, 0, 0.0, -math.inf, 0, 0)
 
 
 _FORM: Final = Struct("<?LdQddQQ")
@@ -571,48 +549,51 @@ class Availability:
     def __init__(self, grace: float = GRACE, database: str = "") -> None:
         self.grace = grace
         self._database = crc32(database.encode())
-        self._last = Answers()
+        self._last = _NO_ANSWERS
         self._failed = -math.inf
 
     def answered(self, sent: float, at: float, now: int) -> int:
         """A statement that was sent at *sent* was answered at *at*; the database's clock said
-        *now*. Returns :meth:`takeover_until` as it was without this answer, or so much before *now*
-        as another answer of the last ``GRACE`` was late.
+        *now*. Returns :meth:`takeover_until` as it was without this answer.
         """
-        until, known, last = self.takeover_until(sent), self._known(sent), self._last
-        self._last = (
-            Answers(at, now, since=at)
-            if self._broken(sent)
-            else last.then(sent, at, now, self.grace)
-        )
-        return until if known is None else min(until, now - known.late)
+        until = self.takeover_until(sent, now)
+        if self._broken(sent):
+            self._last = at, now, 0.0, at, 0, 0
+        else:
+            last, then, answering, since, late, before = self._last
+            answering += min(max(0.0, at - last), SILENCE)
+            if at - since > self.grace:
+                since, late, before = at, 0, late
+            late = max(late, now - then - int((sent - last) * 1e6))
+            self._last = at, now, answering, since, late, before
+        return until
 
     def failed(self, at: float) -> None:
         """A statement failed without an answer."""
         self._failed = at
 
-    def takeover_until(self, sent: float) -> int:
+    def takeover_until(self, sent: float, now: int | None = None) -> int:
         """The time by the database's clock until which a claim sent at *sent* may take over a
         running row.
 
         This is the time of sending, as this process estimates it, or an earlier one. So a claim
         that a frozen database executes later takes over nothing. The claim adds a third of the
         row's ttl, which is the least that a live holder has left.
+
+        *now*: the database's clock in the answer, once it is there. Then the time is also so much
+        before *now* as another answer of the last ``GRACE`` was late.
         """
         if not self.grace:
             return ALWAYS
-        known = self._known(sent)
-        return NEVER if known is None else known.estimated(sent)
-
-    def _known(self, sent: float) -> Answers | None:
-        """The answers that show that the database has been answering; ``None``: none do."""
-        last = self._last
-        if not self._broken(sent) and last.answering >= self.grace:
-            return last
-        if not _memory[0]:
-            return None
-        last = self._seen_by_main_process()
-        return last if sent - last.at <= SILENCE and last.answering >= self.grace else None
+        last, then, answering, _, late, before = self._last
+        if self._broken(sent) or answering < self.grace:
+            if not _memory[0]:
+                return NEVER
+            last, then, answering, _, late, before = self._seen_by_main_process()
+            if sent - last > SILENCE or answering < self.grace:
+                return NEVER
+        until = then + int((sent - last) * 1e6)  # another thread may have got its answer since
+        return until if now is None else min(until, now - late, now - before)
 
     def share(self) -> None:
         """Let the forks of this process use what it has seen. Only one thread of a worker's main
@@ -624,11 +605,10 @@ class Availability:
     def _seen_by_main_process(self) -> Answers:
         read = _memory[:]
         seen, checksum = read[: _FORM.size], int.from_bytes(read[_FORM.size :], "little")
-        _, database, *last = _FORM.unpack(seen)
-        return (
-            Answers(*last) if crc32(seen) == checksum and database == self._database else Answers()
-        )
+        found: tuple[Any, ...] = _FORM.unpack(seen)
+        ours = crc32(seen) == checksum and found[1] == self._database
+        return cast("Answers", found[2:]) if ours else _NO_ANSWERS
 
     def _broken(self, sent: float) -> bool:
-        last = self._last.at
+        last = self._last[0]
         return sent - last > SILENCE or self._failed >= last
