@@ -398,7 +398,7 @@ class Execution:
             self._close(stopped_by_crash_loop(call, record))
             return verdict
         if isinstance(verdict, Reschedule):
-            self._close(unrun(call, record, verdict.delay))
+            self._close_unrun(verdict.delay)
             return verdict
         if call.options.latest_runs:  # before the lease is looked at, because this may take long
             with suppress(StoreUnavailable):  # then the next run begins earlier
@@ -406,10 +406,10 @@ class Execution:
                 if self._missing:  # no other call needs to wait for the newest one in vain
                     process.leases.note_order(call.key.stored, call.order, self._missing)
         if process.clock.now() >= held_lease.own_stop:
-            self._close(unrun(call, record, 0.0))
+            self._close_unrun(0.0)
             return self._lapsed()
         if call.begin_by < math.inf and process.clock.now() > call.begin_by:
-            self._close(unrun(call, record, 0.0))
+            self._close_unrun(0.0)
             return replace(self._too_late(), started=True)
         return verdict
 
@@ -498,6 +498,12 @@ class Execution:
         except StoreUnavailable as error:
             again = replace(self._after_store_failure(error), prior=self.record.owner)
             raise RowMayBeOpen(again) from error
+
+    def _close_unrun(self, delay: float) -> None:
+        record = self.record
+        if record.history and attempt_history.has_suspicions(record):
+            self.record = record = self._with_known_ends()
+        self._close(unrun(self.call, record, delay))
 
     def _free(self) -> None:
         """Release the lease. If the store does not answer, it expires by itself."""

@@ -412,6 +412,19 @@ class TestSuspicionsAlone:
         bench.clock.sleep(5.0)
         assert bench.run(bench.call(max_crashes=2)) == Return(1)
 
+    def test_one_that_is_taken_back_before_the_pause_stays_so(self, bench: Bench) -> None:
+        """The attempt that pauses has claimed the row, and has not closed it yet."""
+        zombie = unheard(bench, call_id="zombie", max_crashes=2)
+        unheard(bench, max_crashes=2)
+
+        def may_have_lost_leases(_: str, __: float) -> bool:
+            ends(bench, *zombie)
+            return True
+
+        bench.stores.may_have_lost_leases = may_have_lost_leases  # type: ignore[union-attr]
+        assert reschedule(bench.run(bench.call(max_crashes=2))).delay == 5.0
+        assert (bench.row.crashes, histories(bench)) == (1, [Ended.LOST, Ended.ABANDONED])
+
     def test_a_key_fails_if_the_store_has_lost_nothing(self, bench: Bench) -> None:
         self.lossy(bench, answer=False)
         unheard(bench, max_crashes=1)
