@@ -774,9 +774,11 @@ def what_is_reported_does_not_run(history: History) -> Iterator[Violation]:
         given = note.details
         call = given.get("call", "")
         if note.what == "delivers":
+            late = call in reported.values()
             if not (given.get("again") or given["begun"] or given["copy"]):
-                firsts[call] += 1 + (call in reported.values())
-            firsts[call] += 2 * (given.get("met") is not None)
+                firsts[call] += 1 + late
+            elif late and not given.get("again") and given.get("met") is not None:
+                firsts[call] += 2
             again.add(call)
         elif note.what == "body":
             if reported.get(given["key"]) == call and call in again and firsts[call] < 2:

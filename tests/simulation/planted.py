@@ -267,8 +267,8 @@ BUGS = (
     Bug(
         "a body begins although the claim took longer than the lease",
         RUN,
-        "        if process.clock.now() >= held_lease.own_stop:\n            self._close(unrun(call, record, 0.0))",
-        "        if False:\n            self._close(unrun(call, record, 0.0))",
+        "        if process.clock.now() >= held_lease.own_stop:\n            self._close_unrun(0.0)",
+        "        if False:\n            self._close_unrun(0.0)",
     ),
     Bug(
         "an older call keeps the order of the newest",
@@ -746,8 +746,10 @@ BUGS = (
     Bug(
         "an outcome counts a crash again that was none",
         RUN,
-        "if record.history and attempt_history.has_suspicions(record):",
-        "if record.crashed_at is not None:",
+        "if record.history and attempt_history.has_suspicions(record):\n"
+        "            self.record = record = self._with_known_ends()\n        outcome",
+        "if record.crashed_at is not None:\n"
+        "            self.record = record = self._with_known_ends()\n        outcome",
     ),
     Bug(
         "a body is retried once too often",
@@ -938,6 +940,19 @@ BUGS = (
         "celery_leases.worker.body_exceptions",
         "case Reject() if error.requeue:",
         "case Reject() if error.requeue is None:",
+    ),
+    Bug(
+        "a failed call runs again because its message comes again",
+        "celery_leases.worker.delivery",
+        "failure_fence=None\n            if header.failure_fence == 0 and self.redelivered\n"
+        "            else header.failure_fence",
+        "failure_fence=header.failure_fence",
+    ),
+    Bug(
+        "a message that comes again expires although its call has begun",
+        REQUEST,
+        'if self.delivery_info.get("redelivered") or HEADER in',
+        "if HEADER in",
     ),
 )
 """Each breaks a promise of docs/explanation/guarantees.md."""

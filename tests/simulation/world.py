@@ -11,6 +11,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
 from functools import cache, cached_property, partial
 from itertools import count
 from random import Random
@@ -19,6 +20,7 @@ from typing import Any
 
 from billiard import einfo
 from celery.local import Proxy
+from celery.worker import request as celery_request
 from celery.worker import state as worker_state
 from celery.worker import strategy
 from sqlalchemy.orm import Session
@@ -928,6 +930,14 @@ def of_process(world: World, make: Callable[[], Any]) -> Any:
     return Proxy(lambda: own[world.here])
 
 
+class WallClock(datetime):
+    """The time of wall clocks, which Celery compares with that at which a message expires."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> WallClock:
+        return cls.fromtimestamp(work.world().wall_time(), tz)
+
+
 class LeaseOfWorker:
     """The lease of the worker whose main process runs."""
 
@@ -967,6 +977,7 @@ def simulated(world: World) -> Iterator[None]:
         (random_module, "_urandom", world.random_bytes),
         (os, "getpid", lambda: getattr(world.here, "pid", 1)),
         (time, "time", world.wall_time),
+        (celery_request, "datetime", WallClock),
         (time, "monotonic", now),
         (time, "sleep", world.scheduler.sleep),
         (os_threads, "allocate_lock", Lock),
