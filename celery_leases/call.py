@@ -63,8 +63,9 @@ class Call:
     #: When its message first arrived at a worker, as a time of the lease store; 0 if that is not
     #: known yet. It is compared if one of two calls has no order.
     arrived: int = 0
-    #: For how long it has waited in workers for a newer call that has not begun, in seconds; 0 if
-    #: it has not begun to wait. The time in which no worker had its message does not count.
+    #: For how long it has waited for a newer call that has not begun, in seconds; 0 if it has not
+    #: begun to wait. It counts its time in workers, and the countdowns of copies that waited at the
+    #: broker, but not the time for which its message was in the queue.
     waited_for_newer: float = 0.0
     #: While it waits for a held key: this worker begins the call as soon as the key is free.
     starts_when_free: bool = False

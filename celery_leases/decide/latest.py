@@ -61,8 +61,8 @@ def until_turn(
     the older one then runs after :data:`PATIENCE`, which begins again when a run in *record* has
     ended: the newer one could not begin before. Then the note of the newer one is replaced, so only
     one call waits for it in vain. If the clock of the lease store was set back, no call waits until
-    it has caught up. Time in which no worker had the message does not count: the newer one had none
-    either, and may come right after this one.
+    it has caught up. Time for which the message was in the queue does not count: the newer one may
+    be there too, right behind this one.
     """
     if not call.reschedulable:
         return None

@@ -232,6 +232,11 @@ class Publisher:
             raise NotPublishable(f"{type(error).__name__}: {error}") from error
         options = {name: value for name, value in copy.options.items() if name not in _ROUTE}
         with self._producer() as producer, _outside_of(task.request):
+            route = self.routes.to_queue_of(producer, task.request, delay)
+            if header is not None and header.waited_for_newer and "countdown" not in route:
+                # The copy waits at the broker, for at least *delay*, where no worker counts that.
+                waited = replace(header, waited_for_newer=header.waited_for_newer + delay)
+                options["headers"] = options["headers"] | {HEADER: waited.written()}
             self._app.send_task(
                 task.name,
                 copy.args,
@@ -242,7 +247,7 @@ class Publisher:
                 retry=False,
                 confirm_timeout=self._within,
                 add_to_parent=False,
-                **(options | self.routes.to_queue_of(producer, task.request, delay)),
+                **(options | route),
             )
 
     def _producer(self) -> Any:

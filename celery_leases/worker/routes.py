@@ -147,7 +147,7 @@ class Routes:
 
     def to_queue_of(self, producer: Any, request: Any, delay: float) -> dict[str, Any]:
         """The publish options of a message that returns to the queue of *request* in *delay*
-        seconds.
+        seconds. They have no ``countdown`` if it waits at the broker.
         """
         queue = queue_of(request)
         on_rabbit = producer.connection.transport.driver_type == "amqp"

@@ -5,11 +5,16 @@ block no other call.
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from kombu import Exchange, Queue
 
+from celery_leases.decide.latest import MICROSECONDS, PATIENCE
 from celery_leases.errors import RescheduleFailed
+from celery_leases.keys import stored_key
+from celery_leases.worker.headers import HEADER, ORDER, Header
+from celery_leases.worker.processes import process_of
 from tests.integration.conftest import MakeStage
 from tests.integration.deployments import RABBIT_DATABASE_POSTGRES, Stage, got, until
 
@@ -73,6 +78,19 @@ def test_a_wait_ends_in_the_queue_it_began_in(stage: Stage, name: str) -> None:
         with stage.app.connection_for_write() as connection:
             connection.default_channel.queue_delete(high)
     until(lambda: not stage.left_over(), "the default queue to be empty")
+
+
+def test_a_call_runs_itself_if_no_newer_one_comes(stage: Stage, name: str) -> None:
+    """The publisher of the newer one died after it got its order, a minute ago."""
+    task, leases, call_id = stage.tasks.newest, process_of(stage.app).leases, str(uuid4())
+    key = stored_key(task.name, f"newest:{name}")
+    minute_ago = leases.burst(key).now - 60 * MICROSECONDS
+    leases.note_order(key, minute_ago)
+    waits = Header(task.name, call_id, waited_for_newer=PATIENCE - 1.0, reschedules=1)
+    headers = {ORDER: [call_id, minute_ago - 1], HEADER: waits.written()}
+    call = stage.app.send_task(task.name, (name, 1), task_id=call_id, headers=headers)
+    assert call.get(timeout=PATIENCE) == 1
+    assert len([line for line in stage.log(call_id) if line.endswith("received")]) == 2
 
 
 @pytest.fixture(scope="module")

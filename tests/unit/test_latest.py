@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -37,8 +38,10 @@ from celery_leases.worker import processes
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.arrivals import Arrivals
 from celery_leases.worker.delivery import Delivery
-from celery_leases.worker.headers import ARRIVED, CAME, ORDER, Header
+from celery_leases.worker.headers import ARRIVED, CAME, HEADER, ORDER, Header
+from celery_leases.worker.publisher import Publisher
 from celery_leases.worker.rescheduling import Rescheduling
+from celery_leases.worker.routes import ORIGIN
 from tests.unit.celery_apps import apps
 from tests.unit.decision_inputs import KEY, NOW, OURS, SECOND, THEIRS, a_call, a_record
 from tests.unit.memory_worker import SOON, Bench
@@ -94,6 +97,45 @@ class TestItsTurn:
             delivery.request = SimpleNamespace(**fields)
             delivery.process = SimpleNamespace(clock=SimpleNamespace(now=lambda: came + 2.0))
             assert delivery._waited_for_newer() == pytest.approx(known, abs=0.1)
+
+    @pytest.mark.usefixtures(apps.__name__)
+    @pytest.mark.parametrize("rand", [0.0, 0.5, 1.0])
+    @pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+    def test_the_countdown_of_a_copy_counts_if_it_waits_at_the_broker(
+        self, monkeypatch: pytest.MonkeyPatch, queue_type: str, rand: float
+    ) -> None:
+        """Else in the worker, as it passes. The broker rounds it up, and never counts less."""
+        app = Celery("latest", broker="amqp://")
+        app.conf.task_default_queue_type = queue_type
+        sent: list[dict[str, Any]] = []
+        monkeypatch.setattr(app, "send_task", lambda *_, **options: sent.append(options))
+        producer = SimpleNamespace(
+            connection=SimpleNamespace(transport=SimpleNamespace(driver_type="amqp")),
+            channel=SimpleNamespace(queue_bind=lambda **_: None),
+        )
+        marks: Any = SimpleNamespace(mark=lambda *_: None, swap_mark=lambda *_: True)
+        publisher = Publisher(app)
+        monkeypatch.setattr(publisher, "_producer", lambda: nullcontext(producer))
+
+        @app.task(name="billing.send", shared=False)
+        def task() -> None: ...
+
+        task.push_request(id=OURS, **{ORIGIN: {"queue": "celery"}})
+        header, passed = Header(task.name, OURS), 0.0
+        for number in range(4):
+            call = latest(OLDER, reschedules=number, waited_for_newer=header.waited_for_newer)
+            again = until_turn(call, Burst(NOW + 60 * SECOND, NEWER, OLDER), rand)
+            assert again is not None
+            header = replace(header, waited_for_newer=again.waited_for_newer)
+            publisher.reschedule(task, header, again.delay, marks, KEY.stored, 15.0)
+            header = Header.read(sent[-1]["headers"][HEADER])
+            passed += again.delay
+            at_broker = queue_type == "quorum"
+            assert ("countdown" in sent[-1]) is not at_broker
+            assert header.waited_for_newer == pytest.approx(0.001 + passed * at_broker)
+        call = latest(OLDER, waited_for_newer=header.waited_for_newer)
+        again = until_turn(call, Burst(NOW + 60 * SECOND, NEWER, OLDER), rand)
+        assert (again is None) is (queue_type == "quorum")
 
     def test_its_patience_begins_again_with_each_newer_call(self) -> None:
         now = NOW + 20 * SECOND
