@@ -764,12 +764,13 @@ def what_has_failed_does_not_run(history: History) -> Iterator[Violation]:
 @of_each_generation
 def what_is_reported_does_not_run(history: History) -> Iterator[Violation]:
     """A call whose caller has its failure does not run again because its message is delivered a
-    second time, and says so. Nobody knows that of two messages that look like the first one, or of
-    a message that is published after the failure.
+    second time, and says so. Nobody knows that of two messages that look like the first one, or
+    like its first copy, or of a message that is published after the failure.
     """
     reported: dict[str, str] = {}
     again: set[str] = set()
     firsts: Counter[str] = Counter()
+    copies: Counter[str] = Counter()
     for note in history.of("row", "body", "delivers"):
         given = note.details
         call = given.get("call", "")
@@ -777,11 +778,12 @@ def what_is_reported_does_not_run(history: History) -> Iterator[Violation]:
             late = call in reported.values()
             if not (given.get("again") or given["begun"] or given["copy"]):
                 firsts[call] += 1 + late
-            elif late and not given.get("again") and given.get("met") is not None:
-                firsts[call] += 2
+            elif not given.get("again") and given.get("met") is not None:
+                copies[call] += 1 + late
             again.add(call)
         elif note.what == "body":
-            if reported.get(given["key"]) == call and call in again and firsts[call] < 2:
+            known = max(firsts[call], copies[call]) < 2
+            if reported.get(given["key"]) == call and call in again and known:
                 yield Violation("what is reported does not run", note, "its caller has its failure")
         elif (row := given["new"]) is None or not _ran(given["old"]):
             if row is None or not _ran(row) or reported.get(row.key) != row.call:
