@@ -71,9 +71,7 @@ def planted() -> str:
     told = (
         f"{len(seeds)} of {len(rows)} are found, the median with seed {statistics.median(seeds):g}."
     )
-    return (
-        f"{told}\n\n{drawn([['the planted bug', 'a seed', 'which promise it breaks'], *rows])}"
-    )
+    return f"{told}\n\n{drawn([['the planted bug', 'a seed', 'which promise it breaks'], *rows])}"
 
 
 def mutants() -> str:
