@@ -500,6 +500,9 @@ class Execution:
             raise RowMayBeOpen(again) from error
 
     def _close_unrun(self, delay: float) -> None:
+        """Close an attempt whose body does not run now. Its row keeps what earlier attempts have
+        written about their ends since the claim.
+        """
         record = self.record
         if record.history and attempt_history.has_suspicions(record):
             self.record = record = self._with_known_ends()

@@ -92,7 +92,7 @@ def queues_another(row: Record) -> bool:
 
 
 def _message_call(row: Record) -> str | None:
-    """The Celery id of the call whose message is in *row*; ``None`` if nobody can read it."""
+    """The Celery id of the call whose message is in *row*; ``None`` without a readable one."""
     try:
         return str(json.loads(row.message or "")["options"]["task_id"])
     except Exception:  # noqa: BLE001 - somebody has changed it by hand

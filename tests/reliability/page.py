@@ -57,8 +57,8 @@ def simulation() -> str:
 
 
 def planted() -> str:
-    """Each planted bug, and a seed that shows it: the first one, or of a rare bug one of those whose
-    runs suit it.
+    """Each planted bug, and a seed that shows it: the first one, or for a rare bug one whose run
+    suits it.
     """
     rows, seeds = [], []
     for name, told in recorded("planted")["bugs"].items():

@@ -544,7 +544,7 @@ BUGS = (
         "            pass",
     ),
     Bug(
-        "an effect that nobody can verify is repeated",
+        "an effect without verify is repeated",
         "celery_leases.effect",
         'return RepeatCall() if uncertain == "rerun" else AskOperator()',
         'return RepeatCall() if uncertain == "stop" else AskOperator()',

@@ -504,8 +504,8 @@ GRACE: Final = LONGEST_SETTLE_PAUSE + 1.0
 """Seconds for which the database must have answered: a live holder retries its outcome within
 ``LONGEST_SETTLE_PAUSE`` and its renewal within 1 s, and either takes some time.
 
-For as long after a late answer a row is not taken over whose lease may have ended meanwhile: if the
-answer was late by more than a third of the row's ttl, a renewal of its holder may have failed.
+After a late answer, no row is taken over for as long if the answer was late by more than a third of
+the row's ttl: a renewal of its holder may have failed meanwhile.
 """
 
 SILENCE: Final = 1.0
