@@ -835,18 +835,23 @@ def retries_are_limited(history: History) -> Iterator[Violation]:
 def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
     """No body begins after so many others in a row whose processes died, unless the lease store has
     lost leases: then their processes may have lived. If each call runs, those of its call count. An
-    attempt from which an operator has taken the key does not count.
+    attempt from which an operator has taken the key does not count, and saved progress begins the
+    count again.
     """
     running: dict[str, tuple[tuple[str, str], str]] = {}
     dead: set[str] = set()
     crashes: Counter[tuple[str, str]] = Counter()
+    works: set[str] = set()
     lost = min((note.at for note in history.of("emptied", "evicted")), default=math.inf)
-    for note in history.of("row", "body", "body ended", "killed", "released", "saves"):
+    for note in history.of("row", "body", "body ended", "killed", "released", "saves", "item"):
         given = note.details
         if note.at >= lost:
             return
         if note.what == "saves":
             crashes.pop(_counted_together(given["key"], given["call"]), None)
+            continue
+        if note.what == "item":
+            works.add(given["token"])
             continue
         if note.what == "released":
             running = {token: its for token, its in running.items() if its[0][0] != given["key"]}
@@ -856,6 +861,8 @@ def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
             ended = new.ended if new is not None and _ran(old) else None
             if ended == Ended.TERMINATED:
                 # Celery has ended another delivery of its call: the next one may run.
+                crashes.pop(_counted_together(old.key, old.call), None)
+            elif _ran(old) and _ran(new) and old.owner == new.owner and old.owner in works:
                 crashes.pop(_counted_together(old.key, old.call), None)
             elif ended == Ended.RELEASED and old.owner in dead:
                 crashes[_counted_together(old.key, old.call)] -= 1
@@ -1706,19 +1713,19 @@ def _last_rows(history: History) -> dict[str, Row]:
 
 def _done_before(history: History) -> set[tuple[str, str]]:
     """The calls, with their keys, that have an answer and run again, and whose process has perhaps
-    died: then Celery drops the message, because the call has a result. They were done before their
-    record expired, or answered by another one, which another copy takes for older: if one of two
+    died: then Celery drops the message, because the call has a result. They were done or refused
+    before their record expired, or answered by another one, which another copy takes for older: if one of two
     calls has no order, their arrivals are compared, and copies may remember different ones.
     """
     done: dict[tuple[str, str], int] = {}
     answered: set[str] = set()
     again: set[tuple[str, str]] = set()
     dropped: set[tuple[str, str]] = set()
-    for note in history.of("row", "killed", "event ResultReplayed"):
+    for note in history.of("row", "killed", "event ResultReplayed", "event CallRefused"):
         if note.what == "killed":
             dropped |= again
-        elif note.what == "event ResultReplayed":
-            if note.details["replaced"]:
+        elif note.what.startswith("event "):
+            if note.details.get("replaced", True):
                 answered.add(note.details["call_id"])
         elif (row := note.details["new"]) is not None:
             number = history.generation(row.key, row.fence)
@@ -2057,6 +2064,8 @@ class Latest:
     """A key of ``lease_runs="latest"``, and its calls that have an order."""
 
     calls: dict[str, Ordered] = field(default_factory=dict)
+    #: When others were made since its row was last claimed; the store may have noted them.
+    others: dict[str, float] = field(default_factory=dict)
     #: The greatest order that has run, and the greatest of a call that others need not wait for.
     has_run: int = 0
     given_up: int = 0
@@ -2083,8 +2092,9 @@ class Latest:
         """
         if (own := self.calls.get(call)) is None:
             own = Ordered(self._newest, at, at, counts=False)
-        waits = [each for each in self.calls.values() if each.order > self.has_run]
-        first = max(self.began, min((each.called for each in waits), default=at))
+        waits = [each.called for each in self.calls.values() if each.order > self.has_run]
+        first = max(self.began, min((*waits, *self.others.values()), default=at))
+        self.others.clear()
         self.has_run, self.began = max(self.has_run, own.order), at
         newer = [
             each
@@ -2142,10 +2152,12 @@ def bursts_cost_few_runs(history: History) -> Iterator[Violation]:
                     latest.calls.clear()
             case "calls":
                 called[given["call"]] = note
+                keys[given["key"]].others[given["call"]] = note.at
             case "ordered":
                 made = called[given["call"]]
                 counts = given["call"] not in ended and _is_noted(history, made, note)
                 found = Ordered(given["order"], made.at, note.at, counts)
+                keys[made.details["key"]].others.pop(given["call"], None)
                 keys[made.details["key"]].calls.setdefault(given["call"], found)
             case "tries":
                 tries[given["call"]].append(note.at)
