@@ -925,6 +925,61 @@ def only_crashes_count(history: History) -> Iterator[Violation]:
         yield from too_early(row, None)
 
 
+@dataclass
+class Left:
+    """An attempt, and what became of its call since."""
+
+    owner: str
+    process: str
+    #: No other message of the call was in a worker.
+    alone: bool
+    rescheduled: int = 0
+    delivered: int = 0
+    sure: bool = True
+
+
+def what_a_copy_names_is_no_crash(history: History) -> Iterator[Violation]:
+    """An attempt that could neither begin its body nor close its row, whose process lives, and that
+    has published its message again, does not count as a crash once that copy runs.
+    """
+    left: dict[str, Left] = {}
+    waiting: Counter[str] = Counter()
+    for note in history.of("row", "body", "delivers", "tries", "killed", *RESCHEDULED):
+        given, call = note.details, note.details.get("call") or note.details.get("call_id", "")
+        if note.what == "body":
+            left.pop(call, None)
+        elif note.what == "killed":
+            gone = f"-{given['pid']:x}"
+            left = {call: each for call, each in left.items() if not each.owner.endswith(gone)}
+        elif note.what == "delivers":
+            waiting[call] += 1
+            if (its := left.get(call)) is not None:
+                its.delivered += 1
+                its.sure &= not given["again"]
+        elif note.what == "tries":
+            waiting[call] -= 1
+        elif note.what in RESCHEDULED:
+            if (its := left.get(call)) is not None:
+                its.rescheduled += 1
+                its.sure &= given["confirmed"] and given["by"] == its.process
+        elif _ran(new := given["new"]):
+            old = given["old"]
+            if old is not None and old.owner == new.owner:
+                continue
+            its = left.get(new.call)
+            if (
+                _ran(old)
+                and its is not None
+                and its.owner == old.owner
+                and (its.rescheduled, its.delivered) == (1, 1)
+                and its.alone
+                and its.sure
+                and new.crashes > old.crashes
+            ):
+                yield Violation("what a copy names is no crash", note, f"{old.owner} lives")
+            left[new.call] = Left(new.owner, given["by"], waiting[new.call] <= 0)
+
+
 @of_each_generation
 def crashes_are_not_forgotten(history: History) -> Iterator[Violation]:
     """If several calls of a key run, another call's claim or outcome does not change for how many
@@ -1139,6 +1194,22 @@ def what_has_failed_keeps_no_key(history: History) -> Iterator[Violation]:
             if since < note.at and not any(at < note.at and since < end + 4.0 for at, end in slow):
                 why = f"the call before has failed at {since - 2.0:.3f}"
                 yield Violation("what has failed keeps no key", note, why)
+
+
+@of_each_generation
+def other_arguments_wait_for_the_failure(history: History) -> Iterator[Violation]:
+    """A call with other arguments gets a key only after the caller of the call before has its
+    failure, and that does not run again by itself; or after an operator has taken the key.
+    """
+    for note in history.of("row"):
+        old, new = note.details["old"], note.details["new"]
+        if new is None or new.task != COMPARED or not _ran(new) or old is None:
+            continue
+        if old.call not in ("", new.call) and not (
+            _is_stopped(old) and old.ended in (*CALLER_HAS_FAILURE, Ended.RELEASED)
+        ):
+            why = f"it was that of {old.call}: {old}"
+            yield Violation("other arguments wait for the failure", note, why)
 
 
 def _is_stopped(row: Row) -> bool:
@@ -2103,13 +2174,15 @@ class Latest:
             and each.published < tries[-1]
             and each.counts
         ]
-        if not newer or any(tries[-1] < each <= at for each in self.ends):
-            return None  # or it could not know when the attempt would end that ran meanwhile
+        if not newer:
+            return None
         newest = max(newer, key=lambda each: each.order)
         ended = max((each for each in self.ends if each <= tries[-1]), default=-math.inf)
         if at - max(newest.called, ended, tries[0]) >= PATIENCE - SLACK:
             self.given_up = newest.order  # its note is replaced
             return None
+        if any(tries[-1] < each <= at for each in self.ends):
+            return None  # it could not know when the attempt would end that ran meanwhile
         # Also a call that expires or that Celery ends has come.
         came = max(each.published for each in self.calls.values() if each.published < tries[-1])
         debounced = task == "debounced"
@@ -2460,11 +2533,13 @@ CHECKS: tuple[Check, ...] = (
     takeovers_wait_for_the_database,
     only_busy_keys_refuse,
     what_has_failed_keeps_no_key,
+    other_arguments_wait_for_the_failure,
     what_has_begun_is_not_refused,
     what_keeps_failing_ends,
     retries_are_limited,
     what_keeps_crashing_ends,
     only_crashes_count,
+    what_a_copy_names_is_no_crash,
     suspicions_are_taken_back,
     ends_are_kept,
     crashes_are_not_forgotten,

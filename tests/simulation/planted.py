@@ -890,6 +890,12 @@ BUGS = (
         "free = ours or call.options.reruns",
     ),
     Bug(
+        "a call that has failed, and runs again by itself, does not keep its key",
+        CLAIM,
+        "free = ours or row.failure_delivered or call.options.reruns",
+        "free = ours or row.ended is Ended.FAILED or call.options.reruns",
+    ),
+    Bug(
         "a key whose queued call was revoked is given to no other call",
         AFTER_RUN,
         "return stopped or record.ended in (*CALLER_HAS_FAILURE, Ended.CRASHED)",
@@ -947,6 +953,12 @@ BUGS = (
         "failure_fence=None\n            if header.failure_fence == 0 and self.redelivered\n"
         "            else header.failure_fence",
         "failure_fence=header.failure_fence",
+    ),
+    Bug(
+        "a claim that failed after one without a reply leaves no open row",
+        RUN,
+        "failures > 0 and not isinstance(error, RecordUnreadable)",
+        "False",
     ),
     Bug(
         "a message that comes again expires although its call has begun",

@@ -745,7 +745,7 @@ class World:
     def observe(self, event: Any) -> None:
         """Note an event of the library."""
         given = {each.name: getattr(event, each.name) for each in fields(event)}
-        self.note(f"event {type(event).__name__}", **given)
+        self.note(f"event {type(event).__name__}", **given, by=self.here.name)
         if isinstance(event, LeaseAcquired | LeaseRenewed | LeaseLost):
             for held_lease in self.here.library.renewer.held_leases:
                 is_its = (held_lease.lost is not None) == isinstance(event, LeaseLost)
