@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -149,23 +149,36 @@ class StateOfWorker:
         self._world = world
 
     @property
-    def scheduled_requests(self) -> set[Any]:
+    def scheduled_requests(self) -> RequestsOf:
         """The requests that wait in its timer."""
-        return self._own(worker_state.scheduled_requests)
+        return RequestsOf(self._world.here.host, worker_state.scheduled_requests)
 
     @property
-    def reserved_requests(self) -> set[Any]:
+    def reserved_requests(self) -> RequestsOf:
         """The requests that it has given to its pool, and that have not ended."""
-        return self._own(worker_state.reserved_requests)
+        return RequestsOf(self._world.here.host, worker_state.reserved_requests)
 
     @property
-    def active_requests(self) -> set[Any]:
+    def active_requests(self) -> RequestsOf:
         """The requests that its pool has accepted."""
-        return self._own(worker_state.active_requests)
+        return RequestsOf(self._world.here.host, worker_state.active_requests)
 
-    def _own(self, requests: Iterable[Any]) -> set[Any]:
-        host = self._world.here.host
-        return {each for each in requests if each.hostname == host}
+
+class RequestsOf(Collection[Any]):
+    """Those of the requests of all workers that are of one of them."""
+
+    def __init__(self, host: str, requests: Collection[Any]) -> None:
+        self._host = host
+        self._requests = requests
+
+    def __contains__(self, request: Any) -> bool:
+        return request in self._requests and request.hostname == self._host
+
+    def __iter__(self) -> Iterator[Any]:
+        return (each for each in self._requests if each.hostname == self._host)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class SimulatedGuard(SignalGuard):
