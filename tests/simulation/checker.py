@@ -29,7 +29,7 @@ import json
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, NamedTuple
@@ -835,8 +835,8 @@ def retries_are_limited(history: History) -> Iterator[Violation]:
 def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
     """No body begins after so many others in a row whose processes died, unless the lease store has
     lost leases: then their processes may have lived. If each call runs, those of its call count. An
-    attempt from which an operator has taken the key does not count, and saved progress begins the
-    count again.
+    attempt from which an operator has taken the key does not count, nor does one that has snoozed,
+    and saved progress begins the count again.
     """
     running: dict[str, tuple[tuple[str, str], str]] = {}
     dead: set[str] = set()
@@ -847,39 +847,48 @@ def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
         given = note.details
         if note.at >= lost:
             return
-        if note.what == "saves":
-            crashes.pop(_counted_together(given["key"], given["call"]), None)
-            continue
+        if (anew := _counted_anew(note, works)) is not None:
+            crashes.pop(anew, None)
         if note.what == "item":
             works.add(given["token"])
-            continue
-        if note.what == "released":
+        elif note.what == "released":
             running = {token: its for token, its in running.items() if its[0][0] != given["key"]}
-            continue
-        if note.what == "row":
+        elif note.what == "row":
             old, new = given["old"], given["new"]
-            ended = new.ended if new is not None and _ran(old) else None
-            if ended == Ended.TERMINATED:
-                # Celery has ended another delivery of its call: the next one may run.
-                crashes.pop(_counted_together(old.key, old.call), None)
-            elif _ran(old) and _ran(new) and old.owner == new.owner and old.owner in works:
-                crashes.pop(_counted_together(old.key, old.call), None)
-            elif ended == Ended.RELEASED and old.owner in dead:
+            if _ran(old) and new and new.ended == Ended.RELEASED and old.owner in dead:
                 crashes[_counted_together(old.key, old.call)] -= 1
-            continue
-        if note.what == "killed":
+        elif note.what == "killed":
             gone = {token for token, (_, its) in running.items() if its == given["process"]}
             crashes.update(running.pop(token)[0] for token in gone)
             dead |= gone
-            continue
-        work = _counted_together(given["key"], given["call"])
-        if note.what == "body ended":
+        elif note.what == "body ended":
             running.pop(given["token"], None)
-            crashes.pop(work, None)
-        elif "charged" not in given["key"] and not given["key"].startswith("queued "):
+        elif note.what == "body" and not _counts_otherwise(given["key"]):
+            work = _counted_together(given["key"], given["call"])
             if crashes[work] >= CRASHES:
                 yield Violation("what keeps crashing ends", note, f"{crashes[work]} crashes")
             running[given["token"]] = work, given["process"]
+
+
+def _counts_otherwise(key: str) -> bool:
+    """Whether effects, or another call of the queue, end the count of a key."""
+    return "charged" in key or key.startswith("queued ")
+
+
+def _counted_anew(note: Note, works: Container[str]) -> tuple[str, str] | None:
+    """The calls whose crashes are no longer in a row: a body has ended otherwise, or saved its
+    progress or which items it has done; or Celery has ended another delivery of the call, so the
+    next one may run.
+    """
+    given = note.details
+    if note.what == "saves" or (note.what == "body ended" and given["ending"] != "snooze"):
+        return _counted_together(given["key"], given["call"])
+    old, new = given.get("old"), given.get("new")
+    if old is None or new is None or not _ran(old):
+        return None
+    saved = _ran(new) and old.owner == new.owner and old.owner in works
+    ends = saved or new.ended == Ended.TERMINATED
+    return _counted_together(old.key, old.call) if ends else None
 
 
 def _counted_together(key: str, call: str) -> tuple[str, str]:
@@ -1785,8 +1794,9 @@ def _last_rows(history: History) -> dict[str, Row]:
 def _done_before(history: History) -> set[tuple[str, str]]:
     """The calls, with their keys, that have an answer and run again, and whose process has perhaps
     died: then Celery drops the message, because the call has a result. They were done or refused
-    before their record expired, or answered by another one, which another copy takes for older: if one of two
-    calls has no order, their arrivals are compared, and copies may remember different ones.
+    before their record expired, or answered by another one, which another copy takes for older: if
+    one of two calls has no order, their arrivals are compared, and copies may remember different
+    ones.
     """
     done: dict[tuple[str, str], int] = {}
     answered: set[str] = set()

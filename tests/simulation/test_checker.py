@@ -286,6 +286,18 @@ def other_arguments(wait: float, **changes: Any) -> Story:
     return of_task("compared", made if not changes else made.run("b", 2))
 
 
+def copied(*, again: bool = False, **changes: Any) -> Story:
+    """The row of an attempt stays open, and the copy of its message takes it over."""
+    given = {"call": "c1", "begun": True, "prior": ()}
+    made = Story().note("delivers", **given, copy="", again=False).note("tries", call="c1")
+    rescheduled = {"task": "once", "key": "k", "call_id": "c1", "reason": "no answer", "delay": 1.0}
+    made.call().claim("a-a").note(
+        "event CallRescheduled", **rescheduled, confirmed=True, by="w0/c1"
+    )
+    made.note("delivers", **given, copy="1 b", again=again).note("tries", call="c1")
+    return made.claim("b-b", 2, **changes).body("b-b", 2).ends("b-b").done()
+
+
 def unordered(first: int, *comes_again: int, ordered: int = 0, step: bool = False) -> Story:
     """Two calls of which only the newest runs, which is the one that arrives last; the first has
     the row. Messages of these numbers come again; one call has an order.
@@ -1147,6 +1159,23 @@ GOOD: dict[str, Callable[[], Story]] = {
         .slots()
         .run("b", 2),
     ),
+    "an attempt whose copy takes its row over": copied,
+    "an attempt that counts as a crash once its message comes again": lambda: copied(
+        again=True, crashes=1
+    ),
+    "a fourth body after three crashes, of which the third one had done items": lambda: (
+        called()
+        .crashes(1)
+        .crashes(2)
+        .claim("a-c", 3)
+        .body("a-c", 3, "w0/c3")
+        .item(0, "a-c")
+        .renew()
+        .note("killed", process="w0/c3", pid=12)
+        .write(99, state="pending", ended="crashed")
+        .wait(9)
+        .run("b", 4)
+    ),
     "a rejection after the store has lost its data": lambda: of_task(
         "limited",
         Story()
@@ -1961,6 +1990,22 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
         "own results", 2, lambda: of_task(
             "compared", Story().call(task="compared").call("c2", "compared").run(),
         ),
+    ),
+    "other arguments while the call before is to run again": (
+        "other arguments wait for the failure", 7,
+        lambda: of_task(
+            "compared",
+            Story().call(task="compared").call("c2", "compared", "FAILURE").claim(task="compared")
+            .body().ends().cools(8, resumes=True).claim("b", 2, "c2"),
+        ),
+    ),
+    "an attempt that counts as a crash although its copy goes on": (
+        "what a copy names is no crash", 8, lambda: copied(crashes=1),
+    ),
+    "a fourth body after three crashes, between which one was snoozed": (
+        "what keeps crashing ends", 19,
+        lambda: called().crashes(1).crashes(2).claim("c", 3).body("c", 3).ends("c", "snooze")
+        .write(state="pending", ended="snoozed").crashes(4).wait(9).run("b", 5),
     ),
     "two queued calls of a key": (
         "queued once", 2,
