@@ -219,6 +219,14 @@ def step_clock(world: World) -> None:
         world.note("clock", by=by)
 
 
+def step_database_clock(world: World) -> None:
+    """The wall clock of the database steps, and with it the ends of cooldowns and of its leases."""
+    by = world.random.choice((-600.0, -20.0, -1.0, 1.0, 20.0, 600.0))
+    world.database.ahead += by
+    world.note("database clock", by=by)
+    world.waits_longer(-by)
+
+
 def revoke_call(world: World) -> None:
     """An operator revokes a call, and perhaps terminates it."""
     number = world.random.randrange(1, world.shape.calls + 1)

@@ -955,6 +955,12 @@ BUGS = (
         "failure_fence=header.failure_fence",
     ),
     Bug(
+        "a fence is the time of the database",
+        CLAIM,
+        '"fence": max(row.fence + 1, now),',
+        '"fence": now,',
+    ),
+    Bug(
         "a claim that failed after one without a reply leaves no open row",
         RUN,
         "failures > 0 and not isinstance(error, RecordUnreadable)",

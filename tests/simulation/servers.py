@@ -246,13 +246,19 @@ _COLUMNS = (
 
 def _row_changed(*values: Any) -> None:
     size = len(_COLUMNS)
-    if work.current is not None:
+    if work.current is not None and _is_in_use():
         work.current.row_changed(_noted_row(values[:size]), _noted_row(values[size:]))
 
 
 def _group_changed(name: str, text: str) -> None:
-    if work.current is not None:
+    if work.current is not None and _is_in_use():
         _note_group(work.current, name, load(text), EPOCH)
+
+
+def _is_in_use() -> bool:
+    """Whether the rows are those of the running simulation, not of the one before."""
+    database: Any = _base_records().database
+    return database.server is not None
 
 
 def _note_group(world: World, name: str, slots: Slots, epoch: float) -> None:

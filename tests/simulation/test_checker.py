@@ -1160,6 +1160,15 @@ GOOD: dict[str, Callable[[], Story]] = {
         .run("b", 2),
     ),
     "an attempt whose copy takes its row over": copied,
+    "a cooldown that ends early because the clock of the database steps": lambda: (
+        called()
+        .claim()
+        .body()
+        .ends(ending="cooldown")
+        .cools(60, resumes=True)
+        .note("database clock", by=600.0)
+        .run("b", 2)
+    ),
     "an attempt that counts as a crash once its message comes again": lambda: copied(
         again=True, crashes=1
     ),
@@ -2006,6 +2015,10 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
         "what keeps crashing ends", 19,
         lambda: called().crashes(1).crashes(2).claim("c", 3).body("c", 3).ends("c", "snooze")
         .write(state="pending", ended="snoozed").crashes(4).wait(9).run("b", 5),
+    ),
+    "a fence that falls because the clock of the database steps": (
+        "fences grow", 7,
+        lambda: called().run("a", 9).note("database clock", by=-20.0).claim("b", 2),
     ),
     "two queued calls of a key": (
         "queued once", 2,

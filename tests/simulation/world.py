@@ -61,6 +61,7 @@ from tests.simulation.faults import (
     lose_message,
     pause,
     silence_database,
+    step_database_clock,
 )
 from tests.simulation.history import Note, Row
 from tests.simulation.processes import (
@@ -164,6 +165,8 @@ class Shape:
     long_bodies: bool = False
     #: Some calls come from a producer without the library, as by ``send_task()``.
     plain: bool = False
+    #: The clock of the database steps.
+    database_steps: bool = False
     #: How often the broker's queue takes a message back; ``None``: it does not count that.
     delivery_limit: int | None = None
     #: Calls come in bursts, and many bodies last for 10 to 40 s.
@@ -287,6 +290,12 @@ class Shape:
             if not self.threads:
                 self.tasks, self.keys = ("timed",), random.choice((1, 2, 4))
 
+    def draw_database_steps(self, random: Random) -> None:
+        """Let the clock of the database step in some runs."""
+        if self.span < DAY and not self.purges and random.random() < 0.03:
+            self.database_steps = True
+            self.accidents = max(self.accidents, 5)
+
     @property
     def purges(self) -> bool:
         """Whether records expire within the run."""
@@ -359,6 +368,7 @@ class World:
             self.shape.draw_plain(Random(f"plain {self.seed}"))
             self.shape.draw_bursts(Random(f"bursts {self.seed}"))
             self.shape.draw_silences(Random(f"a silent database of {self.seed}"))
+            self.shape.draw_database_steps(Random(f"the database's clock of {self.seed}"))
             self.shape.asks = Random(f"asks {self.seed}").random() > 0.2
         self.scheduler = Scheduler(self.random)
         self.kernel = Kernel(SimulatedClock(self, 0.0, 1.0))
@@ -399,7 +409,6 @@ class World:
             longest = self.shape.longest_countdown
             self.settings = replace(settings_of(self.app), longest_countdown=longest)
             self.database = DatabaseServer(self)
-            self.history.clear()  # of the rows of another run
             self.leases = None if self.shape.database_leases else LeaseServer(self)
             self.broker = broker_module.current = Broker(
                 self, self.shape.visibility, self.shape.delivery_limit
@@ -451,6 +460,7 @@ class World:
             possible += UNSAFE if self.shape.unsafe else ()
             possible += (lose_message,) * 4 if self.shape.loses else ()
             possible += (silence_database,) * 10 if self.shape.silent else ()
+            possible += (step_database_clock,) * 10 if self.shape.database_steps else ()
             accident, at = self.random.choice(possible), self.random.uniform(0, self.shape.span)
             if f"accident {number}" not in self.without:
                 self.later(at, partial(accident, self))
@@ -628,11 +638,15 @@ class World:
             return
         row, by = new or old, self.here
         assert row is not None
-        self._waits_until = max(self._waits_until, row.retry_at)
+        self._waits_until = max(self._waits_until, row.retry_at - self.database.ahead)
         by = getattr(by, "client", None) or by
         self.note("row", key=row.key, old=old, new=new, by=by.name, pid=getattr(by, "pid", None))
         if new is not None and new.ended == Ended.RELEASED and by is self.client:
             self.note("released", key=row.key)
+
+    def waits_longer(self, seconds: float) -> None:
+        """Note that cooldowns end so much later."""
+        self._waits_until += max(seconds, 0.0)
 
     def plan(self) -> Plan:
         """What the next body does."""
